@@ -1,0 +1,94 @@
+"""Every error that a user or a peer can cause: what is wrong, what was found, what was expected, what to do.
+
+The tree has one root, `FerryError`. A branch is a place where callers differ in what they do about it: a
+`ConfigurationError` ends a command, a `RequestError` ends one request, a `PeerError` ends one peer.
+"""
+
+from __future__ import annotations
+
+
+class FerryError(Exception):
+    """Root of all errors of this package.
+
+    `found`, `expected` and `hint` are empty strings when they do not apply.
+    """
+
+    def __init__(self, what: str, *, found: str = "", expected: str = "", hint: str = "") -> None:
+        self.what = what
+        self.found = found
+        self.expected = expected
+        self.hint = hint
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        parts = [self.what]
+        if self.found:
+            parts.append(f"found: {self.found}")
+        if self.expected:
+            parts.append(f"expected: {self.expected}")
+        if self.hint:
+            parts.append(f"hint: {self.hint}")
+        return "; ".join(parts)
+
+
+class ConfigurationError(FerryError):
+    """What the user asked for cannot be set up."""
+
+
+class LayoutError(FerryError):
+    """A description of a cache contradicts itself or leaves its region."""
+
+
+class IncompatibleError(FerryError):
+    """Two descriptions do not describe the same cache; `differences` lists every one of them."""
+
+    def __init__(self, differences: tuple[str, ...]) -> None:
+        self.differences = differences
+        super().__init__(
+            "the two engines do not hold the same cache",
+            found="; ".join(differences),
+            expected="equal states, axes, extents, element sizes and dtypes on both sides",
+            hint="serve the same model with the same cache dtype on both engines",
+        )
+
+
+class UncoveredError(FerryError):
+    """No source rank holds a part of what a target rank needs."""
+
+
+class RequestError(FerryError):
+    """One request cannot be served; the engine and the peers are fine."""
+
+
+class BlockTableError(RequestError):
+    """Block ids or a token range that do not fit the layout."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt and its answer do not fit the engine's cache."""
+
+
+class TransferError(RequestError):
+    """The cache of one request did not arrive; `reason` is a short stable label for counters."""
+
+    def __init__(
+        self, reason: str, what: str, *, found: str = "", expected: str = "", hint: str = ""
+    ) -> None:
+        self.reason = reason
+        super().__init__(what, found=found, expected=expected, hint=hint)
+
+
+class PeerError(FerryError):
+    """Something is wrong with one peer."""
+
+
+class WireError(PeerError):
+    """A frame that cannot be decoded; it is counted and answered with a refusal."""
+
+
+class TransportError(PeerError):
+    """A transport cannot be set up or cannot reach a peer."""
+
+
+class IllegalEventError(FerryError):
+    """A session was given an event that its state does not allow: a defect of ours, with its history."""
