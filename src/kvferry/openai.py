@@ -1,0 +1,54 @@
+"""The parts of the OpenAI HTTP dialect that the router and the embedded engine share: error objects and SSE frames.
+
+No web framework: a caller turns `(status, body)` into a response of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import ConfigurationError, FerryError, PromptTooLongError, RequestError, TransferError
+
+__all__ = ["SSE_DONE", "SSE_MEDIA_TYPE", "error_body", "error_event", "error_of", "sse"]
+
+SSE_MEDIA_TYPE = "text/event-stream"
+SSE_DONE = b"data: [DONE]\n\n"
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+
+
+def error_body(message: str, type_: str, code: str | None, param: str | None) -> dict[str, Any]:
+    """An OpenAI error object. `code` is a stable label for programs, `param` the offending field of the request."""
+    return {"error": {"message": message, "type": type_, "param": param, "code": code}}
+
+
+def error_of(error: FerryError) -> tuple[int, dict[str, Any]]:
+    """HTTP status and error object of one of our errors.
+
+    What is the caller's to mend is told in full; of the rest only what went wrong, since found/expected/hint of a
+    server's defect are words for its operator.
+    """
+    match error:
+        case PromptTooLongError():
+            return 400, error_body(str(error), INVALID_REQUEST, "context_length_exceeded", None)
+        case TransferError():
+            return 502, error_body(str(error), SERVER_ERROR, error.reason, None)
+        case RequestError():
+            return 400, error_body(str(error), INVALID_REQUEST, "invalid_request", None)
+        case ConfigurationError():
+            return 400, error_body(str(error), INVALID_REQUEST, "invalid_configuration", None)
+        case _:
+            return 500, error_body(error.what, SERVER_ERROR, "internal_error", None)
+
+
+def sse(data: dict[str, Any]) -> bytes:
+    """One server-sent event without an event name: `data: {...}` and a blank line, UTF-8."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def error_event(message: str, code: str | None) -> bytes:
+    """The last frame of a stream that broke. No `[DONE]` follows it, so a client never takes half for whole."""
+    return sse(error_body(message, SERVER_ERROR, code, None))
