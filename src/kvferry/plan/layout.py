@@ -1,0 +1,172 @@
+"""The description: where every element of a request's cache lives in one rank.
+
+Nothing here knows a model, an engine or a device. A new model, parallelism or memory format is new data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from kvferry.errors import LayoutError
+from kvferry.plan.span import Span
+
+__all__ = ["Axis", "CacheGroup", "Layout", "Placement", "Region", "State", "TokenRange", "fingerprint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A named logical dimension of a state and its extent over all ranks of the engine."""
+
+    name: str
+    extent: int
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One named tensor of a request's cache, the same on every engine that serves the model.
+
+    `axes` are its dimensions without the token dimension; `per_token` says whether it has one (attention) or is of
+    fixed size (state-space models). `item_bytes` is the size of one element.
+    """
+
+    name: str
+    dtype: str
+    item_bytes: int
+    axes: tuple[Axis, ...]
+    per_token: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Registered memory of one rank: `address` in the rank's own address space, `kind` such as `dram` or `vram`."""
+
+    address: int
+    size_bytes: int
+    kind: str
+    device: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """States that share one block table per request.
+
+    Token `t` lives in block `table[t // block_tokens]`, slot `t % block_tokens`. When `ring_tokens` is not 0 the group
+    keeps only a sliding window: `t` is taken modulo `ring_tokens` first.
+    """
+
+    block_tokens: int
+    num_blocks: int
+    ring_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one state's box lies in one rank.
+
+    `spans` and `strides` (bytes) have one entry per axis of the state, in the state's order. `offset` is the distance
+    in bytes from the region's start to the element at block 0, slot 0 and the start of every span; `block_stride` and
+    `token_stride` (0 for a state without tokens) are the distances between blocks and between tokens of a block.
+    """
+
+    state: str
+    region: int
+    group: int
+    offset: int
+    spans: tuple[Span, ...]
+    strides: tuple[int, ...]
+    block_stride: int
+    token_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """The tokens `first <= t < last` of a request; may be empty."""
+
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return max(0, self.last - self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All placements of one rank. Checked when it is built: no element may lie outside its region."""
+
+    states: tuple[State, ...]
+    regions: tuple[Region, ...]
+    groups: tuple[CacheGroup, ...]
+    placements: tuple[Placement, ...]
+
+    def __post_init__(self) -> None:
+        _check_records(self)
+        states = {state.name: state for state in self.states}
+        placed: set[str] = set()
+        for placement in self.placements:
+            if placement.state in placed:
+                raise LayoutError("a rank must hold a state once", found=f"{placement.state} twice")
+            placed.add(placement.state)
+            _check_placement(self, states, placement)
+
+    def state_named(self) -> dict[str, State]:
+        """States by name."""
+        return {state.name: state for state in self.states}
+
+    def placement_of(self) -> dict[str, Placement]:
+        """Placements by the name of their state."""
+        return {placement.state: placement for placement in self.placements}
+
+
+def fingerprint(layout: Layout) -> str:
+    """A short name for the whole description: equal for equal layouts, addresses apart."""
+    plain = (layout.states, [r.size_bytes for r in layout.regions], layout.groups, layout.placements)
+    return hashlib.blake2b(repr(plain).encode(), digest_size=8).hexdigest()
+
+
+def _check_records(layout: Layout) -> None:
+    names = [state.name for state in layout.states]
+    if len(set(names)) != len(names):
+        raise LayoutError("state names must be unique", found=", ".join(sorted(names)))
+    for state in layout.states:
+        if state.item_bytes < 1 or any(axis.extent < 1 for axis in state.axes):
+            raise LayoutError("sizes must be positive", found=repr(state))
+    for region in layout.regions:
+        if region.address < 0 or region.size_bytes < 1 or region.address + region.size_bytes > 2**63:
+            raise LayoutError("a region must lie in the address space", found=repr(region))
+    for group in layout.groups:
+        if group.block_tokens < 1 or group.num_blocks < 1 or group.ring_tokens < 0:
+            raise LayoutError("a cache group needs blocks that hold tokens", found=repr(group))
+
+
+def _check_placement(layout: Layout, states: dict[str, State], placement: Placement) -> None:
+    where = f"placement of {placement.state}"
+    if placement.state not in states:
+        raise LayoutError(f"{where}: the layout has no such state", expected=", ".join(states))
+    if not (0 <= placement.region < len(layout.regions) and 0 <= placement.group < len(layout.groups)):
+        raise LayoutError(
+            f"{where}: region or group does not exist", found=f"region {placement.region}, group {placement.group}"
+        )
+    state = states[placement.state]
+    if not len(state.axes) == len(placement.spans) == len(placement.strides):
+        raise LayoutError(f"{where}: one span and one stride per axis", found=repr(placement))
+    for axis, span in zip(state.axes, placement.spans, strict=True):
+        if span.stop > axis.extent:
+            raise LayoutError(f"{where}: span leaves axis {axis.name}", found=str(span), expected=f"<= {axis.extent}")
+    _check_reach(layout, state, placement)
+
+
+def _check_reach(layout: Layout, state: State, placement: Placement) -> None:
+    group, region = layout.groups[placement.group], layout.regions[placement.region]
+    distances = (placement.offset, placement.block_stride, placement.token_stride, *placement.strides)
+    if min(distances) < 0:
+        raise LayoutError(f"placement of {state.name}: offsets and strides must not be negative", found=str(distances))
+    reach = placement.offset + (group.num_blocks - 1) * placement.block_stride + state.item_bytes
+    reach += (group.block_tokens - 1) * placement.token_stride if state.per_token else 0
+    reach += sum((len(span) - 1) * stride for span, stride in zip(placement.spans, placement.strides, strict=True))
+    if reach > region.size_bytes:
+        raise LayoutError(
+            f"placement of {state.name} leaves its region",
+            found=f"last byte at {reach}",
+            expected=f"at most {region.size_bytes}",
+        )

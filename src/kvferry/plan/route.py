@@ -1,0 +1,160 @@
+"""Who sends which box to whom. Depends on shapes only: no address, no block, no byte stride.
+
+Each target box is cut where source boxes end. A cell that several source ranks hold is read once, from one of them;
+the cells of one replica set are dealt out in equal contiguous runs, so that the load differs by at most one box and a
+target rank keeps to as few sources as possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+from kvferry.errors import IncompatibleError, UncoveredError
+from kvferry.plan.layout import Layout, State
+from kvferry.plan.span import Span, overlap, uncovered
+
+__all__ = ["Box", "Leg", "Route", "differences", "route"]
+
+Box = tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One box of one state, from one rank to another. `box` has one span per axis of the state."""
+
+    source_rank: int
+    target_rank: int
+    state: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """All legs between two engines, ordered by target rank and state."""
+
+    legs: tuple[Leg, ...]
+
+    def between(self, source_rank: int, target_rank: int) -> tuple[Leg, ...]:
+        """The legs of one pair of ranks; empty when nothing moves between them."""
+        return tuple(leg for leg in self.legs if (leg.source_rank, leg.target_rank) == (source_rank, target_rank))
+
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """All (source rank, target rank) between which something moves, ascending."""
+        return tuple(sorted({(leg.source_rank, leg.target_rank) for leg in self.legs}))
+
+    def sources_of(self, target_rank: int) -> tuple[int, ...]:
+        """The source ranks that a target rank reads, ascending."""
+        return tuple(source for source, target in self.pairs() if target == target_rank)
+
+    def targets_of(self, source_rank: int) -> tuple[int, ...]:
+        """The target ranks that read a source rank, ascending: its lease waits for exactly these."""
+        return tuple(target for source, target in self.pairs() if source == source_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    target_rank: int
+    state: str
+    box: Box
+
+
+def route(sources: Sequence[Layout], targets: Sequence[Layout]) -> Route:
+    """The legs that fill every box of every target rank exactly once.
+
+    Raises IncompatibleError with all differences when the engines do not hold the same states, UncoveredError when a
+    part of a state is held by no source rank.
+    """
+    if found := differences(sources, targets):
+        raise IncompatibleError(found)
+    holders = _boxes_by_state(sources)
+    replica_sets: dict[tuple[int, ...], list[_Cell]] = {}
+    for target_rank, layout in enumerate(targets):
+        for state in _held(layout):
+            wanted = layout.placement_of()[state.name].spans
+            for box in _cells(wanted, [held for _, held in holders[state.name]]):
+                ranks = tuple(rank for rank, held in holders[state.name] if _contains(held, box))
+                if not ranks:
+                    raise _nobody_holds(state, box, [held for _, held in holders[state.name]])
+                replica_sets.setdefault(ranks, []).append(_Cell(target_rank, state.name, box))
+    legs = [leg for ranks, cells in replica_sets.items() for leg in _deal(ranks, cells)]
+    order = {state.name: index for index, state in enumerate(_all_states(targets).values())}
+    return Route(tuple(sorted(legs, key=lambda leg: (leg.target_rank, order[leg.state], leg.box))))
+
+
+def differences(sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[str, ...]:
+    """Every way in which the states of two engines differ, in words with both values; empty when they agree."""
+    left, right = _all_states(sources), _all_states(targets)
+    found = [f"state {name}: only the source has it" for name in left if name not in right]
+    found += [f"state {name}: only the target has it" for name in right if name not in left]
+    for name in left.keys() & right.keys():
+        found += _state_differences(left[name], right[name])
+    return tuple(sorted(found))
+
+
+def _state_differences(left: State, right: State) -> list[str]:
+    pairs = {
+        "dtype": (left.dtype, right.dtype),
+        "element size": (left.item_bytes, right.item_bytes),
+        "axes": ([a.name for a in left.axes], [a.name for a in right.axes]),
+        "extents": ([a.extent for a in left.axes], [a.extent for a in right.axes]),
+        "token axis": (left.per_token, right.per_token),
+    }
+    return [
+        f"state {left.name}: {what} {ours} at the source, {theirs} at the target"
+        for what, (ours, theirs) in pairs.items()
+        if ours != theirs
+    ]
+
+
+def _all_states(layouts: Sequence[Layout]) -> dict[str, State]:
+    return {state.name: state for layout in layouts for state in _held(layout)}
+
+
+def _held(layout: Layout) -> list[State]:
+    named = layout.state_named()
+    return [named[placement.state] for placement in layout.placements]
+
+
+def _boxes_by_state(layouts: Sequence[Layout]) -> dict[str, list[tuple[int, Box]]]:
+    boxes: dict[str, list[tuple[int, Box]]] = {}
+    for rank, layout in enumerate(layouts):
+        for placement in layout.placements:
+            boxes.setdefault(placement.state, []).append((rank, placement.spans))
+    return boxes
+
+
+def _cells(wanted: Box, held: list[Box]) -> Iterator[Box]:
+    """Cut a box at every edge of the held boxes; no cell crosses an edge, so a holder has all of it or none."""
+    per_axis = []
+    for axis, span in enumerate(wanted):
+        parts = [part for box in held for part in overlap(span, box[axis])]
+        edges = sorted({span.start, span.stop, *(e for part in parts for e in (part.start, part.stop))})
+        per_axis.append([Span(start, stop) for start, stop in pairwise(edges)])
+    return product(*per_axis)
+
+
+def _contains(outer: Box, inner: Box) -> bool:
+    return all(o.start <= i.start and i.stop <= o.stop for o, i in zip(outer, inner, strict=True))
+
+
+def _deal(ranks: tuple[int, ...], cells: list[_Cell]) -> Iterator[Leg]:
+    for index, cell in enumerate(cells):
+        source_rank = ranks[index * len(ranks) // len(cells)]
+        yield Leg(source_rank, cell.target_rank, cell.state, cell.box)
+
+
+def _nobody_holds(state: State, box: Box, held: list[Box]) -> UncoveredError:
+    gaps = [
+        f"{axis.name} {gap}"
+        for index, axis in enumerate(state.axes)
+        for gap in uncovered(box[index], [part for other in held for part in overlap(box[index], other[index])])
+    ]
+    whole = ", ".join(f"{axis.name} {span}" for axis, span in zip(state.axes, box, strict=True))
+    return UncoveredError(
+        f"no source rank holds a part of state {state.name}",
+        found=", ".join(gaps) or whole,
+        expected="every part of the state on at least one source rank",
+        hint="check that every rank of the source engine is listed",
+    )
