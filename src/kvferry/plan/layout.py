@@ -145,7 +145,8 @@ def _check_placement(layout: Layout, states: dict[str, State], placement: Placem
         raise LayoutError(f"{where}: the layout has no such state", expected=", ".join(states))
     if not (0 <= placement.region < len(layout.regions) and 0 <= placement.group < len(layout.groups)):
         raise LayoutError(
-            f"{where}: region or group does not exist", found=f"region {placement.region}, group {placement.group}"
+            f"{where}: region or group does not exist",
+            found=f"region {placement.region}, group {placement.group}",
         )
     state = states[placement.state]
     if not len(state.axes) == len(placement.spans) == len(placement.strides):

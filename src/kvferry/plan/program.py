@@ -66,7 +66,7 @@ class Program:
 
 
 class _Dimension(NamedTuple):
-    count: int
+    extent: int
     source_stride: int
     target_stride: int
 
@@ -82,7 +82,10 @@ class _Piece(NamedTuple):
     @property
     def strides(self) -> Strides:
         return Strides(
-            self.source.block_stride, self.source.token_stride, self.target.block_stride, self.target.token_stride
+            self.source.block_stride,
+            self.source.token_stride,
+            self.target.block_stride,
+            self.target.token_stride,
         )
 
 
@@ -161,21 +164,19 @@ def _dimensions(piece: _Piece, num_tokens: int) -> tuple[_Dimension, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _runs(
-    dimensions: tuple[_Dimension, ...], item_bytes: int
-) -> tuple[int, NDArray[np.uint64], NDArray[np.uint64]]:
+def _runs(dimensions: tuple[_Dimension, ...], item_bytes: int) -> tuple[int, NDArray[np.uint64], NDArray[np.uint64]]:
     """Length in bytes and start offsets of the runs of a box that are contiguous on both sides.
 
     The same for every layer of a model, hence the cache.
     """
-    remaining = [dimension for dimension in dimensions if dimension.count > 1]
+    remaining = [dimension for dimension in dimensions if dimension.extent > 1]
     length = item_bytes
     while inner := [d for d in remaining if d.source_stride == d.target_stride == length]:
-        length *= inner[0].count
+        length *= inner[0].extent
         remaining.remove(inner[0])
     source = target = np.zeros(1, np.uint64)
     for dimension in sorted(remaining, key=lambda d: -d.source_stride):
-        steps = np.arange(dimension.count, dtype=np.uint64)
+        steps = np.arange(dimension.extent, dtype=np.uint64)
         source = np.add.outer(source, steps * np.uint64(dimension.source_stride)).ravel()
         target = np.add.outer(target, steps * np.uint64(dimension.target_stride)).ravel()
     return length, source, target

@@ -67,9 +67,7 @@ def _located(cache: CacheGroup, table: _Indices, tokens: _Indices) -> tuple[_Ind
     return table[position // cache.block_tokens], position % cache.block_tokens
 
 
-def _section_copies(
-    section: Section, source: tuple[_Indices, _Indices], target: tuple[_Indices, _Indices]
-) -> Copies:
+def _section_copies(section: Section, source: tuple[_Indices, _Indices], target: tuple[_Indices, _Indices]) -> Copies:
     """All rows of a section at all places: row after row, each over all places, so that adjacent blocks merge."""
     strides, rows = section.strides, section.rows
     source_shift = (source[0] * strides.source_block + source[1] * strides.source_token).astype(np.uint64)
