@@ -1,0 +1,1 @@
+"""What travels between two agents: frozen tagged records (`messages`) and the codec that refuses with a reason."""

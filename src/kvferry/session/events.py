@@ -1,0 +1,252 @@
+"""Everything that goes into a session and everything that comes out of it.
+
+Events and commands are data, so that a test is a list of events and the list of commands that must follow. `address`
+is where a peer listens; `peer` is whatever the owner needs to answer it. Times are seconds of any monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvferry.errors import TransferError
+from kvferry.plan.copies import Copies
+from kvferry.plan.layout import TokenRange
+from kvferry.wire.messages import Message, Offer, Reference
+
+__all__ = [
+    "AbortWanted",
+    "Cancel",
+    "Command",
+    "Connect",
+    "Count",
+    "Disconnect",
+    "Failed",
+    "FetchReport",
+    "FetchWanted",
+    "Fetched",
+    "FrameArrived",
+    "LeaseWanted",
+    "LeaseWithdrawn",
+    "PeerConnected",
+    "PeerUnreachable",
+    "Post",
+    "ReadKey",
+    "Reply",
+    "Send",
+    "SourceFree",
+    "TargetFree",
+    "Tick",
+    "TicketEnded",
+    "Timing",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """All deadlines, in seconds.
+
+    A lease ends `lease_s` after it was opened or last renewed. A target renews every `heartbeat_s` and takes a peer
+    for lost after `missed_heartbeats` without any answer; it repeats an unanswered message every `resend_s`.
+    """
+
+    lease_s: float = 30.0
+    heartbeat_s: float = 1.0
+    missed_heartbeats: int = 3
+    resend_s: float = 1.0
+    handshake_s: float = 5.0
+    transfer_s: float = 60.0
+    tombstone_s: float = 60.0
+
+    @property
+    def silence_s(self) -> float:
+        """How long a peer may stay silent while it is being waited for."""
+        return self.heartbeat_s * self.missed_heartbeats
+
+
+# --- events --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameArrived:
+    """A decoded message, and whom to answer."""
+
+    peer: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseWanted:
+    """The engine has computed a request and keeps its blocks until `SourceFree`."""
+
+    request_id: str
+    lease_id: str
+    block_tables: tuple[tuple[int, ...], ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseWithdrawn:
+    """The engine does not want to serve this request's cache any more."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchWanted:
+    """The engine wants a remote cache in its own blocks. `addresses` has one control address per source rank."""
+
+    request_id: str
+    reference: Reference
+    addresses: tuple[str, ...]
+    block_tables: tuple[tuple[int, ...], ...]
+    tokens: TokenRange
+
+
+@dataclass(frozen=True, slots=True)
+class AbortWanted:
+    """The engine does not want a fetch any more."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConnected:
+    """A transport to the peer works; `choice` says which and why."""
+
+    address: str
+    transport: str
+    choice: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUnreachable:
+    """No transport to the peer works."""
+
+    address: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadKey:
+    """Names one posted read: a fetch and the peer it reads from."""
+
+    request_id: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class TicketEnded:
+    """No byte of a posted read moves any more; `error` is empty when all arrived."""
+
+    key: ReadKey
+    error: str
+
+
+# --- commands ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to a peer that we address."""
+
+    address: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer a peer that has addressed us."""
+
+    peer: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Choose a transport from the offer; answer with PeerConnected or PeerUnreachable."""
+
+    address: str
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Forget a peer."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Start reading; answer with TicketEnded."""
+
+    key: ReadKey
+    copies: Copies
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Lose interest in a posted read; TicketEnded is still awaited."""
+
+    key: ReadKey
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReport:
+    """What one finished fetch moved, over what, and how long each phase took (seconds)."""
+
+    tokens: int
+    num_bytes: int
+    num_rows: int
+    transport: str
+    choice: str
+    strategy: str
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The cache is there and valid: the request may be decoded."""
+
+    request_id: str
+    report: FetchReport
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The cache did not arrive. Its blocks stay in quarantine until TargetFree."""
+
+    request_id: str
+    error: TransferError
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFree:
+    """No read touches the blocks of a failed fetch any more: they may be used again."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFree:
+    """Nobody will read the blocks of a leased request any more; `reason` says how it ended."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Something worth a counter: `what` names it, `reason` labels it."""
+
+    what: str
+    reason: str
+
+
+Command = Send | Reply | Connect | Disconnect | Post | Cancel | Fetched | Failed | TargetFree | SourceFree | Count

@@ -1,0 +1,43 @@
+"""Bytes to messages and back. Input is never trusted: what does not decode exactly is a WireError with the reason.
+
+A frame is two magic bytes, one byte for the wire version, and a MessagePack map with a tag.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.errors import FerryError, WireError
+from kvferry.wire.messages import WIRE_VERSION, Message
+
+__all__ = ["MAX_FRAME_BYTES", "decode", "encode"]
+
+MAGIC = b"KF"
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """One frame."""
+    return MAGIC + bytes([WIRE_VERSION]) + _encoder.encode(message)
+
+
+def decode(frame: bytes) -> Message:
+    """The message of a frame. Raises WireError: too large, not ours, another wire version, malformed."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise WireError("frame too large", found=f"{len(frame)} bytes", expected=f"at most {MAX_FRAME_BYTES}")
+    if frame[:2] != MAGIC or len(frame) < 4:
+        raise WireError("not a frame of this protocol", found=repr(frame[:8]), expected=f"{MAGIC!r} first")
+    if frame[2] != WIRE_VERSION:
+        raise WireError(
+            "peer speaks another wire version",
+            found=f"version {frame[2]}",
+            expected=f"version {WIRE_VERSION}",
+            hint="run the same release of kvferry on both engines",
+        )
+    try:
+        return _decoder.decode(frame[3:])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, FerryError) as error:
+        raise WireError("malformed frame", found=str(error)) from error

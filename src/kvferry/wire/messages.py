@@ -1,0 +1,218 @@
+"""The messages of the control channel.
+
+A conversation has two steps. `Hello` and `Welcome` compare versions and identities; only then does the source send
+its `Offer` (layout and transports). After that, per request: `Claim` → `Grant`, bytes move, `Landed` → `Valid`. Every
+request can be answered with a `Refusal`; every message may arrive twice.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from kvferry.plan.layout import Layout
+
+__all__ = [
+    "WIRE_VERSION",
+    "Abort",
+    "Aborted",
+    "Claim",
+    "Grant",
+    "Hello",
+    "Landed",
+    "Message",
+    "Offer",
+    "OfferRequest",
+    "Party",
+    "Probe",
+    "Reason",
+    "Reference",
+    "Refusal",
+    "Renew",
+    "Renewed",
+    "TransportOffer",
+    "Valid",
+    "Welcome",
+]
+
+WIRE_VERSION = 1
+
+Name = Annotated[str, Meta(max_length=256)]
+Text = Annotated[str, Meta(max_length=4096)]
+Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
+BlockId = Annotated[int, Meta(ge=0, lt=1 << 48)]
+Seconds = Annotated[float, Meta(ge=0, le=86_400)]
+
+
+class Reason(StrEnum):
+    """Why something was refused or failed: stable labels, used on the wire and in counters."""
+
+    MALFORMED = "malformed"
+    WIRE_VERSION = "wire_version"
+    WRONG_ENGINE = "wrong_engine"
+    WRONG_EPOCH = "wrong_epoch"
+    UNKNOWN_LEASE = "unknown_lease"
+    EXPIRED = "expired"
+    OUT_OF_RANGE = "out_of_range"
+    NOT_CLAIMED = "not_claimed"
+    INCOMPATIBLE = "incompatible"
+    UNREACHABLE = "unreachable"
+    PEER_LOST = "peer_lost"
+    DEADLINE = "deadline"
+    TRANSPORT = "transport"
+    ABORTED = "aborted"
+
+
+class Party(Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank of one incarnation of an engine; `epoch` is new at every start."""
+
+    engine_id: Name
+    epoch: Name
+    rank: Rank
+
+
+class Reference(Struct, frozen=True, forbid_unknown_fields=True):
+    """What names a request's cache. It may come from anybody; the source's own record of the lease decides."""
+
+    engine_id: Name
+    epoch: Name
+    request_id: Name
+    lease_id: Name
+
+
+class Hello(Struct, frozen=True, tag="hello"):
+    """First message of a target. Unknown fields are tolerated, so that versions can be compared at all."""
+
+    wire_version: int
+    product_version: Name
+    party: Party
+    expects_engine_id: Name
+    expects_epoch: Name
+
+
+class Welcome(Struct, frozen=True, tag="welcome"):
+    """The source's answer to `Hello`: who it is. `fingerprint` names its layout."""
+
+    wire_version: int
+    product_version: Name
+    party: Party
+    num_ranks: Rank
+    fingerprint: Name
+
+
+class OfferRequest(Struct, frozen=True, tag="offer_request", forbid_unknown_fields=True):
+    """Second step of the target: send me your layout."""
+
+    party: Party
+
+
+class TransportOffer(Struct, frozen=True, forbid_unknown_fields=True):
+    """One transport of the source. `unavailable` is the reason why it cannot be used, empty when it can."""
+
+    name: Name
+    descriptor: Annotated[bytes, Meta(max_length=1 << 20)]
+    unavailable: Text
+
+
+class Probe(Struct, frozen=True, forbid_unknown_fields=True):
+    """Memory with a known pattern that a peer may read to test and measure a transport."""
+
+    address: Count
+    size_bytes: Count
+    seed: Count
+
+
+class Offer(Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
+    """The source's layout and the ways to reach its memory."""
+
+    party: Party
+    layout: Layout
+    transports: Annotated[tuple[TransportOffer, ...], Meta(max_length=16)]
+    probe: Probe
+
+
+class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
+    """A target rank wants to read `num_tokens` tokens; `readers` are all ranks of its engine that read this rank."""
+
+    party: Party
+    reference: Reference
+    num_tokens: Count
+    readers: Annotated[tuple[Rank, ...], Meta(min_length=1, max_length=1 << 12)]
+
+
+class Grant(Struct, frozen=True, tag="grant", forbid_unknown_fields=True):
+    """The source lets the target read: one block table per cache group, for as long as the lease is renewed."""
+
+    lease_id: Name
+    block_tables: tuple[tuple[BlockId, ...], ...]
+    num_tokens: Count
+    lease_s: Seconds
+
+
+class Landed(Struct, frozen=True, tag="landed", forbid_unknown_fields=True):
+    """All bytes have arrived at the target; may it use them?"""
+
+    party: Party
+    lease_id: Name
+
+
+class Valid(Struct, frozen=True, tag="valid", forbid_unknown_fields=True):
+    """The lease was live during the whole transfer: the bytes are the request's own."""
+
+    lease_id: Name
+
+
+class Renew(Struct, frozen=True, tag="renew", forbid_unknown_fields=True):
+    """Heartbeat of a target for the leases it is using."""
+
+    party: Party
+    lease_ids: Annotated[tuple[Name, ...], Meta(max_length=1 << 16)]
+
+
+class Renewed(Struct, frozen=True, tag="renewed", forbid_unknown_fields=True):
+    """The source is alive; `gone` are the leases that are not live any more."""
+
+    gone: tuple[Name, ...]
+
+
+class Abort(Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
+    """The target does not want the cache any more."""
+
+    party: Party
+    lease_id: Name
+
+
+class Aborted(Struct, frozen=True, tag="aborted", forbid_unknown_fields=True):
+    """The source has noted the end of a lease."""
+
+    lease_id: Name
+
+
+class Refusal(Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):
+    """No, and why. `lease_id` is empty when it is not about a lease."""
+
+    reason: Reason
+    what: Text
+    found: Text
+    expected: Text
+    lease_id: Name
+
+
+Message = (
+    Hello
+    | Welcome
+    | OfferRequest
+    | Offer
+    | Claim
+    | Grant
+    | Landed
+    | Valid
+    | Renew
+    | Renewed
+    | Abort
+    | Aborted
+    | Refusal
+)

@@ -1,0 +1,69 @@
+import contextlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import WireError
+from kvferry.plan.describe import Attention, EngineShape, describe
+from kvferry.wire import messages as m
+from kvferry.wire.codec import MAX_FRAME_BYTES, decode, encode
+
+PARTY = m.Party("prefill-0", "e1", 0)
+LAYOUT = describe(Attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
+EXAMPLES = [
+    m.Hello(1, "0.1.0", PARTY, "decode-0", "e2"),
+    m.Welcome(1, "0.1.0", PARTY, 1, "abc"),
+    m.OfferRequest(PARTY),
+    m.Offer(PARTY, LAYOUT, (m.TransportOffer("shm", b"\x00\xff", ""),), m.Probe(4096, 64, 7)),
+    m.Claim(PARTY, m.Reference("prefill-0", "e1", "r", "l"), 12, (0,)),
+    m.Grant("l", ((1, 2, 3),), 12, 30.0),
+    m.Landed(PARTY, "l"),
+    m.Valid("l"),
+    m.Renew(PARTY, ("l",)),
+    m.Renewed(("l",)),
+    m.Abort(PARTY, "l"),
+    m.Aborted("l"),
+    m.Refusal(m.Reason.EXPIRED, "what", "found", "expected", "l"),
+]
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_every_message_survives_the_wire(message):
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    ("frame", "says"),
+    [
+        (b"", "not a frame"),
+        (b"GET / HTTP/1.1", "not a frame"),
+        (b"KF\x07\x80", "version 7"),
+        (b"KF\x01\x80", "malformed"),
+        (b"KF\x01" + msgspec.msgpack.encode({"type": "valid", "lease_id": 3}), "malformed"),
+        (b"KF\x01" + msgspec.msgpack.encode({"type": "valid", "lease_id": "l", "more": 1}), "malformed"),
+        (b"KF\x01" + msgspec.msgpack.encode({"type": "delete"}), "malformed"),
+        (b"KF\x01" + b"\x91" * 100_000, "malformed"),
+        (b"KF\x01" + b"\x00" * MAX_FRAME_BYTES, "too large"),
+    ],
+)
+def test_a_bad_frame_is_refused_with_the_reason(frame, says):
+    with pytest.raises(WireError, match=says):
+        decode(frame)
+
+
+def test_a_layout_that_leaves_its_region_is_refused_on_arrival():
+    frame = encode(EXAMPLES[3]).replace(msgspec.msgpack.encode(LAYOUT.regions[0].size_bytes), b"\x01")
+    with pytest.raises(WireError, match="malformed"):
+        decode(frame)
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_a_damaged_frame_decodes_or_is_refused_and_never_crashes(message, data):
+    frame = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(frame)))
+    with contextlib.suppress(WireError):
+        decode(bytes(frame[:cut]))
