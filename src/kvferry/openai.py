@@ -1,4 +1,4 @@
-"""The parts of the OpenAI HTTP dialect that the router and the embedded engine share: error objects and SSE frames.
+"""What the router and the embedded engine share of the OpenAI HTTP dialect: error objects and SSE frames.
 
 No web framework: a caller turns `(status, body)` into a response of its own.
 """
@@ -21,15 +21,15 @@ SERVER_ERROR = "server_error"
 
 
 def error_body(message: str, type_: str, code: str | None, param: str | None) -> dict[str, Any]:
-    """An OpenAI error object. `code` is a stable label for programs, `param` the offending field of the request."""
+    """An OpenAI error object. `code` is a stable label for programs, `param` the field that is at fault."""
     return {"error": {"message": message, "type": type_, "param": param, "code": code}}
 
 
 def error_of(error: FerryError) -> tuple[int, dict[str, Any]]:
     """HTTP status and error object of one of our errors.
 
-    What is the caller's to mend is told in full; of the rest only what went wrong, since found/expected/hint of a
-    server's defect are words for its operator.
+    What is the caller's to mend is told in full; of the rest only what went wrong, since found/expected/hint
+    of a server's defect are words for its operator.
     """
     match error:
         case PromptTooLongError():
@@ -50,5 +50,5 @@ def sse(data: dict[str, Any]) -> bytes:
 
 
 def error_event(message: str, code: str | None) -> bytes:
-    """The last frame of a stream that broke. No `[DONE]` follows it, so a client never takes half for whole."""
+    """The last frame of a broken stream. No `[DONE]` follows it, so nobody takes half for whole."""
     return sse(error_body(message, SERVER_ERROR, code, None))

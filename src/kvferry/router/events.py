@@ -1,0 +1,171 @@
+"""What a request's flow is told (events) and what it wants done (commands)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from kvferry.router.policy import Instance, Role
+
+__all__ = [
+    "Answered",
+    "Began",
+    "Cancel",
+    "ClientGone",
+    "Command",
+    "Count",
+    "Counted",
+    "Cut",
+    "Ended",
+    "EndWithError",
+    "Event",
+    "Failed",
+    "Forward",
+    "NobodyPicked",
+    "Opened",
+    "Path",
+    "Pick",
+    "Picked",
+    "Refuse",
+    "Relay",
+    "Send",
+]
+
+
+class Path(StrEnum):
+    """How an answer came about; told to the client in `x-kvferry-path`."""
+
+    DISAGGREGATED = "disaggregated"
+    DECODE_ONLY = "decode-only"
+
+
+class Counted(StrEnum):
+    """What the flow counts."""
+
+    RETRY = "retry"
+    FALLBACK = "fallback"
+    UPSTREAM_ERROR = "upstream_error"
+
+
+# Events
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A checked request is here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """The instance that a `Pick` asked for; it counts as loaded from now on."""
+
+    instance: Instance
+
+
+@dataclass(frozen=True, slots=True)
+class NobodyPicked:
+    """No healthy instance is left that a `Pick` allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The whole answer of the leg in flight: any answer of P, and those of D that are no success."""
+
+    status: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """D's success with the first byte of its body. `can_append` tells whether a frame of ours may follow it."""
+
+    can_append: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last byte of the relayed answer is with the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The leg in flight broke; its connection is closed. `reason` is a stable label, `detail` words for people."""
+
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """The client closed its connection."""
+
+
+Event = Began | Picked | NobodyPicked | Answered | Opened | Ended | Failed | ClientGone
+
+
+# Commands
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Choose a healthy instance of `role` outside `excluded`; answered by `Picked` or `NobodyPicked`."""
+
+    role: Role
+    excluded: frozenset[Instance]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Start a leg: POST `body` to `instance`; answered by `Answered`, `Opened` (decode only) or `Failed`."""
+
+    instance: Instance
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Close the upstream connection of the leg in flight, which tells the engine to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """Pass the opened answer on, bytes as they arrive; answered by `Ended` or `Failed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Give the client the last whole answer as it is: status, headers, body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer with an error object of our own."""
+
+    status: int
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EndWithError:
+    """Close a broken stream with an error frame and without `[DONE]`."""
+
+    message: str
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Close the client's connection mid-body: nothing else can tell it that the answer is incomplete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Add one to a counter. `role` says whose leg it was about."""
+
+    what: Counted
+    role: Role
+    reason: str
+
+
+Command = Pick | Send | Cancel | Relay | Forward | Refuse | EndWithError | Cut | Count

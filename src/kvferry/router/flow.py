@@ -1,0 +1,248 @@
+"""One request on its way through a prefill and a decode instance, without I/O: events in, commands out.
+
+The last command of a batch is the one that is answered by the next event. Rules that the table cannot show:
+
+* P gets one retry on another P per request, then the request is served by D alone;
+* D gets one retry on another D, only before its first byte, and with a fresh prefill: the cache of the first
+  one may be half read and its lease spent;
+* a 4xx is about the request, so it goes to the client as it is and nothing is tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import IllegalEventError
+from kvferry.openai import SERVER_ERROR, error_body
+from kvferry.router.events import (
+    Answered,
+    Began,
+    Cancel,
+    ClientGone,
+    Command,
+    Count,
+    Counted,
+    Cut,
+    Ended,
+    EndWithError,
+    Event,
+    Failed,
+    Forward,
+    NobodyPicked,
+    Opened,
+    Path,
+    Pick,
+    Picked,
+    Refuse,
+    Relay,
+    Send,
+)
+from kvferry.router.policy import Instance, Role
+from kvferry.router.request import ClientRequest, decode_body, prefill_body
+
+__all__ = ["TRANSITIONS", "Flow", "State", "Transition"]
+
+
+class State(StrEnum):
+    """What the flow waits for."""
+
+    NEW = "new"
+    PICKING_DECODE = "picking decode"
+    PICKING_PREFILL = "picking prefill"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    RELAYING = "relaying"
+    DONE = "done"
+
+
+class PrefillAnswer(msgspec.Struct):
+    """The one field of P's answer that matters here, as the bytes that came."""
+
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class Flow:
+    """The state of one request. `path` is how it is being served so far."""
+
+    def __init__(self, request: ClientRequest) -> None:
+        self.state = State.NEW
+        self.path = Path.DISAGGREGATED
+        self._request = request
+        self._history: list[str] = []
+        self._picked: dict[Role, Instance] = {}
+        self._failed: frozenset[Instance] = frozenset()
+        self._retried: set[Role] = set()
+        # Why the next leg of a role is a second try; taken out when that leg starts.
+        self._second_try: dict[Role, str] = {}
+        # What the client gets when no decode instance is left.
+        self._last_word: Command = _refusal(503, "no_decode_instance", "no decode instance is healthy")
+        self._can_append = False
+
+    def handle(self, event: Event) -> list[Command]:
+        """Take one event. Raises IllegalEventError, with the history, when the state does not allow it."""
+        before = self.state
+        self._history.append(f"{type(event).__name__} while {before}")
+        transition = TRANSITIONS.get((before, type(event)))
+        if transition is None:
+            raise self._illegal("an event that the state does not allow")
+        commands = transition.action(self, event)
+        if self.state not in transition.targets:
+            raise self._illegal(f"a transition to {self.state} that the table does not have")
+        return commands
+
+    def begin(self, event: Began) -> list[Command]:
+        """Pick D before P: a prefill that nobody can decode is wasted."""
+        reason = self._request.undivided_reason
+        counts = self._fall_back(reason) if reason else []
+        return [*counts, *self._pick(Role.DECODE)]
+
+    def take_decode(self, event: Picked) -> list[Command]:
+        self._picked[Role.DECODE] = event.instance
+        counts = self._count_retry(Role.DECODE)
+        if self.path is Path.DECODE_ONLY:
+            return [*counts, *self._send_decode(self._request.raw)]
+        return [*counts, *self._pick(Role.PREFILL)]
+
+    def give_up(self, event: NobodyPicked) -> list[Command]:
+        return self._finish(self._last_word)
+
+    def take_prefill(self, event: Picked) -> list[Command]:
+        self.state = State.PREFILLING
+        self._picked[Role.PREFILL] = event.instance
+        return [*self._count_retry(Role.PREFILL), Send(event.instance, prefill_body(self._request))]
+
+    def do_without_prefill(self, event: NobodyPicked) -> list[Command]:
+        reason = "prefill_failed" if Role.PREFILL in self._second_try else "no_prefill_instance"
+        return [*self._fall_back(reason), *self._send_decode(self._request.raw)]
+
+    def take_prefill_answer(self, event: Answered) -> list[Command]:
+        if 400 <= event.status < 500:
+            return self._finish(Forward())
+        if not 200 <= event.status < 300:
+            return self._lose_prefill(f"status_{event.status}")
+        try:
+            transfer = bytes(msgspec.json.decode(event.body, type=PrefillAnswer).kv_transfer_params)
+        except (msgspec.DecodeError, RecursionError):
+            return self._lose_prefill("malformed")
+        if not transfer.startswith(b"{"):
+            return [*self._fall_back("no_kv_transfer_params"), *self._send_decode(self._request.raw)]
+        return self._send_decode(decode_body(self._request, transfer))
+
+    def lose_prefill(self, event: Failed) -> list[Command]:
+        return self._lose_prefill(event.reason)
+
+    def take_decode_answer(self, event: Answered) -> list[Command]:
+        if event.status < 500:
+            return self._finish(Forward())
+        return self._lose_decode(f"status_{event.status}", Forward())
+
+    def lose_decode(self, event: Failed) -> list[Command]:
+        late = event.reason == "deadline"
+        status, code = (504, "upstream_timeout") if late else (502, "upstream_unavailable")
+        message = f"the decode instance did not answer: {event.detail}"
+        return self._lose_decode(event.reason, _refusal(status, code, message))
+
+    def relay(self, event: Opened) -> list[Command]:
+        self.state = State.RELAYING
+        self._can_append = event.can_append
+        return [Relay()]
+
+    def end(self, event: Ended) -> list[Command]:
+        self.state = State.DONE
+        return []
+
+    def break_off(self, event: Failed) -> list[Command]:
+        message = f"the answer broke off: {event.detail}"
+        last = EndWithError(message, "upstream_broke_off") if self._can_append else Cut()
+        return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, event.reason), *self._finish(last)]
+
+    def abandon(self, event: ClientGone) -> list[Command]:
+        return self._finish(Cancel())
+
+    def _pick(self, role: Role) -> list[Command]:
+        self.state = State.PICKING_DECODE if role is Role.DECODE else State.PICKING_PREFILL
+        return [Pick(role, self._failed)]
+
+    def _send_decode(self, body: bytes) -> list[Command]:
+        self.state = State.DECODING
+        return [Send(self._picked[Role.DECODE], body)]
+
+    def _finish(self, last: Command) -> list[Command]:
+        self.state = State.DONE
+        return [last]
+
+    def _fall_back(self, reason: str) -> list[Command]:
+        self.path = Path.DECODE_ONLY
+        return [Count(Counted.FALLBACK, Role.PREFILL, reason)]
+
+    def _lose_prefill(self, reason: str) -> list[Command]:
+        if self._may_try_again(Role.PREFILL, reason):
+            then = self._pick(Role.PREFILL)
+        else:
+            then = [*self._fall_back("prefill_failed"), *self._send_decode(self._request.raw)]
+        return [Count(Counted.UPSTREAM_ERROR, Role.PREFILL, reason), *then]
+
+    def _lose_decode(self, reason: str, last_word: Command) -> list[Command]:
+        self._last_word = last_word
+        again = self._may_try_again(Role.DECODE, reason)
+        then = self._pick(Role.DECODE) if again else self._finish(last_word)
+        return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *then]
+
+    def _may_try_again(self, role: Role, reason: str) -> bool:
+        self._failed |= {self._picked[role]}
+        if role in self._retried:
+            return False
+        self._retried.add(role)
+        self._second_try[role] = reason
+        return True
+
+    def _count_retry(self, role: Role) -> list[Command]:
+        reason = self._second_try.pop(role, "")
+        return [Count(Counted.RETRY, role, reason)] if reason else []
+
+    def _illegal(self, what: str) -> IllegalEventError:
+        return IllegalEventError(f"the flow of a request met {what}", found="; ".join(self._history))
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """What an event does in a state, and the states that this may lead to."""
+
+    action: Callable[[Flow, Any], list[Command]]
+    targets: frozenset[State]
+
+
+def _to(action: Callable[[Flow, Any], list[Command]], *targets: State) -> Transition:
+    return Transition(action, frozenset(targets))
+
+
+PICKED = (State.PICKING_PREFILL, State.DECODING)
+AFTER_LOST_PREFILL = (State.PICKING_PREFILL, State.DECODING)
+AFTER_LOST_DECODE = (State.PICKING_DECODE, State.DONE)
+
+TRANSITIONS: Mapping[tuple[State, type[Event]], Transition] = {
+    (State.NEW, Began): _to(Flow.begin, State.PICKING_DECODE),
+    (State.PICKING_DECODE, Picked): _to(Flow.take_decode, *PICKED),
+    (State.PICKING_DECODE, NobodyPicked): _to(Flow.give_up, State.DONE),
+    (State.PICKING_PREFILL, Picked): _to(Flow.take_prefill, State.PREFILLING),
+    (State.PICKING_PREFILL, NobodyPicked): _to(Flow.do_without_prefill, State.DECODING),
+    (State.PREFILLING, Answered): _to(Flow.take_prefill_answer, *AFTER_LOST_PREFILL, State.DONE),
+    (State.PREFILLING, Failed): _to(Flow.lose_prefill, *AFTER_LOST_PREFILL),
+    (State.PREFILLING, ClientGone): _to(Flow.abandon, State.DONE),
+    (State.DECODING, Opened): _to(Flow.relay, State.RELAYING),
+    (State.DECODING, Answered): _to(Flow.take_decode_answer, *AFTER_LOST_DECODE),
+    (State.DECODING, Failed): _to(Flow.lose_decode, *AFTER_LOST_DECODE),
+    (State.DECODING, ClientGone): _to(Flow.abandon, State.DONE),
+    (State.RELAYING, Ended): _to(Flow.end, State.DONE),
+    (State.RELAYING, Failed): _to(Flow.break_off, State.DONE),
+    (State.RELAYING, ClientGone): _to(Flow.abandon, State.DONE),
+}
+
+
+def _refusal(status: int, code: str, message: str) -> Refuse:
+    return Refuse(status, error_body(message, SERVER_ERROR, code, None))

@@ -1,0 +1,160 @@
+"""A client's request as the router sees it: checked on the surface, its values kept as the bytes that came.
+
+Only what the router itself needs is decoded. Everything else stays raw JSON, so an upstream reads the numbers and
+strings that the client wrote, not our rendering of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any
+
+import msgspec
+
+from kvferry.errors import RequestError
+
+__all__ = ["ClientRequest", "Endpoint", "decode_body", "parse_request", "prefill_body"]
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Fields = Mapping[str, msgspec.Raw]
+
+
+class Endpoint(StrEnum):
+    """The paths that generate text."""
+
+    COMPLETIONS = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """`raw` is the body as it came, `fields` its top level. `undivided_reason` is empty when the request can be
+    split into a prefill and a decode leg, else the label of what stands against it."""
+
+    raw: bytes
+    fields: Fields
+    undivided_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A field, the type its value must have, and the words for that type."""
+
+    field: str
+    type: Any
+    expected: str
+
+
+COMMON_RULES = (
+    Rule("model", str | None, "a string"),
+    Rule("stream", bool | None, "true or false"),
+    Rule("max_tokens", Count | None, "a whole number, at least 0"),
+    Rule("max_completion_tokens", Count | None, "a whole number, at least 0"),
+    Rule("n", Count | None, "a whole number"),
+    Rule("best_of", Count | None, "a whole number"),
+)
+CONTENT_RULES = {
+    Endpoint.COMPLETIONS: Rule(
+        "prompt", str | list[str | int | list[int]], "a string, a list of token ids, or a list of either"
+    ),
+    Endpoint.CHAT: Rule("messages", list[dict[str, msgspec.Raw]], "a list of objects"),
+}
+
+# What a prefill leg asks of P, in the keys that vLLM's connectors and their proxies use.
+REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+# A stream's options without a stream, or more tokens than one, would make P refuse the prefill leg.
+NOT_FOR_PREFILL = ("stream_options", "min_tokens")
+
+
+def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
+    """Check a body. Raises RequestError that says what was found, what is expected and what to do."""
+    fields = _fields(raw)
+    if "kv_transfer_params" in fields:
+        raise RequestError(
+            "kv_transfer_params is for engines, not for clients",
+            found="kv_transfer_params in the body",
+            expected="a plain OpenAI request",
+            hint="leave it out: the router adds it on the way to the engines",
+        )
+    content = CONTENT_RULES[endpoint]
+    if content.field not in fields:
+        raise RequestError(
+            f"{content.field} is missing",
+            found="the fields " + ", ".join(sorted(fields)) if fields else "an empty object",
+            expected=f"{content.field}: {content.expected}",
+            hint=f"{endpoint} needs {content.field}",
+        )
+    values = {rule.field: _value(fields, rule) for rule in (*COMMON_RULES, content) if rule.field in fields}
+    return ClientRequest(raw, fields, _undivided_reason(fields, values))
+
+
+def prefill_body(request: ClientRequest) -> bytes:
+    """The body of the prefill leg: one token, no stream, and the wish to have the cache kept for another engine."""
+    body: dict[str, Any] = {key: raw for key, raw in request.fields.items() if key not in NOT_FOR_PREFILL}
+    body |= {"max_tokens": 1, "stream": False, "kv_transfer_params": REMOTE_DECODE}
+    if "max_completion_tokens" in body:
+        body["max_completion_tokens"] = 1
+    return msgspec.json.encode(body)
+
+
+def decode_body(request: ClientRequest, transfer: bytes) -> bytes:
+    """The client's own bytes with `transfer`, the JSON object that P answered, as one more field."""
+    head = request.raw.rstrip(b" \t\r\n").removesuffix(b"}")
+    return head + b',"kv_transfer_params":' + transfer + b"}"
+
+
+def _fields(raw: bytes) -> Fields:
+    expected, hint = "a JSON object", "send the body as UTF-8 JSON"
+    try:
+        raw.decode("utf-8")
+        return msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError as error:
+        raise RequestError("the body is no object", found=str(error), expected=expected, hint=hint) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError("the body is no JSON", found=str(error), expected=expected, hint=hint) from error
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply", expected=expected, hint=hint) from error
+
+
+def _value(fields: Fields, rule: Rule) -> Any:
+    try:
+        return msgspec.json.decode(fields[rule.field], type=rule.type)
+    except msgspec.DecodeError as error:
+        raise RequestError(
+            f"{rule.field} has the wrong type",
+            found=str(error),
+            expected=rule.expected,
+            hint=f"see the OpenAI reference for {rule.field}",
+        ) from error
+    except RecursionError as error:
+        raise RequestError(f"{rule.field} is nested too deeply", expected=rule.expected) from error
+
+
+def _undivided_reason(fields: Fields, values: Mapping[str, Any]) -> str:
+    """Why one prefill cannot stand for the whole request.
+
+    P answers with the cache of one sequence. Several prompts would all be decoded from the first one's cache, and
+    the second of several samples would read blocks that P has freed. The logits of the prompt exist only where
+    the prompt is computed.
+    """
+    prompt = values.get("prompt")
+    several_prompts = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    several_samples = max(values.get("n") or 1, values.get("best_of") or 1) > 1
+    if several_prompts or several_samples or _set(fields, "use_beam_search"):
+        return "several_sequences"
+    if _set(fields, "prompt_logprobs") or (_set(fields, "echo") and _set(fields, "logprobs")):
+        return "prompt_logprobs"
+    return ""
+
+
+def _set(fields: Fields, field: str) -> bool:
+    return field in fields and bytes(fields[field]) not in (b"null", b"false")
