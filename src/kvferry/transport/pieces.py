@@ -1,0 +1,139 @@
+"""Registered memory of one process, as disjoint pieces: where in them a row lies, and whether it lies in one."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import TransportError
+from kvferry.transport.base import Memory
+
+__all__ = ["Column", "Offsets", "Pieces", "Registry", "Side", "View", "view_of"]
+
+View = NDArray[np.uint8]
+Column = NDArray[np.uint64]
+Offsets = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """One side of rows: row i begins at byte `offset[i]` of `views[piece[i]]`. Two int64 columns."""
+
+    views: tuple[View, ...]
+    piece: Offsets
+    offset: Offsets
+
+    def rows(self, which: slice | NDArray[np.intp]) -> Side:
+        """Only some of the rows."""
+        return Side(self.views, self.piece[which], self.offset[which])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Disjoint pieces of one process's memory, ascending by address; two uint64 columns.
+
+    `views[i]` shows piece i where it can be reached from here; `views` is empty where it cannot.
+    """
+
+    address: Column
+    size_bytes: Column
+    views: tuple[View, ...]
+
+    @classmethod
+    def of(cls, extents: Iterable[tuple[int, int]], views: Iterable[View] = ()) -> Pieces:
+        """From (address, size in bytes) and, if reachable, a view of each.
+
+        Raises TransportError when a piece is empty, leaves the address space, or overlaps another.
+        """
+        found = list(extents)
+        for start, size_bytes in found:
+            if start <= 0 or size_bytes <= 0 or start + size_bytes >= 1 << 63:
+                raise TransportError("memory that cannot exist", found=f"{size_bytes} bytes at {start:#x}")
+        order = sorted(range(len(found)), key=found.__getitem__)
+        address = np.array([found[i][0] for i in order], np.uint64)
+        size = np.array([found[i][1] for i in order], np.uint64)
+        if (address[:-1] + size[:-1] > address[1:]).any():
+            raise TransportError("two pieces of memory overlap", expected="every byte registered once")
+        shown = tuple(views)
+        return cls(address, size, tuple(shown[i] for i in order) if shown else ())
+
+    def locate(self, address: Column, length: Column, owner: str) -> tuple[Offsets, Offsets]:
+        """For each row the index of its piece and its offset there.
+
+        Raises TransportError naming the first row that does not lie within one piece of `owner`.
+        """
+        if not len(self.address):
+            if len(address):
+                raise TransportError(f"{owner} has no registered memory", expected="register() before post()")
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        after = np.searchsorted(self.address, address, side="right") if len(self.address) > 1 else 1
+        piece = np.maximum(np.broadcast_to(after, address.shape) - 1, 0)
+        # Below the first piece the difference wraps around to a huge offset, which is outside as well.
+        offset = address - self.address[piece]
+        size = self.size_bytes[piece]
+        outside = (offset > size) | (length > size - offset)
+        if outside.any():
+            self._refuse(int(outside.argmax()), (address, length), owner)
+        return piece.astype(np.int64, copy=False), offset.astype(np.int64)
+
+    def side(self, address: Column, length: Column, owner: str) -> Side:
+        """The rows as places in `views`. Raises TransportError like `locate`."""
+        return Side(self.views, *self.locate(address, length, owner))
+
+    def _refuse(self, row: int, columns: tuple[Column, Column], owner: str) -> None:
+        start, length = int(columns[0][row]), int(columns[1][row])
+        first, last = int(self.address[0]), int(self.address[-1] + self.size_bytes[-1])
+        raise TransportError(
+            f"row {row} leaves the registered memory of {owner}",
+            found=f"{length} bytes at {start:#x}",
+            expected=f"within one of {len(self.address)} pieces between {first:#x} and {last:#x}",
+        )
+
+
+def view_of(memory: Memory) -> View:
+    """This process's memory as bytes. The caller keeps the memory alive while the view is in use."""
+    array = (ctypes.c_uint8 * memory.size_bytes).from_address(memory.address)
+    return np.frombuffer(memoryview(array).cast("B"), np.uint8)
+
+
+class Registry:
+    """The memory registered with one transport."""
+
+    def __init__(self) -> None:
+        self._views: dict[Memory, View] = {}
+        self.pieces = Pieces.of(())
+
+    def add(self, memory: Memory) -> None:
+        """Raises TransportError when the memory cannot exist or overlaps registered memory."""
+        Pieces.of([(known.address, known.size_bytes) for known in (*self._views, memory)])
+        self._views[memory] = view_of(memory)
+        self._refresh()
+
+    def remove(self, memory: Memory) -> None:
+        """Raises TransportError when the memory is not registered."""
+        if self._views.pop(memory, None) is None:
+            raise TransportError("this memory is not registered", found=f"{memory}")
+        self._refresh()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._views.clear()
+        self._refresh()
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """What is registered, oldest first."""
+        return tuple(self._views)
+
+    @property
+    def extents(self) -> tuple[tuple[int, int], ...]:
+        """(address, size in bytes) of each."""
+        return tuple((memory.address, memory.size_bytes) for memory in self._views)
+
+    def _refresh(self) -> None:
+        # One assignment of a new value: threads that serve peers see the old set or the new one, nothing between.
+        self.pieces = Pieces.of(self.extents, self._views.values())

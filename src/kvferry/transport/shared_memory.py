@@ -1,0 +1,79 @@
+"""Memory that another process of the same host can attach: an anonymous file that vanishes with its last user."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+import numpy as np
+
+from kvferry.errors import TransportError
+from kvferry.transport.base import Memory
+
+__all__ = ["SharedMemory", "allocate_shared", "check_sealed"]
+
+
+class SharedMemory:
+    """A piece of shared memory: `memory` is what transports register, `buffer` its bytes, writable.
+
+    `close` is safe to call twice and while arrays still show the buffer: the pages go when the last array goes.
+    """
+
+    __slots__ = ("_mapping", "buffer", "memory")
+
+    def __init__(self, memory: Memory, mapping: mmap.mmap) -> None:
+        self.memory = memory
+        self.buffer = memoryview(mapping)
+        self._mapping = mapping
+
+    def close(self) -> None:
+        """Peers cannot attach any more; those that have stay attached."""
+        if self.memory.shared_fd < 0:
+            return
+        os.close(self.memory.shared_fd)
+        self.memory = Memory(self.memory.address, self.memory.size_bytes, -1)
+        try:
+            self.buffer.release()
+            self._mapping.close()
+        except BufferError:
+            # Somebody still looks at the bytes. Python unmaps the pages when the last view is gone.
+            return
+
+
+def allocate_shared(num_bytes: int, name: str) -> SharedMemory:
+    """Zeroed shared memory; `name` only shows up in /proc. Raises TransportError when there is not enough.
+
+    The pages are taken at once and the size is sealed: running out of memory is an error here and not a SIGBUS
+    later, and nobody can shrink the file below the feet of a process that has attached it.
+    """
+    if num_bytes <= 0:
+        raise TransportError("shared memory needs a size", found=f"{num_bytes} bytes", expected="at least one")
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        mapping = mmap.mmap(fd, num_bytes)
+    except OSError as error:
+        os.close(fd)
+        raise TransportError(
+            f"cannot allocate {num_bytes} bytes of shared memory for {name!r}",
+            found=str(error),
+            hint="make the cache smaller or give the process more memory",
+        ) from error
+    address = int(np.frombuffer(mapping, np.uint8).ctypes.data)
+    return SharedMemory(Memory(address, num_bytes, fd), mapping)
+
+
+def check_sealed(fd: int) -> None:
+    """Raises TransportError unless the size of the file can never shrink: touching a lost page kills a process."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise TransportError("this descriptor is no memfd", found=str(error)) from error
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise TransportError(
+            "shared memory whose size is not sealed",
+            expected="a memfd with F_SEAL_SHRINK",
+            hint="use allocate_shared()",
+        )

@@ -1,0 +1,193 @@
+"""Transport between processes of one host: attach the peer's memory and copy, without a thread and without a daemon.
+
+The peer's memory is reached through /proc/<pid>/fd/<fd>, so nothing has a name in a file system and nothing is left
+behind when a process is killed. What has been attached stays valid after the peer died or unregistered it, like
+memory reached over RDMA: that bytes are current is for the lease to say, not for the transport.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from kvferry.errors import TransportError
+from kvferry.plan.copies import Copies
+from kvferry.transport.base import Completion, Direction, Memory, Ticket
+from kvferry.transport.copying import CopyQueue, Posting
+from kvferry.transport.pieces import Pieces, Registry, View
+from kvferry.transport.shared_memory import SharedMemory, allocate_shared, check_sealed
+
+__all__ = ["SharedMemory", "SharedMemoryTransport", "allocate_shared"]
+
+# One poll copies about this much: a few milliseconds.
+SLICE_BYTES = 16 << 20
+MAX_DESCRIPTOR_BYTES = 1 << 20
+
+Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class SharedPiece(msgspec.Struct, frozen=True, array_like=True):
+    """One attachable piece: the descriptor number in the owner's process and what must be found behind it."""
+
+    fd: Natural
+    inode: Natural
+    device: Natural
+    address: Natural
+    size_bytes: Natural
+
+
+class Origin(msgspec.Struct, frozen=True, array_like=True):
+    """Where a process lives: memory can be attached only with the same kernel and the same process ids."""
+
+    boot_id: Annotated[str, Meta(max_length=64)]
+    pid_namespace: Natural
+
+
+class SharedDescriptor(msgspec.Struct, frozen=True, tag="shm-1"):
+    """What a peer needs to attach."""
+
+    origin: Origin
+    pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    pieces: Annotated[tuple[SharedPiece, ...], Meta(max_length=4096)]
+
+
+class SharedMemoryTransport:
+    """Copies between the memory of two processes of one host, in `poll`, 16 MiB at a time.
+
+    Memory without `shared_fd` can be registered too: it is the local side of copies, peers do not see it.
+    Raises TransportError when this host does not say which kernel and pid namespace it runs.
+    """
+
+    def __init__(self) -> None:
+        self._origin = _origin()
+        self._registry = Registry()
+        self._peers: dict[str, Pieces] = {}
+        self._queue = CopyQueue()
+
+    @property
+    def name(self) -> str:
+        return "shm"
+
+    @property
+    def progress_interval_s(self) -> float:
+        return float("inf")
+
+    def register(self, memory: Memory) -> None:
+        """Raises TransportError when `shared_fd` is not a sealed memfd or the memory overlaps registered memory."""
+        if memory.shared_fd >= 0:
+            check_sealed(memory.shared_fd)
+        self._registry.add(memory)
+
+    def unregister(self, memory: Memory) -> None:
+        """Raises TransportError when it is not registered. Peers that have attached it stay attached."""
+        self._registry.remove(memory)
+
+    def descriptor(self) -> bytes:
+        pieces = tuple(_describe(memory) for memory in self._registry.memories if memory.shared_fd >= 0)
+        return msgspec.msgpack.encode(SharedDescriptor(self._origin, os.getpid(), pieces))
+
+    def connect(self, peer: str, descriptor: bytes) -> None:
+        """Attach the peer's memory. Raises TransportError with the reason when that is impossible."""
+        self.disconnect(peer)
+        shared = _decode(peer, descriptor)
+        if shared.origin != self._origin:
+            raise TransportError(
+                f"peer {peer!r} cannot be reached through shared memory",
+                found=_describe_origin(shared.origin),
+                expected=_describe_origin(self._origin),
+                hint="run both in the same container or pod (shared pid namespace), or use tcp or nixl",
+            )
+        views = [_attach(peer, shared.pid, piece) for piece in shared.pieces]
+        self._peers[peer] = Pieces.of([(piece.address, piece.size_bytes) for piece in shared.pieces], views)
+
+    def disconnect(self, peer: str) -> None:
+        # Dropping the views unmaps the memory as soon as no copy uses them; closing a mapping with views would raise.
+        self._peers.pop(peer, None)
+        self._queue.drop(lambda job: job.peer == peer, f"peer {peer!r} was disconnected")
+
+    def post(self, peer: str, copies: Copies, direction: Direction) -> Ticket:
+        """Raises TransportError when the peer is not connected or a row leaves registered memory."""
+        remote = self._peers.get(peer)
+        if remote is None:
+            raise TransportError(f"peer {peer!r} is not connected")
+        return self._queue.add(Posting(peer, self._registry.pieces, remote, copies, direction))
+
+    def cancel(self, ticket: Ticket) -> None:
+        self._queue.drop(lambda job: job.ticket == ticket, "cancelled")
+
+    def poll(self) -> list[Completion]:
+        return self._queue.run(SLICE_BYTES)
+
+    def close(self) -> None:
+        self._queue.drop(lambda job: True, "this transport was closed")
+        self._peers.clear()
+        self._registry.clear()
+
+
+def _origin() -> Origin:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot_id = file.read().strip()
+        return Origin(boot_id, os.stat("/proc/self/ns/pid").st_ino)
+    except OSError as error:
+        raise TransportError("shared memory needs Linux with /proc", found=str(error)) from error
+
+
+def _describe_origin(origin: Origin) -> str:
+    return f"boot id {origin.boot_id}, pid namespace {origin.pid_namespace}"
+
+
+def _describe(memory: Memory) -> SharedPiece:
+    status = os.fstat(memory.shared_fd)
+    return SharedPiece(memory.shared_fd, status.st_ino, status.st_dev, memory.address, memory.size_bytes)
+
+
+def _decode(peer: str, descriptor: bytes) -> SharedDescriptor:
+    if len(descriptor) > MAX_DESCRIPTOR_BYTES:
+        raise TransportError(
+            f"the descriptor of peer {peer!r} is too large",
+            found=f"{len(descriptor)} bytes",
+            expected=f"at most {MAX_DESCRIPTOR_BYTES}",
+        )
+    try:
+        return msgspec.msgpack.decode(descriptor, type=SharedDescriptor)
+    except msgspec.DecodeError as error:
+        raise TransportError(f"the descriptor of peer {peer!r} is not one of shm", found=str(error)) from error
+
+
+def _attach(peer: str, pid: int, piece: SharedPiece) -> View:
+    path = f"/proc/{pid}/fd/{piece.fd}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransportError(
+            f"cannot open the memory of peer {peer!r}",
+            found=f"{path}: {error.strerror}",
+            hint="run both processes as the same user; use tcp if that is not possible",
+        ) from error
+    try:
+        _check_identity(peer, os.fstat(fd), piece)
+        check_sealed(fd)
+        return np.frombuffer(mmap.mmap(fd, piece.size_bytes), np.uint8)
+    except (OSError, ValueError) as error:
+        raise TransportError(f"cannot map the memory of peer {peer!r}", found=str(error)) from error
+    finally:
+        os.close(fd)
+
+
+def _check_identity(peer: str, status: os.stat_result, piece: SharedPiece) -> None:
+    """A process id can be taken by another process: what is behind it must be the very file that was described."""
+    found: Sequence[int] = (status.st_ino, status.st_dev)
+    if tuple(found) != (piece.inode, piece.device) or status.st_size < piece.size_bytes:
+        raise TransportError(
+            f"the memory of peer {peer!r} is not what it described",
+            found=f"inode {status.st_ino}, device {status.st_dev}, {status.st_size} bytes",
+            expected=f"inode {piece.inode}, device {piece.device}, at least {piece.size_bytes} bytes",
+            hint="the peer has ended or restarted: connect with its new descriptor",
+        )
