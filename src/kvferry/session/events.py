@@ -1,7 +1,8 @@
 """Everything that goes into a session and everything that comes out of it.
 
-Events and commands are data, so that a test is a list of events and the list of commands that must follow. `address`
-is where a peer listens; `peer` is whatever the owner needs to answer it. Times are seconds of any monotonic clock.
+Events and commands are data, so that a test is a list of events and the list of commands that must follow. `peer` is
+a `PeerKey` where we speak first (target side) and an opaque name to answer where the peer does (source side). Times
+are seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvferry.wire.messages import Message, Offer, Reference
 
 __all__ = [
     "AbortWanted",
+    "AnswerArrived",
     "Cancel",
     "Command",
     "Connect",
@@ -29,6 +31,7 @@ __all__ = [
     "LeaseWanted",
     "LeaseWithdrawn",
     "PeerConnected",
+    "PeerKey",
     "PeerUnreachable",
     "Post",
     "ReadKey",
@@ -73,10 +76,30 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerKey:
+    """One incarnation of one source rank: where it listens and who we expect there."""
+
+    address: str
+    engine_id: str
+    epoch: str
+
+    def __str__(self) -> str:
+        return f"{self.engine_id}@{self.address}#{self.epoch}"
+
+
+@dataclass(frozen=True, slots=True)
 class FrameArrived:
-    """A decoded message, and whom to answer."""
+    """A message from somebody who addresses us: `peer` names whom to answer."""
 
     peer: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerArrived:
+    """A message from a peer that we address."""
+
+    peer: PeerKey
     message: Message
 
 
@@ -119,7 +142,7 @@ class AbortWanted:
 class PeerConnected:
     """A transport to the peer works; `choice` says which and why."""
 
-    address: str
+    peer: PeerKey
     transport: str
     choice: str
 
@@ -128,7 +151,7 @@ class PeerConnected:
 class PeerUnreachable:
     """No transport to the peer works."""
 
-    address: str
+    peer: PeerKey
     error: str
 
 
@@ -137,7 +160,7 @@ class ReadKey:
     """Names one posted read: a fetch and the peer it reads from."""
 
     request_id: str
-    address: str
+    peer: PeerKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +178,7 @@ class TicketEnded:
 class Send:
     """Send a message to a peer that we address."""
 
-    address: str
+    peer: PeerKey
     message: Message
 
 
@@ -171,7 +194,7 @@ class Reply:
 class Connect:
     """Choose a transport from the offer; answer with PeerConnected or PeerUnreachable."""
 
-    address: str
+    peer: PeerKey
     offer: Offer
 
 
@@ -179,7 +202,7 @@ class Connect:
 class Disconnect:
     """Forget a peer."""
 
-    address: str
+    peer: PeerKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,101 @@
+"""One fetch: the reads of one request from all its source ranks, and when each phase began."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvferry.plan.copies import Copies
+from kvferry.session.events import FetchReport, FetchWanted, PeerKey
+from kvferry.session.machine import Machine, Table
+
+__all__ = ["READ_TABLE", "Fetch", "Read", "ReadState"]
+
+
+class ReadState(StrEnum):
+    CLAIMING = "claiming"
+    READING = "reading"
+    LANDED = "landed"
+    VALID = "valid"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+READ_TABLE: Table = {
+    (ReadState.CLAIMING, "granted"): ReadState.READING,
+    (ReadState.READING, "ticket ended"): ReadState.LANDED,
+    (ReadState.LANDED, "valid"): ReadState.VALID,
+    (ReadState.CLAIMING, "fail"): ReadState.FAILED,
+    (ReadState.READING, "fail"): ReadState.DRAINING,
+    (ReadState.LANDED, "fail"): ReadState.FAILED,
+    (ReadState.VALID, "fail"): ReadState.FAILED,
+    (ReadState.DRAINING, "ticket ended"): ReadState.FAILED,
+}
+
+
+@dataclass(slots=True)
+class Read:
+    """What one fetch reads from one source rank."""
+
+    machine: Machine
+    last_sent: float
+    num_bytes: int = 0
+    num_rows: int = 0
+
+    @property
+    def state(self) -> StrEnum:
+        return self.machine.state
+
+    def posted(self, copies: Copies) -> None:
+        """Note what was granted and posted."""
+        self.machine.move("granted")
+        self.num_bytes, self.num_rows = copies.num_bytes, len(copies)
+
+
+@dataclass(slots=True)
+class Fetch:
+    """One wanted cache. `reads` is empty until every source rank has been met and the route is known.
+
+    A failed fetch is forgotten when no ticket of it is open any more: until then its blocks are in quarantine.
+    """
+
+    wanted: FetchWanted
+    peers: tuple[PeerKey, ...]
+    began: float
+    failed: bool = False
+    reads: dict[PeerKey, Read] = field(default_factory=dict)
+    claimed_at: float = 0.0
+    posted_at: float = 0.0
+    landed_at: float = 0.0
+
+    def start_reads(self, peers: tuple[PeerKey, ...], now: float) -> None:
+        """One read per source rank that holds something we need."""
+        self.claimed_at = now
+        for peer in peers:
+            machine = Machine(f"read of {self.wanted.request_id} from {peer}", READ_TABLE, ReadState.CLAIMING)
+            self.reads[peer] = Read(machine, last_sent=now)
+
+    def all_in(self, *states: ReadState) -> bool:
+        """Whether the reads have begun and each is in one of these states."""
+        return bool(self.reads) and all(read.state in states for read in self.reads.values())
+
+    @property
+    def has_open_tickets(self) -> bool:
+        return any(read.state in (ReadState.READING, ReadState.DRAINING) for read in self.reads.values())
+
+    def report(self, transport: str, choice: str, now: float) -> FetchReport:
+        """The finished fetch in figures."""
+        return FetchReport(
+            tokens=len(self.wanted.tokens),
+            num_bytes=sum(read.num_bytes for read in self.reads.values()),
+            num_rows=sum(read.num_rows for read in self.reads.values()),
+            transport=transport,
+            choice=choice,
+            strategy="direct",
+            phases_s={
+                "handshake": self.claimed_at - self.began,
+                "claim": self.posted_at - self.claimed_at,
+                "wire": self.landed_at - self.posted_at,
+                "verify": now - self.landed_at,
+            },
+        )

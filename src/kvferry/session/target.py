@@ -1,0 +1,394 @@
+"""The target side: fetch a request's cache from every source rank that holds a part, and decode only what is valid.
+
+A fetch goes through: meet the peers (once per incarnation), claim, read, tell that the bytes have landed, be told that
+they are valid. Whatever goes wrong ends the fetch with one typed error; its blocks stay in quarantine until no ticket
+can write to them any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvferry.errors import FerryError, RequestError, TransferError
+from kvferry.plan.layout import Layout
+from kvferry.plan.program import Program, bind
+from kvferry.plan.request import copies_for
+from kvferry.plan.route import Route, route
+from kvferry.session.events import (
+    AbortWanted,
+    AnswerArrived,
+    Cancel,
+    Command,
+    Connect,
+    Count,
+    Disconnect,
+    Failed,
+    Fetched,
+    FetchWanted,
+    PeerConnected,
+    PeerKey,
+    PeerUnreachable,
+    Post,
+    ReadKey,
+    Send,
+    TargetFree,
+    Tick,
+    TicketEnded,
+    Timing,
+)
+from kvferry.session.fetch import Fetch, Read, ReadState
+from kvferry.session.peer import Peer, PeerState
+from kvferry.wire.messages import (
+    Abort,
+    Aborted,
+    Claim,
+    Grant,
+    Landed,
+    Offer,
+    Party,
+    Reason,
+    Refusal,
+    Renew,
+    Renewed,
+    Valid,
+    Welcome,
+)
+
+__all__ = ["Ourselves", "TargetSession"]
+
+TargetEvent = FetchWanted | AbortWanted | AnswerArrived | PeerConnected | PeerUnreachable | TicketEnded | Tick
+
+WAITING = (ReadState.CLAIMING, ReadState.READING, ReadState.LANDED)
+"""States in which a read needs its source to be alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ourselves:
+    """Who this rank is, and the layouts of all ranks of its engine: the route depends on all of them."""
+
+    party: Party
+    product_version: str
+    layouts: tuple[Layout, ...]
+
+
+@dataclass(slots=True)
+class _Farewell:
+    """An abort that the source has not acknowledged yet."""
+
+    peer: PeerKey
+    lease_id: str
+    until: float
+    last_sent: float
+
+
+class TargetSession:
+    """Fetches of one rank. Feed it events; do what its commands say."""
+
+    def __init__(self, ourselves: Ourselves, timing: Timing) -> None:
+        self._ours = ourselves
+        self._timing = timing
+        self._peers: dict[PeerKey, Peer] = {}
+        self._fetches: dict[str, Fetch] = {}
+        self._farewells: dict[str, _Farewell] = {}
+        self._plans: dict[tuple[PeerKey, ...], tuple[Route, dict[PeerKey, Program]]] = {}
+        self._last_heartbeat = 0.0
+
+    def handle(self, event: TargetEvent, now: float) -> list[Command]:
+        """The commands that follow from an event at time `now`."""
+        handlers: dict[type, Callable[..., Iterator[Command]]] = {
+            FetchWanted: self._fetch,
+            AbortWanted: self._abort,
+            AnswerArrived: self._answer,
+            PeerConnected: self._connected,
+            PeerUnreachable: self._unreachable,
+            TicketEnded: self._ticket_ended,
+            Tick: self._tick,
+        }
+        return list(handlers[type(event)](event, now))
+
+    def next_deadline(self, now: float) -> float:
+        """When `handle(Tick())` is due next; infinity when nothing is going on."""
+        busy = self._fetches or self._farewells
+        return now + min(self._timing.heartbeat_s, self._timing.resend_s) / 2 if busy else float("inf")
+
+    def num_open(self) -> int:
+        """Fetches that are not over, quarantined ones included."""
+        return len(self._fetches)
+
+    # --- the engine's side ---
+
+    def _fetch(self, event: FetchWanted, now: float) -> Iterator[Command]:
+        reference = event.reference
+        peers = tuple(PeerKey(address, reference.engine_id, reference.epoch) for address in event.addresses)
+        fetch = Fetch(event, peers, began=now)
+        self._fetches[event.request_id] = fetch
+        for key in peers:
+            if key not in self._peers:
+                peer = self._peers[key] = Peer.greeted(key, now, self._timing.handshake_s)
+                yield from self._ask(peer)
+        yield from self._claim_when_ready(fetch, now)
+
+    def _abort(self, event: AbortWanted, now: float) -> Iterator[Command]:
+        fetch = self._fetches.get(event.request_id)
+        if fetch is not None and not fetch.failed:
+            yield from self._fail(fetch, TransferError(Reason.ABORTED, "the request was aborted"), now)
+
+    # --- meeting peers ---
+
+    def _ask(self, peer: Peer) -> Iterator[Command]:
+        for message in peer.question(self._ours.party, self._ours.product_version):
+            yield Send(peer.key, message)
+
+    def _welcome(self, peer: Peer, welcome: Welcome, now: float) -> Iterator[Command]:
+        if not peer.machine.allows("welcome"):
+            return
+        peer.machine.move("welcome")
+        peer.num_ranks = welcome.num_ranks
+        peer.last_sent = now
+        yield from self._ask(peer)
+
+    def _offer(self, peer: Peer, offer: Offer, now: float) -> Iterator[Command]:
+        if not peer.machine.allows("offer"):
+            return
+        peer.machine.move("offer")
+        peer.offer = offer
+        yield Connect(peer.key, offer)
+
+    def _connected(self, event: PeerConnected, now: float) -> Iterator[Command]:
+        peer = self._peers.get(event.peer)
+        if peer is None or peer.machine.state is not PeerState.CONNECTING:
+            return
+        peer.machine.move("connected")
+        peer.transport, peer.choice, peer.last_heard = event.transport, event.choice, now
+        for fetch in list(self._fetches.values()):
+            if peer.key in fetch.peers:
+                yield from self._claim_when_ready(fetch, now)
+
+    def _unreachable(self, event: PeerUnreachable, now: float) -> Iterator[Command]:
+        error = TransferError(
+            Reason.UNREACHABLE,
+            "no transport reaches the source",
+            found=event.error,
+            hint="run kvferry doctor on both hosts",
+        )
+        yield from self._lose(event.peer, error, now)
+
+    def _lose(self, key: PeerKey, error: TransferError, now: float) -> Iterator[Command]:
+        """Forget a peer and fail everything that depends on it. The next fetch meets it anew."""
+        self._peers.pop(key, None)
+        self._plans = {keys: plan for keys, plan in self._plans.items() if key not in keys}
+        for fetch in list(self._fetches.values()):
+            if key in fetch.peers and not fetch.failed:
+                yield from self._fail(fetch, error, now)
+        yield Disconnect(key)
+
+    # --- claiming and reading ---
+
+    def _claim_when_ready(self, fetch: Fetch, now: float) -> Iterator[Command]:
+        if fetch.failed or fetch.reads or not all(self._peers[key].ready for key in fetch.peers):
+            return
+        try:
+            found, programs = self._plan(fetch.peers)
+        except FerryError as error:
+            yield from self._fail(fetch, TransferError(Reason.INCOMPATIBLE, str(error)), now)
+            return
+        fetch.start_reads(tuple(programs), now)
+        for key in programs:
+            yield Send(key, self._claim_of(fetch, found.targets_of(fetch.peers.index(key))))
+
+    def _plan(self, peers: tuple[PeerKey, ...]) -> tuple[Route, dict[PeerKey, Program]]:
+        """Route and programs for a set of peers: computed once per incarnation."""
+        if peers not in self._plans:
+            layouts = [self._layout_of(rank, key, len(peers)) for rank, key in enumerate(peers)]
+            found = route(layouts, self._ours.layouts)
+            rank = self._ours.party.rank
+            programs = {
+                peers[source]: bind(found.between(source, rank), layouts[source], self._ours.layouts[rank])
+                for source in found.sources_of(rank)
+            }
+            self._plans[peers] = (found, programs)
+        return self._plans[peers]
+
+    def _layout_of(self, rank: int, key: PeerKey, num_ranks: int) -> Layout:
+        peer = self._peers[key]
+        if peer.offer is None or peer.offer.party.rank != rank or peer.num_ranks != num_ranks:
+            raise RequestError(
+                f"{key} is not the rank that the reference names",
+                found=f"{peer.num_ranks} ranks",
+                expected=f"rank {rank} of {num_ranks}",
+            )
+        return peer.offer.layout
+
+    def _claim_of(self, fetch: Fetch, readers: tuple[int, ...]) -> Claim:
+        return Claim(self._ours.party, fetch.wanted.reference, fetch.wanted.tokens.last, readers)
+
+    def _grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Command]:
+        for fetch, read in self._reads(peer.key, grant.lease_id, ReadState.CLAIMING):
+            program = self._plan(fetch.peers)[1][peer.key]
+            wanted = fetch.wanted
+            try:
+                copies = copies_for(program, grant.block_tables, wanted.block_tables, wanted.tokens)
+            except RequestError as error:
+                yield from self._fail(fetch, TransferError(Reason.OUT_OF_RANGE, str(error)), now)
+                return
+            read.posted(copies)
+            fetch.posted_at = now
+            yield Post(ReadKey(wanted.request_id, peer.key), copies)
+
+    def _ticket_ended(self, event: TicketEnded, now: float) -> Iterator[Command]:
+        fetch = self._fetches.get(event.key.request_id)
+        if fetch is None or event.key.peer not in fetch.reads:
+            return
+        read = fetch.reads[event.key.peer]
+        read.machine.move("ticket ended")
+        if fetch.failed:
+            yield from self._free_when_drained(fetch)
+        elif event.error:
+            yield from self._fail(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=event.error), now)
+        else:
+            fetch.landed_at = read.last_sent = now
+            yield Send(event.key.peer, Landed(self._ours.party, fetch.wanted.reference.lease_id))
+
+    def _valid(self, peer: Peer, valid: Valid, now: float) -> Iterator[Command]:
+        for fetch, read in self._reads(peer.key, valid.lease_id, ReadState.LANDED):
+            read.machine.move("valid")
+            if fetch.all_in(ReadState.VALID):
+                del self._fetches[fetch.wanted.request_id]
+                yield Fetched(fetch.wanted.request_id, fetch.report(peer.transport, peer.choice, now))
+
+    def _reads(self, key: PeerKey, lease_id: str, *states: ReadState) -> list[tuple[Fetch, Read]]:
+        """The reads of a lease from a peer that are in one of the states; late and repeated answers match none."""
+        return [
+            (fetch, fetch.reads[key])
+            for fetch in self._fetches.values()
+            if key in fetch.reads and fetch.wanted.reference.lease_id == lease_id and fetch.reads[key].state in states
+        ]
+
+    # --- failing ---
+
+    def _fail(self, fetch: Fetch, error: TransferError, now: float) -> Iterator[Command]:
+        """End a fetch: tell the engine, tell every source, and keep the blocks until nothing can write to them."""
+        fetch.failed = True
+        lease_id = fetch.wanted.reference.lease_id
+        yield Count("fetches_failed", error.reason)
+        yield Failed(fetch.wanted.request_id, error)
+        for key, read in fetch.reads.items():
+            if read.state is ReadState.READING:
+                yield Cancel(ReadKey(fetch.wanted.request_id, key))
+            read.machine.move("fail")
+            if key in self._peers:
+                self._farewells[lease_id] = _Farewell(key, lease_id, now + self._timing.silence_s, now)
+                yield Send(key, Abort(self._ours.party, lease_id))
+        yield from self._free_when_drained(fetch)
+
+    def _free_when_drained(self, fetch: Fetch) -> Iterator[Command]:
+        if not fetch.has_open_tickets:
+            self._fetches.pop(fetch.wanted.request_id, None)
+            yield TargetFree(fetch.wanted.request_id)
+
+    # --- answers ---
+
+    def _answer(self, event: AnswerArrived, now: float) -> Iterator[Command]:
+        handlers: dict[type, Callable[..., Iterator[Command]]] = {
+            Welcome: self._welcome,
+            Offer: self._offer,
+            Grant: self._grant,
+            Valid: self._valid,
+            Renewed: self._renewed,
+            Aborted: self._aborted,
+            Refusal: self._refused,
+        }
+        peer, handler = self._peers.get(event.peer), handlers.get(type(event.message))
+        if handler is None:
+            yield Count("unexpected_messages", type(event.message).__name__)
+        elif peer is not None:
+            peer.last_heard = now
+            yield from handler(peer, event.message, now)
+
+    def _aborted(self, peer: Peer, aborted: Aborted, now: float) -> Iterator[Command]:
+        self._farewells.pop(aborted.lease_id, None)
+        yield from ()
+
+    def _refused(self, peer: Peer, refusal: Refusal, now: float) -> Iterator[Command]:
+        error = TransferError(
+            refusal.reason, f"the source refused: {refusal.what}", found=refusal.found, expected=refusal.expected
+        )
+        if not refusal.lease_id:
+            yield from self._lose(peer.key, error, now)
+            return
+        for fetch, _ in self._reads(
+            peer.key, refusal.lease_id, ReadState.CLAIMING, ReadState.READING, ReadState.LANDED
+        ):
+            yield from self._fail(fetch, error, now)
+
+    def _renewed(self, peer: Peer, renewed: Renewed, now: float) -> Iterator[Command]:
+        error = TransferError(Reason.EXPIRED, "the lease ended before the bytes were there")
+        for lease_id in renewed.gone:
+            for fetch, _ in self._reads(peer.key, lease_id, ReadState.READING):
+                yield from self._fail(fetch, error, now)
+
+    # --- time ---
+
+    def _tick(self, event: Tick, now: float) -> Iterator[Command]:
+        for peer in list(self._peers.values()):
+            yield from self._watch(peer, now)
+        for fetch in list(self._fetches.values()):
+            yield from self._hurry(fetch, now)
+        for farewell in list(self._farewells.values()):
+            yield from self._repeat_farewell(farewell, now)
+        if now - self._last_heartbeat >= self._timing.heartbeat_s:
+            self._last_heartbeat = now
+            yield from self._heartbeats()
+
+    def _watch(self, peer: Peer, now: float) -> Iterator[Command]:
+        """Repeat an unanswered question of the handshake; give a peer up that stays silent while it is needed."""
+        if not peer.ready:
+            if now >= peer.deadline:
+                what = f"no handshake with {peer.key} within {self._timing.handshake_s:g} s"
+                yield from self._lose(peer.key, TransferError(Reason.DEADLINE, what), now)
+            elif now - peer.last_sent >= self._timing.resend_s:
+                peer.last_sent = now
+                yield from self._ask(peer)
+            return
+        if not self._waiting_for(peer):
+            peer.last_heard = now
+        elif now - peer.last_heard > self._timing.silence_s:
+            what = f"{peer.key} has not answered for {self._timing.silence_s:g} s"
+            yield from self._lose(peer.key, TransferError(Reason.PEER_LOST, what), now)
+
+    def _waiting_for(self, peer: Peer) -> bool:
+        return any(f.reads[peer.key].state in WAITING for f in self._fetches.values() if peer.key in f.reads)
+
+    def _hurry(self, fetch: Fetch, now: float) -> Iterator[Command]:
+        """Repeat what was not answered, and end a read that takes too long."""
+        lease_id = fetch.wanted.reference.lease_id
+        for key, read in fetch.reads.items():
+            if read.state is ReadState.READING and now - fetch.posted_at > self._timing.transfer_s:
+                what = f"the read took longer than {self._timing.transfer_s:g} s"
+                yield from self._fail(fetch, TransferError(Reason.DEADLINE, what), now)
+                return
+            if now - read.last_sent < self._timing.resend_s:
+                continue
+            read.last_sent = now
+            if read.state is ReadState.CLAIMING:
+                readers = self._plan(fetch.peers)[0].targets_of(fetch.peers.index(key))
+                yield Send(key, self._claim_of(fetch, readers))
+            elif read.state is ReadState.LANDED:
+                yield Send(key, Landed(self._ours.party, lease_id))
+
+    def _repeat_farewell(self, farewell: _Farewell, now: float) -> Iterator[Command]:
+        if now >= farewell.until or farewell.peer not in self._peers:
+            self._farewells.pop(farewell.lease_id, None)
+        elif now - farewell.last_sent >= self._timing.resend_s:
+            farewell.last_sent = now
+            yield Send(farewell.peer, Abort(self._ours.party, farewell.lease_id))
+
+    def _heartbeats(self) -> Iterator[Command]:
+        by_peer: dict[PeerKey, list[str]] = {}
+        for fetch in self._fetches.values():
+            for key, read in fetch.reads.items():
+                if read.state in (ReadState.READING, ReadState.LANDED):
+                    by_peer.setdefault(key, []).append(fetch.wanted.reference.lease_id)
+        for key, lease_ids in by_peer.items():
+            yield Send(key, Renew(self._ours.party, tuple(lease_ids)))
