@@ -1,0 +1,325 @@
+"""The engine as the rest of the process sees it: requests in, tokens out, and every block accounted for.
+
+Lives on one event loop. The engine's thread reports through `call_soon_threadsafe`; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from kvferry.connectors.transformers import (
+    Allocated,
+    Core,
+    Event,
+    Freed,
+    Held,
+    Job,
+    Produced,
+    Settings,
+    Stopped,
+)
+from kvferry.embedded.admission import Admission, Ledger, blocks_for, longest, quotas
+from kvferry.errors import FerryError, PromptTooLongError, RequestError
+from kvferry.plan.layout import Layout
+from kvferry.transport.base import Memory
+
+__all__ = ["Engine", "Prefilled", "Request", "Token"]
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request. `request_id` must never have been used with this engine before.
+
+    The answer ends after `max_new_tokens` tokens or with one of `stop_token_ids`, which is then its last token.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    stop_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of an answer. `finish_reason` is empty but for the last one: `stop` or `length`.
+
+    `num_computed` prompt tokens really went through this engine's model before the first token.
+    """
+
+    token_id: int
+    finish_reason: str
+    num_computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A computed prompt: `block_tables` (one per cache group) hold the cache of all its `num_tokens` tokens."""
+
+    first: Token
+    num_tokens: int
+    block_tables: list[list[int]]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A request that owns, or waits for, blocks. The last item of `tokens` is a finishing token or an error."""
+
+    request: Request
+    lent: bool
+    tokens: asyncio.Queue[Token | FerryError] = field(default_factory=asyncio.Queue)
+    tables: asyncio.Queue[list[list[int]] | FerryError] = field(default_factory=asyncio.Queue)
+    num_seen: int = 0
+    freeing: bool = False
+
+    def fail(self, error: FerryError) -> None:
+        self.tokens.put_nowait(error)
+        self.tables.put_nowait(error)
+
+
+class Engine:
+    """A model that answers, computes prompts for others, and goes on from prompts that others computed."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Load the model and make the cache; takes seconds. Raises ConfigurationError."""
+        self._core = Core(settings, self._post)
+        self._groups = self._core.group_sizes()
+        capacity = quotas(self._groups, self._core.num_sectors, self._core.max_tokens)
+        self._admission = Admission(capacity)
+        self.max_tokens = longest(self._groups, capacity, self._core.max_tokens)
+        self._entries: dict[str, _Entry] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failure = "it has not been started"
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers loads it."""
+        return self._core.tokenizer
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """What the model ends its answers with."""
+        return self._core.stop_token_ids
+
+    @property
+    def failure(self) -> str:
+        """Why the engine does not run; empty while it does."""
+        return self._failure
+
+    def layout(self) -> Layout:
+        """Where every element of the cache lies; valid as long as the engine exists."""
+        return self._core.layout()
+
+    def memory(self) -> Memory:
+        """The cache's memory, shared by descriptor. It must not be used after `close`."""
+        return self._core.memory()
+
+    def ledger(self) -> Ledger:
+        """The books: when no request is in the engine, nothing is granted, allocated, waiting or held."""
+        return Ledger(
+            capacity=self._admission.capacity,
+            granted=self._admission.granted,
+            allocated=self._core.num_allocated_blocks(),
+            num_waiting=self._admission.num_waiting,
+            num_held=sum(entry.lent for entry in self._entries.values()),
+        )
+
+    async def start(self) -> None:
+        """Start the engine's thread; its events come to the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._failure = ""
+        self._core.start()
+
+    async def close(self) -> None:
+        """Stop the thread; open requests end with an error. Whoever reads or fills the cache must have stopped."""
+        await asyncio.to_thread(self._core.stop)
+        self._stopped("it was closed")
+
+    async def prefill(self, request: Request) -> Prefilled:
+        """Compute a prompt and its first token; the blocks are held until `release`.
+
+        Raises PromptTooLongError, RequestError, or FerryError when the engine has stopped.
+        """
+        entry = await self._admit(request, len(request.prompt), lent=True)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._release, request.request_id)
+            self._core.admit(_job(request, 1, num_cached=0, hold=True))
+            first, tables = await _next(entry.tokens), await _next(entry.tables)
+            undo.pop_all()
+        return Prefilled(first, len(request.prompt), tables)
+
+    async def generate(self, request: Request) -> AsyncIterator[Token]:
+        """Answer a request with nothing but this engine. Closing the iterator frees the blocks. Raises as `prefill`."""
+        entry = await self._admit(request, _num_cached_at_end(request), lent=False)
+        async for token in self._answer(entry, 0):
+            yield token
+
+    async def reserve(self, request: Request) -> list[list[int]]:
+        """Room for a whole request, and blocks for its prompt that a transfer may fill until `release` or `resume`.
+
+        Returns one block table per cache group. Raises as `prefill`.
+        """
+        entry = await self._admit(request, _num_cached_at_end(request), lent=True)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._release, request.request_id)
+            self._core.allocate(request.request_id, len(request.prompt))
+            tables = await _next(entry.tables)
+            undo.pop_all()
+        return tables
+
+    async def resume(self, request_id: str, num_received: int) -> AsyncIterator[Token]:
+        """Go on after the first `num_received` tokens of a reserved request's prompt: their cache has landed.
+
+        From now on the blocks are the engine's again. Raises RequestError for a request that is not reserved, and
+        for a number that leaves no token to compute.
+        """
+        entry = self._entries.get(request_id)
+        if entry is None or not entry.lent or entry.freeing:
+            raise RequestError("nothing is reserved for this request", found=request_id)
+        if not 0 <= num_received < len(entry.request.prompt):
+            raise RequestError(
+                "at least the last token of a prompt must be computed here",
+                found=f"{num_received} tokens received",
+                expected=f"0 <= received < {len(entry.request.prompt)}",
+            )
+        entry.lent = False
+        async for token in self._answer(entry, num_received):
+            yield token
+
+    def release(self, request_id: str) -> None:
+        """End a request, whatever it does, and free its blocks. From any thread, at any time, any number of times."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: so is the engine
+                self._loop.call_soon_threadsafe(self._release, request_id)
+
+    async def _admit(self, request: Request, num_tokens: int, lent: bool) -> _Entry:
+        """`num_tokens` is how many tokens of the sequence will be in the cache at most."""
+        self._check(request)
+        entry = _Entry(request, lent)
+        self._entries[request.request_id] = entry
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._entries.pop, request.request_id, None)
+            await self._admission.acquire(request.request_id, blocks_for(self._groups, num_tokens))
+            undo.pop_all()
+        return entry
+
+    def _check(self, request: Request) -> None:
+        if self._failure:
+            raise FerryError("the engine is not running", found=self._failure, hint="restart this process")
+        if request.request_id in self._entries:
+            raise RequestError("a request id was used twice", found=request.request_id)
+        if request.max_new_tokens < 1 or not request.prompt:
+            raise RequestError("a request needs a prompt and at least one new token")
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self._core.vocab_size:
+            raise RequestError(
+                "a token id is not in the model's vocabulary",
+                found=f"ids from {min(request.prompt)} to {max(request.prompt)}",
+                expected=f"0 <= id < {self._core.vocab_size}",
+            )
+        num_tokens = len(request.prompt) + request.max_new_tokens
+        if num_tokens > self.max_tokens:
+            raise PromptTooLongError(
+                "the prompt and its answer are too long for this engine",
+                found=f"{len(request.prompt)} prompt tokens + {request.max_new_tokens} new tokens",
+                expected=f"at most {self.max_tokens} together",
+                hint="shorten the prompt, lower max_tokens, or start the engine with more blocks",
+            )
+
+    async def _answer(self, entry: _Entry, num_cached: int) -> AsyncIterator[Token]:
+        request = entry.request
+        try:
+            self._core.admit(_job(request, request.max_new_tokens, num_cached, hold=False))
+            while True:
+                token = await _next(entry.tokens)
+                yield token
+                if token.finish_reason:
+                    return
+        finally:
+            self._release(request.request_id)
+
+    def _release(self, request_id: str) -> None:
+        entry = self._entries.get(request_id)
+        if entry is None or entry.freeing:
+            return
+        entry.freeing = True
+        entry.fail(RequestError("the request was ended", found=request_id))
+        if self._failure:
+            self._forget(request_id)
+        else:
+            self._core.free(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        """The blocks are really free: somebody else may have them."""
+        if self._entries.pop(request_id, None) is not None:
+            self._admission.refuse(request_id, RequestError("the request was ended", found=request_id))
+
+    def _post(self, event: Event) -> None:
+        """Called in the engine's thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
+                self._loop.call_soon_threadsafe(self._handle, event)
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case Allocated(request_id, tables):
+                self._allocated(request_id, tables)
+            case Held(request_id, tables):
+                self._allocated(request_id, tables)
+            case Freed(request_id):
+                self._forget(request_id)
+            case Produced():
+                self._produced(event)
+            case Stopped(reason):
+                self._stopped(reason or "it was stopped")
+
+    def _allocated(self, request_id: str, tables: tuple[tuple[int, ...], ...]) -> None:
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return
+        if tables:
+            entry.tables.put_nowait([list(table) for table in tables])
+        else:
+            entry.fail(RequestError("the engine had no blocks left for an admitted request", found=request_id))
+
+    def _produced(self, event: Produced) -> None:
+        entry = self._entries.get(event.request_id)
+        if entry is None:
+            return
+        new, entry.num_seen = event.tokens[entry.num_seen :], len(event.tokens)
+        for i, token_id in enumerate(new):
+            last = event.finished and not event.error and i == len(new) - 1
+            reason = "stop" if token_id in entry.request.stop_token_ids else "length"
+            entry.tokens.put_nowait(Token(token_id, reason if last else "", event.num_computed))
+        if event.error:
+            entry.fail(FerryError("the engine could not answer", found=event.error))
+        if event.finished and not entry.lent:
+            self._forget(event.request_id)
+
+    def _stopped(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        for request_id, entry in tuple(self._entries.items()):
+            error = FerryError("the engine has stopped", found=self._failure, hint="restart this process")
+            entry.fail(error)
+            self._entries.pop(request_id)
+            self._admission.refuse(request_id, error)
+
+
+def _job(request: Request, max_new_tokens: int, num_cached: int, hold: bool) -> Job:
+    return Job(request.request_id, request.prompt, max_new_tokens, request.stop_token_ids, num_cached, hold)
+
+
+def _num_cached_at_end(request: Request) -> int:
+    """The last token of an answer is never fed back, so it takes no room."""
+    return len(request.prompt) + request.max_new_tokens - 1
+
+
+async def _next(items: asyncio.Queue[Item | FerryError]) -> Item:
+    item = await items.get()
+    if isinstance(item, FerryError):
+        raise item
+    return item

@@ -1,0 +1,225 @@
+"""Request bodies of the OpenAI dialect: decoded, checked, and told in one record what the engine can do with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvferry.errors import RequestError
+
+__all__ = ["Ask", "ChatBody", "CompletionBody", "Leg", "check", "decode_chat", "decode_completion"]
+
+Body = TypeVar("Body")
+
+MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 1000
+MAX_TOKENS_COMPLETION = 16
+MAX_TOKENS_CHAT = 128
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = False
+
+
+class _Common(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that both endpoints know. Those typed `Any` are refused unless they mean "off"."""
+
+    model: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    kv_transfer_params: dict[str, Any] | None = None
+    n: Any = None
+    best_of: Any = None
+    echo: Any = None
+    suffix: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = None
+    tools: Any = None
+    functions: Any = None
+    response_format: Any = None
+
+
+class CompletionBody(_Common, frozen=True, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[int | str | list[int]]
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    type: str
+    text: str = ""
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+
+
+class ChatBody(_Common, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """Which part of a disaggregated request this is: `prefill`, `decode`, or `whole`; `params` is untrusted."""
+
+    kind: str
+    params: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a request wants besides its prompt. `max_new_tokens` is -1 when the caller left it to us."""
+
+    max_new_tokens: int
+    default_new_tokens: int
+    stops: tuple[str, ...]
+    ignore_eos: bool
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    leg: Leg
+
+
+# What a field may be without asking for something; anything else is not supported.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "tools": (None, []),
+    "functions": (None, []),
+    "response_format": (None, {"type": "text"}),
+}
+
+
+def decode_completion(body: bytes) -> tuple[CompletionBody, str | list[int]]:
+    """The body and its one prompt, text or ids. Raises RequestError."""
+    completion = _decode(body, CompletionBody)
+    return completion, _one_prompt(completion.prompt)
+
+
+def decode_chat(body: bytes) -> tuple[ChatBody, list[dict[str, str]]]:
+    """The body and its messages as a chat template wants them. Raises RequestError."""
+    chat = _decode(body, ChatBody)
+    if not chat.messages:
+        raise RequestError("messages is empty", expected="at least one message")
+    return chat, [{"role": message.role, "content": _plain(message)} for message in chat.messages]
+
+
+def check(body: CompletionBody | ChatBody) -> Ask:
+    """Refuse what the engine cannot do. Raises RequestError naming the field, what was found and what to do."""
+    for name, harmless in HARMLESS.items():
+        value = msgspec.structs.asdict(body)[name]
+        if not any(type(value) is type(accepted) and value == accepted for accepted in harmless):
+            raise RequestError(
+                f"{name} is not supported by the embedded engine",
+                found=_short(value),
+                expected=" or ".join(repr(accepted) for accepted in harmless),
+                hint=f"leave {name} out",
+            )
+    if body.temperature not in (None, 0):
+        raise RequestError(
+            "the embedded engine decodes greedily",
+            found=f"temperature {body.temperature}",
+            expected="0",
+            hint="set temperature to 0",
+        )
+    leg = _leg(body.kv_transfer_params or {})
+    if leg.kind == "prefill" and body.stream:
+        raise RequestError("a prefill leg gives one answer", found="stream", hint="set stream to false")
+    return Ask(
+        max_new_tokens=_max_new_tokens(body),
+        default_new_tokens=MAX_TOKENS_CHAT if isinstance(body, ChatBody) else MAX_TOKENS_COMPLETION,
+        stops=_stops(body.stop),
+        ignore_eos=body.ignore_eos,
+        stream=body.stream,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        return_token_ids=bool(body.return_token_ids),
+        leg=leg,
+    )
+
+
+def _decode(body: bytes, kind: type[Body]) -> Body:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(
+            "the request body cannot be understood",
+            found=str(error),
+            expected="a JSON object as the OpenAI API defines it",
+        ) from None
+
+
+def _one_prompt(prompt: str | list[int | str | list[int]]) -> str | list[int]:
+    if isinstance(prompt, str):
+        return prompt
+    ids = [item for item in prompt if isinstance(item, int)]
+    if ids and len(ids) == len(prompt):
+        return ids
+    if len(prompt) == 1 and not ids:
+        only = prompt[0]
+        return only if isinstance(only, str) else [item for item in (only if isinstance(only, list) else ())]
+    raise RequestError(
+        "prompt is not supported by the embedded engine",
+        found=f"a list of {len(prompt)} items",
+        expected="a string, a list of token ids, or a list with exactly one of those",
+        hint="send one request per prompt",
+    )
+
+
+def _plain(message: Message) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    kinds = {part.type for part in message.content} - {"text"}
+    if kinds:
+        raise RequestError("only text content is supported", found=", ".join(sorted(kinds)), expected="text")
+    return "".join(part.text for part in message.content)
+
+
+def _leg(params: dict[str, Any]) -> Leg:
+    """vLLM's key names: the source is told to expect a remote decode, the target that a remote prefill took place."""
+    source, target = (params.get(key) is True for key in ("do_remote_decode", "do_remote_prefill"))
+    if source and target:
+        raise RequestError(
+            "kv_transfer_params asks for both legs at once",
+            found="do_remote_decode and do_remote_prefill",
+            expected="one of them",
+        )
+    return Leg("prefill" if source else "decode" if target else "whole", params)
+
+
+def _max_new_tokens(body: CompletionBody | ChatBody) -> int:
+    newer = body.max_completion_tokens if isinstance(body, ChatBody) else None
+    wanted = body.max_tokens if newer is None else newer
+    if wanted is not None and wanted < 1:
+        raise RequestError("max_tokens must be positive", found=str(wanted), expected=">= 1")
+    return -1 if wanted is None else wanted
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS or not all(0 < len(one) <= MAX_STOP_CHARACTERS for one in stops):
+        raise RequestError(
+            "stop cannot be used",
+            found=_short(list(stops)),
+            expected=f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARACTERS} characters",
+        )
+    return stops
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

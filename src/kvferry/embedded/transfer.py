@@ -1,0 +1,77 @@
+"""What an engine process needs of whoever moves the cache between processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.errors import TransferError
+
+__all__ = ["NoTransfer", "Transfer", "TransferReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """What arrived: the first `tokens` tokens of a prompt, in `bytes` bytes and `descriptors` rows.
+
+    `phases_s` are the seconds spent in each named phase.
+    """
+
+    tokens: int
+    bytes: int
+    descriptors: int
+    transport: str
+    strategy: str
+    phases_s: dict[str, float]
+
+
+class Transfer(Protocol):
+    """Offers the blocks of computed prompts and fetches those of others.
+
+    Whoever implements it is given the engine's `release` and calls it for a request when
+
+    * its offered blocks are no longer needed: fetched, expired, or aborted; every offer ends in one of these;
+    * its target blocks are safe after a `fetch` that raised or was aborted: no byte can land in them any more.
+
+    After a fetch that succeeded it does not call it: the blocks are the engine's again.
+    """
+
+    async def offer(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> dict[str, object]:
+        """Let others fetch a prompt's cache. Returns the reference that goes through the HTTP layer (plain JSON)."""
+        ...
+
+    async def fetch(
+        self, request_id: str, params: object, block_tables: list[list[int]], num_tokens: int
+    ) -> TransferReport:
+        """Bring the first `num_tokens` tokens (may be 0) that the untrusted `params` refer to into these blocks.
+
+        Raises TransferError, whatever is wrong with `params`, the peer or the transport.
+        """
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Nobody waits for this request any more, offered or being fetched. Unknown ids are fine."""
+        ...
+
+
+class NoTransfer:
+    """An engine on its own: it answers whole requests and says so when it is asked for more."""
+
+    async def offer(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> dict[str, object]:
+        raise _alone()
+
+    async def fetch(
+        self, request_id: str, params: object, block_tables: list[list[int]], num_tokens: int
+    ) -> TransferReport:
+        raise _alone()
+
+    def abort(self, request_id: str) -> None:
+        return
+
+
+def _alone() -> TransferError:
+    return TransferError(
+        "no_transfer",
+        "this engine is not connected to other engines",
+        hint="send the request without kv_transfer_params",
+    )
