@@ -1,0 +1,201 @@
+from dataclasses import replace
+
+import pytest
+
+from kvferry.errors import IllegalEventError
+from kvferry.plan.describe import Attention, EngineShape, describe
+from kvferry.plan.layout import fingerprint
+from kvferry.session.events import Count, FrameArrived, LeaseWanted, LeaseWithdrawn, Reply, SourceFree, Tick, Timing
+from kvferry.session.machine import Machine, diagram
+from kvferry.session.source import LEASE_TABLE, Identity, LeaseState, SourceSession
+from kvferry.testing.playbook import play
+from kvferry.wire import messages as m
+
+TIMING = Timing(lease_s=10.0, tombstone_s=60.0)
+US = m.Party("p0", "epoch-1", 0)
+READER = m.Party("d0", "epoch-9", 0)
+OTHER_READER = m.Party("d0", "epoch-9", 1)
+STRANGER = m.Party("d1", "epoch-5", 0)
+LAYOUT = describe(Attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
+IDENTITY = Identity(US, 1, "0.1.0", LAYOUT, (), m.Probe(0, 0, 0))
+LEASE = LeaseWanted("r1", "l1", ((3, 5),), 7)
+REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
+CLAIM = m.Claim(READER, REFERENCE, 6, (0,))
+GRANT = Reply("x", m.Grant("l1", ((3, 5),), 7, 10.0))
+
+
+def session() -> SourceSession:
+    return SourceSession(IDENTITY, TIMING)
+
+
+def from_peer(message, peer="x"):
+    return FrameArrived(peer, message)
+
+
+def refusal(commands, reason):
+    assert [c.message.reason for c in commands if isinstance(c, Reply)] == [reason]
+    return True
+
+
+def test_a_cache_is_claimed_read_validated_and_freed():
+    play(
+        session(),
+        [
+            (0, LEASE, []),
+            (1, from_peer(CLAIM), [GRANT]),
+            (2, from_peer(m.Renew(READER, ("l1",))), [Reply("x", m.Renewed(()))]),
+            (3, from_peer(m.Landed(READER, "l1")), [Reply("x", m.Valid("l1")), SourceFree("r1", "done")]),
+        ],
+    )
+
+
+def test_hello_names_us_and_the_layout():
+    hello = m.Hello(1, "0.1.0", READER, "p0", "epoch-1")
+    welcome = m.Welcome(1, "0.1.0", US, 1, fingerprint(LAYOUT))
+    offer = m.Offer(US, LAYOUT, (), m.Probe(0, 0, 0))
+    play(
+        session(),
+        [
+            (0, from_peer(hello), [Reply("x", welcome)]),
+            (0, from_peer(m.OfferRequest(READER)), [Reply("x", offer)]),
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason"),
+    [
+        (m.Hello(9, "9.0", READER, "p0", "epoch-1"), m.Reason.WIRE_VERSION),
+        (m.Hello(1, "0.1.0", READER, "p7", "epoch-1"), m.Reason.WRONG_ENGINE),
+        (m.Hello(1, "0.1.0", READER, "p0", "epoch-0"), m.Reason.WRONG_EPOCH),
+    ],
+)
+def test_a_hello_that_does_not_fit_is_refused(hello, reason):
+    assert refusal(session().handle(from_peer(hello), 0), reason)
+
+
+@pytest.mark.parametrize(
+    ("claim", "reason"),
+    [
+        (m.Claim(READER, m.Reference("p0", "epoch-0", "r1", "l1"), 6, (0,)), m.Reason.WRONG_EPOCH),
+        (m.Claim(READER, m.Reference("p0", "epoch-1", "r1", "nope"), 6, (0,)), m.Reason.UNKNOWN_LEASE),
+        (m.Claim(READER, m.Reference("p0", "epoch-1", "r2", "l1"), 6, (0,)), m.Reason.UNKNOWN_LEASE),
+        (m.Claim(READER, REFERENCE, 8, (0,)), m.Reason.OUT_OF_RANGE),
+    ],
+)
+def test_a_claim_that_the_record_does_not_support_is_refused(claim, reason):
+    source = session()
+    source.handle(LEASE, 0)
+    assert refusal(source.handle(from_peer(claim), 1), reason)
+    assert source.num_live() == 1
+
+
+def test_a_second_engine_cannot_claim_a_claimed_lease():
+    source = session()
+    play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT])])
+    assert refusal(source.handle(from_peer(m.Claim(STRANGER, REFERENCE, 6, (0,))), 1), m.Reason.NOT_CLAIMED)
+
+
+def test_an_expired_lease_frees_its_blocks_once_and_is_never_valid_again():
+    source = session()
+    expired = [SourceFree("r1", "expired"), Count("leases_expired", m.Reason.EXPIRED)]
+    play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT]), (11.5, Tick(), expired), (12, Tick(), [])])
+    assert refusal(source.handle(from_peer(m.Landed(READER, "l1")), 13), m.Reason.EXPIRED)
+    assert refusal(source.handle(from_peer(CLAIM), 13), m.Reason.EXPIRED)
+    assert source.num_live() == 0
+
+
+def test_expiry_is_noticed_before_the_message_that_comes_too_late():
+    source = session()
+    play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT])])
+    commands = source.handle(from_peer(m.Landed(READER, "l1")), 11.5)
+    assert commands[0] == SourceFree("r1", "expired")
+    assert refusal(commands, m.Reason.EXPIRED)
+
+
+def test_heartbeats_keep_a_lease_and_say_which_are_gone():
+    source = session()
+    play(
+        source,
+        [
+            (0, LEASE, []),
+            (1, from_peer(CLAIM), [GRANT]),
+            (9, from_peer(m.Renew(READER, ("l1", "l0"))), [Reply("x", m.Renewed(("l0",)))]),
+            (18, from_peer(m.Renew(STRANGER, ("l1",))), [Reply("x", m.Renewed(("l1",)))]),
+            (18.5, from_peer(m.Landed(READER, "l1")), [Reply("x", m.Valid("l1")), SourceFree("r1", "done")]),
+        ],
+    )
+
+
+def test_completions_are_identified_and_idempotent():
+    """The same reader saying it twice is one completion: the blocks wait for the other reader."""
+    source = session()
+    both = m.Claim(READER, REFERENCE, 6, (0, 1))
+    valid = Reply("x", m.Valid("l1"))
+    play(
+        source,
+        [
+            (0, LEASE, []),
+            (1, from_peer(both), [GRANT]),
+            (1, from_peer(m.Landed(READER, "l1")), [valid]),
+            (2, from_peer(m.Landed(READER, "l1")), [valid]),
+            (3, from_peer(m.Claim(OTHER_READER, REFERENCE, 6, (0, 1))), [GRANT]),
+            (4, from_peer(m.Landed(OTHER_READER, "l1")), [valid, SourceFree("r1", "done")]),
+            (5, from_peer(m.Landed(READER, "l1")), [valid]),
+        ],
+    )
+
+
+def test_landed_without_a_claim_is_refused():
+    source = session()
+    source.handle(LEASE, 0)
+    assert refusal(source.handle(from_peer(m.Landed(READER, "l1")), 1), m.Reason.NOT_CLAIMED)
+
+
+def test_an_abort_frees_the_blocks_and_is_acknowledged_every_time():
+    aborted = Reply("x", m.Aborted("l1"))
+    play(
+        session(),
+        [
+            (0, LEASE, []),
+            (1, from_peer(CLAIM), [GRANT]),
+            (2, from_peer(m.Abort(STRANGER, "l1")), [aborted]),
+            (2, from_peer(m.Abort(READER, "l1")), [aborted, SourceFree("r1", m.Reason.ABORTED)]),
+            (3, from_peer(m.Abort(READER, "l1")), [aborted]),
+        ],
+    )
+
+
+def test_a_withdrawn_lease_is_over():
+    source = session()
+    freed = SourceFree("r1", "withdrawn")
+    play(source, [(0, LEASE, []), (1, LeaseWithdrawn("r1"), [freed]), (2, LeaseWithdrawn("r1"), [])])
+    assert refusal(source.handle(from_peer(CLAIM), 3), m.Reason.EXPIRED)
+
+
+def test_tombstones_are_forgotten():
+    source = session()
+    play(source, [(0, LEASE, []), (1, LeaseWithdrawn("r1"), [SourceFree]), (100, Tick(), [])])
+    assert source.next_deadline() == float("inf")
+
+
+def test_a_message_that_only_sources_send_is_refused():
+    assert refusal(session().handle(from_peer(m.Valid("l1")), 0), m.Reason.MALFORMED)
+
+
+def test_an_illegal_event_raises_with_the_history():
+    machine = Machine("lease l1", LEASE_TABLE, LeaseState.OPEN)
+    machine.move("claim")
+    machine.move("abort")
+    with pytest.raises(IllegalEventError, match="open -claim-> claimed -abort-> aborted"):
+        machine.move("claim")
+
+
+def test_every_state_of_the_table_can_be_reached_and_drawn():
+    reached = {LeaseState.OPEN} | set(LEASE_TABLE.values())
+    assert reached == set(LeaseState)
+    assert diagram(LEASE_TABLE).count("-->") == len(LEASE_TABLE)
+
+
+def test_timing_is_data():
+    assert replace(TIMING, heartbeat_s=2.0, missed_heartbeats=4).silence_s == 8.0

@@ -1,0 +1,277 @@
+from dataclasses import replace
+
+import pytest
+
+from kvferry.plan.describe import Attention, EngineShape, describe
+from kvferry.plan.layout import TokenRange
+from kvferry.session.events import (
+    AbortWanted,
+    AnswerArrived,
+    Cancel,
+    Connect,
+    Count,
+    Disconnect,
+    Failed,
+    Fetched,
+    FetchWanted,
+    PeerConnected,
+    PeerKey,
+    PeerUnreachable,
+    Post,
+    ReadKey,
+    Send,
+    TargetFree,
+    Tick,
+    TicketEnded,
+    Timing,
+)
+from kvferry.session.target import Ourselves, TargetSession
+from kvferry.testing.playbook import play
+from kvferry.wire import messages as m
+
+TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0)
+MODEL = Attention(2, 2, 4, "float32", 4)
+SOURCE_LAYOUT = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
+TARGET_LAYOUTS = describe(MODEL, EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
+US = m.Party("d0", "epoch-9", 0)
+SOURCE = m.Party("p0", "epoch-1", 0)
+PEER = PeerKey("tcp://127.0.0.1:1", "p0", "epoch-1")
+REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
+WANTED = FetchWanted("q1", REFERENCE, (PEER.address,), ((0,),), TokenRange(0, 6))
+KEY = ReadKey("q1", PEER)
+OFFER = m.Offer(SOURCE, SOURCE_LAYOUT, (), m.Probe(0, 0, 0))
+HELLO = Send(PEER, m.Hello(1, "0.1.0", US, "p0", "epoch-1"))
+CLAIM = Send(PEER, m.Claim(US, REFERENCE, 6, (0,)))
+LANDED = Send(PEER, m.Landed(US, "l1"))
+ABORT = Send(PEER, m.Abort(US, "l1"))
+GRANT = m.Grant("l1", ((3, 5),), 7, 10.0)
+
+
+def answer(message):
+    return AnswerArrived(PEER, message)
+
+
+def session(layouts=TARGET_LAYOUTS) -> TargetSession:
+    return TargetSession(Ourselves(US, "0.1.0", layouts), TIMING)
+
+
+HANDSHAKE = [
+    (0.0, WANTED, [HELLO]),
+    (0.1, answer(m.Welcome(1, "0.1.0", SOURCE, 1, "f")), [Send(PEER, m.OfferRequest(US))]),
+    (0.2, answer(OFFER), [Connect(PEER, OFFER)]),
+    (0.3, PeerConnected(PEER, "shm", "shm 9 GB/s"), [CLAIM]),
+]
+POSTED = [*HANDSHAKE, (0.4, answer(GRANT), [Post])]
+FAILED = [Count, Failed, Cancel(KEY), ABORT]
+
+
+def failure(commands):
+    return next(command.error for command in commands if isinstance(command, Failed))
+
+
+def test_a_fetch_from_the_first_hello_to_the_decoded_request():
+    target = session()
+    commands = play(
+        target,
+        [
+            *POSTED,
+            (0.6, TicketEnded(KEY, ""), [LANDED]),
+            (0.7, answer(m.Valid("l1")), [Fetched]),
+        ],
+    )
+    report = commands[0].report
+    assert (report.tokens, report.num_bytes, report.transport) == (6, 6 * MODEL.bytes_per_token, "shm")
+    assert {name: round(value, 6) for name, value in report.phases_s.items()} == {
+        "handshake": 0.3,
+        "claim": 0.1,
+        "wire": 0.2,
+        "verify": 0.1,
+    }
+    assert target.num_open() == 0
+
+
+def test_the_second_fetch_from_a_known_peer_claims_at_once():
+    target = session()
+    play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("l1")), [Fetched])])
+    again = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-1", "r2", "l2"))
+    play(target, [(1.0, again, [Send(PEER, m.Claim(US, again.reference, 6, (0,)))])])
+
+
+def test_nothing_to_receive_still_asks_whether_the_lease_is_good():
+    target = session()
+    empty = replace(WANTED, tokens=TokenRange(0, 0))
+    steps = [(0.0, empty, [HELLO]), *HANDSHAKE[1:3]]
+    play(target, steps)
+    play(target, [(0.3, PeerConnected(PEER, "shm", ""), [Send(PEER, m.Claim(US, REFERENCE, 0, (0,)))])])
+    (post,) = play(target, [(0.4, answer(GRANT), [Post])])
+    assert len(post.copies) == 0
+
+
+def test_valid_is_the_only_way_to_a_decoded_request():
+    """Bytes that landed under an ended lease never reach the model."""
+    target = session()
+    refused = m.Refusal(m.Reason.EXPIRED, "the lease ended", "expired", "live", "l1")
+    commands = play(
+        target,
+        [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(refused), [Count, Failed, ABORT, TargetFree])],
+    )
+    assert failure(commands).reason == "expired"
+
+
+def test_a_failed_read_frees_its_blocks_because_the_ticket_has_ended():
+    commands = play(session(), [*POSTED, (0.6, TicketEnded(KEY, "peer reset"), [Count, Failed, ABORT, TargetFree])])
+    assert failure(commands).reason == "transport"
+    assert "peer reset" in str(failure(commands))
+
+
+def test_blocks_stay_in_quarantine_while_a_ticket_is_open():
+    target = session()
+    play(target, [*POSTED, (0.5, AbortWanted("q1"), FAILED)])
+    assert target.num_open() == 1
+    play(target, [(5.0, TicketEnded(KEY, ""), [TargetFree("q1")])])
+    assert target.num_open() == 0
+
+
+def test_a_repeated_abort_and_late_answers_change_nothing():
+    play(
+        session(),
+        [
+            *POSTED,
+            (0.5, AbortWanted("q1"), FAILED),
+            (0.6, AbortWanted("q1"), []),
+            (0.6, answer(GRANT), []),
+            (0.6, answer(m.Valid("l1")), []),
+            (0.7, TicketEnded(KEY, "cancelled"), [TargetFree("q1")]),
+            (0.8, AbortWanted("q1"), []),
+        ],
+    )
+
+
+def test_an_abort_is_repeated_until_the_source_has_noted_it():
+    play(
+        session(),
+        [
+            *POSTED,
+            (0.5, AbortWanted("q1"), FAILED),
+            (0.5, TicketEnded(KEY, ""), [TargetFree]),
+            (1.1, Tick(), [ABORT]),
+            (1.2, answer(m.Aborted("l1")), []),
+            (1.9, Tick(), []),
+        ],
+    )
+
+
+def test_a_silent_peer_is_lost_within_three_heartbeats():
+    target = session()
+    play(target, POSTED)
+    play(target, [(1.5, Tick(), [Send(PEER, m.Renew(US, ("l1",)))])])
+    commands = target.handle(Tick(), 3.5)
+    assert failure(commands).reason == "peer_lost"
+    assert Disconnect(PEER) in commands
+    play(target, [(3.6, TicketEnded(KEY, "disconnected"), [TargetFree("q1")])])
+
+
+def test_a_peer_that_answers_heartbeats_is_not_lost_until_the_transfer_deadline():
+    target = session()
+    play(target, POSTED)
+    for second in range(1, 20):
+        assert target.handle(Tick(), float(second)) == [Send(PEER, m.Renew(US, ("l1",)))]
+        target.handle(answer(m.Renewed(())), second + 0.1)
+    assert failure(target.handle(Tick(), 20.5)).reason == "deadline"
+
+
+def test_an_idle_peer_is_not_lost_and_not_bothered():
+    target = session()
+    play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("l1")), [Fetched])])
+    play(target, [(100.0, Tick(), []), (200.0, Tick(), [])])
+
+
+def test_a_lease_that_is_gone_ends_the_read_at_once():
+    commands = play(session(), [*POSTED, (0.5, answer(m.Renewed(("l1",))), FAILED)])
+    assert failure(commands).reason == "expired"
+
+
+def test_unanswered_messages_are_repeated():
+    target = session()
+    play(target, [(0.0, WANTED, [HELLO]), (0.3, Tick(), []), (0.6, Tick(), [HELLO])])
+    target = session()
+    play(target, [*HANDSHAKE, (0.9, Tick(), [CLAIM])])
+    target = session()
+    play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED])])
+    assert LANDED in target.handle(Tick(), 1.2)
+
+
+def test_a_handshake_has_a_deadline():
+    target = session()
+    target.handle(WANTED, 0.0)
+    commands = target.handle(Tick(), 5.0)
+    assert failure(commands).reason == "deadline"
+    assert TargetFree("q1") in commands
+    play(target, [(6.0, replace(WANTED, request_id="q2"), [HELLO])])
+
+
+def test_a_restarted_source_is_refused_and_met_anew():
+    target = session()
+    refused = m.Refusal(m.Reason.WRONG_EPOCH, "the engine has restarted", "epoch-1", "epoch-2", "")
+    commands = play(target, [(0.0, WANTED, [HELLO]), (0.1, answer(refused), [Count, Failed, TargetFree, Disconnect])])
+    assert failure(commands).reason == "wrong_epoch"
+    newer = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-2", "r2", "l2"))
+    (hello,) = play(target, [(0.2, newer, [Send])])
+    assert hello.peer.epoch == "epoch-2"
+
+
+def test_no_transport_is_a_typed_failure():
+    commands = play(
+        session(),
+        [*HANDSHAKE[:3], (0.3, PeerUnreachable(PEER, "shm: other host"), [Count, Failed, TargetFree, Disconnect])],
+    )
+    assert failure(commands).reason == "unreachable"
+
+
+@pytest.mark.parametrize(
+    "grant",
+    [
+        m.Grant("l1", ((3,),), 7, 10.0),
+        m.Grant("l1", ((3, 99),), 7, 10.0),
+        m.Grant("l1", ((3, 3),), 7, 10.0),
+        m.Grant("l1", (), 7, 1.0),
+    ],
+    ids=["too few blocks", "out of range", "twice", "no table"],
+)
+def test_a_grant_that_does_not_fit_the_layout_is_not_read(grant):
+    commands = play(session(), [*HANDSHAKE, (0.4, answer(grant), [Count, Failed, ABORT, TargetFree])])
+    assert failure(commands).reason == "out_of_range"
+
+
+def test_another_model_is_refused_with_every_difference():
+    other = describe(replace(MODEL, num_heads=4, dtype="float16"), EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
+    commands = play(
+        session(other), [*HANDSHAKE[:3], (0.3, PeerConnected(PEER, "shm", ""), [Count, Failed, TargetFree])]
+    )
+    assert failure(commands).reason == "incompatible"
+    assert "float32 at the source, float16 at the target" in str(failure(commands))
+    assert "[2, 4] at the source, [4, 4] at the target" in str(failure(commands))
+
+
+def test_an_unexpected_message_is_counted():
+    play(session(), [*HANDSHAKE, (0.4, answer(CLAIM.message), [Count("unexpected_messages", "Claim")])])
+
+
+def test_two_source_ranks_are_read_and_both_must_be_valid():
+    ranks = describe(MODEL, EngineShape(2, 1, 4, 8, "token-major"), 1 << 20)
+    peers = [PeerKey(f"tcp://127.0.0.1:{port}", "p0", "epoch-1") for port in (1, 2)]
+    target = session()
+    target.handle(replace(WANTED, addresses=tuple(peer.address for peer in peers)), 0.0)
+    for rank, peer in enumerate(peers):
+        party = m.Party("p0", "epoch-1", rank)
+        target.handle(AnswerArrived(peer, m.Welcome(1, "0.1.0", party, 2, "f")), 0.1)
+        target.handle(AnswerArrived(peer, m.Offer(party, ranks[rank], (), m.Probe(0, 0, 0))), 0.1)
+    target.handle(PeerConnected(peers[0], "shm", ""), 0.2)
+    claims = target.handle(PeerConnected(peers[1], "shm", ""), 0.2)
+    assert [claim.peer for claim in claims] == peers
+    for peer in peers:
+        play(target, [(0.3, AnswerArrived(peer, GRANT), [Post])])
+        play(target, [(0.4, TicketEnded(ReadKey("q1", peer), ""), [Send])])
+    play(target, [(0.5, AnswerArrived(peers[0], m.Valid("l1")), [])])
+    (fetched,) = play(target, [(0.5, AnswerArrived(peers[1], m.Valid("l1")), [Fetched])])
+    assert fetched.report.num_bytes == 6 * MODEL.bytes_per_token
