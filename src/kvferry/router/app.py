@@ -1,0 +1,178 @@
+"""The router as an ASGI app: routes, and what is answered when a request does not get as far as a flow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvferry.errors import FerryError
+from kvferry.openai import INVALID_REQUEST, SERVER_ERROR, error_body, error_of
+from kvferry.router.client import Client
+from kvferry.router.config import RouterConfig
+from kvferry.router.driver import Call, Driver
+from kvferry.router.headers import prefill_headers, request_id_of
+from kvferry.router.health import Prober
+from kvferry.router.membership import Membership
+from kvferry.router.metrics import Metrics
+from kvferry.router.models import list_models
+from kvferry.router.policy import Role
+from kvferry.router.request import Endpoint, parse_request
+from kvferry.router.services import Services
+from kvferry.router.upstream import open_session
+
+__all__ = ["create_app"]
+
+HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+
+
+def create_app(config: RouterConfig) -> Starlette:
+    """The router for these instances. Its lifespan owns the connections and the health probe."""
+    metrics = Metrics()
+    membership = Membership(config.instances, metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with open_session(config) as session:
+            app.state.services = Services(config, membership, metrics, session)
+            prober = Prober(session, membership, config)
+            await prober.probe_all()
+            probing = asyncio.create_task(prober.run())
+            try:
+                yield
+            finally:
+                probing.cancel()
+                await asyncio.wait({probing})
+
+    routes = [
+        *(Route(endpoint, Generate(endpoint), methods=["POST"]) for endpoint in Endpoint),
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/ready", ready, methods=["GET"]),
+        Route("/metrics", show_metrics, methods=["GET"]),
+    ]
+    handlers = {HTTPException: on_http_error, FerryError: on_ferry_error, Exception: on_defect}
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    app.state.membership, app.state.metrics = membership, metrics
+    return app
+
+
+class Generate:
+    """The ASGI app of one generating endpoint."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http = Request(scope, receive)
+        services: Services = http.app.state.services
+        started_s = asyncio.get_running_loop().time()
+        request_id = request_id_of(scope["headers"])
+        try:
+            body = await _read(http, services.config.max_body_bytes)
+        except ClientDisconnect:
+            return
+        request = parse_request(body, self._endpoint)
+        call = Call(_target(http), scope["headers"], request_id, request, started_s)
+        client = Client(receive, send)
+        driver = Driver(services, call, client)
+        try:
+            await driver.run()
+        finally:
+            client.gone.cancel()
+            services.metrics.count_request(self._endpoint, driver.flow.path, client.status)
+
+
+async def models(http: Request) -> Response:
+    headers = prefill_headers(http.scope["headers"], request_id_of(http.scope["headers"]))
+    status, body = await list_models(http.app.state.services, _target(http), headers)
+    return _json(status, body, {})
+
+
+async def health(http: Request) -> Response:
+    return _json(200, {"status": "ok"}, {})
+
+
+async def ready(http: Request) -> Response:
+    membership: Membership = http.app.state.membership
+    num_prefill, num_decode = (len(membership.healthy(role)) for role in (Role.PREFILL, Role.DECODE))
+    body = {
+        "status": "ready" if num_decode else "no decode instance is healthy",
+        "num_healthy_prefill": num_prefill,
+        "num_healthy_decode": num_decode,
+    }
+    return _json(200 if num_decode else 503, body, {})
+
+
+async def show_metrics(http: Request) -> Response:
+    return Response(http.app.state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def on_http_error(http: Request, error: Exception) -> Response:
+    """404, 405, 413: an OpenAI error object where the framework would send text."""
+    if not isinstance(error, HTTPException):
+        raise error
+    if error.status_code == 404:
+        message = f"there is no {http.url.path}; hint: POST to {' or '.join(Endpoint)}"
+    elif error.status_code == 405:
+        message = f"{http.url.path} does not take {http.method}"
+    else:
+        message = error.detail
+    code = HTTP_CODES.get(error.status_code, "http_error")
+    body = error_body(message, INVALID_REQUEST, code, None)
+    return _refuse(http, error.status_code, body, dict(error.headers or {}))
+
+
+async def on_ferry_error(http: Request, error: Exception) -> Response:
+    if not isinstance(error, FerryError):
+        raise error
+    status, body = error_of(error)
+    return _refuse(http, status, body, {})
+
+
+async def on_defect(http: Request, error: Exception) -> Response:
+    """A defect of ours: the server logs the traceback, the client learns that it was not its fault."""
+    return _refuse(http, 500, error_body("the router failed", SERVER_ERROR, "internal_error", None), {})
+
+
+async def _read(http: Request, max_bytes: int) -> bytes:
+    """The body. Raises HTTPException(413) as soon as it is known to be longer than `max_bytes`."""
+    announced = http.headers.get("content-length", "")
+    body = bytearray()
+    too_large = announced.isdecimal() and int(announced) > max_bytes
+    if not too_large:
+        async for piece in http.stream():
+            body += piece
+            too_large = len(body) > max_bytes
+            if too_large:
+                break
+    if too_large:
+        raise HTTPException(413, f"the body is too large; expected: at most {max_bytes} bytes")
+    return bytes(body)
+
+
+def _target(http: Request) -> str:
+    """Path and query as the client wrote them."""
+    query = http.scope["query_string"].decode("latin-1")
+    path = http.scope["path"]
+    return f"{path}?{query}" if query else path
+
+
+def _refuse(http: Request, status: int, body: dict[str, object], headers: dict[str, str]) -> Response:
+    known = http.url.path if http.url.path in tuple(Endpoint) else "other"
+    metrics: Metrics = http.app.state.metrics
+    metrics.count_request(known, "none", status)
+    return _json(status, body, headers)
+
+
+def _json(status: int, body: object, headers: dict[str, str]) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

@@ -1,0 +1,91 @@
+"""What a router is told: its instances and its limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvferry.errors import ConfigurationError
+from kvferry.router.policy import Instance, Role
+
+__all__ = ["RouterConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """The addresses of the engines, and how long and how large anything may get.
+
+    `prefill_urls` may be empty: then D serves alone. `prefill_timeout_s` is for a whole prefill leg;
+    `decode_timeout_s` ends with the first byte of the answer's body, which without streaming is the whole
+    generation. After it only silence is limited: `stall_timeout_s` between two pieces. Raises ConfigurationError.
+    """
+
+    prefill_urls: tuple[str, ...]
+    decode_urls: tuple[str, ...]
+    connect_timeout_s: float = 5.0
+    prefill_timeout_s: float = 300.0
+    decode_timeout_s: float = 1800.0
+    stall_timeout_s: float = 120.0
+    probe_interval_s: float = 2.0
+    probe_timeout_s: float = 5.0
+    max_body_bytes: int = 32 * 2**20
+    max_answer_bytes: int = 32 * 2**20
+
+    def __post_init__(self) -> None:
+        if not self.decode_urls:
+            raise ConfigurationError(
+                "a router needs a decode instance",
+                found="no decode URL",
+                expected="one or more, such as http://127.0.0.1:8200",
+                hint="prefill instances are optional, decode instances are not",
+            )
+        for role, urls in ((Role.PREFILL, self.prefill_urls), (Role.DECODE, self.decode_urls)):
+            _check_urls(role, urls)
+        for name, value in self._limits().items():
+            if not value > 0:
+                raise ConfigurationError(f"{name} must be positive", found=str(value), expected="a number above 0")
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """All instances, prefill first, in the order given."""
+        prefill = (Instance(url.rstrip("/"), Role.PREFILL) for url in self.prefill_urls)
+        decode = (Instance(url.rstrip("/"), Role.DECODE) for url in self.decode_urls)
+        return (*prefill, *decode)
+
+    def _limits(self) -> dict[str, float]:
+        return {
+            "connect_timeout_s": self.connect_timeout_s,
+            "prefill_timeout_s": self.prefill_timeout_s,
+            "decode_timeout_s": self.decode_timeout_s,
+            "stall_timeout_s": self.stall_timeout_s,
+            "probe_interval_s": self.probe_interval_s,
+            "probe_timeout_s": self.probe_timeout_s,
+            "max_body_bytes": self.max_body_bytes,
+            "max_answer_bytes": self.max_answer_bytes,
+        }
+
+
+def _check_urls(role: Role, urls: tuple[str, ...]) -> None:
+    seen: set[str] = set()
+    for url in urls:
+        plain = url.rstrip("/")
+        if plain in seen:
+            raise ConfigurationError(f"the same {role} instance is given twice", found=url, expected="every URL once")
+        seen.add(plain)
+        if not _is_base_url(plain):
+            raise ConfigurationError(
+                f"not the URL of a {role} instance",
+                found=url,
+                expected="http://host:port, or https",
+                hint="give the server's base URL without /v1, a query or a fragment",
+            )
+
+
+def _is_base_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return False
+    extra = parts.query or parts.fragment or parts.username or parts.path.endswith("/v1")
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and not extra

@@ -1,0 +1,181 @@
+"""Carries out a flow's commands: where a request's flow meets its client, its legs and the clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvferry.router.client import CLIENT_LEFT, Client
+from kvferry.router.events import (
+    Answered,
+    Began,
+    Cancel,
+    ClientGone,
+    Command,
+    Count,
+    Cut,
+    Ended,
+    EndWithError,
+    Event,
+    Failed,
+    Forward,
+    NobodyPicked,
+    Opened,
+    Pick,
+    Picked,
+    Refuse,
+    Relay,
+    Send,
+)
+from kvferry.router.flow import Flow
+from kvferry.router.headers import Headers, decode_headers, prefill_headers, response_headers
+from kvferry.router.leg import Head, Leg
+from kvferry.router.policy import Instance, Role
+from kvferry.router.request import ClientRequest
+from kvferry.router.services import Services
+from kvferry.router.upstream import Outgoing
+
+__all__ = ["Call", "Driver"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A client's request: `target` is path and query, `headers` are as they came, `started_s` is loop time."""
+
+    target: str
+    headers: Headers
+    request_id: str
+    request: ClientRequest
+    started_s: float
+
+
+class Driver:
+    """One request from its first event to its last."""
+
+    def __init__(self, services: Services, call: Call, client: Client) -> None:
+        self.flow = Flow(call.request)
+        self._services = services
+        self._call = call
+        self._client = client
+        self._held: dict[Role, Instance] = {}
+        # All legs so far; the last one is in flight.
+        self._legs: list[Leg] = []
+        self._work: asyncio.Task[Event] | None = None
+        self._answer = (Head(0, []), b"")
+
+    async def run(self) -> None:
+        """Serve the request. Cancelling it closes the upstream connection."""
+        event: Event | None = Began()
+        try:
+            while event is not None:
+                event = await self._carry_out(self.flow.handle(event))
+        finally:
+            await self._stop()
+            for role in tuple(self._held):
+                self._let_go(role)
+
+    async def _carry_out(self, commands: list[Command]) -> Event | None:
+        event = None
+        for command in commands:
+            event = await ACTIONS[type(command)](self, command)
+        return event
+
+    async def count(self, command: Count) -> None:
+        self._services.metrics.count(command)
+
+    async def pick(self, command: Pick) -> Event:
+        self._let_go(command.role)
+        instance = self._services.membership.reserve(command.role, command.excluded)
+        if instance is None:
+            return NobodyPicked()
+        self._held[command.role] = instance
+        return Picked(instance)
+
+    async def send(self, command: Send) -> Event:
+        leg = Leg(self._services, command.instance, self._outgoing(command))
+        self._legs.append(leg)
+        event = await self._unless_client_leaves(leg.ask())
+        if isinstance(event, Answered):
+            self._answer = (leg.head, event.body)
+        if isinstance(event, Opened) and event.can_append:
+            waited_s = asyncio.get_running_loop().time() - self._call.started_s
+            self._services.metrics.observe_first_token(self.flow.path, waited_s)
+        if command.instance.role is Role.PREFILL:
+            self._let_go(Role.PREFILL)
+        return event
+
+    async def relay(self, command: Relay) -> Event:
+        return await self._unless_client_leaves(self._pass_on(self._legs[-1]))
+
+    async def cancel(self, command: Cancel) -> None:
+        self._client.status = CLIENT_LEFT
+        await self._stop()
+
+    async def forward(self, command: Forward) -> None:
+        head, body = self._answer
+        await self._client.start(head.status, self._response_headers(head))
+        await self._client.finish(body)
+
+    async def refuse(self, command: Refuse) -> None:
+        body = msgspec.json.encode(command.body)
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._client.start(command.status, self._response_headers(Head(command.status, headers)))
+        await self._client.finish(body)
+
+    async def end_with_error(self, command: EndWithError) -> None:
+        await self._client.finish_with_error(command.message, command.code)
+
+    async def cut(self, command: Cut) -> None:
+        """Send nothing: a server closes the connection of an app that returns amid its response."""
+
+    async def _pass_on(self, leg: Leg) -> Event:
+        await self._client.start(leg.head.status, self._response_headers(leg.head))
+        while piece := await leg.piece():
+            if isinstance(piece, Failed):
+                return piece
+            await self._client.pass_on(piece)
+        await self._client.finish(b"")
+        return Ended()
+
+    async def _unless_client_leaves(self, work: Coroutine[Any, Any, Event]) -> Event:
+        task = self._work = asyncio.create_task(work)
+        await asyncio.wait({task, self._client.gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else ClientGone()
+
+    async def _stop(self) -> None:
+        if self._work is not None and not self._work.done():
+            self._work.cancel()
+            await asyncio.wait({self._work})
+        for leg in self._legs:
+            leg.close()
+
+    def _let_go(self, role: Role) -> None:
+        instance = self._held.pop(role, None)
+        if instance is not None:
+            self._services.membership.release(instance)
+
+    def _outgoing(self, command: Send) -> Outgoing:
+        select = prefill_headers if command.instance.role is Role.PREFILL else decode_headers
+        headers = select(self._call.headers, self._call.request_id)
+        return Outgoing("POST", command.instance.url + self._call.target, headers, command.body)
+
+    def _response_headers(self, head: Head) -> Headers:
+        own = {"x-request-id": self._call.request_id, "x-kvferry-path": self.flow.path}
+        return response_headers(head.headers, own)
+
+
+ACTIONS: Mapping[type[Command], Callable[[Driver, Any], Awaitable[Event | None]]] = {
+    Cancel: Driver.cancel,
+    Count: Driver.count,
+    Cut: Driver.cut,
+    EndWithError: Driver.end_with_error,
+    Forward: Driver.forward,
+    Pick: Driver.pick,
+    Refuse: Driver.refuse,
+    Relay: Driver.relay,
+    Send: Driver.send,
+}

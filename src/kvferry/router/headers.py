@@ -1,0 +1,76 @@
+"""Which headers pass the router, in both directions. Names are compared in lower case, as ASGI has them."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable
+
+from kvferry.errors import RequestError
+
+__all__ = ["Headers", "decode_headers", "prefill_headers", "request_id_of", "response_headers"]
+
+Headers = list[tuple[bytes, bytes]]
+
+HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+# The HTTP client on each leg writes its own.
+OWN_OF_REQUEST = frozenset((b"host", b"content-length", b"expect", b"x-request-id"))
+# The HTTP server of the router writes its own date and server.
+OWN_OF_RESPONSE = frozenset((b"date", b"server", b"x-request-id", b"x-kvferry-path"))
+
+# Engines put the id into comma- and colon-separated lists of their own, where a separator in it is taken for two
+# ids and the lease of the first is never renewed.
+REQUEST_ID = re.compile(r"[A-Za-z0-9._=/+-]{1,128}")
+
+
+def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The caller's `x-request-id`, or a new one. Raises RequestError when engines could misread it."""
+    ids = [value.decode("latin-1") for name, value in headers if name.lower() == b"x-request-id"]
+    if not ids:
+        return uuid.uuid4().hex
+    if len(ids) > 1 or not REQUEST_ID.fullmatch(ids[0]):
+        raise RequestError(
+            "x-request-id cannot be passed to the engines",
+            found=", ".join(ids)[:200],
+            expected="one id of at most 128 letters, digits and . _ - + = /",
+            hint="leave the header out to have an id made",
+        )
+    return ids[0]
+
+
+def decode_headers(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> Headers:
+    """What D gets of the caller's headers."""
+    kept = _without_hops(headers, OWN_OF_REQUEST)
+    if not any(name == b"content-type" for name, _ in kept):
+        kept.append((b"content-type", b"application/json"))
+    return [*kept, (b"x-request-id", request_id.encode("latin-1"))]
+
+
+def prefill_headers(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> Headers:
+    """What P gets: the same, but its answer must be readable here."""
+    kept = [pair for pair in decode_headers(headers, request_id) if pair[0] != b"accept-encoding"]
+    return [*kept, (b"accept-encoding", b"identity")]
+
+
+def response_headers(headers: Iterable[tuple[bytes, bytes]], own: dict[str, str]) -> Headers:
+    """What the client gets of an upstream's headers, and ours."""
+    ours = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in own.items()]
+    return [*_without_hops(headers, OWN_OF_RESPONSE), *ours]
+
+
+def _without_hops(headers: Iterable[tuple[bytes, bytes]], own: frozenset[bytes]) -> Headers:
+    pairs = [(name.lower(), value) for name, value in headers]
+    named = {token.strip().lower() for name, value in pairs if name == b"connection" for token in value.split(b",")}
+    return [(name, value) for name, value in pairs if name not in HOP_BY_HOP | own | named]

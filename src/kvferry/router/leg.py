@@ -1,0 +1,98 @@
+"""One leg of a request: a POST to one instance, under the time limits of its role."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from kvferry.router.events import Answered, Failed, Opened
+from kvferry.router.headers import Headers
+from kvferry.router.policy import Instance, Role
+from kvferry.router.services import Services
+from kvferry.router.upstream import (
+    DEADLINE,
+    FAILURES,
+    GONE,
+    STALL,
+    WORDS,
+    Exchange,
+    Outgoing,
+    reason_of,
+)
+
+__all__ = ["Head", "Leg"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Status and headers of an upstream's response."""
+
+    status: int
+    headers: Headers
+
+
+class Leg:
+    """`ask` once; after `Opened`, `piece` until it is empty. Failures come back as events, never as exceptions."""
+
+    def __init__(self, services: Services, instance: Instance, outgoing: Outgoing) -> None:
+        self.instance = instance
+        self._services = services
+        self._outgoing = outgoing
+        self._exchange: Exchange | None = None
+        self._first = b""
+
+    @property
+    def head(self) -> Head:
+        """What the upstream answered; a status of 0 before it did."""
+        if self._exchange is None:
+            return Head(0, [])
+        return Head(self._exchange.status, list(self._exchange.headers))
+
+    async def ask(self) -> Answered | Opened | Failed:
+        """Send the request and wait for the answer: D's success up to its first byte, all others whole."""
+        try:
+            async with asyncio.timeout(self._limit_s()):
+                return await self._ask()
+        except FAILURES as error:
+            return self._failed(error, DEADLINE)
+
+    async def piece(self) -> bytes | Failed:
+        """The next bytes of an opened answer, empty at its end."""
+        if self._exchange is None:
+            return b""
+        if self._first:
+            first, self._first = self._first, b""
+            return first
+        try:
+            async with asyncio.timeout(self._services.config.stall_timeout_s):
+                return await self._exchange.piece()
+        except FAILURES as error:
+            return self._failed(error, STALL)
+
+    def close(self) -> None:
+        """Close the connection; the upstream sees its client leave."""
+        if self._exchange is not None:
+            self._exchange.close()
+
+    async def _ask(self) -> Answered | Opened:
+        exchange = self._exchange = await Exchange.open(self._services.session, self._outgoing)
+        if self.instance.role is Role.DECODE and 200 <= exchange.status < 300:
+            self._first = await exchange.piece()
+            return Opened(exchange.is_plain_event_stream)
+        body = await exchange.whole(self._services.config.max_answer_bytes)
+        return Answered(exchange.status, body)
+
+    def _limit_s(self) -> float:
+        config = self._services.config
+        return config.prefill_timeout_s if self.instance.role is Role.PREFILL else config.decode_timeout_s
+
+    def _failed(self, error: BaseException, timeout_reason: str) -> Failed:
+        self.close()
+        reason = reason_of(error, timeout_reason)
+        logger.warning("a %s leg on %s failed: %s: %r", self.instance.role, self.instance.url, reason, error)
+        if reason in GONE:
+            self._services.membership.doubt(self.instance, reason)
+        return Failed(reason, WORDS[reason])

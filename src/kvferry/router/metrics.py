@@ -1,0 +1,87 @@
+"""The router's counters. A registry per app, so that two routers in one process do not mix."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvferry.router.events import Count, Counted, Path
+from kvferry.router.policy import Instance
+
+__all__ = ["Metrics"]
+
+TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+
+
+class Metrics:
+    """Everything that `/metrics` shows."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "kvferry_router_requests",
+            "Requests by endpoint, path (disaggregated, decode-only, none) and status; 499: the client left.",
+            ("endpoint", "path", "status"),
+            registry=registry,
+        )
+        self._retries = Counter(
+            "kvferry_router_retries",
+            "Legs tried again on another instance.",
+            ("role", "reason"),
+            registry=registry,
+        )
+        self._fallbacks = Counter(
+            "kvferry_router_fallbacks",
+            "Requests served by decode alone.",
+            ("reason",),
+            registry=registry,
+        )
+        self._upstream_errors = Counter(
+            "kvferry_router_upstream_errors",
+            "Legs that failed.",
+            ("role", "reason"),
+            registry=registry,
+        )
+        self._in_flight = Gauge(
+            "kvferry_router_in_flight_requests",
+            "Requests assigned to an instance and not finished.",
+            ("role", "instance"),
+            registry=registry,
+        )
+        self._healthy = Gauge(
+            "kvferry_router_instance_healthy",
+            "1 while an instance answers.",
+            ("role", "instance"),
+            registry=registry,
+        )
+        self._time_to_first_token = Histogram(
+            "kvferry_router_time_to_first_token_seconds",
+            "From a streamed request's arrival to the first byte of its answer.",
+            ("path",),
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+
+    def count_request(self, endpoint: str, path: str, status: int) -> None:
+        self._requests.labels(endpoint, path, str(status)).inc()
+
+    def count(self, count: Count) -> None:
+        match count.what:
+            case Counted.RETRY:
+                self._retries.labels(count.role, count.reason).inc()
+            case Counted.FALLBACK:
+                self._fallbacks.labels(count.reason).inc()
+            case Counted.UPSTREAM_ERROR:
+                self._upstream_errors.labels(count.role, count.reason).inc()
+
+    def observe_first_token(self, path: Path, seconds: float) -> None:
+        self._time_to_first_token.labels(path).observe(seconds)
+
+    def show_in_flight(self, instance: Instance, num_requests: int) -> None:
+        self._in_flight.labels(instance.role, instance.url).set(num_requests)
+
+    def show_health(self, instance: Instance, healthy: bool) -> None:
+        self._healthy.labels(instance.role, instance.url).set(1 if healthy else 0)
+
+    def render(self) -> bytes:
+        """The text format of Prometheus."""
+        return generate_latest(self._registry)

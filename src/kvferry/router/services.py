@@ -1,0 +1,23 @@
+"""What all requests of one app share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import aiohttp
+
+from kvferry.router.config import RouterConfig
+from kvferry.router.membership import Membership
+from kvferry.router.metrics import Metrics
+
+__all__ = ["Services"]
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Made by the app's lifespan; `session` is open as long as the app serves."""
+
+    config: RouterConfig
+    membership: Membership
+    metrics: Metrics
+    session: aiohttp.ClientSession
