@@ -1,0 +1,187 @@
+"""A transport with faults: wraps any other and spoils chosen tickets, as a schedule says that is data."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
+
+import numpy as np
+
+from kvferry.errors import TransportError
+from kvferry.plan.copies import Copies
+from kvferry.transport.base import Completion, Direction, Memory, Ticket, Transport
+from kvferry.transport.pieces import view_of
+
+__all__ = ["Fault", "FaultKind", "FaultyTransport", "Likelihoods", "schedule"]
+
+
+class FaultKind(StrEnum):
+    """What goes wrong with a ticket.
+
+    DELAY: its bytes move `polls` polls late. DROP: nothing moves and it never ends, until its peer is disconnected.
+    FAIL: its bytes move, yet it ends with an error. FLIP: one bit of what a READ brought is wrong, and it ends well.
+    """
+
+    DELAY = "delay"
+    DROP = "drop"
+    FAIL = "fail"
+    FLIP = "flip"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Spoil the `post`-th ticket, counted from 0. `polls` is for DELAY; `bit`, modulo the ticket's size, for FLIP."""
+
+    post: int
+    kind: FaultKind
+    polls: int = 0
+    bit: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihoods:
+    """How likely each fault is for a ticket; together at most 1. `max_polls` bounds a delay."""
+
+    delay: float = 0.0
+    drop: float = 0.0
+    fail: float = 0.0
+    flip: float = 0.0
+    max_polls: int = 8
+
+
+def schedule(seed: int, num_posts: int, likelihoods: Likelihoods) -> tuple[Fault, ...]:
+    """Faults for the first `num_posts` tickets: the same seed gives the same faults."""
+    dice = random.Random(seed)
+    chances = (likelihoods.delay, likelihoods.drop, likelihoods.fail, likelihoods.flip)
+    kinds = (FaultKind.DELAY, FaultKind.DROP, FaultKind.FAIL, FaultKind.FLIP)
+    faults = []
+    for post in range(num_posts):
+        draw, polls, bit = dice.random(), dice.randint(1, likelihoods.max_polls), dice.getrandbits(40)
+        number = sum(draw >= limit for limit in accumulate(chances))
+        if number < len(kinds):
+            faults.append(Fault(post, kinds[number], polls, bit))
+    return tuple(faults)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Posted:
+    """A ticket of ours, what was asked for and what is to go wrong with it."""
+
+    ticket: Ticket
+    peer: str
+    copies: Copies
+    direction: Direction
+    fault: Fault | None
+
+
+class FaultyTransport:
+    """Passes everything on to `inner`, except for what `faults` names. Its tickets are its own.
+
+    A ticket that is delayed or dropped is not checked when it is posted: what is wrong with it shows up at its end.
+    """
+
+    def __init__(self, inner: Transport, faults: Iterable[Fault] = ()) -> None:
+        self._inner = inner
+        self._faults = {fault.post: fault for fault in faults}
+        self._num_posts = 0
+        self._num_polls = 0
+        self._running: dict[Ticket, _Posted] = {}
+        self._held: dict[Ticket, tuple[float, _Posted]] = {}
+        self._ended: list[Completion] = []
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def progress_interval_s(self) -> float:
+        return self._inner.progress_interval_s
+
+    def register(self, memory: Memory) -> None:
+        """Raises what the inner transport raises, as all that follow do."""
+        self._inner.register(memory)
+
+    def unregister(self, memory: Memory) -> None:
+        self._inner.unregister(memory)
+
+    def descriptor(self) -> bytes:
+        return self._inner.descriptor()
+
+    def connect(self, peer: str, descriptor: bytes) -> None:
+        self._inner.connect(peer, descriptor)
+
+    def disconnect(self, peer: str) -> None:
+        self._inner.disconnect(peer)
+        self._drop_held(lambda posted: posted.peer == peer, f"peer {peer!r} was disconnected")
+
+    def post(self, peer: str, copies: Copies, direction: Direction) -> Ticket:
+        fault = self._faults.get(self._num_posts)
+        posted = _Posted(Ticket(self._num_posts + 1), peer, copies, direction, fault)
+        if fault is not None and fault.kind in (FaultKind.DELAY, FaultKind.DROP):
+            due = self._num_polls + fault.polls if fault.kind is FaultKind.DELAY else float("inf")
+            self._held[posted.ticket] = (due, posted)
+        else:
+            self._running[self._inner.post(peer, copies, direction)] = posted
+        self._num_posts += 1
+        return posted.ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """A dropped ticket stays open: losing interest does not end what hangs."""
+        self._drop_held(lambda held: held.ticket == ticket and _is_delayed(held), "cancelled")
+        for inner, posted in self._running.items():
+            if posted.ticket == ticket:
+                self._inner.cancel(inner)
+
+    def poll(self) -> list[Completion]:
+        self._num_polls += 1
+        for due, posted in list(self._held.values()):
+            if due <= self._num_polls:
+                self._hand_on(posted)
+        for completion in self._inner.poll():
+            self._ended.append(_spoil(self._running.pop(completion.ticket), completion.error))
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None:
+        self._drop_held(lambda posted: True, "this transport was closed")
+        self._inner.close()
+
+    def _hand_on(self, posted: _Posted) -> None:
+        del self._held[posted.ticket]
+        try:
+            self._running[self._inner.post(posted.peer, posted.copies, posted.direction)] = posted
+        except TransportError as error:
+            self._ended.append(Completion(posted.ticket, str(error)))
+
+    def _drop_held(self, where: Callable[[_Posted], bool], error: str) -> None:
+        for _, posted in list(self._held.values()):
+            if where(posted):
+                del self._held[posted.ticket]
+                self._ended.append(Completion(posted.ticket, error))
+
+
+def _is_delayed(posted: _Posted) -> bool:
+    return posted.fault is not None and posted.fault.kind is FaultKind.DELAY
+
+
+def _spoil(posted: _Posted, error: str) -> Completion:
+    fault = posted.fault
+    if fault is not None and fault.kind is FaultKind.FAIL:
+        error = error or "injected fault"
+    elif fault is not None and fault.kind is FaultKind.FLIP and not error:
+        _flip_bit(posted, fault.bit)
+    return Completion(posted.ticket, error)
+
+
+def _flip_bit(posted: _Posted, bit: int) -> None:
+    copies = posted.copies
+    if posted.direction is not Direction.READ or not copies.num_bytes:
+        return
+    byte, bit = divmod(bit % (copies.num_bytes * 8), 8)
+    end = np.cumsum(copies.length)
+    row = int(np.searchsorted(end, byte, side="right"))
+    address = int(copies.target[row]) + byte - int(end[row] - copies.length[row])
+    view_of(Memory(address, 1, -1))[0] ^= np.uint8(1 << bit)

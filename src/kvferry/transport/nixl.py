@@ -1,0 +1,378 @@
+"""Transport over NIXL with its UCX backend: RDMA where there is a NIC, cross-memory attach or tcp where there is none.
+
+What had to be learned about NIXL 1.5 and is relied on here:
+
+* A flipped byte in agent metadata crashes the process that loads it, and a blob that parses half-way spoils its agent
+  name for the life of the process. So the blob travels in a frame with length and digest, and a name is used once.
+* Nothing can be cancelled. Releasing a handle that is in progress does not stop its bytes, and over tcp neither does
+  removing the remote agent. So a handle is kept until it is terminal, and so is its ticket. The only other fence is
+  the end of the agent, which takes down the worker that moves the bytes.
+* There are no time limits: a stopped peer leaves a transfer in progress for ever. The time limit is the lease's.
+* An agent is not thread-safe: it belongs to the thread that polls. The progress thread would busy-poll a core, so
+  progress is made in `poll`, for peers that read from us too; hence `progress_interval_s`.
+* Over cross-memory attach, posting *is* copying (one system call per descriptor), so long posts go in parts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count
+from types import ModuleType
+from typing import Annotated, Any, Final
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from kvferry.errors import TransportError
+from kvferry.plan.copies import Copies
+from kvferry.transport.base import Completion, Direction, Memory, Ticket
+from kvferry.transport.pieces import Pieces, Registry
+from kvferry.transport.rows import split
+
+__all__ = ["NixlTransport"]
+
+# A part takes about 10 ms at 2 µs per descriptor and 8 GB/s.
+PART_ROWS = 4096
+PART_BYTES = 64 << 20
+MAX_DESCRIPTOR_BYTES = 1 << 20
+
+_MAGIC: Final = b"KVN1"
+_DIGEST_BYTES: Final = 16
+_PACKAGES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
+_ERROR_NAMES: Final = (
+    "nixlBackendError",
+    "nixlCancelledError",
+    "nixlInvalidParamError",
+    "nixlMismatchError",
+    "nixlNotAllowedError",
+    "nixlNotFoundError",
+    "nixlNotPostedError",
+    "nixlNotSupportedError",
+    "nixlRemoteDisconnectError",
+    "nixlRepostActiveError",
+    "nixlUnknownError",
+)
+
+Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Descriptors = NDArray[np.uint64]
+
+
+class NixlDescriptor(msgspec.Struct, frozen=True, tag="nixl-1"):
+    """What a peer needs: the agent's name and metadata, and (address, size in bytes) of each piece of memory."""
+
+    agent: Annotated[str, Meta(min_length=1, max_length=64)]
+    pieces: Annotated[tuple[tuple[Natural, Natural], ...], Meta(max_length=4096)]
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A connected peer: its agent's name, digest of its metadata, and its memory."""
+
+    agent: str
+    digest: bytes
+    pieces: Pieces
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """An open ticket. `waiting` are parts not posted yet, as (local, remote) N x 3 arrays; `active` are handles of
+    the parts in progress, `num_posted` counts posted parts."""
+
+    ticket: Ticket
+    peer: str
+    agent: str
+    operation: str
+    waiting: deque[tuple[Descriptors, Descriptors]]
+    num_posted: int = 0
+    active: list[Any] = field(default_factory=list)
+    error: str = ""
+
+    def give_up(self, error: str) -> None:
+        """Post no more. Parts in progress stay active: their bytes still move."""
+        self.waiting.clear()
+        self.error = self.error or error
+
+
+class NixlTransport:
+    """Reads and writes peers' memory through one NIXL agent, whose name is new with every instance.
+
+    All methods must be called by one thread. Raises TransportError when NIXL or its UCX backend cannot be loaded.
+    """
+
+    def __init__(self) -> None:
+        api, bindings = _load()
+        self._errors: tuple[type[Exception], ...] = (
+            RuntimeError,
+            *(vars(bindings)[name] for name in _ERROR_NAMES),
+        )
+        self._name = f"kvferry-{uuid4().hex}"
+        config = api.nixl_agent_config(
+            enable_prog_thread=False, enable_listen_thread=False, backends=["UCX"], num_threads=0
+        )
+        try:
+            self._agent: Any = api.nixl_agent(self._name, config)
+        except self._errors as error:
+            raise TransportError(
+                "NIXL cannot create its UCX backend", found=repr(error), hint="look at UCX_TLS and UCX_NET_DEVICES"
+            ) from error
+        self._numbers = count(1)
+        self._registry = Registry()
+        self._registered: dict[Memory, Any] = {}
+        self._peers: dict[str, Peer] = {}
+        self._loaded: dict[str, bytes] = {}
+        self._jobs: list[Job] = []
+        self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        return "nixl"
+
+    @property
+    def progress_interval_s(self) -> float:
+        # A peer's READ over cross-memory attach ends only after this process has made progress.
+        return 0.002
+
+    def register(self, memory: Memory) -> None:
+        """Raises TransportError when the memory overlaps registered memory or NIXL refuses it."""
+        self._registry.add(memory)
+        try:
+            self._registered[memory] = self._agent.register_memory([(memory.address, memory.size_bytes, 0, "")], "DRAM")
+        except self._errors as error:
+            self._registry.remove(memory)
+            raise TransportError("NIXL cannot register memory", found=repr(error)) from error
+
+    def unregister(self, memory: Memory) -> None:
+        """Raises TransportError when it is not registered. Without RDMA hardware peers can still reach it."""
+        self._registry.remove(memory)
+        try:
+            self._agent.deregister_memory(self._registered.pop(memory))
+        except self._errors as error:
+            raise TransportError("NIXL cannot take memory back", found=repr(error)) from error
+
+    def descriptor(self) -> bytes:
+        """Raises TransportError when there are so many pieces that it would be longer than a peer accepts."""
+        metadata = bytes(self._agent.get_agent_metadata())
+        body = msgspec.msgpack.encode(NixlDescriptor(self._name, self._registry.extents, metadata))
+        frame = _MAGIC + len(body).to_bytes(8, "big") + _digest(body) + body
+        if len(frame) > MAX_DESCRIPTOR_BYTES:
+            raise TransportError(
+                "too many pieces of memory for one descriptor",
+                found=f"{len(frame)} bytes",
+                expected=f"at most {MAX_DESCRIPTOR_BYTES}",
+                hint="register fewer, larger pieces",
+            )
+        return frame
+
+    def connect(self, peer: str, descriptor: bytes) -> None:
+        """Raises TransportError when the descriptor is damaged, ours, or NIXL cannot load it."""
+        self.disconnect(peer)
+        known = _decode(peer, descriptor)
+        if known.agent == self._name:
+            raise TransportError(f"peer {peer!r} is this very transport")
+        pieces = Pieces.of(known.pieces)
+        digest = _digest(known.metadata)
+        self._load_agent(known, digest)
+        self._peers[peer] = Peer(known.agent, digest, pieces)
+
+    def disconnect(self, peer: str) -> None:
+        """Its open tickets end with an error as soon as NIXL says that their bytes do not move any more."""
+        if self._peers.pop(peer, None) is None:
+            return
+        for job in self._jobs:
+            if job.peer == peer:
+                job.give_up(f"peer {peer!r} was disconnected")
+        self._unload_idle_agents()
+
+    def post(self, peer: str, copies: Copies, direction: Direction) -> Ticket:
+        """Raises TransportError when the peer is not connected or a row leaves registered memory."""
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransportError(f"peer {peer!r} is not connected")
+        rows = split(copies, PART_BYTES)
+        near, far = rows.target, rows.source
+        if direction is Direction.WRITE:
+            near, far = far, near
+        self._registry.pieces.locate(near, rows.length, f"this process ({direction})")
+        known.pieces.locate(far, rows.length, f"peer {peer!r} ({direction})")
+        parts = _parts(_describe(near, rows.length), _describe(far, rows.length))
+        job = Job(Ticket(next(self._numbers)), peer, known.agent, direction.name, parts)
+        self._jobs.append(job)
+        return job.ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        for job in self._jobs:
+            if job.ticket == ticket:
+                job.give_up("cancelled")
+
+    def poll(self) -> list[Completion]:
+        if not self._is_closed:
+            self._make_progress()
+        ended = [job for job in self._jobs if not job.waiting and not job.active]
+        if ended:
+            self._jobs = [job for job in self._jobs if job.waiting or job.active]
+            self._unload_idle_agents()
+        return [Completion(job.ticket, job.error) for job in ended]
+
+    def close(self) -> None:
+        """Ends the agent: with its worker gone, nothing can move bytes any more, terminal or not."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for job in self._jobs:
+            job.give_up("this transport was closed")
+            for handle in job.active:
+                self._quietly(self._agent.release_xfer_handle, handle)
+            job.active.clear()
+        for agent in self._loaded:
+            self._quietly(self._agent.remove_remote_agent, agent)
+        for registered in self._registered.values():
+            self._quietly(self._agent.deregister_memory, registered)
+        self._peers.clear()
+        self._loaded.clear()
+        self._registered.clear()
+        self._registry.clear()
+        del self._agent
+
+    def _make_progress(self) -> None:
+        # Notifications are not used; asking for them is what makes progress for peers.
+        self._quietly(self._agent.get_new_notifs)
+        budget = PART_ROWS
+        # Those that have had fewer parts go first, so that a long ticket does not hold up a short one.
+        for job in sorted(self._jobs, key=lambda job: job.num_posted):
+            job.active = [handle for handle in job.active if self._is_active(job, handle)]
+            while job.waiting and budget > 0:
+                local, remote = job.waiting.popleft()
+                budget -= len(local)
+                job.num_posted += 1
+                self._post_part(job, local, remote)
+
+    def _is_active(self, job: Job, handle: Any) -> bool:
+        try:
+            state = self._agent.check_xfer_state(handle)
+        except self._errors as error:
+            state = repr(error)
+        return not self._is_terminal(job, handle, state)
+
+    def _post_part(self, job: Job, local: Descriptors, remote: Descriptors) -> None:
+        agent = self._agent
+        try:
+            near, far = agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(remote, "DRAM")
+            handle = agent.initialize_xfer(job.operation, near, far, job.agent)
+        except self._errors as error:
+            job.give_up(f"NIXL refused the transfer: {error!r}")
+            return
+        try:
+            state = agent.transfer(handle)
+        except self._errors as error:
+            state = repr(error)
+        if not self._is_terminal(job, handle, state):
+            job.active.append(handle)
+
+    def _is_terminal(self, job: Job, handle: Any, state: str) -> bool:
+        if state == "PROC":
+            return False
+        if state != "DONE":
+            job.give_up(f"NIXL: {state}")
+        self._quietly(self._agent.release_xfer_handle, handle)
+        return True
+
+    def _load_agent(self, known: NixlDescriptor, digest: bytes) -> None:
+        if self._loaded.get(known.agent) == digest:
+            return  # It left while transfers were in progress, and is back unchanged.
+        if known.agent in self._loaded:
+            self._unload(known.agent)
+        try:
+            loaded = self._agent.add_remote_agent(known.metadata)
+        except self._errors as error:
+            raise TransportError("NIXL cannot load the peer's metadata", found=repr(error)) from error
+        name = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
+        self._loaded[name] = digest
+        if name != known.agent:
+            self._unload(name)
+            raise TransportError("metadata of another agent", found=repr(name), expected=repr(known.agent))
+
+    def _unload(self, agent: str) -> None:
+        if any(job.agent == agent for job in self._jobs):
+            raise TransportError(
+                "the peer's memory changed while transfers with it are in progress", hint="wait for their end"
+            )
+        del self._loaded[agent]
+        self._quietly(self._agent.remove_remote_agent, agent)
+
+    def _unload_idle_agents(self) -> None:
+        """Remove the agents of disconnected peers once nothing of theirs is in progress."""
+        needed = {peer.agent for peer in self._peers.values()} | {job.agent for job in self._jobs}
+        for agent in set(self._loaded) - needed:
+            self._unload(agent)
+
+    def _quietly(self, call: Any, *arguments: Any) -> None:
+        """For clearing up: that NIXL has forgotten the thing already is as good."""
+        try:
+            call(*arguments)
+        except self._errors as error:
+            logging.getLogger(__name__).debug("%s: %r", call, error)
+
+
+def _load() -> tuple[ModuleType, ModuleType]:
+    """NIXL's Python interface and its bindings."""
+    reasons = []
+    for package in _PACKAGES:
+        try:
+            api = importlib.import_module(f"{package}._api")
+            bindings = importlib.import_module(f"{package}._bindings")
+        except ImportError as error:
+            reasons.append(str(error))
+            continue
+        # It prints its own progress to our standard output otherwise.
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+        return api, bindings
+    raise TransportError("NIXL is not installed", found="; ".join(reasons), hint="pip install kvferry[nixl]")
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+def _decode(peer: str, descriptor: bytes) -> NixlDescriptor:
+    head = len(_MAGIC) + 8 + _DIGEST_BYTES
+    body = descriptor[head:]
+    size = int.from_bytes(descriptor[len(_MAGIC) : len(_MAGIC) + 8], "big")
+    is_whole = descriptor.startswith(_MAGIC) and len(body) == size and len(descriptor) <= MAX_DESCRIPTOR_BYTES
+    if not is_whole or _digest(body) != descriptor[head - _DIGEST_BYTES : head]:
+        raise TransportError(
+            f"the descriptor of peer {peer!r} is damaged or not one of nixl", found=f"{len(descriptor)} bytes"
+        )
+    try:
+        return msgspec.msgpack.decode(body, type=NixlDescriptor)
+    except msgspec.DecodeError as error:
+        raise TransportError(f"the descriptor of peer {peer!r} is not one of nixl", found=str(error)) from error
+
+
+def _describe(address: NDArray[np.uint64], length: NDArray[np.uint64]) -> Descriptors:
+    """NIXL's form of rows: N x 3 (address, length, device), contiguous."""
+    rows = np.zeros((len(address), 3), np.uint64)
+    rows[:, 0] = address
+    rows[:, 1] = length
+    return rows
+
+
+def _parts(local: Descriptors, remote: Descriptors) -> deque[tuple[Descriptors, Descriptors]]:
+    """Cut into parts of at most PART_ROWS rows and about PART_BYTES bytes."""
+    end = np.cumsum(local[:, 1].astype(np.int64))
+    parts: deque[tuple[Descriptors, Descriptors]] = deque()
+    first = 0
+    while first < len(local):
+        before = int(end[first - 1]) if first else 0
+        last = int(np.searchsorted(end, before + PART_BYTES, side="right"))
+        last = min(max(last, first + 1), first + PART_ROWS)
+        parts.append((local[first:last], remote[first:last]))
+        first = last
+    return parts

@@ -1,0 +1,91 @@
+"""Which transport to use: pure functions of what was asked for, what both sides have, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.errors import ConfigurationError, TransportError
+
+__all__ = ["AUTO", "TRANSPORTS", "Choice", "Measurement", "candidates", "choose"]
+
+AUTO = "auto"
+# In the order in which they are tried: what is usually fastest comes first.
+TRANSPORTS = ("memory", "shm", "nixl", "tcp")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a self-test found: a rate in 10⁹ bytes per second and the time of a small read, or why it failed."""
+
+    name: str
+    gigabytes_per_s: float
+    latency_s: float
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The transport to use, and the text that says why."""
+
+    name: str
+    reason: str
+
+
+def candidates(requested: str, offered: Mapping[str, str], available: Mapping[str, str]) -> tuple[str, ...]:
+    """The transports to try, best first.
+
+    `requested` is `auto` or a name. `offered` (the peer) and `available` (this process) map names to the empty string
+    or to the reason why that side does not have the transport; a missing name is one that the side does not know.
+    Raises ConfigurationError when nothing is left, saying which side lacks what and why.
+    """
+    wanted = TRANSPORTS if requested == AUTO else (requested,)
+    if requested != AUTO and requested not in TRANSPORTS:
+        raise ConfigurationError(
+            f"unknown transport {requested!r}",
+            found=requested,
+            expected=f"{AUTO} or one of {', '.join(TRANSPORTS)}",
+            hint=_available(offered, available),
+        )
+    usable = tuple(name for name in wanted if not _obstacle(name, offered, available))
+    if not usable:
+        obstacles = (f"{name}: {_obstacle(name, offered, available)}" for name in wanted)
+        what = "no transport works" if requested == AUTO else f"transport {requested!r} does not work"
+        raise ConfigurationError(
+            f"{what} between these two engines",
+            found="; ".join(obstacles),
+            expected="a transport that both sides have",
+            hint=_available(offered, available),
+        )
+    return usable
+
+
+def choose(measurements: Sequence[Measurement]) -> Choice:
+    """The fastest transport that passed its self-test. Raises TransportError with all errors when none did."""
+    passed = [measurement for measurement in measurements if not measurement.error]
+    if not passed:
+        raise TransportError(
+            "no transport passed its self-test",
+            found="; ".join(_describe(measurement) for measurement in measurements) or "nothing was tested",
+            hint="kvferry doctor tests the transports between two hosts",
+        )
+    best = max(passed, key=lambda measurement: measurement.gigabytes_per_s)
+    return Choice(best.name, "; ".join(_describe(measurement) for measurement in measurements))
+
+
+def _obstacle(name: str, offered: Mapping[str, str], available: Mapping[str, str]) -> str:
+    """Why a transport cannot be used; empty when it can."""
+    here, there = available.get(name, "not known"), offered.get(name, "not known")
+    found = [f"{reason} ({side})" for side, reason in (("here", here), ("at the peer", there)) if reason]
+    return ", ".join(found)
+
+
+def _available(offered: Mapping[str, str], available: Mapping[str, str]) -> str:
+    usable = [name for name in TRANSPORTS if not _obstacle(name, offered, available)]
+    return f"both sides have {', '.join(usable)}; use one of them or {AUTO}" if usable else "start with tcp enabled"
+
+
+def _describe(measurement: Measurement) -> str:
+    if measurement.error:
+        return f"{measurement.name} failed ({measurement.error})"
+    return f"{measurement.name} {measurement.gigabytes_per_s:.1f} GB/s"

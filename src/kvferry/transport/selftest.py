@@ -1,0 +1,169 @@
+"""A small read from a peer that shows whether a transport really works, and how fast.
+
+Every engine registers a little probe memory filled with a known pattern and tells its peers where it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.errors import FerryError
+from kvferry.plan.copies import Copies
+from kvferry.transport.base import Completion, Direction, Memory, Ticket, Transport
+from kvferry.transport.pieces import View
+from kvferry.transport.select import Measurement
+
+__all__ = ["PROBE_BYTES", "Measurement", "Probe", "SelfTest", "fill_probe", "measure"]
+
+PROBE_BYTES = 4 << 20
+MAX_PROBE_BYTES = 64 << 20
+LATENCY_BYTES = 4096
+NUM_READS = 3
+DEADLINE_S = 1.0
+# Until then polls follow each other at once; a peer that has not answered by then is not worth a busy processor.
+NUM_EAGER_POLLS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A peer's probe memory: its address there, its size, and the seed of the pattern in it."""
+
+    address: int
+    size_bytes: int
+    seed: int
+
+
+def fill_probe(buffer: View, seed: int) -> None:
+    """Fill with bytes that depend on `seed` and position: the same on every machine and with every numpy."""
+    num_words = -(-buffer.size // 8)
+    with np.errstate(over="ignore"):
+        words = np.arange(num_words, dtype=np.uint64) + np.uint64(seed & 0xFFFF_FFFF)
+        words *= np.uint64(0x9E37_79B9_7F4A_7C15)
+        words ^= words >> np.uint64(31)
+        words *= np.uint64(0xD6E8_FEB8_6659_FD93)
+        words ^= words >> np.uint64(32)
+    buffer[:] = words.astype("<u8", copy=False).view(np.uint8)[: buffer.size]
+
+
+class SelfTest:
+    """One peer's test, driven by whoever polls the transport: pass completions to `advance` until it is over.
+
+    The scratch memory it reads into stays registered until its last ticket has ended (`is_settled`), even when the
+    result, being a failure, is known earlier: late bytes must not land in memory that is used again.
+    """
+
+    def __init__(self, transport: Transport, peer: str, probe: Probe) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._probe = probe
+        self._scratch: View = np.empty(0, np.uint8)
+        self._memory: Memory | None = None
+        self._ticket: Ticket | None = None
+        self._deadline = 0.0
+        self._posted_at = 0.0
+        self._latency_s = float("inf")
+        self._best_s = float("inf")
+        self._num_reads = 0
+        self.result: Measurement | None = None
+
+    def start(self, now: float) -> None:
+        """Post the first read; `now` is in seconds of any clock. Failures are in `result`."""
+        self._deadline = now + DEADLINE_S
+        if not LATENCY_BYTES <= self._probe.size_bytes <= MAX_PROBE_BYTES:
+            self._end(f"a probe of {self._probe.size_bytes} bytes")
+            return
+        self._scratch = np.zeros(self._probe.size_bytes, np.uint8)
+        memory = Memory(int(self._scratch.ctypes.data), self._scratch.size, -1)
+        try:
+            self._transport.register(memory)
+            self._memory = memory
+            self._post(LATENCY_BYTES, now)
+        except FerryError as error:
+            self._end(str(error))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is a result and nothing of the test is left open."""
+        return self.result is not None and self._ticket is None
+
+    def advance(self, completions: Iterable[Completion], now: float) -> None:
+        """Take note of ended tickets (others' are ignored) and of the time."""
+        for completion in completions:
+            if completion.ticket == self._ticket:
+                self._ticket = None
+                self._take(completion, now)
+        if self.result is None and now >= self._deadline:
+            self._end(f"no answer within {DEADLINE_S:g} s")
+
+    def _take(self, completion: Completion, now: float) -> None:
+        if self.result is not None:
+            self._release()
+        elif completion.error:
+            self._end(completion.error)
+        else:
+            self._evaluate(now)
+
+    def _evaluate(self, now: float) -> None:
+        elapsed = max(now - self._posted_at, 1e-9)
+        if self._num_reads == 0:
+            self._latency_s = elapsed
+        else:
+            self._best_s = min(self._best_s, elapsed)
+        self._num_reads += 1
+        if self._num_reads <= NUM_READS:
+            try:
+                self._post(self._probe.size_bytes, now)
+            except FerryError as error:
+                self._end(str(error))
+            return
+        expected = np.empty_like(self._scratch)
+        fill_probe(expected, self._probe.seed)
+        wrong = int(np.count_nonzero(expected != self._scratch))
+        self._end(f"{wrong} of {expected.size} bytes are wrong" if wrong else "")
+
+    def _post(self, num_bytes: int, now: float) -> None:
+        column = [np.array([value], np.uint64) for value in (self._probe.address, self._scratch.ctypes.data, num_bytes)]
+        self._posted_at = now
+        self._ticket = self._transport.post(self._peer, Copies(*column, pieces=1), Direction.READ)
+
+    def _end(self, error: str) -> None:
+        rate = 0.0 if error else self._scratch.size / self._best_s / 1e9
+        self.result = Measurement(self._transport.name, rate, self._latency_s, error)
+        if self._ticket is None:
+            self._release()
+        else:
+            self._transport.cancel(self._ticket)
+
+    def _release(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            self._transport.unregister(memory)
+
+
+# Tests that ended without their ticket: their scratch memory may still be written to, so it is never given back.
+_unsettled: list[SelfTest] = []
+
+
+def measure(
+    transport: Transport, peer: str, probe: Probe, clock: Callable[[], float] = time.perf_counter
+) -> Measurement:
+    """Run one test now, in at most about a second; never raises because of the peer.
+
+    Polls the transport, so nothing else may be in flight on it; use `SelfTest` where something may. After a failure
+    the transport may later report a ticket that the caller does not know.
+    """
+    test = SelfTest(transport, peer, probe)
+    test.start(clock())
+    num_polls = 0
+    while test.result is None:
+        num_polls += 1
+        time.sleep(0 if num_polls < NUM_EAGER_POLLS else 0.0005)
+        completions = transport.poll()
+        test.advance(completions, clock())
+    if not test.is_settled:
+        _unsettled.append(test)
+    return test.result

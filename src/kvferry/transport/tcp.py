@@ -1,0 +1,160 @@
+"""Transport over plain sockets: works everywhere, needs nothing.
+
+The key in the descriptor keeps strangers on the same network from reading memory by accident; it does not encrypt.
+Bind to an address that only the engines can reach.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from kvferry.errors import TransportError
+from kvferry.plan.copies import Copies
+from kvferry.transport.base import Completion, Direction, Memory, Ticket
+from kvferry.transport.pieces import Pieces, Registry
+from kvferry.transport.rows import split
+from kvferry.transport.tcp_connection import CHUNK_BYTES, KEY_BYTES
+from kvferry.transport.tcp_lane import Far, Lane, Order
+from kvferry.transport.tcp_server import Server
+
+__all__ = ["TcpTransport"]
+
+MAX_DESCRIPTOR_BYTES = 1 << 20
+
+Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class TcpDescriptor(msgspec.Struct, frozen=True, tag="tcp-1"):
+    """What a peer needs: where to connect, the key to present, and (address, size in bytes) of each piece."""
+
+    host: Annotated[str, Meta(min_length=1, max_length=255)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    pieces: Annotated[tuple[tuple[Natural, Natural], ...], Meta(max_length=4096)]
+
+
+class TcpTransport:
+    """Serves its registered memory on `host` and a port of the system's choice, and asks peers for theirs.
+
+    A peer that neither sends nor takes anything for `stall_timeout_s` ends its tickets with an error.
+    `advertised_host` is what peers connect to, when that differs from `host`; empty: the same.
+    Raises TransportError when it cannot listen on `host`.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", *, stall_timeout_s: float = 5.0, advertised_host: str = "") -> None:
+        self._stall_timeout_s = stall_timeout_s
+        self._key = secrets.token_bytes(KEY_BYTES)
+        self._registry = Registry()
+        self._server = Server(host, self._key, self._registry, stall_timeout_s)
+        self._host = advertised_host or host
+        self._numbers = count(1)
+        self._ended: SimpleQueue[Completion] = SimpleQueue()
+        self._peers: dict[str, tuple[Lane, Pieces]] = {}
+        self._stopped_lanes: list[Lane] = []
+        self._open: dict[Ticket, Lane] = {}
+
+    @property
+    def name(self) -> str:
+        return "tcp"
+
+    @property
+    def progress_interval_s(self) -> float:
+        return float("inf")
+
+    @property
+    def num_rejected(self) -> int:
+        """Requests of peers that were malformed, unauthenticated or outside registered memory."""
+        return self._server.num_rejected
+
+    def register(self, memory: Memory) -> None:
+        """Raises TransportError when the memory overlaps registered memory."""
+        self._registry.add(memory)
+
+    def unregister(self, memory: Memory) -> None:
+        """Waits until no peer's bytes are being copied from or to it. Raises TransportError when not registered."""
+        with self._server.gate.changing():
+            self._registry.remove(memory)
+
+    def descriptor(self) -> bytes:
+        port = self._server.address[1]
+        return msgspec.msgpack.encode(TcpDescriptor(self._host, port, self._key, self._registry.extents))
+
+    def connect(self, peer: str, descriptor: bytes) -> None:
+        """Raises TransportError when the descriptor is not one of tcp.
+
+        A connection is made by the first ticket: an unreachable host would otherwise block the agent. That nobody
+        listens there is therefore the error of a ticket (the self-test's).
+        """
+        self.disconnect(peer)
+        known = _decode(peer, descriptor)
+        pieces = Pieces.of(known.pieces)
+        lane = Lane(Far(known.host, known.port, known.key), self._ended, self._stall_timeout_s)
+        self._peers[peer] = (lane, pieces)
+
+    def disconnect(self, peer: str) -> None:
+        known = self._peers.pop(peer, None)
+        if known is not None:
+            lane, _ = known
+            lane.stop(f"peer {peer!r} was disconnected")
+            self._stopped_lanes = [old for old in self._stopped_lanes if not old.is_over] + [lane]
+
+    def post(self, peer: str, copies: Copies, direction: Direction) -> Ticket:
+        """Raises TransportError when the peer is not connected or a row leaves registered memory."""
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransportError(f"peer {peer!r} is not connected")
+        lane, pieces = known
+        rows = split(copies, CHUNK_BYTES)
+        near, far = rows.target, rows.source
+        if direction is Direction.WRITE:
+            near, far = far, near
+        pieces.locate(far, rows.length, f"peer {peer!r} ({direction})")
+        local = self._registry.pieces.side(near, rows.length, f"this process ({direction})")
+        ticket = Ticket(next(self._numbers))
+        self._open[ticket] = lane
+        lane.submit(Order(ticket, direction, local, far, rows.length.astype(np.int64)))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        if ticket in self._open:
+            self._open[ticket].cancel(ticket)
+
+    def poll(self) -> list[Completion]:
+        ended = list(self._take_ended())
+        for completion in ended:
+            del self._open[completion.ticket]
+        return ended
+
+    def close(self) -> None:
+        """Waits for its threads, at most about twice the stall timeout when a connection is just being made."""
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        self._server.close(self._stall_timeout_s + 1)
+        for lane in self._stopped_lanes:
+            lane.join(self._stall_timeout_s + 1)
+        self._stopped_lanes.clear()
+        self._registry.clear()
+
+    def _take_ended(self) -> Iterator[Completion]:
+        while True:
+            try:
+                yield self._ended.get_nowait()
+            except Empty:
+                return
+
+
+def _decode(peer: str, descriptor: bytes) -> TcpDescriptor:
+    if len(descriptor) > MAX_DESCRIPTOR_BYTES:
+        raise TransportError(f"the descriptor of peer {peer!r} is too large", found=f"{len(descriptor)} bytes")
+    try:
+        return msgspec.msgpack.decode(descriptor, type=TcpDescriptor)
+    except msgspec.DecodeError as error:
+        raise TransportError(f"the descriptor of peer {peer!r} is not one of tcp", found=str(error)) from error

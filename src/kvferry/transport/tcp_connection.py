@@ -1,0 +1,132 @@
+"""One TCP connection between two engines: frames, raw bytes, and a deadline on each of them."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.errors import WireError
+from kvferry.transport.base import Direction
+
+__all__ = ["CHUNK_BYTES", "KEY_BYTES", "MAX_ROWS", "Connection", "Reply", "Request", "open_connection"]
+
+KEY_BYTES = 16
+# One request may name this many rows; a longer ticket is several requests.
+MAX_ROWS = 64 << 10
+# Bytes are sent and received in pieces of about this size, and no row of a request is longer.
+CHUNK_BYTES = 1 << 20
+
+_MAGIC = b"KVF1"
+_HEADER = struct.Struct(">4sI")
+_MAX_FRAME_BYTES = 4096
+_COUNT = Annotated[int, Meta(ge=1, le=MAX_ROWS)]
+
+Message = TypeVar("Message", bound=msgspec.Struct)
+
+
+class Request(msgspec.Struct, frozen=True, tag="request-1", forbid_unknown_fields=True):
+    """Asks for rows (READ) or announces them (WRITE). Two columns of `num_rows` little-endian uint64 follow:
+    addresses in the serving process and lengths. Then, for WRITE and after a first reply, the bytes."""
+
+    key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    direction: Direction
+    num_rows: _COUNT
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply-1", forbid_unknown_fields=True):
+    """`error` is empty when the request is granted (and, after a WRITE, done)."""
+
+    error: Annotated[str, Meta(max_length=2048)]
+
+
+class Connection:
+    """A connected socket. Every wait of it ends after `stall_timeout_s` with an OSError.
+
+    The socket is a blocking one with time limits kept by the kernel: a receive of a mebibyte is then one system call
+    without the interpreter's lock, where Python's own timeouts need two per few kibibytes.
+    """
+
+    def __init__(self, sock: socket.socket, stall_timeout_s: float) -> None:
+        self._socket = sock
+        self._stall_timeout_s = stall_timeout_s
+        sock.setblocking(True)
+        limit = struct.pack("ll", int(stall_timeout_s), int(stall_timeout_s % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, data: memoryview | bytes) -> None:
+        """Raises OSError when the peer is gone or takes nothing for too long."""
+        try:
+            self._socket.sendall(data)
+        except BlockingIOError as error:
+            raise self._stalled("took") from error
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill `view`. Raises OSError when the peer is gone or the bytes do not come in time."""
+        deadline = time.monotonic() + self._stall_timeout_s
+        while len(view):
+            try:
+                received = self._socket.recv_into(view, len(view), socket.MSG_WAITALL)
+            except BlockingIOError as error:
+                raise self._stalled("sent") from error
+            if not received:
+                raise ConnectionResetError("the peer closed the connection")
+            view = view[received:]
+            # A peer that drips byte by byte is as stalled as one that sends nothing.
+            if len(view) and time.monotonic() >= deadline:
+                raise self._stalled("sent")
+
+    def wait_readable(self) -> bool:
+        """Wait until bytes are there (True) or the time limit is over (False). Raises OSError at the end."""
+        try:
+            waiting = self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        if not waiting:
+            raise ConnectionResetError("the peer closed the connection")
+        return True
+
+    def send_message(self, message: msgspec.Struct, columns: bytes = b"") -> None:
+        """Raises OSError."""
+        payload = msgspec.msgpack.encode(message)
+        self.send(_HEADER.pack(_MAGIC, len(payload)) + payload + columns)
+
+    def receive_message(self, kind: type[Message]) -> Message:
+        """Raises WireError when it is malformed, OSError when it does not come."""
+        header = bytearray(_HEADER.size)
+        self.receive_into(memoryview(header))
+        magic, length = _HEADER.unpack(header)
+        if magic != _MAGIC or length > _MAX_FRAME_BYTES:
+            raise WireError("a frame that is not ours", found=f"{magic!r}, {length} bytes")
+        payload = bytearray(length)
+        self.receive_into(memoryview(payload))
+        try:
+            return msgspec.msgpack.decode(payload, type=kind)
+        except msgspec.DecodeError as error:
+            raise WireError("a frame that does not decode", found=str(error)) from error
+
+    def interrupt(self) -> None:
+        """End every wait, from any thread."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # It was not connected any more, which is all that is wanted.
+
+    def close(self) -> None:
+        """Give the socket back; by the thread that uses it."""
+        self._socket.close()
+
+    def _stalled(self, verb: str) -> TimeoutError:
+        return TimeoutError(f"the peer {verb} nothing for {self._stall_timeout_s:g} s")
+
+
+def open_connection(address: tuple[str, int], stall_timeout_s: float) -> Connection:
+    """Raises OSError when nobody answers in time."""
+    return Connection(socket.create_connection(address, timeout=stall_timeout_s), stall_timeout_s)
