@@ -1,0 +1,246 @@
+"""One thread per rank that owns the sockets, the transports and both sessions.
+
+The loop: take what the engine wants, receive frames, poll transports, let time pass; every event goes to a session,
+every command is carried out. It does not depend on the engine's step, so heartbeats go on through a long one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvferry import __version__
+from kvferry.agent.carrier import Carrier
+from kvferry.agent.control import Arrival, ControlChannel
+from kvferry.errors import WireError
+from kvferry.plan.layout import Layout
+from kvferry.session import events as e
+from kvferry.session.source import Identity, SourceSession
+from kvferry.session.target import Ourselves, TargetSession
+from kvferry.transport.base import Memory, Transport
+from kvferry.transport.selftest import fill_probe
+from kvferry.transport.shared_memory import allocate_shared
+from kvferry.wire.codec import decode, encode
+from kvferry.wire.messages import Message, Party, Probe, Reason, Reference, Refusal
+
+__all__ = ["Agent", "AgentConfig", "Host", "Notice"]
+
+PROBE_BYTES = 4 << 20
+BUSY_POLL_S = 0.0005
+IDLE_POLL_S = 0.001
+MAX_WAIT_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+Notice = e.Fetched | e.Failed | e.TargetFree | e.SourceFree
+"""What an engine is told, on the agent's thread."""
+
+_SourceEvent = e.LeaseWanted | e.LeaseWithdrawn | e.FrameArrived
+_TargetEvent = e.FetchWanted | e.AbortWanted | e.AnswerArrived | e.PeerConnected | e.PeerUnreachable | e.TicketEnded
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """One rank of one engine. `port` 0 lets the system choose; `transport` is `auto` or a transport's name."""
+
+    engine_id: str
+    rank: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+    transport: str = "auto"
+    timing: e.Timing = field(default_factory=e.Timing)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What an engine brings: the layouts of all its ranks, the memory that this rank's regions lie in, and where
+    notices go. `notify` is called on the agent's thread and must return at once."""
+
+    layouts: tuple[Layout, ...]
+    memories: tuple[Memory, ...]
+    notify: Callable[[Notice], None]
+
+
+class Agent:
+    """Moves caches for one rank. Its methods may be called from any thread and never wait for the network."""
+
+    def __init__(
+        self, config: AgentConfig, host: Host, transports: Sequence[Transport], unavailable: Mapping[str, str]
+    ) -> None:
+        """Take over the transports and listen; nothing moves before `start`.
+
+        Raises ConfigurationError when the port or the wanted transport cannot be had, TransportError when shared
+        memory cannot.
+        """
+        self.party = Party(config.engine_id, f"{time.time_ns():x}-{secrets.token_hex(4)}", config.rank)
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self._notify = host.notify
+        self._carrier = Carrier(config.transport, transports, unavailable)
+        self._probe = allocate_shared(PROBE_BYTES, "kvferry-probe")
+        seed = secrets.randbits(32)
+        fill_probe(self._probe.buffer, seed)
+        self._carrier.register([*host.memories, self._probe.memory])
+        self._carrier.check_requested()
+        self._control = ControlChannel(config.host, config.port)
+        self.address = self._control.address
+        probe = Probe(self._probe.memory.address, PROBE_BYTES, seed)
+        own = host.layouts[config.rank]
+        identity = Identity(self.party, len(host.layouts), __version__, own, self._carrier.offers(), probe)
+        self._source = SourceSession(identity, config.timing)
+        self._target = TargetSession(Ourselves(self.party, __version__, host.layouts), config.timing)
+        self._inbox: queue.SimpleQueue[_SourceEvent | _TargetEvent] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._control.watch(self._wake)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvferry-agent", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs; it ends only by `close` or by a defect, which is logged."""
+        return self._thread.is_alive()
+
+    # --- what engines call ---
+
+    def start(self) -> None:
+        """Begin to answer and to move."""
+        self._thread.start()
+
+    def lease(self, request_id: str, block_tables: Sequence[Sequence[int]], num_tokens: int) -> Reference:
+        """Let a target read a finished request's cache. The blocks stay the lease's until `SourceFree`."""
+        lease_id = secrets.token_hex(16)
+        tables = tuple(tuple(table) for table in block_tables)
+        self._submit(e.LeaseWanted(request_id, lease_id, tables, num_tokens))
+        return Reference(self.party.engine_id, self.party.epoch, request_id, lease_id)
+
+    def withdraw(self, request_id: str) -> None:
+        """End a request's lease early; `SourceFree` follows."""
+        self._submit(e.LeaseWithdrawn(request_id))
+
+    def fetch(self, wanted: e.FetchWanted) -> None:
+        """Bring a remote cache into own blocks; `Fetched`, or `Failed` and later `TargetFree`, follow."""
+        self._submit(wanted)
+
+    def abort(self, request_id: str) -> None:
+        """End a fetch early; `Failed` and `TargetFree` follow unless it is over already."""
+        self._submit(e.AbortWanted(request_id))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the thread and release everything. Raises TimeoutError when the thread does not stop in time."""
+        self._stopping.set()
+        if self._thread.ident is None:
+            self._release()
+            return
+        self._submit_wake()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the agent's thread has not stopped within {timeout_s:g} s")
+
+    def _submit(self, event: _SourceEvent | _TargetEvent) -> None:
+        self._inbox.put(event)
+        self._submit_wake()
+
+    def _submit_wake(self) -> None:
+        if self._stopping.is_set() and not self._thread.is_alive():
+            return
+        os.eventfd_write(self._wake, 1)
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        try:
+            wait_s = 0.0
+            while not self._stopping.is_set():
+                wait_s = self._turn(wait_s)
+        except Exception:
+            # The top of the thread. Without it nothing moves: `alive` turns false and health checks see it.
+            logger.exception("the transfer agent of %s has stopped", self.party.engine_id)
+        finally:
+            self._release()
+
+    def _turn(self, wait_s: float) -> float:
+        """Everything that is to do now; returns how long the next turn may wait for something new."""
+        for arrival in self._control.receive(wait_s):
+            self._arrived(arrival)
+        self._take_wishes()
+        began = time.monotonic()
+        for ended in self._carrier.poll():
+            self._feed_target(ended)
+        now = time.monotonic()
+        self._obey([*self._source.handle(e.Tick(), now), *self._target.handle(e.Tick(), now)])
+        if self._carrier.busy:
+            # A transport that copies inside `poll` has more to copy; one that works elsewhere is asked again soon.
+            return 0.0 if now - began > BUSY_POLL_S else IDLE_POLL_S
+        deadline = min(self._source.next_deadline(), self._target.next_deadline(now))
+        return max(0.0, min(deadline - now, self._carrier.progress_interval_s, MAX_WAIT_S))
+
+    def _take_wishes(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return
+        while not self._inbox.empty():
+            event = self._inbox.get()
+            if isinstance(event, _SourceEvent):
+                self._obey(self._source.handle(event, time.monotonic()))
+            else:
+                self._feed_target(event)
+
+    def _arrived(self, arrival: Arrival) -> None:
+        """Hand a frame to its session; one that does not decode is counted and answered with a refusal."""
+        try:
+            message = decode(arrival.frame)
+        except WireError as error:
+            self.counts["frames_refused", Reason.MALFORMED] += 1
+            message = Refusal(Reason.MALFORMED, error.what, error.found, error.expected, "")
+            if not arrival.link:
+                self._obey([e.Reply(arrival.name, message)])
+                return
+        for peer in arrival.link:
+            self._feed_target(e.AnswerArrived(peer, message))
+        if not arrival.link:
+            self._obey(self._source.handle(e.FrameArrived(arrival.name, message), time.monotonic()))
+
+    def _feed_target(self, event: _TargetEvent) -> None:
+        self._obey(self._target.handle(event, time.monotonic()))
+
+    def _obey(self, commands: Sequence[e.Command]) -> None:
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: e.Command) -> None:
+        match command:
+            case e.Send(peer, message):
+                self._sent(self._control.send(peer, encode(message)), message)
+            case e.Reply(name, message):
+                self._sent(self._control.reply(name, encode(message)), message)
+            case e.Connect(peer, offer):
+                self._feed_target(self._carrier.connect(peer, offer))
+            case e.Disconnect(peer):
+                self._carrier.disconnect(peer)
+                self._control.forget(peer)
+            case e.Post(key, copies):
+                self._carrier.post(key, copies)
+            case e.Cancel(key):
+                self._carrier.cancel(key)
+            case e.Count(what, reason):
+                self.counts[what, reason] += 1
+            case _:
+                self._notify(command)
+
+    def _sent(self, queued: bool, message: Message) -> None:
+        """A full queue drops the message: the session repeats what is not answered."""
+        if not queued:
+            self.counts["messages_dropped", type(message).__name__] += 1
+
+    def _release(self) -> None:
+        self._carrier.close()
+        self._control.close()
+        self._probe.close()
+        os.close(self._wake)
