@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass
 
-from kvferry.connectors.transformers import GroupSize
+from kvferry.connectors.jobs import GroupSize
 
 __all__ = ["Admission", "Ledger", "blocks_for", "longest", "quotas"]
 

@@ -7,21 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvferry.connectors.transformers import (
-    Allocated,
-    Core,
-    Event,
-    Freed,
-    Held,
-    Job,
-    Produced,
-    Settings,
-    Stopped,
-)
+from kvferry.connectors.jobs import Allocated, Event, Freed, Held, Job, Produced, Settings, Stopped
+from kvferry.connectors.transformers import Core
 from kvferry.embedded.admission import Admission, Ledger, blocks_for, longest, quotas
 from kvferry.errors import FerryError, PromptTooLongError, RequestError
 from kvferry.plan.layout import Layout
@@ -94,6 +85,8 @@ class Engine:
         self.max_tokens = longest(self._groups, capacity, self._core.max_tokens)
         self._entries: dict[str, _Entry] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._failure = "it has not been started"
 
     @property
@@ -153,7 +146,7 @@ class Engine:
             undo.pop_all()
         return Prefilled(first, len(request.prompt), tables)
 
-    async def generate(self, request: Request) -> AsyncIterator[Token]:
+    async def generate(self, request: Request) -> AsyncGenerator[Token, None]:
         """Answer a request with nothing but this engine. Closing the iterator frees the blocks. Raises as `prefill`."""
         entry = await self._admit(request, _num_cached_at_end(request), lent=False)
         async for token in self._answer(entry, 0):
@@ -172,7 +165,7 @@ class Engine:
             undo.pop_all()
         return tables
 
-    async def resume(self, request_id: str, num_received: int) -> AsyncIterator[Token]:
+    async def resume(self, request_id: str, num_received: int) -> AsyncGenerator[Token, None]:
         """Go on after the first `num_received` tokens of a reserved request's prompt: their cache has landed.
 
         From now on the blocks are the engine's again. Raises RequestError for a request that is not reserved, and
@@ -191,6 +184,10 @@ class Engine:
         async for token in self._answer(entry, num_received):
             yield token
 
+    async def idle(self) -> None:
+        """Wait until no request is in the engine: every block is free then."""
+        await self._idle.wait()
+
     def release(self, request_id: str) -> None:
         """End a request, whatever it does, and free its blocks. From any thread, at any time, any number of times."""
         if self._loop is not None:
@@ -202,8 +199,9 @@ class Engine:
         self._check(request)
         entry = _Entry(request, lent)
         self._entries[request.request_id] = entry
+        self._idle.clear()
         with contextlib.ExitStack() as undo:
-            undo.callback(self._entries.pop, request.request_id, None)
+            undo.callback(self._forget, request.request_id)
             await self._admission.acquire(request.request_id, blocks_for(self._groups, num_tokens))
             undo.pop_all()
         return entry
@@ -230,7 +228,7 @@ class Engine:
                 hint="shorten the prompt, lower max_tokens, or start the engine with more blocks",
             )
 
-    async def _answer(self, entry: _Entry, num_cached: int) -> AsyncIterator[Token]:
+    async def _answer(self, entry: _Entry, num_cached: int) -> AsyncGenerator[Token, None]:
         request = entry.request
         try:
             self._core.admit(_job(request, request.max_new_tokens, num_cached, hold=False))
@@ -257,6 +255,8 @@ class Engine:
         """The blocks are really free: somebody else may have them."""
         if self._entries.pop(request_id, None) is not None:
             self._admission.refuse(request_id, RequestError("the request was ended", found=request_id))
+        if not self._entries:
+            self._idle.set()
 
     def _post(self, event: Event) -> None:
         """Called in the engine's thread."""
@@ -305,8 +305,8 @@ class Engine:
         for request_id, entry in tuple(self._entries.items()):
             error = FerryError("the engine has stopped", found=self._failure, hint="restart this process")
             entry.fail(error)
-            self._entries.pop(request_id)
             self._admission.refuse(request_id, error)
+            self._forget(request_id)
 
 
 def _job(request: Request, max_new_tokens: int, num_cached: int, hold: bool) -> Job:

@@ -1,0 +1,110 @@
+"""What goes into an engine and what comes out of it: the words between an engine's adapter and whoever drives it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "Allocated",
+    "BlockTables",
+    "Event",
+    "Freed",
+    "GroupSize",
+    "Held",
+    "Job",
+    "Produced",
+    "Settings",
+    "Stopped",
+]
+
+BlockTables = tuple[tuple[int, ...], ...]
+"""The block ids of one request, per cache group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to serve and how large the cache is: `num_blocks` blocks of `block_tokens` tokens of the whole model.
+
+    `model` is a folder or a name on the Hugging Face hub; `dtype` is a torch name such as `float32`, or `auto`.
+    """
+
+    model: str
+    dtype: str = "auto"
+    block_tokens: int = 16
+    num_blocks: int = 1024
+    max_batch_tokens: int = 512
+    num_threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request as the engine sees it. The cache of the first `num_cached` tokens is in its blocks already.
+
+    With `hold` its blocks stay as they are after the last token, until they are freed by command.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    stop_token_ids: frozenset[int]
+    num_cached: int
+    hold: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """What one cache group takes from the pool: sectors of `blocks_per_sector` blocks of `block_tokens` tokens.
+
+    A group with `ring_tokens` above 0 keeps only that many tokens of a request.
+    """
+
+    block_tokens: int
+    blocks_per_sector: int
+    ring_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """Blocks were given to a request that does not run yet; no tables when the pool had none left."""
+
+    request_id: str
+    block_tables: BlockTables
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A request is finished and its blocks stay: the tables of every cache group."""
+
+    request_id: str
+    block_tables: BlockTables
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """The blocks of a request are back in the pool by command."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """All tokens of a request so far. `num_computed` prompt tokens went through the model before the first of them.
+
+    When `finished`, the blocks are back in the pool unless they were to be held.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    num_computed: int
+    finished: bool
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The engine's thread has ended; `reason` is empty when that was asked for."""
+
+    reason: str
+
+
+Event = Allocated | Held | Freed | Produced | Stopped

@@ -1,0 +1,147 @@
+"""The HTTP server of one engine process, in the OpenAI dialect."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvferry.embedded.engine import Engine
+from kvferry.embedded.requests import check, decode_chat, decode_completion
+from kvferry.embedded.responder import Responder, error_response, json_response
+from kvferry.embedded.service import ServeInfo, Service
+from kvferry.embedded.shapes import ChatShape, CompletionShape
+from kvferry.embedded.transfer import Transfer
+from kvferry.errors import FerryError, RequestError
+from kvferry.openai import error_body
+
+__all__ = ["create_app"]
+
+MAX_BODY_BYTES = 16 << 20
+REQUEST_ID = re.compile(r"[A-Za-z0-9._=/+-]{1,128}")
+
+
+class Endpoints:
+    """The routes over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def completions(self, request: Request) -> Responder | Response:
+        request_id = _request_id(request)
+        body, prompt = decode_completion(await _body(request))
+        if (refusal := self._wrong_model(body.model)) is not None:
+            return refusal
+        call = self._service.call(request_id, prompt, check(body))
+        return Responder(self._service, CompletionShape(), call, request_id)
+
+    async def chat(self, request: Request) -> Responder | Response:
+        request_id = _request_id(request)
+        body, messages = decode_chat(await _body(request))
+        if (refusal := self._wrong_model(body.model)) is not None:
+            return refusal
+        call = self._service.call(request_id, messages, check(body))
+        return Responder(self._service, ChatShape(), call, request_id)
+
+    async def models(self, request: Request) -> Response:
+        info = self._service.info
+        model = {
+            "id": info.model,
+            "object": "model",
+            "created": info.created,
+            "owned_by": "kvferry",
+            "max_model_len": self._service.engine.max_tokens,
+        }
+        return json_response({"object": "list", "data": [model]}, {})
+
+    async def health(self, request: Request) -> Response:
+        info, failure = self._service.info, self._service.engine.failure
+        body = {"status": "failed" if failure else "ok", "engine_id": info.engine_id, "reason": failure}
+        return json_response(body, {}, 503 if failure else 200)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _wrong_model(self, name: str) -> Response | None:
+        """Callers that name no model get the one there is."""
+        served = self._service.info.model
+        if name in ("", served):
+            return None
+        message = f"the model {name!r} does not exist; this engine serves {served!r}"
+        body = error_body(message, "invalid_request_error", "model_not_found", "model")
+        return json_response(body, {}, 404)
+
+
+def create_app(engine: Engine, transfer: Transfer, info: ServeInfo) -> Starlette:
+    """The routes of one engine. The caller starts and closes the engine; `app.state.registry` takes more metrics."""
+    service = Service(engine, transfer, info)
+    endpoints = Endpoints(service)
+
+    async def on_ferry_error(request: Request, error: Exception) -> Response:
+        if not isinstance(error, FerryError):
+            raise error
+        return error_response(error, engine.failure, {})
+
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", endpoints.completions, methods=["POST"]),
+            Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+            Route("/v1/models", endpoints.models),
+            Route("/health", endpoints.health),
+            Route("/metrics", endpoints.metrics),
+        ],
+        exception_handlers={
+            FerryError: on_ferry_error,
+            HTTPException: _on_http_error,
+            Exception: _on_defect,
+        },
+    )
+    app.state.registry = service.metrics.registry
+    return app
+
+
+def _request_id(request: Request) -> str:
+    """The caller's id, which goes into references and logs, or a new one."""
+    given = request.headers.get("x-request-id")
+    if given is None:
+        return uuid.uuid4().hex
+    if not REQUEST_ID.fullmatch(given):
+        raise RequestError(
+            "x-request-id cannot be used",
+            found=given[:200],
+            expected="at most 128 letters, digits and . _ - + = /",
+            hint="leave the header out to have an id made",
+        )
+    return given
+
+
+async def _body(request: Request) -> bytes:
+    parts, size_bytes = [], 0
+    async for part in request.stream():
+        size_bytes += len(part)
+        if size_bytes > MAX_BODY_BYTES:
+            raise RequestError(
+                "the request body is too large",
+                found=f"more than {size_bytes - 1} bytes",
+                expected=f"at most {MAX_BODY_BYTES}",
+            )
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """No such path, or the wrong method for it."""
+    if not isinstance(error, HTTPException):
+        raise error
+    body = error_body(error.detail, "invalid_request_error", None, None)
+    return json_response(body, dict(error.headers or {}), error.status_code)
+
+
+async def _on_defect(request: Request, error: Exception) -> Response:
+    """What we did not foresee: told without details; the server logs it with all of them."""
+    return json_response(error_body("internal error", "server_error", "internal_error", None), {}, 500)

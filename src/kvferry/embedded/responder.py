@@ -1,0 +1,145 @@
+"""One answer as an ASGI response, streamed or whole, that ends its request when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvferry.embedded.service import Call, Piece, Service
+from kvferry.embedded.shapes import Envelope, Shape, usage
+from kvferry.errors import FerryError
+from kvferry.openai import SSE_DONE, SSE_MEDIA_TYPE, error_event, error_of, sse
+
+__all__ = ["Responder", "error_response", "json_response"]
+
+CLIENT_LEFT = 499
+
+
+class Responder:
+    """Answers one call in one shape."""
+
+    def __init__(self, service: Service, shape: Shape, call: Call, request_id: str) -> None:
+        self._service = service
+        self._shape = shape
+        self._call = call
+        self._headers = {"x-request-id": request_id}
+        info = service.info
+        self._envelope = Envelope(f"{shape.id_prefix}{request_id}", info.created, info.model)
+        self._status = CLIENT_LEFT
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Compute while the client is there."""
+        try:
+            await _while_connected(self._respond(scope, receive, send), receive)
+        finally:
+            self._service.metrics.count_request(self._call.ask.leg.kind, self._status)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._service.answer(self._call)) as pieces:
+            try:
+                # Until there is something to say, an error still has a status of its own.
+                first = await anext(pieces)
+                if not self._call.ask.stream:
+                    body = await self._whole(first, pieces)
+            except FerryError as error:
+                response = error_response(error, self._service.engine.failure, self._headers)
+                self._status = response.status_code
+                await response(scope, receive, send)
+                return
+            if self._call.ask.stream:
+                await self._stream(first, pieces, send)
+            else:
+                await json_response(body, self._headers)(scope, receive, send)
+            self._status = 200
+
+    async def _whole(self, piece: Piece, pieces: AsyncGenerator[Piece, None]) -> dict[str, Any]:
+        texts, token_ids = [piece.text], list(piece.token_ids)
+        async for piece in pieces:
+            texts.append(piece.text)
+            token_ids.extend(piece.token_ids)
+        choice = self._shape.whole("".join(texts), piece.finish_reason)
+        body = self._envelope.around(self._shape.whole_kind, [self._with_ids(choice, tuple(token_ids))])
+        body["usage"] = usage(len(self._call.request.prompt), len(token_ids))
+        return _with_report(body, piece)
+
+    async def _stream(self, piece: Piece, pieces: AsyncGenerator[Piece, None], send: Send) -> None:
+        await _start_stream(send, self._headers)
+        for choice in self._shape.opening():
+            await _send(send, sse(self._envelope.around(self._shape.chunk_kind, [choice])))
+        num_tokens = len(piece.token_ids)
+        await self._send_piece(piece, send)
+        try:
+            async for piece in pieces:
+                num_tokens += len(piece.token_ids)
+                await self._send_piece(piece, send)
+        except FerryError as error:
+            _, body = error_of(error)
+            await _send(send, error_event(body["error"]["message"], body["error"]["code"]), more=False)
+            return
+        if self._call.ask.include_usage:
+            last = self._envelope.around(self._shape.chunk_kind, [])
+            last["usage"] = usage(len(self._call.request.prompt), num_tokens)
+            await _send(send, sse(last))
+        await _send(send, SSE_DONE, more=False)
+
+    async def _send_piece(self, piece: Piece, send: Send) -> None:
+        if not (piece.text or piece.finish_reason or self._call.ask.return_token_ids):
+            return
+        choice = self._with_ids(self._shape.chunk(piece), piece.token_ids)
+        chunk = self._envelope.around(self._shape.chunk_kind, [choice])
+        await _send(send, sse(_with_report(chunk, piece) if piece.finish_reason else chunk))
+
+    def _with_ids(self, choice: dict[str, Any], token_ids: tuple[int, ...]) -> dict[str, Any]:
+        return choice | {"token_ids": list(token_ids)} if self._call.ask.return_token_ids else choice
+
+
+def json_response(body: dict[str, Any], headers: dict[str, str], status: int = 200) -> Response:
+    """A JSON body."""
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def error_response(error: FerryError, failure: str, headers: dict[str, str]) -> Response:
+    """An error of ours; 503 for whatever went wrong because the engine has failed."""
+    status, body = error_of(error)
+    return json_response(body, headers, 503 if failure and status == 500 else status)
+
+
+def _with_report(body: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    body["kvferry"] = piece.report.as_json()
+    if piece.reference:
+        body["kv_transfer_params"] = piece.reference
+    return body
+
+
+async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Run until the work is done or the client has gone; then the work is cancelled and has cleaned up."""
+    working, watching = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        working.cancel()  # does nothing to work that is done
+        await asyncio.gather(working, watching, return_exceptions=True)
+    if not working.cancelled():
+        working.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def _start_stream(send: Send, headers: dict[str, str]) -> None:
+    pairs = {"content-type": SSE_MEDIA_TYPE, "cache-control": "no-cache"} | headers
+    encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": encoded})
+
+
+async def _send(send: Send, body: bytes, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})

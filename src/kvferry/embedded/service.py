@@ -1,0 +1,191 @@
+"""The legs of a request: answered whole, computed for another engine, or gone on with after another engine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jinja2
+
+from kvferry.embedded.engine import Engine, Request, Token
+from kvferry.embedded.report import Metrics, Report
+from kvferry.embedded.requests import Ask
+from kvferry.embedded.text import TextStream
+from kvferry.embedded.transfer import Transfer
+from kvferry.errors import ConfigurationError, PromptTooLongError, RequestError, TransferError
+
+__all__ = ["Call", "Piece", "ServeInfo", "Service"]
+
+POLICIES = ("recompute", "fail")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeInfo:
+    """How an engine process presents itself.
+
+    `policy` says what happens to a request whose cache does not arrive: `recompute` here, or `fail`.
+    """
+
+    model: str
+    engine_id: str
+    created: int
+    policy: str = "recompute"
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigurationError("unknown policy", found=self.policy, expected=" or ".join(POLICIES))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request on its way through the service; `request` has an id that this process uses once."""
+
+    request: Request
+    ask: Ask
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer. The last one has a `finish_reason`, the report, and a prefill leg's reference."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    report: Report = field(default_factory=Report)
+    reference: dict[str, object] = field(default_factory=dict)
+
+
+class Service:
+    """Answers calls with an engine and a transfer."""
+
+    def __init__(self, engine: Engine, transfer: Transfer, info: ServeInfo) -> None:
+        self.engine = engine
+        self.info = info
+        self.metrics = Metrics(engine)
+        self._transfer = transfer
+        self._numbers = itertools.count()
+
+    def call(self, request_id: str, prompt: str | list[int] | list[dict[str, str]], ask: Ask) -> Call:
+        """Tokenise a prompt (text, ids, or chat messages). Raises RequestError, PromptTooLongError."""
+        ids = self._ids(prompt)
+        request = Request(
+            request_id=f"{request_id}-{next(self._numbers):x}",  # a client may repeat its ids
+            prompt=tuple(ids),
+            max_new_tokens=self._max_new_tokens(ask, len(ids)),
+            stop_token_ids=frozenset() if ask.ignore_eos else self.engine.stop_token_ids,
+        )
+        return Call(request, ask)
+
+    async def answer(self, call: Call) -> AsyncGenerator[Piece, None]:
+        """The pieces of an answer; closing the iterator ends the request. Raises FerryError."""
+        match call.ask.leg.kind:
+            case "prefill":
+                yield await self._prefill(call)
+                return
+            case "decode":
+                pieces = self._decode(call)
+            case _:
+                pieces = self._pieces(call, self.engine.generate(call.request), Report())
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+
+    async def _prefill(self, call: Call) -> Piece:
+        request_id = call.request.request_id
+        prefilled = await self.engine.prefill(replace(call.request, max_new_tokens=1))
+        with ExitStack() as undo:
+            # Nobody has seen the reference yet, so nobody can be reading these blocks.
+            undo.callback(self.engine.release, request_id)
+            undo.callback(self._transfer.abort, request_id)
+            reference = await self._transfer.offer(request_id, prefilled.block_tables, prefilled.num_tokens)
+            undo.pop_all()
+        first = prefilled.first
+        report = Report(tokens_computed=first.num_computed)
+        self.metrics.count_answer(report, 1)
+        text = TextStream(self.engine.tokenizer, call.ask.stops).push(first.token_id, last=True)
+        return Piece(text, (first.token_id,), first.finish_reason, report, reference)
+
+    async def _decode(self, call: Call) -> AsyncGenerator[Piece, None]:
+        with ExitStack() as undo:
+            try:
+                report = await self._fetch(call)
+            except TransferError as error:
+                self.metrics.count_failure(error.reason)
+                if self.info.policy == "fail":
+                    raise
+                # The first blocks are in quarantine until the transfer says that nothing can land in them.
+                again = replace(call.request, request_id=f"{call.request.request_id}-again")
+                report, tokens = Report(recomputed=error.reason), self.engine.generate(again)
+            else:
+                undo.callback(self.engine.release, call.request.request_id)
+                tokens = self.engine.resume(call.request.request_id, report.tokens_received)
+            async with aclosing(self._pieces(call, tokens, report)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _fetch(self, call: Call) -> Report:
+        request_id, num_tokens = call.request.request_id, len(call.request.prompt) - 1
+        tables = await self.engine.reserve(call.request)
+        with ExitStack() as undo:
+            undo.callback(self._transfer.abort, request_id)
+            got = await self._transfer.fetch(request_id, call.ask.leg.params, tables, num_tokens)
+            undo.pop_all()
+        return Report(
+            tokens_received=got.tokens,
+            bytes=got.bytes,
+            descriptors=got.descriptors,
+            transport=got.transport,
+            strategy=got.strategy,
+            phases_s=got.phases_s,
+        )
+
+    async def _pieces(
+        self, call: Call, tokens: AsyncGenerator[Token, None], report: Report
+    ) -> AsyncGenerator[Piece, None]:
+        text, num_tokens = TextStream(self.engine.tokenizer, call.ask.stops), 0
+        try:
+            async with aclosing(tokens):
+                async for token in tokens:
+                    num_tokens += 1
+                    report = replace(report, tokens_computed=token.num_computed)
+                    shown = text.push(token.token_id, last=bool(token.finish_reason))
+                    finish_reason = "stop" if text.stopped else token.finish_reason
+                    yield Piece(shown, (token.token_id,), finish_reason, report)
+                    if finish_reason:
+                        return
+        finally:
+            self.metrics.count_answer(report, num_tokens)
+
+    def _ids(self, prompt: str | list[int] | list[dict[str, str]]) -> list[int]:
+        tokenizer = self.engine.tokenizer
+        if isinstance(prompt, str):
+            return list(tokenizer(prompt)["input_ids"])
+        if prompt and isinstance(prompt[0], dict):
+            return list(tokenizer(self._render(prompt), add_special_tokens=False)["input_ids"])
+        return [item for item in prompt if isinstance(item, int)]
+
+    def _render(self, messages: list[Any]) -> str:
+        try:
+            return str(self.engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except (ValueError, jinja2.TemplateError) as error:
+            raise RequestError(
+                "the messages do not fit the model's chat template",
+                found=str(error),
+                hint="use /v1/completions with a prompt of your own",
+            ) from None
+
+    def _max_new_tokens(self, ask: Ask, num_prompt_tokens: int) -> int:
+        if ask.max_new_tokens > 0:
+            return ask.max_new_tokens
+        room = self.engine.max_tokens - num_prompt_tokens
+        if room < 1:
+            raise PromptTooLongError(
+                "the prompt leaves no room for an answer",
+                found=f"{num_prompt_tokens} prompt tokens",
+                expected=f"fewer than {self.engine.max_tokens}",
+                hint="shorten the prompt, or start the engine with more blocks",
+            )
+        return min(ask.default_new_tokens, room)

@@ -1,0 +1,86 @@
+"""How answers look in the two endpoints of the OpenAI dialect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvferry.embedded.service import Piece
+
+__all__ = ["ChatShape", "CompletionShape", "Envelope", "Shape", "usage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What every object of one answer repeats."""
+
+    response_id: str
+    created: int
+    model: str
+
+    def around(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.response_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+class Shape(Protocol):
+    """One endpoint's objects: names, and the one choice of an answer or of a piece of it."""
+
+    id_prefix: str
+    whole_kind: str
+    chunk_kind: str
+
+    def whole(self, text: str, finish_reason: str) -> dict[str, Any]: ...
+
+    def chunk(self, piece: Piece) -> dict[str, Any]: ...
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Choices that go before the first piece."""
+        ...
+
+
+class CompletionShape:
+    id_prefix = "cmpl-"
+    whole_kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def whole(self, text: str, finish_reason: str) -> dict[str, Any]:
+        return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        return {"index": 0, "text": piece.text, "logprobs": None, "finish_reason": piece.finish_reason or None}
+
+    def opening(self) -> list[dict[str, Any]]:
+        return []
+
+
+class ChatShape:
+    id_prefix = "chatcmpl-"
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def whole(self, text: str, finish_reason: str) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text}
+        return {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        delta = {"content": piece.text} if piece.text else {}
+        return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": piece.finish_reason or None}
+
+    def opening(self) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]
+
+
+def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:
+    """Tokens of the prompt and of the answer, the one that ended it included."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_new_tokens,
+        "total_tokens": num_prompt_tokens + num_new_tokens,
+    }
