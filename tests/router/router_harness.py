@@ -1,0 +1,245 @@
+"""Real sockets for the router's tests: a uvicorn router and engines that answer as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+
+import aiohttp
+import uvicorn
+from aiohttp import web
+
+from kvferry.router.app import create_app
+from kvferry.router.config import RouterConfig
+
+DEADLINE_S = 30.0
+TRANSFER = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[3, 1, 2]]}
+
+
+@dataclass
+class Seen:
+    """A request as an engine got it."""
+
+    path: str
+    headers: dict[str, str]
+    raw: bytes
+
+    @property
+    def body(self) -> dict:
+        return json.loads(self.raw)
+
+
+Behaviour = Callable[[web.Request, Seen], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class Engine:
+    """A fake engine. `behave` answers both generating endpoints; the events tell tests what happened to it."""
+
+    name: str
+    behave: Behaviour
+    url: str = ""
+    health_status: int = 200
+    models: list[dict] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    probed: asyncio.Event = field(default_factory=asyncio.Event)
+    runner: web.AppRunner | None = None
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        seen = Seen(request.path_qs, dict(request.headers), await request.read())
+        self.seen.append(seen)
+        self.arrived.set()
+        try:
+            return await self.behave(request, seen)
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
+
+    async def health(self, request: web.Request) -> web.Response:
+        self.probed.set()
+        return web.Response(status=self.health_status)
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": self.models})
+
+    async def start(self, port: int = 0) -> None:
+        app = web.Application(client_max_size=2**28)
+        app.router.add_post("/v1/completions", self.generate)
+        app.router.add_post("/v1/chat/completions", self.generate)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/v1/models", self.list_models)
+        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0, access_log=None)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", port)
+        await site.start()
+        self.url = "http://{}:{}".format(*self.runner.addresses[0])
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+
+
+def answer(text: str, **extra) -> dict:
+    return {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "created": 1,
+        "model": "tiny",
+        "choices": [{"index": 0, "text": text, "finish_reason": "stop"}],
+        **extra,
+    }
+
+
+def chat_chunk(text: str, **extra) -> dict:
+    return {
+        "id": "chat-1",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "tiny",
+        "choices": [{"index": 0, "delta": {"role": "assistant", "content": text}, "finish_reason": None}],
+        **extra,
+    }
+
+
+def frame(data: dict) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+def prefilling(engine_id: str) -> Behaviour:
+    async def behave(request: web.Request, seen: Seen) -> web.StreamResponse:
+        params = {**TRANSFER, "remote_engine_id": engine_id}
+        return web.json_response(answer("x", kv_transfer_params=params))
+
+    return behave
+
+
+async def decoding(request: web.Request, seen: Seen) -> web.StreamResponse:
+    """Answer `one two`, streamed when asked so, with an extra key that must pass untouched."""
+    if not seen.body.get("stream"):
+        return web.json_response(answer("one two", kvferry={"moved_bytes": 7}), headers={"x-engine": "yes"})
+    response = await open_stream(request)
+    for text in ("one", " two"):
+        await response.write(frame(chat_chunk(text)))
+    await response.write(frame(chat_chunk("", kvferry={"moved_bytes": 7})) + b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+async def open_stream(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    return response
+
+
+def failing(status: int, message: str) -> Behaviour:
+    async def behave(request: web.Request, seen: Seen) -> web.StreamResponse:
+        body = {"error": {"message": message, "type": "engine_error", "param": None, "code": status}}
+        return web.json_response(body, status=status, headers={"retry-after": "3"})
+
+    return behave
+
+
+async def resetting(request: web.Request, seen: Seen) -> web.StreamResponse:
+    """Drop the connection without an answer."""
+    request.transport.abort()
+    return web.Response()
+
+
+async def hanging(request: web.Request, seen: Seen) -> web.StreamResponse:
+    """Never answer; ends by cancellation, when the client leaves."""
+    await asyncio.Event().wait()
+    return web.Response()
+
+
+class QuietServer(uvicorn.Server):
+    """A server among several in one process: it leaves the signal handlers alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass
+class Cluster:
+    prefill: list[Engine]
+    decode: list[Engine]
+    url: str
+    session: aiohttp.ClientSession
+    app: object
+
+    async def complete(self, body: object = None, **options) -> aiohttp.ClientResponse:
+        """POST a completion and read the whole answer."""
+        data = {"model": "tiny", "prompt": "hello", "max_tokens": 9} if body is None else body
+        async with self.session.post(self.url + "/v1/completions", json=data, **options) as response:
+            await response.read()
+            return response
+
+    async def metrics(self) -> str:
+        async with self.session.get(self.url + "/metrics") as response:
+            return await response.text()
+
+    async def metric(self, line: str) -> float:
+        """The value of the sample whose name and labels are `line`; 0 when there is none."""
+        values = [text.split()[-1] for text in (await self.metrics()).splitlines() if text.startswith(line + " ")]
+        return float(values[0]) if values else 0.0
+
+    async def until_health_changes(self) -> None:
+        changed = self.app.state.membership.changed
+        await changed.wait()
+        changed.clear()
+
+
+@contextlib.asynccontextmanager
+async def serving(app) -> AsyncIterator[str]:
+    """A real server for an ASGI app on a free port; yields its URL at once: early clients wait in the backlog."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = QuietServer(uvicorn.Config(app, log_level="error", lifespan="on", access_log=False))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield "http://{}:{}".format(*listener.getsockname())
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
+
+
+@contextlib.asynccontextmanager
+async def cluster(prefill: list[Engine], decode: list[Engine], **limits) -> AsyncIterator[Cluster]:
+    """Start all engines without a URL, and a router in front of all of them."""
+    for engine in (*prefill, *decode):
+        if not engine.url:
+            await engine.start()
+    limits = {"probe_interval_s": 3600.0, **limits}
+    config = RouterConfig(tuple(e.url for e in prefill), tuple(e.url for e in decode), **limits)
+    app = create_app(config)
+    async with asyncio.timeout(DEADLINE_S):
+        try:
+            async with serving(app) as url, aiohttp.ClientSession() as session:
+                async with session.get(url + "/health") as response:
+                    assert response.status == 200
+                app.state.membership.changed.clear()
+                yield Cluster(prefill, decode, url, session, app)
+        finally:
+            for engine in (*prefill, *decode):
+                await engine.stop()
+
+
+def prefill_engine(name: str = "p0", behave: Behaviour | None = None) -> Engine:
+    return Engine(name, behave or prefilling(name))
+
+
+def decode_engine(name: str = "d0", behave: Behaviour = decoding) -> Engine:
+    return Engine(name, behave)
+
+
+async def dead_engine(name: str = "dead") -> Engine:
+    """An engine that was there when the router looked and is gone now: stop it after the router started."""
+    engine = Engine(name, hanging)
+    await engine.start()
+    return engine

@@ -1,0 +1,389 @@
+"""Playbooks of one request: the events that happen, the commands that must follow."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvferry.errors import IllegalEventError
+from kvferry.router.events import (
+    Answered,
+    Began,
+    Cancel,
+    ClientGone,
+    Count,
+    Counted,
+    Cut,
+    Ended,
+    EndWithError,
+    Failed,
+    Forward,
+    NobodyPicked,
+    Opened,
+    Path,
+    Pick,
+    Picked,
+    Refuse,
+    Relay,
+    Send,
+)
+from kvferry.router.flow import TRANSITIONS, Flow, State
+from kvferry.router.policy import Instance, Role
+from kvferry.router.request import Endpoint, decode_body, parse_request, prefill_body
+
+P0, P1, P2 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(3))
+D0, D1, D2 = (Instance(f"http://d{i}", Role.DECODE) for i in range(3))
+RAW = b'{"model": "m", "prompt": "hello", "max_tokens": 20, "stream": true}'
+REQUEST = parse_request(RAW, Endpoint.COMPLETIONS)
+PREFILL_BODY = prefill_body(REQUEST)
+PARAMS = b'{"remote_block_ids": [[1, 2]], "remote_num_tokens": 1e2}'
+PREFILLED = Answered(200, b'{"id": "x", "kv_transfer_params": ' + PARAMS + b"}")
+DIVIDED = decode_body(REQUEST, PARAMS)
+NOBODY = frozenset()
+
+
+def retry(role, reason):
+    return Count(Counted.RETRY, role, reason)
+
+
+def fallback(reason):
+    return Count(Counted.FALLBACK, Role.PREFILL, reason)
+
+
+def failed(role, reason):
+    return Count(Counted.UPSTREAM_ERROR, role, reason)
+
+
+def pick(role, *excluded):
+    return Pick(role, frozenset(excluded))
+
+
+def play(flow: Flow, *steps) -> None:
+    """Each step is an event and the commands that it must lead to."""
+    for event, commands in steps:
+        assert flow.handle(event) == commands
+
+
+def to_prefilling(p=P0, d=D0):
+    return (
+        (Began(), [pick(Role.DECODE)]),
+        (Picked(d), [pick(Role.PREFILL)]),
+        (Picked(p), [Send(p, PREFILL_BODY)]),
+    )
+
+
+def to_decoding():
+    return (*to_prefilling(), (PREFILLED, [Send(D0, DIVIDED)]))
+
+
+def to_relaying(can_append=True):
+    return (*to_decoding(), (Opened(can_append), [Relay()]))
+
+
+def new_flow(raw: bytes = RAW) -> Flow:
+    return Flow(parse_request(raw, Endpoint.COMPLETIONS))
+
+
+def test_a_request_passes_prefill_and_decode():
+    flow = new_flow()
+    play(flow, *to_relaying(), (Ended(), []))
+    assert flow.state is State.DONE
+    assert flow.path is Path.DISAGGREGATED
+
+
+def test_the_transfer_parameters_reach_decode_as_the_bytes_that_prefill_wrote():
+    assert RAW[:-1] + b',"kv_transfer_params":' + PARAMS + b"}" == DIVIDED
+
+
+def test_nothing_is_prefilled_without_a_decode_instance():
+    flow = new_flow()
+    play(flow, (Began(), [pick(Role.DECODE)]))
+    [command] = flow.handle(NobodyPicked())
+    assert isinstance(command, Refuse)
+    assert (command.status, command.body["error"]["code"]) == (503, "no_decode_instance")
+    assert flow.state is State.DONE
+
+
+def test_without_a_prefill_instance_decode_serves_alone():
+    flow = new_flow()
+    play(
+        flow,
+        (Began(), [pick(Role.DECODE)]),
+        (Picked(D0), [pick(Role.PREFILL)]),
+        (NobodyPicked(), [fallback("no_prefill_instance"), Send(D0, RAW)]),
+        (Opened(True), [Relay()]),
+        (Ended(), []),
+    )
+    assert flow.path is Path.DECODE_ONLY
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (Failed("refused", ""), "refused"),
+        (Failed("reset", ""), "reset"),
+        (Failed("deadline", ""), "deadline"),
+        (Answered(500, b"{}"), "status_500"),
+        (Answered(503, b""), "status_503"),
+        (Answered(302, b""), "status_302"),
+        (Answered(200, b"no json"), "malformed"),
+        (Answered(200, b"[]"), "malformed"),
+    ],
+)
+def test_a_failed_prefill_is_tried_once_on_another_instance(event, reason):
+    flow = new_flow()
+    play(
+        flow,
+        *to_prefilling(),
+        (event, [failed(Role.PREFILL, reason), pick(Role.PREFILL, P0)]),
+        (Picked(P1), [retry(Role.PREFILL, reason), Send(P1, PREFILL_BODY)]),
+        (PREFILLED, [Send(D0, DIVIDED)]),
+    )
+    assert flow.path is Path.DISAGGREGATED
+
+
+def test_after_two_failed_prefills_decode_serves_alone():
+    flow = new_flow()
+    play(
+        flow,
+        *to_prefilling(),
+        (Failed("reset", ""), [failed(Role.PREFILL, "reset"), pick(Role.PREFILL, P0)]),
+        (Picked(P1), [retry(Role.PREFILL, "reset"), Send(P1, PREFILL_BODY)]),
+        (
+            Answered(500, b""),
+            [failed(Role.PREFILL, "status_500"), fallback("prefill_failed"), Send(D0, RAW)],
+        ),
+    )
+    assert flow.path is Path.DECODE_ONLY
+
+
+def test_a_failed_prefill_with_no_other_instance_falls_back_without_a_retry():
+    flow = new_flow()
+    play(
+        flow,
+        *to_prefilling(),
+        (Failed("refused", ""), [failed(Role.PREFILL, "refused"), pick(Role.PREFILL, P0)]),
+        (NobodyPicked(), [fallback("prefill_failed"), Send(D0, RAW)]),
+    )
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
+def test_a_4xx_of_prefill_goes_to_the_client_and_is_not_tried_again(status):
+    flow = new_flow()
+    play(flow, *to_prefilling(), (Answered(status, b"{}"), [Forward()]))
+    assert flow.state is State.DONE
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"kv_transfer_params": null}', b'{"kv_transfer_params": [1]}'])
+def test_a_prefill_without_parameters_leaves_decode_alone(body):
+    flow = new_flow()
+    play(flow, *to_prefilling(), (Answered(200, body), [fallback("no_kv_transfer_params"), Send(D0, RAW)]))
+    assert flow.path is Path.DECODE_ONLY
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (Failed("refused", ""), "refused"),
+        (Failed("reset", ""), "reset"),
+        (Failed("deadline", ""), "deadline"),
+        (Answered(502, b"{}"), "status_502"),
+    ],
+)
+def test_a_failed_decode_is_tried_once_elsewhere_with_a_fresh_prefill(event, reason):
+    flow = new_flow()
+    fresh = b'{"lease": 2}'
+    play(
+        flow,
+        *to_decoding(),
+        (event, [failed(Role.DECODE, reason), pick(Role.DECODE, D0)]),
+        (Picked(D1), [retry(Role.DECODE, reason), pick(Role.PREFILL, D0)]),
+        (Picked(P0), [Send(P0, PREFILL_BODY)]),
+        (Answered(200, b'{"kv_transfer_params":' + fresh + b"}"), [Send(D1, decode_body(REQUEST, fresh))]),
+        (Opened(True), [Relay()]),
+        (Ended(), []),
+    )
+
+
+def test_a_decode_retry_still_has_its_prefill_retry():
+    flow = new_flow()
+    play(
+        flow,
+        *to_decoding(),
+        (Failed("reset", ""), [failed(Role.DECODE, "reset"), pick(Role.DECODE, D0)]),
+        (Picked(D1), [retry(Role.DECODE, "reset"), pick(Role.PREFILL, D0)]),
+        (Picked(P0), [Send(P0, PREFILL_BODY)]),
+        (Failed("reset", ""), [failed(Role.PREFILL, "reset"), pick(Role.PREFILL, D0, P0)]),
+        (NobodyPicked(), [fallback("prefill_failed"), Send(D1, RAW)]),
+    )
+
+
+def test_a_decode_only_request_is_tried_elsewhere_without_a_prefill():
+    flow = new_flow()
+    play(
+        flow,
+        (Began(), [pick(Role.DECODE)]),
+        (Picked(D0), [pick(Role.PREFILL)]),
+        (NobodyPicked(), [fallback("no_prefill_instance"), Send(D0, RAW)]),
+        (Failed("reset", ""), [failed(Role.DECODE, "reset"), pick(Role.DECODE, D0)]),
+        (Picked(D1), [retry(Role.DECODE, "reset"), Send(D1, RAW)]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("event", "status", "code"),
+    [
+        (Failed("reset", "its connection broke"), 502, "upstream_unavailable"),
+        (Failed("deadline", "it took too long"), 504, "upstream_timeout"),
+    ],
+)
+def test_a_failed_decode_with_no_other_instance_is_told_to_the_client(event, status, code):
+    flow = new_flow()
+    play(flow, *to_decoding(), (event, [failed(Role.DECODE, event.reason), pick(Role.DECODE, D0)]))
+    [refusal] = flow.handle(NobodyPicked())
+    assert isinstance(refusal, Refuse)
+    assert (refusal.status, refusal.body["error"]["code"]) == (status, code)
+    assert event.detail in refusal.body["error"]["message"]
+
+
+def test_a_5xx_of_the_only_decode_instance_goes_to_the_client_as_it_is():
+    flow = new_flow()
+    play(
+        flow,
+        *to_decoding(),
+        (Answered(507, b""), [failed(Role.DECODE, "status_507"), pick(Role.DECODE, D0)]),
+        (NobodyPicked(), [Forward()]),
+    )
+
+
+def test_a_second_failed_decode_ends_the_request():
+    flow = new_flow()
+    play(
+        flow,
+        *to_decoding(),
+        (Failed("reset", ""), [failed(Role.DECODE, "reset"), pick(Role.DECODE, D0)]),
+        (Picked(D1), [retry(Role.DECODE, "reset"), pick(Role.PREFILL, D0)]),
+        (Picked(P0), [Send(P0, PREFILL_BODY)]),
+        (PREFILLED, [Send(D1, DIVIDED)]),
+        (Answered(500, b""), [failed(Role.DECODE, "status_500"), Forward()]),
+    )
+    assert flow.state is State.DONE
+
+
+@pytest.mark.parametrize("status", [400, 404, 429])
+def test_a_4xx_of_decode_goes_to_the_client(status):
+    flow = new_flow()
+    play(flow, *to_decoding(), (Answered(status, b""), [Forward()]))
+
+
+def test_after_the_first_byte_nothing_is_tried_again():
+    flow = new_flow()
+    play(flow, *to_relaying())
+    count, last = flow.handle(Failed("reset", "its connection broke"))
+    assert count == failed(Role.DECODE, "reset")
+    assert isinstance(last, EndWithError)
+    assert "its connection broke" in last.message
+    assert flow.state is State.DONE
+
+
+def test_a_broken_answer_that_takes_no_frame_is_cut():
+    flow = new_flow()
+    play(flow, *to_relaying(can_append=False), (Failed("stall", ""), [failed(Role.DECODE, "stall"), Cut()]))
+
+
+@pytest.mark.parametrize("way", [to_prefilling, to_decoding, to_relaying])
+def test_a_client_that_leaves_ends_the_leg_in_flight(way):
+    flow = new_flow()
+    play(flow, *way(), (ClientGone(), [Cancel()]))
+    assert flow.state is State.DONE
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        (b'"n": 2', "several_sequences"),
+        (b'"best_of": 3', "several_sequences"),
+        (b'"use_beam_search": true', "several_sequences"),
+        (b'"prompt": ["a", "b"]', "several_sequences"),
+        (b'"prompt": [[1, 2], [3]]', "several_sequences"),
+        (b'"prompt_logprobs": 1', "prompt_logprobs"),
+        (b'"echo": true, "logprobs": 2', "prompt_logprobs"),
+    ],
+)
+def test_what_one_prefill_cannot_stand_for_is_served_by_decode_alone(extra, reason):
+    raw = b'{"prompt": "a", ' + extra + b"}"
+    flow = new_flow(raw)
+    play(flow, (Began(), [fallback(reason), pick(Role.DECODE)]), (Picked(D0), [Send(D0, raw)]))
+    assert flow.path is Path.DECODE_ONLY
+
+
+@pytest.mark.parametrize(
+    "extra", [b'"n": 1', b'"n": null', b'"prompt": ["a"]', b'"prompt": [1, 2, 3]', b'"echo": true']
+)
+def test_one_sequence_is_divided(extra):
+    flow = new_flow(b'{"prompt": "a", ' + extra + b"}")
+    play(flow, (Began(), [pick(Role.DECODE)]), (Picked(D0), [pick(Role.PREFILL)]))
+
+
+EVENTS = {
+    Began: Began(),
+    Picked: Picked(P0),
+    NobodyPicked: NobodyPicked(),
+    Answered: PREFILLED,
+    Opened: Opened(True),
+    Ended: Ended(),
+    Failed: Failed("reset", ""),
+    ClientGone: ClientGone(),
+}
+WAYS = {
+    State.NEW: (),
+    State.PICKING_DECODE: to_prefilling()[:1],
+    State.PICKING_PREFILL: to_prefilling()[:2],
+    State.PREFILLING: to_prefilling(),
+    State.DECODING: to_decoding(),
+    State.RELAYING: to_relaying(),
+    State.DONE: (*to_relaying(), (Ended(), [])),
+}
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("kind", EVENTS)
+def test_the_table_is_the_whole_truth(state, kind):
+    flow = new_flow()
+    play(flow, *WAYS[state])
+    assert flow.state is state
+    if (state, kind) in TRANSITIONS:
+        flow.handle(EVENTS[kind])
+        assert flow.state in TRANSITIONS[state, kind].targets
+        return
+    with pytest.raises(IllegalEventError) as caught:
+        flow.handle(EVENTS[kind])
+    assert caught.value.found.endswith(f"{kind.__name__} while {state}")
+    assert caught.value.found.count("while") == len(WAYS[state]) + 1
+
+
+def test_the_prefill_body_asks_for_one_token_and_no_stream():
+    request = parse_request(
+        b'{"messages": [{"role": "user", "content": "h\\u00e9"}], "max_tokens": 50, "max_completion_tokens": 60,'
+        b' "stream": true, "stream_options": {"include_usage": true}, "min_tokens": 3, "temperature": 1.10}',
+        Endpoint.CHAT,
+    )
+    raw = prefill_body(request)
+    assert b'"temperature":1.10' in raw
+    assert json.loads(raw) == {
+        "messages": [{"role": "user", "content": "hé"}],
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "stream": False,
+        "temperature": 1.1,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        },
+    }
+    assert b"max_completion_tokens" not in PREFILL_BODY
