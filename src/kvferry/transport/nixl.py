@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
+from kvferry.transport.descriptors import Natural, check_size, decode
 from kvferry.transport.pieces import Pieces, Registry
 from kvferry.transport.rows import split
 
@@ -41,7 +42,6 @@ __all__ = ["NixlTransport"]
 # A part takes about 10 ms at 2 µs per descriptor and 8 GB/s.
 PART_ROWS = 4096
 PART_BYTES = 64 << 20
-MAX_DESCRIPTOR_BYTES = 1 << 20
 
 _MAGIC: Final = b"KVN1"
 _DIGEST_BYTES: Final = 16
@@ -60,7 +60,6 @@ _ERROR_NAMES: Final = (
     "nixlUnknownError",
 )
 
-Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Descriptors = NDArray[np.uint64]
 
 
@@ -161,20 +160,12 @@ class NixlTransport:
         """Raises TransportError when there are so many pieces that it would be longer than a peer accepts."""
         metadata = bytes(self._agent.get_agent_metadata())
         body = msgspec.msgpack.encode(NixlDescriptor(self._name, self._registry.extents, metadata))
-        frame = _MAGIC + len(body).to_bytes(8, "big") + _digest(body) + body
-        if len(frame) > MAX_DESCRIPTOR_BYTES:
-            raise TransportError(
-                "too many pieces of memory for one descriptor",
-                found=f"{len(frame)} bytes",
-                expected=f"at most {MAX_DESCRIPTOR_BYTES}",
-                hint="register fewer, larger pieces",
-            )
-        return frame
+        return check_size(_MAGIC + len(body).to_bytes(8, "big") + _digest(body) + body)
 
     def connect(self, peer: str, descriptor: bytes) -> None:
         """Raises TransportError when the descriptor is damaged, ours, or NIXL cannot load it."""
         self.disconnect(peer)
-        known = _decode(peer, descriptor)
+        known = decode(peer, _open_frame(peer, descriptor), NixlDescriptor)
         if known.agent == self._name:
             raise TransportError(f"peer {peer!r} is this very transport")
         pieces = Pieces.of(known.pieces)
@@ -196,13 +187,14 @@ class NixlTransport:
         known = self._peers.get(peer)
         if known is None:
             raise TransportError(f"peer {peer!r} is not connected")
+        is_read = direction is Direction.READ
+        near, far = (copies.target, copies.source) if is_read else (copies.source, copies.target)
+        # Checked before it is split: a row of nonsense length would be split into very many.
+        self._registry.pieces.locate(near, copies.length, f"this process ({direction})")
+        known.pieces.locate(far, copies.length, f"peer {peer!r} ({direction})")
         rows = split(copies, PART_BYTES)
-        near, far = rows.target, rows.source
-        if direction is Direction.WRITE:
-            near, far = far, near
-        self._registry.pieces.locate(near, rows.length, f"this process ({direction})")
-        known.pieces.locate(far, rows.length, f"peer {peer!r} ({direction})")
-        parts = _parts(_describe(near, rows.length), _describe(far, rows.length))
+        source, target = _describe(rows.source, rows.length), _describe(rows.target, rows.length)
+        parts = _parts(target, source) if is_read else _parts(source, target)
         job = Job(Ticket(next(self._numbers)), peer, known.agent, direction.name, parts)
         self._jobs.append(job)
         return job.ticket
@@ -341,19 +333,18 @@ def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
-def _decode(peer: str, descriptor: bytes) -> NixlDescriptor:
+def _open_frame(peer: str, descriptor: bytes) -> bytes:
+    """What is inside, once length and digest are right: nothing else may reach NIXL."""
+    check_size(descriptor)
     head = len(_MAGIC) + 8 + _DIGEST_BYTES
     body = descriptor[head:]
     size = int.from_bytes(descriptor[len(_MAGIC) : len(_MAGIC) + 8], "big")
-    is_whole = descriptor.startswith(_MAGIC) and len(body) == size and len(descriptor) <= MAX_DESCRIPTOR_BYTES
+    is_whole = descriptor.startswith(_MAGIC) and len(body) == size
     if not is_whole or _digest(body) != descriptor[head - _DIGEST_BYTES : head]:
         raise TransportError(
             f"the descriptor of peer {peer!r} is damaged or not one of nixl", found=f"{len(descriptor)} bytes"
         )
-    try:
-        return msgspec.msgpack.decode(body, type=NixlDescriptor)
-    except msgspec.DecodeError as error:
-        raise TransportError(f"the descriptor of peer {peer!r} is not one of nixl", found=str(error)) from error
+    return body
 
 
 def _describe(address: NDArray[np.uint64], length: NDArray[np.uint64]) -> Descriptors:

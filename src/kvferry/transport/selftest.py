@@ -126,9 +126,12 @@ class SelfTest:
         self._end(f"{wrong} of {expected.size} bytes are wrong" if wrong else "")
 
     def _post(self, num_bytes: int, now: float) -> None:
-        column = [np.array([value], np.uint64) for value in (self._probe.address, self._scratch.ctypes.data, num_bytes)]
+        self._scratch.fill(0)  # So that a read which brings nothing does not pass for the one before it.
+        source, target, length = (
+            np.array([value], np.uint64) for value in (self._probe.address, self._scratch.ctypes.data, num_bytes)
+        )
+        self._ticket = self._transport.post(self._peer, Copies(source, target, length, pieces=1), Direction.READ)
         self._posted_at = now
-        self._ticket = self._transport.post(self._peer, Copies(*column, pieces=1), Direction.READ)
 
     def _end(self, error: str) -> None:
         rate = 0.0 if error else self._scratch.size / self._best_s / 1e9

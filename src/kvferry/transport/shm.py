@@ -20,6 +20,7 @@ from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.copying import CopyQueue, Posting
+from kvferry.transport.descriptors import Natural, check_size, decode
 from kvferry.transport.pieces import Pieces, Registry, View
 from kvferry.transport.shared_memory import SharedMemory, allocate_shared, check_sealed
 
@@ -27,9 +28,6 @@ __all__ = ["SharedMemory", "SharedMemoryTransport", "allocate_shared"]
 
 # One poll copies about this much: a few milliseconds.
 SLICE_BYTES = 16 << 20
-MAX_DESCRIPTOR_BYTES = 1 << 20
-
-Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class SharedPiece(msgspec.Struct, frozen=True, array_like=True):
@@ -90,12 +88,12 @@ class SharedMemoryTransport:
 
     def descriptor(self) -> bytes:
         pieces = tuple(_describe(memory) for memory in self._registry.memories if memory.shared_fd >= 0)
-        return msgspec.msgpack.encode(SharedDescriptor(self._origin, os.getpid(), pieces))
+        return check_size(msgspec.msgpack.encode(SharedDescriptor(self._origin, os.getpid(), pieces)))
 
     def connect(self, peer: str, descriptor: bytes) -> None:
         """Attach the peer's memory. Raises TransportError with the reason when that is impossible."""
         self.disconnect(peer)
-        shared = _decode(peer, descriptor)
+        shared = decode(peer, descriptor, SharedDescriptor)
         if shared.origin != self._origin:
             raise TransportError(
                 f"peer {peer!r} cannot be reached through shared memory",
@@ -146,19 +144,6 @@ def _describe_origin(origin: Origin) -> str:
 def _describe(memory: Memory) -> SharedPiece:
     status = os.fstat(memory.shared_fd)
     return SharedPiece(memory.shared_fd, status.st_ino, status.st_dev, memory.address, memory.size_bytes)
-
-
-def _decode(peer: str, descriptor: bytes) -> SharedDescriptor:
-    if len(descriptor) > MAX_DESCRIPTOR_BYTES:
-        raise TransportError(
-            f"the descriptor of peer {peer!r} is too large",
-            found=f"{len(descriptor)} bytes",
-            expected=f"at most {MAX_DESCRIPTOR_BYTES}",
-        )
-    try:
-        return msgspec.msgpack.decode(descriptor, type=SharedDescriptor)
-    except msgspec.DecodeError as error:
-        raise TransportError(f"the descriptor of peer {peer!r} is not one of shm", found=str(error)) from error
 
 
 def _attach(peer: str, pid: int, piece: SharedPiece) -> View:

@@ -19,17 +19,14 @@ from msgspec import Meta
 from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.pieces import Pieces, Registry
+from kvferry.transport.descriptors import Natural, check_size, decode
+from kvferry.transport.pieces import Column, Pieces, Registry
 from kvferry.transport.rows import split
 from kvferry.transport.tcp_connection import CHUNK_BYTES, KEY_BYTES
 from kvferry.transport.tcp_lane import Far, Lane, Order
 from kvferry.transport.tcp_server import Server
 
 __all__ = ["TcpTransport"]
-
-MAX_DESCRIPTOR_BYTES = 1 << 20
-
-Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class TcpDescriptor(msgspec.Struct, frozen=True, tag="tcp-1"):
@@ -85,7 +82,8 @@ class TcpTransport:
 
     def descriptor(self) -> bytes:
         port = self._server.address[1]
-        return msgspec.msgpack.encode(TcpDescriptor(self._host, port, self._key, self._registry.extents))
+        known = TcpDescriptor(self._host, port, self._key, self._registry.extents)
+        return check_size(msgspec.msgpack.encode(known))
 
     def connect(self, peer: str, descriptor: bytes) -> None:
         """Raises TransportError when the descriptor is not one of tcp.
@@ -94,7 +92,7 @@ class TcpTransport:
         listens there is therefore the error of a ticket (the self-test's).
         """
         self.disconnect(peer)
-        known = _decode(peer, descriptor)
+        known = decode(peer, descriptor, TcpDescriptor)
         pieces = Pieces.of(known.pieces)
         lane = Lane(Far(known.host, known.port, known.key), self._ended, self._stall_timeout_s)
         self._peers[peer] = (lane, pieces)
@@ -112,15 +110,15 @@ class TcpTransport:
         if known is None:
             raise TransportError(f"peer {peer!r} is not connected")
         lane, pieces = known
+        here = f"this process ({direction})"
+        # Checked before it is split: a row of nonsense length would be split into very many.
+        self._registry.pieces.locate(_near(copies, direction), copies.length, here)
+        pieces.locate(_far(copies, direction), copies.length, f"peer {peer!r} ({direction})")
         rows = split(copies, CHUNK_BYTES)
-        near, far = rows.target, rows.source
-        if direction is Direction.WRITE:
-            near, far = far, near
-        pieces.locate(far, rows.length, f"peer {peer!r} ({direction})")
-        local = self._registry.pieces.side(near, rows.length, f"this process ({direction})")
+        local = self._registry.pieces.side(_near(rows, direction), rows.length, here)
         ticket = Ticket(next(self._numbers))
         self._open[ticket] = lane
-        lane.submit(Order(ticket, direction, local, far, rows.length.astype(np.int64)))
+        lane.submit(Order(ticket, direction, local, _far(rows, direction), rows.length.astype(np.int64)))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -151,10 +149,9 @@ class TcpTransport:
                 return
 
 
-def _decode(peer: str, descriptor: bytes) -> TcpDescriptor:
-    if len(descriptor) > MAX_DESCRIPTOR_BYTES:
-        raise TransportError(f"the descriptor of peer {peer!r} is too large", found=f"{len(descriptor)} bytes")
-    try:
-        return msgspec.msgpack.decode(descriptor, type=TcpDescriptor)
-    except msgspec.DecodeError as error:
-        raise TransportError(f"the descriptor of peer {peer!r} is not one of tcp", found=str(error)) from error
+def _near(copies: Copies, direction: Direction) -> Column:
+    return copies.target if direction is Direction.READ else copies.source
+
+
+def _far(copies: Copies, direction: Direction) -> Column:
+    return copies.source if direction is Direction.READ else copies.target

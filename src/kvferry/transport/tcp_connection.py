@@ -109,7 +109,7 @@ class Connection:
         self.receive_into(memoryview(payload))
         try:
             return msgspec.msgpack.decode(payload, type=kind)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise WireError("a frame that does not decode", found=str(error)) from error
 
     def interrupt(self) -> None:

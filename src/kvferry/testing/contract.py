@@ -1,0 +1,489 @@
+"""The contract of `kvferry.transport.base`, as checks that every transport must pass.
+
+`CONTRACT` checks two transports of one process, `PROCESS_CONTRACT` one transport and a peer in another process.
+Each check is a function; use them as the cases of a test, as `tests/transport/test_contract.py` does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.errors import TransportError
+from kvferry.plan.copies import Copies, merge
+from kvferry.testing.transport_peer import PeerProcess, digest
+from kvferry.transport.base import Completion, Direction, Memory, Ticket, Transport
+from kvferry.transport.pieces import View
+from kvferry.transport.selftest import fill_probe
+from kvferry.transport.shm import SharedMemory, allocate_shared
+
+__all__ = ["CONTRACT", "PROCESS_CONTRACT", "Check", "Party", "ProcessCheck", "World"]
+
+DEADLINE_S = 30.0
+POISON = 0xA5
+PIECE_BYTES = 96 << 10
+PROCESS_BYTES = 24 << 20
+SEED = 7
+
+
+@dataclass(slots=True)
+class Party:
+    """A transport, and two pieces of memory registered with it."""
+
+    transport: Transport
+    shared: list[SharedMemory] = field(default_factory=list)
+    views: list[View] = field(default_factory=list)
+
+    def allocate(self, num_bytes: int, seed: int) -> Memory:
+        """Register new memory filled with a pattern."""
+        piece = allocate_shared(num_bytes, "contract")
+        self.shared.append(piece)
+        self.views.append(np.frombuffer(piece.buffer, np.uint8))
+        fill_probe(self.views[-1], seed)
+        self.transport.register(piece.memory)
+        return piece.memory
+
+    def address(self, piece: int, offset: int) -> int:
+        """Where byte `offset` of a piece is."""
+        return self.shared[piece].memory.address + offset
+
+    def close(self) -> None:
+        self.transport.close()
+        self.views.clear()
+        for piece in self.shared:
+            piece.close()
+
+
+class World:
+    """Two parties of one process; `near` is connected to `far` under the name `far`. Close it at the end."""
+
+    def __init__(self, make: Callable[[], Transport]) -> None:
+        self.make = make
+        self.near, self.far = self._party(1), self._party(2)
+        self.near.transport.connect("far", self.far.transport.descriptor())
+
+    def close(self) -> None:
+        self.near.close()
+        self.far.close()
+
+    def restart_far(self) -> None:
+        """The far engine ends and starts again, in other memory."""
+        self.far.close()
+        self.far = self._party(3)
+
+    def post(self, copies: Copies, direction: Direction) -> Ticket:
+        return self.near.transport.post("far", copies, direction)
+
+    def finish(self, tickets: Iterable[Ticket]) -> dict[Ticket, Completion]:
+        """Poll both sides until these tickets have ended."""
+        return finish(self.near.transport, tickets, self.far.transport)
+
+    def run(self, copies: Copies, direction: Direction) -> str:
+        """Post and finish; the error."""
+        ticket = self.post(copies, direction)
+        return self.finish([ticket])[ticket].error
+
+    def _party(self, seed: int) -> Party:
+        party = Party(self.make())
+        party.allocate(PIECE_BYTES, seed)
+        party.allocate(PIECE_BYTES, seed + 100)
+        return party
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: (piece, offset) on the side that is read, the same on the one that is written, and a length."""
+
+    source: tuple[int, int]
+    target: tuple[int, int]
+    length: int
+
+
+Check = Callable[[World], None]
+ProcessCheck = Callable[[Transport, str], None]
+
+
+def finish(transport: Transport, tickets: Iterable[Ticket], *others: Transport) -> dict[Ticket, Completion]:
+    """Poll until these tickets have ended, exactly once each, and nothing else has."""
+    waiting, ended = set(tickets), dict[Ticket, Completion]()
+    deadline = time.monotonic() + DEADLINE_S
+    while waiting:
+        for completion in transport.poll():
+            assert completion.ticket in waiting, f"{completion} was not expected"
+            waiting.remove(completion.ticket)
+            ended[completion.ticket] = completion
+        for other in others:
+            assert other.poll() == []
+        assert time.monotonic() < deadline, f"{waiting} did not end in time"
+        time.sleep(0)  # Lets a transport's own threads run.
+    assert transport.poll() == []
+    return ended
+
+
+def copies_of(world: World, rows: Iterable[Row], direction: Direction) -> Copies:
+    """Rows as addresses."""
+    source, target = _sides(world, direction)
+    found = list(rows)
+    return Copies(
+        np.array([source.address(*row.source) for row in found], np.uint64),
+        np.array([target.address(*row.target) for row in found], np.uint64),
+        np.array([row.length for row in found], np.uint64),
+        len(found),
+    )
+
+
+def expect_copied(world: World, rows: list[Row], direction: Direction) -> None:
+    """Run the rows and check every byte of the written side: those of the rows and those that must stay."""
+    source, target = _sides(world, direction)
+    for view in target.views:
+        view.fill(POISON)
+    expected = [view.copy() for view in target.views]
+    before = [view.copy() for view in source.views]
+    for row in rows:
+        start, goal = row.source[1], row.target[1]
+        bytes_read = before[row.source[0]][start : start + row.length]
+        expected[row.target[0]][goal : goal + row.length] = bytes_read
+    assert world.run(copies_of(world, rows, direction), direction) == ""
+    for found, wanted in zip((*target.views, *source.views), (*expected, *before), strict=True):
+        assert np.array_equal(found, wanted)
+
+
+def random_rows(seed: int, num_rows: int, max_bytes: int) -> list[Row]:
+    """Rows of 1 to `max_bytes` bytes at any alignment in any piece; targets do not overlap."""
+    dice = np.random.default_rng(seed)
+    rows, free = [], [1, 3]
+    for length in dice.integers(1, max_bytes + 1, num_rows).tolist():
+        piece = int(dice.integers(0, 2))
+        if free[piece] + length > PIECE_BYTES:
+            break
+        start = int(dice.integers(0, PIECE_BYTES - length + 1))
+        rows.append(Row((int(dice.integers(0, 2)), start), (piece, free[piece]), length))
+        free[piece] += length + int(dice.integers(0, 3))
+    return [rows[i] for i in dice.permutation(len(rows)).tolist()]
+
+
+def copies_one_row(world: World) -> None:
+    for direction in Direction:
+        expect_copied(world, [Row((0, 5), (0, 17), 1000)], direction)
+        expect_copied(world, [Row((1, PIECE_BYTES - 1), (0, PIECE_BYTES - 1), 1)], direction)
+        expect_copied(world, [Row((0, 0), (1, 0), PIECE_BYTES)], direction)
+
+
+def copies_many_rows_of_random_sizes(world: World) -> None:
+    for seed, max_bytes in enumerate((1, 2, 40, 3000, 40_000)):
+        for direction in Direction:
+            expect_copied(world, random_rows(seed, 400, max_bytes), direction)
+
+
+def copies_many_rows_of_one_size(world: World) -> None:
+    order = np.random.default_rng(SEED).permutation(PIECE_BYTES // 512).tolist()
+    rows = [Row((i % 2, k * 512), (1 - i % 2, i * 512), 256) for i, k in enumerate(order)]
+    for direction in Direction:
+        expect_copied(world, rows, direction)
+
+
+def merged_rows_bring_the_same_bytes(world: World) -> None:
+    rows = [Row((0, 64 * i), (1, 64 * i + 7), 64) for i in range(100)]
+    for direction in Direction:
+        expect_copied(world, rows, direction)
+        _, target = _sides(world, direction)
+        wanted = [view.copy() for view in target.views]
+        for view in target.views:
+            view.fill(POISON)
+        merged = merge(copies_of(world, rows, direction))
+        assert len(merged) == 1
+        assert world.run(merged, direction) == ""
+        assert all(np.array_equal(*pair) for pair in zip(target.views, wanted, strict=True))
+
+
+def zero_rows_and_empty_rows_end_well(world: World) -> None:
+    for direction in Direction:
+        expect_copied(world, [], direction)
+        expect_copied(world, [Row((0, 9), (0, 9), 0)], direction)
+        expect_copied(world, [Row((0, 9), (0, 9), 0), Row((1, 1), (1, 2), 3)], direction)
+
+
+def rows_outside_are_refused_and_write_nothing(world: World) -> None:
+    fits = Row((0, 0), (0, 0), 64)
+    beyond = (PIECE_BYTES - 8, 1 << 40, -64, -(1 << 33))
+    bad = [Row((1, offset), (1, 0), 64) for offset in beyond]
+    bad += [Row((1, 0), (1, offset), 64) for offset in beyond]
+    bad += [Row((1, 0), (1, 0), 1 << 62)]
+    for direction in Direction:
+        _, target = _sides(world, direction)
+        for row in bad:
+            for view in target.views:
+                view.fill(POISON)
+            _expect_refused(world, copies_of(world, [fits, row], direction), direction)
+            # The good row may have been copied; nothing else.
+            assert all(bool((view[64:] == POISON).all()) for view in target.views)
+            assert (target.views[1] == POISON).all()
+
+
+def private_memory_can_be_the_near_side(world: World) -> None:
+    buffer = np.full(1000, POISON, np.uint8)
+    memory = Memory(int(buffer.ctypes.data), buffer.size, -1)
+    world.near.transport.register(memory)
+    column = [np.array([value], np.uint64) for value in (world.far.address(0, 3), memory.address + 1, 998)]
+    assert world.run(Copies(column[0], column[1], column[2], 1), Direction.READ) == ""
+    world.near.transport.unregister(memory)
+    assert np.array_equal(buffer[1:999], world.far.views[0][3:1001])
+    assert buffer[0] == buffer[999] == POISON
+    with expect_transport_error():
+        world.post(Copies(column[0], column[1], column[2], 1), Direction.READ)
+
+
+def memory_is_registered_once(world: World) -> None:
+    known = world.near.shared[0].memory
+    for memory in (known, Memory(known.address + 16, 16, -1), Memory(known.address, 0, -1), Memory(0, 8, -1)):
+        with expect_transport_error():
+            world.near.transport.register(memory)
+    with expect_transport_error():
+        world.near.transport.unregister(Memory(known.address, 8, -1))
+    expect_copied(world, [Row((0, 0), (0, 0), 100)], Direction.READ)
+
+
+def unknown_peers_are_refused(world: World) -> None:
+    copies = copies_of(world, [Row((0, 0), (0, 0), 8)], Direction.READ)
+    with expect_transport_error():
+        world.near.transport.post("nobody", copies, Direction.READ)
+    world.near.transport.disconnect("nobody")
+    world.near.transport.disconnect("far")
+    with expect_transport_error():
+        world.post(copies, Direction.READ)
+
+
+def disconnecting_ends_open_tickets(world: World) -> None:
+    copies = copies_of(world, random_rows(SEED, 200, 900), Direction.READ)
+    tickets = [world.post(copies, Direction.READ) for _ in range(5)]
+    world.near.transport.disconnect("far")
+    world.finish(tickets)
+    world.near.transport.connect("far", world.far.transport.descriptor())
+    expect_copied(world, random_rows(SEED, 200, 900), Direction.WRITE)
+
+
+def cancelled_tickets_end_once(world: World) -> None:
+    copies = copies_of(world, random_rows(SEED, 200, 900), Direction.READ)
+    tickets = [world.post(copies, Direction.READ) for _ in range(4)]
+    for ticket in tickets[1:3]:
+        world.near.transport.cancel(ticket)
+        world.near.transport.cancel(ticket)
+    ended = world.finish(tickets)
+    assert ended[tickets[0]].error == ended[tickets[3]].error == ""
+    world.near.transport.cancel(tickets[0])
+    expect_copied(world, [Row((0, 0), (0, 0), 100)], Direction.READ)
+
+
+def concurrent_tickets_end_once_each(world: World) -> None:
+    for view in world.near.views:
+        view.fill(POISON)
+    rows = [Row((0, 64 * i), (1, 32 * i), 32) for i in range(1000)]
+    reads = [world.post(copies_of(world, rows[i::10], Direction.READ), Direction.READ) for i in range(10)]
+    assert len(set(reads)) == 10
+    ended = world.finish(reads)
+    assert all(completion.error == "" for completion in ended.values())
+    wanted = world.far.views[0].reshape(-1, 64)[:1000, :32].ravel()
+    assert np.array_equal(world.near.views[1][: wanted.size], wanted)
+    assert (world.near.views[1][wanted.size :] == POISON).all()
+
+
+def a_restarted_peer_can_be_connected_again(world: World) -> None:
+    expect_copied(world, [Row((0, 0), (0, 0), 100)], Direction.READ)
+    stale = copies_of(world, [Row((0, 0), (0, 0), 100)], Direction.READ)
+    world.restart_far()
+    with suppress(TransportError):  # The old memory is gone: whatever comes of this, it is no crash and it ends.
+        world.finish([world.post(stale, Direction.READ)])
+    world.near.transport.connect("far", world.far.transport.descriptor())
+    for direction in Direction:
+        expect_copied(world, random_rows(SEED, 100, 2000), direction)
+
+
+def a_peer_can_register_more_and_be_connected_again(world: World) -> None:
+    expect_copied(world, [Row((0, 0), (0, 0), 100)], Direction.READ)
+    world.far.allocate(4096, SEED)
+    world.near.transport.connect("far", world.far.transport.descriptor())
+    copies = copies_of(world, [Row((2, 96), (0, 0), 4000)], Direction.READ)
+    assert world.run(copies, Direction.READ) == ""
+    assert np.array_equal(world.near.views[0][:4000], world.far.views[2][96:])
+
+
+def both_sides_can_copy_at_once(world: World) -> None:
+    world.far.transport.connect("near", world.near.transport.descriptor())
+    there = copies_of(world, [Row((0, 0), (1, 0), 5000)], Direction.WRITE)
+    back = copies_of(world, [Row((0, 0), (1, 0), 5000)], Direction.READ)
+    back = Copies(back.source, back.target, back.length, 1)
+    near_ticket = world.post(there, Direction.WRITE)
+    far_ticket = world.far.transport.post("near", back, Direction.WRITE)
+    _finish_both(world, near_ticket, far_ticket)
+    assert np.array_equal(world.near.views[0][:5000], world.far.views[1][:5000])
+    assert np.array_equal(world.far.views[0][:5000], world.near.views[1][:5000])
+
+
+def garbage_descriptors_are_refused(world: World) -> None:
+    good = world.far.transport.descriptor()
+    dice = np.random.default_rng(SEED)
+    garbage = [b"", b"\x00", b"{}", good + b"\x00", good[: len(good) // 2], good[:-1], dice.bytes(500), bytes(1 << 21)]
+    for descriptor in garbage:
+        with expect_transport_error():
+            world.near.transport.connect("garbage", descriptor)
+    for position in range(0, len(good), max(1, len(good) // 60)):
+        flipped = bytearray(good)
+        flipped[position] ^= 1 << int(dice.integers(0, 8))
+        try:
+            world.near.transport.connect("flipped", bytes(flipped))
+            world.near.transport.disconnect("flipped")
+        except TransportError:
+            continue
+    expect_copied(world, [Row((0, 0), (0, 0), 100)], Direction.READ)
+
+
+def closing_ends_open_tickets(world: World) -> None:
+    copies = copies_of(world, random_rows(SEED, 200, 900), Direction.READ)
+    tickets = [world.post(copies, Direction.READ) for _ in range(3)]
+    world.near.transport.close()
+    world.near.transport.close()
+    finish(world.near.transport, tickets)
+    with expect_transport_error():
+        world.post(copies, Direction.READ)
+
+
+CONTRACT: tuple[Check, ...] = (
+    copies_one_row,
+    copies_many_rows_of_random_sizes,
+    copies_many_rows_of_one_size,
+    merged_rows_bring_the_same_bytes,
+    zero_rows_and_empty_rows_end_well,
+    rows_outside_are_refused_and_write_nothing,
+    private_memory_can_be_the_near_side,
+    memory_is_registered_once,
+    unknown_peers_are_refused,
+    disconnecting_ends_open_tickets,
+    cancelled_tickets_end_once,
+    concurrent_tickets_end_once_each,
+    a_restarted_peer_can_be_connected_again,
+    a_peer_can_register_more_and_be_connected_again,
+    both_sides_can_copy_at_once,
+    garbage_descriptors_are_refused,
+    closing_ends_open_tickets,
+)
+
+
+def reads_from_another_process(transport: Transport, name: str) -> None:
+    with PeerProcess(name, PROCESS_BYTES, SEED) as peer, _private(transport, PROCESS_BYTES) as buffer:
+        transport.connect("peer", peer.descriptor)
+        ticket = transport.post("peer", _rows_of(peer, buffer), Direction.READ)
+        assert finish(transport, [ticket])[ticket].error == ""
+        assert digest(buffer) == peer.digest()
+
+
+def writes_to_another_process(transport: Transport, name: str) -> None:
+    with PeerProcess(name, PROCESS_BYTES, SEED) as peer, _private(transport, PROCESS_BYTES) as buffer:
+        fill_probe(buffer, SEED + 1)
+        transport.connect("peer", peer.descriptor)
+        rows = _rows_of(peer, buffer)
+        ticket = transport.post("peer", Copies(rows.target, rows.source, rows.length, len(rows)), Direction.WRITE)
+        assert finish(transport, [ticket])[ticket].error == ""
+        assert digest(buffer) == peer.digest()
+
+
+def a_peer_killed_before_a_read_is_an_error_or_its_bytes(transport: Transport, name: str) -> None:
+    with PeerProcess(name, PROCESS_BYTES, SEED) as peer, _private(transport, PROCESS_BYTES) as buffer:
+        transport.connect("peer", peer.descriptor)
+        peer.kill()
+        ticket = transport.post("peer", _rows_of(peer, buffer), Direction.READ)
+        _expect_error_or_bytes(finish(transport, [ticket])[ticket], buffer)
+        transport.disconnect("peer")
+
+
+def a_peer_killed_during_a_read_is_an_error_or_its_bytes(transport: Transport, name: str) -> None:
+    with PeerProcess(name, PROCESS_BYTES, SEED) as peer, _private(transport, PROCESS_BYTES) as buffer:
+        transport.connect("peer", peer.descriptor)
+        first = transport.post("peer", _rows_of(peer, buffer), Direction.READ)
+        finish(transport, [first])
+        buffer.fill(0)
+        peer.stop()  # It cannot answer any more, so the read is under way when it dies.
+        second = transport.post("peer", _rows_of(peer, buffer), Direction.READ)
+        ended = transport.poll()
+        peer.kill()
+        completion = ended[0] if ended else finish(transport, [second])[second]
+        _expect_error_or_bytes(completion, buffer)
+        transport.disconnect("peer")
+
+
+def a_restarted_process_can_be_connected_again(transport: Transport, name: str) -> None:
+    for seed in (1, 2):
+        with PeerProcess(name, PIECE_BYTES, seed) as peer, _private(transport, PIECE_BYTES) as buffer:
+            transport.connect("peer", peer.descriptor)
+            ticket = transport.post("peer", _rows_of(peer, buffer), Direction.READ)
+            assert finish(transport, [ticket])[ticket].error == ""
+            assert digest(buffer) == peer.digest()
+
+
+PROCESS_CONTRACT: tuple[ProcessCheck, ...] = (
+    reads_from_another_process,
+    writes_to_another_process,
+    a_peer_killed_before_a_read_is_an_error_or_its_bytes,
+    a_peer_killed_during_a_read_is_an_error_or_its_bytes,
+    a_restarted_process_can_be_connected_again,
+)
+
+
+@contextmanager
+def expect_transport_error() -> Iterator[None]:
+    """The block must raise TransportError."""
+    try:
+        yield
+    except TransportError:
+        return
+    raise AssertionError("a TransportError was expected")
+
+
+def _sides(world: World, direction: Direction) -> tuple[Party, Party]:
+    return (world.far, world.near) if direction is Direction.READ else (world.near, world.far)
+
+
+def _expect_refused(world: World, copies: Copies, direction: Direction) -> None:
+    try:
+        ticket = world.post(copies, direction)
+    except TransportError:
+        return
+    assert world.finish([ticket])[ticket].error
+
+
+def _finish_both(world: World, near: Ticket, far: Ticket) -> None:
+    ended: list[Completion] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(ended) < 2:
+        ended += [*world.near.transport.poll(), *world.far.transport.poll()]
+        assert time.monotonic() < deadline
+        time.sleep(0)
+    assert all(completion.error == "" for completion in ended)
+    assert {completion.ticket for completion in ended} == {near, far}
+
+
+@contextmanager
+def _private(transport: Transport, num_bytes: int) -> Iterator[View]:
+    """Memory of this process, registered while it is used."""
+    buffer = np.zeros(num_bytes, np.uint8)
+    memory = Memory(int(buffer.ctypes.data), num_bytes, -1)
+    transport.register(memory)
+    yield buffer
+    transport.unregister(memory)
+
+
+def _rows_of(peer: PeerProcess, buffer: View) -> Copies:
+    """All of the peer's memory, in rows of 4 KiB."""
+    start = np.arange(0, buffer.size, 4096, dtype=np.uint64)
+    length = np.minimum(np.uint64(4096), np.uint64(buffer.size) - start)
+    source = start + np.uint64(peer.probe.address)
+    return Copies(source, start + np.uint64(buffer.ctypes.data), length, len(start))
+
+
+def _expect_error_or_bytes(completion: Completion, buffer: View) -> None:
+    expected = np.empty_like(buffer)
+    fill_probe(expected, SEED)
+    assert completion.error or np.array_equal(buffer, expected)

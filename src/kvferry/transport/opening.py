@@ -1,0 +1,44 @@
+"""Open the transports that this process can use, and say why it cannot use the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.errors import TransportError
+from kvferry.transport.base import Transport
+from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.select import AUTO
+from kvferry.transport.shm import SharedMemoryTransport
+from kvferry.transport.tcp import TcpTransport
+
+__all__ = ["Opened", "open_transports"]
+
+OPENERS: dict[str, Callable[[], Transport]] = {
+    "shm": SharedMemoryTransport,
+    "nixl": NixlTransport,
+    "tcp": TcpTransport,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Open transports, and per transport that could not be opened the reason. The caller closes them."""
+
+    transports: tuple[Transport, ...]
+    unavailable: dict[str, str]
+
+
+def open_transports(requested: str) -> Opened:
+    """Open one transport by name, or with `auto` all of them."""
+    transports: list[Transport] = []
+    unavailable: dict[str, str] = {}
+    for name, opener in OPENERS.items():
+        if requested not in (AUTO, name):
+            unavailable[name] = f"this engine was started with --transport {requested}"
+            continue
+        try:
+            transports.append(opener())
+        except TransportError as error:
+            unavailable[name] = str(error)
+    return Opened(tuple(transports), unavailable)

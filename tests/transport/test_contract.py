@@ -1,0 +1,63 @@
+"""Every transport keeps the contract of `kvferry.transport.base`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvferry.testing.contract import CONTRACT, PROCESS_CONTRACT, Check, ProcessCheck, World
+from kvferry.testing.transport_peer import make_transport
+from kvferry.transport.base import Transport
+from kvferry.transport.faulty import FaultyTransport
+from kvferry.transport.memory import MemoryFabric, MemoryTransport
+from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.shm import SharedMemoryTransport
+from kvferry.transport.tcp import TcpTransport
+
+
+def memory_factory() -> Callable[[], Transport]:
+    fabric = MemoryFabric()
+    return lambda: MemoryTransport(fabric)
+
+
+def faulty_factory() -> Callable[[], Transport]:
+    fabric = MemoryFabric()
+    return lambda: FaultyTransport(MemoryTransport(fabric))
+
+
+FACTORIES: dict[str, Callable[[], Callable[[], Transport]]] = {
+    "memory": memory_factory,
+    "shm": lambda: SharedMemoryTransport,
+    "tcp": lambda: TcpTransport,
+    "nixl": lambda: NixlTransport,
+    "faulty": faulty_factory,
+}
+
+
+@pytest.fixture(params=FACTORIES)
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    if request.param == "nixl":
+        pytest.importorskip("nixl_cu13")
+    made = World(FACTORIES[request.param]())
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+def test_two_transports_of_one_process(world: World, check: Check) -> None:
+    check(world)
+
+
+@pytest.fixture(params=["shm", "tcp", "nixl"])
+def name(request: pytest.FixtureRequest) -> str:
+    if request.param == "nixl":
+        pytest.importorskip("nixl_cu13")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("check", PROCESS_CONTRACT, ids=lambda check: check.__name__)
+def test_a_peer_in_another_process(name: str, check: ProcessCheck) -> None:
+    transport = make_transport(name)
+    check(transport, name)
+    transport.close()
