@@ -25,7 +25,7 @@ def pair_copies(scenario: Scenario, source_rank: int, target_rank: int) -> Copie
 
 
 def filled(scenario: Scenario) -> list[oracle.Memory]:
-    memories = [oracle.Memory(layout) for layout in scenario.sources]
+    memories = [oracle.Memory.poisoned(layout) for layout in scenario.sources]
     for memory, tables in zip(memories, scenario.source_tables, strict=True):
         oracle.fill(memory, tables, TokenRange(0, scenario.tokens.last))
     return memories
@@ -37,7 +37,7 @@ def test_i1_i2_i3_each_requested_element_arrives_once_and_nothing_else_is_touche
     sources = filled(scenario)
     found = route(scenario.sources, scenario.targets)
     for rank, layout in enumerate(scenario.targets):
-        target = oracle.Memory(layout)
+        target = oracle.Memory.poisoned(layout)
         written = {start: np.zeros(len(buffer), np.uint8) for start, buffer in target.buffers.items()}
         for source_rank in found.sources_of(rank):
             oracle.execute(pair_copies(scenario, source_rank, rank), sources[source_rank], target, written)

@@ -14,7 +14,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvferry import __version__
 from kvferry.agent.carrier import Carrier
@@ -26,7 +29,7 @@ from kvferry.session.source import Identity, SourceSession
 from kvferry.session.target import Ourselves, TargetSession
 from kvferry.transport.base import Memory, Transport
 from kvferry.transport.selftest import fill_probe
-from kvferry.transport.shared_memory import allocate_shared
+from kvferry.transport.shared_memory import SharedMemory, allocate_shared
 from kvferry.wire.codec import decode, encode
 from kvferry.wire.messages import Message, Party, Probe, Reason, Reference, Refusal
 
@@ -82,24 +85,33 @@ class Agent:
         self.party = Party(config.engine_id, f"{time.time_ns():x}-{secrets.token_hex(4)}", config.rank)
         self.counts: Counter[tuple[str, str]] = Counter()
         self._notify = host.notify
-        self._carrier = Carrier(config.transport, transports, unavailable)
-        self._probe = allocate_shared(PROBE_BYTES, "kvferry-probe")
-        seed = secrets.randbits(32)
-        fill_probe(self._probe.buffer, seed)
-        self._carrier.register([*host.memories, self._probe.memory])
-        self._carrier.check_requested()
-        self._control = ControlChannel(config.host, config.port)
-        self.address = self._control.address
-        probe = Probe(self._probe.memory.address, PROBE_BYTES, seed)
-        own = host.layouts[config.rank]
-        identity = Identity(self.party, len(host.layouts), __version__, own, self._carrier.offers(), probe)
-        self._source = SourceSession(identity, config.timing)
-        self._target = TargetSession(Ourselves(self.party, __version__, host.layouts), config.timing)
         self._inbox: queue.SimpleQueue[_SourceEvent | _TargetEvent] = queue.SimpleQueue()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._control.watch(self._wake)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-agent", daemon=True)
+        with ExitStack() as undo:
+            self._carrier = Carrier(config.transport, transports, unavailable)
+            undo.callback(self._carrier.close)
+            probe_memory = allocate_shared(PROBE_BYTES, "kvferry-probe")
+            undo.callback(probe_memory.close)
+            self._carrier.register([*host.memories, probe_memory.memory])
+            self._carrier.check_requested()
+            self._control = ControlChannel(config.host, config.port)
+            undo.callback(self._control.close)
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._wake)
+            self._resources = undo.pop_all()
+        self._control.watch(self._wake)
+        self.address = self._control.address
+        identity = Identity(
+            party=self.party,
+            num_ranks=len(host.layouts),
+            product_version=__version__,
+            layout=host.layouts[config.rank],
+            transports=self._carrier.offers(),
+            probe=_filled(probe_memory),
+        )
+        self._source = SourceSession(identity, config.timing)
+        self._target = TargetSession(Ourselves(self.party, __version__, host.layouts), config.timing)
 
     @property
     def alive(self) -> bool:
@@ -135,7 +147,7 @@ class Agent:
         """Stop the thread and release everything. Raises TimeoutError when the thread does not stop in time."""
         self._stopping.set()
         if self._thread.ident is None:
-            self._release()
+            self._resources.close()
             return
         self._submit_wake()
         self._thread.join(timeout_s)
@@ -162,7 +174,7 @@ class Agent:
             # The top of the thread. Without it nothing moves: `alive` turns false and health checks see it.
             logger.exception("the transfer agent of %s has stopped", self.party.engine_id)
         finally:
-            self._release()
+            self._resources.close()
 
     def _turn(self, wait_s: float) -> float:
         """Everything that is to do now; returns how long the next turn may wait for something new."""
@@ -170,8 +182,8 @@ class Agent:
             self._arrived(arrival)
         self._take_wishes()
         began = time.monotonic()
-        for ended in self._carrier.poll():
-            self._feed_target(ended)
+        for event in self._carrier.poll():
+            self._feed_target(event)
         now = time.monotonic()
         self._obey([*self._source.handle(e.Tick(), now), *self._target.handle(e.Tick(), now)])
         if self._carrier.busy:
@@ -221,7 +233,7 @@ class Agent:
             case e.Reply(name, message):
                 self._sent(self._control.reply(name, encode(message)), message)
             case e.Connect(peer, offer):
-                self._feed_target(self._carrier.connect(peer, offer))
+                self._carrier.connect(peer, offer)
             case e.Disconnect(peer):
                 self._carrier.disconnect(peer)
                 self._control.forget(peer)
@@ -239,8 +251,8 @@ class Agent:
         if not queued:
             self.counts["messages_dropped", type(message).__name__] += 1
 
-    def _release(self) -> None:
-        self._carrier.close()
-        self._control.close()
-        self._probe.close()
-        os.close(self._wake)
+
+def _filled(memory: SharedMemory) -> Probe:
+    seed = secrets.randbits(32)
+    fill_probe(np.frombuffer(memory.buffer, np.uint8), seed)
+    return Probe(memory.memory.address, memory.memory.size_bytes, seed)

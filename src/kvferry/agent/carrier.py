@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvferry.agent.meeting import Meeting
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.plan.copies import Copies
 from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, ReadKey, TicketEnded
-from kvferry.transport.base import Direction, Memory, Ticket, Transport
-from kvferry.transport.select import candidates, choose
-from kvferry.transport.selftest import Measurement, Probe, measure
+from kvferry.transport.base import Completion, Direction, Memory, Ticket, Transport
+from kvferry.transport.select import candidates
 from kvferry.wire.messages import Offer, TransportOffer
-from kvferry.wire.messages import Probe as ProbeOffer
 
-__all__ = ["Carrier"]
+__all__ = ["Carrier", "CarrierEvent"]
+
+CarrierEvent = TicketEnded | PeerConnected | PeerUnreachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,13 @@ class Carrier:
         self._unavailable = dict(unavailable)
         self._routes: dict[PeerKey, Transport] = {}
         self._open: dict[ReadKey, _Open] = {}
-        self._ended: list[TicketEnded] = []
+        self._meetings: list[Meeting] = []
+        self._events: list[CarrierEvent] = []
 
     @property
     def busy(self) -> bool:
-        """Whether a posted read has not ended yet."""
-        return bool(self._open or self._ended)
+        """Whether a read or a self-test is under way."""
+        return bool(self._open or self._events or self._meetings)
 
     @property
     def progress_interval_s(self) -> float:
@@ -65,65 +68,61 @@ class Carrier:
         missing = [TransportOffer(name, b"", reason) for name, reason in self._unavailable.items()]
         return (*working, *missing)
 
-    def connect(self, peer: PeerKey, offer: Offer) -> PeerConnected | PeerUnreachable:
-        """Try what both sides have, measure it, and keep the fastest."""
+    def connect(self, peer: PeerKey, offer: Offer) -> None:
+        """Find out which transport reaches a peer fastest; the outcome comes out of a later `poll`."""
         offered = {each.name: each.unavailable for each in offer.transports}
-        descriptors = {each.name: each.descriptor for each in offer.transports}
         try:
             names = candidates(self._requested, offered, self._available())
-            measured = [self._measure(self._transports[n], peer, descriptors[n], offer.probe) for n in names]
-            choice = choose(measured)
-        except (ConfigurationError, TransportError) as error:
-            return PeerUnreachable(peer, str(error))
-        for name in names:
-            if name != choice.name:
-                self._transports[name].disconnect(str(peer))
-        self._routes[peer] = self._transports[choice.name]
-        return PeerConnected(peer, choice.name, choice.reason)
+        except ConfigurationError as error:
+            self._events.append(PeerUnreachable(peer, str(error)))
+            return
+        self._meetings.append(Meeting(peer, offer, [self._transports[name] for name in names]))
 
     def disconnect(self, peer: PeerKey) -> None:
         """Forget a peer; its open reads end with an error in a later `poll`."""
-        if transport := self._routes.pop(peer, None):
+        self._routes.pop(peer, None)
+        for transport in self._transports.values():
             transport.disconnect(str(peer))
 
     def post(self, key: ReadKey, copies: Copies) -> None:
         """Start a read; its end comes out of `poll`, also when it could not be started."""
         transport = self._routes.get(key.peer)
         if transport is None:
-            self._ended.append(TicketEnded(key, "the peer is not connected any more"))
+            self._events.append(TicketEnded(key, "the peer is not connected any more"))
             return
         try:
             self._open[key] = _Open(transport, transport.post(str(key.peer), copies, Direction.READ))
         except TransportError as error:
-            self._ended.append(TicketEnded(key, str(error)))
+            self._events.append(TicketEnded(key, str(error)))
 
     def cancel(self, key: ReadKey) -> None:
         """Lose interest in a read; its end still comes out of `poll`."""
         if posted := self._open.get(key):
             posted.transport.cancel(posted.ticket)
 
-    def poll(self) -> list[TicketEnded]:
-        """Make progress on every transport and return the reads that have ended."""
-        ended, self._ended = self._ended, []
+    def poll(self) -> list[CarrierEvent]:
+        """Make progress on every transport; returns the reads that have ended and the outcomes of `connect`."""
+        events, self._events = self._events, []
+        completions = {name: transport.poll() for name, transport in self._transports.items()}
         keys = {(posted.transport.name, posted.ticket): key for key, posted in self._open.items()}
-        for name, transport in self._transports.items():
-            for completion in transport.poll():
+        for name, completed in completions.items():
+            for completion in completed:
                 key = keys.get((name, completion.ticket))
                 if key is not None:
                     del self._open[key]
-                    ended.append(TicketEnded(key, completion.error))
-        return ended
+                    events.append(TicketEnded(key, completion.error))
+        return [*events, *self._meet(completions)]
+
+    def _meet(self, completions: Mapping[str, Sequence[Completion]]) -> Iterator[CarrierEvent]:
+        for meeting in self._meetings:
+            for outcome in meeting.advance(completions, time.monotonic()):
+                for transport in meeting.chosen:
+                    self._routes[meeting.peer] = transport
+                yield outcome
+        self._meetings = [meeting for meeting in self._meetings if not meeting.is_settled]
 
     def _available(self) -> dict[str, str]:
         return dict.fromkeys(self._transports, "") | self._unavailable
-
-    def _measure(self, transport: Transport, peer: PeerKey, descriptor: bytes, probe: ProbeOffer) -> Measurement:
-        name = str(peer)
-        try:
-            transport.connect(name, descriptor)
-        except TransportError as error:
-            return Measurement(transport.name, 0.0, 0.0, str(error))
-        return measure(transport, name, Probe(probe.address, probe.size_bytes, probe.seed))
 
     def close(self) -> None:
         """Close every transport. Safe to call twice."""

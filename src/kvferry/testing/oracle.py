@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -30,10 +30,12 @@ class Memory:
     """One rank's regions as byte buffers, addressed by the rank's own addresses."""
 
     layout: Layout
-    buffers: dict[int, NDArray[np.uint8]] = field(init=False)
+    buffers: dict[int, NDArray[np.uint8]]
 
-    def __post_init__(self) -> None:
-        self.buffers = {r.address: np.full(r.size_bytes, POISON, np.uint8) for r in self.layout.regions}
+    @classmethod
+    def poisoned(cls, layout: Layout) -> Memory:
+        """Buffers of our own, full of poison, for layouts whose addresses are made up."""
+        return cls(layout, {r.address: np.full(r.size_bytes, POISON, np.uint8) for r in layout.regions})
 
     def at(self, address: int, length: int) -> NDArray[np.uint8]:
         """A view of bytes that must lie inside one region."""

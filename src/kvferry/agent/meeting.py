@@ -1,0 +1,78 @@
+"""Choosing a transport to one peer: connect each that both sides have, test it with a small read, keep the fastest."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from kvferry.errors import TransportError
+from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable
+from kvferry.transport.base import Completion, Transport
+from kvferry.transport.select import choose
+from kvferry.transport.selftest import Measurement, Probe, SelfTest
+from kvferry.wire.messages import Offer
+
+__all__ = ["Meeting"]
+
+
+class Meeting:
+    """Tests one transport after the other, so that they do not disturb each other's figures.
+
+    `chosen` is empty until the choice is made. A test whose ticket is still open after that keeps the meeting
+    unsettled: its scratch memory may still be written to.
+    """
+
+    def __init__(self, peer: PeerKey, offer: Offer, transports: Sequence[Transport]) -> None:
+        self.peer = peer
+        self.chosen: tuple[Transport, ...] = ()
+        self._probe = Probe(offer.probe.address, offer.probe.size_bytes, offer.probe.seed)
+        self._descriptors = {each.name: each.descriptor for each in offer.transports}
+        self._transports = tuple(transports)
+        self._waiting = deque(transports)
+        self._tests: list[tuple[str, SelfTest]] = []
+        self._unconnected: list[Measurement] = []
+        self._is_over = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is an outcome and nothing of any test is left open."""
+        return self._is_over and all(test.is_settled for _, test in self._tests)
+
+    def advance(
+        self, completions: Mapping[str, Sequence[Completion]], now: float
+    ) -> tuple[PeerConnected | PeerUnreachable, ...]:
+        """Go on with what has completed, by transport name; returns the outcome once, when it is known."""
+        for name, test in self._tests:
+            test.advance(completions.get(name, ()), now)
+        while self._waiting and not self._is_testing:
+            self._start(self._waiting.popleft(), now)
+        if self._is_testing or self._is_over:
+            return ()
+        self._is_over = True
+        return (self._outcome(),)
+
+    @property
+    def _is_testing(self) -> bool:
+        return any(test.result is None for _, test in self._tests)
+
+    def _start(self, transport: Transport, now: float) -> None:
+        try:
+            transport.connect(str(self.peer), self._descriptors[transport.name])
+        except TransportError as error:
+            self._unconnected.append(Measurement(transport.name, 0.0, 0.0, str(error)))
+            return
+        test = SelfTest(transport, str(self.peer), self._probe)
+        self._tests.append((transport.name, test))
+        test.start(now)
+
+    def _outcome(self) -> PeerConnected | PeerUnreachable:
+        measured = [test.result for _, test in self._tests if test.result is not None]
+        try:
+            choice = choose([*measured, *self._unconnected])
+        except TransportError as error:
+            return PeerUnreachable(self.peer, str(error))
+        self.chosen = tuple(each for each in self._transports if each.name == choice.name)
+        for transport in self._transports:
+            if transport not in self.chosen:
+                transport.disconnect(str(self.peer))
+        return PeerConnected(self.peer, choice.name, choice.reason)

@@ -1,0 +1,68 @@
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvferry.agent import Agent, AgentConfig, Host
+from kvferry.plan.describe import Attention, EngineShape, describe
+from kvferry.plan.layout import TokenRange
+from kvferry.session.events import FetchWanted, Timing
+from kvferry.testing import oracle
+from kvferry.transport.opening import open_transports
+from kvferry.transport.shared_memory import allocate_shared
+
+MODEL = Attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)
+TIMING = Timing(lease_s=5.0, heartbeat_s=0.2, resend_s=0.2, handshake_s=3.0, transfer_s=10.0)
+DEADLINE_S = 30.0
+
+
+@dataclass
+class Rank:
+    """A real agent over a cache that no engine computes: the oracle fills and checks it."""
+
+    agent: Agent
+    memory: oracle.Memory
+    notices: queue.SimpleQueue
+
+    def next_notice(self, kind):
+        """The next notice, which must be of this kind."""
+        notice = self.notices.get(timeout=DEADLINE_S)
+        assert isinstance(notice, kind), notice
+        return notice
+
+    def wanted(self, source: "Rank", reference, tables, num_tokens, request_id="q1") -> FetchWanted:
+        return FetchWanted(request_id, reference, (source.agent.address,), tables, TokenRange(0, num_tokens))
+
+
+@pytest.fixture
+def make_rank() -> Iterator[Callable[..., Rank]]:
+    made, memories = [], []
+
+    def make(engine_id: str, shape: EngineShape, transport: str = "shm", timing: Timing = TIMING) -> Rank:
+        size_bytes = sum(region.size_bytes for region in describe(MODEL, shape, 0)[0].regions)
+        shared = allocate_shared(size_bytes, engine_id)
+        memories.append(shared)
+        (layout,) = describe(MODEL, shape, shared.memory.address)
+        view = np.frombuffer(shared.buffer, np.uint8)
+        view[:] = oracle.POISON
+        starts = [region.address - shared.memory.address for region in layout.regions]
+        buffers = {
+            r.address: view[start : start + r.size_bytes] for r, start in zip(layout.regions, starts, strict=True)
+        }
+        notices: queue.SimpleQueue = queue.SimpleQueue()
+        opened = open_transports(transport)
+        host = Host((layout,), (shared.memory,), notices.put)
+        agent = Agent(
+            AgentConfig(engine_id, transport=transport, timing=timing), host, opened.transports, opened.unavailable
+        )
+        agent.start()
+        made.append(agent)
+        return Rank(agent, oracle.Memory(layout, buffers), notices)
+
+    yield make
+    for agent in made:
+        agent.close()
+    for shared in memories:
+        shared.close()

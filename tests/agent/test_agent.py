@@ -1,0 +1,168 @@
+"""Two real agents over real sockets and real transports, caches without an engine."""
+
+import numpy as np
+import pytest
+import zmq
+
+from kvferry.agent import Agent, AgentConfig, Host
+from kvferry.errors import ConfigurationError
+from kvferry.plan.describe import EngineShape
+from kvferry.plan.layout import TokenRange
+from kvferry.session.events import Failed, Fetched, SourceFree, TargetFree, Timing
+from kvferry.testing import oracle
+from kvferry.transport.opening import open_transports
+from kvferry.wire.codec import decode
+from kvferry.wire.messages import Reason, Reference, Refusal
+
+SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
+TARGET = EngineShape(1, 1, block_tokens=6, num_blocks=9, format="block-head-major")
+SOURCE_TABLES = [[3, 4, 5, 1, 12]]
+TARGET_TABLES = ((7, 2, 0),)
+NUM_TOKENS = 18
+DEADLINE_MS = 30_000
+
+
+def leased(source) -> Reference:
+    oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS + 1))
+    return source.agent.lease("r1", SOURCE_TABLES, NUM_TOKENS + 1)
+
+
+def check(target, num_tokens=NUM_TOKENS):
+    """Every requested element is right and nothing else was touched."""
+    wanted = {start: np.zeros(len(buffer), np.uint8) for start, buffer in target.memory.buffers.items()}
+    layout, tokens = target.memory.layout, TokenRange(0, num_tokens)
+    for placement in layout.placements:
+        for _, _, address in oracle.element_addresses(layout, placement, TARGET_TABLES, tokens):
+            start = layout.regions[placement.region].address
+            wanted[start][address - start : address - start + 4] = 1
+    oracle.expect(target.memory, TARGET_TABLES, tokens, wanted)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "nixl", "auto"])
+def test_a_cache_moves_between_two_layouts(make_rank, transport):
+    if reason := open_transports(transport).unavailable.get(transport):
+        pytest.skip(reason)
+    source, target = make_rank("p0", SOURCE, transport), make_rank("d0", TARGET, transport)
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    report = target.next_notice(Fetched).report
+    check(target)
+    assert source.next_notice(SourceFree) == SourceFree("r1", "done")
+    assert report.tokens == NUM_TOKENS
+    assert transport in (report.transport, "auto")
+    assert set(report.phases_s) == {"handshake", "claim", "wire", "verify"}
+
+
+def test_auto_measures_every_transport_and_says_what_it_found(make_rank):
+    source, target = make_rank("p0", SOURCE, "auto"), make_rank("d0", TARGET, "auto")
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    report = target.next_notice(Fetched).report
+    rates = {part.split()[0]: float(part.split()[1]) for part in report.choice.split("; ") if "GB/s" in part}
+    assert {"shm", "tcp"} <= set(rates)
+    assert report.transport == max(rates, key=rates.__getitem__)
+
+
+def test_an_empty_range_is_valid_and_moves_nothing(make_rank):
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET)
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, 0))
+    assert target.next_notice(Fetched).report.num_bytes == 0
+    check(target, num_tokens=0)
+
+
+def test_a_made_up_reference_is_a_typed_failure_and_frees_the_blocks(make_rank):
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET)
+    real = leased(source)
+    made_up = Reference(real.engine_id, real.epoch, real.request_id, "guess")
+    target.agent.fetch(target.wanted(source, made_up, TARGET_TABLES, NUM_TOKENS))
+    assert target.next_notice(Failed).error.reason == "unknown_lease"
+    assert target.next_notice(TargetFree) == TargetFree("q1")
+    check(target, num_tokens=0)
+
+
+def test_a_restarted_source_is_refused_and_the_new_one_works(make_rank):
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET)
+    old = leased(source)
+    restarted = make_rank("p0", SOURCE)
+    target.agent.fetch(target.wanted(restarted, old, TARGET_TABLES, NUM_TOKENS))
+    assert target.next_notice(Failed).error.reason == "wrong_epoch"
+    target.next_notice(TargetFree)
+    target.agent.fetch(target.wanted(restarted, leased(restarted), TARGET_TABLES, NUM_TOKENS, "q2"))
+    target.next_notice(Fetched)
+    check(target)
+
+
+def test_a_source_that_is_gone_is_a_deadline_not_a_hang(make_rank):
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET)
+    reference = leased(source)
+    source.agent.close()
+    target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
+    assert target.next_notice(Failed).error.reason == "deadline"
+    target.next_notice(TargetFree)
+
+
+def test_too_few_target_blocks_fail_only_that_request(make_rank):
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET)
+    target.agent.fetch(target.wanted(source, leased(source), ((7,),), NUM_TOKENS))
+    error = target.next_notice(Failed).error
+    assert error.reason == "out_of_range"
+    assert "target group 0 has too few blocks" in str(error)
+    target.next_notice(TargetFree)
+    assert source.next_notice(SourceFree).reason == "aborted"
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS, "q2"))
+    target.next_notice(Fetched)
+
+
+def test_a_lease_that_nobody_claims_expires(make_rank):
+    source = make_rank("p0", SOURCE, timing=Timing(lease_s=0.2))
+    leased(source)
+    assert source.next_notice(SourceFree).reason == "expired"
+    assert source.agent.counts["leases_expired", "expired"] == 1
+
+
+def test_another_transport_than_the_peers_is_a_typed_failure(make_rank):
+    source, target = make_rank("p0", SOURCE, "shm"), make_rank("d0", TARGET, "tcp")
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    error = target.next_notice(Failed).error
+    assert error.reason == "unreachable"
+    assert "--transport shm" in str(error)
+
+
+def test_nonsense_on_the_control_channel_is_refused_and_changes_nothing(make_rank):
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET)
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(source.agent.address)
+    try:
+        for frame in (b"", b"hello", b"KF\x09\x80", b"KF\x01\xff", b"KF\x01\x81\xa4type\xa5offer"):
+            stranger.send(frame)
+            assert stranger.poll(DEADLINE_MS), "no answer"
+            answer = decode(stranger.recv())
+            assert isinstance(answer, Refusal)
+            assert answer.reason is Reason.MALFORMED
+    finally:
+        context.destroy(linger=0)
+    assert source.agent.counts["frames_refused", "malformed"] == 5
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    target.next_notice(Fetched)
+
+
+@pytest.fixture
+def host(make_rank):
+    """An engine without a cache of its own: enough for an agent that must not start."""
+    return Host((make_rank("p0", SOURCE).memory.layout,), (), print)
+
+
+def test_a_taken_port_is_a_clear_error(make_rank, host):
+    port = int(make_rank("p0", SOURCE).agent.address.rpartition(":")[2])
+    with pytest.raises(ConfigurationError, match="cannot listen on"):
+        Agent(AgentConfig("p1", port=port), host, open_transports("shm").transports, {})
+
+
+def test_only_loopback_without_authentication(host):
+    with pytest.raises(ConfigurationError, match="only listens on this host"):
+        Agent(AgentConfig("p1", host="0.0.0.0"), host, open_transports("shm").transports, {})
+
+
+def test_an_unknown_transport_is_a_clear_error(host):
+    opened = open_transports("carrier-pigeon")
+    with pytest.raises(ConfigurationError, match=r"unknown transport 'carrier-pigeon'.*auto or one of"):
+        Agent(AgentConfig("p1", transport="carrier-pigeon"), host, opened.transports, opened.unavailable)
