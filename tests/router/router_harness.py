@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -74,7 +74,7 @@ class Engine:
         app.router.add_post("/v1/chat/completions", self.generate)
         app.router.add_get("/health", self.health)
         app.router.add_get("/v1/models", self.list_models)
-        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0, access_log=None)
+        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01, access_log=None)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", port)
         await site.start()
@@ -166,19 +166,33 @@ class QuietServer(uvicorn.Server):
 
 
 @dataclass
+class Reply:
+    """A whole answer of the router."""
+
+    status: int
+    headers: Mapping[str, str]
+    raw: bytes
+
+    @property
+    def error(self) -> dict:
+        return json.loads(self.raw)["error"]
+
+
+@dataclass
 class Cluster:
+    """A router and its engines."""
+
     prefill: list[Engine]
     decode: list[Engine]
     url: str
     session: aiohttp.ClientSession
     app: object
 
-    async def complete(self, body: object = None, **options) -> aiohttp.ClientResponse:
+    async def complete(self, body: object = None, **options) -> Reply:
         """POST a completion and read the whole answer."""
         data = {"model": "tiny", "prompt": "hello", "max_tokens": 9} if body is None else body
         async with self.session.post(self.url + "/v1/completions", json=data, **options) as response:
-            await response.read()
-            return response
+            return Reply(response.status, response.headers, await response.read())
 
     async def metrics(self) -> str:
         async with self.session.get(self.url + "/metrics") as response:
@@ -236,10 +250,3 @@ def prefill_engine(name: str = "p0", behave: Behaviour | None = None) -> Engine:
 
 def decode_engine(name: str = "d0", behave: Behaviour = decoding) -> Engine:
     return Engine(name, behave)
-
-
-async def dead_engine(name: str = "dead") -> Engine:
-    """An engine that was there when the router looked and is gone now: stop it after the router started."""
-    engine = Engine(name, hanging)
-    await engine.start()
-    return engine

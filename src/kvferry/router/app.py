@@ -89,7 +89,7 @@ class Generate:
             await driver.run()
         finally:
             client.gone.cancel()
-            services.metrics.count_request(self._endpoint, driver.flow.path, client.status)
+        services.metrics.count_request(self._endpoint, driver.flow.path, client.status)
 
 
 async def models(http: Request) -> Response:

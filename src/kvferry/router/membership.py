@@ -88,5 +88,6 @@ class Membership:
             return
         member.healthy = healthy
         self._metrics.show_health(instance, healthy)
-        logger.warning("%s instance %s is %s: %s", instance.role, instance.url, "up" if healthy else "down", reason)
+        level, word = (logging.INFO, "up") if healthy else (logging.WARNING, "down")
+        logger.log(level, "%s instance %s is %s: %s", instance.role, instance.url, word, reason)
         self.changed.set()

@@ -1,0 +1,349 @@
+"""The router on real sockets: answers, streams, headers, models, readiness."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+
+import openai
+import pytest
+from aiohttp import web
+from router_harness import (
+    TRANSFER,
+    cluster,
+    decode_engine,
+    failing,
+    frame,
+    open_stream,
+    prefill_engine,
+    prefilling,
+)
+
+DISAGGREGATED = "disaggregated"
+
+
+def run(main):
+    asyncio.run(main())
+
+
+def client_of(c, retries=0):
+    return openai.AsyncOpenAI(base_url=c.url + "/v1", api_key="sk-test", max_retries=retries)
+
+
+def test_the_openai_client_completes():
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine()]) as c, client_of(c) as client:
+            answer = await client.completions.create(model="tiny", prompt="hello", max_tokens=9)
+            assert answer.choices[0].text == "one two"
+            assert answer.model_extra["kvferry"] == {"moved_bytes": 7}
+            [prefill], [decode] = c.prefill[0].seen, c.decode[0].seen
+            assert (prefill.body["max_tokens"], prefill.body["stream"]) == (1, False)
+            assert decode.body["max_tokens"] == 9
+            assert decode.body["kv_transfer_params"] == {**TRANSFER, "remote_engine_id": "p0"}
+            assert prefill.headers["Authorization"] == decode.headers["Authorization"] == "Bearer sk-test"
+
+    run(main)
+
+
+def test_the_openai_client_streams():
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine()]) as c, client_of(c) as client:
+            messages = [{"role": "user", "content": "hello"}]
+            stream = await client.chat.completions.create(model="tiny", messages=messages, stream=True)
+            chunks = [chunk async for chunk in stream]
+            assert "".join(chunk.choices[0].delta.content for chunk in chunks) == "one two"
+            assert chunks[-1].model_extra["kvferry"] == {"moved_bytes": 7}
+            assert c.decode[0].seen[0].body["stream"] is True
+            assert await c.metric('kvferry_router_time_to_first_token_seconds_count{path="disaggregated"}') == 1
+
+    run(main)
+
+
+def test_a_stream_passes_byte_by_byte_as_it_arrives():
+    """The engine sends the next piece only after the client has the last one: nothing may be held back."""
+    pieces = [b"data: {", b'"x": 1}', b"\n", b"\ndata: [DONE]\n\n", b": trailing comment\n\n"]
+    received = asyncio.Semaphore(0)
+
+    async def behave(request, seen):
+        response = await open_stream(request)
+        for piece in pieces:
+            await response.write(piece)
+            await received.acquire()
+        return response
+
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine("d0", behave)]) as c:
+            body = {"prompt": "a", "stream": True}
+            async with c.session.post(c.url + "/v1/completions", json=body) as response:
+                assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+                for piece in pieces:
+                    assert await response.content.readany() == piece
+                    received.release()
+                assert await response.content.readany() == b""
+
+    run(main)
+
+
+def test_bodies_and_headers_reach_the_client_verbatim():
+    raw = b'{"a":1.10,\n "kv_transfer_params": {"x": null}, "kvferry": {}}  '
+
+    async def behave(request, seen):
+        headers = {"content-type": "application/json", "x-engine": "d", "server": "secret", "set-cookie": "a=b"}
+        return web.Response(body=raw, status=201, headers=headers)
+
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine("d0", behave)]) as c:
+            response = await c.complete(headers={"x-request-id": "mine-1", "x-tenant": "t", "te": "trailers"})
+            assert (response.status, response.raw) == (201, raw)
+            assert response.headers["x-engine"] == "d"
+            assert response.headers["set-cookie"] == "a=b"
+            assert response.headers.getall("server") == ["uvicorn"]
+            assert len(response.headers.getall("date")) == 1
+            assert response.headers.getall("x-request-id") == ["mine-1"]
+            assert response.headers["x-kvferry-path"] == DISAGGREGATED
+            for engine in (c.prefill[0], c.decode[0]):
+                headers = {name.lower(): value for name, value in engine.seen[0].headers.items()}
+                assert (headers["x-request-id"], headers["x-tenant"]) == ("mine-1", "t")
+                assert "te" not in headers
+                assert headers["host"] == engine.url.removeprefix("http://")
+
+    run(main)
+
+
+def test_an_id_is_made_and_is_the_same_on_both_legs():
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine()]) as c:
+            response = await c.complete()
+            ids = {engine.seen[0].headers["X-Request-ID"] for engine in (c.prefill[0], c.decode[0])} | {
+                response.headers["x-request-id"]
+            }
+            assert len(ids) == 1
+            assert (await c.complete()).headers["x-request-id"] not in ids
+
+    run(main)
+
+
+def test_query_and_compression_are_between_client_and_decode():
+    async def behave(request, seen):
+        response = web.json_response({"big": "x" * 4096})
+        response.enable_compression(web.ContentCoding.gzip)
+        return response
+
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine("d0", behave)]) as c:
+            url = c.url + "/v1/completions?a=1%20b&c"
+            async with c.session.post(url, json={"prompt": "a"}) as response:
+                assert response.headers["content-encoding"] == "gzip"
+                assert (await response.json())["big"] == "x" * 4096
+            assert c.decode[0].seen[0].path == c.prefill[0].seen[0].path == "/v1/completions?a=1%20b&c"
+            assert c.prefill[0].seen[0].headers["Accept-Encoding"] == "identity"
+
+    run(main)
+
+
+def test_a_large_prompt_passes():
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine()]) as c:
+            prompt = "word " * 600_000
+            data = io.BytesIO(json.dumps({"prompt": prompt}).encode())
+            async with c.session.post(c.url + "/v1/completions", data=data) as response:
+                assert response.status == 200
+            assert c.decode[0].seen[0].body["prompt"] == prompt
+
+    run(main)
+
+
+def test_a_4xx_of_prefill_reaches_the_client_as_it_is():
+    async def main():
+        p0, p1 = prefill_engine("p0", failing(422, "no such model")), prefill_engine("p1", failing(422, "no"))
+        async with cluster([p0, p1], [decode_engine()]) as c:
+            response = await c.complete()
+            assert response.status == 422
+            assert response.error["message"] == "no such model"
+            assert response.headers["retry-after"] == "3"
+            assert len(p1.seen) == len(c.decode[0].seen) == 0
+
+    run(main)
+
+
+def test_a_4xx_of_decode_reaches_the_client_as_it_is():
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine("d0", failing(429, "busy")), decode_engine("d1")]) as c:
+            response = await c.complete()
+            assert (response.status, response.headers["retry-after"]) == (429, "3")
+            assert len(c.decode[1].seen) == 0
+
+    run(main)
+
+
+def test_two_prefill_and_two_decode_instances_share_concurrent_work():
+    """Four requests at once, held in prefill and then in decode: two on each instance."""
+    released = asyncio.Event()
+
+    def counted(behave, arrived):
+        async def wait(request, seen):
+            arrived.release()
+            await released.wait()
+            return await behave(request, seen)
+
+        return wait
+
+    async def main():
+        arrived = asyncio.Semaphore(0)
+        prefill = [prefill_engine(name, counted(prefilling(name), arrived)) for name in ("p0", "p1")]
+        async with cluster(prefill, [decode_engine("d0"), decode_engine("d1")]) as c:
+            tasks = [asyncio.create_task(c.complete()) for _ in range(4)]
+            for _ in tasks:
+                await arrived.acquire()
+            for engine in (*c.prefill, *c.decode):
+                role = "prefill" if engine in c.prefill else "decode"
+                line = f'kvferry_router_in_flight_requests{{instance="{engine.url}",role="{role}"}}'
+                assert await c.metric(line) == 2
+            released.set()
+            assert [(await task).status for task in tasks] == [200] * 4
+            assert [len(engine.seen) for engine in (*c.prefill, *c.decode)] == [2, 2, 2, 2]
+            assert "_in_flight_requests" in await c.metrics()
+            for engine in c.prefill:
+                line = f'kvferry_router_in_flight_requests{{instance="{engine.url}",role="prefill"}}'
+                assert await c.metric(line) == 0
+
+    run(main)
+
+
+def test_a_busy_instance_is_spared():
+    async def main():
+        held = asyncio.Event()
+
+        async def first_waits(request, seen):
+            if seen.body["prompt"] == "long":
+                await held.wait()
+            return web.json_response({"ok": True})
+
+        busy, idle = decode_engine("d0", first_waits), decode_engine("d1", first_waits)
+        async with cluster([], [busy, idle]) as c:
+            long = asyncio.create_task(c.complete({"prompt": "long"}))
+            await busy.arrived.wait()
+            for _ in range(3):
+                assert (await c.complete({"prompt": "short"})).status == 200
+            assert (len(busy.seen), len(idle.seen)) == (1, 3)
+            held.set()
+            assert (await long).status == 200
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"no json", "found:"),
+        (b"[1]", "expected: a JSON object"),
+        (b"{}", "prompt is missing"),
+        (b'{"prompt": "a", "stream": 1}', "stream has the wrong type"),
+        (b'{"prompt": "a", "kv_transfer_params": {}}', "for engines, not for clients"),
+    ],
+)
+def test_a_malformed_body_is_a_400_in_words(body, words):
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine()]) as c:
+            async with c.session.post(c.url + "/v1/completions", data=body) as response:
+                assert response.status == 400
+                error = (await response.json())["error"]
+                assert error["type"] == "invalid_request_error"
+                assert words in error["message"]
+                assert "hint:" in error["message"]
+            assert len(c.prefill[0].seen) == len(c.decode[0].seen) == 0
+            line = 'kvferry_router_requests_total{endpoint="/v1/completions",path="none",status="400"}'
+            assert await c.metric(line) == 1
+
+    run(main)
+
+
+def test_an_id_with_a_separator_is_a_400():
+    async def main():
+        async with cluster([], [decode_engine()]) as c:
+            response = await c.complete(headers={"x-request-id": "a,b"})
+            assert response.status == 400
+            assert "x-request-id" in response.error["message"]
+
+    run(main)
+
+
+def test_a_too_large_body_is_a_413_announced_or_not():
+    async def chunks():
+        yield b'{"prompt": "'
+        yield b"x" * 200
+        yield b'"}'
+
+    async def main():
+        async with cluster([], [decode_engine()], max_body_bytes=100) as c:
+            for data in (b'{"prompt": "' + b"x" * 100 + b'"}', chunks()):
+                async with c.session.post(c.url + "/v1/completions", data=data) as response:
+                    assert response.status == 413
+                    assert (await response.json())["error"]["code"] == "request_too_large"
+            assert c.decode[0].seen == []
+
+    run(main)
+
+
+def test_unknown_paths_and_methods_are_openai_errors():
+    async def main():
+        async with cluster([], [decode_engine()]) as c:
+            for method, path, status in (
+                ("GET", "/v1/nonsense", 404),
+                ("GET", "/v1/completions", 405),
+                ("POST", "/v1/models", 405),
+                ("DELETE", "/health", 405),
+            ):
+                async with c.session.request(method, c.url + path) as response:
+                    assert response.status == status
+                    assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+    run(main)
+
+
+def test_models_are_the_union_in_order():
+    async def main():
+        p, d0, d1 = prefill_engine(), decode_engine("d0"), decode_engine("d1")
+        p.models = [{"id": "a", "owned_by": "p"}]
+        d0.models = [{"id": "a", "owned_by": "p"}, {"id": "b", "extra": 1.10}]
+        d1.models = [{"no id": 1}]
+        async with cluster([p], [d0, d1]) as c, client_of(c) as client:
+            assert [model.id async for model in client.models.list()] == ["a", "b"]
+            async with c.session.get(c.url + "/v1/models") as response:
+                assert b'"extra": 1.1' in await response.read()
+
+    run(main)
+
+
+def test_no_models_is_a_502():
+    async def main():
+        async with cluster([], [decode_engine()]) as c, c.session.get(c.url + "/v1/models") as response:
+            assert response.status == 502
+            assert (await response.json())["error"]["code"] == "no_models"
+
+    run(main)
+
+
+def test_readiness_needs_a_decode_instance():
+    async def main():
+        p, d = prefill_engine(), decode_engine()
+        d.health_status = 503
+        async with cluster([p], [d]) as c:
+            async with c.session.get(c.url + "/ready") as response:
+                assert response.status == 503
+                body = await response.json()
+                assert (body["num_healthy_prefill"], body["num_healthy_decode"]) == (1, 0)
+            response = await c.complete()
+            assert response.status == 503
+            assert response.error["code"] == "no_decode_instance"
+            assert response.headers["x-kvferry-path"] == DISAGGREGATED
+            assert p.seen == []
+            async with c.session.get(c.url + "/health") as response:
+                assert response.status == 200
+
+    run(main)
+
+
+def test_frames_of_the_harness_are_frames():
+    assert frame({"a": 1}) == b'data: {"a": 1}\n\n'
