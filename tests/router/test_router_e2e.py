@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 
 import openai
 import pytest
@@ -14,11 +15,13 @@ from router_harness import (
     cluster,
     decode_engine,
     failing,
-    frame,
     open_stream,
     prefill_engine,
     prefilling,
 )
+
+from kvferry.errors import IllegalEventError
+from kvferry.router.flow import Flow
 
 DISAGGREGATED = "disaggregated"
 
@@ -345,5 +348,46 @@ def test_readiness_needs_a_decode_instance():
     run(main)
 
 
-def test_frames_of_the_harness_are_frames():
-    assert frame({"a": 1}) == b'data: {"a": 1}\n\n'
+def test_a_client_that_leaves_amid_its_body_is_no_error(caplog):
+    async def main():
+        async with cluster([], [decode_engine()]) as c:
+            host, port = c.url.removeprefix("http://").split(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+            assert (await c.complete()).status == 200
+
+    run(main)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_defect_is_a_500_and_leaves_the_history_to_the_log(monkeypatch, caplog):
+    def illegal(flow, event):
+        raise IllegalEventError("the flow met an event", found="the history")
+
+    monkeypatch.setattr(Flow, "handle", illegal)
+
+    async def main():
+        async with cluster([], [decode_engine()]) as c:
+            response = await c.complete()
+            assert (response.status, response.error["code"]) == (500, "internal_error")
+            assert "history" not in response.error["message"]
+
+    run(main)
+    assert any("the history" in str(record.exc_info) for record in caplog.records)
+
+
+def test_a_crash_is_a_500_too(monkeypatch):
+    def crash(flow, event):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Flow, "handle", crash)
+
+    async def main():
+        async with cluster([], [decode_engine()]) as c:
+            response = await c.complete()
+            assert (response.status, response.error["code"]) == (500, "internal_error")
+
+    run(main)

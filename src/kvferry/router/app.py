@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -31,6 +32,8 @@ from kvferry.router.services import Services
 from kvferry.router.upstream import open_session
 
 __all__ = ["create_app"]
+
+logger = logging.getLogger(__name__)
 
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
@@ -136,6 +139,8 @@ async def on_ferry_error(http: Request, error: Exception) -> Response:
     if not isinstance(error, FerryError):
         raise error
     status, body = error_of(error)
+    if status >= 500:
+        logger.error("a defect of the router ended a request", exc_info=error)
     return _refuse(http, status, body, {})
 
 
