@@ -1,0 +1,38 @@
+"""How commands talk to people: words and errors on stderr, one JSON object per line on stdout for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from kvferry.errors import FerryError
+
+__all__ = ["data", "fail", "say", "words"]
+
+words = Console(stderr=True, highlight=False)
+"""Everything that is meant for a person to read while they wait."""
+
+
+def say(text: str) -> None:
+    """One line for the person who waits."""
+    words.print(text, markup=False)
+
+
+def data(value: Mapping[str, Any]) -> None:
+    """One JSON object on one line of stdout."""
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def fail(error: FerryError) -> NoReturn:
+    """Say what is wrong, what was found, what was expected and what to do; then end with exit code 2."""
+    words.print(f"error: {error.what}", style="bold red", markup=False)
+    for name, text in (("found", error.found), ("expected", error.expected), ("hint", error.hint)):
+        if text:
+            words.print(f"  {name + ':':<10}{text}", markup=False, soft_wrap=True)
+    raise typer.Exit(2)

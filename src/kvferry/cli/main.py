@@ -1,0 +1,171 @@
+"""The `kvferry` command. Each function only names its options; the work is in the module of the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvferry import __version__
+from kvferry.cli import console
+from kvferry.errors import FerryError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Move a request's KV cache from the engine that computed it to the engine that needs it.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Child = Annotated[bool, typer.Option("--as-child", hidden=True, help="End when standard input closes.")]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Model = Annotated[str, typer.Option(help="Folder or Hugging Face name; `tiny` is made on this machine.")]
+Transport = Annotated[str, typer.Option(help="auto, shm, tcp or nixl.")]
+
+
+@contextmanager
+def _friendly() -> Iterator[None]:
+    """A user's mistake ends with a message, not with a traceback."""
+    try:
+        yield
+    except FerryError as error:
+        console.fail(error)
+
+
+@app.command()
+def up(
+    model: Model = "tiny",
+    prefill: Annotated[int, typer.Option(min=1, help="Number of prefill engines.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Number of decode engines.")] = 1,
+    transport: Transport = "auto",
+    once: Annotated[str, typer.Option(help="Answer this prompt and stop; exit code 0 if the answers are equal.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 32,
+    prefill_block_tokens: Annotated[int, typer.Option(min=4, help="Block size of the prefill engines.")] = 16,
+    decode_block_tokens: Annotated[int, typer.Option(min=4, help="Block size of the decode engines.")] = 16,
+    cache_tokens: Annotated[int, typer.Option(min=64, help="Tokens that each engine's cache holds.")] = 16384,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the router.")] = 8000,
+    log_dir: Annotated[str, typer.Option(help="Folder for the engines' output; a temporary one if empty.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Start prefill, decode and router on this machine, answer a prompt, prove it right, and keep serving."""
+    with _friendly():
+        from kvferry.cli.up import UpOptions
+        from kvferry.cli.up import up as run
+
+        options = UpOptions(
+            model=model,
+            num_prefill=prefill,
+            num_decode=decode,
+            transport=transport,
+            prompts=(once,) if once else (),
+            max_tokens=max_tokens,
+            prefill_block_tokens=prefill_block_tokens,
+            decode_block_tokens=decode_block_tokens,
+            cache_tokens=cache_tokens,
+            port=port,
+            log_directory=log_dir,
+            as_json=as_json,
+        )
+        code = run(options)
+    raise typer.Exit(code)
+
+
+@app.command()
+def serve(
+    model: Model = "tiny",
+    engine_id: Annotated[str, typer.Option(help="Name of this engine in references and metrics.")] = "engine-0",
+    served_name: Annotated[str, typer.Option(help="Model name in the API; the model's own if empty.")] = "",
+    transport: Transport = "auto",
+    block_tokens: Annotated[int, typer.Option(min=4, help="Tokens per block.")] = 16,
+    num_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the cache.")] = 1024,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step; longer prompts go in chunks.")] = 512,
+    dtype: Annotated[str, typer.Option(help="Torch dtype, or auto for the model's own.")] = "auto",
+    failure_policy: Annotated[str, typer.Option(help="When a cache does not arrive: recompute or fail.")] = "recompute",
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 for any free one.")] = 8100,
+    transfer_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the control channel.")] = 0,
+    as_json: Json = False,
+    as_child: Child = False,
+) -> None:
+    """Serve one model with the embedded engine; it can prefill for others and decode what others prefilled."""
+    with _friendly():
+        from kvferry.agent import AgentConfig
+        from kvferry.cli import serve as command
+        from kvferry.cli.models import resolve
+        from kvferry.connectors.jobs import Settings
+
+        path, name = resolve(model)
+        command.serve(
+            command.ServeOptions(
+                settings=Settings(path, dtype, block_tokens, num_blocks, max_batch_tokens),
+                agent=AgentConfig(engine_id, port=transfer_port, transport=transport),
+                served_name=served_name or name,
+                failure_policy=failure_policy,
+                host=host,
+                port=port,
+                as_json=as_json,
+                as_child=as_child,
+            )
+        )
+
+
+@app.command()
+def route(
+    prefill: Annotated[list[str], typer.Option(help="URL of a prefill engine; repeat for more.")] = [],  # noqa: B006
+    decode: Annotated[list[str], typer.Option(help="URL of a decode engine; repeat for more.")] = [],  # noqa: B006
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    as_json: Json = False,
+    as_child: Child = False,
+) -> None:
+    """Route OpenAI requests over prefill and decode engines."""
+    with _friendly():
+        from kvferry.cli import route as command
+        from kvferry.router.config import RouterConfig
+
+        router = RouterConfig(prefill_urls=tuple(prefill), decode_urls=tuple(decode))
+        command.route(command.RouteOptions(router, host, port, as_json, as_child))
+
+
+@app.command()
+def plan(
+    prefill: Annotated[str, typer.Option(help="Such as tp=4,pp=1,block=16,format=token-major.")],
+    decode: Annotated[str, typer.Option(help="Such as tp=2,block=64.")],
+    tokens: Annotated[int, typer.Option(min=0, help="Length of the prompt.")] = 8192,
+    model: Annotated[str, typer.Option(help="config.json or a folder with one; else give the numbers below.")] = "",
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 32,
+    heads: Annotated[int, typer.Option(min=1, help="Number of KV heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Size of one head.")] = 128,
+    dtype: Annotated[str, typer.Option(help="dtype of the cache.")] = "bfloat16",
+    scattered: Annotated[bool, typer.Option(help="Block ids at random, as in a busy pool, not adjacent.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print what moves where between two topologies, without any hardware."""
+    with _friendly():
+        from kvferry.cli import plan as command
+
+        attention = command.attention_of(Path(model)) if model else command.attention(layers, heads, head_dim, dtype)
+        command.plan(command.PlanOptions(attention, prefill, decode, tokens, scattered, as_json))
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Move a request's KV cache from the engine that computed it to the engine that needs it."""
+    if show:
+        typer.echo(f"kvferry {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

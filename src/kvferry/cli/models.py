@@ -1,0 +1,30 @@
+"""Which model a `--model` option means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvferry.cli import console
+from kvferry.cli.environment import cache_directory
+from kvferry.errors import ConfigurationError
+
+__all__ = ["TINY", "resolve"]
+
+TINY = "tiny"
+
+
+def resolve(model: str) -> tuple[str, str]:
+    """The path or hub name to load and the name to serve it under; makes the tiny model when it is not there yet."""
+    if model != TINY:
+        return model, Path(model).name if Path(model).is_dir() else model
+    from kvferry.embedded.model import ensure_tiny_model
+
+    directory = cache_directory()
+    try:
+        return str(ensure_tiny_model(directory, console.say)), TINY
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot make the tiny model in {directory}",
+            found=str(error),
+            hint="set KVFERRY_CACHE to a folder that can be written",
+        ) from error

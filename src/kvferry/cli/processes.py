@@ -1,0 +1,89 @@
+"""Child processes of `kvferry up`: started, awaited until they announce themselves, restarted, ended."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import ConfigurationError
+
+__all__ = ["Child", "Command"]
+
+STOP_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How to start a child: its name, the arguments of `kvferry`, and where its words go."""
+
+    name: str
+    arguments: tuple[str, ...]
+    log: Path
+
+
+class Child:
+    """One running child. It ends by itself when this process dies: its standard input closes then."""
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        with command.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvferry.cli.main", *command.arguments, "--json", "--as-child"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_until_ready(self, deadline: float) -> dict[str, Any]:
+        """What the child announces when it can serve. `deadline` is on the monotonic clock.
+
+        Raises ConfigurationError, with the child's own words, when it ends or is not ready in time.
+        """
+        stdout = self._process.stdout
+        if stdout is None:
+            raise ConfigurationError(f"{self.command.name} was started without an output")
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise self._failed("is not ready in time")
+        line = stdout.readline()
+        if not line:
+            raise self._failed("has ended")
+        announced: dict[str, Any] = json.loads(line)
+        return announced
+
+    def stop(self) -> None:
+        """Ask the child to end, and make sure that it does. Safe to call twice."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(STOP_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _failed(self, what: str) -> ConfigurationError:
+        lines = self.command.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        told = [index for index, line in enumerate(lines) if line.startswith("error:")]
+        shown = lines[told[-1] :] if told else lines[-5:]
+        return ConfigurationError(
+            f"{self.command.name} {what}",
+            found=" | ".join(line.strip() for line in shown) or "no output",
+            hint=f"its whole output is in {self.command.log}",
+        )

@@ -1,0 +1,34 @@
+"""`kvferry route`: the router in front of prefill and decode engines."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from kvferry.cli import console, http
+from kvferry.router.app import create_app
+from kvferry.router.config import RouterConfig
+
+__all__ = ["RouteOptions", "route"]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteOptions:
+    """Which engines to route to, and where to listen."""
+
+    router: RouterConfig
+    host: str
+    port: int
+    as_json: bool
+    as_child: bool
+
+
+def route(options: RouteOptions) -> None:
+    """Route until told to stop. Raises ConfigurationError."""
+    with http.listen(options.host, options.port) as bound:
+        url = http.url_of(bound)
+        if options.as_json:
+            console.data({"event": "ready", "url": url})
+        else:
+            console.say(f"routing at {url}/v1")
+        asyncio.run(http.run(create_app(options.router), bound, until_stdin_closes=options.as_child))

@@ -1,0 +1,69 @@
+"""`kvferry serve`: one engine process with its HTTP server and its transfer agent."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from kvferry.agent import AgentConfig
+from kvferry.cli import console, http
+from kvferry.connectors.jobs import Settings
+from kvferry.embedded.app import create_app
+from kvferry.embedded.bridge import AgentCollector, AgentTransfer
+from kvferry.embedded.engine import Engine
+from kvferry.embedded.service import ServeInfo
+
+__all__ = ["ServeOptions", "serve"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What to serve, under which names, and where. `as_child` ends the process when standard input closes."""
+
+    settings: Settings
+    agent: AgentConfig
+    served_name: str
+    failure_policy: str
+    host: str
+    port: int
+    as_json: bool
+    as_child: bool
+
+
+def serve(options: ServeOptions) -> None:
+    """Serve until told to stop. Raises ConfigurationError before anything is started that cannot work."""
+    # The port is taken first: to load a model for half a minute and then fail would be unkind.
+    with http.listen(options.host, options.port) as bound:
+        engine = Engine(options.settings)
+        asyncio.run(_serve(options, engine, bound))
+
+
+async def _serve(options: ServeOptions, engine: Engine, bound: socket.socket) -> None:
+    async with AsyncExitStack() as undo:
+        await engine.start()
+        undo.push_async_callback(engine.close)
+        transfer = AgentTransfer(options.agent, engine.layout(), engine.memory(), engine.release)
+        await transfer.start()
+        undo.push_async_callback(transfer.close)
+        info = ServeInfo(options.served_name, options.agent.engine_id, int(time.time()), options.failure_policy)
+        app = create_app(engine, transfer, info)
+        app.state.registry.register(AgentCollector(transfer.agent))
+        _announce(options, http.url_of(bound), transfer.agent.address)
+        await http.run(app, bound, until_stdin_closes=options.as_child)
+
+
+def _announce(options: ServeOptions, url: str, transfer_address: str) -> None:
+    facts = {
+        "event": "ready",
+        "engine_id": options.agent.engine_id,
+        "model": options.served_name,
+        "url": url,
+        "transfer_address": transfer_address,
+    }
+    if options.as_json:
+        console.data(facts)
+    else:
+        console.say(f"{facts['engine_id']}: {facts['model']} at {url}/v1, transfers at {transfer_address}")

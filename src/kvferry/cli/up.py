@@ -1,0 +1,141 @@
+"""`kvferry up`: the whole job on one machine, with the proof that it was done right."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.cli import console
+from kvferry.cli.fleet import Fleet, FleetOptions
+from kvferry.cli.models import resolve
+from kvferry.cli.proof import Answer, Question, ask
+
+__all__ = ["UpOptions", "up"]
+
+EXAMPLE = (
+    "The ferry leaves the harbour at dawn. On the other side of the river a train is waiting, and whoever wants to "
+    "catch it must not lose a single box on the way. The captain counts the boxes, the porter counts them again, and"
+)
+MEND_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What to start and what to ask. With a prompt in `prompts` everything stops after its answer."""
+
+    model: str
+    num_prefill: int
+    num_decode: int
+    transport: str
+    prompts: tuple[str, ...]
+    max_tokens: int
+    prefill_block_tokens: int
+    decode_block_tokens: int
+    cache_tokens: int
+    port: int
+    log_directory: str
+    as_json: bool
+
+
+def up(options: UpOptions) -> int:
+    """Run it; returns the exit code: 0 when the answers are equal. Raises ConfigurationError, RequestError."""
+    path, name = resolve(options.model)
+    with ExitStack() as undo:
+        logs = Path(options.log_directory or undo.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))
+        logs.mkdir(parents=True, exist_ok=True)
+        engine_arguments = ("--model", path, "--served-name", name, "--transport", options.transport)
+        fleet = undo.enter_context(Fleet(_fleet_options(options, engine_arguments), logs))
+        try:
+            with console.words.status("starting the engines"):
+                fleet.start()
+            equal = _show_proof(options, fleet)
+            if not options.prompts:
+                _keep_serving(fleet)
+        except KeyboardInterrupt:
+            console.say("stopping")
+            return 130 if options.prompts else 0
+    return 0 if equal else 1
+
+
+def _fleet_options(options: UpOptions, engine_arguments: tuple[str, ...]) -> FleetOptions:
+    return FleetOptions(
+        num_prefill=options.num_prefill,
+        num_decode=options.num_decode,
+        engine_arguments=engine_arguments,
+        prefill_block_tokens=options.prefill_block_tokens,
+        decode_block_tokens=options.decode_block_tokens,
+        cache_tokens=options.cache_tokens,
+        port=0 if options.prompts and options.port == 8000 else options.port,
+    )
+
+
+def _show_proof(options: UpOptions, fleet: Fleet) -> bool:
+    prompt = options.prompts[0] if options.prompts else EXAMPLE
+    question = Question(fleet.model, prompt, options.max_tokens)
+    answer = ask(fleet.url, question, _silent if options.as_json else _typewriter)
+    alone = ask(fleet.decode_urls[0], question, _silent)
+    facts = _facts(answer, alone)
+    if options.as_json:
+        console.data(facts)
+    else:
+        sys.stdout.write("\n\n")
+        Console().print(_table(facts))
+    return bool(facts["equal"])
+
+
+def _silent(text: str) -> None:
+    return
+
+
+def _typewriter(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _facts(answer: Answer, alone: Answer) -> dict[str, Any]:
+    """One flat record of what happened; `report` is what the decode engine measured."""
+    report = answer.report
+    wire_s = report.get("phases_s", {}).get("wire", 0.0)
+    return {
+        "equal": answer.token_ids == alone.token_ids and bool(answer.token_ids),
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "expected_token_ids": list(alone.token_ids),
+        "prompt_tokens": answer.prompt_tokens,
+        **report,
+        "gigabytes_per_s": report.get("bytes", 0) / wire_s / 1e9 if wire_s else 0.0,
+    }
+
+
+def _table(facts: dict[str, Any]) -> Table:
+    table = Table(title="What moved", show_header=False, title_justify="left")
+    verdict = "equal, token for token" if facts["equal"] else "DIFFERENT FROM THE UN-DISAGGREGATED RUN"
+    received, computed = facts["tokens_received"], facts["tokens_computed"]
+    table.add_row("answer", f"{len(facts['token_ids'])} tokens: {verdict}")
+    table.add_row("prompt", f"{facts['prompt_tokens']} tokens: {received} received, {computed} computed here")
+    if facts["recomputed"]:
+        table.add_row("not received", f"the prompt was computed again: {facts['recomputed']}")
+    table.add_row("bytes moved", f"{facts['bytes']:,} ({facts['bytes'] / 2**20:.2f} MiB)")
+    table.add_row("descriptors", f"{facts['descriptors']:,}")
+    table.add_row("transport", f"{facts['transport'] or 'none'} [dim]({facts['choice'] or 'nothing moved'})[/dim]")
+    table.add_row("strategy", facts["strategy"] or "none")
+    for phase, seconds in facts["phases_s"].items():
+        table.add_row(f"  {phase}", f"{seconds * 1000:.2f} ms")
+    table.add_row("rate on the wire", f"{facts['gigabytes_per_s']:.2f} GB/s")
+    return table
+
+
+def _keep_serving(fleet: Fleet) -> None:
+    """Until Ctrl-C: mend what breaks."""
+    console.say(f"serving an OpenAI API at {fleet.url}/v1 (model {fleet.model}); Ctrl-C stops everything")
+    while fleet.routing:
+        fleet.mend()
+        time.sleep(MEND_S)

@@ -1,0 +1,132 @@
+"""The `Transfer` of an engine process: offers and fetches on the event loop, carried out by the agent's thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvferry.agent import Agent, AgentConfig, Host, Notice
+from kvferry.connectors.params import from_params, to_params
+from kvferry.embedded.transfer import TransferReport
+from kvferry.errors import TransferError
+from kvferry.plan.layout import Layout, TokenRange
+from kvferry.session.events import Failed, Fetched, FetchWanted, SourceFree, TargetFree
+from kvferry.transport.base import Memory
+from kvferry.transport.opening import open_transports
+from kvferry.wire.messages import Reason
+
+__all__ = ["AgentTransfer"]
+
+Settled = Fetched | Failed
+
+
+class AgentTransfer:
+    """Moves caches for one engine of one rank; see `Transfer` for what it promises the engine.
+
+    Lives on one event loop, from `start` to `close`. Raises ConfigurationError when the agent cannot be set up.
+    """
+
+    def __init__(self, config: AgentConfig, layout: Layout, memory: Memory, release: Callable[[str], None]) -> None:
+        opened = open_transports(config.transport)
+        host = Host((layout,), (memory,), self._on_notice)
+        self.agent = Agent(config, host, opened.transports, opened.unavailable)
+        self._release = release
+        self._waiting: dict[str, asyncio.Future[Settled]] = {}
+
+    @property
+    def failure(self) -> str:
+        """Why nothing can move; empty while it can."""
+        return "" if self.agent.alive else "the transfer agent has stopped"
+
+    async def start(self) -> None:
+        """Begin; notices come to the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self.agent.start()
+
+    async def close(self) -> None:
+        """Stop the agent; fetches that are under way end with an error."""
+        await asyncio.to_thread(self.agent.close)
+        closed = TransferError(Reason.ABORTED, "this engine is shutting down")
+        for request_id in list(self._waiting):
+            self._settle(Failed(request_id, closed))
+
+    async def offer(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> dict[str, object]:
+        """Lease a computed prompt's blocks; the answer goes through the HTTP layer."""
+        reference = self.agent.lease(request_id, block_tables, num_tokens)
+        return to_params(reference, [self.agent.address], block_tables, num_tokens)
+
+    async def fetch(
+        self, request_id: str, params: object, block_tables: list[list[int]], num_tokens: int
+    ) -> TransferReport:
+        """Bring `num_tokens` tokens into these blocks. Raises TransferError; a cancelled caller aborts the fetch."""
+        wanted = self._wanted(request_id, params, block_tables, num_tokens)
+        future = self._waiting[request_id] = self._loop.create_future()
+        self.agent.fetch(wanted)
+        try:
+            settled = await future
+        except asyncio.CancelledError:
+            self.agent.abort(request_id)
+            raise
+        finally:
+            self._waiting.pop(request_id, None)
+        if isinstance(settled, Failed):
+            raise settled.error
+        report = settled.report
+        return TransferReport(
+            tokens=report.tokens,
+            bytes=report.num_bytes,
+            descriptors=report.num_rows,
+            transport=report.transport,
+            choice=report.choice,
+            strategy=report.strategy,
+            phases_s=dict(report.phases_s),
+        )
+
+    def abort(self, request_id: str) -> None:
+        """Nobody waits for this request any more, offered or being fetched."""
+        self.agent.abort(request_id)
+        self.agent.withdraw(request_id)
+
+    def _wanted(
+        self, request_id: str, params: object, block_tables: Sequence[Sequence[int]], num_tokens: int
+    ) -> FetchWanted:
+        try:
+            remote = from_params(params)
+        except TransferError:
+            # The agent never hears of this fetch, so nobody else would free the blocks.
+            self._release(request_id)
+            raise
+        tables = tuple(tuple(table) for table in block_tables)
+        return FetchWanted(request_id, remote.reference, remote.addresses, tables, TokenRange(0, num_tokens))
+
+    def _on_notice(self, notice: Notice) -> None:
+        """On the agent's thread."""
+        match notice:
+            case SourceFree(request_id) | TargetFree(request_id):
+                self._release(request_id)
+            case _:
+                self._loop.call_soon_threadsafe(self._settle, notice)
+
+    def _settle(self, notice: Settled) -> None:
+        future = self._waiting.get(notice.request_id)
+        if future is not None and not future.done():
+            future.set_result(notice)
+
+
+class AgentCollector(Collector):
+    """The agent's counters for `/metrics`."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def collect(self) -> Iterator[Metric]:
+        """One family; every failure moves exactly one labelled counter."""
+        family = CounterMetricFamily(
+            "kvferry_agent_events", "What the transfer agent refused, dropped or failed.", labels=("what", "reason")
+        )
+        for (what, reason), count in sorted(self._agent.counts.items()):
+            family.add_metric((what, str(reason)), count)
+        yield family
