@@ -22,14 +22,14 @@ class Ledger:
     """A look at the books, in blocks per cache group.
 
     `granted` is what the admitted requests may use at most, `allocated` what is in block tables now. `num_waiting`
-    requests wait for room; `num_held` are finished or not yet running while their blocks are lent to a transfer.
+    requests wait for room; the blocks of `num_lent` requests are, or will be, in the hands of a transfer.
     """
 
     capacity: Blocks
     granted: Blocks
     allocated: Blocks
     num_waiting: int
-    num_held: int
+    num_lent: int
 
     @property
     def free(self) -> Blocks:

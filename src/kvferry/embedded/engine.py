@@ -119,7 +119,7 @@ class Engine:
             granted=self._admission.granted,
             allocated=self._core.num_allocated_blocks(),
             num_waiting=self._admission.num_waiting,
-            num_held=sum(entry.lent for entry in self._entries.values()),
+            num_lent=sum(entry.lent for entry in self._entries.values()),
         )
 
     async def start(self) -> None:

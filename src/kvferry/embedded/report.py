@@ -17,8 +17,8 @@ class Report:
     """Goes with every answer under the key `kvferry`.
 
     `tokens_computed` prompt tokens went through this engine's model, measured; `tokens_received` came from another
-    engine, in `bytes` bytes and `descriptors` rows. `recomputed` is the reason of a transfer that failed and was
-    made good by computing the prompt here, or empty.
+    engine, in `bytes` bytes and `descriptors` rows; `choice` says why by this transport. `recomputed` is the reason of
+    a transfer that failed and was made good by computing the prompt here, or empty.
     """
 
     tokens_computed: int = 0
@@ -26,6 +26,7 @@ class Report:
     bytes: int = 0
     descriptors: int = 0
     transport: str = ""
+    choice: str = ""
     strategy: str = ""
     phases_s: dict[str, float] = field(default_factory=dict)
     recomputed: str = ""
@@ -73,4 +74,4 @@ class Metrics:
         blocks.labels("allocated").set_function(lambda: sum(engine.ledger().allocated))
         requests = Gauge("kvferry_engine_open_requests", "Requests by state.", ("state",), registry=self.registry)
         requests.labels("waiting").set_function(lambda: engine.ledger().num_waiting)
-        requests.labels("held").set_function(lambda: engine.ledger().num_held)
+        requests.labels("lent").set_function(lambda: engine.ledger().num_lent)

@@ -131,13 +131,18 @@ class Service:
         tables = await self.engine.reserve(call.request)
         with ExitStack() as undo:
             undo.callback(self._transfer.abort, request_id)
-            got = await self._transfer.fetch(request_id, call.ask.leg.params, tables, num_tokens)
+            try:
+                got = await self._transfer.fetch(request_id, call.ask.leg.params, tables, num_tokens)
+            except TransferError:
+                undo.pop_all()  # it has ended by itself
+                raise
             undo.pop_all()
         return Report(
             tokens_received=got.tokens,
             bytes=got.bytes,
             descriptors=got.descriptors,
             transport=got.transport,
+            choice=got.choice,
             strategy=got.strategy,
             phases_s=got.phases_s,
         )

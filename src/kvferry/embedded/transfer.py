@@ -14,13 +14,14 @@ __all__ = ["NoTransfer", "Transfer", "TransferReport"]
 class TransferReport:
     """What arrived: the first `tokens` tokens of a prompt, in `bytes` bytes and `descriptors` rows.
 
-    `phases_s` are the seconds spent in each named phase.
+    `choice` says why this transport was taken; `phases_s` are the seconds spent in each named phase.
     """
 
     tokens: int
     bytes: int
     descriptors: int
     transport: str
+    choice: str
     strategy: str
     phases_s: dict[str, float]
 

@@ -1,0 +1,82 @@
+"""One tiny model and two engines for the whole session; every test must leave both empty."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from embedded_loopback import Loopback, Offers
+from embedded_server import Served, serve
+from embedded_support import Loop, expect_empty
+
+from kvferry.connectors.jobs import Settings
+from kvferry.embedded.app import create_app
+from kvferry.embedded.engine import Engine
+from kvferry.embedded.model import ensure_tiny_model
+from kvferry.embedded.service import ServeInfo
+
+
+@pytest.fixture(scope="session")
+def loop() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ensure_tiny_model(tmp_path_factory.mktemp("models"), lambda sentence: None)
+
+
+@pytest.fixture(scope="session")
+def engines(loop: Loop, model_path: Path) -> Iterator[tuple[Engine, Engine]]:
+    """A source and a target with different blocks, batches and pools."""
+    source = Engine(Settings(str(model_path), block_tokens=16, num_blocks=320, max_batch_tokens=256))
+    target = Engine(Settings(str(model_path), block_tokens=24, num_blocks=200, max_batch_tokens=512))
+    for engine in (source, target):
+        loop.run(engine.start())
+    yield source, target
+    for engine in (source, target):
+        loop.run(engine.close())
+
+
+@pytest.fixture
+def source(loop: Loop, engines: tuple[Engine, Engine]) -> Iterator[Engine]:
+    yield engines[0]
+    expect_empty(loop, engines[0])
+
+
+@pytest.fixture
+def target(loop: Loop, engines: tuple[Engine, Engine]) -> Iterator[Engine]:
+    yield engines[1]
+    expect_empty(loop, engines[1])
+
+
+@pytest.fixture(scope="session")
+def services(loop: Loop, engines: tuple[Engine, Engine]) -> Iterator[tuple[Served, Served]]:
+    """Both engines behind HTTP; what the first offers the second can fetch."""
+    offers = Offers(engines[0].layout(), engines[0].release)
+    stack = AsyncExitStack()
+
+    async def start(engine: Engine) -> Served:
+        transfer = Loopback(engine, offers, asyncio.Event(), asyncio.Event())
+        transfer.gate.set()
+        transfer.fence.set()
+        info = ServeInfo(model="tiny", engine_id="e", created=1)
+        return Served(engine, transfer, await stack.enter_async_context(serve(create_app(engine, transfer, info))))
+
+    yield loop.run(start(engines[0])), loop.run(start(engines[1]))
+    loop.run(stack.aclose())
+
+
+@pytest.fixture
+def prefiller(source: Engine, services: tuple[Served, Served]) -> Served:
+    return services[0]
+
+
+@pytest.fixture
+def decoder(target: Engine, services: tuple[Served, Served]) -> Served:
+    return services[1]

@@ -1,0 +1,79 @@
+"""A transfer within one process: the real planner over the engines' own descriptions, executed with memmove."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.embedded.engine import Engine
+from kvferry.embedded.transfer import TransferReport
+from kvferry.errors import TransferError
+from kvferry.plan.layout import Layout, TokenRange
+from kvferry.plan.program import bind
+from kvferry.plan.request import BlockTables, copies_for
+from kvferry.plan.route import route
+
+
+def move(layouts: tuple[Layout, Layout], tables: tuple[BlockTables, BlockTables], num_tokens: int) -> tuple[int, int]:
+    """Copy the first tokens of a request from one engine's blocks to another's; returns (bytes, rows)."""
+    source, target = layouts
+    program = bind(route([source], [target]).between(0, 0), source, target)
+    copies = copies_for(program, *tables, TokenRange(0, num_tokens))
+    for source_address, target_address, length in zip(copies.source, copies.target, copies.length, strict=True):
+        ctypes.memmove(int(target_address), int(source_address), int(length))
+    return copies.num_bytes, len(copies)
+
+
+@dataclass
+class Offers:
+    """What the source offers, by reference."""
+
+    layout: Layout
+    release: Callable[[str], None]
+    tables: dict[str, BlockTables] = field(default_factory=dict)
+
+
+@dataclass
+class Loopback:
+    """Both sides of a transfer for one engine. `gate` holds fetches back, `fence` the end of quarantines."""
+
+    engine: Engine
+    offers: Offers
+    gate: asyncio.Event
+    fence: asyncio.Event
+    entered: asyncio.Event = field(default_factory=asyncio.Event)
+    quarantined: list[str] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    _fencing: asyncio.Task[None] | None = None
+
+    async def offer(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> dict[str, object]:
+        self.offers.tables[request_id] = block_tables
+        return {"do_remote_prefill": True, "remote_request_id": request_id}
+
+    async def fetch(
+        self, request_id: str, params: object, block_tables: list[list[int]], num_tokens: int
+    ) -> TransferReport:
+        self.entered.set()
+        self.quarantined.append(request_id)
+        await self.gate.wait()
+        remote = params.get("remote_request_id") if isinstance(params, dict) else None
+        if not isinstance(remote, str) or remote not in self.offers.tables:
+            self._fencing = asyncio.create_task(self._end_quarantine())
+            raise TransferError("unknown_lease", "nobody offers this request", found=repr(remote))
+        self.quarantined.remove(request_id)
+        tables = (self.offers.tables.pop(remote), block_tables)
+        num_bytes, num_rows = move((self.offers.layout, self.engine.layout()), tables, num_tokens)
+        self.offers.release(remote)
+        return TransferReport(num_tokens, num_bytes, num_rows, "loopback", "the only one", "direct", {"wire": 0.0})
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self._fencing = asyncio.create_task(self._end_quarantine())
+
+    async def _end_quarantine(self) -> None:
+        await self.fence.wait()
+        for request_id in self.quarantined:
+            self.engine.release(request_id)
+        self.quarantined.clear()

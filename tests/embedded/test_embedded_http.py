@@ -1,0 +1,204 @@
+"""The OpenAI dialect over a real socket."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import openai
+import pytest
+from embedded_server import Served
+from embedded_support import DEADLINE_S, Loop, ids_of, request
+
+PROMPT = "The ferry crosses the river when"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Where does the ferry go?"}]
+
+
+@pytest.fixture
+def client(decoder: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=decoder.url, api_key="none", max_retries=0, timeout=DEADLINE_S)
+
+
+def test_completion_with_the_openai_client(client: openai.OpenAI, decoder: Served) -> None:
+    with client:
+        answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=20, temperature=0)
+        pieces = list(
+            client.completions.create(
+                model="tiny", prompt=PROMPT, max_tokens=20, stream=True, stream_options={"include_usage": True}
+            )
+        )
+    assert answer.choices[0].text
+    assert answer.choices[0].finish_reason == "length"
+    num_prompt_tokens = len(decoder.engine.tokenizer(PROMPT)["input_ids"])
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (num_prompt_tokens, 20)
+    assert "".join(piece.choices[0].text for piece in pieces[:-1]) == answer.choices[0].text
+    assert pieces[-1].usage == answer.usage
+    assert not pieces[-1].choices
+    assert [piece.choices[0].finish_reason for piece in pieces[:-1]][-1] == "length"
+
+
+def test_chat_with_the_openai_client(client: openai.OpenAI) -> None:
+    with client:
+        answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=16)
+        pieces = list(client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=16, stream=True))
+    assert answer.choices[0].message.role == pieces[0].choices[0].delta.role == "assistant"
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == answer.choices[0].message.content
+    assert pieces[-1].choices[0].finish_reason == answer.choices[0].finish_reason == "length"
+
+
+def test_models_health_and_metrics(decoder: Served) -> None:
+    assert decoder.ask("/v1/models")[1]["data"][0]["id"] == "tiny"
+    assert decoder.ask("/health") == (200, {"status": "ok", "engine_id": "e", "reason": ""})
+    before = decoder.metric("kvferry_engine_tokens_computed_total")
+    decoder.ask(COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 2})
+    assert decoder.metric("kvferry_engine_tokens_computed_total") == before + 3
+    assert decoder.metric('kvferry_engine_blocks{state="granted"}') == 0
+    assert decoder.metric('kvferry_engine_blocks{state="capacity"}') == 200
+    assert decoder.metric('kvferry_engine_requests_total{leg="whole",status="200"}') >= 1
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, [PROMPT], "IDS", ["IDS"]])
+def test_prompts_may_be_text_or_ids_or_a_list_of_one(decoder: Served, prompt: Any) -> None:
+    ids = decoder.engine.tokenizer(PROMPT)["input_ids"]
+    prompt = ids if prompt == "IDS" else [ids] if prompt == ["IDS"] else prompt
+    _, expected = decoder.ask(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 4})
+    _, answer = decoder.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 4})
+    assert answer["choices"] == expected["choices"]
+
+
+def test_token_ids_are_the_engine_s(loop: Loop, decoder: Served) -> None:
+    ask = request("direct", 40, 10)
+    direct = loop.run(ids_of(decoder.engine.generate(ask)))
+    body = {"prompt": list(ask.prompt), "max_tokens": 10, "return_token_ids": True, "ignore_eos": True}
+    _, answer = decoder.ask(COMPLETIONS, body)
+    assert answer["choices"][0]["token_ids"] == direct
+    events = decoder.events(COMPLETIONS, body)
+    assert [i for event in events for i in event["choices"][0]["token_ids"]] == direct
+
+
+def test_every_answer_says_what_was_computed(decoder: Served) -> None:
+    ids = list(request("", 40).prompt)
+    _, answer = decoder.ask(COMPLETIONS, {"prompt": ids, "max_tokens": 3})
+    assert answer["kvferry"]["tokens_computed"] == 40
+    assert answer["kvferry"]["tokens_received"] == 0
+    events = decoder.events(COMPLETIONS, {"prompt": ids, "max_tokens": 3})
+    assert [event["kvferry"] for event in events if "kvferry" in event] == [answer["kvferry"]]
+    assert "kvferry" in events[-1]
+
+
+def test_stop_strings_end_the_answer(decoder: Served) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 30}
+    _, whole = decoder.ask(COMPLETIONS, body)
+    text = whole["choices"][0]["text"]
+    stop = text[10:14]
+    _, answer = decoder.ask(COMPLETIONS, body | {"stop": ["neverthere!", stop]})
+    assert answer["choices"][0]["text"] == text[: text.index(stop)]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] < 30
+    events = decoder.events(COMPLETIONS, body | {"stop": stop})
+    assert "".join(event["choices"][0]["text"] for event in events) == text[: text.index(stop)]
+
+
+def test_the_caller_s_id_comes_back_and_may_be_used_twice(decoder: Served) -> None:
+    headers = {"x-request-id": "trip-7"}
+    for _ in range(2):
+        status, answer = decoder.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, headers)
+        assert (status, answer["id"]) == (200, "cmpl-trip-7")
+    assert decoder.ask(COMPLETIONS, {"prompt": "a"}, {"x-request-id": "a,b"})[0] == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(loop: Loop, decoder: Served, stream: bool) -> None:
+    """`expect_empty` of the fixture waits until nothing is left, long before 4000 tokens could be answered."""
+    path, body = COMPLETIONS, f'{{"prompt": "a", "max_tokens": 4000, "stream": {str(stream).lower()}}}'
+    left = 'kvferry_engine_requests_total{leg="whole",status="499"}'
+    before = decoder.metric(left)
+    with socket.create_connection(("127.0.0.1", decoder.port)) as connection:
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+        connection.sendall(head.encode())
+        if stream:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        else:
+            while not any(decoder.engine.ledger().granted):
+                decoder.raw("/health")
+    loop.run(decoder.engine.idle())
+    assert decoder.metric(left) == before + 1
+
+
+BAD_BODIES: list[tuple[str, Any, int, str]] = [
+    (COMPLETIONS, b"", 400, "cannot be understood"),
+    (COMPLETIONS, b"{", 400, "cannot be understood"),
+    (COMPLETIONS, b"\xff\xfe", 400, "cannot be understood"),
+    (COMPLETIONS, b"[" * 100_000, 400, "cannot be understood"),
+    (COMPLETIONS, [], 400, "object"),
+    (COMPLETIONS, {}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": None}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": ""}, 400, "needs a prompt"),
+    (COMPLETIONS, {"prompt": []}, 400, "list of 0"),
+    (COMPLETIONS, {"prompt": [[]]}, 400, "needs a prompt"),
+    (COMPLETIONS, {"prompt": ["a", "b"]}, 400, "one request per prompt"),
+    (COMPLETIONS, {"prompt": [1, "b"]}, 400, "list of 2"),
+    (COMPLETIONS, {"prompt": [1, 1024]}, 400, "vocabulary"),
+    (COMPLETIONS, {"prompt": [-1]}, 400, "vocabulary"),
+    (COMPLETIONS, {"prompt": [2**62]}, 400, "vocabulary"),
+    (COMPLETIONS, {"prompt": [2**80]}, 400, "vocabulary"),
+    (COMPLETIONS, {"prompt": [True]}, 400, "prompt"),
+    (COMPLETIONS, {"prompt": [5] * 5000}, 400, "no room"),
+    (COMPLETIONS, {"prompt": [5] * 4790, "max_tokens": 11}, 400, "at most 4800"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 2**62}, 400, "at most 4800"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": "8"}, 400, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "temperature": 0.7}, 400, "set temperature to 0"),
+    (COMPLETIONS, {"prompt": "a", "n": 2}, 400, "n is not supported by the embedded engine"),
+    (COMPLETIONS, {"prompt": "a", "n": True}, 400, "n is not supported"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 2}, 400, "best_of is not supported"),
+    (COMPLETIONS, {"prompt": "a", "echo": True}, 400, "echo is not supported"),
+    (COMPLETIONS, {"prompt": "a", "suffix": "z"}, 400, "suffix is not supported"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 0}, 400, "logprobs is not supported"),
+    (COMPLETIONS, {"prompt": "a", "stop": ["1", "2", "3", "4", "5"]}, 400, "stop"),
+    (COMPLETIONS, {"prompt": "a", "stop": ""}, 400, "stop"),
+    (COMPLETIONS, {"prompt": "a", "stop": 7}, 400, "stop"),
+    (COMPLETIONS, {"prompt": "a", "kv_transfer_params": 7}, 400, "kv_transfer_params"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "kv_transfer_params": {"do_remote_prefill": True, "do_remote_decode": True}},
+        400,
+        "both legs",
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "stream": True, "kv_transfer_params": {"do_remote_decode": True}},
+        400,
+        "set stream to false",
+    ),
+    (COMPLETIONS, {"prompt": "a", "model": "huge"}, 404, "does not exist"),
+    (CHAT, {"messages": []}, 400, "at least one message"),
+    (CHAT, {"messages": [{}]}, 400, "role"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools is not supported"),
+    (CHAT, {"messages": MESSAGES, "logprobs": True}, 400, "logprobs is not supported"),
+    ("/v1/embeddings", {"input": "a"}, 404, "Not Found"),
+    ("/health", {}, 405, "Method Not Allowed"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "words"), BAD_BODIES)
+def test_bad_requests_are_told_why(decoder: Served, path: str, body: Any, status: int, words: str) -> None:
+    found_status, answer = decoder.ask(path, body)
+    assert (found_status, set(answer["error"])) == (status, {"message", "type", "param", "code"})
+    assert words in answer["error"]["message"]
+
+
+def test_a_body_without_end_is_refused(decoder: Served) -> None:
+    status, answer = decoder.ask(COMPLETIONS, b'{"prompt": "' + b"a" * (17 << 20) + b'"}')
+    assert status == 400
+    assert "too large" in answer["error"]["message"]
+
+
+def test_chat_content_may_come_in_parts(decoder: Served) -> None:
+    parts = [{"type": "text", "text": "Where does "}, {"type": "text", "text": "the ferry go?"}]
+    _, expected = decoder.ask(CHAT, {"messages": MESSAGES, "max_tokens": 4})
+    _, answer = decoder.ask(CHAT, {"messages": [{"role": "user", "content": parts}], "max_tokens": 4})
+    assert answer["choices"] == expected["choices"]

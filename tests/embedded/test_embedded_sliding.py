@@ -1,0 +1,98 @@
+"""Models with sliding windows: two cache groups, rings among them, moved by their description alone."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from embedded_loopback import move
+from embedded_support import Loop, collect, expect_empty, ids_of, request
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
+
+from kvferry.connectors.jobs import Settings
+from kvferry.embedded.engine import Engine
+
+COMMON = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 50,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _gemma() -> torch.nn.Module:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(**COMMON, num_hidden_layers=4, layer_types=kinds, query_pre_attn_scalar=16)
+    return Gemma3ForCausalLM(config)
+
+
+def _mistral() -> torch.nn.Module:
+    return MistralForCausalLM(MistralConfig(**COMMON, num_hidden_layers=2))
+
+
+@pytest.fixture(params=[_gemma, _mistral], ids=["gemma", "mistral"])
+def sliding_path(request: pytest.FixtureRequest, tmp_path: Path, model_path: Path) -> Path:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = request.param()
+    model.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_path / name, tmp_path / name)
+    return tmp_path
+
+
+def test_rings_move_between_engines(loop: Loop, sliding_path: Path) -> None:
+    source = Engine(Settings(str(sliding_path), block_tokens=16, num_blocks=60, max_batch_tokens=64))
+    target = Engine(Settings(str(sliding_path), block_tokens=8, num_blocks=160, max_batch_tokens=128))
+    model = AutoModelForCausalLM.from_pretrained(sliding_path).eval()
+
+    async def ferry(num_tokens: int) -> tuple[list[int], list[int]]:
+        plain = await ids_of(target.generate(request(f"plain{num_tokens}", num_tokens, 20)))
+        prefilled = await source.prefill(request(f"p{num_tokens}", num_tokens, 1))
+        tables = await target.reserve(request(f"d{num_tokens}", num_tokens, 20))
+        move((source.layout(), target.layout()), (prefilled.block_tables, tables), num_tokens - 1)
+        source.release(f"p{num_tokens}")
+        resumed = await collect(target.resume(f"d{num_tokens}", num_tokens - 1))
+        assert resumed[0].num_computed == 1
+        return plain, [token.token_id for token in resumed]
+
+    for engine in (source, target):
+        loop.run(engine.start())
+    for num_tokens in (1, 30, 49, 50, 51, 200):
+        plain, resumed = loop.run(ferry(num_tokens))
+        assert resumed == plain
+        ids = torch.tensor([request("", num_tokens).prompt])
+        theirs = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, eos_token_id=-1
+        )
+        assert plain == theirs[0, num_tokens:].tolist()
+    for engine in (source, target):
+        expect_empty(loop, engine)
+        loop.run(engine.close())
+
+
+def test_a_full_pool_of_two_groups_never_starves(loop: Loop, sliding_path: Path) -> None:
+    """More requests than fit, of lengths on both sides of the window: all of them are answered."""
+    engine = Engine(Settings(str(sliding_path), block_tokens=8, num_blocks=40, max_batch_tokens=64))
+
+    async def crowd() -> None:
+        sizes = [(5, 90), (60, 30), (120, 20), (3, 3), (45, 60), (10, 10)] * 3
+        work = [ids_of(engine.generate(request(f"r{i}", n, new, seed=i))) for i, (n, new) in enumerate(sizes)]
+        answers = await asyncio.gather(*work)
+        assert [len(answer) for answer in answers] == [new for _, new in sizes]
+
+    loop.run(engine.start())
+    loop.run(crowd())
+    expect_empty(loop, engine)
+    loop.run(engine.close())

@@ -1,0 +1,85 @@
+"""Every internal name of transformers that the connector leans on: an upgrade must fail here, and by name."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import continuous_api, requests, scheduler
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.cache_allocators import (
+    CachePool,
+    FullAttentionCacheAllocator,
+    SlidingAttentionCacheAllocator,
+)
+
+from kvferry.embedded.engine import Engine
+
+MANAGER = continuous_api.ContinuousBatchingManager
+SIGNATURES = {
+    PagedAttentionCache.can_store_request_tokens: ["self", "state", "request_len", "dry_run"],
+    CachePool.try_to_free_sectors: ["self"],
+    FullAttentionCacheAllocator.register_cache_tensor: [
+        "self",
+        "bytes_per_sector",
+        "non_trash_bytes",
+        "cache_tensor",
+        "pool",
+    ],
+    MANAGER._create_batch_processor: ["self"],
+    MANAGER._run_generation_loop: ["self"],
+    MANAGER.start: ["self"],
+    MANAGER.stop: ["self", "block", "timeout", "keep_for_next_session", "hard_stop"],
+    scheduler.FIFOScheduler.clear_cancelled_requests: ["self"],
+    scheduler.FIFOScheduler.set_request_cancellation: ["self", "request_id"],
+    scheduler.FIFOScheduler.add_waiting_request: ["self", "state"],
+    scheduler.FIFOScheduler.finish_request: ["self", "request_id"],
+    scheduler.FIFOScheduler.schedule_batch: ["self", "token_budget", "cache_budget"],
+    continuous_api.OutputRouter.deliver: ["self", "output"],
+    continuous_api.OutputRouter.deliver_batch: ["self", "outputs"],
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
+def test_functions_are_called_as_before(function: object) -> None:
+    assert list(inspect.signature(function).parameters) == SIGNATURES[function]
+
+
+def test_attributes_are_still_there(source: Engine) -> None:
+    manager, cache = source._core._manager, source._core._cache
+    for owner, names in (
+        (manager, ["_wake_up_loop", "background_thread_status", "batch_processor", "output_router"]),
+        (manager.background_thread_status, ["fatal_error"]),
+        (manager.batch_processor.scheduler, ["active_requests", "_requests_to_cancel"]),
+        (cache, ["bytes_per_sector", "cache_allocators", "cache_tensor", "num_sectors", "pool"]),
+    ):
+        assert [name for name in names if not hasattr(owner, name)] == []
+    names = [
+        *("_kv_token_views", "block_physical_stride", "block_table", "blocks_per_sector", "bytes_per_block"),
+        *("cache_dtype", "head_dim", "index", "num_key_value_heads", "tokens_per_page"),
+    ]
+    for allocator in cache.cache_allocators.values():
+        assert [name for name in names if not hasattr(allocator, name)] == []
+    assert "sliding_window" in inspect.getsource(SlidingAttentionCacheAllocator.__init__)
+
+
+def test_records_have_the_same_fields() -> None:
+    state = requests.RequestState("name", [1, 2], streaming=True, max_new_tokens=3, eos_token_id=[])
+    assert (state.position_offset, state.remaining_prefill_tokens, state.generated_tokens) == (0, [1, 2], [])
+    output = state.to_generation_output()
+    assert (output.request_id, output.generated_tokens, output.error, output.is_finished()) == ("name", [], None, False)
+    assert requests.FutureRequestState(state, True, {}, 2).query_length == 2
+    assert "fifo" in scheduler.SCHEDULER_MAPPING
+    config = ContinuousBatchingConfig(page_size=16, num_blocks=4, max_batch_tokens=8, scheduler_type="fifo")
+    assert (config.allow_block_sharing, config.auto_switch_to_flash) == (True, True)
+
+
+def test_the_cache_lies_in_the_shared_memory(source: Engine) -> None:
+    memory, cache = source.memory(), source._core._cache
+    assert cache.cache_tensor.data_ptr() == memory.address
+    assert cache.cache_tensor.numel() == memory.size_bytes
+    for allocator in cache.cache_allocators.values():
+        for views in allocator._kv_token_views.values():
+            for view in views:
+                assert memory.address <= view.data_ptr() < memory.address + memory.size_bytes
