@@ -49,6 +49,7 @@ def allocate_shared(num_bytes: int, name: str) -> SharedMemory:
     """
     if num_bytes <= 0:
         raise TransportError("shared memory needs a size", found=f"{num_bytes} bytes", expected="at least one")
+    _check_available(num_bytes, name)
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, num_bytes)
@@ -76,4 +77,21 @@ def check_sealed(fd: int) -> None:
             "shared memory whose size is not sealed",
             expected="a memfd with F_SEAL_SHRINK",
             hint="use allocate_shared()",
+        )
+
+
+def _check_available(num_bytes: int, name: str) -> None:
+    """Asking the kernel for more than there is does not fail: it gets a process killed, perhaps another one."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        available = int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError) as error:
+        raise TransportError("shared memory needs Linux with /proc", found=repr(error)) from error
+    if num_bytes > available:
+        raise TransportError(
+            f"not enough memory for {name!r}",
+            found=f"{available} bytes available",
+            expected=f"{num_bytes} bytes",
+            hint="make the cache smaller or give the process more memory",
         )

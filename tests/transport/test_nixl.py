@@ -1,0 +1,88 @@
+"""What is special about NIXL. The facts that the adapter relies on are in its docstring."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.errors import TransportError
+from kvferry.plan.copies import Copies
+from kvferry.testing.contract import World
+from kvferry.transport import nixl as adapter
+from kvferry.transport.base import Direction
+from kvferry.transport.nixl import PART_BYTES, PART_ROWS, NixlTransport
+
+pytest.importorskip("nixl_cu13")
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World(NixlTransport)
+    yield made
+    made.close()
+
+
+def test_flipped_bytes_never_reach_nixl(world: World) -> None:
+    good = world.far.transport.descriptor()
+    dice = np.random.default_rng(1)
+    for position in range(len(good)):
+        flipped = bytearray(good)
+        flipped[position] ^= 1 << int(dice.integers(0, 8))
+        with pytest.raises(TransportError, match="damaged"):
+            world.near.transport.connect("peer", bytes(flipped))
+    for size in range(len(good)):
+        with pytest.raises(TransportError, match="damaged"):
+            world.near.transport.connect("peer", good[:size])
+
+
+def test_a_transport_is_not_its_own_peer(world: World) -> None:
+    with pytest.raises(TransportError, match="this very transport"):
+        world.near.transport.connect("me", world.near.transport.descriptor())
+
+
+def test_long_tickets_go_in_parts_and_let_short_ones_pass(world: World) -> None:
+    num_rows = 4 * PART_ROWS
+    source = np.full(num_rows, world.far.address(0, 5), np.uint64)
+    target = np.arange(num_rows, dtype=np.uint64) + np.uint64(world.near.address(0, 0))
+    long = world.post(Copies(source, target, np.ones(num_rows, np.uint64), num_rows), Direction.READ)
+    row = [np.array([n], np.uint64) for n in (world.far.address(1, 0), world.near.address(1, 0), 100)]
+    short = world.post(Copies(row[0], row[1], row[2], 1), Direction.READ)
+    ended = world.finish([long, short])
+    assert list(ended) == [short, long]
+    assert all(completion.error == "" for completion in ended.values())
+    assert (world.near.views[0][:num_rows] == world.far.views[0][5]).all()
+
+
+def test_parts_are_bounded_in_rows_and_bytes() -> None:
+    length = np.array([1] * (PART_ROWS + 3) + [PART_BYTES] * 2 + [PART_BYTES // 2] * 4, np.uint64)
+    address = np.cumsum(length)
+    rows = adapter._describe(address, length)
+    parts = adapter._parts(rows, rows)
+    assert np.array_equal(np.concatenate([near for near, _ in parts]), rows)
+    assert all(len(near) <= PART_ROWS and int(near[:, 1].sum()) <= PART_BYTES for near, _ in parts)
+    assert all(near.flags.c_contiguous and near.dtype == np.uint64 for near, _ in parts)
+
+
+def test_metadata_of_another_agent_is_refused(world: World) -> None:
+    own = decode(world.far.transport.descriptor())
+    body = msgspec.msgpack.encode(msgspec.structs.replace(own, agent="somebody-else"))
+    frame = b"KVN1" + len(body).to_bytes(8, "big") + adapter._digest(body) + body
+    with pytest.raises(TransportError, match="another agent"):
+        world.near.transport.connect("peer", frame)
+
+
+def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(TransportError, match=r"not installed; .* hint: pip install kvferry\[nixl\]"):
+        NixlTransport()
+
+
+def decode(descriptor: bytes) -> adapter.NixlDescriptor:
+    return msgspec.msgpack.decode(descriptor[28:], type=adapter.NixlDescriptor)

@@ -1,0 +1,164 @@
+"""Rows are copied like a loop of memmoves would copy them, whatever their sizes and pieces."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.errors import TransportError
+from kvferry.plan.copies import Copies
+from kvferry.transport.pieces import Pieces, Side
+from kvferry.transport.rows import (
+    BIT_BYTES,
+    LONG_ROW_BYTES,
+    MAX_NUM_LENGTHS,
+    copy_rows,
+    gather,
+    scatter,
+    split,
+    stream_chunks,
+)
+
+SIZE = 3 * LONG_ROW_BYTES
+LENGTHS = st.one_of(st.integers(0, 40), st.integers(0, 3000), st.integers(LONG_ROW_BYTES - 2, LONG_ROW_BYTES + 2))
+
+
+@st.composite
+def sides(draw: st.DrawFn) -> tuple[Side, Side, np.ndarray]:
+    """Rows between three source and two target pieces; targets follow one another with gaps."""
+    lengths = draw(st.lists(LENGTHS, max_size=MAX_NUM_LENGTHS * 2))
+    dice = np.random.default_rng(draw(st.integers(0, 1000)))
+    source = tuple(dice.integers(0, 256, SIZE, dtype=np.uint8) for _ in range(3))
+    gaps = dice.integers(0, 3, len(lengths))
+    start = np.cumsum(np.array(lengths, np.int64) + gaps) - np.array(lengths, np.int64)
+    size = int(start[-1] + lengths[-1]) if lengths else 1
+    target = tuple(np.full(size, 0xEE, np.uint8) for _ in range(2))
+    order = dice.permutation(len(lengths))
+    length = np.array(lengths, np.int64)[order]
+    offset = (dice.random(len(length)) * (SIZE - length)).astype(np.int64)
+    pieces = dice.integers(0, 3, len(length)), dice.integers(0, 2, len(length))
+    return Side(source, pieces[0], offset), Side(target, pieces[1], start[order]), length
+
+
+def expected(source: Side, target: Side, length: np.ndarray) -> list[np.ndarray]:
+    views = [view.copy() for view in target.views]
+    for i, size in enumerate(length.tolist()):
+        start, goal = source.offset[i], target.offset[i]
+        views[target.piece[i]][goal : goal + size] = source.views[source.piece[i]][start : start + size]
+    return views
+
+
+@settings(max_examples=150, deadline=None)
+@given(sides())
+def test_rows_arrive_and_nothing_else_changes(rows: tuple[Side, Side, np.ndarray]) -> None:
+    _source, target, length = rows
+    wanted = expected(*rows)
+    assert sum(copy_rows(*rows)) >= int(length.sum())
+    assert all(map(np.array_equal, target.views, wanted))
+
+
+@settings(max_examples=50, deadline=None)
+@given(sides())
+def test_gather_then_scatter_is_a_copy(rows: tuple[Side, Side, np.ndarray]) -> None:
+    source, target, length = rows
+    wanted = expected(*rows)
+    buffer = np.full(int(length.sum()) + 5, 0x11, np.uint8)
+    gather(source, length, buffer)
+    assert (buffer[-5:] == 0x11).all()
+    scatter(buffer, target, length)
+    assert all(map(np.array_equal, target.views, wanted))
+
+
+def test_a_long_row_gives_control_back() -> None:
+    source, target = np.arange(3 * BIT_BYTES, dtype=np.uint8), np.zeros(3 * BIT_BYTES, np.uint8)
+    zero = np.zeros(1, np.int64)
+    steps = list(copy_rows(Side((source,), zero, zero), Side((target,), zero, zero), np.array([source.size])))
+    assert steps == [BIT_BYTES] * 3
+    assert np.array_equal(source, target)
+
+
+def test_short_rows_take_few_steps() -> None:
+    num_rows = 10_000
+    source, target = np.zeros(16 * num_rows, np.uint8), np.zeros(16 * num_rows, np.uint8)
+    offset, zero = np.arange(num_rows) * 16, np.zeros(num_rows, np.int64)
+    for length in (np.full(num_rows, 16), np.arange(num_rows) % 16 + 1):
+        steps = list(copy_rows(Side((source,), zero, offset), Side((target,), zero, offset), length))
+        assert len(steps) < 20
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 100), max_size=20), st.integers(1, 40))
+def test_split_keeps_every_byte(lengths: list[int], most: int) -> None:
+    length = np.array(lengths, np.uint64)
+    end = np.cumsum(length + np.uint64(3))
+    copies = Copies(end + np.uint64(1000), end + np.uint64(9000), length, len(lengths))
+    found = split(copies, most)
+    assert not len(found) or (int(found.length.min()) > 0 and int(found.length.max()) <= most)
+    assert bytes_of(found) == bytes_of(copies)
+
+
+def bytes_of(copies: Copies) -> list[tuple[int, int]]:
+    return [
+        (source + i, target + i)
+        for source, target, length in zip(
+            copies.source.tolist(), copies.target.tolist(), copies.length.tolist(), strict=True
+        )
+        for i in range(length)
+    ]
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=50), st.integers(100, 300))
+def test_chunks_are_all_rows_in_order_and_bounded(lengths: list[int], size: int) -> None:
+    length = np.array(lengths, np.int64)
+    chunks = list(stream_chunks(length, size))
+    assert np.concatenate([length[chunk] for chunk in chunks]).tolist() == lengths
+    assert all(int(length[chunk].sum()) < size + 100 for chunk in chunks)
+
+
+PIECES = Pieces.of([(1000, 100), (1100, 50), (5000, 10)])
+
+
+@given(st.integers(0, 6000), st.integers(0, 6000))
+def test_a_row_lies_in_one_piece_or_is_refused(address: int, length: int) -> None:
+    inside = [
+        number
+        for number, (start, size) in enumerate(zip(PIECES.address.tolist(), PIECES.size_bytes.tolist(), strict=True))
+        if start <= address and address + length <= start + size
+    ]
+    columns = np.array([address], np.uint64), np.array([length], np.uint64)
+    if not inside:
+        with pytest.raises(TransportError, match="row 0 leaves"):
+            PIECES.locate(*columns, "somebody")
+        return
+    piece, offset = PIECES.locate(*columns, "somebody")
+    assert piece[0] in inside
+    assert offset[0] == address - int(PIECES.address[piece[0]])
+
+
+@pytest.mark.parametrize("address", [0, 999, 1151, 4990, 5011, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("length", [1, 2**63, 2**64 - 1])
+def test_sums_that_overflow_are_outside(address: int, length: int) -> None:
+    with pytest.raises(TransportError):
+        PIECES.locate(np.array([address], np.uint64), np.array([length], np.uint64), "somebody")
+
+
+def test_the_first_bad_row_is_named() -> None:
+    address = np.array([1000, 1000, 999], np.uint64)
+    with pytest.raises(TransportError, match=r"row 1 leaves .* of somebody; found: 101 bytes at 0x3e8"):
+        PIECES.locate(address, np.array([100, 101, 1], np.uint64), "somebody")
+
+
+@pytest.mark.parametrize("extents", [[(10, 10), (19, 1)], [(10, 10), (10, 10)], [(0, 5)], [(5, 0)], [(1 << 63, 1)]])
+def test_pieces_are_disjoint_and_exist(extents: list[tuple[int, int]]) -> None:
+    with pytest.raises(TransportError):
+        Pieces.of(extents)
+
+
+def test_nothing_registered_holds_no_row() -> None:
+    none = Pieces.of(())
+    empty = np.empty(0, np.uint64)
+    assert len(none.locate(empty, empty, "somebody")[0]) == 0
+    with pytest.raises(TransportError, match="no registered memory"):
+        none.locate(np.array([1], np.uint64), np.array([1], np.uint64), "somebody")

@@ -1,0 +1,56 @@
+"""Which transports are tried, which is taken, and what is said when none can be."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.errors import ConfigurationError, TransportError
+from kvferry.transport.select import TRANSPORTS, Choice, Measurement, candidates, choose
+
+ALL = dict.fromkeys(TRANSPORTS, "")
+
+
+def test_auto_tries_what_both_sides_have_best_first() -> None:
+    assert candidates("auto", ALL, ALL) == TRANSPORTS
+    assert candidates("auto", {**ALL, "shm": "another host"}, {**ALL, "memory": "no"}) == ("nixl", "tcp")
+    assert candidates("auto", {"tcp": "", "quic": ""}, ALL) == ("tcp",)
+
+
+def test_a_request_is_kept() -> None:
+    for name in TRANSPORTS:
+        assert candidates(name, ALL, ALL) == (name,)
+
+
+@pytest.mark.parametrize(
+    ("requested", "offered", "available", "parts"),
+    [
+        ("rdma", ALL, ALL, ["unknown transport 'rdma'", "memory, shm, nixl, tcp", "both sides have"]),
+        ("nixl", ALL, {**ALL, "nixl": "not installed"}, ["nixl: not installed (here)", "memory, shm, tcp"]),
+        ("shm", {"tcp": ""}, ALL, ["shm: not known (at the peer)", "both sides have tcp"]),
+        ("auto", {}, {}, ["no transport works", "tcp: not known (here), not known (at the peer)"]),
+    ],
+)
+def test_what_cannot_work_is_explained(
+    requested: str, offered: dict[str, str], available: dict[str, str], parts: list[str]
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        candidates(requested, offered, available)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_the_fastest_that_passed_is_taken() -> None:
+    found = [
+        Measurement("shm", 9.82, 1e-5, ""),
+        Measurement("tcp", 1.94, 1e-4, ""),
+        Measurement("nixl", 41.0, 1e-5, "3 of 9 bytes are wrong"),
+    ]
+    reason = "shm 9.8 GB/s; tcp 1.9 GB/s; nixl failed (3 of 9 bytes are wrong)"
+    assert choose(found) == Choice("shm", reason)
+    assert choose(found[1:]).name == "tcp"
+
+
+def test_nothing_that_passed_is_an_error() -> None:
+    with pytest.raises(TransportError, match=r"found: nixl failed \(broken\)"):
+        choose([Measurement("nixl", 0.0, 0.0, "broken")])
+    with pytest.raises(TransportError, match="nothing was tested"):
+        choose([])

@@ -1,0 +1,129 @@
+"""A self-test measures, notices wrong bytes, and ends in time whatever the peer does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import numpy as np
+import pytest
+
+from kvferry.plan.copies import Copies
+from kvferry.testing.contract import World
+from kvferry.testing.transport_peer import PeerProcess, make_transport
+from kvferry.transport.base import Direction
+from kvferry.transport.faulty import Fault, FaultKind, FaultyTransport
+from kvferry.transport.memory import MemoryFabric, MemoryTransport
+from kvferry.transport.selftest import PROBE_BYTES, Probe, SelfTest, fill_probe, measure
+
+
+def ticking(step_s: float) -> Callable[[], float]:
+    ticks = count()
+    return lambda: next(ticks) * step_s
+
+
+@pytest.fixture
+def worlds() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def start(*faults: Fault) -> World:
+        fabric = MemoryFabric()
+        made.append(World(lambda: FaultyTransport(MemoryTransport(fabric), faults)))
+        return made[0]
+
+    yield start
+    for world in made:
+        world.close()
+
+
+def probe_of(world: World, seed: int = 9) -> Probe:
+    fill_probe(world.far.views[0], seed)
+    return Probe(world.far.address(0, 0), world.far.views[0].size, seed)
+
+
+def test_a_healthy_peer_is_measured(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    probe = probe_of(world)
+    found = measure(world.near.transport, "far", probe, ticking(0.001))
+    assert found.error == ""
+    assert found.latency_s == pytest.approx(0.001)
+    assert found.gigabytes_per_s == pytest.approx(probe.size_bytes / 0.001 / 1e9)
+    assert len(world.near.transport._inner._registry.memories) == 2
+
+
+@pytest.mark.parametrize("post", range(4))
+@pytest.mark.parametrize("kind", FaultKind)
+def test_faults_become_errors(worlds: Callable[..., World], kind: FaultKind, post: int) -> None:
+    world = worlds(Fault(post, kind, polls=10_000, bit=31))
+    found = measure(world.near.transport, "far", probe_of(world), ticking(0.01))
+    # Only the last read is compared, because the others are overwritten by it.
+    assert bool(found.error) is (kind is not FaultKind.FLIP or post == 3)
+    assert world.near.transport.name == found.name == "memory"
+
+
+@pytest.mark.parametrize("size", [0, -1, 100, 1 << 40])
+def test_a_nonsense_probe_is_an_error(worlds: Callable[..., World], size: int) -> None:
+    world = worlds()
+    assert measure(world.near.transport, "far", Probe(world.far.address(0, 0), size, 1)).error
+
+
+def test_wrong_patterns_places_and_peers_are_errors(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    probe = probe_of(world)
+    wrong = measure(world.near.transport, "far", Probe(probe.address, probe.size_bytes, probe.seed + 1))
+    assert "bytes are wrong" in wrong.error
+    outside = measure(world.near.transport, "far", Probe(1 << 20, probe.size_bytes, 1))
+    assert "registered memory" in outside.error
+    assert "not connected" in measure(world.near.transport, "nobody", probe).error
+
+
+def test_scratch_memory_stays_registered_until_the_late_ticket_has_ended(worlds: Callable[..., World]) -> None:
+    world = worlds(Fault(0, FaultKind.DELAY, polls=5))
+    transport = world.near.transport
+    test = SelfTest(transport, "far", probe_of(world))
+    test.start(0.0)
+    test.advance([], 2.0)
+    assert test.result is not None
+    assert "no answer" in test.result.error
+    while not test.is_settled:
+        test.advance(transport.poll(), 3.0)
+    assert len(transport._inner._registry.memories) == 2
+
+
+def test_completions_of_others_are_left_alone(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    copies_nothing = np.empty(0, np.uint64)
+    other = world.post(Copies(copies_nothing, copies_nothing, copies_nothing, 0), Direction.READ)
+    test = SelfTest(world.near.transport, "far", probe_of(world))
+    test.start(0.0)
+    seen = []
+    while test.result is None:
+        seen += (completions := world.near.transport.poll())
+        test.advance(completions, 0.1)
+    assert test.result.error == ""
+    assert [completion.ticket for completion in seen].count(other) == 1
+
+
+def test_the_pattern_depends_on_seed_and_position() -> None:
+    first, second, short = np.empty(4099, np.uint8), np.empty(4099, np.uint8), np.empty(5, np.uint8)
+    fill_probe(first, 1)
+    fill_probe(second, 2)
+    fill_probe(short, 1)
+    assert np.array_equal(first[:5], short)
+    assert np.count_nonzero(first == second) < 100
+    assert len(np.unique(first)) == 256
+    assert first[:8].tobytes().hex() == "2f0f5b940a2cdd00"
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp", "nixl"])
+def test_real_peers_are_measured(name: str) -> None:
+    if name == "nixl":
+        pytest.importorskip("nixl_cu13")
+    transport = make_transport(name)
+    with PeerProcess(name, PROBE_BYTES, 3) as peer:
+        transport.connect("peer", peer.descriptor)
+        # A slow clock: this machine may be busy, and what is tested is not its speed.
+        found = measure(transport, "peer", peer.probe, ticking(1e-7))
+        assert found.error == ""
+        assert found.gigabytes_per_s > 0
+    transport.close()

@@ -1,0 +1,126 @@
+"""What is special about memory shared between processes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.errors import TransportError
+from kvferry.testing.transport_peer import PeerProcess
+from kvferry.transport.base import Memory
+from kvferry.transport.shm import (
+    Origin,
+    SharedDescriptor,
+    SharedMemoryTransport,
+    SharedPiece,
+    allocate_shared,
+)
+
+
+def described(descriptor: bytes) -> SharedDescriptor:
+    return msgspec.msgpack.decode(descriptor, type=SharedDescriptor)
+
+
+@pytest.fixture
+def descriptor():
+    owner, shared = SharedMemoryTransport(), allocate_shared(10_000, "test")
+    owner.register(shared.memory)
+    yield described(owner.descriptor())
+    owner.close()
+    shared.close()
+
+
+def expect_refusal(descriptor: SharedDescriptor, match: str) -> None:
+    transport = SharedMemoryTransport()
+    with pytest.raises(TransportError, match=match):
+        transport.connect("peer", msgspec.msgpack.encode(descriptor))
+    transport.close()
+
+
+def test_another_kernel_or_namespace_is_named(descriptor: SharedDescriptor) -> None:
+    other = Origin("00000000-0000-0000-0000-000000000000", descriptor.origin.pid_namespace)
+    expect_refusal(msgspec.structs.replace(descriptor, origin=other), "found: boot id 00000000-")
+    other = Origin(descriptor.origin.boot_id, 12345)
+    expect_refusal(msgspec.structs.replace(descriptor, origin=other), "pid namespace 12345")
+
+
+def test_a_process_or_file_that_is_not_there_is_named(descriptor: SharedDescriptor) -> None:
+    expect_refusal(msgspec.structs.replace(descriptor, pid=2**31 - 1), "No such file")
+    (piece,) = descriptor.pieces
+    expect_refusal(with_piece(descriptor, msgspec.structs.replace(piece, fd=9999)), "fd/9999: No such file")
+
+
+def test_a_reused_process_id_is_noticed(descriptor: SharedDescriptor) -> None:
+    (piece,) = descriptor.pieces
+    for changed in ({"inode": piece.inode + 1}, {"device": piece.device + 1}, {"size_bytes": 20_000}):
+        other = msgspec.structs.replace(piece, **changed)
+        expect_refusal(with_piece(descriptor, other), "not what it described")
+
+
+def test_memory_that_could_shrink_is_refused(descriptor: SharedDescriptor) -> None:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    status = os.fstat(fd)
+    transport = SharedMemoryTransport()
+    with pytest.raises(TransportError, match="not sealed"):
+        transport.register(Memory(1 << 20, 4096, fd))
+    transport.close()
+    piece = SharedPiece(fd, status.st_ino, status.st_dev, 1 << 20, 4096)
+    expect_refusal(with_piece(descriptor, piece), "not sealed")
+    os.close(fd)
+
+
+def test_a_file_that_is_no_memfd_is_refused(tmp_path: Path, descriptor: SharedDescriptor) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 4096)
+    fd = os.open(path, os.O_RDWR)
+    status = os.fstat(fd)
+    piece = SharedPiece(fd, status.st_ino, status.st_dev, 1 << 20, 4096)
+    expect_refusal(with_piece(descriptor, piece), r"no memfd|not sealed")
+    os.close(fd)
+
+
+def test_private_memory_is_not_described() -> None:
+    transport = SharedMemoryTransport()
+    buffer = np.zeros(100, np.uint8)
+    transport.register(Memory(int(buffer.ctypes.data), 100, -1))
+    assert described(transport.descriptor()).pieces == ()
+    transport.close()
+
+
+def test_shared_memory_closes_while_it_is_looked_at() -> None:
+    shared = allocate_shared(mmap.PAGESIZE, "test")
+    view = np.frombuffer(shared.buffer, np.uint8)
+    view[:] = 3
+    shared.close()
+    shared.close()
+    assert (view == 3).all()
+
+
+def test_shared_memory_needs_a_size() -> None:
+    for size in (0, -1, 1 << 60):
+        with pytest.raises(TransportError):
+            allocate_shared(size, "test")
+
+
+def test_nothing_is_left_behind_by_a_killed_peer() -> None:
+    before = set(os.listdir("/dev/shm"))
+    transport, num_fds = SharedMemoryTransport(), len(os.listdir("/proc/self/fd"))
+    with PeerProcess("shm", 4096, 1) as peer:
+        transport.connect("peer", peer.descriptor)
+        peer.kill()
+    assert set(os.listdir("/dev/shm")) == before
+    transport.disconnect("peer")
+    transport.close()
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+    with pytest.raises(TransportError, match="No such file"):
+        transport.connect("peer", peer.descriptor)
+
+
+def with_piece(descriptor: SharedDescriptor, piece: SharedPiece) -> SharedDescriptor:
+    return msgspec.structs.replace(descriptor, pieces=(piece,))

@@ -1,0 +1,226 @@
+"""What is special about sockets: strangers, malformed requests, peers that stall."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.errors import TransportError
+from kvferry.plan.copies import Copies
+from kvferry.testing.contract import Row, World, expect_copied, finish
+from kvferry.testing.transport_peer import PeerProcess
+from kvferry.transport.base import Direction, Memory
+from kvferry.transport.tcp import TcpDescriptor, TcpTransport
+from kvferry.transport.tcp_connection import CHUNK_BYTES, MAX_ROWS, Request
+from kvferry.transport.tcp_server import Gate
+
+STALL_S = 0.3
+
+
+def make() -> TcpTransport:
+    return TcpTransport(stall_timeout_s=STALL_S)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World(make)
+    yield made
+    made.close()
+
+
+def known(world: World) -> TcpDescriptor:
+    return msgspec.msgpack.decode(world.far.transport.descriptor(), type=TcpDescriptor)
+
+
+def frame(payload: bytes, columns: bytes = b"") -> bytes:
+    return struct.pack(">4sI", b"KVF1", len(payload)) + payload + columns
+
+
+def request(key: bytes, direction: str, num_rows: int) -> bytes:
+    return msgspec.msgpack.encode({"type": "request-1", "key": key, "direction": direction, "num_rows": num_rows})
+
+
+def answer_to(world: World, data: bytes) -> bytes:
+    """What the far side says until it hangs up."""
+    with socket.create_connection(("127.0.0.1", known(world).port), timeout=20) as sock:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        said = b""
+        try:
+            while more := sock.recv(1 << 16):
+                said += more
+        except ConnectionResetError:
+            pass
+        return said
+
+
+def rejected(world: World) -> int:
+    transport = world.far.transport
+    assert isinstance(transport, TcpTransport)
+    return transport.num_rejected
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def columns(*rows: tuple[int, int]) -> bytes:
+    return np.array(rows, "<u8").T.tobytes()
+
+
+def test_strangers_get_nothing(world: World) -> None:
+    row = columns((world.far.address(0, 0), 64))
+    malformed = [
+        b"GET / HTTP/1.1\r\n\r\n",
+        frame(b""),
+        frame(b"\xa1\xff"),
+        frame(os.urandom(100)),
+        struct.pack(">4sI", b"KVF1", 1 << 31),
+        frame(request(bytes(16), "read", 1), row),
+        frame(request(b"short", "read", 1), row),
+        frame(request(known(world).key, "erase", 1), row),
+        frame(request(known(world).key, "read", 0)),
+        frame(request(known(world).key, "read", MAX_ROWS + 1)),
+        frame(request(known(world).key, "read", -1)),
+    ]
+    for number, data in enumerate(malformed, start=1):
+        assert answer_to(world, data) == b""
+        wait_for(lambda number=number: rejected(world) == number)
+    expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
+
+
+def test_rows_outside_are_refused_by_the_serving_side(world: World) -> None:
+    key = known(world).key
+    bad = [(world.far.address(0, 0) - 1, 64), (1, 64), (world.far.address(1, 0), 1 << 40), (2**64 - 1, 2)]
+    bad += [(world.far.address(0, 0), 0), (world.far.address(0, 0), CHUNK_BYTES + 1)]
+    for number, row in enumerate(bad, start=1):
+        for_direction = "write" if number % 2 else "read"
+        said = answer_to(world, frame(request(key, for_direction, 1), columns(row)) + b"\x00" * 64)
+        assert b"row" in said
+    wait_for(lambda: rejected(world) >= len(bad))
+    expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.WRITE)
+
+
+def test_a_request_that_is_cut_off_writes_nothing(world: World) -> None:
+    before = world.far.views[0].copy()
+    whole = frame(request(known(world).key, "write", 1), columns((world.far.address(0, 0), 64)))
+    answer_to(world, whole + b"\xff" * 63)
+    answer_to(world, whole[:-5])
+    answer_to(world, whole[:5])
+    assert np.array_equal(world.far.views[0], before)
+    expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
+
+
+def test_memory_that_was_taken_back_is_refused_by_the_serving_side(world: World) -> None:
+    rows = Copies(*(np.array([n], np.uint64) for n in (world.far.address(0, 0), world.near.address(0, 0), 8)), 1)
+    world.far.transport.unregister(world.far.shared[0].memory)
+    assert "refused" in world.run(rows, Direction.READ)
+    world.far.transport.register(world.far.shared[0].memory)
+    assert world.run(rows, Direction.READ) == ""
+
+
+def test_a_hanging_peer_ends_its_tickets() -> None:
+    transport, buffer = make(), np.zeros(1 << 20, np.uint8)
+    transport.register(Memory(int(buffer.ctypes.data), buffer.size, -1))
+    with PeerProcess("tcp", 1 << 20, 1) as peer:
+        transport.connect("peer", peer.descriptor)
+        row = [np.array([n], np.uint64) for n in (peer.probe.address, buffer.ctypes.data, buffer.size)]
+        peer.stop()
+        tickets = [transport.post("peer", Copies(row[0], row[1], row[2], 1), Direction.READ) for _ in range(3)]
+        tickets += [transport.post("peer", Copies(row[1], row[0], row[2], 1), Direction.WRITE)]
+        ended = finish(transport, tickets)
+    assert all("the peer sent nothing for 0.3 s" in completion.error for completion in ended.values())
+    transport.close()
+
+
+def test_a_silent_server_ends_its_tickets() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        transport, buffer = make(), np.zeros(64, np.uint8)
+        transport.register(Memory(int(buffer.ctypes.data), 64, -1))
+        descriptor = TcpDescriptor("127.0.0.1", silent.getsockname()[1], bytes(16), ((4096, 64),))
+        transport.connect("peer", msgspec.msgpack.encode(descriptor))
+        row = [np.array([n], np.uint64) for n in (4096, buffer.ctypes.data, 64)]
+        ticket = transport.post("peer", Copies(row[0], row[1], row[2], 1), Direction.READ)
+        assert "nothing for 0.3 s" in finish(transport, [ticket])[ticket].error
+        ticket = transport.post("peer", Copies(row[0], row[1], row[2], 1), Direction.READ)
+        transport.disconnect("peer")
+        assert finish(transport, [ticket])[ticket].error
+        transport.close()
+
+
+def test_a_peer_that_is_not_there_is_the_tickets_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    transport, buffer = make(), np.zeros(64, np.uint8)
+    transport.register(Memory(int(buffer.ctypes.data), 64, -1))
+    transport.connect("peer", msgspec.msgpack.encode(TcpDescriptor("127.0.0.1", port, bytes(16), ((4096, 64),))))
+    row = [np.array([n], np.uint64) for n in (4096, buffer.ctypes.data, 64)]
+    ticket = transport.post("peer", Copies(row[0], row[1], row[2], 1), Direction.READ)
+    assert "Connection refused" in finish(transport, [ticket])[ticket].error
+    transport.close()
+
+
+def test_a_broken_connection_is_made_again(world: World) -> None:
+    expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
+    transport = world.far.transport
+    assert isinstance(transport, TcpTransport)
+    for connection in list(transport._server._connections.values()):
+        connection.interrupt()
+    wait_for(lambda: not transport._server._connections)
+    rows = Copies(*(np.array([n], np.uint64) for n in (world.far.address(0, 0), world.near.address(0, 0), 8)), 1)
+    assert world.run(rows, Direction.READ)
+    expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
+
+
+def test_long_tickets_take_several_requests(world: World) -> None:
+    num_rows = MAX_ROWS + 100
+    source = np.full(num_rows, world.far.address(0, 5), np.uint64)
+    target = np.arange(num_rows, dtype=np.uint64) + np.uint64(world.near.address(0, 0))
+    copies = Copies(source, target, np.ones(num_rows, np.uint64), num_rows)
+    assert world.run(copies, Direction.READ) == ""
+    assert (world.near.views[0][:num_rows] == world.far.views[0][5]).all()
+
+
+def test_an_address_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(TransportError, match="cannot listen"):
+        TcpTransport("192.0.2.1")
+
+
+def test_no_thread_outlives_its_transport() -> None:
+    world = World(make)
+    expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
+    world.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry-tcp")]
+
+
+def test_the_gate_lets_change_wait_for_use() -> None:
+    gate, order = Gate(), []
+    changing = threading.Event()
+
+    def change() -> None:
+        changing.set()
+        with gate.changing():
+            order.append("changed")
+
+    with gate.using():
+        thread = threading.Thread(target=change)
+        thread.start()
+        assert changing.wait(20)
+        order.append("used")
+    thread.join(20)
+    assert order == ["used", "changed"]
+
+
+def test_requests_are_small() -> None:
+    assert len(msgspec.msgpack.encode(Request(bytes(16), Direction.READ, MAX_ROWS))) < 100
