@@ -71,9 +71,7 @@ class PromptTooLongError(RequestError):
 class TransferError(RequestError):
     """The cache of one request did not arrive; `reason` is a short stable label for counters."""
 
-    def __init__(
-        self, reason: str, what: str, *, found: str = "", expected: str = "", hint: str = ""
-    ) -> None:
+    def __init__(self, reason: str, what: str, *, found: str = "", expected: str = "", hint: str = "") -> None:
         self.reason = reason
         super().__init__(what, found=found, expected=expected, hint=hint)
 

@@ -15,6 +15,7 @@ from router_harness import (
     cluster,
     decode_engine,
     failing,
+    hanging,
     open_stream,
     prefill_engine,
     prefilling,
@@ -285,6 +286,34 @@ def test_a_too_large_body_is_a_413_announced_or_not():
                     assert response.status == 413
                     assert (await response.json())["error"]["code"] == "request_too_large"
             assert c.decode[0].seen == []
+
+    run(main)
+
+
+def test_a_body_that_is_announced_too_large_is_refused_before_it_comes():
+    async def main():
+        async with cluster([], [decode_engine()], max_body_bytes=100) as c:
+            host, port = c.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 101\r\n\r\n")
+            assert await reader.readline() == b"HTTP/1.1 413 Request Entity Too Large\r\n"
+            writer.close()
+            await writer.wait_closed()
+
+    run(main)
+
+
+def test_a_finished_prefill_is_no_load_any_more():
+    async def main():
+        d = decode_engine("d0", hanging)
+        async with cluster([prefill_engine()], [d]) as c:
+            task = asyncio.create_task(c.complete())
+            await d.arrived.wait()
+            for engine, role, num in ((c.prefill[0], "prefill", 0), (d, "decode", 1)):
+                line = f'kvferry_router_in_flight_requests{{instance="{engine.url}",role="{role}"}}'
+                assert await c.metric(line) == num
+            task.cancel()
+            await d.left.wait()
 
     run(main)
 

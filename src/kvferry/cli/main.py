@@ -57,6 +57,9 @@ def up(
     with _friendly():
         from kvferry.cli.up import UpOptions
         from kvferry.cli.up import up as run
+        from kvferry.transport.opening import check_name
+
+        check_name(transport)
 
         options = UpOptions(
             model=model,
@@ -99,7 +102,9 @@ def serve(
         from kvferry.cli import serve as command
         from kvferry.cli.models import resolve
         from kvferry.connectors.jobs import Settings
+        from kvferry.transport.opening import check_name
 
+        check_name(transport)
         path, name = resolve(model)
         command.serve(
             command.ServeOptions(

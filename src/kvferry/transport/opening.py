@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.errors import TransportError
+from kvferry.errors import ConfigurationError, TransportError
 from kvferry.transport.base import Transport
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.select import AUTO
 from kvferry.transport.shm import SharedMemoryTransport
 from kvferry.transport.tcp import TcpTransport
 
-__all__ = ["Opened", "open_transports"]
+__all__ = ["Opened", "check_name", "open_transports"]
 
 OPENERS: dict[str, Callable[[], Transport]] = {
     "shm": SharedMemoryTransport,
@@ -29,8 +29,20 @@ class Opened:
     unavailable: dict[str, str]
 
 
+def check_name(requested: str) -> None:
+    """Raises ConfigurationError unless `requested` is `auto` or the name of a transport between processes."""
+    if requested not in (AUTO, *OPENERS):
+        raise ConfigurationError(
+            "unknown transport",
+            found=requested,
+            expected=f"{AUTO} or one of {', '.join(OPENERS)}",
+            hint=f"{AUTO} measures all of them and takes the fastest",
+        )
+
+
 def open_transports(requested: str) -> Opened:
-    """Open one transport by name, or with `auto` all of them."""
+    """Open one transport by name, or with `auto` all of them. Raises ConfigurationError for an unknown name."""
+    check_name(requested)
     transports: list[Transport] = []
     unavailable: dict[str, str] = {}
     for name, opener in OPENERS.items():
