@@ -45,6 +45,7 @@ class Engine:
     url: str = ""
     health_status: int = 200
     models: list[dict] = field(default_factory=list)
+    models_status: int = 200
     seen: list[Seen] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,7 +67,7 @@ class Engine:
         return web.Response(status=self.health_status)
 
     async def list_models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": self.models})
+        return web.json_response({"object": "list", "data": self.models}, status=self.models_status)
 
     async def start(self, port: int = 0) -> None:
         app = web.Application(client_max_size=2**28)
