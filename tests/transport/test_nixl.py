@@ -13,7 +13,7 @@ from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
 from kvferry.testing.contract import World
 from kvferry.transport import nixl as adapter
-from kvferry.transport.base import Direction
+from kvferry.transport.base import Direction, Ticket
 from kvferry.transport.nixl import PART_BYTES, PART_ROWS, NixlTransport
 
 pytest.importorskip("nixl_cu13")
@@ -44,15 +44,16 @@ def test_a_transport_is_not_its_own_peer(world: World) -> None:
         world.near.transport.connect("me", world.near.transport.descriptor())
 
 
-def test_long_tickets_go_in_parts_and_let_short_ones_pass(world: World) -> None:
+def test_long_tickets_go_in_parts_and_let_short_ones_pass(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     num_rows = 4 * PART_ROWS
     source = np.full(num_rows, world.far.address(0, 5), np.uint64)
     target = np.arange(num_rows, dtype=np.uint64) + np.uint64(world.near.address(0, 0))
+    posted = record_posts(world, monkeypatch)
     long = world.post(Copies(source, target, np.ones(num_rows, np.uint64), num_rows), Direction.READ)
     row = [np.array([n], np.uint64) for n in (world.far.address(1, 0), world.near.address(1, 0), 100)]
     short = world.post(Copies(row[0], row[1], row[2], 1), Direction.READ)
     ended = world.finish([long, short])
-    assert list(ended) == [short, long]
+    assert posted == [long, short, long, long, long]
     assert all(completion.error == "" for completion in ended.values())
     assert (world.near.views[0][:num_rows] == world.far.views[0][5]).all()
 
@@ -86,3 +87,17 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
 def decode(descriptor: bytes) -> adapter.NixlDescriptor:
     return msgspec.msgpack.decode(descriptor[28:], type=adapter.NixlDescriptor)
+
+
+def record_posts(world: World, monkeypatch: pytest.MonkeyPatch) -> list[Ticket]:
+    """The tickets whose parts are posted, in order."""
+    transport, posted = world.near.transport, []
+    assert isinstance(transport, NixlTransport)
+    post_part = transport._post_part
+
+    def record(job: adapter.Job, local: np.ndarray, remote: np.ndarray) -> None:
+        posted.append(job.ticket)
+        post_part(job, local, remote)
+
+    monkeypatch.setattr(transport, "_post_part", record)
+    return posted

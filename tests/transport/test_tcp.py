@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -49,17 +50,17 @@ def request(key: bytes, direction: str, num_rows: int) -> bytes:
 
 
 def answer_to(world: World, data: bytes) -> bytes:
-    """What the far side says until it hangs up."""
+    """What the far side says until it hangs up, which it may do before it has read everything."""
+    said = b""
     with socket.create_connection(("127.0.0.1", known(world).port), timeout=20) as sock:
-        sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
-        said = b""
-        try:
+        with suppress(ConnectionError, BrokenPipeError):
+            sock.sendall(data)
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionError):
             while more := sock.recv(1 << 16):
                 said += more
-        except ConnectionResetError:
-            pass
-        return said
+    return said
 
 
 def rejected(world: World) -> int:
@@ -106,7 +107,7 @@ def test_rows_outside_are_refused_by_the_serving_side(world: World) -> None:
     bad += [(world.far.address(0, 0), 0), (world.far.address(0, 0), CHUNK_BYTES + 1)]
     for number, row in enumerate(bad, start=1):
         for_direction = "write" if number % 2 else "read"
-        said = answer_to(world, frame(request(key, for_direction, 1), columns(row)) + b"\x00" * 64)
+        said = answer_to(world, frame(request(key, for_direction, 1), columns(row)))
         assert b"row" in said
     wait_for(lambda: rejected(world) >= len(bad))
     expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.WRITE)
