@@ -186,6 +186,15 @@ def test_an_idle_peer_is_not_lost_and_not_bothered():
     play(target, [(100.0, Tick(), []), (200.0, Tick(), [])])
 
 
+def test_a_peer_that_had_nothing_to_say_for_long_is_not_lost_by_the_next_claim():
+    target = session()
+    play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("l1")), [Fetched])])
+    again = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-1", "r2", "l2"))
+    claim = Send(PEER, m.Claim(US, again.reference, 6, (0,)))
+    play(target, [(500.0, again, [claim]), (500.0, Tick(), []), (500.6, Tick(), [claim])])
+    assert failure(target.handle(Tick(), 503.1)).reason == "peer_lost"
+
+
 def test_a_lease_that_is_gone_ends_the_read_at_once():
     commands = play(session(), [*POSTED, (0.5, answer(m.Renewed(("l1",))), FAILED)])
     assert failure(commands).reason == "expired"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 import time
@@ -47,6 +48,7 @@ class UpOptions:
 
 def up(options: UpOptions) -> int:
     """Run it; returns the exit code: 0 when the answers are equal. Raises ConfigurationError, RequestError."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     path, name = resolve(options.model)
     with ExitStack() as undo:
         logs = Path(options.log_directory or undo.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))

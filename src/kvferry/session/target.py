@@ -193,6 +193,10 @@ class TargetSession:
         except FerryError as error:
             yield from self._fail(fetch, TransferError(Reason.INCOMPATIBLE, str(error)), now)
             return
+        for key in programs:
+            if not self._waiting_for(self._peers[key]):
+                # It had no reason to say anything until now: its silence begins here.
+                self._peers[key].last_heard = now
         fetch.start_reads(tuple(programs), now)
         for key in programs:
             yield Send(key, self._claim_of(fetch, found.targets_of(fetch.peers.index(key))))
@@ -351,9 +355,7 @@ class TargetSession:
                 peer.last_sent = now
                 yield from self._ask(peer)
             return
-        if not self._waiting_for(peer):
-            peer.last_heard = now
-        elif now - peer.last_heard > self._timing.silence_s:
+        if self._waiting_for(peer) and now - peer.last_heard > self._timing.silence_s:
             what = f"{peer.key} has not answered for {self._timing.silence_s:g} s"
             yield from self._lose(peer.key, TransferError(Reason.PEER_LOST, what), now)
 
