@@ -122,7 +122,8 @@ def report(seconds: dict[tuple[str, str, int], float], total_bytes: int, num_rep
         if name != "memcpy"
     ]
     machine = {"processors": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-    head = {"total_bytes": total_bytes, "repeats": num_repeats, "numpy": np.__version__, **machine}
+    head: dict[str, object] = {"total_bytes": total_bytes, "repeats": num_repeats, "numpy": np.__version__, **machine}
+    head["load_average"] = os.getloadavg()[0]
     return {**head, "memcpy_ms": round(base * 1e3, 2), "results": results}
 
 

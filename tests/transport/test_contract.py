@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvferry.testing.contract import CONTRACT, PROCESS_CONTRACT, Check, ProcessCheck, World
+from kvferry.testing.contract import CONTRACT, Check, World
+from kvferry.testing.process_contract import PROCESS_CONTRACT, ProcessCheck
 from kvferry.testing.transport_peer import make_transport
 from kvferry.transport.base import Transport
 from kvferry.transport.faulty import FaultyTransport

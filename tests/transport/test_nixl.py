@@ -14,7 +14,8 @@ from kvferry.plan.copies import Copies
 from kvferry.testing.contract import World
 from kvferry.transport import nixl as adapter
 from kvferry.transport.base import Direction, Ticket
-from kvferry.transport.nixl import PART_BYTES, PART_ROWS, NixlTransport
+from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.nixl_parts import PART_BYTES, PART_ROWS, NixlDescriptor, cut, describe, seal
 
 pytest.importorskip("nixl_cu13")
 
@@ -61,8 +62,8 @@ def test_long_tickets_go_in_parts_and_let_short_ones_pass(world: World, monkeypa
 def test_parts_are_bounded_in_rows_and_bytes() -> None:
     length = np.array([1] * (PART_ROWS + 3) + [PART_BYTES] * 2 + [PART_BYTES // 2] * 4, np.uint64)
     address = np.cumsum(length)
-    rows = adapter._describe(address, length)
-    parts = adapter._parts(rows, rows)
+    rows = describe(address, length)
+    parts = cut(rows, rows)
     assert np.array_equal(np.concatenate([near for near, _ in parts]), rows)
     assert all(len(near) <= PART_ROWS and int(near[:, 1].sum()) <= PART_BYTES for near, _ in parts)
     assert all(near.flags.c_contiguous and near.dtype == np.uint64 for near, _ in parts)
@@ -71,9 +72,8 @@ def test_parts_are_bounded_in_rows_and_bytes() -> None:
 def test_metadata_of_another_agent_is_refused(world: World) -> None:
     own = decode(world.far.transport.descriptor())
     body = msgspec.msgpack.encode(msgspec.structs.replace(own, agent="somebody-else"))
-    frame = b"KVN1" + len(body).to_bytes(8, "big") + adapter._digest(body) + body
     with pytest.raises(TransportError, match="another agent"):
-        world.near.transport.connect("peer", frame)
+        world.near.transport.connect("peer", seal(body))
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,8 +85,8 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         NixlTransport()
 
 
-def decode(descriptor: bytes) -> adapter.NixlDescriptor:
-    return msgspec.msgpack.decode(descriptor[28:], type=adapter.NixlDescriptor)
+def decode(descriptor: bytes) -> NixlDescriptor:
+    return msgspec.msgpack.decode(descriptor[28:], type=NixlDescriptor)
 
 
 def record_posts(world: World, monkeypatch: pytest.MonkeyPatch) -> list[Ticket]:

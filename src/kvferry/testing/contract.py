@@ -1,6 +1,6 @@
 """The contract of `kvferry.transport.base`, as checks that every transport must pass.
 
-`CONTRACT` checks two transports of one process, `PROCESS_CONTRACT` one transport and a peer in another process.
+`CONTRACT` checks two transports of one process; `kvferry.testing.process_contract` goes on with a peer in another.
 Each check is a function; use them as the cases of a test, as `tests/transport/test_contract.py` does.
 """
 
@@ -15,18 +15,16 @@ import numpy as np
 
 from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies, merge
-from kvferry.testing.transport_peer import PeerProcess, digest
 from kvferry.transport.base import Completion, Direction, Memory, Ticket, Transport
 from kvferry.transport.pieces import View
 from kvferry.transport.selftest import fill_probe
 from kvferry.transport.shm import SharedMemory, allocate_shared
 
-__all__ = ["CONTRACT", "PROCESS_CONTRACT", "Check", "Party", "ProcessCheck", "World"]
+__all__ = ["CONTRACT", "Check", "Party", "World", "expect_copied", "expect_transport_error", "finish"]
 
 DEADLINE_S = 30.0
 POISON = 0xA5
 PIECE_BYTES = 96 << 10
-PROCESS_BYTES = 24 << 20
 SEED = 7
 
 
@@ -104,7 +102,6 @@ class Row:
 
 
 Check = Callable[[World], None]
-ProcessCheck = Callable[[Transport, str], None]
 
 
 def finish(transport: Transport, tickets: Iterable[Ticket], *others: Transport) -> dict[Ticket, Completion]:
@@ -372,66 +369,6 @@ CONTRACT: tuple[Check, ...] = (
 )
 
 
-def reads_from_another_process(transport: Transport, name: str) -> None:
-    with PeerProcess(name, PROCESS_BYTES, SEED) as peer, _private(transport, PROCESS_BYTES) as buffer:
-        transport.connect("peer", peer.descriptor)
-        ticket = transport.post("peer", _rows_of(peer, buffer), Direction.READ)
-        assert finish(transport, [ticket])[ticket].error == ""
-        assert digest(buffer) == peer.digest()
-
-
-def writes_to_another_process(transport: Transport, name: str) -> None:
-    with PeerProcess(name, PROCESS_BYTES, SEED) as peer, _private(transport, PROCESS_BYTES) as buffer:
-        fill_probe(buffer, SEED + 1)
-        transport.connect("peer", peer.descriptor)
-        rows = _rows_of(peer, buffer)
-        ticket = transport.post("peer", Copies(rows.target, rows.source, rows.length, len(rows)), Direction.WRITE)
-        assert finish(transport, [ticket])[ticket].error == ""
-        assert digest(buffer) == peer.digest()
-
-
-def a_peer_killed_before_a_read_is_an_error_or_its_bytes(transport: Transport, name: str) -> None:
-    with PeerProcess(name, PROCESS_BYTES, SEED) as peer, _private(transport, PROCESS_BYTES) as buffer:
-        transport.connect("peer", peer.descriptor)
-        peer.kill()
-        ticket = transport.post("peer", _rows_of(peer, buffer), Direction.READ)
-        _expect_error_or_bytes(finish(transport, [ticket])[ticket], buffer)
-        transport.disconnect("peer")
-
-
-def a_peer_killed_during_a_read_is_an_error_or_its_bytes(transport: Transport, name: str) -> None:
-    with PeerProcess(name, PROCESS_BYTES, SEED) as peer, _private(transport, PROCESS_BYTES) as buffer:
-        transport.connect("peer", peer.descriptor)
-        first = transport.post("peer", _rows_of(peer, buffer), Direction.READ)
-        finish(transport, [first])
-        buffer.fill(0)
-        peer.stop()  # It cannot answer any more, so the read is under way when it dies.
-        second = transport.post("peer", _rows_of(peer, buffer), Direction.READ)
-        ended = transport.poll()
-        peer.kill()
-        completion = ended[0] if ended else finish(transport, [second])[second]
-        _expect_error_or_bytes(completion, buffer)
-        transport.disconnect("peer")
-
-
-def a_restarted_process_can_be_connected_again(transport: Transport, name: str) -> None:
-    for seed in (1, 2):
-        with PeerProcess(name, PIECE_BYTES, seed) as peer, _private(transport, PIECE_BYTES) as buffer:
-            transport.connect("peer", peer.descriptor)
-            ticket = transport.post("peer", _rows_of(peer, buffer), Direction.READ)
-            assert finish(transport, [ticket])[ticket].error == ""
-            assert digest(buffer) == peer.digest()
-
-
-PROCESS_CONTRACT: tuple[ProcessCheck, ...] = (
-    reads_from_another_process,
-    writes_to_another_process,
-    a_peer_killed_before_a_read_is_an_error_or_its_bytes,
-    a_peer_killed_during_a_read_is_an_error_or_its_bytes,
-    a_restarted_process_can_be_connected_again,
-)
-
-
 @contextmanager
 def expect_transport_error() -> Iterator[None]:
     """The block must raise TransportError."""
@@ -463,27 +400,3 @@ def _finish_both(world: World, near: Ticket, far: Ticket) -> None:
         time.sleep(0)
     assert all(completion.error == "" for completion in ended)
     assert {completion.ticket for completion in ended} == {near, far}
-
-
-@contextmanager
-def _private(transport: Transport, num_bytes: int) -> Iterator[View]:
-    """Memory of this process, registered while it is used."""
-    buffer = np.zeros(num_bytes, np.uint8)
-    memory = Memory(int(buffer.ctypes.data), num_bytes, -1)
-    transport.register(memory)
-    yield buffer
-    transport.unregister(memory)
-
-
-def _rows_of(peer: PeerProcess, buffer: View) -> Copies:
-    """All of the peer's memory, in rows of 4 KiB."""
-    start = np.arange(0, buffer.size, 4096, dtype=np.uint64)
-    length = np.minimum(np.uint64(4096), np.uint64(buffer.size) - start)
-    source = start + np.uint64(peer.probe.address)
-    return Copies(source, start + np.uint64(buffer.ctypes.data), length, len(start))
-
-
-def _expect_error_or_bytes(completion: Completion, buffer: View) -> None:
-    expected = np.empty_like(buffer)
-    fill_probe(expected, SEED)
-    assert completion.error or np.array_equal(buffer, expected)

@@ -19,32 +19,34 @@ import importlib
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import count
 from types import ModuleType
-from typing import Annotated, Any, Final
+from typing import Any, Final
 from uuid import uuid4
 
 import msgspec
-import numpy as np
-from msgspec import Meta
-from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.descriptors import Natural, check_size, decode
+from kvferry.transport.descriptors import decode
+from kvferry.transport.nixl_parts import (
+    PART_BYTES,
+    PART_ROWS,
+    Descriptors,
+    NixlDescriptor,
+    cut,
+    describe,
+    digest_of,
+    seal,
+    unseal,
+)
 from kvferry.transport.pieces import Pieces, Registry
 from kvferry.transport.rows import split
 
 __all__ = ["NixlTransport"]
 
-# A part takes about 10 ms at 2 µs per descriptor and 8 GB/s.
-PART_ROWS = 4096
-PART_BYTES = 64 << 20
 
-_MAGIC: Final = b"KVN1"
-_DIGEST_BYTES: Final = 16
 _PACKAGES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
 _ERROR_NAMES: Final = (
     "nixlBackendError",
@@ -59,16 +61,6 @@ _ERROR_NAMES: Final = (
     "nixlRepostActiveError",
     "nixlUnknownError",
 )
-
-Descriptors = NDArray[np.uint64]
-
-
-class NixlDescriptor(msgspec.Struct, frozen=True, tag="nixl-1"):
-    """What a peer needs: the agent's name and metadata, and (address, size in bytes) of each piece of memory."""
-
-    agent: Annotated[str, Meta(min_length=1, max_length=64)]
-    pieces: Annotated[tuple[tuple[Natural, Natural], ...], Meta(max_length=4096)]
-    metadata: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +152,16 @@ class NixlTransport:
         """Raises TransportError when there are so many pieces that it would be longer than a peer accepts."""
         metadata = bytes(self._agent.get_agent_metadata())
         body = msgspec.msgpack.encode(NixlDescriptor(self._name, self._registry.extents, metadata))
-        return check_size(_MAGIC + len(body).to_bytes(8, "big") + _digest(body) + body)
+        return seal(body)
 
     def connect(self, peer: str, descriptor: bytes) -> None:
         """Raises TransportError when the descriptor is damaged, ours, or NIXL cannot load it."""
         self.disconnect(peer)
-        known = decode(peer, _open_frame(peer, descriptor), NixlDescriptor)
+        known = decode(peer, unseal(peer, descriptor), NixlDescriptor)
         if known.agent == self._name:
             raise TransportError(f"peer {peer!r} is this very transport")
         pieces = Pieces.of(known.pieces)
-        digest = _digest(known.metadata)
+        digest = digest_of(known.metadata)
         self._load_agent(known, digest)
         self._peers[peer] = Peer(known.agent, digest, pieces)
 
@@ -193,8 +185,8 @@ class NixlTransport:
         self._registry.pieces.locate(near, copies.length, f"this process ({direction})")
         known.pieces.locate(far, copies.length, f"peer {peer!r} ({direction})")
         rows = split(copies, PART_BYTES)
-        source, target = _describe(rows.source, rows.length), _describe(rows.target, rows.length)
-        parts = _parts(target, source) if is_read else _parts(source, target)
+        source, target = describe(rows.source, rows.length), describe(rows.target, rows.length)
+        parts = cut(target, source) if is_read else cut(source, target)
         job = Job(Ticket(next(self._numbers)), peer, known.agent, direction.name, parts)
         self._jobs.append(job)
         return job.ticket
@@ -327,43 +319,3 @@ def _load() -> tuple[ModuleType, ModuleType]:
         logging.getLogger("nixl").setLevel(logging.WARNING)
         return api, bindings
     raise TransportError("NIXL is not installed", found="; ".join(reasons), hint="pip install kvferry[nixl]")
-
-
-def _digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=_DIGEST_BYTES).digest()
-
-
-def _open_frame(peer: str, descriptor: bytes) -> bytes:
-    """What is inside, once length and digest are right: nothing else may reach NIXL."""
-    check_size(descriptor)
-    head = len(_MAGIC) + 8 + _DIGEST_BYTES
-    body = descriptor[head:]
-    size = int.from_bytes(descriptor[len(_MAGIC) : len(_MAGIC) + 8], "big")
-    is_whole = descriptor.startswith(_MAGIC) and len(body) == size
-    if not is_whole or _digest(body) != descriptor[head - _DIGEST_BYTES : head]:
-        raise TransportError(
-            f"the descriptor of peer {peer!r} is damaged or not one of nixl", found=f"{len(descriptor)} bytes"
-        )
-    return body
-
-
-def _describe(address: NDArray[np.uint64], length: NDArray[np.uint64]) -> Descriptors:
-    """NIXL's form of rows: N x 3 (address, length, device), contiguous."""
-    rows = np.zeros((len(address), 3), np.uint64)
-    rows[:, 0] = address
-    rows[:, 1] = length
-    return rows
-
-
-def _parts(local: Descriptors, remote: Descriptors) -> deque[tuple[Descriptors, Descriptors]]:
-    """Cut into parts of at most PART_ROWS rows and about PART_BYTES bytes."""
-    end = np.cumsum(local[:, 1].astype(np.int64))
-    parts: deque[tuple[Descriptors, Descriptors]] = deque()
-    first = 0
-    while first < len(local):
-        before = int(end[first - 1]) if first else 0
-        last = int(np.searchsorted(end, before + PART_BYTES, side="right"))
-        last = min(max(last, first + 1), first + PART_ROWS)
-        parts.append((local[first:last], remote[first:last]))
-        first = last
-    return parts
