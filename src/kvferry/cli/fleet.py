@@ -41,6 +41,7 @@ class Fleet:
         self._num_restarts = 0
         self.model = ""
         self.url = ""
+        self.prefill_urls: tuple[str, ...] = ()
         self.decode_urls: tuple[str, ...] = ()
 
     def __enter__(self) -> Fleet:
@@ -64,8 +65,9 @@ class Fleet:
             urls.append(str(ready["url"]))
             self.model = str(ready["model"])
             self._engines[index].command = _at_port(child.command, urlsplit(urls[-1]).port or 0)
+        self.prefill_urls = tuple(urls[: options.num_prefill])
         self.decode_urls = tuple(urls[options.num_prefill :])
-        self._start_router(urls[: options.num_prefill], deadline)
+        self._start_router(deadline)
 
     def mend(self) -> None:
         """Start engines again that have ended; the router finds them at their old addresses."""
@@ -82,6 +84,11 @@ class Fleet:
             console.say(f"{child.command.name} is ready again (process {self._engines[index].pid})")
 
     @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by name."""
+        return {child.command.name: child.pid for child in (*self._engines, *self._routers)}
+
+    @property
     def routing(self) -> bool:
         """Whether the router still runs."""
         return all(child.running for child in self._routers)
@@ -93,8 +100,8 @@ class Fleet:
         arguments = ("serve", "--engine-id", name, *self._options.engine_arguments, *sizes)
         return Command(name, (*arguments, "--port", "0"), self._logs / f"{name}.log")
 
-    def _start_router(self, prefill_urls: list[str], deadline: float) -> None:
-        engines = [("--prefill", url) for url in prefill_urls] + [("--decode", url) for url in self.decode_urls]
+    def _start_router(self, deadline: float) -> None:
+        engines = [("--prefill", url) for url in self.prefill_urls] + [("--decode", url) for url in self.decode_urls]
         arguments = [word for pair in engines for word in pair]
         command = ("route", *arguments, "--port", str(self._options.port))
         self._routers = [Child(Command("router", command, self._logs / "router.log"))]

@@ -18,10 +18,10 @@ SILENCE_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt for greedy decoding."""
+    """A prompt, as text or as token ids, for greedy decoding."""
 
     model: str
-    prompt: str
+    prompt: str | list[int]
     max_tokens: int
 
     def body(self) -> bytes:

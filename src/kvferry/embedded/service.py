@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
@@ -128,7 +129,9 @@ class Service:
 
     async def _fetch(self, call: Call) -> Report:
         request_id, num_tokens = call.request.request_id, len(call.request.prompt) - 1
+        began = time.perf_counter()
         tables = await self.engine.reserve(call.request)
+        queue_s = time.perf_counter() - began
         with ExitStack() as undo:
             undo.callback(self._transfer.abort, request_id)
             try:
@@ -144,7 +147,7 @@ class Service:
             transport=got.transport,
             choice=got.choice,
             strategy=got.strategy,
-            phases_s=got.phases_s,
+            phases_s={"queue": queue_s, **got.phases_s},
         )
 
     async def _pieces(

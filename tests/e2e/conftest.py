@@ -1,0 +1,82 @@
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.fleet import Fleet, FleetOptions
+from kvferry.cli.proof import Answer, Question, ask
+from kvferry.embedded.model import ensure_tiny_model
+
+DEADLINE_S = 60.0
+BYTES_PER_TOKEN = 4 * 2 * 4 * 64 * 4  # layers, K and V, KV heads, head dim, float32
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "e2e" in Path(item.fspath).parts:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    return ensure_tiny_model(tmp_path_factory.mktemp("model"), print)
+
+
+@pytest.fixture(scope="module")
+def start_fleet(tiny_model, tmp_path_factory) -> Iterator[Callable[..., Fleet]]:
+    """Real engine and router processes, ended after the module."""
+    started = []
+
+    def start(num_prefill=1, num_decode=1, transport="auto", decode_block_tokens=16) -> Fleet:
+        arguments = ("--model", str(tiny_model), "--served-name", "tiny", "--transport", transport)
+        options = FleetOptions(num_prefill, num_decode, arguments, 16, decode_block_tokens, 8192, port=0)
+        fleet = Fleet(options, tmp_path_factory.mktemp("logs"))
+        started.append(fleet)
+        fleet.start()
+        return fleet
+
+    yield start
+    for fleet in started:
+        fleet.__exit__(None, None, None)
+
+
+def silent(text: str) -> None:
+    """Nobody watches a test type."""
+
+
+def both(fleet: Fleet, prompt: str | list[int], max_tokens: int = 12) -> tuple[Answer, Answer]:
+    """The router's answer, and the answer of the decode engine alone."""
+    question = Question("tiny", prompt, max_tokens)
+    return ask(fleet.url, question, silent), ask(fleet.decode_urls[0], question, silent)
+
+
+def post(url: str, body: object) -> dict:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+        return json.load(response)
+
+
+def ready(fleet: Fleet) -> dict:
+    """What the router says of its engines."""
+    with urllib.request.urlopen(f"{fleet.url}/ready", timeout=DEADLINE_S) as response:
+        return json.load(response)
+
+
+def metric(url: str, name: str) -> float:
+    """The value of one sample of an engine's or the router's `/metrics`, 0 when it is not there yet."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=DEADLINE_S) as response:
+        for line in response.read().decode().splitlines():
+            if line.rpartition(" ")[0] == name:
+                return float(line.rpartition(" ")[2])
+    return 0.0
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition of another process; fails at the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
+        time.sleep(0.02)

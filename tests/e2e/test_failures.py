@@ -1,0 +1,110 @@
+"""What dies, restarts or lies: the request ends with the right answer or a clear error, and the next one works."""
+
+import os
+import signal
+import threading
+
+import pytest
+from conftest import both, eventually, post, ready, silent
+from test_main_job import prompt_of
+
+from kvferry.cli.proof import Question, ask
+
+PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@pytest.fixture(scope="module")
+def fleet(start_fleet):
+    return start_fleet(transport="shm")
+
+
+def prefill(fleet, prompt):
+    """The prefill leg alone, as a proxy does it: the parameters for the decode leg."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": PREFILL_LEG}
+    return post(f"{fleet.prefill_urls[0]}/v1/completions", body)["kv_transfer_params"]
+
+
+def decode(fleet, prompt, params):
+    """The decode leg alone: the answer's token ids and the report."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "return_token_ids": True, "kv_transfer_params": params}
+    answer = post(f"{fleet.decode_urls[0]}/v1/completions", body)
+    return tuple(answer["choices"][0]["token_ids"]), answer["kvferry"]
+
+
+def alone(fleet, prompt):
+    return ask(fleet.decode_urls[0], Question("tiny", prompt, 12), silent).token_ids
+
+
+def kill_prefill(fleet):
+    os.kill(fleet.pids["prefill-0"], signal.SIGKILL)
+
+
+def test_a_reference_works_once(fleet):
+    prompt = prompt_of(60, seed=1)
+    params = prefill(fleet, prompt)
+    tokens, report = decode(fleet, prompt, params)
+    assert (tokens, report["recomputed"]) == (alone(fleet, prompt), "")
+    tokens, report = decode(fleet, prompt, params)
+    assert (tokens, report["recomputed"]) == (alone(fleet, prompt), "expired")
+    assert report["tokens_computed"] == 60
+
+
+def test_a_reference_to_somebody_elses_cache_is_not_believed(fleet):
+    """A client that names another request, or makes up a lease, gets its own answer."""
+    mine, theirs = prompt_of(60, seed=2), prompt_of(60, seed=3)
+    params = prefill(fleet, theirs)
+    forged = params | {"kvferry": params["kvferry"] | {"lease_id": "0" * 32}}
+    tokens, report = decode(fleet, mine, forged)
+    assert (tokens, report["recomputed"]) == (alone(fleet, mine), "unknown_lease")
+    renamed = params | {"remote_request_id": "another"}
+    tokens, report = decode(fleet, mine, renamed)
+    assert (tokens, report["recomputed"]) == (alone(fleet, mine), "unknown_lease")
+
+
+def test_a_longer_prompt_than_was_computed_is_not_read(fleet):
+    prompt = prompt_of(60, seed=4)
+    longer = prompt_of(90, seed=4)
+    tokens, report = decode(fleet, longer, prefill(fleet, prompt))
+    assert (tokens, report["recomputed"]) == (alone(fleet, longer), "out_of_range")
+
+
+def test_parameters_that_make_no_sense_are_recomputed(fleet):
+    prompt = prompt_of(30, seed=5)
+    tokens, report = decode(fleet, prompt, {"do_remote_prefill": True, "kvferry": "nonsense"})
+    assert (tokens, report["recomputed"]) == (alone(fleet, prompt), "malformed")
+
+
+def test_prefill_killed_between_the_legs(fleet):
+    prompt = prompt_of(80, seed=6)
+    params = prefill(fleet, prompt)
+    kill_prefill(fleet)
+    tokens, report = decode(fleet, prompt, params)
+    assert tokens == alone(fleet, prompt)
+    assert report["recomputed"] in ("deadline", "peer_lost", "unreachable")
+    answer, expected = both(fleet, prompt)
+    assert answer.token_ids == expected.token_ids
+    fleet.mend()
+    tokens, report = decode(fleet, prompt, params)
+    assert (tokens, report["recomputed"]) == (alone(fleet, prompt), report["recomputed"])
+    assert report["recomputed"] != ""
+
+
+def test_prefill_killed_while_it_computes(fleet):
+    prompt = prompt_of(3000, seed=7)
+    expected = alone(fleet, prompt)
+    killer = threading.Timer(0.3, kill_prefill, [fleet])
+    killer.start()
+    answer = ask(fleet.url, Question("tiny", prompt, 12), silent)
+    killer.join()
+    assert answer.token_ids == expected
+    after = ask(fleet.url, Question("tiny", prompt_of(20, seed=8), 12), silent)
+    assert after.token_ids == alone(fleet, prompt_of(20, seed=8))
+
+
+def test_a_restarted_prefill_engine_serves_again(fleet):
+    fleet.mend()
+    eventually(lambda: ready(fleet)["num_healthy_prefill"] == 1, "the router has found the prefill engine again")
+    prompt = prompt_of(40, seed=9)
+    answer, expected = both(fleet, prompt)
+    assert answer.token_ids == expected.token_ids
+    assert answer.report["tokens_received"] == 39

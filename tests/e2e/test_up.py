@@ -1,0 +1,87 @@
+"""`kvferry up` as a user runs it."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import DEADLINE_S
+
+KEYS = {"equal", "text", "tokens_computed", "tokens_received", "bytes", "descriptors", "transport", "strategy"}
+
+
+@pytest.fixture
+def run(tiny_model):
+    """Run `kvferry up` to its end, and see that it leaves no process behind."""
+
+    def run(*arguments, model=tiny_model):
+        command = [sys.executable, "-m", "kvferry.cli.main", "up", "--model", str(model), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S * 3, check=False)
+
+    before = {process.pid for process in psutil.process_iter()}
+    yield run
+    left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and "kvferry" in str(p.info["cmdline"])]
+    _gone, alive = psutil.wait_procs(left, timeout=DEADLINE_S)
+    assert not alive
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "nixl"])
+def test_once_answers_proves_and_stops(run, transport):
+    if transport == "nixl":
+        pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
+    result = run("--once", "The ferry leaves at dawn", "--transport", transport, "--json")
+    assert result.returncode == 0, result.stderr
+    facts = json.loads(result.stdout)
+    assert facts.keys() >= KEYS | {"phases_s"}
+    assert facts["equal"] is True
+    assert (facts["transport"], facts["strategy"], facts["tokens_computed"]) == (transport, "direct", 1)
+
+
+def test_once_with_two_of_each_prints_a_table(run):
+    result = run("--once", "x", "--prefill", "2", "--decode", "2", "--max-tokens", "4")
+    assert result.returncode == 0, result.stderr
+    assert "equal, token for token" in result.stdout
+    assert "prefill-1 is ready" in result.stderr
+
+
+def test_a_model_that_is_not_there_is_one_clear_message(run):
+    result = run("--once", "x", model=Path("/nowhere/at/all"))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "cannot load the model" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_unknown_transport_is_one_clear_message(run):
+    result = run("--once", "x", "--transport", "pigeon")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "expected: auto or one of shm, nixl, tcp" in result.stderr
+
+
+def test_a_port_in_use_is_one_clear_message(run):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = run("--once", "x", "--port", str(taken.getsockname()[1]))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "router has ended" in result.stderr
+    assert "choose another --port" in result.stderr
+
+
+def test_a_prompt_longer_than_the_cache_is_one_clear_message(run):
+    result = run("--once", "word " * 500, "--cache-tokens", "256")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "too long" in result.stderr
+
+
+def test_children_do_not_outlive_a_killed_parent(tiny_model):
+    command = [sys.executable, "-m", "kvferry.cli.main", "up", "--model", str(tiny_model), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as parent:
+        assert any("router is ready" in line for line in parent.stderr)
+        children = psutil.Process(parent.pid).children(recursive=True)
+        assert len(children) >= 3
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(DEADLINE_S)
+    _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
+    assert not alive
