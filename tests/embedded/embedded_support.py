@@ -7,10 +7,11 @@ import threading
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
-from kvferry.embedded.engine import Engine, Request, Token
+from kvferry.embedded.engine import Engine
+from kvferry.embedded.entry import Request, Token
 
 Result = TypeVar("Result")
-DEADLINE_S = 60.0
+DEADLINE_S = 30.0
 
 
 class Loop:

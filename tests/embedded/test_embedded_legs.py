@@ -142,6 +142,25 @@ def test_a_client_that_leaves_during_the_fetch(loop: Loop, decoder: Served) -> N
     loop.loop.call_soon_threadsafe(transfer.gate.set)
 
 
+def test_one_id_for_two_requests_at_the_same_time(loop: Loop, decoder: Served) -> None:
+    transfer, headers = decoder.transfer, {"x-request-id": "twin"}
+
+    async def close_gate() -> None:
+        transfer.gate.clear()
+        transfer.entered.clear()
+
+    async def twins() -> list[int]:
+        ask = body(20, kv_transfer_params={"do_remote_prefill": True})
+        first = asyncio.create_task(asyncio.to_thread(decoder.ask, COMPLETIONS, ask, headers))
+        await transfer.entered.wait()
+        second, _ = await asyncio.to_thread(decoder.ask, COMPLETIONS, body(20), headers)
+        transfer.gate.set()
+        return [second, (await first)[0]]
+
+    loop.run(close_gate())
+    assert loop.run(twins()) == [200, 200]
+
+
 def test_many_at_once_are_all_right(loop: Loop, prefiller: Served, decoder: Served) -> None:
     plain = [decoder.ask(COMPLETIONS, body(20 + 9 * i))[1]["choices"] for i in range(6)]
 

@@ -291,6 +291,7 @@ def _manager(model: Any, settings: Settings, desk: Desk) -> Any:
         max_batch_tokens=settings.max_batch_tokens,
         allow_block_sharing=False,  # a shared block would have two owners
         use_async_batching=False,
+        use_cuda_graph=False,
         auto_switch_to_flash=False,
         safety_margin=0.0,  # admission keeps the margin: none is needed
         scheduler_type="kvferry",

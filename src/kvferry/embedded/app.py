@@ -85,7 +85,9 @@ def create_app(engine: Engine, transfer: Transfer, info: ServeInfo) -> Starlette
     async def on_ferry_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, FerryError):
             raise error
-        return error_response(error, engine.failure, {})
+        response = error_response(error, engine.failure, {})
+        service.metrics.count_request("refused", response.status_code)
+        return response
 
     app = Starlette(
         routes=[

@@ -8,69 +8,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvferry.connectors.jobs import Allocated, Event, Freed, Held, Job, Produced, Settings, Stopped
 from kvferry.connectors.transformers import Core
 from kvferry.embedded.admission import Admission, Ledger, blocks_for, longest, quotas
+from kvferry.embedded.entry import Entry, Prefilled, Request, Token
 from kvferry.errors import FerryError, PromptTooLongError, RequestError
 from kvferry.plan.layout import Layout
 from kvferry.transport.base import Memory
 
-__all__ = ["Engine", "Prefilled", "Request", "Token"]
+__all__ = ["Engine"]
 
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One request. `request_id` must never have been used with this engine before.
-
-    The answer ends after `max_new_tokens` tokens or with one of `stop_token_ids`, which is then its last token.
-    """
-
-    request_id: str
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    stop_token_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One token of an answer. `finish_reason` is empty but for the last one: `stop` or `length`.
-
-    `num_computed` prompt tokens really went through this engine's model before the first token.
-    """
-
-    token_id: int
-    finish_reason: str
-    num_computed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """A computed prompt: `block_tables` (one per cache group) hold the cache of all its `num_tokens` tokens."""
-
-    first: Token
-    num_tokens: int
-    block_tables: list[list[int]]
-
-
-@dataclass(slots=True)
-class _Entry:
-    """A request that owns, or waits for, blocks. The last item of `tokens` is a finishing token or an error."""
-
-    request: Request
-    lent: bool
-    tokens: asyncio.Queue[Token | FerryError] = field(default_factory=asyncio.Queue)
-    tables: asyncio.Queue[list[list[int]] | FerryError] = field(default_factory=asyncio.Queue)
-    num_seen: int = 0
-    freeing: bool = False
-
-    def fail(self, error: FerryError) -> None:
-        self.tokens.put_nowait(error)
-        self.tables.put_nowait(error)
 
 
 class Engine:
@@ -83,7 +33,7 @@ class Engine:
         capacity = quotas(self._groups, self._core.num_sectors, self._core.max_tokens)
         self._admission = Admission(capacity)
         self.max_tokens = longest(self._groups, capacity, self._core.max_tokens)
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -194,10 +144,10 @@ class Engine:
             with contextlib.suppress(RuntimeError):  # the loop was closed: so is the engine
                 self._loop.call_soon_threadsafe(self._release, request_id)
 
-    async def _admit(self, request: Request, num_tokens: int, lent: bool) -> _Entry:
+    async def _admit(self, request: Request, num_tokens: int, lent: bool) -> Entry:
         """`num_tokens` is how many tokens of the sequence will be in the cache at most."""
         self._check(request)
-        entry = _Entry(request, lent)
+        entry = Entry(request, lent)
         self._entries[request.request_id] = entry
         self._idle.clear()
         with contextlib.ExitStack() as undo:
@@ -228,7 +178,7 @@ class Engine:
                 hint="shorten the prompt, lower max_tokens, or start the engine with more blocks",
             )
 
-    async def _answer(self, entry: _Entry, num_cached: int) -> AsyncGenerator[Token, None]:
+    async def _answer(self, entry: Entry, num_cached: int) -> AsyncGenerator[Token, None]:
         request = entry.request
         try:
             self._core.admit(_job(request, request.max_new_tokens, num_cached, hold=False))

@@ -31,12 +31,13 @@ class Responder:
         self._headers = {"x-request-id": request_id}
         info = service.info
         self._envelope = Envelope(f"{shape.id_prefix}{request_id}", info.created, info.model)
-        self._status = CLIENT_LEFT
+        self._status = 500
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Compute while the client is there."""
         try:
-            await _while_connected(self._respond(scope, receive, send), receive)
+            if not await _while_connected(self._respond(scope, receive, send), receive):
+                self._status = CLIENT_LEFT
         finally:
             self._service.metrics.count_request(self._call.ask.leg.kind, self._status)
 
@@ -117,8 +118,8 @@ def _with_report(body: dict[str, Any], piece: Piece) -> dict[str, Any]:
     return body
 
 
-async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Run until the work is done or the client has gone; then the work is cancelled and has cleaned up."""
+async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> bool:
+    """Whether the work could be done before the client left; if not, it has been cancelled and has cleaned up."""
     working, watching = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -126,8 +127,10 @@ async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) ->
         watching.cancel()
         working.cancel()  # does nothing to work that is done
         await asyncio.gather(working, watching, return_exceptions=True)
-    if not working.cancelled():
-        working.result()
+    if working.cancelled():
+        return False
+    working.result()
+    return True
 
 
 async def _disconnected(receive: Receive) -> None:

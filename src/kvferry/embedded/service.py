@@ -11,7 +11,8 @@ from typing import Any
 
 import jinja2
 
-from kvferry.embedded.engine import Engine, Request, Token
+from kvferry.embedded.engine import Engine
+from kvferry.embedded.entry import Request, Token
 from kvferry.embedded.report import Metrics, Report
 from kvferry.embedded.requests import Ask
 from kvferry.embedded.text import TextStream
