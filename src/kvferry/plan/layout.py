@@ -162,6 +162,10 @@ def _check_reach(layout: Layout, state: State, placement: Placement) -> None:
     distances = (placement.offset, placement.block_stride, placement.token_stride, *placement.strides)
     if min(distances) < 0:
         raise LayoutError(f"placement of {state.name}: offsets and strides must not be negative", found=str(distances))
+    steps = [stride for span, stride in zip(placement.spans, placement.strides, strict=True) if len(span) > 1]
+    if min(steps, default=state.item_bytes) < state.item_bytes:
+        what = f"placement of {state.name}: elements overlap"
+        raise LayoutError(what, found=f"stride {min(steps)}", expected=f"at least {state.item_bytes} bytes")
     reach = placement.offset + (group.num_blocks - 1) * placement.block_stride + state.item_bytes
     reach += (group.block_tokens - 1) * placement.token_stride if state.per_token else 0
     reach += sum((len(span) - 1) * stride for span, stride in zip(placement.spans, placement.strides, strict=True))

@@ -1,0 +1,136 @@
+"""Everything that a description or a request can get wrong is named, with what was found and what was expected."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.errors import BlockTableError, ConfigurationError, IncompatibleError, LayoutError, UncoveredError
+from kvferry.plan.describe import Attention, EngineShape, describe
+from kvferry.plan.layout import Axis, Layout, Placement, Region, TokenRange, fingerprint
+from kvferry.plan.program import bind
+from kvferry.plan.request import copies_for
+from kvferry.plan.route import route
+from kvferry.plan.sharding import shares, stages
+from kvferry.plan.span import Span, overlap, uncovered
+
+MODEL = Attention(num_layers=2, num_heads=4, head_dim=2, dtype="float16", item_bytes=2)
+SHAPE = EngineShape(1, 1, 4, 8, "token-major")
+(LAYOUT,) = describe(MODEL, SHAPE, 1 << 20)
+
+
+def changed(**changes) -> Layout:
+    return replace(LAYOUT, **changes)
+
+
+def with_placement(**changes) -> Layout:
+    first: Placement = replace(LAYOUT.placements[0], **changes)
+    return changed(placements=(first, *LAYOUT.placements[1:]))
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: Span(3, 3), "a span must not be empty"),
+        (lambda: Span(-1, 3), "a span must not be empty"),
+        (lambda: with_placement(offset=10_000), "leaves its region"),
+        (lambda: with_placement(block_stride=1 << 40), "leaves its region"),
+        (lambda: with_placement(offset=-4), "must not be negative"),
+        (lambda: with_placement(strides=(4, 1)), "overlap"),
+        (lambda: with_placement(state="other"), "no such state"),
+        (lambda: with_placement(state="model.layers.0.v"), "a rank must hold a state once"),
+        (lambda: with_placement(region=9), "region or group does not exist"),
+        (lambda: with_placement(group=-1), "region or group does not exist"),
+        (lambda: with_placement(spans=(Span(0, 4),)), "one span and one stride per axis"),
+        (lambda: with_placement(spans=(Span(0, 5), Span(0, 2))), r"span leaves axis head; found: \[0, 5\)"),
+        (lambda: changed(states=(*LAYOUT.states, LAYOUT.states[0])), "state names must be unique"),
+        (lambda: changed(states=(replace(LAYOUT.states[0], item_bytes=0),)), "sizes must be positive"),
+        (lambda: changed(regions=(Region(1 << 63, 64, "dram", 0), *LAYOUT.regions[1:])), "address space"),
+        (lambda: changed(groups=(replace(LAYOUT.groups[0], num_blocks=0),)), "needs blocks"),
+        (lambda: shares(8, 3, "heads"), "heads cannot be divided over the ranks; found: 8 over 3 ranks"),
+        (lambda: shares(8, 0, "heads"), "cannot be divided"),
+        (lambda: stages(2, 3), "every pipeline stage needs a layer"),
+    ],
+)
+def test_a_description_that_contradicts_itself_is_refused(build, says):
+    with pytest.raises(LayoutError, match=says):
+        build()
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones():
+    with pytest.raises(
+        ConfigurationError, match=r"unknown cache format; found: diagonal; expected: one of token-major"
+    ):
+        describe(MODEL, replace(SHAPE, format="diagonal"), 0)
+
+
+def test_all_differences_of_two_models_are_listed_at_once():
+    other = replace(MODEL, num_layers=3, num_heads=2, dtype="float32", item_bytes=4)
+    (theirs,) = describe(other, SHAPE, 1 << 30)
+    with pytest.raises(IncompatibleError) as caught:
+        route((LAYOUT,), (theirs,))
+    assert "state model.layers.0.k: dtype float16 at the source, float32 at the target" in caught.value.differences
+    assert "state model.layers.0.k: element size 2 at the source, 4 at the target" in caught.value.differences
+    assert "state model.layers.0.k: extents [4, 2] at the source, [2, 2] at the target" in caught.value.differences
+    assert "state model.layers.2.k: only the target has it" in caught.value.differences
+    assert len(caught.value.differences) == 3 * 4 + 2
+    with pytest.raises(IncompatibleError, match="only the source has it"):
+        route((theirs,), (LAYOUT,))
+
+
+def test_other_axes_are_a_difference():
+    states = tuple(replace(s, axes=(Axis("head", 4), Axis("channel", 2)), per_token=False) for s in LAYOUT.states)
+    with pytest.raises(IncompatibleError, match=r"axes \['head', 'dim'\] at the source, \['head', 'channel'\]"):
+        route((LAYOUT,), (changed(states=states),))
+
+
+def test_a_part_that_nobody_holds_is_named():
+    ranks = describe(MODEL, replace(SHAPE, tensor_parallel=4), 1 << 20)
+    with pytest.raises(UncoveredError, match=r"state model.layers.0.k; found: head \[2, 3\)"):
+        route((ranks[0], ranks[1], ranks[3]), (LAYOUT,))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "says"),
+    [
+        ([[0, 1]], [[0, 1, 2]], "source group 0 has too few blocks for tokens up to 10; found: 2 blocks of 4 tokens"),
+        ([[0, 1, 2]], [[0]], "target group 0 has too few blocks"),
+        ([[0, 1, 8]], [[0, 1, 2]], "source group 0 names a block that does not exist; found: block 8; expected: 0 <="),
+        ([[0, 1, 2]], [[0, -1, 2]], "target group 0 names a block that does not exist; found: block -1"),
+        ([[0, 1, 2]], [[0, 1, 0]], "target group 0 names a block twice"),
+        ([[0, 0, 2]], [[0, 1, 2]], "source group 0 names a block twice"),
+        ([], [[0, 1, 2]], "source block table missing"),
+    ],
+)
+def test_block_tables_that_do_not_fit_are_refused(source, target, says):
+    program = bind(route((LAYOUT,), (LAYOUT,)).legs, LAYOUT, LAYOUT)
+    with pytest.raises(BlockTableError, match=says):
+        copies_for(program, source, target, TokenRange(0, 10))
+
+
+def test_blocks_beyond_the_range_do_not_matter():
+    program = bind(route((LAYOUT,), (LAYOUT,)).legs, LAYOUT, LAYOUT)
+    copies = copies_for(program, [[0, 1, 99]], [[4, 5]], TokenRange(2, 8))
+    assert copies.num_bytes == 6 * MODEL.bytes_per_token
+
+
+@pytest.mark.parametrize("tokens", [TokenRange(5, 3), TokenRange(-1, 3)])
+def test_a_range_that_runs_backwards_is_refused(tokens):
+    program = bind(route((LAYOUT,), (LAYOUT,)).legs, LAYOUT, LAYOUT)
+    with pytest.raises(BlockTableError, match="must not run backwards"):
+        copies_for(program, [[0, 1]], [[0, 1]], tokens)
+
+
+def test_a_fingerprint_names_the_description_not_the_addresses():
+    (moved,) = describe(MODEL, SHAPE, 1 << 40)
+    (other,) = describe(MODEL, replace(SHAPE, block_tokens=8), 1 << 20)
+    assert fingerprint(moved) == fingerprint(LAYOUT)
+    assert fingerprint(other) != fingerprint(LAYOUT)
+
+
+def test_spans():
+    assert overlap(Span(0, 4), Span(4, 6)) == ()
+    assert overlap(Span(0, 5), Span(4, 6)) == (Span(4, 5),)
+    assert uncovered(Span(0, 9), [Span(4, 6), Span(1, 2)]) == (Span(0, 1), Span(2, 4), Span(6, 9))
+    assert uncovered(Span(0, 2), [Span(0, 3)]) == ()
+    assert shares(2, 4, "heads") == (Span(0, 1), Span(0, 1), Span(1, 2), Span(1, 2))
+    assert stages(5, 2) == (Span(0, 3), Span(3, 5))
