@@ -68,10 +68,10 @@ class AgentTransfer:
         try:
             settled = await future
         except asyncio.CancelledError:
-            self.agent.abort(request_id)
+            self._waiting.pop(request_id)
+            self._let_go(request_id, future)
             raise
-        finally:
-            self._waiting.pop(request_id, None)
+        self._waiting.pop(request_id, None)
         if isinstance(settled, Failed):
             raise settled.error
         report = settled.report
@@ -84,6 +84,13 @@ class AgentTransfer:
             strategy=report.strategy,
             phases_s=dict(report.phases_s),
         )
+
+    def _let_go(self, request_id: str, future: asyncio.Future[Settled]) -> None:
+        """The caller is gone. A fetch that is over frees no blocks by itself any more, so that is done here."""
+        if future.done() and not future.cancelled() and isinstance(future.result(), Fetched):
+            self._release(request_id)
+        else:
+            self.agent.abort(request_id)
 
     def abort(self, request_id: str) -> None:
         """Nobody waits for this request any more, offered or being fetched."""
@@ -114,6 +121,9 @@ class AgentTransfer:
         future = self._waiting.get(notice.request_id)
         if future is not None and not future.done():
             future.set_result(notice)
+        elif isinstance(notice, Fetched):
+            # It was fetched after its caller had gone.
+            self._release(notice.request_id)
 
 
 class AgentCollector(Collector):

@@ -1,5 +1,38 @@
 """What goes where: the intersection of two descriptions. Pure functions on integers (numpy and stdlib only).
 
-Read in this order: `span`, `layout` (the description), `route` (who sends which box to whom), `program`
-(a route bound to two layouts), `copies` (the rows of one request).
+    source, target = describe(model, shape_a, 0), describe(model, shape_b, 0)     # or layouts of your own
+    found = route(source, target)                                                 # who sends which box to whom
+    program = bind(found.between(0, 0), source[0], target[0])                     # once per pair of ranks
+    rows = copies_for(program, source_tables, target_tables, TokenRange(0, n))    # once per request
+
+Read in this order: `span`, `layout` (the description), `route`, `program`, `request`.
 """
+
+from kvferry.plan.copies import Copies
+from kvferry.plan.describe import Attention, EngineShape, describe
+from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State, TokenRange
+from kvferry.plan.program import Program, bind
+from kvferry.plan.request import copies_for
+from kvferry.plan.route import Leg, Route, route
+from kvferry.plan.span import Span
+
+__all__ = [
+    "Attention",
+    "Axis",
+    "CacheGroup",
+    "Copies",
+    "EngineShape",
+    "Layout",
+    "Leg",
+    "Placement",
+    "Program",
+    "Region",
+    "Route",
+    "Span",
+    "State",
+    "TokenRange",
+    "bind",
+    "copies_for",
+    "describe",
+    "route",
+]

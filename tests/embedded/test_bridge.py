@@ -1,0 +1,137 @@
+"""The bridge between the event loop and a real agent: nobody's blocks are forgotten, whoever leaves when."""
+
+import asyncio
+
+import pytest
+
+from kvferry.agent import AgentConfig
+from kvferry.embedded.bridge import AgentCollector, AgentTransfer
+from kvferry.errors import TransferError
+from kvferry.plan.describe import Attention, EngineShape, describe
+from kvferry.session.events import Failed, Fetched, FetchReport, Timing
+from kvferry.transport.shared_memory import allocate_shared
+
+MODEL = Attention(num_layers=1, num_heads=2, head_dim=4, dtype="float32", item_bytes=4)
+SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=8, format="block-major")
+DEADLINE_S = 30.0
+
+
+class Side:
+    """One engine's transfer over a small cache of its own; `released` gets the ids whose blocks are free."""
+
+    def __init__(self, engine_id):
+        size_bytes = SHAPE.num_blocks * SHAPE.block_tokens * MODEL.bytes_per_token
+        self.shared = allocate_shared(size_bytes, engine_id)
+        (layout,) = describe(MODEL, SHAPE, self.shared.memory.address)
+        self.released = asyncio.Queue()
+        self.loop = asyncio.get_running_loop()
+        timing = Timing(handshake_s=2.0, heartbeat_s=0.2, resend_s=0.2)
+        config = AgentConfig(engine_id, transport="shm", timing=timing)
+        self.transfer = AgentTransfer(config, layout, self.shared.memory, self.release)
+
+    def release(self, request_id):
+        self.loop.call_soon_threadsafe(self.released.put_nowait, request_id)
+
+    async def freed(self):
+        return await asyncio.wait_for(self.released.get(), DEADLINE_S)
+
+
+def with_two_sides(scenario):
+    async def run():
+        source, target = Side("p0"), Side("d0")
+        await source.transfer.start()
+        await target.transfer.start()
+        try:
+            await asyncio.wait_for(scenario(source, target), DEADLINE_S)
+        finally:
+            await source.transfer.close()
+            await target.transfer.close()
+            source.shared.close()
+            target.shared.close()
+
+    asyncio.run(run())
+
+
+def test_an_offer_is_fetched_and_the_source_is_free():
+    async def scenario(source, target):
+        params = await source.transfer.offer("r1", [[1, 3]], 7)
+        report = await target.transfer.fetch("q1", params, [[0, 5]], 6)
+        assert (report.tokens, report.bytes, report.transport) == (6, 6 * MODEL.bytes_per_token, "shm")
+        assert await source.freed() == "r1"
+        assert target.released.empty()
+
+    with_two_sides(scenario)
+
+
+def test_a_refused_fetch_raises_and_frees_both_sides():
+    async def scenario(source, target):
+        params = await source.transfer.offer("r1", [[1, 3]], 7)
+        with pytest.raises(TransferError, match="more tokens than were computed"):
+            await target.transfer.fetch("q1", params, [[0, 5, 6]], 9)
+        assert await target.freed() == "q1"
+        source.transfer.abort("r1")
+        assert await source.freed() == "r1"
+        (family,) = AgentCollector(target.transfer.agent).collect()
+        assert {sample.labels["reason"] for sample in family.samples} == {"out_of_range"}
+
+    with_two_sides(scenario)
+
+
+def test_parameters_that_make_no_sense_free_the_blocks():
+    async def scenario(source, target):
+        with pytest.raises(TransferError, match="kv_transfer_params cannot be read"):
+            await target.transfer.fetch("q1", {"do_remote_prefill": True}, [[0]], 3)
+        assert await target.freed() == "q1"
+
+    with_two_sides(scenario)
+
+
+def test_a_caller_that_goes_away_frees_its_blocks():
+    async def scenario(source, target):
+        params = await source.transfer.offer("r1", [[1, 3]], 7)
+        await source.transfer.close()
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], 6))
+        await asyncio.sleep(0)
+        fetch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetch
+        assert await target.freed() == "q1"
+
+    with_two_sides(scenario)
+
+
+@pytest.mark.parametrize("settled_first", [True, False])
+def test_a_caller_that_goes_away_when_all_is_over_frees_its_blocks(settled_first):
+    """The fetch is over and frees nothing by itself: the notice and the cancellation cross each other."""
+
+    async def scenario(source, target):
+        params = await source.transfer.offer("r1", [[1, 3]], 7)
+        await source.transfer.close()
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], 6))
+        await asyncio.sleep(0)
+        notice = Fetched("q1", FetchReport(6, 1, 1, "shm", "", "direct"))
+        if settled_first:
+            target.transfer._settle(notice)
+        fetch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetch
+        if not settled_first:
+            target.transfer._settle(notice)
+        assert await target.freed() == "q1"
+
+    with_two_sides(scenario)
+
+
+def test_close_ends_what_is_under_way():
+    async def scenario(source, target):
+        params = await source.transfer.offer("r1", [[1, 3]], 7)
+        await source.transfer.close()
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], 6))
+        await asyncio.sleep(0)
+        await target.transfer.close()
+        with pytest.raises(TransferError, match="shutting down"):
+            await fetch
+        assert target.transfer.failure
+        target.transfer._settle(Failed("q1", TransferError("aborted", "late")))
+
+    with_two_sides(scenario)
