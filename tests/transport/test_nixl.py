@@ -89,6 +89,13 @@ def decode(descriptor: bytes) -> NixlDescriptor:
     return msgspec.msgpack.decode(descriptor[28:], type=NixlDescriptor)
 
 
+def test_a_disconnected_ticket_ends_with_an_error(world: World) -> None:
+    row = [np.array([n], np.uint64) for n in (world.far.address(1, 0), world.near.address(1, 0), 100)]
+    ticket = world.post(Copies(row[0], row[1], row[2], 1), Direction.READ)
+    world.near.transport.disconnect("far")
+    assert "disconnected" in world.finish([ticket])[ticket].error
+
+
 def record_posts(world: World, monkeypatch: pytest.MonkeyPatch) -> list[Ticket]:
     """The tickets whose parts are posted, in order."""
     transport, posted = world.near.transport, []

@@ -144,6 +144,11 @@ def test_sums_that_overflow_are_outside(address: int, length: int) -> None:
         PIECES.locate(np.array([address], np.uint64), np.array([length], np.uint64), "somebody")
 
 
+def test_a_length_that_wraps_around_is_outside() -> None:
+    with pytest.raises(TransportError):
+        PIECES.locate(np.array([1050], np.uint64), np.array([2**64 - 10], np.uint64), "somebody")
+
+
 def test_the_first_bad_row_is_named() -> None:
     address = np.array([1000, 1000, 999], np.uint64)
     with pytest.raises(TransportError, match=r"row 1 leaves .* of somebody; found: 101 bytes at 0x3e8"):

@@ -11,7 +11,7 @@ import pytest
 from kvferry.plan.copies import Copies
 from kvferry.testing.contract import World
 from kvferry.testing.transport_peer import PeerProcess, make_transport
-from kvferry.transport.base import Direction
+from kvferry.transport.base import Direction, Ticket
 from kvferry.transport.faulty import Fault, FaultKind, FaultyTransport
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
 from kvferry.transport.selftest import PROBE_BYTES, Probe, SelfTest, fill_probe, measure
@@ -85,9 +85,23 @@ def test_scratch_memory_stays_registered_until_the_late_ticket_has_ended(worlds:
     test.advance([], 2.0)
     assert test.result is not None
     assert "no answer" in test.result.error
+    assert len(transport._inner._registry.memories) == 3
     while not test.is_settled:
         test.advance(transport.poll(), 3.0)
     assert len(transport._inner._registry.memories) == 2
+
+
+def test_a_read_that_brings_nothing_is_noticed(worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+    world = worlds()
+    transport, posts = world.near.transport, count()
+    post = transport.post
+
+    def post_nothing_at_last(peer: str, copies: Copies, direction: Direction) -> Ticket:
+        rows = slice(0, 0 if next(posts) == 3 else 1)
+        return post(peer, Copies(copies.source[rows], copies.target[rows], copies.length[rows], 1), direction)
+
+    monkeypatch.setattr(transport, "post", post_nothing_at_last)
+    assert "bytes are wrong" in measure(transport, "far", probe_of(world)).error
 
 
 def test_completions_of_others_are_left_alone(worlds: Callable[..., World]) -> None:

@@ -1,0 +1,54 @@
+"""What is special about engines of one process: memory can be taken back under a peer's copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvferry.errors import TransportError
+from kvferry.plan.copies import Copies
+from kvferry.testing.contract import PIECE_BYTES, Row, World, copies_of
+from kvferry.transport.base import Completion, Direction
+from kvferry.transport.memory import SLICE_BYTES, MemoryFabric, MemoryTransport
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    fabric = MemoryFabric()
+    made = World(lambda: MemoryTransport(fabric))
+    yield made
+    made.close()
+
+
+def test_only_tickets_that_touch_memory_end_when_it_is_taken_back(world: World) -> None:
+    first, second = (copies_of(world, [Row((i, 0), (i, 0), 100)], Direction.READ) for i in range(2))
+    touching, other = world.post(first, Direction.READ), world.post(second, Direction.READ)
+    world.far.transport.unregister(world.far.shared[0].memory)
+    ended = world.finish([touching, other])
+    assert "unregistered" in ended[touching].error
+    assert ended[other].error == ""
+
+
+def test_a_closed_peer_ends_tickets_and_is_not_found_again(world: World) -> None:
+    copies = copies_of(world, [Row((0, 0), (0, 0), 100)], Direction.READ)
+    ticket, descriptor = world.post(copies, Direction.READ), world.far.transport.descriptor()
+    world.far.transport.close()
+    assert "closed" in world.finish([ticket])[ticket].error
+    with pytest.raises(TransportError, match="not connected"):
+        world.post(copies, Direction.READ)
+    with pytest.raises(TransportError, match="not in this process"):
+        world.near.transport.connect("far", descriptor)
+
+
+def test_a_poll_is_bounded_and_tickets_take_turns(world: World) -> None:
+    num_rows = 3 * SLICE_BYTES // PIECE_BYTES
+    columns = [
+        np.full(num_rows, n, np.uint64) for n in (world.far.address(0, 0), world.near.address(0, 0), PIECE_BYTES)
+    ]
+    long = world.post(Copies(columns[0], columns[1], columns[2], num_rows), Direction.READ)
+    short = world.post(copies_of(world, [Row((1, 0), (1, 0), 100)], Direction.READ), Direction.READ)
+    assert world.near.transport.poll() == []
+    assert world.near.transport.poll() == [Completion(short, "")]
+    assert world.finish([long])[long].error == ""
