@@ -48,6 +48,10 @@ class Loopback:
     aborted: list[str] = field(default_factory=list)
     _fencing: asyncio.Task[None] | None = None
 
+    @property
+    def failure(self) -> str:
+        return ""
+
     async def offer(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> dict[str, object]:
         self.offers.tables[request_id] = block_tables
         return {"do_remote_prefill": True, "remote_request_id": request_id}

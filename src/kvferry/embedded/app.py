@@ -60,7 +60,7 @@ class Endpoints:
         return json_response({"object": "list", "data": [model]}, {})
 
     async def health(self, request: Request) -> Response:
-        info, failure = self._service.info, self._service.engine.failure
+        info, failure = self._service.info, self._service.failure
         body = {"status": "failed" if failure else "ok", "engine_id": info.engine_id, "reason": failure}
         return json_response(body, {}, 503 if failure else 200)
 

@@ -70,6 +70,11 @@ class Service:
         self._transfer = transfer
         self._numbers = itertools.count()
 
+    @property
+    def failure(self) -> str:
+        """Why this process cannot do its whole job; empty while it can."""
+        return self.engine.failure or self._transfer.failure
+
     def call(self, request_id: str, prompt: str | list[int] | list[dict[str, str]], ask: Ask) -> Call:
         """Tokenise a prompt (text, ids, or chat messages). Raises RequestError, PromptTooLongError."""
         ids = self._ids(prompt)

@@ -37,6 +37,11 @@ class Transfer(Protocol):
     After a fetch that succeeded it does not call it: the blocks are the engine's again.
     """
 
+    @property
+    def failure(self) -> str:
+        """Why nothing can move any more; empty while it can."""
+        ...
+
     async def offer(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> dict[str, object]:
         """Let others fetch a prompt's cache. Returns the reference that goes through the HTTP layer (plain JSON)."""
         ...
@@ -57,6 +62,10 @@ class Transfer(Protocol):
 
 class NoTransfer:
     """An engine on its own: it answers whole requests and says so when it is asked for more."""
+
+    @property
+    def failure(self) -> str:
+        return ""
 
     async def offer(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> dict[str, object]:
         raise _alone()
