@@ -40,17 +40,24 @@ def test_what_cannot_work_is_explained(
 
 def test_the_fastest_that_passed_is_taken() -> None:
     found = [
-        Measurement("shm", 9.82, 1e-5, ""),
-        Measurement("tcp", 1.94, 1e-4, ""),
-        Measurement("nixl", 41.0, 1e-5, "3 of 9 bytes are wrong"),
+        Measurement("shm", 9.82, 4.0, 1e-5, ""),
+        Measurement("tcp", 1.94, 1.5, 1e-4, ""),
+        Measurement("nixl", 41.0, 2.0, 1e-5, "3 of 9 bytes are wrong"),
     ]
-    reason = "shm 9.8 GB/s; tcp 1.9 GB/s; nixl failed (3 of 9 bytes are wrong)"
+    reason = (
+        "shm 9.8 GB/s, 4.0 in rows of 4 KiB; tcp 1.9 GB/s, 1.5 in rows of 4 KiB; nixl failed (3 of 9 bytes are wrong)"
+    )
     assert choose(found) == Choice("shm", reason)
     assert choose(found[1:]).name == "tcp"
 
 
+def test_a_transport_that_is_slow_in_short_rows_is_not_the_fastest() -> None:
+    found = [Measurement("nixl", 6.3, 1.2, 1e-5, ""), Measurement("shm", 6.2, 4.1, 1e-5, "")]
+    assert choose(found).name == "shm"
+
+
 def test_nothing_that_passed_is_an_error() -> None:
     with pytest.raises(TransportError, match=r"found: nixl failed \(broken\)"):
-        choose([Measurement("nixl", 0.0, 0.0, "broken")])
+        choose([Measurement("nixl", 0.0, 0.0, 0.0, "broken")])
     with pytest.raises(TransportError, match="nothing was tested"):
         choose([])

@@ -59,7 +59,7 @@ class Meeting:
         try:
             transport.connect(str(self.peer), self._descriptors[transport.name])
         except TransportError as error:
-            self._unconnected.append(Measurement(transport.name, 0.0, 0.0, str(error)))
+            self._unconnected.append(Measurement(transport.name, 0.0, 0.0, 0.0, str(error)))
             return
         test = SelfTest(transport, str(self.peer), self._probe)
         self._tests.append((transport.name, test))

@@ -8,8 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.errors import FerryError
 from kvferry.plan.copies import Copies
@@ -22,6 +26,7 @@ __all__ = ["PROBE_BYTES", "Measurement", "Probe", "SelfTest", "fill_probe", "mea
 PROBE_BYTES = 4 << 20
 MAX_PROBE_BYTES = 64 << 20
 LATENCY_BYTES = 4096
+ROW_BYTES = 4096
 NUM_READS = 3
 DEADLINE_S = 1.0
 # Until then polls follow each other at once; a peer that has not answered by then is not worth a busy processor.
@@ -49,6 +54,21 @@ def fill_probe(buffer: View, seed: int) -> None:
     buffer[:] = words.astype("<u8", copy=False).view(np.uint8)[: buffer.size]
 
 
+class Kind(StrEnum):
+    """What a read of the self-test is for."""
+
+    LATENCY = "latency"
+    WHOLE = "whole"
+    ROWS = "rows"
+
+
+class Step(NamedTuple):
+    """One read of the self-test."""
+
+    kind: Kind
+    copies: Copies
+
+
 class SelfTest:
     """One peer's test, driven by whoever polls the transport: pass completions to `advance` until it is over.
 
@@ -66,14 +86,14 @@ class SelfTest:
         self._deadline = 0.0
         self._posted_at = 0.0
         self._latency_s = float("inf")
-        self._best_s = float("inf")
-        self._num_reads = 0
+        self._steps: list[Step] = []
+        self._best_s = {Kind.WHOLE: float("inf"), Kind.ROWS: float("inf")}
         self.result: Measurement | None = None
 
     def start(self, now: float) -> None:
         """Post the first read; `now` is in seconds of any clock. Failures are in `result`."""
         self._deadline = now + DEADLINE_S
-        if not LATENCY_BYTES <= self._probe.size_bytes <= MAX_PROBE_BYTES:
+        if not 2 * ROW_BYTES <= self._probe.size_bytes <= MAX_PROBE_BYTES:
             self._end(f"a probe of {self._probe.size_bytes} bytes")
             return
         self._scratch = np.zeros(self._probe.size_bytes, np.uint8)
@@ -81,7 +101,8 @@ class SelfTest:
         try:
             self._transport.register(memory)
             self._memory = memory
-            self._post(LATENCY_BYTES, now)
+            self._steps = _steps(self._probe, memory.address)
+            self._post(now)
         except FerryError as error:
             self._end(str(error))
 
@@ -108,34 +129,43 @@ class SelfTest:
             self._evaluate(now)
 
     def _evaluate(self, now: float) -> None:
+        """Note the time of a read; compare the bytes of the last read of each kind, whose turn it is to be seen."""
         elapsed = max(now - self._posted_at, 1e-9)
-        if self._num_reads == 0:
+        done = self._steps.pop(0)
+        if done.kind is Kind.LATENCY:
             self._latency_s = elapsed
         else:
-            self._best_s = min(self._best_s, elapsed)
-        self._num_reads += 1
-        if self._num_reads <= NUM_READS:
-            try:
-                self._post(self._probe.size_bytes, now)
-            except FerryError as error:
-                self._end(str(error))
+            self._best_s[done.kind] = min(self._best_s[done.kind], elapsed)
+        is_last = not self._steps or self._steps[0].kind is not done.kind
+        if is_last and (num_wrong := self._num_wrong(done.copies)):
+            self._end(f"{num_wrong} of {done.copies.num_bytes} bytes are wrong")
             return
-        expected = np.empty_like(self._scratch)
-        fill_probe(expected, self._probe.seed)
-        wrong = int(np.count_nonzero(expected != self._scratch))
-        self._end(f"{wrong} of {expected.size} bytes are wrong" if wrong else "")
+        if not self._steps:
+            self._end("")
+            return
+        try:
+            self._post(now)
+        except FerryError as error:
+            self._end(str(error))
 
-    def _post(self, num_bytes: int, now: float) -> None:
-        self._scratch.fill(0)  # So that a read which brings nothing does not pass for the one before it.
-        source, target, length = (
-            np.array([value], np.uint64) for value in (self._probe.address, self._scratch.ctypes.data, num_bytes)
-        )
-        self._ticket = self._transport.post(self._peer, Copies(source, target, length, pieces=1), Direction.READ)
+    def _num_wrong(self, copies: Copies) -> int:
+        wrong = _pattern(self._probe.size_bytes, self._probe.seed) != self._scratch
+        starts = (copies.target - np.uint64(self._scratch.ctypes.data)).tolist()
+        ends = zip(starts, copies.length.tolist(), strict=True)
+        return sum(int(np.count_nonzero(wrong[start : start + length])) for start, length in ends)
+
+    def _post(self, now: float) -> None:
+        # Cleared, so that a read that brings nothing does not pass for the one before it.
+        self._scratch[:] = 0
         self._posted_at = now
+        self._ticket = self._transport.post(self._peer, self._steps[0].copies, Direction.READ)
 
     def _end(self, error: str) -> None:
-        rate = 0.0 if error else self._scratch.size / self._best_s / 1e9
-        self.result = Measurement(self._transport.name, rate, self._latency_s, error)
+        rates = dict.fromkeys(self._best_s, 0.0)
+        if not error:
+            sizes = {Kind.WHOLE: self._scratch.size, Kind.ROWS: _num_row_bytes(self._scratch.size)}
+            rates = {kind: sizes[kind] / best_s / 1e9 for kind, best_s in self._best_s.items()}
+        self.result = Measurement(self._transport.name, rates[Kind.WHOLE], rates[Kind.ROWS], self._latency_s, error)
         if self._ticket is None:
             self._release()
         else:
@@ -145,6 +175,36 @@ class SelfTest:
         memory, self._memory = self._memory, None
         if memory is not None:
             self._transport.unregister(memory)
+
+
+@lru_cache(maxsize=1)
+def _pattern(size_bytes: int, seed: int) -> View:
+    """What a probe must hold: the same for all transports to a peer, which are tested one after the other."""
+    expected = np.empty(size_bytes, np.uint8)
+    fill_probe(expected, seed)
+    return expected
+
+
+def _num_row_bytes(size_bytes: int) -> int:
+    return size_bytes // (2 * ROW_BYTES) * ROW_BYTES
+
+
+def _steps(probe: Probe, scratch_address: int) -> list[Step]:
+    """One small read, then the whole probe in one row, then every other page of it in rows of their own."""
+    starts = np.arange(_num_row_bytes(probe.size_bytes) // ROW_BYTES, dtype=np.uint64) * np.uint64(2 * ROW_BYTES)
+    rows = _copies(probe, scratch_address, starts, ROW_BYTES)
+    whole = _copies(probe, scratch_address, starts[:1], probe.size_bytes)
+    small = _copies(probe, scratch_address, starts[:1], LATENCY_BYTES)
+    return [Step(Kind.LATENCY, small), *[Step(Kind.WHOLE, whole)] * NUM_READS, *[Step(Kind.ROWS, rows)] * NUM_READS]
+
+
+def _copies(probe: Probe, scratch_address: int, starts: NDArray[np.uint64], length: int) -> Copies:
+    return Copies(
+        source=starts + np.uint64(probe.address),
+        target=starts + np.uint64(scratch_address),
+        length=np.full(len(starts), length, np.uint64),
+        pieces=len(starts),
+    )
 
 
 # Tests that ended without their ticket: their scratch memory may still be written to, so it is never given back.
