@@ -55,8 +55,10 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
+    """A part of a target box that no source box cuts further."""
+
     target_rank: int
-    state: str
+    state: State
     box: Box
 
 
@@ -70,14 +72,11 @@ def route(sources: Sequence[Layout], targets: Sequence[Layout]) -> Route:
         raise IncompatibleError(found)
     holders = _boxes_by_state(sources)
     replica_sets: dict[tuple[int, ...], list[_Cell]] = {}
-    for target_rank, layout in enumerate(targets):
-        for state in _held(layout):
-            wanted = layout.placement_of()[state.name].spans
-            for box in _cells(wanted, [held for _, held in holders[state.name]]):
-                ranks = tuple(rank for rank, held in holders[state.name] if _contains(held, box))
-                if not ranks:
-                    raise _nobody_holds(state, box, [held for _, held in holders[state.name]])
-                replica_sets.setdefault(ranks, []).append(_Cell(target_rank, state.name, box))
+    for cell in _target_cells(holders, targets):
+        ranks = tuple(rank for rank, held in holders[cell.state.name] if _contains(held, cell.box))
+        if not ranks:
+            raise _nobody_holds(cell, [held for _, held in holders[cell.state.name]])
+        replica_sets.setdefault(ranks, []).append(cell)
     legs = [leg for ranks, cells in replica_sets.items() for leg in _deal(ranks, cells)]
     order = {state.name: index for index, state in enumerate(_all_states(targets).values())}
     return Route(tuple(sorted(legs, key=lambda leg: (leg.target_rank, order[leg.state], leg.box))))
@@ -125,6 +124,14 @@ def _boxes_by_state(layouts: Sequence[Layout]) -> dict[str, list[tuple[int, Box]
     return boxes
 
 
+def _target_cells(holders: dict[str, list[tuple[int, Box]]], targets: Sequence[Layout]) -> Iterator[_Cell]:
+    for target_rank, layout in enumerate(targets):
+        wanted = layout.placement_of()
+        for state in _held(layout):
+            for box in _cells(wanted[state.name].spans, [held for _, held in holders[state.name]]):
+                yield _Cell(target_rank, state, box)
+
+
 def _cells(wanted: Box, held: list[Box]) -> Iterator[Box]:
     """Cut a box at every edge of the held boxes; no cell crosses an edge, so a holder has all of it or none."""
     per_axis = []
@@ -142,18 +149,19 @@ def _contains(outer: Box, inner: Box) -> bool:
 def _deal(ranks: tuple[int, ...], cells: list[_Cell]) -> Iterator[Leg]:
     for index, cell in enumerate(cells):
         source_rank = ranks[index * len(ranks) // len(cells)]
-        yield Leg(source_rank, cell.target_rank, cell.state, cell.box)
+        yield Leg(source_rank, cell.target_rank, cell.state.name, cell.box)
 
 
-def _nobody_holds(state: State, box: Box, held: list[Box]) -> UncoveredError:
+def _nobody_holds(cell: _Cell, held: list[Box]) -> UncoveredError:
+    axes, box = cell.state.axes, cell.box
     gaps = [
         f"{axis.name} {gap}"
-        for index, axis in enumerate(state.axes)
+        for index, axis in enumerate(axes)
         for gap in uncovered(box[index], [part for other in held for part in overlap(box[index], other[index])])
     ]
-    whole = ", ".join(f"{axis.name} {span}" for axis, span in zip(state.axes, box, strict=True))
+    whole = ", ".join(f"{axis.name} {span}" for axis, span in zip(axes, box, strict=True))
     return UncoveredError(
-        f"no source rank holds a part of state {state.name}",
+        f"no source rank holds a part of state {cell.state.name}",
         found=", ".join(gaps) or whole,
         expected="every part of the state on at least one source rank",
         hint="check that every rank of the source engine is listed",
