@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from kvferry.cli.main import app
 from kvferry.session.fetch import READ_TABLE
+from kvferry.session.handshake import PEER_TABLE
 from kvferry.session.machine import diagram
-from kvferry.session.peer import PEER_TABLE
 from kvferry.session.source import LEASE_TABLE
 
 ROOT = Path(__file__).parents[1]

@@ -12,15 +12,12 @@ from dataclasses import dataclass
 
 from kvferry.errors import FerryError, RequestError, TransferError
 from kvferry.plan.layout import Layout
-from kvferry.plan.program import Program, bind
 from kvferry.plan.request import copies_for
-from kvferry.plan.route import Route, route
 from kvferry.session.events import (
     AbortWanted,
     AnswerArrived,
     Cancel,
     Command,
-    Connect,
     Count,
     Disconnect,
     Failed,
@@ -38,7 +35,8 @@ from kvferry.session.events import (
     Timing,
 )
 from kvferry.session.fetch import Fetch, Read, ReadState
-from kvferry.session.peer import Peer, PeerState
+from kvferry.session.handshake import Handshakes, Peer
+from kvferry.session.programs import Bindings
 from kvferry.wire.messages import (
     Abort,
     Aborted,
@@ -86,12 +84,12 @@ class TargetSession:
     """Fetches of one rank. Feed it events; do what its commands say."""
 
     def __init__(self, ourselves: Ourselves, timing: Timing) -> None:
-        self._ours = ourselves
+        self._ours = ourselves.party
         self._timing = timing
-        self._peers: dict[PeerKey, Peer] = {}
+        self._peers = Handshakes(ourselves.party, ourselves.product_version, timing)
+        self._bindings = Bindings(ourselves.layouts, ourselves.party.rank)
         self._fetches: dict[str, Fetch] = {}
         self._farewells: dict[str, _Farewell] = {}
-        self._plans: dict[tuple[PeerKey, ...], tuple[Route, dict[PeerKey, Program]]] = {}
         self._last_heartbeat = 0.0
 
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
@@ -124,9 +122,7 @@ class TargetSession:
         fetch = Fetch(event, peers, began=now)
         self._fetches[event.request_id] = fetch
         for key in peers:
-            if key not in self._peers:
-                peer = self._peers[key] = Peer.greeted(key, now, self._timing.handshake_s)
-                yield from self._ask(peer)
+            yield from self._peers.meet(key, now)
         yield from self._claim_when_ready(fetch, now)
 
     def _abort(self, event: AbortWanted, now: float) -> Iterator[Command]:
@@ -136,33 +132,17 @@ class TargetSession:
 
     # --- meeting peers ---
 
-    def _ask(self, peer: Peer) -> Iterator[Command]:
-        for message in peer.question(self._ours.party, self._ours.product_version):
-            yield Send(peer.key, message)
-
     def _welcome(self, peer: Peer, welcome: Welcome, now: float) -> Iterator[Command]:
-        if not peer.machine.allows("welcome"):
-            return
-        peer.machine.move("welcome")
-        peer.num_ranks = welcome.num_ranks
-        peer.last_sent = now
-        yield from self._ask(peer)
+        yield from self._peers.welcomed(peer, welcome, now)
 
     def _offer(self, peer: Peer, offer: Offer, now: float) -> Iterator[Command]:
-        if not peer.machine.allows("offer"):
-            return
-        peer.machine.move("offer")
-        peer.offer = offer
-        yield Connect(peer.key, offer)
+        yield from self._peers.offered(peer, offer)
 
     def _connected(self, event: PeerConnected, now: float) -> Iterator[Command]:
-        peer = self._peers.get(event.peer)
-        if peer is None or peer.machine.state is not PeerState.CONNECTING:
+        if event.peer not in self._peers:
             return
-        peer.machine.move("connected")
-        peer.transport, peer.choice, peer.last_heard = event.transport, event.choice, now
-        for fetch in list(self._fetches.values()):
-            if peer.key in fetch.peers:
+        if self._peers.connected(self._peers[event.peer], event.transport, event.choice, now):
+            for fetch in [fetch for fetch in self._fetches.values() if event.peer in fetch.peers]:
                 yield from self._claim_when_ready(fetch, now)
 
     def _unreachable(self, event: PeerUnreachable, now: float) -> Iterator[Command]:
@@ -176,8 +156,8 @@ class TargetSession:
 
     def _lose(self, key: PeerKey, error: TransferError, now: float) -> Iterator[Command]:
         """Forget a peer and fail everything that depends on it. The next fetch meets it anew."""
-        self._peers.pop(key, None)
-        self._plans = {keys: plan for keys, plan in self._plans.items() if key not in keys}
+        self._peers.forget(key)
+        self._bindings.forget(key)
         for fetch in list(self._fetches.values()):
             if key in fetch.peers and not fetch.failed:
                 yield from self._fail(fetch, error, now)
@@ -189,47 +169,24 @@ class TargetSession:
         if fetch.failed or fetch.reads or not all(self._peers[key].ready for key in fetch.peers):
             return
         try:
-            found, programs = self._plan(fetch.peers)
+            binding = self._bindings.to(fetch.peers, self._peers)
         except FerryError as error:
             yield from self._fail(fetch, TransferError(Reason.INCOMPATIBLE, str(error)), now)
             return
-        for key in programs:
+        for key in binding.programs:
             if not self._waiting_for(self._peers[key]):
                 # It had no reason to say anything until now: its silence begins here.
                 self._peers[key].last_heard = now
-        fetch.start_reads(tuple(programs), now)
-        for key in programs:
-            yield Send(key, self._claim_of(fetch, found.targets_of(fetch.peers.index(key))))
-
-    def _plan(self, peers: tuple[PeerKey, ...]) -> tuple[Route, dict[PeerKey, Program]]:
-        """Route and programs for a set of peers: computed once per incarnation."""
-        if peers not in self._plans:
-            layouts = [self._layout_of(rank, key, len(peers)) for rank, key in enumerate(peers)]
-            found = route(layouts, self._ours.layouts)
-            rank = self._ours.party.rank
-            programs = {
-                peers[source]: bind(found.between(source, rank), layouts[source], self._ours.layouts[rank])
-                for source in found.sources_of(rank)
-            }
-            self._plans[peers] = (found, programs)
-        return self._plans[peers]
-
-    def _layout_of(self, rank: int, key: PeerKey, num_ranks: int) -> Layout:
-        peer = self._peers[key]
-        if peer.offer is None or peer.offer.party.rank != rank or peer.num_ranks != num_ranks:
-            raise RequestError(
-                f"{key} is not the rank that the reference names",
-                found=f"{peer.num_ranks} ranks",
-                expected=f"rank {rank} of {num_ranks}",
-            )
-        return peer.offer.layout
+        fetch.start_reads(tuple(binding.programs), now)
+        for key in binding.programs:
+            yield Send(key, self._claim_of(fetch, binding.readers_of(key)))
 
     def _claim_of(self, fetch: Fetch, readers: tuple[int, ...]) -> Claim:
-        return Claim(self._ours.party, fetch.wanted.reference, fetch.wanted.tokens.last, readers)
+        return Claim(self._ours, fetch.wanted.reference, fetch.wanted.tokens.last, readers)
 
     def _grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Command]:
         for fetch, read in self._reads(peer.key, grant.lease_id, ReadState.CLAIMING):
-            program = self._plan(fetch.peers)[1][peer.key]
+            program = self._bindings.to(fetch.peers, self._peers).programs[peer.key]
             wanted = fetch.wanted
             try:
                 copies = copies_for(program, grant.block_tables, wanted.block_tables, wanted.tokens)
@@ -252,7 +209,7 @@ class TargetSession:
             yield from self._fail(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=event.error), now)
         else:
             fetch.landed_at = read.last_sent = now
-            yield Send(event.key.peer, Landed(self._ours.party, fetch.wanted.reference.lease_id))
+            yield Send(event.key.peer, Landed(self._ours, fetch.wanted.reference.lease_id))
 
     def _valid(self, peer: Peer, valid: Valid, now: float) -> Iterator[Command]:
         for fetch, read in self._reads(peer.key, valid.lease_id, ReadState.LANDED):
@@ -283,7 +240,7 @@ class TargetSession:
             read.machine.move("fail")
             if key in self._peers:
                 self._farewells[lease_id] = _Farewell(key, lease_id, now + self._timing.silence_s, now)
-                yield Send(key, Abort(self._ours.party, lease_id))
+                yield Send(key, Abort(self._ours, lease_id))
         yield from self._free_when_drained(fetch)
 
     def _free_when_drained(self, fetch: Fetch) -> Iterator[Command]:
@@ -303,10 +260,11 @@ class TargetSession:
             Aborted: self._aborted,
             Refusal: self._refused,
         }
-        peer, handler = self._peers.get(event.peer), handlers.get(type(event.message))
+        handler = handlers.get(type(event.message))
         if handler is None:
             yield Count("unexpected_messages", type(event.message).__name__)
-        elif peer is not None:
+        elif event.peer in self._peers:
+            peer = self._peers[event.peer]
             peer.last_heard = now
             yield from handler(peer, event.message, now)
 
@@ -335,7 +293,7 @@ class TargetSession:
     # --- time ---
 
     def _tick(self, event: Tick, now: float) -> Iterator[Command]:
-        for peer in list(self._peers.values()):
+        for peer in self._peers:
             yield from self._watch(peer, now)
         for fetch in list(self._fetches.values()):
             yield from self._hurry(fetch, now)
@@ -351,9 +309,8 @@ class TargetSession:
             if now >= peer.deadline:
                 what = f"no handshake with {peer.key} within {self._timing.handshake_s:g} s"
                 yield from self._lose(peer.key, TransferError(Reason.DEADLINE, what), now)
-            elif now - peer.last_sent >= self._timing.resend_s:
-                peer.last_sent = now
-                yield from self._ask(peer)
+            else:
+                yield from self._peers.repeat(peer, now)
             return
         if self._waiting_for(peer) and now - peer.last_heard > self._timing.silence_s:
             what = f"{peer.key} has not answered for {self._timing.silence_s:g} s"
@@ -374,17 +331,17 @@ class TargetSession:
                 continue
             read.last_sent = now
             if read.state is ReadState.CLAIMING:
-                readers = self._plan(fetch.peers)[0].targets_of(fetch.peers.index(key))
+                readers = self._bindings.to(fetch.peers, self._peers).readers_of(key)
                 yield Send(key, self._claim_of(fetch, readers))
             elif read.state is ReadState.LANDED:
-                yield Send(key, Landed(self._ours.party, lease_id))
+                yield Send(key, Landed(self._ours, lease_id))
 
     def _repeat_farewell(self, farewell: _Farewell, now: float) -> Iterator[Command]:
         if now >= farewell.until or farewell.peer not in self._peers:
             self._farewells.pop(farewell.lease_id, None)
         elif now - farewell.last_sent >= self._timing.resend_s:
             farewell.last_sent = now
-            yield Send(farewell.peer, Abort(self._ours.party, farewell.lease_id))
+            yield Send(farewell.peer, Abort(self._ours, farewell.lease_id))
 
     def _heartbeats(self) -> Iterator[Command]:
         by_peer: dict[PeerKey, list[str]] = {}
@@ -393,4 +350,4 @@ class TargetSession:
                 if read.state in (ReadState.READING, ReadState.LANDED):
                     by_peer.setdefault(key, []).append(fetch.wanted.reference.lease_id)
         for key, lease_ids in by_peer.items():
-            yield Send(key, Renew(self._ours.party, tuple(lease_ids)))
+            yield Send(key, Renew(self._ours, tuple(lease_ids)))
