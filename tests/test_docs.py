@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from kvferry.cli.main import app
 from kvferry.session.fetch import READ_TABLE
 from kvferry.session.handshake import PEER_TABLE
+from kvferry.session.lease import LEASE_TABLE
 from kvferry.session.machine import diagram
-from kvferry.session.source import LEASE_TABLE
 
 ROOT = Path(__file__).parents[1]
 

@@ -129,9 +129,31 @@ def test_close_ends_what_is_under_way():
         fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], 6))
         await asyncio.sleep(0)
         await target.transfer.close()
-        with pytest.raises(TransferError, match="shutting down"):
+        with pytest.raises(TransferError, match="has stopped"):
             await fetch
+        assert await target.freed() == "q1"
         assert target.transfer.failure
+        with pytest.raises(TransferError, match="has stopped"):
+            await target.transfer.fetch("q2", params, [[0, 5]], 6)
+        assert await target.freed() == "q2"
+
+
+def test_a_dead_agent_is_an_error_for_whoever_waits(monkeypatch):
+    """A defect of ours in the agent's thread must not become a request that never ends."""
+
+    async def scenario(source, target):
+        params = await source.transfer.offer("r1", [[1, 3]], 7)
+        monkeypatch.setattr(target.transfer.agent._target, "handle", lambda event, now: 1 / 0)
+        with pytest.raises(TransferError, match="has stopped"):
+            await target.transfer.fetch("q1", params, [[0, 5]], 6)
+        assert await target.freed() == "q1"
+        assert target.transfer.failure
+
+    with_two_sides(scenario)
+
+
+def test_late_notices_are_harmless():
+    async def scenario(source, target):
         target.transfer._settle(Failed("q1", TransferError("aborted", "late")))
 
     with_two_sides(scenario)

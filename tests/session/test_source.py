@@ -6,8 +6,9 @@ from kvferry.errors import IllegalEventError
 from kvferry.plan.describe import Attention, EngineShape, describe
 from kvferry.plan.layout import fingerprint
 from kvferry.session.events import Count, FrameArrived, LeaseWanted, LeaseWithdrawn, Reply, SourceFree, Tick, Timing
+from kvferry.session.lease import LEASE_TABLE, LeaseState
 from kvferry.session.machine import Machine, diagram
-from kvferry.session.source import LEASE_TABLE, Identity, LeaseState, SourceSession
+from kvferry.session.source import Identity, SourceSession
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
@@ -20,8 +21,8 @@ LAYOUT = describe(Attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "tok
 IDENTITY = Identity(US, 1, "0.1.0", LAYOUT, (), m.Probe(0, 0, 0))
 LEASE = LeaseWanted("r1", "l1", ((3, 5),), 7)
 REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
-CLAIM = m.Claim(READER, REFERENCE, 6, (0,))
-GRANT = Reply("x", m.Grant("l1", ((3, 5),), 7, 10.0))
+CLAIM = m.Claim(READER, "c1", REFERENCE, 6, (0,))
+GRANT = Reply("x", m.Grant("c1", ((3, 5),), 7, 10.0))
 
 
 def session() -> SourceSession:
@@ -44,7 +45,7 @@ def test_a_cache_is_claimed_read_validated_and_freed():
             (0, LEASE, []),
             (1, from_peer(CLAIM), [GRANT]),
             (2, from_peer(m.Renew(READER, ("l1",))), [Reply("x", m.Renewed(()))]),
-            (3, from_peer(m.Landed(READER, "l1")), [Reply("x", m.Valid("l1")), SourceFree("r1", "done")]),
+            (3, from_peer(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), SourceFree("r1", "done")]),
         ],
     )
 
@@ -77,10 +78,10 @@ def test_a_hello_that_does_not_fit_is_refused(hello, reason):
 @pytest.mark.parametrize(
     ("claim", "reason"),
     [
-        (m.Claim(READER, m.Reference("p0", "epoch-0", "r1", "l1"), 6, (0,)), m.Reason.WRONG_EPOCH),
-        (m.Claim(READER, m.Reference("p0", "epoch-1", "r1", "nope"), 6, (0,)), m.Reason.UNKNOWN_LEASE),
-        (m.Claim(READER, m.Reference("p0", "epoch-1", "r2", "l1"), 6, (0,)), m.Reason.UNKNOWN_LEASE),
-        (m.Claim(READER, REFERENCE, 8, (0,)), m.Reason.OUT_OF_RANGE),
+        (m.Claim(READER, "c1", m.Reference("p0", "epoch-0", "r1", "l1"), 6, (0,)), m.Reason.WRONG_EPOCH),
+        (m.Claim(READER, "c1", m.Reference("p0", "epoch-1", "r1", "nope"), 6, (0,)), m.Reason.UNKNOWN_LEASE),
+        (m.Claim(READER, "c1", m.Reference("p0", "epoch-1", "r2", "l1"), 6, (0,)), m.Reason.UNKNOWN_LEASE),
+        (m.Claim(READER, "c1", REFERENCE, 8, (0,)), m.Reason.OUT_OF_RANGE),
     ],
 )
 def test_a_claim_that_the_record_does_not_support_is_refused(claim, reason):
@@ -93,14 +94,25 @@ def test_a_claim_that_the_record_does_not_support_is_refused(claim, reason):
 def test_a_second_engine_cannot_claim_a_claimed_lease():
     source = session()
     play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT])])
-    assert refusal(source.handle(from_peer(m.Claim(STRANGER, REFERENCE, 6, (0,))), 1), m.Reason.NOT_CLAIMED)
+    assert refusal(source.handle(from_peer(m.Claim(STRANGER, "c1", REFERENCE, 6, (0,))), 1), m.Reason.ALREADY_CLAIMED)
+
+
+def test_a_second_attempt_of_the_same_reader_is_not_the_first_one_repeated():
+    """Else the first attempt's completion frees the blocks while the second still reads, and both are told valid."""
+    source = session()
+    play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT]), (1, from_peer(CLAIM), [GRANT])])
+    assert refusal(source.handle(from_peer(m.Claim(READER, "c2", REFERENCE, 6, (0,))), 1), m.Reason.ALREADY_CLAIMED)
+    play(source, [(2, from_peer(m.Abort(READER, "c2", "l1")), [Reply("x", m.Aborted("c2"))])])
+    assert refusal(source.handle(from_peer(m.Landed(READER, "c2", "l1")), 2), m.Reason.NOT_CLAIMED)
+    play(source, [(3, from_peer(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), SourceFree("r1", "done")])])
+    assert refusal(source.handle(from_peer(m.Landed(READER, "c2", "l1")), 4), m.Reason.NOT_CLAIMED)
 
 
 def test_an_expired_lease_frees_its_blocks_once_and_is_never_valid_again():
     source = session()
     expired = [SourceFree("r1", "expired"), Count("leases_expired", m.Reason.EXPIRED)]
     play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT]), (11.5, Tick(), expired), (12, Tick(), [])])
-    assert refusal(source.handle(from_peer(m.Landed(READER, "l1")), 13), m.Reason.EXPIRED)
+    assert refusal(source.handle(from_peer(m.Landed(READER, "c1", "l1")), 13), m.Reason.EXPIRED)
     assert refusal(source.handle(from_peer(CLAIM), 13), m.Reason.EXPIRED)
     assert source.num_live() == 0
 
@@ -108,7 +120,7 @@ def test_an_expired_lease_frees_its_blocks_once_and_is_never_valid_again():
 def test_expiry_is_noticed_before_the_message_that_comes_too_late():
     source = session()
     play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT])])
-    commands = source.handle(from_peer(m.Landed(READER, "l1")), 11.5)
+    commands = source.handle(from_peer(m.Landed(READER, "c1", "l1")), 11.5)
     assert commands[0] == SourceFree("r1", "expired")
     assert refusal(commands, m.Reason.EXPIRED)
 
@@ -122,7 +134,7 @@ def test_heartbeats_keep_a_lease_and_say_which_are_gone():
             (1, from_peer(CLAIM), [GRANT]),
             (9, from_peer(m.Renew(READER, ("l1", "l0"))), [Reply("x", m.Renewed(("l0",)))]),
             (18, from_peer(m.Renew(STRANGER, ("l1",))), [Reply("x", m.Renewed(("l1",)))]),
-            (18.5, from_peer(m.Landed(READER, "l1")), [Reply("x", m.Valid("l1")), SourceFree("r1", "done")]),
+            (18.5, from_peer(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), SourceFree("r1", "done")]),
         ],
     )
 
@@ -130,18 +142,18 @@ def test_heartbeats_keep_a_lease_and_say_which_are_gone():
 def test_completions_are_identified_and_idempotent():
     """The same reader saying it twice is one completion: the blocks wait for the other reader."""
     source = session()
-    both = m.Claim(READER, REFERENCE, 6, (0, 1))
-    valid = Reply("x", m.Valid("l1"))
+    both = m.Claim(READER, "c1", REFERENCE, 6, (0, 1))
+    valid = Reply("x", m.Valid("c1"))
     play(
         source,
         [
             (0, LEASE, []),
             (1, from_peer(both), [GRANT]),
-            (1, from_peer(m.Landed(READER, "l1")), [valid]),
-            (2, from_peer(m.Landed(READER, "l1")), [valid]),
-            (3, from_peer(m.Claim(OTHER_READER, REFERENCE, 6, (0, 1))), [GRANT]),
-            (4, from_peer(m.Landed(OTHER_READER, "l1")), [valid, SourceFree("r1", "done")]),
-            (5, from_peer(m.Landed(READER, "l1")), [valid]),
+            (1, from_peer(m.Landed(READER, "c1", "l1")), [valid]),
+            (2, from_peer(m.Landed(READER, "c1", "l1")), [valid]),
+            (3, from_peer(m.Claim(OTHER_READER, "c2", REFERENCE, 6, (0, 1))), [Reply]),
+            (4, from_peer(m.Landed(OTHER_READER, "c2", "l1")), [Reply, SourceFree("r1", "done")]),
+            (5, from_peer(m.Landed(READER, "c1", "l1")), [valid]),
         ],
     )
 
@@ -149,19 +161,20 @@ def test_completions_are_identified_and_idempotent():
 def test_landed_without_a_claim_is_refused():
     source = session()
     source.handle(LEASE, 0)
-    assert refusal(source.handle(from_peer(m.Landed(READER, "l1")), 1), m.Reason.NOT_CLAIMED)
+    assert refusal(source.handle(from_peer(m.Landed(READER, "c1", "l1")), 1), m.Reason.NOT_CLAIMED)
+    assert refusal(source.handle(from_peer(m.Landed(READER, "c1", "l0")), 1), m.Reason.UNKNOWN_LEASE)
 
 
 def test_an_abort_frees_the_blocks_and_is_acknowledged_every_time():
-    aborted = Reply("x", m.Aborted("l1"))
+    aborted = Reply("x", m.Aborted("c1"))
     play(
         session(),
         [
             (0, LEASE, []),
             (1, from_peer(CLAIM), [GRANT]),
-            (2, from_peer(m.Abort(STRANGER, "l1")), [aborted]),
-            (2, from_peer(m.Abort(READER, "l1")), [aborted, SourceFree("r1", m.Reason.ABORTED)]),
-            (3, from_peer(m.Abort(READER, "l1")), [aborted]),
+            (2, from_peer(m.Abort(STRANGER, "c1", "l1")), [aborted]),
+            (2, from_peer(m.Abort(READER, "c1", "l1")), [aborted, SourceFree("r1", m.Reason.ABORTED)]),
+            (3, from_peer(m.Abort(READER, "c1", "l1")), [aborted]),
         ],
     )
 
@@ -180,7 +193,7 @@ def test_tombstones_are_forgotten():
 
 
 def test_a_message_that_only_sources_send_is_refused():
-    assert refusal(session().handle(from_peer(m.Valid("l1")), 0), m.Reason.MALFORMED)
+    assert refusal(session().handle(from_peer(m.Valid("c1")), 0), m.Reason.MALFORMED)
 
 
 def test_an_illegal_event_raises_with_the_history():

@@ -41,10 +41,10 @@ WANTED = FetchWanted("q1", REFERENCE, (PEER.address,), ((0,),), TokenRange(0, 6)
 KEY = ReadKey("q1", PEER)
 OFFER = m.Offer(SOURCE, SOURCE_LAYOUT, (), m.Probe(0, 0, 0))
 HELLO = Send(PEER, m.Hello(1, "0.1.0", US, "p0", "epoch-1"))
-CLAIM = Send(PEER, m.Claim(US, REFERENCE, 6, (0,)))
-LANDED = Send(PEER, m.Landed(US, "l1"))
-ABORT = Send(PEER, m.Abort(US, "l1"))
-GRANT = m.Grant("l1", ((3, 5),), 7, 10.0)
+CLAIM = Send(PEER, m.Claim(US, "q1", REFERENCE, 6, (0,)))
+LANDED = Send(PEER, m.Landed(US, "q1", "l1"))
+ABORT = Send(PEER, m.Abort(US, "q1", "l1"))
+GRANT = m.Grant("q1", ((3, 5),), 7, 10.0)
 
 
 def answer(message):
@@ -76,7 +76,7 @@ def test_a_fetch_from_the_first_hello_to_the_decoded_request():
         [
             *POSTED,
             (0.6, TicketEnded(KEY, ""), [LANDED]),
-            (0.7, answer(m.Valid("l1")), [Fetched]),
+            (0.7, answer(m.Valid("q1")), [Fetched]),
         ],
     )
     report = commands[0].report
@@ -92,9 +92,9 @@ def test_a_fetch_from_the_first_hello_to_the_decoded_request():
 
 def test_the_second_fetch_from_a_known_peer_claims_at_once():
     target = session()
-    play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("l1")), [Fetched])])
+    play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q1")), [Fetched])])
     again = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-1", "r2", "l2"))
-    play(target, [(1.0, again, [Send(PEER, m.Claim(US, again.reference, 6, (0,)))])])
+    play(target, [(1.0, again, [Send(PEER, m.Claim(US, "q2", again.reference, 6, (0,)))])])
 
 
 def test_nothing_to_receive_still_asks_whether_the_lease_is_good():
@@ -102,7 +102,7 @@ def test_nothing_to_receive_still_asks_whether_the_lease_is_good():
     empty = replace(WANTED, tokens=TokenRange(0, 0))
     steps = [(0.0, empty, [HELLO]), *HANDSHAKE[1:3]]
     play(target, steps)
-    play(target, [(0.3, PeerConnected(PEER, "shm", ""), [Send(PEER, m.Claim(US, REFERENCE, 0, (0,)))])])
+    play(target, [(0.3, PeerConnected(PEER, "shm", ""), [Send(PEER, m.Claim(US, "q1", REFERENCE, 0, (0,)))])])
     (post,) = play(target, [(0.4, answer(GRANT), [Post])])
     assert len(post.copies) == 0
 
@@ -110,7 +110,7 @@ def test_nothing_to_receive_still_asks_whether_the_lease_is_good():
 def test_valid_is_the_only_way_to_a_decoded_request():
     """Bytes that landed under an ended lease never reach the model."""
     target = session()
-    refused = m.Refusal(m.Reason.EXPIRED, "the lease ended", "expired", "live", "l1")
+    refused = m.Refusal(m.Reason.EXPIRED, "the lease ended", "expired", "live", "q1")
     commands = play(
         target,
         [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(refused), [Count, Failed, ABORT, TargetFree])],
@@ -140,7 +140,7 @@ def test_a_repeated_abort_and_late_answers_change_nothing():
             (0.5, AbortWanted("q1"), FAILED),
             (0.6, AbortWanted("q1"), []),
             (0.6, answer(GRANT), []),
-            (0.6, answer(m.Valid("l1")), []),
+            (0.6, answer(m.Valid("q1")), []),
             (0.7, TicketEnded(KEY, "cancelled"), [TargetFree("q1")]),
             (0.8, AbortWanted("q1"), []),
         ],
@@ -155,7 +155,7 @@ def test_an_abort_is_repeated_until_the_source_has_noted_it():
             (0.5, AbortWanted("q1"), FAILED),
             (0.5, TicketEnded(KEY, ""), [TargetFree]),
             (1.1, Tick(), [ABORT]),
-            (1.2, answer(m.Aborted("l1")), []),
+            (1.2, answer(m.Aborted("q1")), []),
             (1.9, Tick(), []),
         ],
     )
@@ -182,15 +182,15 @@ def test_a_peer_that_answers_heartbeats_is_not_lost_until_the_transfer_deadline(
 
 def test_an_idle_peer_is_not_lost_and_not_bothered():
     target = session()
-    play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("l1")), [Fetched])])
+    play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q1")), [Fetched])])
     play(target, [(100.0, Tick(), []), (200.0, Tick(), [])])
 
 
 def test_a_peer_that_had_nothing_to_say_for_long_is_not_lost_by_the_next_claim():
     target = session()
-    play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("l1")), [Fetched])])
+    play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q1")), [Fetched])])
     again = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-1", "r2", "l2"))
-    claim = Send(PEER, m.Claim(US, again.reference, 6, (0,)))
+    claim = Send(PEER, m.Claim(US, "q2", again.reference, 6, (0,)))
     play(target, [(500.0, again, [claim]), (500.0, Tick(), []), (500.6, Tick(), [claim])])
     assert failure(target.handle(Tick(), 503.1)).reason == "peer_lost"
 
@@ -240,10 +240,10 @@ def test_no_transport_is_a_typed_failure():
 @pytest.mark.parametrize(
     "grant",
     [
-        m.Grant("l1", ((3,),), 7, 10.0),
-        m.Grant("l1", ((3, 99),), 7, 10.0),
-        m.Grant("l1", ((3, 3),), 7, 10.0),
-        m.Grant("l1", (), 7, 1.0),
+        m.Grant("q1", ((3,),), 7, 10.0),
+        m.Grant("q1", ((3, 99),), 7, 10.0),
+        m.Grant("q1", ((3, 3),), 7, 10.0),
+        m.Grant("q1", (), 7, 1.0),
     ],
     ids=["too few blocks", "out of range", "twice", "no table"],
 )
@@ -281,6 +281,6 @@ def test_two_source_ranks_are_read_and_both_must_be_valid():
     for peer in peers:
         play(target, [(0.3, AnswerArrived(peer, GRANT), [Post])])
         play(target, [(0.4, TicketEnded(ReadKey("q1", peer), ""), [Send])])
-    play(target, [(0.5, AnswerArrived(peers[0], m.Valid("l1")), [])])
-    (fetched,) = play(target, [(0.5, AnswerArrived(peers[1], m.Valid("l1")), [Fetched])])
+    play(target, [(0.5, AnswerArrived(peers[0], m.Valid("q1")), [])])
+    (fetched,) = play(target, [(0.5, AnswerArrived(peers[1], m.Valid("q1")), [Fetched])])
     assert fetched.report.num_bytes == 6 * MODEL.bytes_per_token

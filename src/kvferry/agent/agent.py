@@ -42,7 +42,7 @@ MAX_WAIT_S = 60.0
 
 logger = logging.getLogger(__name__)
 
-Notice = e.Fetched | e.Failed | e.TargetFree | e.SourceFree
+Notice = e.Fetched | e.Failed | e.TargetFree | e.SourceFree | e.Stopped
 """What an engine is told, on the agent's thread."""
 
 _SourceEvent = e.LeaseWanted | e.LeaseWithdrawn | e.FrameArrived
@@ -175,6 +175,7 @@ class Agent:
             logger.exception("the transfer agent of %s has stopped", self.party.engine_id)
         finally:
             self._resources.close()
+            self._notify(e.Stopped())
 
     def _turn(self, wait_s: float) -> float:
         """Everything that is to do now; returns how long the next turn may wait for something new."""

@@ -13,7 +13,7 @@ from kvferry.connectors.params import from_params, to_params
 from kvferry.embedded.transfer import TransferReport
 from kvferry.errors import TransferError
 from kvferry.plan.layout import Layout, TokenRange
-from kvferry.session.events import Failed, Fetched, FetchWanted, SourceFree, TargetFree
+from kvferry.session.events import Failed, Fetched, FetchWanted, SourceFree, Stopped, TargetFree
 from kvferry.transport.base import Memory
 from kvferry.transport.opening import open_transports
 from kvferry.wire.messages import Reason
@@ -49,9 +49,7 @@ class AgentTransfer:
     async def close(self) -> None:
         """Stop the agent; fetches that are under way end with an error."""
         await asyncio.to_thread(self.agent.close)
-        closed = TransferError(Reason.ABORTED, "this engine is shutting down")
-        for request_id in list(self._waiting):
-            self._settle(Failed(request_id, closed))
+        self._stopped()
 
     async def offer(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> dict[str, object]:
         """Lease a computed prompt's blocks; the answer goes through the HTTP layer."""
@@ -63,6 +61,9 @@ class AgentTransfer:
     ) -> TransferReport:
         """Bring `num_tokens` tokens into these blocks. Raises TransferError; a cancelled caller aborts the fetch."""
         wanted = self._wanted(request_id, params, block_tables, num_tokens)
+        if self.failure:
+            self._release(request_id)
+            raise _gone()
         future = self._waiting[request_id] = self._loop.create_future()
         self.agent.fetch(wanted)
         try:
@@ -114,8 +115,16 @@ class AgentTransfer:
         match notice:
             case SourceFree(request_id) | TargetFree(request_id):
                 self._release(request_id)
+            case Stopped():
+                self._loop.call_soon_threadsafe(self._stopped)
             case _:
                 self._loop.call_soon_threadsafe(self._settle, notice)
+
+    def _stopped(self) -> None:
+        """The transports are closed, so no byte can land any more: whoever waits gets an error and its blocks back."""
+        for request_id in list(self._waiting):
+            self._settle(Failed(request_id, _gone()))
+            self._release(request_id)
 
     def _settle(self, notice: Settled) -> None:
         future = self._waiting.get(notice.request_id)
@@ -124,6 +133,10 @@ class AgentTransfer:
         elif isinstance(notice, Fetched):
             # It was fetched after its caller had gone.
             self._release(notice.request_id)
+
+
+def _gone() -> TransferError:
+    return TransferError(Reason.ABORTED, "the transfer agent of this engine has stopped")
 
 
 class AgentCollector(Collector):

@@ -38,6 +38,7 @@ __all__ = [
     "Reply",
     "Send",
     "SourceFree",
+    "Stopped",
     "TargetFree",
     "Tick",
     "TicketEnded",
@@ -262,6 +263,11 @@ class SourceFree:
 
     request_id: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Not from a session but from its owner: nothing moves any more, and no further notice will come."""
 
 
 @dataclass(frozen=True, slots=True)

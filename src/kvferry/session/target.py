@@ -74,8 +74,7 @@ class Ourselves:
 class _Farewell:
     """An abort that the source has not acknowledged yet."""
 
-    peer: PeerKey
-    lease_id: str
+    abort: Abort
     until: float
     last_sent: float
 
@@ -89,7 +88,7 @@ class TargetSession:
         self._peers = Handshakes(ourselves.party, ourselves.product_version, timing)
         self._bindings = Bindings(ourselves.layouts, ourselves.party.rank)
         self._fetches: dict[str, Fetch] = {}
-        self._farewells: dict[str, _Farewell] = {}
+        self._farewells: dict[ReadKey, _Farewell] = {}
         self._last_heartbeat = 0.0
 
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
@@ -182,10 +181,11 @@ class TargetSession:
             yield Send(key, self._claim_of(fetch, binding.readers_of(key)))
 
     def _claim_of(self, fetch: Fetch, readers: tuple[int, ...]) -> Claim:
-        return Claim(self._ours, fetch.wanted.reference, fetch.wanted.tokens.last, readers)
+        wanted = fetch.wanted
+        return Claim(self._ours, wanted.request_id, wanted.reference, wanted.tokens.last, readers)
 
     def _grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Command]:
-        for fetch, read in self._reads(peer.key, grant.lease_id, ReadState.CLAIMING):
+        for fetch, read in self._read(peer.key, grant.claim_id, ReadState.CLAIMING):
             program = self._bindings.to(fetch.peers, self._peers).programs[peer.key]
             wanted = fetch.wanted
             try:
@@ -209,38 +209,41 @@ class TargetSession:
             yield from self._fail(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=event.error), now)
         else:
             fetch.landed_at = read.last_sent = now
-            yield Send(event.key.peer, Landed(self._ours, fetch.wanted.reference.lease_id))
+            yield Send(event.key.peer, self._landed_of(fetch))
 
     def _valid(self, peer: Peer, valid: Valid, now: float) -> Iterator[Command]:
-        for fetch, read in self._reads(peer.key, valid.lease_id, ReadState.LANDED):
+        for fetch, read in self._read(peer.key, valid.claim_id, ReadState.LANDED):
             read.machine.move("valid")
             if fetch.all_in(ReadState.VALID):
                 del self._fetches[fetch.wanted.request_id]
                 yield Fetched(fetch.wanted.request_id, fetch.report(peer.transport, peer.choice, now))
 
-    def _reads(self, key: PeerKey, lease_id: str, *states: ReadState) -> list[tuple[Fetch, Read]]:
-        """The reads of a lease from a peer that are in one of the states; late and repeated answers match none."""
-        return [
-            (fetch, fetch.reads[key])
-            for fetch in self._fetches.values()
-            if key in fetch.reads and fetch.wanted.reference.lease_id == lease_id and fetch.reads[key].state in states
-        ]
+    def _landed_of(self, fetch: Fetch) -> Landed:
+        return Landed(self._ours, fetch.wanted.request_id, fetch.wanted.reference.lease_id)
+
+    def _read(self, key: PeerKey, claim_id: str, *states: ReadState) -> list[tuple[Fetch, Read]]:
+        """The read of a claim from a peer, if it is in one of the states; late and repeated answers match none."""
+        fetch = self._fetches.get(claim_id)
+        if fetch is None or key not in fetch.reads or fetch.reads[key].state not in states:
+            return []
+        return [(fetch, fetch.reads[key])]
 
     # --- failing ---
 
     def _fail(self, fetch: Fetch, error: TransferError, now: float) -> Iterator[Command]:
         """End a fetch: tell the engine, tell every source, and keep the blocks until nothing can write to them."""
         fetch.failed = True
-        lease_id = fetch.wanted.reference.lease_id
+        request_id = fetch.wanted.request_id
         yield Count("fetches_failed", error.reason)
-        yield Failed(fetch.wanted.request_id, error)
+        yield Failed(request_id, error)
         for key, read in fetch.reads.items():
             if read.state is ReadState.READING:
-                yield Cancel(ReadKey(fetch.wanted.request_id, key))
+                yield Cancel(ReadKey(request_id, key))
             read.machine.move("fail")
             if key in self._peers:
-                self._farewells[lease_id] = _Farewell(key, lease_id, now + self._timing.silence_s, now)
-                yield Send(key, Abort(self._ours, lease_id))
+                abort = Abort(self._ours, request_id, fetch.wanted.reference.lease_id)
+                self._farewells[ReadKey(request_id, key)] = _Farewell(abort, now + self._timing.silence_s, now)
+                yield Send(key, abort)
         yield from self._free_when_drained(fetch)
 
     def _free_when_drained(self, fetch: Fetch) -> Iterator[Command]:
@@ -269,25 +272,24 @@ class TargetSession:
             yield from handler(peer, event.message, now)
 
     def _aborted(self, peer: Peer, aborted: Aborted, now: float) -> Iterator[Command]:
-        self._farewells.pop(aborted.lease_id, None)
+        self._farewells.pop(ReadKey(aborted.claim_id, peer.key), None)
         yield from ()
 
     def _refused(self, peer: Peer, refusal: Refusal, now: float) -> Iterator[Command]:
         error = TransferError(
             refusal.reason, f"the source refused: {refusal.what}", found=refusal.found, expected=refusal.expected
         )
-        if not refusal.lease_id:
+        if not refusal.claim_id:
             yield from self._lose(peer.key, error, now)
             return
-        for fetch, _ in self._reads(
-            peer.key, refusal.lease_id, ReadState.CLAIMING, ReadState.READING, ReadState.LANDED
-        ):
+        for fetch, _ in self._read(peer.key, refusal.claim_id, *WAITING):
             yield from self._fail(fetch, error, now)
 
     def _renewed(self, peer: Peer, renewed: Renewed, now: float) -> Iterator[Command]:
         error = TransferError(Reason.EXPIRED, "the lease ended before the bytes were there")
-        for lease_id in renewed.gone:
-            for fetch, _ in self._reads(peer.key, lease_id, ReadState.READING):
+        for fetch in list(self._fetches.values()):
+            reading = peer.key in fetch.reads and fetch.reads[peer.key].state is ReadState.READING
+            if reading and fetch.wanted.reference.lease_id in renewed.gone:
                 yield from self._fail(fetch, error, now)
 
     # --- time ---
@@ -297,8 +299,8 @@ class TargetSession:
             yield from self._watch(peer, now)
         for fetch in list(self._fetches.values()):
             yield from self._hurry(fetch, now)
-        for farewell in list(self._farewells.values()):
-            yield from self._repeat_farewell(farewell, now)
+        for key, farewell in list(self._farewells.items()):
+            yield from self._repeat_farewell(key, farewell, now)
         if now - self._last_heartbeat >= self._timing.heartbeat_s:
             self._last_heartbeat = now
             yield from self._heartbeats()
@@ -321,7 +323,6 @@ class TargetSession:
 
     def _hurry(self, fetch: Fetch, now: float) -> Iterator[Command]:
         """Repeat what was not answered, and end a read that takes too long."""
-        lease_id = fetch.wanted.reference.lease_id
         for key, read in fetch.reads.items():
             if read.state is ReadState.READING and now - fetch.posted_at > self._timing.transfer_s:
                 what = f"the read took longer than {self._timing.transfer_s:g} s"
@@ -334,14 +335,14 @@ class TargetSession:
                 readers = self._bindings.to(fetch.peers, self._peers).readers_of(key)
                 yield Send(key, self._claim_of(fetch, readers))
             elif read.state is ReadState.LANDED:
-                yield Send(key, Landed(self._ours, lease_id))
+                yield Send(key, self._landed_of(fetch))
 
-    def _repeat_farewell(self, farewell: _Farewell, now: float) -> Iterator[Command]:
-        if now >= farewell.until or farewell.peer not in self._peers:
-            self._farewells.pop(farewell.lease_id, None)
+    def _repeat_farewell(self, key: ReadKey, farewell: _Farewell, now: float) -> Iterator[Command]:
+        if now >= farewell.until or key.peer not in self._peers:
+            del self._farewells[key]
         elif now - farewell.last_sent >= self._timing.resend_s:
             farewell.last_sent = now
-            yield Send(farewell.peer, Abort(self._ours, farewell.lease_id))
+            yield Send(key.peer, farewell.abort)
 
     def _heartbeats(self) -> Iterator[Command]:
         by_peer: dict[PeerKey, list[str]] = {}

@@ -58,6 +58,7 @@ class Reason(StrEnum):
     EXPIRED = "expired"
     OUT_OF_RANGE = "out_of_range"
     NOT_CLAIMED = "not_claimed"
+    ALREADY_CLAIMED = "already_claimed"
     INCOMPATIBLE = "incompatible"
     UNREACHABLE = "unreachable"
     PEER_LOST = "peer_lost"
@@ -135,9 +136,13 @@ class Offer(Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
 
 
 class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
-    """A target rank wants to read `num_tokens` tokens; `readers` are all ranks of its engine that read this rank."""
+    """A target rank wants to read `num_tokens` tokens; `readers` are all ranks of its engine that read this rank.
+
+    `claim_id` is new for every attempt: two attempts must never be taken for one that was repeated.
+    """
 
     party: Party
+    claim_id: Name
     reference: Reference
     num_tokens: Count
     readers: Annotated[tuple[Rank, ...], Meta(min_length=1, max_length=1 << 12)]
@@ -146,23 +151,24 @@ class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
 class Grant(Struct, frozen=True, tag="grant", forbid_unknown_fields=True):
     """The source lets the target read: one block table per cache group, for as long as the lease is renewed."""
 
-    lease_id: Name
+    claim_id: Name
     block_tables: tuple[tuple[BlockId, ...], ...]
     num_tokens: Count
     lease_s: Seconds
 
 
 class Landed(Struct, frozen=True, tag="landed", forbid_unknown_fields=True):
-    """All bytes have arrived at the target; may it use them?"""
+    """All bytes of a claim have arrived at the target; may it use them?"""
 
     party: Party
+    claim_id: Name
     lease_id: Name
 
 
 class Valid(Struct, frozen=True, tag="valid", forbid_unknown_fields=True):
     """The lease was live during the whole transfer: the bytes are the request's own."""
 
-    lease_id: Name
+    claim_id: Name
 
 
 class Renew(Struct, frozen=True, tag="renew", forbid_unknown_fields=True):
@@ -182,23 +188,24 @@ class Abort(Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
     """The target does not want the cache any more."""
 
     party: Party
+    claim_id: Name
     lease_id: Name
 
 
 class Aborted(Struct, frozen=True, tag="aborted", forbid_unknown_fields=True):
-    """The source has noted the end of a lease."""
+    """The source has noted the end of a claim."""
 
-    lease_id: Name
+    claim_id: Name
 
 
 class Refusal(Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):
-    """No, and why. `lease_id` is empty when it is not about a lease."""
+    """No, and why. `claim_id` is empty when it is not about a claim."""
 
     reason: Reason
     what: Text
     found: Text
     expected: Text
-    lease_id: Name
+    claim_id: Name
 
 
 Message = (

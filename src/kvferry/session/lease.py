@@ -1,0 +1,105 @@
+"""A source's promise to keep a request's blocks: who has claimed it, who has read it, and how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvferry.session.events import LeaseWanted
+from kvferry.session.machine import Machine, Table
+from kvferry.wire.messages import Claim, Landed, Party, Reason, Refusal
+
+__all__ = ["LEASE_TABLE", "Lease", "LeaseState"]
+
+
+class LeaseState(StrEnum):
+    OPEN = "open"
+    CLAIMED = "claimed"
+    DONE = "done"
+    EXPIRED = "expired"
+    ABORTED = "aborted"
+    WITHDRAWN = "withdrawn"
+
+
+LEASE_TABLE: Table = {
+    (LeaseState.OPEN, "claim"): LeaseState.CLAIMED,
+    (LeaseState.CLAIMED, "claim"): LeaseState.CLAIMED,
+    (LeaseState.CLAIMED, "all readers valid"): LeaseState.DONE,
+    (LeaseState.OPEN, "deadline"): LeaseState.EXPIRED,
+    (LeaseState.CLAIMED, "deadline"): LeaseState.EXPIRED,
+    (LeaseState.OPEN, "abort"): LeaseState.ABORTED,
+    (LeaseState.CLAIMED, "abort"): LeaseState.ABORTED,
+    (LeaseState.OPEN, "withdraw"): LeaseState.WITHDRAWN,
+    (LeaseState.CLAIMED, "withdraw"): LeaseState.WITHDRAWN,
+}
+
+
+@dataclass(slots=True)
+class Lease:
+    """`claims` has the claim of each reader: one attempt per reader, so that two are never taken for one repeated.
+
+    A lease that has ended is kept until `deadline` as a tombstone, to give true answers to late messages.
+    """
+
+    wanted: LeaseWanted
+    machine: Machine
+    deadline: float
+    readers: frozenset[int] = frozenset()
+    claims: dict[Party, str] = field(default_factory=dict)
+    completed: set[Party] = field(default_factory=set)
+
+    @classmethod
+    def opened(cls, wanted: LeaseWanted, deadline: float) -> Lease:
+        """A lease that nobody has claimed yet."""
+        return cls(wanted, Machine(f"lease {wanted.lease_id}", LEASE_TABLE, LeaseState.OPEN), deadline)
+
+    @property
+    def live(self) -> bool:
+        """The engine still keeps the blocks."""
+        return self.machine.state in (LeaseState.OPEN, LeaseState.CLAIMED)
+
+    @property
+    def finished(self) -> bool:
+        """Every expected reader of the claiming engine has said that its bytes are there."""
+        return self.readers <= {party.rank for party in self.completed}
+
+    def holds(self, party: Party, claim_id: str) -> bool:
+        """Whether this claim is the one that was granted to this reader."""
+        return self.claims.get(party) == claim_id
+
+    def claim(self, claim: Claim, deadline: float) -> None:
+        """Note a granted claim; the same claim again changes nothing but the deadline."""
+        self.machine.move("claim")
+        self.readers |= frozenset(claim.readers)
+        self.claims[claim.party] = claim.claim_id
+        self.deadline = deadline
+
+    def refusal_of(self, claim: Claim) -> tuple[Refusal, ...]:
+        """Why a claim cannot be granted; empty when it can."""
+        party, wanted = claim.party, self.wanted
+        if not self.live:
+            return _refusal(claim, Reason.EXPIRED, "the lease has ended", self.machine.state, "open or claimed")
+        others = {(other.engine_id, other.epoch) for other in self.claims}
+        if others - {(party.engine_id, party.epoch)}:
+            what = "another engine has claimed this lease"
+            return _refusal(claim, Reason.ALREADY_CLAIMED, what, party.engine_id, "one engine")
+        if party in self.claims and not self.holds(party, claim.claim_id):
+            what = "another attempt has claimed this lease"
+            return _refusal(claim, Reason.ALREADY_CLAIMED, what, claim.claim_id, "one attempt")
+        if claim.num_tokens > wanted.num_tokens:
+            found, expected = f"{claim.num_tokens} tokens", f"at most {wanted.num_tokens}"
+            return _refusal(claim, Reason.OUT_OF_RANGE, "more tokens than were computed", found, expected)
+        return ()
+
+    def refusal_of_landed(self, landed: Landed) -> tuple[Refusal, ...]:
+        """Why bytes that have landed must not be used; empty when they are the request's own."""
+        if not self.holds(landed.party, landed.claim_id):
+            return _refusal(landed, Reason.NOT_CLAIMED, "landed without a claim", landed.claim_id, "a claim first")
+        if not self.live and landed.party not in self.completed:
+            what = "the lease ended before the bytes were there"
+            return _refusal(landed, Reason.EXPIRED, what, self.machine.state, "live")
+        return ()
+
+
+def _refusal(about: Claim | Landed, reason: Reason, what: str, found: str, expected: str) -> tuple[Refusal, ...]:
+    return (Refusal(reason, what, found, expected, about.claim_id),)
