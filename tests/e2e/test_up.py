@@ -85,3 +85,42 @@ def test_children_do_not_outlive_a_killed_parent(tiny_model):
         parent.wait(DEADLINE_S)
     _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
     assert not alive
+
+
+@pytest.fixture(scope="module")
+def windowed_model(tiny_model, tmp_path_factory):
+    """Sliding-window and full-attention layers in one model: two cache groups, one of them a ring."""
+    import torch
+    from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
+
+    folder = tmp_path_factory.mktemp("windowed")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    config = Gemma3TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=48,
+        max_position_embeddings=4096,
+        initializer_range=0.08,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        Gemma3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_with_sliding_windows_and_other_blocks_on_each_side(run, windowed_model):
+    prompt = "the river and the ferry cross, " * 30
+    result = run("--once", prompt, "--decode-block-tokens", "24", "--json", model=windowed_model)
+    assert result.returncode == 0, result.stderr
+    facts = json.loads(result.stdout)
+    assert (facts["equal"], facts["tokens_computed"], facts["recomputed"]) == (True, 1, "")
+    assert facts["prompt_tokens"] > 200
+    num_full_tokens, num_window_tokens = facts["prompt_tokens"] - 1, 47
+    assert facts["bytes"] == (num_full_tokens * 1 + num_window_tokens * 5) * 2 * 2 * 32 * 4
