@@ -7,7 +7,6 @@ every command is carried out. It does not depend on the engine's step, so heartb
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import secrets
 import threading
@@ -22,6 +21,7 @@ import numpy as np
 from kvferry import __version__
 from kvferry.agent.carrier import Carrier
 from kvferry.agent.control import Arrival, ControlChannel
+from kvferry.agent.wake import Wake
 from kvferry.errors import WireError
 from kvferry.plan.layout import Layout
 from kvferry.session import events as e
@@ -97,10 +97,10 @@ class Agent:
             self._carrier.check_requested()
             self._control = ControlChannel(config.host, config.port)
             undo.callback(self._control.close)
-            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            undo.callback(os.close, self._wake)
+            self._wake = Wake()
+            undo.callback(self._wake.close)
             self._resources = undo.pop_all()
-        self._control.watch(self._wake)
+        self._control.watch(self._wake.fileno())
         self.address = self._control.address
         identity = Identity(
             party=self.party,
@@ -149,19 +149,14 @@ class Agent:
         if self._thread.ident is None:
             self._resources.close()
             return
-        self._submit_wake()
+        self._wake.ring()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"the agent's thread has not stopped within {timeout_s:g} s")
 
     def _submit(self, event: _SourceEvent | _TargetEvent) -> None:
         self._inbox.put(event)
-        self._submit_wake()
-
-    def _submit_wake(self) -> None:
-        if self._stopping.is_set() and not self._thread.is_alive():
-            return
-        os.eventfd_write(self._wake, 1)
+        self._wake.ring()
 
     # --- the thread ---
 
@@ -174,8 +169,10 @@ class Agent:
             # The top of the thread. Without it nothing moves: `alive` turns false and health checks see it.
             logger.exception("the transfer agent of %s has stopped", self.party.engine_id)
         finally:
-            self._resources.close()
-            self._notify(e.Stopped())
+            try:
+                self._resources.close()
+            finally:
+                self._notify(e.Stopped())
 
     def _turn(self, wait_s: float) -> float:
         """Everything that is to do now; returns how long the next turn may wait for something new."""
@@ -194,9 +191,7 @@ class Agent:
         return max(0.0, min(deadline - now, self._carrier.progress_interval_s, MAX_WAIT_S))
 
     def _take_wishes(self) -> None:
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
+        if not self._wake.rang():
             return
         while not self._inbox.empty():
             event = self._inbox.get()
