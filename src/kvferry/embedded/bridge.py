@@ -35,11 +35,12 @@ class AgentTransfer:
         self.agent = Agent(config, host, opened.transports, opened.unavailable)
         self._release = release
         self._waiting: dict[str, asyncio.Future[Settled]] = {}
+        self._is_over = False
 
     @property
     def failure(self) -> str:
         """Why nothing can move; empty while it can."""
-        return "" if self.agent.alive else "the transfer agent has stopped"
+        return "the transfer agent has stopped" if self._is_over else ""
 
     async def start(self) -> None:
         """Begin; notices come to the running loop."""
@@ -122,6 +123,7 @@ class AgentTransfer:
 
     def _stopped(self) -> None:
         """The transports are closed, so no byte can land any more: whoever waits gets an error and its blocks back."""
+        self._is_over = True
         for request_id in list(self._waiting):
             self._settle(Failed(request_id, _gone()))
             self._release(request_id)
