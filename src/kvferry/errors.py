@@ -64,6 +64,10 @@ class BlockTableError(RequestError):
     """Block ids or a token range that do not fit the layout."""
 
 
+class TooManyRowsError(RequestError):
+    """A request would move in so many small rows that listing them would take all memory."""
+
+
 class PromptTooLongError(RequestError):
     """The prompt and its answer do not fit the engine's cache."""
 
@@ -82,6 +86,10 @@ class PeerError(FerryError):
 
 class WireError(PeerError):
     """A frame that cannot be decoded; it is counted and answered with a refusal."""
+
+
+class WireVersionError(WireError):
+    """A frame of another wire version than ours."""
 
 
 class TransportError(PeerError):

@@ -1,5 +1,6 @@
 """Two real agents over real sockets and real transports, caches without an engine."""
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -16,6 +17,40 @@ from kvferry.wire.messages import Reason, Reference, Refusal
 
 SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
 TARGET = EngineShape(1, 1, block_tokens=6, num_blocks=9, format="block-head-major")
+# An offer whose span ends at 2**64 - 1: more than `len` can say.
+HUGE_SPAN = b"KF\x01" + msgspec.msgpack.encode(
+    {
+        "type": "offer",
+        "party": {"engine_id": "x", "epoch": "x", "rank": 0},
+        "layout": {
+            "states": [
+                {
+                    "name": "s",
+                    "dtype": "x",
+                    "item_bytes": 1,
+                    "axes": [{"name": "a", "extent": 2**64 - 1}],
+                    "per_token": True,
+                }
+            ],
+            "regions": [{"address": 0, "size_bytes": 2**62, "kind": "dram", "device": 0}],
+            "groups": [{"block_tokens": 1, "num_blocks": 1, "ring_tokens": 0}],
+            "placements": [
+                {
+                    "state": "s",
+                    "region": 0,
+                    "group": 0,
+                    "offset": 0,
+                    "spans": [{"start": 0, "stop": 2**64 - 1}],
+                    "strides": [1],
+                    "block_stride": 1,
+                    "token_stride": 1,
+                }
+            ],
+        },
+        "transports": [],
+        "probe": {"address": 0, "size_bytes": 0, "seed": 0},
+    }
+)
 SOURCE_TABLES = [[3, 4, 5, 1, 12]]
 TARGET_TABLES = ((7, 2, 0),)
 NUM_TOKENS = 18
@@ -132,15 +167,16 @@ def test_nonsense_on_the_control_channel_is_refused_and_changes_nothing(make_ran
     stranger = context.socket(zmq.DEALER)
     stranger.connect(source.agent.address)
     try:
-        for frame in (b"", b"hello", b"KF\x09\x80", b"KF\x01\xff", b"KF\x01\x81\xa4type\xa5offer"):
+        for frame in (b"", b"hello", b"KF\x09\x80", b"KF\x01\xff", b"KF\x01\x81\xa4type\xa5offer", HUGE_SPAN):
             stranger.send(frame)
             assert stranger.poll(DEADLINE_MS), "no answer"
             answer = decode(stranger.recv())
             assert isinstance(answer, Refusal)
-            assert answer.reason is Reason.MALFORMED
+            assert answer.reason is (Reason.WIRE_VERSION if frame.startswith(b"KF\x09") else Reason.MALFORMED)
     finally:
         context.destroy(linger=0)
     assert source.agent.counts["frames_refused", "malformed"] == 5
+    assert source.agent.counts["frames_refused", "wire_version"] == 1
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
     target.next_notice(Fetched)
 

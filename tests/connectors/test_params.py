@@ -52,9 +52,14 @@ OURS = {"epoch": "e1", "lease_id": "l1", "addresses": [ADDRESS]}
         params(kvferry=OURS | {"addresses": ["tcp://10.0.0.1:80"]}),
         params(kvferry=OURS | {"addresses": ["tcp://127.0.0.1:80@evil:1"]}),
         params(kvferry=OURS | {"addresses": ["ipc:///etc/passwd"]}),
+        params(kvferry=OURS | {"addresses": [ADDRESS + "\n"]}),
+        params(kvferry=OURS | {"addresses": ["tcp://127.0.0.1:0"]}),
+        params(kvferry=OURS | {"addresses": ["tcp://127.0.0.1:65536"]}),
+        params(kvferry=OURS | {"addresses": [ADDRESS, ADDRESS]}),
+        params(kvferry=OURS | {"addresses": [f"tcp://127.0.0.1:{port}" for port in range(1000, 1065)]}),
         params(kvferry=OURS | {"lease_id": {"$ne": 1}}),
     ],
-    ids=str,
+    ids=lambda value: str(value)[-60:],
 )
 def test_what_a_client_made_up_is_a_typed_error(hostile):
     with pytest.raises(TransferError, match="kv_transfer_params cannot be read") as caught:

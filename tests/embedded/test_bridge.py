@@ -137,6 +137,8 @@ def test_close_ends_what_is_under_way():
             await target.transfer.fetch("q2", params, [[0, 5]], 6)
         assert await target.freed() == "q2"
 
+    with_two_sides(scenario)
+
 
 def test_a_dead_agent_is_an_error_for_whoever_waits(monkeypatch):
     """A defect of ours in the agent's thread must not become a request that never ends."""

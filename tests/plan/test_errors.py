@@ -48,6 +48,8 @@ def with_placement(**changes) -> Layout:
         (lambda: changed(groups=(replace(LAYOUT.groups[0], num_blocks=0),)), "needs blocks"),
         (lambda: shares(8, 3, "heads"), "heads cannot be divided over the ranks; found: 8 over 3 ranks"),
         (lambda: shares(8, 0, "heads"), "cannot be divided"),
+        (lambda: replace(SHAPE, block_tokens=0), "every number of an engine must be at least 1"),
+        (lambda: replace(MODEL, num_layers=-3), "every number of a model must be at least 1"),
         (lambda: stages(2, 3), "every pipeline stage needs a layer"),
     ],
 )

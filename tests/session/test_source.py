@@ -22,7 +22,7 @@ IDENTITY = Identity(US, 1, "0.1.0", LAYOUT, (), m.Probe(0, 0, 0))
 LEASE = LeaseWanted("r1", "l1", ((3, 5),), 7)
 REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
 CLAIM = m.Claim(READER, "c1", REFERENCE, 6, (0,))
-GRANT = Reply("x", m.Grant("c1", ((3, 5),), 7, 10.0))
+GRANT = Reply("x", m.Grant("c1", ((3, 5),)))
 
 
 def session() -> SourceSession:
@@ -212,3 +212,23 @@ def test_every_state_of_the_table_can_be_reached_and_drawn():
 
 def test_timing_is_data():
     assert replace(TIMING, heartbeat_s=2.0, missed_heartbeats=4).silence_s == 8.0
+
+
+def test_every_claim_adds_its_readers_and_keeps_the_lease():
+    source = session()
+    play(source, [(0, LEASE, []), (9, from_peer(CLAIM), [GRANT]), (12, Tick(), [])])
+    play(source, [(18, from_peer(m.Claim(OTHER_READER, "c2", REFERENCE, 6, (1,))), [Reply]), (27, Tick(), [])])
+    play(source, [(27, from_peer(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1"))]), (36, Tick(), [])])
+    play(source, [(36, from_peer(m.Landed(OTHER_READER, "c2", "l1")), [Reply, SourceFree("r1", "done")])])
+
+
+def test_another_incarnation_of_the_reader_is_another_engine():
+    source = session()
+    play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT])])
+    restarted = m.Party("d0", "epoch-10", 1)
+    assert refusal(source.handle(from_peer(m.Claim(restarted, "c1", REFERENCE, 6, (1,))), 1), m.Reason.ALREADY_CLAIMED)
+
+
+def test_before_any_claim_whoever_knows_the_lease_may_end_it():
+    abort = from_peer(m.Abort(READER, "c1", "l1"))
+    play(session(), [(0, LEASE, []), (1, abort, [Reply("x", m.Aborted("c1")), SourceFree("r1", m.Reason.ABORTED)])])

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.plan.describe import Attention, EngineShape, describe
-from kvferry.plan.layout import TokenRange
+from kvferry.plan.layout import TokenRange, fingerprint
 from kvferry.session.events import (
     AbortWanted,
     AnswerArrived,
@@ -44,7 +44,7 @@ HELLO = Send(PEER, m.Hello(1, "0.1.0", US, "p0", "epoch-1"))
 CLAIM = Send(PEER, m.Claim(US, "q1", REFERENCE, 6, (0,)))
 LANDED = Send(PEER, m.Landed(US, "q1", "l1"))
 ABORT = Send(PEER, m.Abort(US, "q1", "l1"))
-GRANT = m.Grant("q1", ((3, 5),), 7, 10.0)
+GRANT = m.Grant("q1", ((3, 5),))
 
 
 def answer(message):
@@ -57,7 +57,7 @@ def session(layouts=TARGET_LAYOUTS) -> TargetSession:
 
 HANDSHAKE = [
     (0.0, WANTED, [HELLO]),
-    (0.1, answer(m.Welcome(1, "0.1.0", SOURCE, 1, "f")), [Send(PEER, m.OfferRequest(US))]),
+    (0.1, answer(m.Welcome(1, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT))), [Send(PEER, m.OfferRequest(US))]),
     (0.2, answer(OFFER), [Connect(PEER, OFFER)]),
     (0.3, PeerConnected(PEER, "shm", "shm 9 GB/s"), [CLAIM]),
 ]
@@ -240,10 +240,10 @@ def test_no_transport_is_a_typed_failure():
 @pytest.mark.parametrize(
     "grant",
     [
-        m.Grant("q1", ((3,),), 7, 10.0),
-        m.Grant("q1", ((3, 99),), 7, 10.0),
-        m.Grant("q1", ((3, 3),), 7, 10.0),
-        m.Grant("q1", (), 7, 1.0),
+        m.Grant("q1", ((3,),)),
+        m.Grant("q1", ((3, 99),)),
+        m.Grant("q1", ((3, 3),)),
+        m.Grant("q1", ()),
     ],
     ids=["too few blocks", "out of range", "twice", "no table"],
 )
@@ -255,7 +255,7 @@ def test_a_grant_that_does_not_fit_the_layout_is_not_read(grant):
 def test_another_model_is_refused_with_every_difference():
     other = describe(replace(MODEL, num_heads=4, dtype="float16"), EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
     commands = play(
-        session(other), [*HANDSHAKE[:3], (0.3, PeerConnected(PEER, "shm", ""), [Count, Failed, TargetFree])]
+        session(other), [*HANDSHAKE[:3], (0.3, PeerConnected(PEER, "shm", ""), [Count, Failed, ABORT, TargetFree])]
     )
     assert failure(commands).reason == "incompatible"
     assert "float32 at the source, float16 at the target" in str(failure(commands))
@@ -273,7 +273,7 @@ def test_two_source_ranks_are_read_and_both_must_be_valid():
     target.handle(replace(WANTED, addresses=tuple(peer.address for peer in peers)), 0.0)
     for rank, peer in enumerate(peers):
         party = m.Party("p0", "epoch-1", rank)
-        target.handle(AnswerArrived(peer, m.Welcome(1, "0.1.0", party, 2, "f")), 0.1)
+        target.handle(AnswerArrived(peer, m.Welcome(1, "0.1.0", party, 2, fingerprint(ranks[rank]))), 0.1)
         target.handle(AnswerArrived(peer, m.Offer(party, ranks[rank], (), m.Probe(0, 0, 0))), 0.1)
     target.handle(PeerConnected(peers[0], "shm", ""), 0.2)
     claims = target.handle(PeerConnected(peers[1], "shm", ""), 0.2)
@@ -284,3 +284,133 @@ def test_two_source_ranks_are_read_and_both_must_be_valid():
     play(target, [(0.5, AnswerArrived(peers[0], m.Valid("q1")), [])])
     (fetched,) = play(target, [(0.5, AnswerArrived(peers[1], m.Valid("q1")), [Fetched])])
     assert fetched.report.num_bytes == 6 * MODEL.bytes_per_token
+
+
+RANKS = describe(MODEL, EngineShape(2, 1, 4, 8, "token-major"), 1 << 20)
+PEERS = [PeerKey(f"tcp://127.0.0.1:{port}", "p0", "epoch-1") for port in (1, 2)]
+
+
+def meet(target, ranks=RANKS, numbers=(0, 1), num_ranks=2):
+    """Two source ranks, met up to the point where their transports have connected; returns the last commands."""
+    commands = target.handle(replace(WANTED, addresses=tuple(peer.address for peer in PEERS)), 0.0)
+    for peer, layout, number in zip(PEERS, ranks, numbers, strict=True):
+        party = m.Party("p0", "epoch-1", number)
+        target.handle(AnswerArrived(peer, m.Welcome(1, "0.1.0", party, num_ranks, fingerprint(layout))), 0.1)
+        target.handle(AnswerArrived(peer, m.Offer(party, layout, (), m.Probe(0, 0, 0))), 0.1)
+        commands = target.handle(PeerConnected(peer, "shm", ""), 0.2)
+    return commands
+
+
+@pytest.mark.parametrize(("numbers", "num_ranks"), [((1, 0), 2), ((0, 1), 3)], ids=["swapped", "one is missing"])
+def test_ranks_that_are_not_those_of_the_reference_are_not_read(numbers, num_ranks):
+    assert failure(meet(session(), numbers=numbers, num_ranks=num_ranks)).reason == "incompatible"
+
+
+def test_a_claim_names_all_ranks_of_our_engine_that_read_this_source():
+    """Two target ranks read one source: its lease must wait for both."""
+    both = describe(MODEL, EngineShape(2, 1, 8, 4, "head-major"), 1 << 30)
+    target = session(both)
+    play(target, HANDSHAKE[:3])
+    (claim,) = play(target, [(0.3, PeerConnected(PEER, "shm", ""), [Send])])
+    assert claim.message.readers == (0, 1)
+
+
+def test_a_replica_that_is_not_read_is_told_so():
+    """One head on four bytes: the second source rank holds nothing that is needed from it."""
+    model = replace(MODEL, num_heads=1, num_layers=1)
+    ranks = describe(model, EngineShape(2, 1, 4, 8, "block-major"), 1 << 20)
+    states = [replace(layout, states=layout.states[:1], placements=layout.placements[:1]) for layout in ranks]
+    (ours,) = describe(model, EngineShape(1, 1, 8, 4, "block-major"), 1 << 30)
+    target = session((replace(ours, states=ours.states[:1], placements=ours.placements[:1]),))
+    (claim,) = meet(target, states)
+    read, unread = claim.peer, next(peer for peer in PEERS if peer != claim.peer)
+    play(
+        target,
+        [
+            (0.4, AnswerArrived(read, GRANT), [Post]),
+            (0.5, TicketEnded(ReadKey("q1", read), ""), [Send]),
+            (0.6, AnswerArrived(read, m.Valid("q1")), [Send(unread, ABORT.message), Fetched]),
+        ],
+    )
+
+
+def test_a_fetch_that_fails_before_its_claim_tells_the_source():
+    target = session()
+    play(target, [*HANDSHAKE[:2], (0.2, AbortWanted("q1"), [Count, Failed, ABORT, TargetFree])])
+
+
+def test_a_peer_that_answers_anything_but_what_it_should_is_a_deadline():
+    """Neither a grant nor silence: only the limit of the whole fetch ends this."""
+    target = session()
+    play(target, HANDSHAKE)
+    for second in range(1, 26):
+        target.handle(answer(m.Renewed(())), float(second))
+        commands = target.handle(Tick(), float(second))
+        assert not any(isinstance(command, Failed) for command in commands)
+    target.handle(answer(m.Renewed(())), 25.1)
+    assert failure(target.handle(Tick(), 25.2)).reason == "deadline"
+
+
+def test_valid_for_another_claim_is_not_ours():
+    play(session(), [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q9")), [])])
+
+
+def test_heartbeats_go_on_until_the_answer_to_landed():
+    target = session()
+    play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED])])
+    assert Send(PEER, m.Renew(US, ("l1",))) in target.handle(Tick(), 1.5)
+
+
+def test_a_lease_of_somebody_else_that_is_gone_changes_nothing():
+    play(session(), [*POSTED, (0.5, answer(m.Renewed(("l9",))), [])])
+
+
+def test_losing_a_peer_twice_fails_a_fetch_once():
+    target = session()
+    play(target, [*POSTED, (0.5, PeerUnreachable(PEER, "gone"), [Count, Failed, Cancel(KEY), Disconnect])])
+    play(target, [(0.6, PeerUnreachable(PEER, "gone"), [Disconnect])])
+
+
+def test_a_farewell_ends_with_the_silence_of_its_peer():
+    target = session()
+    play(target, [*POSTED, (0.5, AbortWanted("q1"), FAILED), (0.5, TicketEnded(KEY, ""), [TargetFree])])
+    assert target.next_deadline(0.5) < 2.0
+    assert ABORT in target.handle(Tick(), 1.5)
+    play(target, [(4.0, Tick(), []), (9.0, Tick(), [])])
+    assert target.next_deadline(9.0) == float("inf")
+
+
+def test_a_repeated_welcome_and_a_repeated_offer_change_nothing():
+    welcome = answer(m.Welcome(1, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT)))
+    play(session(), [*HANDSHAKE[:2], (0.2, welcome, []), *HANDSHAKE[2:3], (0.2, answer(OFFER), [])])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Welcome(1, "0.1.0", m.Party("p9", "epoch-1", 0), 1, fingerprint(SOURCE_LAYOUT)),
+        m.Welcome(1, "0.1.0", m.Party("p0", "epoch-2", 0), 1, fingerprint(SOURCE_LAYOUT)),
+    ],
+)
+def test_somebody_else_who_answers_is_not_the_source(message):
+    commands = play(
+        session(), [(0.0, WANTED, [HELLO]), (0.1, answer(message), [Count, Failed, TargetFree, Disconnect])]
+    )
+    assert failure(commands).reason == "wrong_engine"
+
+
+def test_another_layout_than_announced_is_refused():
+    (other,) = describe(MODEL, EngineShape(1, 1, 4, 9, "token-major"), 1 << 20)
+    offer = m.Offer(SOURCE, other, (), m.Probe(0, 0, 0))
+    commands = play(session(), [*HANDSHAKE[:2], (0.2, answer(offer), [Count, Failed, TargetFree, Disconnect])])
+    assert failure(commands).reason == "malformed"
+
+
+def test_a_new_incarnation_replaces_the_old_one():
+    """Else every restart of an idle source would keep the memory of the one before mapped."""
+    target = session()
+    play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q1")), [Fetched])])
+    newer = PeerKey(PEER.address, "p0", "epoch-2")
+    welcome = m.Welcome(1, "0.1.0", m.Party("p0", "epoch-2", 0), 1, fingerprint(SOURCE_LAYOUT))
+    wanted = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-2", "r2", "l2"))
+    play(target, [(1.0, wanted, [Send]), (1.1, AnswerArrived(newer, welcome), [Send, Disconnect(PEER)])])

@@ -18,7 +18,7 @@ EXAMPLES = [
     m.OfferRequest(PARTY),
     m.Offer(PARTY, LAYOUT, (m.TransportOffer("shm", b"\x00\xff", ""),), m.Probe(4096, 64, 7)),
     m.Claim(PARTY, "c", m.Reference("prefill-0", "e1", "r", "l"), 12, (0,)),
-    m.Grant("c", ((1, 2, 3),), 12, 30.0),
+    m.Grant("c", ((1, 2, 3),)),
     m.Landed(PARTY, "c", "l"),
     m.Valid("c"),
     m.Renew(PARTY, ("l",)),

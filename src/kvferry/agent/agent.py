@@ -22,7 +22,7 @@ from kvferry import __version__
 from kvferry.agent.carrier import Carrier
 from kvferry.agent.control import Arrival, ControlChannel
 from kvferry.agent.wake import Wake
-from kvferry.errors import WireError
+from kvferry.errors import RequestError, WireError, WireVersionError
 from kvferry.plan.layout import Layout
 from kvferry.session import events as e
 from kvferry.session.source import Identity, SourceSession
@@ -39,6 +39,7 @@ PROBE_BYTES = 4 << 20
 BUSY_POLL_S = 0.0005
 IDLE_POLL_S = 0.001
 MAX_WAIT_S = 60.0
+MAX_ID_LENGTH = 256
 
 logger = logging.getLogger(__name__)
 
@@ -99,17 +100,17 @@ class Agent:
             undo.callback(self._control.close)
             self._wake = Wake()
             undo.callback(self._wake.close)
+            self._control.watch(self._wake.fileno())
+            self.address = self._control.address
+            identity = Identity(
+                party=self.party,
+                num_ranks=len(host.layouts),
+                product_version=__version__,
+                layout=host.layouts[config.rank],
+                transports=self._carrier.offers(),
+                probe=_filled(probe_memory),
+            )
             self._resources = undo.pop_all()
-        self._control.watch(self._wake.fileno())
-        self.address = self._control.address
-        identity = Identity(
-            party=self.party,
-            num_ranks=len(host.layouts),
-            product_version=__version__,
-            layout=host.layouts[config.rank],
-            transports=self._carrier.offers(),
-            probe=_filled(probe_memory),
-        )
         self._source = SourceSession(identity, config.timing)
         self._target = TargetSession(Ourselves(self.party, __version__, host.layouts), config.timing)
 
@@ -125,7 +126,11 @@ class Agent:
         self._thread.start()
 
     def lease(self, request_id: str, block_tables: Sequence[Sequence[int]], num_tokens: int) -> Reference:
-        """Let a target read a finished request's cache. The blocks stay the lease's until `SourceFree`."""
+        """Let a target read a finished request's cache. The blocks stay the lease's until `SourceFree`.
+
+        Raises RequestError for an id that cannot travel.
+        """
+        _check_id(request_id)
         lease_id = secrets.token_hex(16)
         tables = tuple(tuple(table) for table in block_tables)
         self._submit(e.LeaseWanted(request_id, lease_id, tables, num_tokens))
@@ -136,7 +141,11 @@ class Agent:
         self._submit(e.LeaseWithdrawn(request_id))
 
     def fetch(self, wanted: e.FetchWanted) -> None:
-        """Bring a remote cache into own blocks; `Fetched`, or `Failed` and later `TargetFree`, follow."""
+        """Bring a remote cache into own blocks; `Fetched`, or `Failed` and later `TargetFree`, follow.
+
+        Raises RequestError for an id that cannot travel.
+        """
+        _check_id(wanted.request_id)
         self._submit(wanted)
 
     def abort(self, request_id: str) -> None:
@@ -182,6 +191,9 @@ class Agent:
         began = time.monotonic()
         for event in self._carrier.poll():
             self._feed_target(event)
+        # What has been answered while that took long must be read before somebody is taken for silent.
+        for arrival in self._control.receive(0.0):
+            self._arrived(arrival)
         now = time.monotonic()
         self._obey([*self._source.handle(e.Tick(), now), *self._target.handle(e.Tick(), now)])
         if self._carrier.busy:
@@ -205,8 +217,9 @@ class Agent:
         try:
             message = decode(arrival.frame)
         except WireError as error:
-            self.counts["frames_refused", Reason.MALFORMED] += 1
-            message = Refusal(Reason.MALFORMED, error.what, error.found, error.expected, "")
+            reason = Reason.WIRE_VERSION if isinstance(error, WireVersionError) else Reason.MALFORMED
+            self.counts["frames_refused", reason] += 1
+            message = Refusal(reason, error.what, error.found, error.expected, "")
             if not arrival.link:
                 self._obey([e.Reply(arrival.name, message)])
                 return
@@ -246,6 +259,12 @@ class Agent:
         """A full queue drops the message: the session repeats what is not answered."""
         if not queued:
             self.counts["messages_dropped", type(message).__name__] += 1
+
+
+def _check_id(request_id: str) -> None:
+    if not 0 < len(request_id) <= MAX_ID_LENGTH:
+        what = "a request id cannot travel"
+        raise RequestError(what, found=f"{len(request_id)} characters", expected=f"1 to {MAX_ID_LENGTH}")
 
 
 def _filled(memory: SharedMemory) -> Probe:

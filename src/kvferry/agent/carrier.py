@@ -81,6 +81,9 @@ class Carrier:
     def disconnect(self, peer: PeerKey) -> None:
         """Forget a peer; its open reads end with an error in a later `poll`."""
         self._routes.pop(peer, None)
+        for meeting in self._meetings:
+            if meeting.peer == peer:
+                meeting.abandon()
         for transport in self._transports.values():
             transport.disconnect(str(peer))
 

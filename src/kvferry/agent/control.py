@@ -57,10 +57,15 @@ class ControlChannel:
         self._poller.register(fd, zmq.POLLIN)
 
     def send(self, peer: PeerKey, frame: bytes) -> bool:
-        """Send to a source; connects on first use. False when its queue is full."""
-        if peer not in self._links:
-            link = self._links[peer] = self._socket(zmq.DEALER)
-            link.connect(peer.address)
+        """Send to a source; connects on first use. False when that fails or its queue is full."""
+        try:
+            if peer not in self._links:
+                self._links[peer] = self._socket(zmq.DEALER)
+                self._links[peer].connect(peer.address)
+        except zmq.ZMQError:
+            # Too many sockets, or an address that makes no sense: nobody will answer, and the deadline will say so.
+            self.forget(peer)
+            return False
         return _send(self._links[peer], [frame])
 
     def reply(self, name: str, frame: bytes) -> bool:
@@ -79,11 +84,11 @@ class ControlChannel:
         arrivals: list[Arrival] = []
         if self._router in ready:
             for parts in _frames(self._router):
-                # A target's DEALER sends exactly one part; anything else decodes to a refusal like other nonsense.
-                arrivals.append(Arrival((), parts[0].hex(), b"".join(parts[1:])))
+                # A target's DEALER sends exactly one part; anything else is refused like other nonsense.
+                arrivals.append(Arrival((), parts[0].hex(), parts[1] if len(parts) == 2 else b""))
         for peer, link in self._links.items():
             if link in ready:
-                arrivals += [Arrival((peer,), "", b"".join(parts)) for parts in _frames(link)]
+                arrivals += [Arrival((peer,), "", parts[0] if len(parts) == 1 else b"") for parts in _frames(link)]
         return arrivals
 
     def close(self) -> None:

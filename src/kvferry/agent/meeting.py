@@ -38,6 +38,11 @@ class Meeting:
         """Whether there is an outcome and nothing of any test is left open."""
         return self._is_over and all(test.is_settled for _, test in self._tests)
 
+    def abandon(self) -> None:
+        """There will be no outcome; only what is open is waited for."""
+        self._waiting.clear()
+        self._is_over = True
+
     def advance(
         self, completions: Mapping[str, Sequence[Completion]], now: float
     ) -> tuple[PeerConnected | PeerUnreachable, ...]:

@@ -20,7 +20,7 @@ words = Console(stderr=True, highlight=False)
 
 def say(text: str) -> None:
     """One line for the person who waits."""
-    words.print(text, markup=False)
+    words.print(text, markup=False, soft_wrap=True)
 
 
 def data(value: Mapping[str, Any]) -> None:
@@ -31,7 +31,7 @@ def data(value: Mapping[str, Any]) -> None:
 
 def fail(error: FerryError) -> NoReturn:
     """Say what is wrong, what was found, what was expected and what to do; then end with exit code 2."""
-    words.print(f"error: {error.what}", style="bold red", markup=False)
+    words.print(f"error: {error.what}", style="bold red", markup=False, soft_wrap=True)
     for name, text in (("found", error.found), ("expected", error.expected), ("hint", error.hint)):
         if text:
             words.print(f"  {name + ':':<10}{text}", markup=False, soft_wrap=True)

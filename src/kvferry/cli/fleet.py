@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvferry.cli import console
+from kvferry.cli import console, http
 from kvferry.cli.processes import Child, Command
 from kvferry.errors import ConfigurationError
 
 __all__ = ["Fleet", "FleetOptions"]
 
+HOST = "127.0.0.1"
 READY_S = 240.0
 MAX_RESTARTS = 20
 
@@ -31,13 +32,12 @@ class FleetOptions:
 
 
 class Fleet:
-    """Starts everything, restarts an engine that has died, and leaves nothing running."""
+    """Starts everything, starts again what has died, and leaves nothing running."""
 
     def __init__(self, options: FleetOptions, logs: Path) -> None:
         self._options = options
         self._logs = logs
-        self._engines: list[Child] = []
-        self._routers: list[Child] = []
+        self._children: list[Child] = []
         self._num_restarts = 0
         self.model = ""
         self.url = ""
@@ -48,50 +48,52 @@ class Fleet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in [*self._routers, *self._engines]:
+        for child in self._children:
+            child.terminate()
+        for child in self._children:
             child.stop()
 
     def start(self) -> None:
         """Start the engines side by side, then the router. Raises ConfigurationError when one of them cannot."""
         options = self._options
+        # The router comes last; to say only then that its port is taken would be unkind.
+        http.listen(HOST, options.port).close()
         prefill = [self._command("prefill", i, options.prefill_block_tokens) for i in range(options.num_prefill)]
         decode = [self._command("decode", i, options.decode_block_tokens) for i in range(options.num_decode)]
-        self._engines = [Child(command) for command in (*prefill, *decode)]
+        self._children = [Child(command) for command in (*prefill, *decode)]
         deadline = time.monotonic() + READY_S
-        urls = []
-        for index, child in enumerate(self._engines):
-            ready = child.wait_until_ready(deadline)
-            console.say(f"{child.command.name} is ready at {ready['url']} (process {child.pid})")
-            urls.append(str(ready["url"]))
-            self.model = str(ready["model"])
-            self._engines[index].command = _at_port(child.command, urlsplit(urls[-1]).port or 0)
+        urls = [self._await(child, deadline) for child in self._children]
         self.prefill_urls = tuple(urls[: options.num_prefill])
         self.decode_urls = tuple(urls[options.num_prefill :])
-        self._start_router(deadline)
+        self._children.append(Child(self._router_command()))
+        self.url = self._await(self._children[-1], deadline)
 
     def mend(self) -> None:
-        """Start engines again that have ended; the router finds them at their old addresses."""
-        for index, child in enumerate(self._engines):
+        """Start again what has died, at its old address. Raises ConfigurationError when that keeps happening."""
+        for index, child in enumerate(self._children):
             if child.running:
                 continue
+            console.say(f"{child.command.name} has died ({child.ending}, see {child.command.log}); starting it again")
             child.stop()
             self._num_restarts += 1
             if self._num_restarts > MAX_RESTARTS:
-                raise ConfigurationError("engines keep dying", hint=f"their output is in {self._logs}")
-            console.say(f"{child.command.name} has died; starting it again")
-            self._engines[index] = Child(child.command)
-            self._engines[index].wait_until_ready(time.monotonic() + READY_S)
-            console.say(f"{child.command.name} is ready again (process {self._engines[index].pid})")
+                raise ConfigurationError("the engines keep dying", hint=f"their output is in {self._logs}")
+            self._children[index] = Child(child.command)
+            self._await(self._children[index], time.monotonic() + READY_S)
 
     @property
     def pids(self) -> dict[str, int]:
         """Process ids by name."""
-        return {child.command.name: child.pid for child in (*self._engines, *self._routers)}
+        return {child.command.name: child.pid for child in self._children}
 
-    @property
-    def routing(self) -> bool:
-        """Whether the router still runs."""
-        return all(child.running for child in self._routers)
+    def _await(self, child: Child, deadline: float) -> str:
+        """The URL of a child that can serve; from now on it is started again at the same port."""
+        ready = child.wait_until_ready(deadline)
+        url = str(ready["url"])
+        console.say(f"{child.command.name} is ready at {url} (process {child.pid})")
+        self.model = str(ready.get("model", self.model))
+        child.command = _at_port(child.command, urlsplit(url).port or 0)
+        return url
 
     def _command(self, role: str, number: int, block_tokens: int) -> Command:
         name = f"{role}-{number}"
@@ -100,13 +102,10 @@ class Fleet:
         arguments = ("serve", "--engine-id", name, *self._options.engine_arguments, *sizes)
         return Command(name, (*arguments, "--port", "0"), self._logs / f"{name}.log")
 
-    def _start_router(self, deadline: float) -> None:
+    def _router_command(self) -> Command:
         engines = [("--prefill", url) for url in self.prefill_urls] + [("--decode", url) for url in self.decode_urls]
-        arguments = [word for pair in engines for word in pair]
-        command = ("route", *arguments, "--port", str(self._options.port))
-        self._routers = [Child(Command("router", command, self._logs / "router.log"))]
-        self.url = str(self._routers[0].wait_until_ready(deadline)["url"])
-        console.say(f"router is ready at {self.url}/v1")
+        words = [word for pair in engines for word in pair]
+        return Command("router", ("route", *words, "--port", str(self._options.port)), self._logs / "router.log")
 
 
 def _at_port(command: Command, port: int) -> Command:

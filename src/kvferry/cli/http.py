@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import uvicorn
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["listen", "run", "url_of"]
+__all__ = ["listen", "run", "stdin_closed", "url_of"]
 
 GRACE_S = 5
 
@@ -27,10 +28,11 @@ def listen(host: str, port: int) -> socket.socket:
         bound.listen(128)
     except OSError as error:
         bound.close()
+        taken = error.errno == errno.EADDRINUSE
         raise ConfigurationError(
             f"cannot listen on {host}:{port}",
             found=error.strerror or str(error),
-            hint="another program has this port: choose another --port, or 0 for any free one",
+            hint="choose another --port, or 0 for any free one" if taken else "127.0.0.1 always works on this machine",
         ) from error
     return bound
 
@@ -41,24 +43,36 @@ def url_of(bound: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
-async def run(app: Any, bound: socket.socket, *, until_stdin_closes: bool) -> None:
-    """Serve until SIGINT, SIGTERM, or (when asked) the end of standard input; then finish what is open, briefly."""
+async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]]) -> None:
+    """Serve until SIGINT, SIGTERM, or one of `ends`; then finish what is open, briefly."""
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=65
     )
     server = uvicorn.Server(config)
-    if until_stdin_closes:
-        _call_when_stdin_closes(lambda: setattr(server, "should_exit", True))
-    await server.serve(sockets=[bound])
+
+    async def stop_after(end: Awaitable[None]) -> None:
+        await end
+        server.should_exit = True
+
+    watchers = [asyncio.create_task(stop_after(end)) for end in ends]
+    try:
+        await server.serve(sockets=[bound])
+    finally:
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
 
 
-def _call_when_stdin_closes(stop: Callable[[], None]) -> None:
-    """A parent that dies, however it dies, closes the pipe: no child outlives it."""
-    loop, fd = asyncio.get_running_loop(), sys.stdin.fileno()
+async def stdin_closed() -> None:
+    """Returns when standard input ends: a parent that dies, however it dies, closes it, so no child outlives it."""
+    loop, fd, closed = asyncio.get_running_loop(), sys.stdin.fileno(), asyncio.Event()
 
     def readable() -> None:
         if not os.read(fd, 4096):
-            loop.remove_reader(fd)
-            stop()
+            closed.set()
 
     loop.add_reader(fd, readable)
+    try:
+        await closed.wait()
+    finally:
+        loop.remove_reader(fd)

@@ -11,7 +11,7 @@ import typer
 
 from kvferry import __version__
 from kvferry.cli import console
-from kvferry.errors import FerryError
+from kvferry.errors import ConfigurationError, FerryError
 
 __all__ = ["app", "main"]
 
@@ -44,7 +44,9 @@ def up(
     prefill: Annotated[int, typer.Option(min=1, help="Number of prefill engines.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Number of decode engines.")] = 1,
     transport: Transport = "auto",
-    once: Annotated[str, typer.Option(help="Answer this prompt and stop; exit code 0 if the answers are equal.")] = "",
+    once: Annotated[
+        str | None, typer.Option(help="Answer this prompt and stop; exit code 0 if the answers are equal.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 32,
     prefill_block_tokens: Annotated[int, typer.Option(min=4, help="Block size of the prefill engines.")] = 16,
     decode_block_tokens: Annotated[int, typer.Option(min=4, help="Block size of the decode engines.")] = 16,
@@ -60,13 +62,14 @@ def up(
         from kvferry.transport.opening import check_name
 
         check_name(transport)
-
+        if once == "":
+            raise ConfigurationError("a prompt needs a token", found="--once with an empty text")
         options = UpOptions(
             model=model,
             num_prefill=prefill,
             num_decode=decode,
             transport=transport,
-            prompts=(once,) if once else (),
+            prompts=() if once is None else (once,),
             max_tokens=max_tokens,
             prefill_block_tokens=prefill_block_tokens,
             decode_block_tokens=decode_block_tokens,
@@ -144,10 +147,10 @@ def plan(
     decode: Annotated[str, typer.Option(help="Such as tp=2,block=64.")],
     tokens: Annotated[int, typer.Option(min=0, help="Length of the prompt.")] = 8192,
     model: Annotated[str, typer.Option(help="config.json or a folder with one; else give the numbers below.")] = "",
-    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 32,
-    heads: Annotated[int, typer.Option(min=1, help="Number of KV heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, help="Size of one head.")] = 128,
-    dtype: Annotated[str, typer.Option(help="dtype of the cache.")] = "bfloat16",
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers, without --model.")] = 32,
+    heads: Annotated[int, typer.Option(min=1, help="Number of KV heads, without --model.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Size of one head, without --model.")] = 128,
+    dtype: Annotated[str, typer.Option(help="dtype of the cache, without --model.")] = "bfloat16",
     scattered: Annotated[bool, typer.Option(help="Block ids at random, as in a busy pool, not adjacent.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -169,7 +172,10 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

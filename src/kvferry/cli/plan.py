@@ -24,6 +24,7 @@ __all__ = ["PlanOptions", "attention", "attention_of", "plan"]
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 SHAPE = EngineShape(tensor_parallel=1, pipeline_parallel=1, block_tokens=16, num_blocks=1, format="token-major")
+MIN_WIDTH = 110
 KEYS = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "block": "block_tokens", "format": "format"}
 
 
@@ -45,7 +46,9 @@ def plan(options: PlanOptions) -> None:
     if options.as_json:
         console.data(facts)
     else:
-        Console().print(_table(options, facts))
+        wide = Console()
+        # Numbers that are cut are worse than lines that wrap.
+        Console(width=max(wide.width, MIN_WIDTH)).print(_table(options, facts))
 
 
 def attention(num_layers: int, num_heads: int, head_dim: int, dtype: str) -> Attention:
@@ -59,13 +62,13 @@ def attention_of(path: Path) -> Attention:
     """A model by its Hugging Face `config.json` (full attention). Raises ConfigurationError when that is not there."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
         config = config.get("text_config", config)
         num_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-        return attention(config["num_hidden_layers"], num_heads, head_dim, dtype)
-    except (OSError, ValueError, KeyError) as error:
+        return attention(int(config["num_hidden_layers"]), int(num_heads), int(head_dim), str(dtype))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ConfigurationError(
             "cannot read the model's configuration",
             found=f"{file}: {error!r}",
@@ -75,13 +78,13 @@ def attention_of(path: Path) -> Attention:
 
 
 def _shape(words: str, num_tokens: int) -> EngineShape:
-    shape = SHAPE
-    for word in filter(None, words.split(",")):
-        key, _, value = word.partition("=")
-        if key not in KEYS or not value or (key != "format" and not value.isdecimal()):
-            raise ConfigurationError(
-                "cannot read an engine's shape", found=word, expected="tp=N, pp=N, block=N or format=NAME"
-            )
+    shape, seen = SHAPE, set[str]()
+    for word in words.split(","):
+        key, _, value = (part.strip() for part in word.partition("="))
+        if key not in KEYS or key in seen or not value or (key != "format" and not value.isdecimal()):
+            expected = "tp=N, pp=N, block=N and format=NAME, each at most once"
+            raise ConfigurationError("cannot read an engine's shape", found=repr(word), expected=expected)
+        seen.add(key)
         change: dict[str, Any] = {KEYS[key]: value if key == "format" else int(value)}
         shape = replace(shape, **change)
     return replace(shape, num_blocks=2 * max(1, -(-num_tokens // max(1, shape.block_tokens))))
@@ -97,7 +100,8 @@ def _facts(options: PlanOptions) -> dict[str, Any]:
     pairs = []
     for left, right in found.pairs():
         legs = found.between(left, right)
-        copies = copies_for(bind(legs, sources[left], targets[right]), source_tables, target_tables, tokens)
+        program = bind(legs, sources[left], targets[right])
+        copies = copies_for(program, source_tables, target_tables, tokens)
         pairs.append(_pair(left, right, legs, copies))
     return {
         "bytes_per_token": options.attention.bytes_per_token,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -66,8 +67,20 @@ class Child:
         announced: dict[str, Any] = json.loads(line)
         return announced
 
+    @property
+    def ending(self) -> str:
+        """How a child that does not run any more has ended."""
+        code = self._process.poll()
+        if code is None:
+            return "it is still running"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def terminate(self) -> None:
+        """Ask the child to end; `stop` waits for it."""
+        self._process.terminate()
+
     def stop(self) -> None:
-        """Ask the child to end, and make sure that it does. Safe to call twice."""
+        """Make sure that the child ends. Safe to call twice."""
         self._process.terminate()
         try:
             self._process.wait(STOP_S)
@@ -79,11 +92,13 @@ class Child:
                 pipe.close()
 
     def _failed(self, what: str) -> ConfigurationError:
+        """The child's own error, if it has told one; else the end of its output."""
         lines = self.command.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        told = [index for index, line in enumerate(lines) if line.startswith("error:")]
-        shown = lines[told[-1] :] if told else lines[-5:]
-        return ConfigurationError(
-            f"{self.command.name} {what}",
-            found=" | ".join(line.strip() for line in shown) or "no output",
-            hint=f"its whole output is in {self.command.log}",
-        )
+        told = [index for index, line in enumerate(lines) if line.startswith("error: ")]
+        if not told:
+            shown = " | ".join(line.strip() for line in lines[-5:])
+            hint = f"its whole output is in {self.command.log}"
+            return ConfigurationError(f"{self.command.name} {what} ({self.ending})", found=shown, hint=hint)
+        parts = dict(line.strip().split(":", 1) for line in lines[told[-1] :] if ":" in line)
+        texts = {name: parts.get(name, "").strip() for name in ("found", "expected", "hint")}
+        return ConfigurationError(f"{self.command.name}: {parts['error'].strip()}", **texts)

@@ -40,19 +40,24 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back: text, token ids, the number of prompt tokens, and the transfer report of the engine."""
+    """What came back: text, token ids, the number of prompt tokens, and the transfer report of the engine.
+
+    `path` is the router's word for how the request went: `disaggregated` or `decode-only`, empty from an engine.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     prompt_tokens: int
     report: dict[str, Any]
+    path: str
 
 
 def ask(url: str, question: Question, show: Callable[[str], None]) -> Answer:
     """Stream one answer; `show` gets the text as it comes. Raises RequestError with what the server says."""
     text, token_ids = "", list[int]()
     report, usage = dict[str, Any](), dict[str, Any]()
-    for chunk in _chunks(url, question.body()):
+    paths: list[str] = []
+    for chunk in _chunks(url, question.body(), paths):
         if "error" in chunk:
             raise _refused(chunk, url)
         for choice in chunk.get("choices", []):
@@ -61,10 +66,10 @@ def ask(url: str, question: Question, show: Callable[[str], None]) -> Answer:
             token_ids += choice.get("token_ids") or []
         report = chunk.get("kvferry") or report
         usage = chunk.get("usage") or usage
-    return Answer(text, tuple(token_ids), int(usage.get("prompt_tokens", 0)), report)
+    return Answer(text, tuple(token_ids), int(usage.get("prompt_tokens", 0)), report, "".join(paths))
 
 
-def _chunks(url: str, body: bytes) -> Iterator[dict[str, Any]]:
+def _chunks(url: str, body: bytes, paths: list[str]) -> Iterator[dict[str, Any]]:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=SILENCE_S)
     try:
@@ -72,6 +77,7 @@ def _chunks(url: str, body: bytes) -> Iterator[dict[str, Any]]:
         response = connection.getresponse()
         if response.status != 200:
             raise _refused(json.loads(response.read()), url)
+        paths.append(response.headers.get("x-kvferry-path", ""))
         for line in response:
             if line.startswith(b"data: {"):
                 yield json.loads(line[len(b"data: ") :])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from dataclasses import dataclass
 
 from kvferry.cli import console, http
@@ -31,4 +32,8 @@ def route(options: RouteOptions) -> None:
             console.data({"event": "ready", "url": url})
         else:
             console.say(f"routing at {url}/v1")
-        asyncio.run(http.run(create_app(options.router), bound, until_stdin_closes=options.as_child))
+        asyncio.run(_route(options, bound))
+
+
+async def _route(options: RouteOptions, bound: socket.socket) -> None:
+    await http.run(create_app(options.router), bound, [http.stdin_closed()] if options.as_child else [])

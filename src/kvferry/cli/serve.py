@@ -15,6 +15,7 @@ from kvferry.embedded.app import create_app
 from kvferry.embedded.bridge import AgentCollector, AgentTransfer
 from kvferry.embedded.engine import Engine
 from kvferry.embedded.service import ServeInfo
+from kvferry.errors import FerryError
 
 __all__ = ["ServeOptions", "serve"]
 
@@ -52,7 +53,11 @@ async def _serve(options: ServeOptions, engine: Engine, bound: socket.socket) ->
         app = create_app(engine, transfer, info)
         app.state.registry.register(AgentCollector(transfer.agent))
         _announce(options, http.url_of(bound), transfer.agent.address)
-        await http.run(app, bound, until_stdin_closes=options.as_child)
+        ends = [transfer.wait_until_over(), *([http.stdin_closed()] if options.as_child else [])]
+        await http.run(app, bound, ends)
+        if transfer.failure:
+            # Better no process than one that cannot do its job: whoever watches over it starts a new one.
+            raise FerryError(transfer.failure, found="a defect in its thread", hint="the log above has its traceback")
 
 
 def _announce(options: ServeOptions, url: str, transfer_address: str) -> None:

@@ -26,6 +26,7 @@ EXAMPLE = (
     "catch it must not lose a single box on the way. The captain counts the boxes, the porter counts them again, and"
 )
 MEND_S = 1.0
+LARGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,15 @@ def up(options: UpOptions) -> int:
         engine_arguments = ("--model", path, "--served-name", name, "--transport", options.transport)
         fleet = undo.enter_context(Fleet(_fleet_options(options, engine_arguments), logs))
         try:
-            with console.words.status("starting the engines"):
-                fleet.start()
+            console.say(f"starting {options.num_prefill} prefill and {options.num_decode} decode engines and a router")
+            fleet.start()
             equal = _show_proof(options, fleet)
             if not options.prompts:
                 _keep_serving(fleet)
         except KeyboardInterrupt:
+            # Whoever presses Ctrl-C twice must not leave half of the children behind.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
             console.say("stopping")
             return 130 if options.prompts else 0
     return 0 if equal else 1
@@ -112,6 +116,7 @@ def _facts(answer: Answer, alone: Answer) -> dict[str, Any]:
         "token_ids": list(answer.token_ids),
         "expected_token_ids": list(alone.token_ids),
         "prompt_tokens": answer.prompt_tokens,
+        "path": answer.path,
         **report,
         "gigabytes_per_s": report.get("bytes", 0) / wire_s / 1e9 if wire_s else 0.0,
     }
@@ -121,23 +126,41 @@ def _table(facts: dict[str, Any]) -> Table:
     table = Table(title="What moved", show_header=False, title_justify="left")
     verdict = "equal, token for token" if facts["equal"] else "DIFFERENT FROM THE UN-DISAGGREGATED RUN"
     received, computed = facts["tokens_received"], facts["tokens_computed"]
-    table.add_row("answer", f"{len(facts['token_ids'])} tokens: {verdict}")
-    table.add_row("prompt", f"{facts['prompt_tokens']} tokens: {received} received, {computed} computed here")
-    if facts["recomputed"]:
-        table.add_row("not received", f"the prompt was computed again: {facts['recomputed']}")
+    table.add_row("answer", f"{_tokens(len(facts['token_ids']))}: {verdict}")
+    table.add_row("prompt", f"{_tokens(facts['prompt_tokens'])}: {received} received, {computed} computed here")
+    if reason := _why_nothing(facts):
+        table.add_row("nothing moved", reason)
+        return table
     table.add_row("bytes moved", f"{facts['bytes']:,} ({facts['bytes'] / 2**20:.2f} MiB)")
     table.add_row("descriptors", f"{facts['descriptors']:,}")
-    table.add_row("transport", f"{facts['transport'] or 'none'} [dim]({facts['choice'] or 'nothing moved'})[/dim]")
-    table.add_row("strategy", facts["strategy"] or "none")
+    table.add_row("transport", facts["transport"])
+    table.add_row("measured", facts["choice"].replace("; ", "\n"))
+    table.add_row("strategy", facts["strategy"])
     for phase, seconds in facts["phases_s"].items():
         table.add_row(f"  {phase}", f"{seconds * 1000:.2f} ms")
-    table.add_row("rate on the wire", f"{facts['gigabytes_per_s']:.2f} GB/s")
+    small = facts["bytes"] < LARGE_BYTES
+    table.add_row("rate", "too little to tell" if small else f"{facts['gigabytes_per_s']:.2f} GB/s on the wire")
     return table
+
+
+def _tokens(number: int) -> str:
+    return f"{number} token" if number == 1 else f"{number} tokens"
+
+
+def _why_nothing(facts: dict[str, Any]) -> str:
+    """Why no cache was received; empty when one was."""
+    if facts["tokens_received"]:
+        return ""
+    if facts["recomputed"]:
+        return f"the cache did not arrive ({facts['recomputed']}), so the prompt was computed again"
+    if facts["path"] == "decode-only":
+        return "no prefill engine could be used, so the decode engine did it all"
+    return "the only token of the prompt is computed by the decode engine"
 
 
 def _keep_serving(fleet: Fleet) -> None:
     """Until Ctrl-C: mend what breaks."""
     console.say(f"serving an OpenAI API at {fleet.url}/v1 (model {fleet.model}); Ctrl-C stops everything")
-    while fleet.routing:
+    while True:
         fleet.mend()
         time.sleep(MEND_S)

@@ -21,7 +21,8 @@ __all__ = ["Remote", "from_params", "to_params"]
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 # Loopback only, like the control channel itself: a client must not be able to make an engine connect anywhere else.
-Address = Annotated[str, Meta(pattern=r"^tcp://(127\.0\.0\.1|localhost):[0-9]{1,5}$")]
+Address = Annotated[str, Meta(pattern=r"\Atcp://(127\.0\.0\.1|localhost):[1-9][0-9]{0,4}\Z", max_length=64)]
+MAX_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Remote:
 class _Ours(msgspec.Struct, frozen=True):
     epoch: Name
     lease_id: Name
-    addresses: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=4096)]
+    addresses: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -68,7 +69,8 @@ def from_params(params: object) -> Remote:
     """Read parameters that a client sent. Raises TransferError (`malformed`) for anything that is not as expected."""
     try:
         read = msgspec.convert(params, _Params)
-    except msgspec.ValidationError as error:
+        _check_addresses(read.kvferry.addresses)
+    except (msgspec.ValidationError, ValueError) as error:
         raise TransferError(
             Reason.MALFORMED,
             "kv_transfer_params cannot be read",
@@ -78,3 +80,10 @@ def from_params(params: object) -> Remote:
     ours = read.kvferry
     reference = Reference(read.remote_engine_id, ours.epoch, read.remote_request_id, ours.lease_id)
     return Remote(reference, ours.addresses)
+
+
+def _check_addresses(addresses: tuple[str, ...]) -> None:
+    if len(set(addresses)) != len(addresses):
+        raise ValueError("an address is given twice")
+    if any(int(address.rpartition(":")[2]) > 65_535 for address in addresses):
+        raise ValueError("a port is larger than 65535")

@@ -35,17 +35,23 @@ class AgentTransfer:
         self.agent = Agent(config, host, opened.transports, opened.unavailable)
         self._release = release
         self._waiting: dict[str, asyncio.Future[Settled]] = {}
-        self._is_over = False
+        # Requests whose blocks the agent will give back by a notice, unless it stops before.
+        self._owed: set[str] = set()
+        self._over = asyncio.Event()
 
     @property
     def failure(self) -> str:
         """Why nothing can move; empty while it can."""
-        return "the transfer agent has stopped" if self._is_over else ""
+        return "the transfer agent has stopped" if self._over.is_set() else ""
 
     async def start(self) -> None:
         """Begin; notices come to the running loop."""
         self._loop = asyncio.get_running_loop()
         self.agent.start()
+
+    async def wait_until_over(self) -> None:
+        """Returns when the agent has stopped, whether by `close` or by a defect."""
+        await self._over.wait()
 
     async def close(self) -> None:
         """Stop the agent; fetches that are under way end with an error."""
@@ -53,7 +59,10 @@ class AgentTransfer:
         self._stopped()
 
     async def offer(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> dict[str, object]:
-        """Lease a computed prompt's blocks; the answer goes through the HTTP layer."""
+        """Lease a computed prompt's blocks; the answer goes through the HTTP layer. Raises TransferError."""
+        if self.failure:
+            raise _gone()
+        self._owed.add(request_id)
         reference = self.agent.lease(request_id, block_tables, num_tokens)
         return to_params(reference, [self.agent.address], block_tables, num_tokens)
 
@@ -66,6 +75,7 @@ class AgentTransfer:
             self._release(request_id)
             raise _gone()
         future = self._waiting[request_id] = self._loop.create_future()
+        self._owed.add(request_id)
         self.agent.fetch(wanted)
         try:
             settled = await future
@@ -115,7 +125,7 @@ class AgentTransfer:
         """On the agent's thread."""
         match notice:
             case SourceFree(request_id) | TargetFree(request_id):
-                self._release(request_id)
+                self._loop.call_soon_threadsafe(self._free, request_id)
             case Stopped():
                 self._loop.call_soon_threadsafe(self._stopped)
             case _:
@@ -123,13 +133,20 @@ class AgentTransfer:
 
     def _stopped(self) -> None:
         """The transports are closed, so no byte can land any more: whoever waits gets an error and its blocks back."""
-        self._is_over = True
+        self._over.set()
         for request_id in list(self._waiting):
             self._settle(Failed(request_id, _gone()))
-            self._release(request_id)
+        for request_id in list(self._owed):
+            self._free(request_id)
+
+    def _free(self, request_id: str) -> None:
+        self._owed.discard(request_id)
+        self._release(request_id)
 
     def _settle(self, notice: Settled) -> None:
         future = self._waiting.get(notice.request_id)
+        if isinstance(notice, Fetched):
+            self._owed.discard(notice.request_id)
         if future is not None and not future.done():
             future.set_result(notice)
         elif isinstance(notice, Fetched):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
 
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, LayoutError
 from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State
 from kvferry.plan.sharding import shares, stages
 from kvferry.plan.span import Span
@@ -38,6 +38,9 @@ class Attention:
     dtype: str
     item_bytes: int
 
+    def __post_init__(self) -> None:
+        _check_positive("a model", self.num_layers, self.num_heads, self.head_dim, self.item_bytes)
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token over all layers and heads, each counted once."""
@@ -53,6 +56,14 @@ class EngineShape:
     block_tokens: int
     num_blocks: int
     format: str
+
+    def __post_init__(self) -> None:
+        _check_positive("an engine", self.tensor_parallel, self.pipeline_parallel, self.block_tokens, self.num_blocks)
+
+
+def _check_positive(what: str, *numbers: int) -> None:
+    if min(numbers) < 1:
+        raise LayoutError(f"every number of {what} must be at least 1", found=str(numbers))
 
 
 def attention_states(attention: Attention) -> tuple[State, ...]:

@@ -162,16 +162,32 @@ def _check_reach(layout: Layout, state: State, placement: Placement) -> None:
     distances = (placement.offset, placement.block_stride, placement.token_stride, *placement.strides)
     if min(distances) < 0:
         raise LayoutError(f"placement of {state.name}: offsets and strides must not be negative", found=str(distances))
-    steps = [stride for span, stride in zip(placement.spans, placement.strides, strict=True) if len(span) > 1]
-    if min(steps, default=state.item_bytes) < state.item_bytes:
-        what = f"placement of {state.name}: elements overlap"
-        raise LayoutError(what, found=f"stride {min(steps)}", expected=f"at least {state.item_bytes} bytes")
+    _check_overlap(group, state, placement)
     reach = placement.offset + (group.num_blocks - 1) * placement.block_stride + state.item_bytes
     reach += (group.block_tokens - 1) * placement.token_stride if state.per_token else 0
-    reach += sum((len(span) - 1) * stride for span, stride in zip(placement.spans, placement.strides, strict=True))
+    reach += sum(
+        (span.stop - span.start - 1) * stride for span, stride in zip(placement.spans, placement.strides, strict=True)
+    )
     if reach > region.size_bytes:
         raise LayoutError(
             f"placement of {state.name} leaves its region",
             found=f"last byte at {reach}",
             expected=f"at most {region.size_bytes}",
         )
+
+
+def _check_overlap(group: CacheGroup, state: State, placement: Placement) -> None:
+    """From the innermost dimension outwards, each step must be longer than all that lies inside it."""
+    steps = [(stride, len(span)) for span, stride in zip(placement.spans, placement.strides, strict=True)]
+    steps.append((placement.block_stride, group.num_blocks))
+    if state.per_token:
+        steps.append((placement.token_stride, group.block_tokens))
+    inside = state.item_bytes
+    for stride, count in sorted(step for step in steps if step[1] > 1):
+        if stride < inside:
+            raise LayoutError(
+                f"placement of {state.name}: elements overlap",
+                found=f"a stride of {stride} bytes",
+                expected=f"at least the {inside} bytes that lie inside it",
+            )
+        inside += (count - 1) * stride

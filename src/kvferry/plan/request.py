@@ -7,15 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.errors import BlockTableError
+from kvferry.errors import BlockTableError, TooManyRowsError
 from kvferry.plan.copies import Copies, concatenate, merge
 from kvferry.plan.layout import CacheGroup, TokenRange
 from kvferry.plan.program import GroupProgram, Program, Section
 
-__all__ = ["BlockTables", "copies_for"]
+__all__ = ["MAX_ROWS", "BlockTables", "copies_for", "num_rows"]
 
 BlockTables = Sequence[Sequence[int]]
 """One list of block ids per cache group, in the group's order."""
+
+# Three columns of 8 bytes, and as much again while they are computed: about 2 GB.
+MAX_ROWS = 1 << 25
 
 _Indices = NDArray[np.int64]
 
@@ -23,10 +26,18 @@ _Indices = NDArray[np.int64]
 def copies_for(program: Program, source: BlockTables, target: BlockTables, tokens: TokenRange) -> Copies:
     """The rows that bring tokens `first <= t < last` (and every fixed-size state) to the target's blocks.
 
-    Raises BlockTableError when block ids are out of range, repeated or too few, on either side.
+    Raises BlockTableError when block ids are out of range, repeated or too few, on either side, and TooManyRowsError
+    when there would be more than MAX_ROWS rows.
     """
     if tokens.first < 0 or tokens.last < tokens.first:
         raise BlockTableError("a token range must not run backwards", found=f"[{tokens.first}, {tokens.last})")
+    if (found := num_rows(program, tokens)) > MAX_ROWS:
+        raise TooManyRowsError(
+            "the request would move in too many small rows",
+            found=f"{found:,}",
+            expected=f"at most {MAX_ROWS:,}",
+            hint="fewer tokens, or memory formats that are more alike",
+        )
     parts: list[Copies] = []
     for group in program.groups:
         wanted = _retained(group, tokens)
@@ -34,6 +45,15 @@ def copies_for(program: Program, source: BlockTables, target: BlockTables, token
         target_table = _checked(target, group.target_group, group.target, group, wanted, "target")
         parts.extend(_group_copies(group, source_table, target_table, wanted))
     return concatenate(parts)
+
+
+def num_rows(program: Program, tokens: TokenRange) -> int:
+    """How many rows a range takes before neighbours are merged; tells without listing them."""
+    return sum(
+        sum(len(section.rows) for section in sections) * len(at)
+        for group in program.groups
+        for sections, at in _places(group, _retained(group, tokens))
+    )
 
 
 def _retained(group: GroupProgram, tokens: TokenRange) -> TokenRange:
@@ -44,18 +64,20 @@ def _retained(group: GroupProgram, tokens: TokenRange) -> TokenRange:
     return TokenRange(max(tokens.first, tokens.last - (min(windows) - 1)), tokens.last)
 
 
-def _group_copies(group: GroupProgram, source: _Indices, target: _Indices, tokens: TokenRange) -> list[Copies]:
+def _places(group: GroupProgram, tokens: TokenRange) -> tuple[tuple[tuple[Section, ...], _Indices], ...]:
+    """Each kind of section with the tokens at which its rows begin."""
     unit = group.unit_tokens
     start = min(-(-tokens.first // unit) * unit, tokens.last)
     stop = max(tokens.last // unit * unit, start)
-    units = np.arange(start, stop, unit, dtype=np.int64)
     edges = (np.arange(tokens.first, start, dtype=np.int64), np.arange(stop, tokens.last, dtype=np.int64))
-    singles = np.concatenate(edges)
-    zero = np.zeros(1, np.int64)
-    plan = ((group.units, units), (group.singles, singles), (group.fixed, zero))
+    units = np.arange(start, stop, unit, dtype=np.int64)
+    return (group.units, units), (group.singles, np.concatenate(edges)), (group.fixed, np.zeros(1, np.int64))
+
+
+def _group_copies(group: GroupProgram, source: _Indices, target: _Indices, tokens: TokenRange) -> list[Copies]:
     return [
         _section_copies(section, _located(group.source, source, at), _located(group.target, target, at))
-        for sections, at in plan
+        for sections, at in _places(group, tokens)
         for section in sections
         if len(at)
     ]

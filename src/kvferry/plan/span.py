@@ -8,6 +8,9 @@ from kvferry.errors import LayoutError
 
 __all__ = ["Span", "overlap", "uncovered"]
 
+# No axis is longer; and `len` of a span, which comes from peers, never overflows.
+MAX_STOP = 1 << 48
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
@@ -17,8 +20,8 @@ class Span:
     stop: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop:
-            raise LayoutError("a span must not be empty", found=str(self), expected="0 <= start < stop")
+        if not 0 <= self.start < self.stop <= MAX_STOP:
+            raise LayoutError("a span must not be empty", found=str(self), expected=f"0 <= start < stop <= {MAX_STOP}")
 
     def __len__(self) -> int:
         return self.stop - self.start

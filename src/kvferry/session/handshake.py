@@ -37,6 +37,7 @@ class Peer:
     last_heard: float
     last_sent: float
     num_ranks: int = 0
+    fingerprint: str = ""
     offer: Offer | None = None
     transport: str = ""
     choice: str = ""
@@ -82,7 +83,7 @@ class Handshakes:
         """First step done: ask for the layout."""
         if peer.machine.allows("welcome"):
             peer.machine.move("welcome")
-            peer.num_ranks, peer.last_sent = welcome.num_ranks, now
+            peer.num_ranks, peer.fingerprint, peer.last_sent = welcome.num_ranks, welcome.fingerprint, now
             yield from self._ask(peer)
 
     def offered(self, peer: Peer, offer: Offer) -> Iterator[Connect]:

@@ -158,8 +158,7 @@ class SourceSession:
         for refusal in lease.refusal_of(claim):
             return _refuse(peer, refusal)
         lease.claim(claim, now + self._timing.lease_s)
-        wanted = lease.wanted
-        return [Reply(peer, Grant(claim.claim_id, wanted.block_tables, wanted.num_tokens, self._timing.lease_s))]
+        return [Reply(peer, Grant(claim.claim_id, lease.wanted.block_tables))]
 
     def _landed(self, peer: str, landed: Landed, now: float) -> list[Command]:
         lease = self._leases.get(landed.lease_id)
@@ -187,9 +186,10 @@ class SourceSession:
         return [Reply(peer, Renewed(tuple(gone)))]
 
     def _abort(self, peer: str, abort: Abort, now: float) -> list[Command]:
+        """Only a lease's own claim ends it; before any claim, whoever knows its unguessable id."""
         lease = self._leases.get(abort.lease_id)
         commands: list[Command] = [Reply(peer, Aborted(abort.claim_id))]
-        if lease is not None and lease.live and lease.holds(abort.party, abort.claim_id):
+        if lease is not None and lease.live and (not lease.claims or lease.holds(abort.party, abort.claim_id)):
             commands += self._end(lease, "abort", Reason.ABORTED, now)
         return commands
 

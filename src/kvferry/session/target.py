@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvferry.errors import FerryError, RequestError, TransferError
-from kvferry.plan.layout import Layout
+from kvferry.plan.layout import Layout, fingerprint
 from kvferry.plan.request import copies_for
 from kvferry.session.events import (
     AbortWanted,
@@ -132,10 +132,24 @@ class TargetSession:
     # --- meeting peers ---
 
     def _welcome(self, peer: Peer, welcome: Welcome, now: float) -> Iterator[Command]:
+        if wrong := _stranger(peer.key, welcome.party):
+            yield from self._lose(peer.key, wrong, now)
+            return
         yield from self._peers.welcomed(peer, welcome, now)
+        for other in self._peers:
+            if other.key.engine_id == peer.key.engine_id and other.key.epoch != peer.key.epoch:
+                # This incarnation has answered, so that one is gone, and its memory need not be kept mapped.
+                error = TransferError(Reason.PEER_LOST, f"{other.key} has been replaced by {peer.key}")
+                yield from self._lose(other.key, error, now)
 
     def _offer(self, peer: Peer, offer: Offer, now: float) -> Iterator[Command]:
-        yield from self._peers.offered(peer, offer)
+        wrong = _stranger(peer.key, offer.party)
+        if wrong is None and fingerprint(offer.layout) != peer.fingerprint:
+            wrong = TransferError(Reason.MALFORMED, f"{peer.key} offers another layout than it has announced")
+        if wrong is None:
+            yield from self._peers.offered(peer, offer)
+        else:
+            yield from self._lose(peer.key, wrong, now)
 
     def _connected(self, event: PeerConnected, now: float) -> Iterator[Command]:
         if event.peer not in self._peers:
@@ -216,6 +230,10 @@ class TargetSession:
             read.machine.move("valid")
             if fetch.all_in(ReadState.VALID):
                 del self._fetches[fetch.wanted.request_id]
+                for key in fetch.peers:
+                    if key not in fetch.reads:
+                        # A replica that nothing was read from.
+                        yield from self._say_goodbye(fetch, key, now)
                 yield Fetched(fetch.wanted.request_id, fetch.report(peer.transport, peer.choice, now))
 
     def _landed_of(self, fetch: Fetch) -> Landed:
@@ -240,11 +258,16 @@ class TargetSession:
             if read.state is ReadState.READING:
                 yield Cancel(ReadKey(request_id, key))
             read.machine.move("fail")
-            if key in self._peers:
-                abort = Abort(self._ours, request_id, fetch.wanted.reference.lease_id)
-                self._farewells[ReadKey(request_id, key)] = _Farewell(abort, now + self._timing.silence_s, now)
-                yield Send(key, abort)
+        for key in fetch.peers:
+            yield from self._say_goodbye(fetch, key, now)
         yield from self._free_when_drained(fetch)
+
+    def _say_goodbye(self, fetch: Fetch, key: PeerKey, now: float) -> Iterator[Command]:
+        """Tell a source, until it has noted it, that its blocks are not wanted any more."""
+        if key in self._peers:
+            abort = Abort(self._ours, fetch.wanted.request_id, fetch.wanted.reference.lease_id)
+            self._farewells[ReadKey(fetch.wanted.request_id, key)] = _Farewell(abort, now + self._timing.silence_s, now)
+            yield Send(key, abort)
 
     def _free_when_drained(self, fetch: Fetch) -> Iterator[Command]:
         if not fetch.has_open_tickets:
@@ -322,7 +345,12 @@ class TargetSession:
         return any(f.reads[peer.key].state in WAITING for f in self._fetches.values() if peer.key in f.reads)
 
     def _hurry(self, fetch: Fetch, now: float) -> Iterator[Command]:
-        """Repeat what was not answered, and end a read that takes too long."""
+        """Repeat what was not answered, and end what takes too long."""
+        limit_s = self._timing.handshake_s + self._timing.transfer_s
+        if not fetch.failed and now - fetch.began > limit_s:
+            what = f"the fetch took longer than {limit_s:g} s"
+            yield from self._fail(fetch, TransferError(Reason.DEADLINE, what), now)
+            return
         for key, read in fetch.reads.items():
             if read.state is ReadState.READING and now - fetch.posted_at > self._timing.transfer_s:
                 what = f"the read took longer than {self._timing.transfer_s:g} s"
@@ -352,3 +380,11 @@ class TargetSession:
                     by_peer.setdefault(key, []).append(fetch.wanted.reference.lease_id)
         for key, lease_ids in by_peer.items():
             yield Send(key, Renew(self._ours, tuple(lease_ids)))
+
+
+def _stranger(key: PeerKey, party: Party) -> TransferError | None:
+    """Who answers must be who was addressed."""
+    if (party.engine_id, party.epoch) == (key.engine_id, key.epoch):
+        return None
+    found = f"{party.engine_id}#{party.epoch}"
+    return TransferError(Reason.WRONG_ENGINE, f"somebody else answers at {key.address}", found=found, expected=str(key))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.errors import FerryError, WireError
+from kvferry.errors import FerryError, WireError, WireVersionError
 from kvferry.wire.messages import WIRE_VERSION, Message
 
 __all__ = ["MAX_FRAME_BYTES", "decode", "encode"]
@@ -31,7 +31,7 @@ def decode(frame: bytes) -> Message:
     if frame[:2] != MAGIC or len(frame) < 4:
         raise WireError("not a frame of this protocol", found=repr(frame[:8]), expected=f"{MAGIC!r} first")
     if frame[2] != WIRE_VERSION:
-        raise WireError(
+        raise WireVersionError(
             "peer speaks another wire version",
             found=f"version {frame[2]}",
             expected=f"version {WIRE_VERSION}",
@@ -39,5 +39,5 @@ def decode(frame: bytes) -> Message:
         )
     try:
         return _decoder.decode(frame[3:])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, FerryError) as error:
+    except (msgspec.DecodeError, ValueError, ArithmeticError, RecursionError, FerryError) as error:
         raise WireError("malformed frame", found=str(error)) from error

@@ -44,7 +44,6 @@ Text = Annotated[str, Meta(max_length=4096)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 48)]
-Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 
 
 class Reason(StrEnum):
@@ -153,8 +152,6 @@ class Grant(Struct, frozen=True, tag="grant", forbid_unknown_fields=True):
 
     claim_id: Name
     block_tables: tuple[tuple[BlockId, ...], ...]
-    num_tokens: Count
-    lease_s: Seconds
 
 
 class Landed(Struct, frozen=True, tag="landed", forbid_unknown_fields=True):

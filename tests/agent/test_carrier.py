@@ -1,0 +1,185 @@
+"""The carrier over transports that do what a test wants: every end of a ticket reaches the read it belongs to."""
+
+import numpy as np
+import pytest
+
+from kvferry.agent.carrier import Carrier
+from kvferry.errors import TransportError
+from kvferry.plan.copies import Copies
+from kvferry.plan.describe import Attention, EngineShape, describe
+from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, ReadKey, TicketEnded
+from kvferry.transport.base import Completion, Direction, Memory, Ticket
+from kvferry.transport.selftest import fill_probe
+from kvferry.wire.messages import Offer, Party, Probe, TransportOffer
+
+PEER = PeerKey("tcp://127.0.0.1:1", "p0", "e1")
+KEY = ReadKey("q1", PEER)
+NO_ROWS = Copies(*(np.empty(0, np.uint64) for _ in range(3)), pieces=0)
+PROBE = np.empty(1 << 16, np.uint8)
+fill_probe(PROBE, 7)
+(LAYOUT,) = describe(Attention(1, 1, 1, "int8", 1), EngineShape(1, 1, 1, 1, "token-major"), 1 << 20)
+
+
+class Scripted:
+    """A transport in this process: reads probes at once, holds other tickets until told how they end."""
+
+    def __init__(self, name, refuses=()):
+        self.name = name
+        self.progress_interval_s = float("inf")
+        self.refuses = refuses
+        self.connected, self.cancelled, self.registered, self.ended, self.open = set(), [], [], [], []
+        self.is_closed = False
+        self.numbers = iter(range(1, 1000))
+
+    def register(self, memory):
+        if "register" in self.refuses:
+            raise TransportError("cannot register")
+        self.registered.append(memory)
+
+    def unregister(self, memory):
+        self.registered.remove(memory)
+
+    def descriptor(self):
+        return self.name.encode()
+
+    def connect(self, peer, descriptor):
+        if "connect" in self.refuses:
+            raise TransportError("cannot connect")
+        assert descriptor == self.name.encode()
+        self.connected.add(peer)
+
+    def disconnect(self, peer):
+        self.connected.discard(peer)
+
+    def post(self, peer, copies, direction):
+        assert direction is Direction.READ
+        if "post" in self.refuses:
+            raise TransportError("cannot post")
+        ticket = Ticket(next(self.numbers))
+        if len(copies):
+            self.read(copies)
+            self.ended.append(Completion(ticket, ""))
+        else:
+            self.open.append(ticket)
+        return ticket
+
+    def read(self, copies):
+        (scratch,) = self.registered[-1:]
+        view = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * scratch.size_bytes).from_address(scratch.address))
+        for source, target, length in zip(
+            *(c.tolist() for c in (copies.source, copies.target, copies.length)), strict=True
+        ):
+            start = source - PROBE.ctypes.data
+            view[target - scratch.address :][:length] = PROBE[start : start + length]
+
+    def cancel(self, ticket):
+        self.cancelled.append(ticket)
+
+    def poll(self):
+        ended, self.ended = self.ended, []
+        return ended
+
+    def close(self):
+        self.is_closed = True
+
+
+def offer(*names):
+    transports = tuple(TransportOffer(name, name.encode(), "") for name in names)
+    return Offer(Party("p0", "e1", 0), LAYOUT, transports, Probe(PROBE.ctypes.data, PROBE.size, 7))
+
+
+def outcomes(carrier):
+    """Everything that comes out until nothing is under way."""
+    events = []
+    while carrier.busy:
+        events += carrier.poll()
+    return events
+
+
+@pytest.fixture
+def connected():
+    transport = Scripted("shm")
+    carrier = Carrier("shm", [transport], {})
+    carrier.connect(PEER, offer("shm"))
+    (event,) = outcomes(carrier)
+    assert isinstance(event, PeerConnected)
+    return carrier, transport
+
+
+def test_a_read_ends_as_its_ticket_ends(connected):
+    carrier, transport = connected
+    carrier.post(KEY, NO_ROWS)
+    assert carrier.poll() == []
+    transport.ended = [Completion(transport.open[0], "cable cut"), Completion(Ticket(999), "not ours")]
+    assert carrier.poll() == [TicketEnded(KEY, "cable cut")]
+    assert not carrier.busy
+
+
+def test_a_cancelled_read_still_ends(connected):
+    carrier, transport = connected
+    carrier.post(KEY, NO_ROWS)
+    carrier.cancel(KEY)
+    assert transport.cancelled == transport.open
+    assert carrier.busy
+    transport.ended = [Completion(transport.open[0], "")]
+    assert carrier.poll() == [TicketEnded(KEY, "")]
+
+
+def test_a_read_that_cannot_be_posted_ends_with_the_reason(connected):
+    carrier, transport = connected
+    transport.refuses = ("post",)
+    carrier.post(KEY, NO_ROWS)
+    (ended,) = carrier.poll()
+    assert "cannot post" in ended.error
+
+
+def test_a_read_from_a_lost_peer_ends_with_an_error(connected):
+    carrier, transport = connected
+    carrier.disconnect(PEER)
+    assert transport.connected == set()
+    carrier.post(KEY, NO_ROWS)
+    (ended,) = carrier.poll()
+    assert ended.error
+
+
+def test_only_the_chosen_transport_stays_connected():
+    transports = [Scripted("shm"), Scripted("tcp"), Scripted("nixl", refuses=("connect",))]
+    carrier = Carrier("auto", transports, {})
+    carrier.connect(PEER, offer("shm", "tcp", "nixl"))
+    (event,) = outcomes(carrier)
+    assert "nixl failed (cannot connect)" in event.choice
+    assert [t.name for t in transports if t.connected] == [event.transport]
+    assert all(not t.registered for t in transports)
+
+
+def test_no_transport_that_works_is_an_outcome():
+    carrier = Carrier("auto", [Scripted("shm", refuses=("connect",))], {"tcp": "no sockets today"})
+    carrier.connect(PEER, offer("shm", "tcp"))
+    (event,) = outcomes(carrier)
+    assert isinstance(event, PeerUnreachable)
+    carrier.connect(PEER, offer("tcp"))
+    (event,) = outcomes(carrier)
+    assert "no sockets today" in event.error
+
+
+def test_a_peer_that_is_lost_while_it_is_being_tested_has_no_outcome():
+    first, second = Scripted("shm"), Scripted("tcp")
+    carrier = Carrier("auto", [first, second], {})
+    carrier.connect(PEER, offer("shm", "tcp"))
+    assert carrier.poll() == []
+    carrier.disconnect(PEER)
+    assert outcomes(carrier) == []
+    assert not first.connected
+    assert not second.connected
+
+
+def test_a_transport_that_cannot_take_the_memory_is_not_offered():
+    broken = Scripted("nixl", refuses=("register",))
+    carrier = Carrier("auto", [broken, Scripted("tcp")], {"shm": "other host"})
+    carrier.register([Memory(4096, 4096, -1)])
+    assert broken.is_closed
+    assert {o.name: o.unavailable for o in carrier.offers()} == {
+        "tcp": "",
+        "nixl": "cannot register",
+        "shm": "other host",
+    }
