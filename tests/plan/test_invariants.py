@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvferry.plan.copies import Copies
 from kvferry.plan.layout import TokenRange
@@ -12,7 +13,7 @@ from kvferry.plan.program import bind
 from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
 from kvferry.testing import oracle
-from kvferry.testing.strategies import Scenario, scenarios
+from kvferry.testing.strategies import Scenario, handmade, scenarios
 
 many = settings(max_examples=150, deadline=None)
 
@@ -32,7 +33,7 @@ def filled(scenario: Scenario) -> list[oracle.Memory]:
 
 
 @many
-@given(scenarios())
+@given(st.one_of(scenarios(), handmade()))
 def test_i1_i2_i3_each_requested_element_arrives_once_and_nothing_else_is_touched(scenario):
     sources = filled(scenario)
     found = route(scenario.sources, scenario.targets)
@@ -41,7 +42,7 @@ def test_i1_i2_i3_each_requested_element_arrives_once_and_nothing_else_is_touche
         written = {start: np.zeros(len(buffer), np.uint8) for start, buffer in target.buffers.items()}
         for source_rank in found.sources_of(rank):
             oracle.execute(pair_copies(scenario, source_rank, rank), sources[source_rank], target, written)
-        oracle.expect(target, scenario.target_tables[rank], scenario.tokens, written)
+        oracle.expect(target, scenario.target_tables[rank], scenario.tokens, written, scenario.windows)
 
 
 @many
@@ -55,7 +56,7 @@ def test_i4_route_is_deterministic_and_depends_on_shapes_only(scenario):
 
 
 @many
-@given(scenarios())
+@given(st.one_of(scenarios(), handmade()))
 def test_i4_replicas_share_the_load_to_within_one_box(scenario):
     holders = defaultdict(list)
     for rank, layout in enumerate(scenario.sources):
@@ -79,7 +80,7 @@ def test_i4_replicas_share_the_load_to_within_one_box(scenario):
 def test_i5_exchanging_the_roles_gives_the_transposed_plan(scenario):
     """Compared where both directions choose the same pairs: without replicas on either side."""
     swapped = Scenario(
-        scenario.targets, scenario.sources, scenario.target_tables, scenario.source_tables, scenario.tokens
+        scenario.targets, scenario.sources, scenario.target_tables, scenario.source_tables, scenario.tokens, {}
     )
     there, back = route(scenario.sources, scenario.targets), route(swapped.sources, swapped.targets)
     transposed = {(leg.target_rank, leg.source_rank, leg.state, leg.box) for leg in back.legs}

@@ -87,13 +87,24 @@ def execute(copies: Copies, source: Memory, target: Memory, written: Mapping[int
                 counts[offset : offset + int(length)] += 1
 
 
-def expect(memory: Memory, tables: Tables, tokens: TokenRange, written: Mapping[int, NDArray[np.uint8]]) -> None:
-    """Raise AssertionError unless the target holds exactly the requested elements, each written once, nothing else."""
+def expect(
+    memory: Memory,
+    tables: Tables,
+    tokens: TokenRange,
+    written: Mapping[int, NDArray[np.uint8]],
+    windows: Mapping[str, int],
+) -> None:
+    """Raise AssertionError unless the target holds exactly the requested elements, each written once, nothing else.
+
+    `windows` has the sliding window of each state that has one: only its last tokens but one are expected.
+    """
     named = memory.layout.state_named()
     wanted = {start: np.zeros_like(counts) for start, counts in written.items()}
     for placement in memory.layout.placements:
         state = named[placement.state]
-        for token, coordinate, address in element_addresses(memory.layout, placement, tables, tokens):
+        seen = windows.get(state.name, tokens.last + 1) - 1
+        held = TokenRange(max(tokens.first, tokens.last - seen), tokens.last)
+        for token, coordinate, address in element_addresses(memory.layout, placement, tables, held):
             found = memory.at(address, state.item_bytes).tobytes()
             if found != value_of(state, token, coordinate):
                 raise AssertionError(f"{state.name} token {token} {coordinate}: wrong bytes at {address}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 
 from kvferry.plan.describe import Attention, EngineShape, describe
 from kvferry.plan.layout import Layout, TokenRange
+from kvferry.testing.handmade import make_model, make_side
 
-__all__ = ["Scenario", "scenarios"]
+__all__ = ["Scenario", "handmade", "scenarios"]
 
 FORMATS = ["".join(letters) for letters in permutations("LKBNHD")]
 
@@ -19,7 +21,8 @@ FORMATS = ["".join(letters) for letters in permutations("LKBNHD")]
 class Scenario:
     """Two engines with the same model, one request on both, and the tokens to move.
 
-    `source_tables` and `target_tables` have one list of block tables per rank.
+    `source_tables` and `target_tables` have one list of block tables per rank; `windows` the sliding window of each
+    state that has one.
     """
 
     sources: tuple[Layout, ...]
@@ -27,6 +30,7 @@ class Scenario:
     source_tables: tuple[list[list[int]], ...]
     target_tables: tuple[list[list[int]], ...]
     tokens: TokenRange
+    windows: dict[str, int]
 
 
 @st.composite
@@ -43,7 +47,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     tokens = TokenRange(draw(st.integers(0, last)), last)
     sources, source_tables = _engine(draw, attention, last)
     targets, target_tables = _engine(draw, attention, last)
-    return Scenario(sources, targets, source_tables, target_tables, tokens)
+    return Scenario(sources, targets, source_tables, target_tables, tokens, windows={})
 
 
 def _engine(
@@ -64,3 +68,15 @@ def _engine(
     layouts = describe(attention, shape, first_address=1 << 41)
     ids = st.permutations(range(num_blocks)).map(lambda order: [order[:num_needed]])
     return layouts, tuple(draw(ids) for _ in layouts)
+
+
+@st.composite
+def handmade(draw: st.DrawFn) -> Scenario:
+    """Engines that no helper of ours describes; see `kvferry.testing.handmade`."""
+    dice = random.Random(draw(st.integers(0, 2**32)))
+    model = make_model(dice)
+    last = dice.randint(0, 13)
+    source = make_side(dice, model, model.source_rings, last, 1 << 41)
+    target = make_side(dice, model, model.target_rings, last, 1 << 52)
+    tokens = TokenRange(dice.randint(0, last), last)
+    return Scenario(source.layouts, target.layouts, source.tables, target.tables, tokens, model.windows())
