@@ -1,5 +1,7 @@
 """The examples of docs/design.md, worked out there by hand: these numbers were not produced by the code."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvferry.plan.describe import Attention, EngineShape, describe
@@ -116,6 +118,17 @@ PLAIN = Layout(
 def test_a_sliding_window_moves_the_tokens_that_the_next_one_sees(last, expected):
     """Window 3, slots by position modulo 3 in blocks [1, 0]: token 3 is in slot 0, token 4 in slot 1."""
     assert rows((RING,), (PLAIN,), (0, 0), ([[1, 0]], [[0, 2]]), TokenRange(0, last)) == expected
+
+
+def test_two_rings_of_different_size_move_what_the_smaller_one_holds():
+    """Windows 3 and 2: only the last token is seen by the next one; at the target it is in slot 4 modulo 2 = 0."""
+    small = replace(RING, groups=(CacheGroup(block_tokens=2, num_blocks=4, ring_tokens=2),), regions=PLAIN.regions)
+    assert rows((RING,), (small,), (0, 0), ([[1, 0]], [[3]]), TokenRange(0, 5)) == [(3, 6, 1)]
+    assert rows((small,), (RING,), (0, 0), ([[3]], [[1, 0]]), TokenRange(0, 5)) == [(6, 3, 1)]
+
+
+def test_a_ring_at_the_target_alone_decides_what_is_moved():
+    assert rows((PLAIN,), (RING,), (0, 0), ([[0, 2]], [[1, 0]]), TokenRange(0, 5)) == [(3, 2, 1), (8, 3, 1)]
 
 
 def test_a_state_of_fixed_size_always_goes_whole():

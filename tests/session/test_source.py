@@ -222,6 +222,13 @@ def test_every_claim_adds_its_readers_and_keeps_the_lease():
     play(source, [(36, from_peer(m.Landed(OTHER_READER, "c2", "l1")), [Reply, SourceFree("r1", "done")])])
 
 
+def test_a_later_claim_does_not_take_readers_away():
+    source = session()
+    both, one = m.Claim(READER, "c1", REFERENCE, 6, (0, 1)), m.Claim(OTHER_READER, "c2", REFERENCE, 6, (1,))
+    play(source, [(0, LEASE, []), (1, from_peer(both), [Reply]), (1, from_peer(one), [Reply])])
+    play(source, [(2, from_peer(m.Landed(OTHER_READER, "c2", "l1")), [Reply("x", m.Valid("c2"))])])
+
+
 def test_another_incarnation_of_the_reader_is_another_engine():
     source = session()
     play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT])])
