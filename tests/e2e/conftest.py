@@ -1,5 +1,6 @@
 import json
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,8 +62,12 @@ def post(url: str, body: object) -> dict:
 
 def ready(fleet: Fleet) -> dict:
     """What the router says of its engines."""
-    with urllib.request.urlopen(f"{fleet.url}/ready", timeout=DEADLINE_S) as response:
-        return json.load(response)
+    try:
+        with urllib.request.urlopen(f"{fleet.url}/ready", timeout=DEADLINE_S) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return json.load(refused)
 
 
 def metric(url: str, name: str) -> float:

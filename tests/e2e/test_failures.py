@@ -4,8 +4,9 @@ import os
 import signal
 import threading
 
+import psutil
 import pytest
-from conftest import both, eventually, post, ready, silent
+from conftest import DEADLINE_S, both, eventually, post, ready, silent
 from test_main_job import prompt_of
 
 from kvferry.cli.proof import Question, ask
@@ -99,6 +100,16 @@ def test_prefill_killed_while_it_computes(fleet):
     assert answer.token_ids == expected
     after = ask(fleet.url, Question("tiny", prompt_of(20, seed=8), 12), silent)
     assert after.token_ids == alone(fleet, prompt_of(20, seed=8))
+
+
+def test_a_router_and_a_decode_engine_that_die_are_started_again(fleet):
+    for name in ("router", "decode-0"):
+        killed = fleet.pids[name]
+        os.kill(killed, signal.SIGKILL)
+        psutil.wait_procs([psutil.Process(killed)], timeout=DEADLINE_S)
+        fleet.mend()
+        assert fleet.pids[name] != killed
+    eventually(lambda: ready(fleet)["num_healthy_decode"] == 1, "the router has found the decode engine again")
 
 
 def test_a_restarted_prefill_engine_serves_again(fleet):

@@ -57,6 +57,9 @@ def test_concurrent_requests_do_not_mix(fleet):
 def test_an_openai_client_streams_and_chats(fleet):
     with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["tiny"]
+        assert client.models.retrieve("tiny").id == "tiny"
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.models.retrieve("other")
         messages = [{"role": "user", "content": "When does the ferry leave?"}]
         whole = client.chat.completions.create(model="tiny", messages=messages, max_tokens=10, temperature=0)
         with client.chat.completions.create(

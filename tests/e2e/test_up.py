@@ -65,8 +65,15 @@ def test_a_port_in_use_is_one_clear_message(run):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = run("--once", "x", "--port", str(taken.getsockname()[1]))
     assert (result.returncode, result.stdout) == (2, "")
-    assert "router has ended" in result.stderr
+    assert "cannot listen on 127.0.0.1" in result.stderr
     assert "choose another --port" in result.stderr
+    assert "is ready" not in result.stderr
+
+
+def test_an_empty_prompt_is_one_clear_message(run):
+    result = run("--once", "")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "a prompt needs a token" in result.stderr
 
 
 def test_a_prompt_longer_than_the_cache_is_one_clear_message(run):

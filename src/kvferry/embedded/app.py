@@ -49,15 +49,10 @@ class Endpoints:
         return Responder(self._service, ChatShape(), call, request_id)
 
     async def models(self, request: Request) -> Response:
-        info = self._service.info
-        model = {
-            "id": info.model,
-            "object": "model",
-            "created": info.created,
-            "owned_by": "kvferry",
-            "max_model_len": self._service.engine.max_tokens,
-        }
-        return json_response({"object": "list", "data": [model]}, {})
+        return json_response({"object": "list", "data": [self._model()]}, {})
+
+    async def model(self, request: Request) -> Response:
+        return self._wrong_model(request.path_params["name"]) or json_response(self._model(), {})
 
     async def health(self, request: Request) -> Response:
         info, failure = self._service.info, self._service.failure
@@ -66,6 +61,16 @@ class Endpoints:
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _model(self) -> dict[str, object]:
+        info = self._service.info
+        return {
+            "id": info.model,
+            "object": "model",
+            "created": info.created,
+            "owned_by": "kvferry",
+            "max_model_len": self._service.engine.max_tokens,
+        }
 
     def _wrong_model(self, name: str) -> Response | None:
         """Callers that name no model get the one there is."""
@@ -94,6 +99,7 @@ def create_app(engine: Engine, transfer: Transfer, info: ServeInfo) -> Starlette
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
             Route("/v1/models", endpoints.models),
+            Route("/v1/models/{name:path}", endpoints.model),
             Route("/health", endpoints.health),
             Route("/metrics", endpoints.metrics),
         ],

@@ -33,6 +33,9 @@ class Engine:
         capacity = quotas(self._groups, self._core.num_sectors, self._core.max_tokens)
         self._admission = Admission(capacity)
         self.max_tokens = longest(self._groups, capacity, self._core.max_tokens)
+        self._limit = "the model knows no more positions"
+        if self.max_tokens < self._core.max_tokens:
+            self._limit = "the cache holds no more (--num-blocks of serve, --cache-tokens of up)"
         self._entries: dict[str, Entry] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
@@ -175,7 +178,7 @@ class Engine:
                 "the prompt and its answer are too long for this engine",
                 found=f"{len(request.prompt)} prompt tokens + {request.max_new_tokens} new tokens",
                 expected=f"at most {self.max_tokens} together",
-                hint="shorten the prompt, lower max_tokens, or start the engine with more blocks",
+                hint=f"shorten the prompt or lower max_tokens: {self._limit}",
             )
 
     async def _answer(self, entry: Entry, num_cached: int) -> AsyncGenerator[Token, None]:

@@ -200,6 +200,6 @@ class Service:
                 "the prompt leaves no room for an answer",
                 found=f"{num_prompt_tokens} prompt tokens",
                 expected=f"fewer than {self.engine.max_tokens}",
-                hint="shorten the prompt, or start the engine with more blocks",
+                hint="shorten the prompt",
             )
         return min(ask.default_new_tokens, room)

@@ -25,7 +25,7 @@ from kvferry.router.headers import prefill_headers, request_id_of
 from kvferry.router.health import Prober
 from kvferry.router.membership import Membership
 from kvferry.router.metrics import Metrics
-from kvferry.router.models import list_models
+from kvferry.router.models import find_model, list_models
 from kvferry.router.policy import Role
 from kvferry.router.request import Endpoint, parse_request
 from kvferry.router.services import Services
@@ -59,6 +59,7 @@ def create_app(config: RouterConfig) -> Starlette:
     routes = [
         *(Route(endpoint, Generate(endpoint), methods=["POST"]) for endpoint in Endpoint),
         Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{name:path}", model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),
         Route("/metrics", show_metrics, methods=["GET"]),
@@ -95,9 +96,18 @@ class Generate:
         services.metrics.count_request(self._endpoint, driver.flow.path, client.status)
 
 
+OTHERS = "/v1/models, /health, /ready or /metrics"
+
+
 async def models(http: Request) -> Response:
     headers = prefill_headers(http.scope["headers"], request_id_of(http.scope["headers"]))
     status, body = await list_models(http.app.state.services, _target(http), headers)
+    return _json(status, body, {})
+
+
+async def model(http: Request) -> Response:
+    headers = prefill_headers(http.scope["headers"], request_id_of(http.scope["headers"]))
+    status, body = await find_model(http.app.state.services, "/v1/models", headers, http.path_params["name"])
     return _json(status, body, {})
 
 
@@ -125,7 +135,7 @@ async def on_http_error(http: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     if error.status_code == 404:
-        message = f"there is no {http.url.path}; hint: POST to {' or '.join(Endpoint)}"
+        message = f"there is no {http.url.path}; hint: POST to {' or '.join(Endpoint)}, or GET {OTHERS}"
     elif error.status_code == 405:
         message = f"{http.url.path} does not take {http.method}"
     else:

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from kvferry.openai import SERVER_ERROR, error_body
+from kvferry.openai import INVALID_REQUEST, SERVER_ERROR, error_body
 from kvferry.router.headers import Headers
 from kvferry.router.policy import Role
 from kvferry.router.services import Services
 from kvferry.router.upstream import FAILURES, Exchange, Outgoing
 
-__all__ = ["list_models"]
+__all__ = ["find_model", "list_models"]
 
 
 class Model(msgspec.Struct):
@@ -43,6 +43,17 @@ async def list_models(services: Services, target: str, headers: Headers) -> tupl
     refusals = [status for status, _ in answers if 400 <= status < 500]
     message = "no instance lists its models"
     return (refusals[0] if refusals else 502), error_body(message, SERVER_ERROR, "no_models", None)
+
+
+async def find_model(services: Services, target: str, headers: Headers, name: str) -> tuple[int, dict[str, Any]]:
+    """Status and body for one model; `target` is the path of the list."""
+    status, body = await list_models(services, target, headers)
+    if status != 200:
+        return status, body
+    for raw in body["data"]:
+        if msgspec.json.decode(raw, type=Model).id == name:
+            return 200, raw
+    return 404, error_body(f"the model {name!r} does not exist", INVALID_REQUEST, "model_not_found", "model")
 
 
 async def _ask(services: Services, outgoing: Outgoing) -> tuple[int, bytes]:
