@@ -25,7 +25,7 @@ class Side:
         (layout,) = describe(MODEL, SHAPE, self.shared.memory.address)
         self.released = asyncio.Queue()
         self.loop = asyncio.get_running_loop()
-        timing = Timing(handshake_s=2.0, heartbeat_s=0.2, resend_s=0.2)
+        timing = Timing(handshake_s=5.0, heartbeat_s=2.0, resend_s=0.5)
         config = AgentConfig(engine_id, transport="shm", timing=timing)
         self.transfer = AgentTransfer(config, layout, self.shared.memory, self.release)
 

@@ -138,8 +138,8 @@ def _table(facts: dict[str, Any]) -> Table:
     table.add_row("strategy", facts["strategy"])
     for phase, seconds in facts["phases_s"].items():
         table.add_row(f"  {phase}", f"{seconds * 1000:.2f} ms")
-    small = facts["bytes"] < LARGE_BYTES
-    table.add_row("rate", "too little to tell" if small else f"{facts['gigabytes_per_s']:.2f} GB/s on the wire")
+    remark = " (too few bytes to say much)" if facts["bytes"] < LARGE_BYTES else ""
+    table.add_row("rate", f"{facts['gigabytes_per_s']:.2f} GB/s on the wire{remark}")
     return table
 
 

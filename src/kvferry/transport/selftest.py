@@ -28,7 +28,8 @@ MAX_PROBE_BYTES = 64 << 20
 LATENCY_BYTES = 4096
 ROW_BYTES = 4096
 NUM_READS = 3
-DEADLINE_S = 1.0
+# Three transports that hang one after the other still leave room in a handshake's five seconds.
+DEADLINE_S = 1.5
 # Until then polls follow each other at once; a peer that has not answered by then is not worth a busy processor.
 NUM_EAGER_POLLS = 1000
 
