@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise, product
 
 from kvferry.errors import IncompatibleError, UncoveredError
@@ -30,19 +31,26 @@ class Leg:
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Route:
     """All legs between two engines, ordered by target rank and state."""
 
     legs: tuple[Leg, ...]
 
+    @cached_property
+    def _by_pair(self) -> dict[tuple[int, int], tuple[Leg, ...]]:
+        found: dict[tuple[int, int], list[Leg]] = {}
+        for leg in self.legs:
+            found.setdefault((leg.source_rank, leg.target_rank), []).append(leg)
+        return {pair: tuple(found[pair]) for pair in sorted(found)}
+
     def between(self, source_rank: int, target_rank: int) -> tuple[Leg, ...]:
         """The legs of one pair of ranks; empty when nothing moves between them."""
-        return tuple(leg for leg in self.legs if (leg.source_rank, leg.target_rank) == (source_rank, target_rank))
+        return self._by_pair.get((source_rank, target_rank), ())
 
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """All (source rank, target rank) between which something moves, ascending."""
-        return tuple(sorted({(leg.source_rank, leg.target_rank) for leg in self.legs}))
+        return tuple(self._by_pair)
 
     def sources_of(self, target_rank: int) -> tuple[int, ...]:
         """The source ranks that a target rank reads, ascending."""

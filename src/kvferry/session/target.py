@@ -163,7 +163,7 @@ class TargetSession:
             Reason.UNREACHABLE,
             "no transport reaches the source",
             found=event.error,
-            hint="run kvferry doctor on both hosts",
+            hint="start both engines with --transport tcp",
         )
         yield from self._lose(event.peer, error, now)
 

@@ -75,7 +75,7 @@ def choose(measurements: Sequence[Measurement]) -> Choice:
         raise TransportError(
             "no transport passed its self-test",
             found="; ".join(_describe(measurement) for measurement in measurements) or "nothing was tested",
-            hint="kvferry doctor tests the transports between two hosts",
+            hint="start both engines with --transport tcp, which needs nothing but sockets",
         )
     best = min(passed, key=_seconds_per_gigabyte)
     return Choice(best.name, "; ".join(_describe(measurement) for measurement in measurements))
