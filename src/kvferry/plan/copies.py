@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Copies", "concatenate", "merge"]
+__all__ = ["Column", "Copies", "merge"]
 
 Column = NDArray[np.uint64]
+"""One unsigned 64-bit integer per row, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,24 +34,12 @@ class Copies:
         return int(self.length.sum())
 
 
-def concatenate(parts: list[Copies]) -> Copies:
-    """All rows of all parts, in order."""
-    empty = np.empty(0, np.uint64)
-    return Copies(
-        source=np.concatenate([empty, *(part.source for part in parts)]),
-        target=np.concatenate([empty, *(part.target for part in parts)]),
-        length=np.concatenate([empty, *(part.length for part in parts)]),
-        pieces=sum(part.pieces for part in parts),
-    )
+def merge(copies: Copies, regions: NDArray[np.int64]) -> Copies:
+    """Join rows that follow one another without a gap on both sides: the same bytes in fewer rows.
 
-
-def merge(copies: Copies) -> Copies:
-    """Join rows that follow one another without a gap on both sides: the same bytes in fewer rows."""
-    if len(copies) < 2:
-        return copies
+    `regions` has one number per row; rows with different numbers are never joined.
+    """
     source, target, length = copies.source, copies.target, copies.length
     follows = (source[:-1] + length[:-1] == source[1:]) & (target[:-1] + length[:-1] == target[1:])
-    if not follows.any():
-        return copies
-    first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
+    first = np.concatenate(([0], np.flatnonzero(~(follows & (np.diff(regions) == 0))) + 1))
     return Copies(source[first], target[first], np.add.reduceat(length, first), copies.pieces)

@@ -1,12 +1,12 @@
 """A route bound to two layouts: everything about a pair of ranks that does not depend on the request.
 
-A section holds rows that differ only in where they start: the address of a row is its offset plus the block's and the
-slot's share, which the request's block tables give later (`copies_for`). Offsets contain the region's address.
+A section holds rows that differ only in where they start: the address of a row is its start plus the block's and the
+slot's share, which the request's block tables give later (`copies_for`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.plan.copies import Copies, merge
+from kvferry.plan.copies import Column, Copies, merge
 from kvferry.plan.layout import CacheGroup, Layout, Placement, State
 from kvferry.plan.route import Leg
 from kvferry.plan.span import Span
@@ -34,10 +34,20 @@ class Strides(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Section:
-    """Rows with the same strides in the same pair of regions; `rows` are relative to block 0, slot 0."""
+    """Rows of one length and with the same strides: they differ only in where they start.
+
+    `source` and `target` are the addresses of each row in block 0, slot 0, as uint64; `pieces` is how many rows they
+    were before neighbours were merged.
+    """
 
     strides: Strides
-    rows: Copies
+    length: int
+    source: Column
+    target: Column
+    pieces: int
+
+    def __len__(self) -> int:
+        return len(self.source)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,28 +129,53 @@ def _bind_group(key: tuple[int, int], pieces: list[_Piece], source: Layout, targ
 
 
 def _sections(pieces: Iterable[_Piece], source: Layout, target: Layout, num_tokens: int) -> tuple[Section, ...]:
-    """One section per (strides, regions); rows never cross a region, so a registered region holds each one whole."""
-    by_key: dict[tuple[Strides, int, int], list[_Piece]] = {}
+    by_strides: dict[Strides, list[_Piece]] = {}
     for piece in pieces:
-        by_key.setdefault((piece.strides, piece.source.region, piece.target.region), []).append(piece)
+        by_strides.setdefault(piece.strides, []).append(piece)
     return tuple(
-        Section(strides, _rows(found, source.regions[left].address, target.regions[right].address, num_tokens))
-        for (strides, left, right), found in by_key.items()
+        section
+        for strides, found in by_strides.items()
+        for section in _by_length(strides, _rows(found, source, target, num_tokens))
     )
 
 
-def _rows(pieces: list[_Piece], source_address: int, target_address: int, num_tokens: int) -> Copies:
-    sources: list[NDArray[np.uint64]] = []
-    targets: list[NDArray[np.uint64]] = []
-    lengths: list[NDArray[np.uint64]] = []
+def _by_length(strides: Strides, rows: Copies) -> Iterator[Section]:
+    """Merging may leave rows of several lengths."""
+    if np.all(rows.length == rows.length[0]):
+        yield Section(strides, int(rows.length[0]), rows.source, rows.target, rows.pieces)
+        return
+    for length in np.unique(rows.length):
+        chosen = rows.length == length
+        pieces = rows.pieces * int(chosen.sum() * length) // rows.num_bytes
+        yield Section(strides, int(length), rows.source[chosen], rows.target[chosen], pieces)
+
+
+def _rows(pieces: list[_Piece], source: Layout, target: Layout, num_tokens: int) -> Copies:
+    """All rows of some pieces in block 0, slot 0. Rows never cross a region: a registered one holds each row whole."""
+    by_shape: dict[tuple[tuple[_Dimension, ...], int], list[_Piece]] = {}
     for piece in pieces:
-        length, source_offsets, target_offsets = _runs(_dimensions(piece, num_tokens), piece.state.item_bytes)
-        sources.append(source_offsets + np.uint64(source_address + _start(piece.leg, piece.source)))
-        targets.append(target_offsets + np.uint64(target_address + _start(piece.leg, piece.target)))
-        lengths.append(np.full(len(source_offsets), length, np.uint64))
-    source, target, length_column = map(np.concatenate, (sources, targets, lengths))
-    order = np.argsort(source, kind="stable")
-    return merge(Copies(source[order], target[order], length_column[order], len(order)))
+        by_shape.setdefault((_dimensions(piece, num_tokens), piece.state.item_bytes), []).append(piece)
+    columns = [_expanded(_runs(*shape), found, source, target) for shape, found in by_shape.items()]
+    source_column, target_column, length, regions = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    order = np.argsort(source_column, kind="stable")
+    rows = Copies(source_column[order], target_column[order], length[order], len(order))
+    return merge(rows, regions[order])
+
+
+def _expanded(
+    runs: _Runs, pieces: list[_Piece], source: Layout, target: Layout
+) -> tuple[Column, Column, Column, NDArray[np.int64]]:
+    """Source, target and length of every run of every piece, and a number for the pair of regions that it is in."""
+    source_starts = [source.regions[p.source.region].address + _start(p.leg, p.source) for p in pieces]
+    target_starts = [target.regions[p.target.region].address + _start(p.leg, p.target) for p in pieces]
+    regions = [p.source.region * len(target.regions) + p.target.region for p in pieces]
+    num_runs = len(runs.source)
+    return (
+        np.add.outer(np.array(source_starts, np.uint64), runs.source).ravel(),
+        np.add.outer(np.array(target_starts, np.uint64), runs.target).ravel(),
+        np.full(len(pieces) * num_runs, runs.length, np.uint64),
+        np.repeat(np.array(regions, np.int64), num_runs),
+    )
 
 
 def _start(leg: Leg, placement: Placement) -> int:
@@ -163,12 +198,17 @@ def _dimensions(piece: _Piece, num_tokens: int) -> tuple[_Dimension, ...]:
     return tuple(axes)
 
 
-@lru_cache(maxsize=1024)
-def _runs(dimensions: tuple[_Dimension, ...], item_bytes: int) -> tuple[int, NDArray[np.uint64], NDArray[np.uint64]]:
-    """Length in bytes and start offsets of the runs of a box that are contiguous on both sides.
+class _Runs(NamedTuple):
+    """The parts of a box that are contiguous on both sides: their length in bytes and where each begins."""
 
-    The same for every layer of a model, hence the cache.
-    """
+    length: int
+    source: Column
+    target: Column
+
+
+@lru_cache(maxsize=1024)
+def _runs(dimensions: tuple[_Dimension, ...], item_bytes: int) -> _Runs:
+    """Walk the axes from the innermost while both sides stay contiguous, list the rest; the same for many layers."""
     remaining = [dimension for dimension in dimensions if dimension.extent > 1]
     length = item_bytes
     while inner := [d for d in remaining if d.source_stride == d.target_stride == length]:
@@ -179,4 +219,4 @@ def _runs(dimensions: tuple[_Dimension, ...], item_bytes: int) -> tuple[int, NDA
         steps = np.arange(dimension.extent, dtype=np.uint64)
         source = np.add.outer(source, steps * np.uint64(dimension.source_stride)).ravel()
         target = np.add.outer(target, steps * np.uint64(dimension.target_stride)).ravel()
-    return length, source, target
+    return _Runs(length, source, target)

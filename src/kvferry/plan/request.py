@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import BlockTableError, TooManyRowsError
-from kvferry.plan.copies import Copies, concatenate, merge
+from kvferry.plan.copies import Column, Copies
 from kvferry.plan.layout import CacheGroup, TokenRange
 from kvferry.plan.program import GroupProgram, Program, Section
 
@@ -21,6 +22,17 @@ BlockTables = Sequence[Sequence[int]]
 MAX_ROWS = 1 << 25
 
 _Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tile:
+    """The rows of a section, each at the start of every run of places: one outer sum per column."""
+
+    section: Section
+    source_shift: Column
+    target_shift: Column
+    length: Column
+    pieces: int
 
 
 def copies_for(program: Program, source: BlockTables, target: BlockTables, tokens: TokenRange) -> Copies:
@@ -38,19 +50,19 @@ def copies_for(program: Program, source: BlockTables, target: BlockTables, token
             expected=f"at most {MAX_ROWS:,}",
             hint="fewer tokens, or memory formats that are more alike",
         )
-    parts: list[Copies] = []
+    tiles: list[_Tile] = []
     for group in program.groups:
         wanted = _retained(group, tokens)
         source_table = _checked(source, group.source_group, group.source, group, wanted, "source")
         target_table = _checked(target, group.target_group, group.target, group, wanted, "target")
-        parts.extend(_group_copies(group, source_table, target_table, wanted))
-    return concatenate(parts)
+        tiles.extend(_group_tiles(group, source_table, target_table, wanted))
+    return _listed(tiles)
 
 
 def num_rows(program: Program, tokens: TokenRange) -> int:
     """How many rows a range takes before neighbours are merged; tells without listing them."""
     return sum(
-        sum(len(section.rows) for section in sections) * len(at)
+        sum(len(section) for section in sections) * len(at)
         for group in program.groups
         for sections, at in _places(group, _retained(group, tokens))
     )
@@ -74,13 +86,12 @@ def _places(group: GroupProgram, tokens: TokenRange) -> tuple[tuple[tuple[Sectio
     return (group.units, units), (group.singles, np.concatenate(edges)), (group.fixed, np.zeros(1, np.int64))
 
 
-def _group_copies(group: GroupProgram, source: _Indices, target: _Indices, tokens: TokenRange) -> list[Copies]:
-    return [
-        _section_copies(section, _located(group.source, source, at), _located(group.target, target, at))
-        for sections, at in _places(group, tokens)
-        for section in sections
-        if len(at)
-    ]
+def _group_tiles(group: GroupProgram, source: _Indices, target: _Indices, tokens: TokenRange) -> Iterator[_Tile]:
+    for sections, at in _places(group, tokens):
+        if sections and len(at):
+            left, right = _located(group.source, source, at), _located(group.target, target, at)
+            for section in sections:
+                yield _tile(section, left, right)
 
 
 def _located(cache: CacheGroup, table: _Indices, tokens: _Indices) -> tuple[_Indices, _Indices]:
@@ -89,20 +100,38 @@ def _located(cache: CacheGroup, table: _Indices, tokens: _Indices) -> tuple[_Ind
     return table[position // cache.block_tokens], position % cache.block_tokens
 
 
-def _section_copies(section: Section, source: tuple[_Indices, _Indices], target: tuple[_Indices, _Indices]) -> Copies:
-    """All rows of a section at all places: row after row, each over all places, so that adjacent blocks merge."""
-    strides, rows = section.strides, section.rows
+def _tile(section: Section, source: tuple[_Indices, _Indices], target: tuple[_Indices, _Indices]) -> _Tile:
+    """A section at all its places. Places that follow one another on both sides, as adjacent blocks do, are one run:
+    that does not depend on the row, so it is found once and not for every layer and head."""
+    strides = section.strides
     source_shift = (source[0] * strides.source_block + source[1] * strides.source_token).astype(np.uint64)
     target_shift = (target[0] * strides.target_block + target[1] * strides.target_token).astype(np.uint64)
-    num_places = len(source_shift)
-    return merge(
-        Copies(
-            source=np.add.outer(rows.source, source_shift).ravel(),
-            target=np.add.outer(rows.target, target_shift).ravel(),
-            length=np.repeat(rows.length, num_places),
-            pieces=rows.pieces * num_places,
-        )
+    length = np.uint64(section.length)
+    follows = (np.diff(source_shift) == length) & (np.diff(target_shift) == length)
+    first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
+    run_lengths = np.diff(first, append=len(source_shift)).astype(np.uint64) * length
+    pieces = section.pieces * len(source_shift)
+    return _Tile(section, source_shift[first], target_shift[first], run_lengths, pieces)
+
+
+def _listed(tiles: list[_Tile]) -> Copies:
+    """All rows of all tiles, written once into their final columns."""
+    total = sum(len(tile.section) * len(tile.length) for tile in tiles)
+    copies = Copies(
+        source=np.empty(total, np.uint64),
+        target=np.empty(total, np.uint64),
+        length=np.empty(total, np.uint64),
+        pieces=sum(tile.pieces for tile in tiles),
     )
+    start = 0
+    for tile in tiles:
+        shape = len(tile.section), len(tile.length)
+        stop = start + shape[0] * shape[1]
+        np.add.outer(tile.section.source, tile.source_shift, out=copies.source[start:stop].reshape(shape))
+        np.add.outer(tile.section.target, tile.target_shift, out=copies.target[start:stop].reshape(shape))
+        copies.length[start:stop].reshape(shape)[:] = tile.length
+        start = stop
+    return copies
 
 
 def _checked(

@@ -191,7 +191,7 @@ def merged_rows_bring_the_same_bytes(world: World) -> None:
         wanted = [view.copy() for view in target.views]
         for view in target.views:
             view.fill(POISON)
-        merged = merge(copies_of(world, rows, direction))
+        merged = merge(copies_of(world, rows, direction), np.zeros(len(rows), np.int64))
         assert len(merged) == 1
         assert world.run(merged, direction) == ""
         assert all(np.array_equal(*pair) for pair in zip(target.views, wanted, strict=True))
