@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,23 +51,31 @@ def up(options: UpOptions) -> int:
     """Run it; returns the exit code: 0 when the answers are equal. Raises ConfigurationError, RequestError."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     path, name = resolve(options.model)
-    with ExitStack() as undo:
-        logs = Path(options.log_directory or undo.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))
-        logs.mkdir(parents=True, exist_ok=True)
-        engine_arguments = ("--model", path, "--served-name", name, "--transport", options.transport)
-        fleet = undo.enter_context(Fleet(_fleet_options(options, engine_arguments), logs))
-        try:
-            console.say(f"starting {options.num_prefill} prefill and {options.num_decode} decode engines and a router")
-            fleet.start()
-            equal = _show_proof(options, fleet)
-            if not options.prompts:
-                _keep_serving(fleet)
-        except KeyboardInterrupt:
-            # Whoever presses Ctrl-C twice must not leave half of the children behind.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
-            console.say("stopping")
-            return 130 if options.prompts else 0
+    logs = Path(options.log_directory or tempfile.mkdtemp(prefix="kvferry-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    engine_arguments = ("--model", path, "--served-name", name, "--transport", options.transport)
+    with Fleet(_fleet_options(options, engine_arguments), logs) as fleet:
+        code = _run(options, fleet)
+    if not options.log_directory:
+        # Only after a good end: an error may have named a file in it.
+        shutil.rmtree(logs, ignore_errors=True)
+    return code
+
+
+def _run(options: UpOptions, fleet: Fleet) -> int:
+    try:
+        engines = f"{options.num_prefill} prefill and {options.num_decode} decode"
+        console.say(f"starting {engines} engines and a router")
+        fleet.start()
+        equal = _show_proof(options, fleet)
+        if not options.prompts:
+            _keep_serving(fleet)
+    except KeyboardInterrupt:
+        # Whoever presses Ctrl-C twice must not leave half of the children behind.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        console.say("stopping")
+        return 130 if options.prompts else 0
     return 0 if equal else 1
 
 
