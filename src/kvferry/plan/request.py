@@ -158,6 +158,7 @@ def _checked(
             found=f"block {outside[0]}",
             expected=f"0 <= block < {cache.num_blocks}",
         )
-    if len(np.unique(used)) != len(used):
+    ordered = np.sort(used)
+    if np.any(ordered[1:] == ordered[:-1]):
         raise BlockTableError(f"{side} group {index} names a block twice", found=str(used[:16].tolist()))
     return used
