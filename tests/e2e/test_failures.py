@@ -1,8 +1,10 @@
 """What dies, restarts or lies: the request ends with the right answer or a clear error, and the next one works."""
 
+import json
 import os
 import signal
 import threading
+import urllib.request
 
 import psutil
 import pytest
@@ -119,3 +121,21 @@ def test_a_restarted_prefill_engine_serves_again(fleet):
     answer, expected = both(fleet, prompt)
     assert answer.token_ids == expected.token_ids
     assert answer.report["tokens_received"] == 39
+
+
+def test_a_stream_that_is_open_when_all_stops_ends_with_an_error(start_fleet):
+    """Never with a silent end: the client must be able to tell a broken answer from a finished one."""
+    fleet = start_fleet(transport="shm")
+    body = {"model": "tiny", "prompt": prompt_of(10), "max_tokens": 8000, "stream": True, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{fleet.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as stream:
+        first = stream.readline()
+        stopper = threading.Thread(target=fleet.__exit__, args=(None, None, None))
+        stopper.start()
+        lines = [line for line in stream if line.startswith(b"data: ")]
+        stopper.join(DEADLINE_S)
+    assert first.startswith(b"data: {")
+    assert b"[DONE]" not in b"".join(lines)
+    assert "error" in json.loads(lines[-1][len(b"data: ") :])

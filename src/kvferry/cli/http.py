@@ -14,9 +14,12 @@ import uvicorn
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["listen", "run", "stdin_closed", "url_of"]
+__all__ = ["ENGINE_GRACE_S", "ROUTER_GRACE_S", "listen", "run", "stdin_closed", "url_of"]
 
-GRACE_S = 5
+# How long open answers may go on after the order to end. The router waits longer than engines do: it is there to tell
+# its clients when an engine breaks off.
+ENGINE_GRACE_S = 3
+ROUTER_GRACE_S = 6
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -43,10 +46,10 @@ def url_of(bound: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
-async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]]) -> None:
-    """Serve until SIGINT, SIGTERM, or one of `ends`; then finish what is open, briefly."""
+async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], grace_s: int) -> None:
+    """Serve until SIGINT, SIGTERM, or one of `ends`; then finish what is open within `grace_s`."""
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=65
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=grace_s, timeout_keep_alive=65
     )
     server = uvicorn.Server(config)
 

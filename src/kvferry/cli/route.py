@@ -36,4 +36,5 @@ def route(options: RouteOptions) -> None:
 
 
 async def _route(options: RouteOptions, bound: socket.socket) -> None:
-    await http.run(create_app(options.router), bound, [http.stdin_closed()] if options.as_child else [])
+    ends = [http.stdin_closed()] if options.as_child else []
+    await http.run(create_app(options.router), bound, ends, http.ROUTER_GRACE_S)

@@ -54,7 +54,7 @@ async def _serve(options: ServeOptions, engine: Engine, bound: socket.socket) ->
         app.state.registry.register(AgentCollector(transfer.agent))
         _announce(options, http.url_of(bound), transfer.agent.address)
         ends = [transfer.wait_until_over(), *([http.stdin_closed()] if options.as_child else [])]
-        await http.run(app, bound, ends)
+        await http.run(app, bound, ends, http.ENGINE_GRACE_S)
         if transfer.failure:
             # Better no process than one that cannot do its job: whoever watches over it starts a new one.
             raise FerryError(transfer.failure, found="a defect in its thread", hint="the log above has its traceback")
