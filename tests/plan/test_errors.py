@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.errors import BlockTableError, ConfigurationError, IncompatibleError, LayoutError, UncoveredError
+from kvferry.errors import (
+    BlockTableError,
+    ConfigurationError,
+    IncompatibleError,
+    LayoutError,
+    TooManyRowsError,
+    UncoveredError,
+)
 from kvferry.plan.describe import Attention, EngineShape, describe
 from kvferry.plan.layout import Axis, Layout, Placement, Region, TokenRange, fingerprint
 from kvferry.plan.program import bind
@@ -120,6 +127,14 @@ def test_a_range_that_runs_backwards_is_refused(tokens):
     program = bind(route((LAYOUT,), (LAYOUT,)).legs, LAYOUT, LAYOUT)
     with pytest.raises(BlockTableError, match="must not run backwards"):
         copies_for(program, [[0, 1]], [[0, 1]], tokens)
+
+
+def test_a_request_in_too_many_rows_is_refused_before_they_are_listed():
+    (other,) = describe(MODEL, replace(SHAPE, num_blocks=1 << 24, format="LKBNDH"), 1 << 40)
+    (plain,) = describe(MODEL, replace(SHAPE, num_blocks=1 << 24), 1 << 45)
+    program = bind(route((other,), (plain,)).legs, other, plain)
+    with pytest.raises(TooManyRowsError, match="too many small rows"):
+        copies_for(program, [[]], [[]], TokenRange(0, 1 << 24))
 
 
 def test_a_fingerprint_names_the_description_not_the_addresses():

@@ -34,11 +34,11 @@ from kvferry.session.events import (
     TicketEnded,
     Timing,
 )
+from kvferry.session.farewell import Farewells
 from kvferry.session.fetch import Fetch, Read, ReadState
 from kvferry.session.handshake import Handshakes, Peer
 from kvferry.session.programs import Bindings
 from kvferry.wire.messages import (
-    Abort,
     Aborted,
     Claim,
     Grant,
@@ -70,15 +70,6 @@ class Ourselves:
     layouts: tuple[Layout, ...]
 
 
-@dataclass(slots=True)
-class _Farewell:
-    """An abort that the source has not acknowledged yet."""
-
-    abort: Abort
-    until: float
-    last_sent: float
-
-
 class TargetSession:
     """Fetches of one rank. Feed it events; do what its commands say."""
 
@@ -88,7 +79,7 @@ class TargetSession:
         self._peers = Handshakes(ourselves.party, ourselves.product_version, timing)
         self._bindings = Bindings(ourselves.layouts, ourselves.party.rank)
         self._fetches: dict[str, Fetch] = {}
-        self._farewells: dict[ReadKey, _Farewell] = {}
+        self._farewells = Farewells(ourselves.party, self._peers, timing)
         self._last_heartbeat = 0.0
 
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
@@ -106,8 +97,9 @@ class TargetSession:
 
     def next_deadline(self, now: float) -> float:
         """When `handle(Tick())` is due next; infinity when nothing is going on."""
-        busy = self._fetches or self._farewells
-        return now + min(self._timing.heartbeat_s, self._timing.resend_s) / 2 if busy else float("inf")
+        if not self._fetches and not self._farewells:
+            return float("inf")
+        return now + min(self._timing.heartbeat_s, self._timing.resend_s) / 2
 
     def num_open(self) -> int:
         """Fetches that are not over, quarantined ones included."""
@@ -230,10 +222,9 @@ class TargetSession:
             read.machine.move("valid")
             if fetch.all_in(ReadState.VALID):
                 del self._fetches[fetch.wanted.request_id]
-                for key in fetch.peers:
-                    if key not in fetch.reads:
-                        # A replica that nothing was read from.
-                        yield from self._say_goodbye(fetch, key, now)
+                for unread in set(fetch.peers) - set(fetch.reads):
+                    # A replica that nothing was read from need not keep its blocks either.
+                    yield from self._farewells.say(fetch.wanted, unread, now)
                 yield Fetched(fetch.wanted.request_id, fetch.report(peer.transport, peer.choice, now))
 
     def _landed_of(self, fetch: Fetch) -> Landed:
@@ -259,15 +250,8 @@ class TargetSession:
                 yield Cancel(ReadKey(request_id, key))
             read.machine.move("fail")
         for key in fetch.peers:
-            yield from self._say_goodbye(fetch, key, now)
+            yield from self._farewells.say(fetch.wanted, key, now)
         yield from self._free_when_drained(fetch)
-
-    def _say_goodbye(self, fetch: Fetch, key: PeerKey, now: float) -> Iterator[Command]:
-        """Tell a source, until it has noted it, that its blocks are not wanted any more."""
-        if key in self._peers:
-            abort = Abort(self._ours, fetch.wanted.request_id, fetch.wanted.reference.lease_id)
-            self._farewells[ReadKey(fetch.wanted.request_id, key)] = _Farewell(abort, now + self._timing.silence_s, now)
-            yield Send(key, abort)
 
     def _free_when_drained(self, fetch: Fetch) -> Iterator[Command]:
         if not fetch.has_open_tickets:
@@ -295,7 +279,7 @@ class TargetSession:
             yield from handler(peer, event.message, now)
 
     def _aborted(self, peer: Peer, aborted: Aborted, now: float) -> Iterator[Command]:
-        self._farewells.pop(ReadKey(aborted.claim_id, peer.key), None)
+        self._farewells.noted(aborted.claim_id, peer.key)
         yield from ()
 
     def _refused(self, peer: Peer, refusal: Refusal, now: float) -> Iterator[Command]:
@@ -322,8 +306,7 @@ class TargetSession:
             yield from self._watch(peer, now)
         for fetch in list(self._fetches.values()):
             yield from self._hurry(fetch, now)
-        for key, farewell in list(self._farewells.items()):
-            yield from self._repeat_farewell(key, farewell, now)
+        yield from self._farewells.repeat(now)
         if now - self._last_heartbeat >= self._timing.heartbeat_s:
             self._last_heartbeat = now
             yield from self._heartbeats()
@@ -364,13 +347,6 @@ class TargetSession:
                 yield Send(key, self._claim_of(fetch, readers))
             elif read.state is ReadState.LANDED:
                 yield Send(key, self._landed_of(fetch))
-
-    def _repeat_farewell(self, key: ReadKey, farewell: _Farewell, now: float) -> Iterator[Command]:
-        if now >= farewell.until or key.peer not in self._peers:
-            del self._farewells[key]
-        elif now - farewell.last_sent >= self._timing.resend_s:
-            farewell.last_sent = now
-            yield Send(key.peer, farewell.abort)
 
     def _heartbeats(self) -> Iterator[Command]:
         by_peer: dict[PeerKey, list[str]] = {}
