@@ -15,7 +15,9 @@ __all__ = ["Fleet", "FleetOptions"]
 
 HOST = "127.0.0.1"
 READY_S = 240.0
+# More deaths than this within that time mean that starting again does not help.
 MAX_RESTARTS = 20
+RESTARTS_WITHIN_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Fleet:
         self._options = options
         self._logs = logs
         self._children: list[Child] = []
-        self._num_restarts = 0
+        self._restarted_at: list[float] = []
         self.model = ""
         self.url = ""
         self.prefill_urls: tuple[str, ...] = ()
@@ -75,8 +77,9 @@ class Fleet:
                 continue
             console.say(f"{child.command.name} has died ({child.ending}, see {child.command.log}); starting it again")
             child.stop()
-            self._num_restarts += 1
-            if self._num_restarts > MAX_RESTARTS:
+            now = time.monotonic()
+            self._restarted_at = [*(at for at in self._restarted_at if now - at < RESTARTS_WITHIN_S), now]
+            if len(self._restarted_at) > MAX_RESTARTS:
                 raise ConfigurationError("the engines keep dying", hint=f"their output is in {self._logs}")
             self._children[index] = Child(child.command)
             self._await(self._children[index], time.monotonic() + READY_S)

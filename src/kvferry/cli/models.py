@@ -15,6 +15,13 @@ TINY = "tiny"
 
 def resolve(model: str) -> tuple[str, str]:
     """The path or hub name to load and the name to serve it under; makes the tiny model when it is not there yet."""
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+        raise ConfigurationError(
+            f"cannot load the model {model!r}",
+            found="no such folder",
+            expected="a folder with a causal language model and its tokenizer, or a name on the hub",
+            hint="leave --model out to use the built-in tiny one",
+        )
     if model != TINY:
         return model, Path(model).name if Path(model).is_dir() else model
     from kvferry.embedded.model import ensure_tiny_model

@@ -18,6 +18,7 @@ from kvferry.cli import console
 from kvferry.cli.fleet import Fleet, FleetOptions
 from kvferry.cli.models import resolve
 from kvferry.cli.proof import Answer, Question, ask
+from kvferry.errors import FerryError
 
 __all__ = ["UpOptions", "up"]
 
@@ -54,12 +55,17 @@ def up(options: UpOptions) -> int:
     logs = Path(options.log_directory or tempfile.mkdtemp(prefix="kvferry-"))
     logs.mkdir(parents=True, exist_ok=True)
     engine_arguments = ("--model", path, "--served-name", name, "--transport", options.transport)
-    with Fleet(_fleet_options(options, engine_arguments), logs) as fleet:
-        code = _run(options, fleet)
-    if not options.log_directory:
-        # Only after a good end: an error may have named a file in it.
-        shutil.rmtree(logs, ignore_errors=True)
-    return code
+    useful = str(options.log_directory)
+    try:
+        with Fleet(_fleet_options(options, engine_arguments), logs) as fleet:
+            return _run(options, fleet)
+    except FerryError as error:
+        useful += str(error)
+        raise
+    finally:
+        # What the user has chosen stays, and what an error tells to look into.
+        if str(logs) not in useful:
+            shutil.rmtree(logs, ignore_errors=True)
 
 
 def _run(options: UpOptions, fleet: Fleet) -> int:
