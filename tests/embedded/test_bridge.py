@@ -136,6 +136,8 @@ def test_close_ends_what_is_under_way():
         with pytest.raises(TransferError, match="has stopped"):
             await target.transfer.fetch("q2", params, [[0, 5]], 6)
         assert await target.freed() == "q2"
+        with pytest.raises(TransferError, match="has stopped"):
+            await target.transfer.offer("q3", [[1]], 3)
 
     with_two_sides(scenario)
 
