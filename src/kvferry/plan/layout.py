@@ -28,6 +28,9 @@ class State:
 
     `axes` are its dimensions without the token dimension; `per_token` says whether it has one (attention) or is of
     fixed size (state-space models). `item_bytes` is the size of one element.
+
+    A token sees at most the last `window_tokens` tokens, itself included (sliding window), and none before the last
+    multiple of `chunk_tokens` (chunked local attention); 0 where there is no such limit.
     """
 
     name: str
@@ -35,6 +38,8 @@ class State:
     item_bytes: int
     axes: tuple[Axis, ...]
     per_token: bool
+    window_tokens: int = 0
+    chunk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
