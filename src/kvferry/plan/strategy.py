@@ -1,0 +1,265 @@
+"""Which of the three ways is the fastest: a price for each, from calibrated costs and three numbers of a transfer.
+
+A transfer moves through up to three stages: gather, wire, scatter. Over a transfer of `num_bytes` in `num_rows`, with
+`num_slots = ceil(num_bytes / slot_bytes)`:
+
+    gather  = num_slots * launch_s + num_rows * copy_row_s + num_bytes / gather_bytes_per_s
+    wire    = wire_rows * row_s + num_bytes / wire_bytes_per_s
+    scatter = num_slots * launch_s + num_rows * copy_row_s + num_bytes / scatter_bytes_per_s
+
+While one slot is on the wire the next is gathered and the one before is scattered, so only the slowest stage is seen in
+full; of the others, what one slot takes:
+
+    seconds = latency_s + slowest + (sum of the others) / max(1, num_bytes / slot_bytes)
+
+The divisor is no whole number, for a last slot that is almost empty hides almost nothing. `wire_rows` is `num_rows` for
+direct, `num_source_runs` and at most one more per slot border for scatter, and `num_slots` for pack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import fsum, isfinite
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.errors import ConfigurationError
+from kvferry.plan.copies import Column, Copies
+from kvferry.plan.staged import Strategy, source_runs
+
+__all__ = [
+    "ONE_REGION",
+    "TYPICAL_HOST",
+    "Choice",
+    "Costs",
+    "Counts",
+    "Part",
+    "Price",
+    "Strategy",
+    "choose",
+    "choose_by_counts",
+    "counts_of",
+    "prices",
+    "typical_device",
+]
+
+ONE_REGION: Column = np.zeros(0, np.uint64)
+"""Region starts of a source whose rows may all be joined."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What moving costs between one pair of ranks; best measured there, while all stages run.
+
+    latency_s: one transfer of nothing, from the request to the completion.
+    row_s: one row on the wire, on top of its bytes.
+    wire_bytes_per_s, gather_bytes_per_s, scatter_bytes_per_s: rate of long rows in each stage.
+    copy_row_s: one row in a gather or a scatter, on top of its bytes.
+    launch_s: starting a gather or a scatter of one slot, and telling the next stage of its end.
+    slot_bytes: what is gathered, sent and scattered at a time.
+
+    Raises ConfigurationError naming every value that is not a positive, finite number.
+    """
+
+    latency_s: float
+    row_s: float
+    wire_bytes_per_s: float
+    gather_bytes_per_s: float
+    scatter_bytes_per_s: float
+    copy_row_s: float
+    launch_s: float
+    slot_bytes: int
+
+    def __post_init__(self) -> None:
+        wrong = [f"{name} = {value}" for name, value in asdict(self).items() if not (isfinite(value) and value > 0)]
+        if wrong:
+            raise ConfigurationError(
+                "costs that cannot be",
+                found=", ".join(wrong),
+                expected="positive, finite numbers",
+                hint="measure again: a rate or a duration of nothing comes from an empty or failed measurement",
+            )
+
+
+TYPICAL_HOST = Costs(
+    latency_s=15e-6,
+    row_s=3e-6,
+    wire_bytes_per_s=6.4e9,
+    gather_bytes_per_s=5.6e9,
+    scatter_bytes_per_s=5.6e9,
+    copy_row_s=30e-9,
+    launch_s=15e-6,
+    slot_bytes=4 << 20,
+)
+"""CPU memory of two processes on one host, over NIXL 1.5.1 with UCX's cma, two cores of an AMD EPYC.
+
+Measured with 64 MiB: a row costs 1.7 to 3.5 µs (one system call each; 3.1 to 3.3 with rows of 256 bytes to 4 KiB in
+random order), one contiguous transfer takes 10.5 ms, a message there and back 12 to 15 µs. The rates of gather and
+scatter are those that the whole pipeline shows (512-byte rows, 8 slots: 21 to 24 ms), not what each reaches alone (12
+to 20 GB/s): stages on the same cores and memory slow each other down. Rows of 256 bytes took 5 to 9 ms longer in each
+than rows of 64 KiB, hence `copy_row_s`. With slots of 4 MiB filling the pipeline costs as much as 1 MiB on the wire.
+"""
+
+
+def typical_device(wire_bytes_per_s: float) -> Costs:
+    """GPU memory behind a link of a given rate, staged in pinned host memory.
+
+    The rates are those published for kernels that gather into and scatter from pinned memory over PCIe 5 (97 and 93 %
+    of a plain copy, in which the cost of their rows is included, hence a nominal `copy_row_s`). Nobody has measured
+    `row_s` here: it is the lower end of what posting costs elsewhere. `latency_s` and `launch_s` are a message there
+    and back and an ordinary kernel launch with its event.
+    """
+    return Costs(
+        latency_s=15e-6,
+        row_s=2e-6,
+        wire_bytes_per_s=wire_bytes_per_s,
+        gather_bytes_per_s=52.6e9,
+        scatter_bytes_per_s=51.4e9,
+        copy_row_s=0.1e-9,
+        launch_s=15e-6,
+        slot_bytes=16 << 20,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """All that a price depends on. `num_source_runs`: pieces that are contiguous at the source alone."""
+
+    num_bytes: int
+    num_rows: int
+    num_source_runs: int
+
+
+class Part(NamedTuple):
+    """What one cause adds to a time: `latency`, `gather`, `rows` and `wire` (both on the wire) or `scatter`."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What one strategy would take. `parts` add up to `seconds`; `num_rows` go over the wire (for scatter, at most)."""
+
+    strategy: Strategy
+    seconds: float
+    num_rows: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The cheapest strategy, the prices of all three (cheapest first), and why, in one sentence for people."""
+
+    strategy: Strategy
+    predicted_s: float
+    prices: tuple[Price, ...]
+    reason: str
+
+
+def counts_of(copies: Copies, source_starts: Column = ONE_REGION) -> Counts:
+    """The numbers of some rows. `source_starts`: where the source's regions begin, as in RegionStarts."""
+    return Counts(copies.num_bytes, len(copies), source_runs(copies, source_starts))
+
+
+def choose(copies: Copies, costs: Costs, source_starts: Column = ONE_REGION) -> Choice:
+    """The cheapest way to move these rows. Without `source_starts` runs may be counted over the borders of regions."""
+    return choose_by_counts(counts_of(copies, source_starts), costs)
+
+
+def choose_by_counts(counts: Counts, costs: Costs) -> Choice:
+    """The cheapest way to move rows of which only the numbers are known. Ties go to the simpler strategy."""
+    found = prices(counts, costs)
+    return Choice(found[0].strategy, found[0].seconds, found, _reason(counts, costs, found))
+
+
+def prices(counts: Counts, costs: Costs) -> tuple[Price, ...]:
+    """The prices of all three strategies, cheapest first; equal ones with the simpler strategy first."""
+    return tuple(sorted((_price(strategy, counts, costs) for strategy in Strategy), key=lambda price: price.seconds))
+
+
+def _price(strategy: Strategy, counts: Counts, costs: Costs) -> Price:
+    if not counts.num_bytes:
+        return Price(strategy, 0.0, 0, ())
+    num_rows = _wire_rows(strategy, counts, costs)
+    stages: list[tuple[Part, ...]] = [
+        (Part("rows", num_rows * costs.row_s), Part("wire", counts.num_bytes / costs.wire_bytes_per_s))
+    ]
+    if strategy is Strategy.PACK:
+        stages.insert(0, (Part("gather", _copy_s(counts, costs, costs.gather_bytes_per_s)),))
+    if strategy is not Strategy.DIRECT:
+        stages.append((Part("scatter", _copy_s(counts, costs, costs.scatter_bytes_per_s)),))
+    parts = (Part("latency", costs.latency_s), *_overlapped(stages, counts.num_bytes / costs.slot_bytes))
+    return Price(strategy, fsum(part.seconds for part in parts), num_rows, parts)
+
+
+def _wire_rows(strategy: Strategy, counts: Counts, costs: Costs) -> int:
+    if strategy is Strategy.DIRECT:
+        return counts.num_rows
+    if strategy is Strategy.SCATTER:
+        return counts.num_source_runs + _num_slots(counts, costs) - 1
+    return _num_slots(counts, costs)
+
+
+def _num_slots(counts: Counts, costs: Costs) -> int:
+    return -(-counts.num_bytes // costs.slot_bytes)
+
+
+def _copy_s(counts: Counts, costs: Costs, bytes_per_s: float) -> float:
+    """One gather or scatter of everything, slot by slot."""
+    return (
+        _num_slots(counts, costs) * costs.launch_s + counts.num_rows * costs.copy_row_s + counts.num_bytes / bytes_per_s
+    )
+
+
+def _overlapped(stages: list[tuple[Part, ...]], slots: float) -> list[Part]:
+    """What each part adds when the stages work on different slots at a time: the slowest one all, the others a slot."""
+    slowest = max(stages, key=_seconds)
+    depth = max(1.0, slots)
+    return [part if stage is slowest else Part(part.name, part.seconds / depth) for stage in stages for part in stage]
+
+
+def _seconds(stage: tuple[Part, ...]) -> float:
+    return fsum(part.seconds for part in stage)
+
+
+def _reason(counts: Counts, costs: Costs, found: tuple[Price, ...]) -> str:
+    """`found` is sorted: direct is compared with the runner-up, a staged winner with direct."""
+    if not counts.num_bytes:
+        return "direct: there is nothing to move"
+    best, second = found[0], found[1]
+    rows = f"{_plural(counts.num_rows, 'row')} of {_size_text(counts.num_bytes / counts.num_rows)} on average"
+    if best.strategy is Strategy.DIRECT:
+        taken, instead = _time_text(best.seconds), _time_text(second.seconds)
+        return f"direct: {rows} would take {taken} as they are; with {second.strategy} it would be {instead}"
+    alone = next(price.seconds for price in found if price.strategy is Strategy.DIRECT)
+    how = f"{_how(best.strategy, counts, costs)} it is {_time_text(best.seconds)}"
+    return f"{best.strategy}: {rows} would take {_time_text(alone)} as they are; {how}"
+
+
+def _how(strategy: Strategy, counts: Counts, costs: Costs) -> str:
+    slots = _plural(_num_slots(counts, costs), "slot")
+    if strategy is Strategy.PACK:
+        return f"gathered into {slots}"
+    return f"read as {_plural(counts.num_source_runs, 'run')} through {slots} at the target"
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _size_text(size_bytes: float) -> str:
+    if size_bytes < 1 << 10:
+        return f"{size_bytes:.4g} bytes"
+    if size_bytes < 1 << 20:
+        return f"{size_bytes / (1 << 10):.4g} KiB"
+    return f"{size_bytes / (1 << 20):,.4g} MiB"
+
+
+def _time_text(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:,.2f} s"
