@@ -1,0 +1,142 @@
+"""From a config's fields to what the model keeps and computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvferry.catalog import linear, mamba
+from kvferry.catalog.attention import attention_of, attention_parameters, keep_attention, reach_of
+from kvferry.catalog.defaults import language_fields
+from kvferry.catalog.dtypes import PACKED_LATENT, Item, cache_item, model_item, recurrent_item
+from kvferry.catalog.fields import Fields
+from kvferry.catalog.latent import indexer_layers, keep_latent, latent_of, latent_parameters
+from kvferry.catalog.layers import Layer, draft_layers, layers_of
+from kvferry.catalog.mlp import mlp_parameters
+from kvferry.catalog.records import Entry, Options
+from kvferry.errors import ConfigurationError
+from kvferry.plan.model import CacheModel, Kept, LayerCache
+
+__all__ = ["of_config"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixer:
+    """One way to mix tokens: its cache group, its weights, and what it keeps under a layer's name."""
+
+    group: str
+    num_parameters: int
+    keep: Callable[[str], tuple[Kept, ...]]
+
+
+def of_config(config: Mapping[str, object], name: str, options: Options) -> Entry:
+    """What the model of a Hugging Face config keeps of a request, and an estimate of what it computes.
+
+    Raises ConfigurationError naming `name`, the field, what was found and what was expected.
+    """
+    if not isinstance(config, Mapping):
+        raise ConfigurationError(f"{name}: a config must be a JSON object", found=type(config).__name__)
+    fields = language_fields(name, config)
+    if options.cache_dtype == PACKED_LATENT and not fields.has("kv_lora_rank"):
+        raise ConfigurationError(
+            f"{name}: only latent attention can be kept as {PACKED_LATENT}",
+            found="no field kv_lora_rank",
+            hint="choose float8_e4m3fn for keys and values in 8 bits",
+        )
+    layers = layers_of(fields)
+    mixers = _mixers(fields, layers, options)
+    drafts = draft_layers(fields) if options.draft_layers else ()
+    draft_mixers = _mixers(fields, drafts, options, has_indexers=(True,) * len(drafts))
+    own = _num_own_layers(fields, len(layers))
+    kept = [_cache(layer, f"model.layers.{layer}", mixer) for layer in range(own) for mixer in mixers[layer]]
+    # Draft layers run behind the last layer, so they live with the last pipeline stage.
+    last = len(layers) - 1
+    kept += [_cache(last, f"draft.layers.{i}", mixer) for i, each in enumerate(draft_mixers) for mixer in each]
+    active = sum(mixer.num_parameters for each in mixers for mixer in each) + mlp_parameters(fields, layers)
+    active += fields.number("vocab_size") * fields.number("hidden_size")
+    return Entry(name, CacheModel(len(layers), tuple(kept)), active, _notes(fields, layers, options))
+
+
+def _num_own_layers(fields: Fields, num_layers: int) -> int:
+    """How many layers keep keys and values of their own; the last ones may reuse those of earlier layers."""
+    num_sharing = fields.count("num_kv_shared_layers")
+    if num_sharing >= num_layers:
+        raise fields.wrong("num_kv_shared_layers", num_sharing, f"fewer than the {num_layers} layers")
+    return num_layers - num_sharing
+
+
+def _cache(layer: int, prefix: str, mixer: _Mixer) -> LayerCache:
+    return LayerCache(layer, mixer.group, mixer.keep(prefix))
+
+
+def _mixers(
+    fields: Fields, layers: tuple[Layer, ...], options: Options, has_indexers: tuple[bool, ...] = ()
+) -> list[tuple[_Mixer, ...]]:
+    """The mixers of each layer; layers alike share one description."""
+    has_indexers = has_indexers or indexer_layers(fields, len(layers))
+    made: dict[tuple[Layer, bool], tuple[_Mixer, ...]] = {}
+    for key in zip(layers, has_indexers, strict=True):
+        if key not in made:
+            made[key] = _layer_mixers(fields, *key, options)
+    return [made[key] for key in zip(layers, has_indexers, strict=True)]
+
+
+def _layer_mixers(fields: Fields, layer: Layer, has_indexer: bool, options: Options) -> tuple[_Mixer, ...]:
+    mixers: list[_Mixer] = []
+    if layer.attention:
+        mixers.append(_attention(fields, layer.attention, has_indexer, cache_item(fields, options)))
+    if layer.recurrent == "conv":
+        mixers.append(_short_convolution(fields))
+    if layer.recurrent == "linear":
+        mixers.append(_recurrent(fields))
+    return tuple(mixers)
+
+
+def _attention(fields: Fields, kind: str, has_indexer: bool, item: Item) -> _Mixer:
+    reach = reach_of(fields, kind)
+    if fields.has("kv_lora_rank"):
+        latent = latent_of(fields)
+        num_parameters = latent_parameters(latent, has_indexer)
+        return _Mixer(reach.group, num_parameters, lambda prefix: keep_latent(latent, prefix, item, reach, has_indexer))
+    attention = attention_of(fields, kind)
+    num_parameters = attention_parameters(attention)
+    return _Mixer(reach.group, num_parameters, lambda prefix: keep_attention(attention, prefix, item, reach))
+
+
+def _short_convolution(fields: Fields) -> _Mixer:
+    convolution, item = linear.short_convolution_of(fields), model_item(fields)
+    num_parameters = linear.short_convolution_parameters(convolution)
+    return _Mixer("recurrent", num_parameters, lambda prefix: linear.keep_short_convolution(convolution, prefix, item))
+
+
+def _recurrent(fields: Fields) -> _Mixer:
+    """The recurrent mixer that the config's fields describe."""
+    item, recurrent = model_item(fields), recurrent_item(fields)
+    if linear.is_delta_net(fields) or linear.is_kimi_delta_net(fields):
+        net = linear.delta_net_of(fields) if linear.is_delta_net(fields) else linear.kimi_delta_net_of(fields)
+        num_parameters = linear.delta_net_parameters(net)
+        return _Mixer("recurrent", num_parameters, lambda prefix: linear.keep_delta_net(net, prefix, item))
+    if mamba.is_mamba2(fields):
+        second = mamba.mamba2_of(fields)
+        num_parameters = mamba.mamba2_parameters(second)
+        return _Mixer("recurrent", num_parameters, lambda prefix: mamba.keep_mamba2(second, prefix, item, recurrent))
+    if mamba.is_mamba1(fields):
+        first = mamba.mamba1_of(fields)
+        num_parameters = mamba.mamba1_parameters(first)
+        return _Mixer("recurrent", num_parameters, lambda prefix: mamba.keep_mamba1(first, prefix, item, recurrent))
+    raise fields.missing("mamba_d_state", "ssm_state_size", "linear_num_value_heads", "linear_attn_config")
+
+
+def _notes(fields: Fields, layers: tuple[Layer, ...], options: Options) -> tuple[str, ...]:
+    """What the config left open."""
+    notes = []
+    if not fields.has("dtype", "torch_dtype"):
+        notes.append("the config names no dtype: bfloat16 assumed")
+    if options.draft_layers and not draft_layers(fields):
+        notes.append("the config names no draft layers")
+    if options.cache_dtype != "auto" and any(layer.recurrent for layer in layers):
+        notes.append("recurrent states keep the model's dtype; the dtype of the cache is that of keys and values")
+    quantised = fields.inner("quantization_config")
+    if options.cache_dtype == "auto" and quantised.has("kv_cache_scheme", "kv_cache_quant_algo"):
+        notes.append("the checkpoint brings scales for a quantised cache: name its dtype if the engine uses it")
+    return tuple(notes)

@@ -1,0 +1,69 @@
+"""The one file of the catalog that reads files: a config given by path, or one that we ship, by name."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+import msgspec
+
+from kvferry.catalog.model import of_config
+from kvferry.catalog.records import Entry, Options
+from kvferry.errors import ConfigurationError
+
+__all__ = ["names", "read"]
+
+_MAX_FILE_BYTES = 4 * 2**20
+
+
+def names() -> tuple[str, ...]:
+    """The names of the models whose configs we ship."""
+    return tuple(sorted(file.name.removesuffix(".json") for file in _shipped() if file.name.endswith(".json")))
+
+
+def read(source: str | Path, options: Options) -> Entry:
+    """The model of a config.json, of the folder that it lies in, or of a name from `names()`.
+
+    A shipped name comes first: write `./name` for a folder that is called like one. Raises ConfigurationError when
+    there is no such file or name, when the file is no JSON object, or when its fields describe no known cache.
+    """
+    if isinstance(source, str) and source in names():
+        file = next(file for file in _shipped() if file.name == f"{source}.json")
+        return of_config(_decoded(source, file.read_bytes()), source, options)
+    path = Path(source)
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise _unknown(str(source))
+        with path.open("rb") as opened:
+            content = opened.read(_MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{source}: cannot be read", found=str(error), expected="a config.json") from error
+    return of_config(_decoded(str(path), content), str(path), options)
+
+
+def _shipped() -> list[Traversable]:
+    return list((resources.files("kvferry.catalog") / "configs").iterdir())
+
+
+def _decoded(name: str, content: bytes) -> dict[str, object]:
+    if len(content) > _MAX_FILE_BYTES:
+        raise ConfigurationError(f"{name}: too large for a config", expected=f"at most {_MAX_FILE_BYTES} bytes")
+    try:
+        return msgspec.json.decode(content, type=dict[str, object])
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise ConfigurationError(
+            f"{name}: is not a JSON object", found=str(error)[:200], hint="pass the config.json of a model"
+        ) from error
+
+
+def _unknown(source: str) -> ConfigurationError:
+    known = names()
+    close = difflib.get_close_matches(source.lower(), known, n=3, cutoff=0.4)
+    return ConfigurationError(
+        f"no model is called so, and there is no such file: {source}",
+        expected="a config.json, a folder with one, or one of " + ", ".join(known),
+        hint="did you mean " + " or ".join(close) + "?" if close else "pass the path of a config.json",
+    )

@@ -1,0 +1,36 @@
+"""What the catalog is asked, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.plan.model import CacheModel
+
+__all__ = ["Entry", "Options"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the engine serves the model.
+
+    `cache_dtype` is `auto` (the model's own dtype) or the name of a dtype such as `float8_e4m3fn` or the packed
+    `fp8_ds_mla`; recurrent states keep theirs. `draft_layers` adds the caches of the model's own draft layers.
+    """
+
+    cache_dtype: str
+    draft_layers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One model: its name, what it keeps of a request, and how much it computes per token.
+
+    `num_active_parameters` estimates the weights that one token of a prompt is multiplied with: all mixers and MLPs
+    it passes, shared and chosen experts, and one matrix of vocabulary times hidden size (looking an embedding up
+    multiplies nothing). Norms and biases are left out. `notes` says what the config left open and what was assumed.
+    """
+
+    name: str
+    cache: CacheModel
+    num_active_parameters: int
+    notes: tuple[str, ...]
