@@ -229,13 +229,13 @@ def _reason(counts: Counts, costs: Costs, found: tuple[Price, ...]) -> str:
     if not counts.num_bytes:
         return "direct: there is nothing to move"
     best, second = found[0], found[1]
-    rows = f"{_plural(counts.num_rows, 'row')} of {_size_text(counts.num_bytes / counts.num_rows)} on average"
+    rows = f"{_plural(counts.num_rows, 'row')} of {_mean_text(counts)}"
     if best.strategy is Strategy.DIRECT:
-        taken, instead = _time_text(best.seconds), _time_text(second.seconds)
-        return f"direct: {rows} would take {taken} as they are; with {second.strategy} it would be {instead}"
+        instead = f"with {second.strategy} it would be {_time_text(second.seconds)}"
+        return f"direct: {rows} would cost {_time_text(best.seconds)}; {instead}"
     alone = next(price.seconds for price in found if price.strategy is Strategy.DIRECT)
     how = f"{_how(best.strategy, counts, costs)} it is {_time_text(best.seconds)}"
-    return f"{best.strategy}: {rows} would take {_time_text(alone)} as they are; {how}"
+    return f"{best.strategy}: {rows} would cost {_time_text(alone)} one by one; {how}"
 
 
 def _how(strategy: Strategy, counts: Counts, costs: Costs) -> str:
@@ -249,17 +249,24 @@ def _plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def _mean_text(counts: Counts) -> str:
+    """The size of a row; of the mean row where the rows cannot all be equal."""
+    about = "about " if counts.num_bytes % counts.num_rows else ""
+    return about + _size_text(counts.num_bytes / counts.num_rows)
+
+
 def _size_text(size_bytes: float) -> str:
     if size_bytes < 1 << 10:
         return f"{size_bytes:.4g} bytes"
     if size_bytes < 1 << 20:
         return f"{size_bytes / (1 << 10):.4g} KiB"
-    return f"{size_bytes / (1 << 20):,.4g} MiB"
+    return f"{round(size_bytes / (1 << 20), 1):,g} MiB"
 
 
 def _time_text(seconds: float) -> str:
-    if seconds < 1e-3:
+    """Three digits; the limits are those at which three digits become four."""
+    if seconds < 999.5e-6:
         return f"{seconds * 1e6:.3g} µs"
-    if seconds < 1:
+    if seconds < 999.5e-3:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds:,.2f} s"
