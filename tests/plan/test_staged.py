@@ -222,6 +222,17 @@ def test_a_region_that_begins_where_another_ends_is_not_joined():
     assert source_runs(HEADS, ONE_REGION.source) == 1
 
 
+@pytest.mark.parametrize("strategy", [Strategy.SCATTER, Strategy.PACK])
+def test_a_border_on_one_side_divides_rows_on_that_side_alone(strategy):
+    rows = copies_of((0, 40, 8), (8, 48, 8))
+    staging = Staging(SOURCE_STAGING, TARGET_STAGING, 64)
+    at_source = staged(rows, strategy, staging, RegionStarts(column(SOURCE, SOURCE + 8), column(TARGET)))
+    at_target = staged(rows, strategy, staging, RegionStarts(column(SOURCE), column(TARGET, TARGET + 48)))
+    read = [stages.gather if strategy is Strategy.PACK else stages.wire for stages in (at_source, at_target)]
+    assert [len(copies) for copies in read] == [2, 1]
+    assert [len(stages.scatter) for stages in (at_source, at_target)] == [1, 2]
+
+
 def test_regions_without_rows_or_beyond_them_change_nothing():
     starts = column(0, SOURCE, SOURCE + 32, SOURCE + 4096)
     assert source_runs(HEADS, starts) == 1
