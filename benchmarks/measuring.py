@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import statistics
@@ -60,7 +61,9 @@ def allocated(work: Work) -> Allocated:
     tracemalloc.start()
     try:
         result = work()
-        kept, peak = tracemalloc.get_traced_memory()
+        _, peak = tracemalloc.get_traced_memory()
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
         del result
     finally:
         tracemalloc.stop()
