@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from kvferry.agent import Agent, AgentConfig, Host
-from kvferry.plan.describe import Attention, EngineShape, describe
-from kvferry.plan.layout import TokenRange
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.model import attention
+from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import FetchWanted, Timing
 from kvferry.testing import oracle
 from kvferry.transport.opening import open_transports
 from kvferry.transport.shared_memory import allocate_shared
 
-MODEL = Attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)
+MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)
 # Generous where nothing is waited for, so that a busy machine is not taken for a lost peer.
 TIMING = Timing(lease_s=20.0, heartbeat_s=2.0, resend_s=0.5, handshake_s=5.0, transfer_s=20.0)
 DEADLINE_S = 30.0
@@ -34,7 +35,7 @@ class Rank:
         return notice
 
     def wanted(self, source: "Rank", reference, tables, num_tokens, request_id="q1") -> FetchWanted:
-        return FetchWanted(request_id, reference, (source.agent.address,), tables, TokenRange(0, num_tokens))
+        return FetchWanted(request_id, reference, (source.agent.address,), tables, (TokenRange(0, num_tokens),))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import zmq
 from kvferry.agent import Agent, AgentConfig, Host
 from kvferry.errors import ConfigurationError
 from kvferry.plan.describe import EngineShape
-from kvferry.plan.layout import TokenRange
+from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import Failed, Fetched, SourceFree, TargetFree, Timing
 from kvferry.testing import oracle
 from kvferry.transport.opening import open_transports

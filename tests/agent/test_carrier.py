@@ -6,7 +6,8 @@ import pytest
 from kvferry.agent.carrier import Carrier
 from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
-from kvferry.plan.describe import Attention, EngineShape, describe
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.model import attention
 from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, ReadKey, TicketEnded
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.selftest import fill_probe
@@ -17,7 +18,7 @@ KEY = ReadKey("q1", PEER)
 NO_ROWS = Copies(*(np.empty(0, np.uint64) for _ in range(3)), pieces=0)
 PROBE = np.empty(1 << 16, np.uint8)
 fill_probe(PROBE, 7)
-(LAYOUT,) = describe(Attention(1, 1, 1, "int8", 1), EngineShape(1, 1, 1, 1, "token-major"), 1 << 20)
+(LAYOUT,) = describe(attention(1, 1, 1, "int8", 1), EngineShape(1, 1, 1, 1, "token-major"), 1 << 20)
 
 
 class Scripted:

@@ -10,17 +10,18 @@ from dataclasses import dataclass, field
 from kvferry.embedded.engine import Engine
 from kvferry.embedded.transfer import TransferReport
 from kvferry.errors import TransferError
-from kvferry.plan.layout import Layout, TokenRange
+from kvferry.plan.layout import Layout
 from kvferry.plan.program import bind
 from kvferry.plan.request import BlockTables, copies_for
 from kvferry.plan.route import route
+from kvferry.plan.tokens import TokenRange
 
 
 def move(layouts: tuple[Layout, Layout], tables: tuple[BlockTables, BlockTables], num_tokens: int) -> tuple[int, int]:
     """Copy the first tokens of a request from one engine's blocks to another's; returns (bytes, rows)."""
     source, target = layouts
     program = bind(route([source], [target]).between(0, 0), source, target)
-    copies = copies_for(program, *tables, TokenRange(0, num_tokens))
+    copies = copies_for(program, *tables, [TokenRange(0, num_tokens)] * len(target.groups))
     for source_address, target_address, length in zip(copies.source, copies.target, copies.length, strict=True):
         ctypes.memmove(int(target_address), int(source_address), int(length))
     return copies.num_bytes, len(copies)

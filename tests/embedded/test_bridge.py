@@ -7,11 +7,12 @@ import pytest
 from kvferry.agent import AgentConfig
 from kvferry.embedded.bridge import AgentCollector, AgentTransfer
 from kvferry.errors import TransferError
-from kvferry.plan.describe import Attention, EngineShape, describe
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.model import attention
 from kvferry.session.events import Failed, Fetched, FetchReport, Timing
 from kvferry.transport.shared_memory import allocate_shared
 
-MODEL = Attention(num_layers=1, num_heads=2, head_dim=4, dtype="float32", item_bytes=4)
+MODEL = attention(num_layers=1, num_heads=2, head_dim=4, dtype="float32", item_bytes=4)
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=8, format="block-major")
 DEADLINE_S = 30.0
 

@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 
 from kvferry.errors import IllegalEventError
-from kvferry.plan.describe import Attention, EngineShape, describe
+from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.layout import fingerprint
+from kvferry.plan.model import attention
 from kvferry.session.events import Count, FrameArrived, LeaseWanted, LeaseWithdrawn, Reply, SourceFree, Tick, Timing
 from kvferry.session.lease import LEASE_TABLE, LeaseState
 from kvferry.session.machine import Machine, diagram
@@ -17,7 +18,7 @@ US = m.Party("p0", "epoch-1", 0)
 READER = m.Party("d0", "epoch-9", 0)
 OTHER_READER = m.Party("d0", "epoch-9", 1)
 STRANGER = m.Party("d1", "epoch-5", 0)
-LAYOUT = describe(Attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
+LAYOUT = describe(attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
 IDENTITY = Identity(US, 1, "0.1.0", LAYOUT, (), m.Probe(0, 0, 0))
 LEASE = LeaseWanted("r1", "l1", ((3, 5),), 7)
 REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")

@@ -2,8 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.plan.describe import Attention, EngineShape, describe
-from kvferry.plan.layout import TokenRange, fingerprint
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.layout import fingerprint
+from kvferry.plan.model import attention
+from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import (
     AbortWanted,
     AnswerArrived,
@@ -30,14 +32,14 @@ from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
 TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0)
-MODEL = Attention(2, 2, 4, "float32", 4)
+MODEL = attention(2, 2, 4, "float32", 4)
 SOURCE_LAYOUT = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
 TARGET_LAYOUTS = describe(MODEL, EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
 US = m.Party("d0", "epoch-9", 0)
 SOURCE = m.Party("p0", "epoch-1", 0)
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "epoch-1")
 REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
-WANTED = FetchWanted("q1", REFERENCE, (PEER.address,), ((0,),), TokenRange(0, 6))
+WANTED = FetchWanted("q1", REFERENCE, (PEER.address,), ((0,),), (TokenRange(0, 6),))
 KEY = ReadKey("q1", PEER)
 OFFER = m.Offer(SOURCE, SOURCE_LAYOUT, (), m.Probe(0, 0, 0))
 HELLO = Send(PEER, m.Hello(1, "0.1.0", US, "p0", "epoch-1"))
@@ -99,7 +101,7 @@ def test_the_second_fetch_from_a_known_peer_claims_at_once():
 
 def test_nothing_to_receive_still_asks_whether_the_lease_is_good():
     target = session()
-    empty = replace(WANTED, tokens=TokenRange(0, 0))
+    empty = replace(WANTED, ranges=(TokenRange(0, 0),))
     steps = [(0.0, empty, [HELLO]), *HANDSHAKE[1:3]]
     play(target, steps)
     play(target, [(0.3, PeerConnected(PEER, "shm", ""), [Send(PEER, m.Claim(US, "q1", REFERENCE, 0, (0,)))])])
@@ -253,7 +255,7 @@ def test_a_grant_that_does_not_fit_the_layout_is_not_read(grant):
 
 
 def test_another_model_is_refused_with_every_difference():
-    other = describe(replace(MODEL, num_heads=4, dtype="float16"), EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
+    other = describe(attention(2, 4, 4, "float16", 4), EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
     commands = play(
         session(other), [*HANDSHAKE[:3], (0.3, PeerConnected(PEER, "shm", ""), [Count, Failed, ABORT, TargetFree])]
     )

@@ -6,12 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import WireError
-from kvferry.plan.describe import Attention, EngineShape, describe
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.model import attention
 from kvferry.wire import messages as m
 from kvferry.wire.codec import MAX_FRAME_BYTES, decode, encode
 
 PARTY = m.Party("prefill-0", "e1", 0)
-LAYOUT = describe(Attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
+LAYOUT = describe(attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
 EXAMPLES = [
     m.Hello(1, "0.1.0", PARTY, "decode-0", "e2"),
     m.Welcome(1, "0.1.0", PARTY, 1, "abc"),

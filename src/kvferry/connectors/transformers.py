@@ -339,7 +339,8 @@ def _group(allocator: Any, size_bytes: int) -> CacheGroup:
 def _states(allocator: Any) -> list[State]:
     axes = (Axis("head", allocator.num_key_value_heads), Axis("dim", allocator.head_dim))
     dtype = str(allocator.cache_dtype).removeprefix("torch.")
-    return [State(name, dtype, allocator.cache_dtype.itemsize, axes, per_token=True) for name, _ in _views(allocator)]
+    item_bytes, window = allocator.cache_dtype.itemsize, _ring(allocator)
+    return [State(name, dtype, item_bytes, axes, per_token=True, window_tokens=window) for name, _ in _views(allocator)]
 
 
 def _views(allocator: Any) -> list[tuple[str, torch.Tensor]]:

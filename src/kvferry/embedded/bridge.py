@@ -12,7 +12,8 @@ from kvferry.agent import Agent, AgentConfig, Host, Notice
 from kvferry.connectors.params import from_params, to_params
 from kvferry.embedded.transfer import TransferReport
 from kvferry.errors import TransferError
-from kvferry.plan.layout import Layout, TokenRange
+from kvferry.plan.layout import Layout
+from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import Failed, Fetched, FetchWanted, SourceFree, Stopped, TargetFree
 from kvferry.transport.base import Memory
 from kvferry.transport.opening import open_transports
@@ -119,7 +120,8 @@ class AgentTransfer:
             self._release(request_id)
             raise
         tables = tuple(tuple(table) for table in block_tables)
-        return FetchWanted(request_id, remote.reference, remote.addresses, tables, TokenRange(0, num_tokens))
+        ranges = (TokenRange(0, num_tokens),) * len(tables)
+        return FetchWanted(request_id, remote.reference, remote.addresses, tables, ranges)
 
     def _on_notice(self, notice: Notice) -> None:
         """On the agent's thread."""

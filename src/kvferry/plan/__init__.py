@@ -3,25 +3,30 @@
     source, target = describe(model, shape_a, 0), describe(model, shape_b, 0)     # or layouts of your own
     found = route(source, target)                                                 # who sends which box to whom
     program = bind(found.between(0, 0), source[0], target[0])                     # once per pair of ranks
-    rows = copies_for(program, source_tables, target_tables, TokenRange(0, n))    # once per request
+    rows = copies_for(program, source_tables, target_tables, [TokenRange(0, n)])  # once per request
 
-Read in this order: `span`, `layout` (the description), `route`, `program`, `request`.
+Read in this order: `span`, `tokens`, `layout` (the description), `route`, `program`, `request`. Beside them: `model`
+and `describe` make layouts from a handful of numbers, `strategy` says what the rows cost.
 """
 
 from kvferry.plan.copies import Copies
-from kvferry.plan.describe import Attention, EngineShape, describe
-from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State, TokenRange
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State
+from kvferry.plan.model import CacheModel, Kept, LayerCache, attention, latent
 from kvferry.plan.program import Program, bind
 from kvferry.plan.request import copies_for
 from kvferry.plan.route import Leg, Route, route
 from kvferry.plan.span import Span
+from kvferry.plan.tokens import TokenRange, TokenSet, TokenShare
 
 __all__ = [
-    "Attention",
     "Axis",
     "CacheGroup",
+    "CacheModel",
     "Copies",
     "EngineShape",
+    "Kept",
+    "LayerCache",
     "Layout",
     "Leg",
     "Placement",
@@ -31,8 +36,12 @@ __all__ = [
     "Span",
     "State",
     "TokenRange",
+    "TokenSet",
+    "TokenShare",
+    "attention",
     "bind",
     "copies_for",
     "describe",
+    "latent",
     "route",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Column", "Copies", "merge"]
+__all__ = ["Column", "Copies", "firsts", "merge"]
 
 Column = NDArray[np.uint64]
 """One unsigned 64-bit integer per row, in bytes."""
@@ -34,12 +34,17 @@ class Copies:
         return int(self.length.sum())
 
 
-def merge(copies: Copies, regions: NDArray[np.int64]) -> Copies:
-    """Join rows that follow one another without a gap on both sides: the same bytes in fewer rows.
+def firsts(copies: Copies, regions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rows that do not follow their predecessor without a gap on both sides, in the same region.
 
     `regions` has one number per row; rows with different numbers are never joined.
     """
     source, target, length = copies.source, copies.target, copies.length
     follows = (source[:-1] + length[:-1] == source[1:]) & (target[:-1] + length[:-1] == target[1:])
-    first = np.concatenate(([0], np.flatnonzero(~(follows & (np.diff(regions) == 0))) + 1))
-    return Copies(source[first], target[first], np.add.reduceat(length, first), copies.pieces)
+    return np.concatenate(([0], np.flatnonzero(~(follows & (np.diff(regions) == 0))) + 1))
+
+
+def merge(copies: Copies, regions: NDArray[np.int64]) -> Copies:
+    """Join rows that follow one another (see `firsts`): the same bytes in fewer rows."""
+    first = firsts(copies, regions)
+    return Copies(copies.source[first], copies.target[first], np.add.reduceat(copies.length, first), copies.pieces)

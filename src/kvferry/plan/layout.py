@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from kvferry.errors import LayoutError
 from kvferry.plan.span import Span
+from kvferry.plan.tokens import UNSHARED, TokenRange, TokenShare
 
-__all__ = ["Axis", "CacheGroup", "Layout", "Placement", "Region", "State", "TokenRange", "fingerprint"]
+__all__ = ["Axis", "CacheGroup", "Layout", "Placement", "Region", "State", "fingerprint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,15 @@ class State:
     window_tokens: int = 0
     chunk_tokens: int = 0
 
+    def seen_by_next(self, tokens: TokenRange) -> TokenRange:
+        """The part of a range that the token after it, `tokens.last`, or a later one still sees."""
+        first = tokens.first
+        if self.window_tokens:
+            first = max(first, tokens.last - (self.window_tokens - 1))
+        if self.chunk_tokens:
+            first = max(first, tokens.last // self.chunk_tokens * self.chunk_tokens)
+        return TokenRange(min(first, tokens.last), tokens.last)
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -57,12 +67,23 @@ class CacheGroup:
     """States that share one block table per request.
 
     Token `t` lives in block `table[t // block_tokens]`, slot `t % block_tokens`. When `ring_tokens` is not 0 the group
-    keeps only a sliding window: `t` is taken modulo `ring_tokens` first.
+    keeps only the last tokens: `t` is taken modulo `ring_tokens` first. Under context parallelism the rank has only
+    its `share` of the tokens and numbers those without gaps.
+
+    A block may consist of `kernel_blocks` smaller ones, which follow one another in memory: `block_stride` of a
+    placement is the distance of these.
     """
 
     block_tokens: int
     num_blocks: int
     ring_tokens: int
+    kernel_blocks: int = 1
+    share: TokenShare = UNSHARED
+
+    @property
+    def kernel_tokens(self) -> int:
+        """Tokens of a kernel block."""
+        return self.block_tokens // self.kernel_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +103,6 @@ class Placement:
     strides: tuple[int, ...]
     block_stride: int
     token_stride: int
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRange:
-    """The tokens `first <= t < last` of a request; may be empty."""
-
-    first: int
-    last: int
-
-    def __len__(self) -> int:
-        return max(0, self.last - self.first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +144,32 @@ def _check_records(layout: Layout) -> None:
     if len(set(names)) != len(names):
         raise LayoutError("state names must be unique", found=", ".join(sorted(names)))
     for state in layout.states:
-        if state.item_bytes < 1 or any(axis.extent < 1 for axis in state.axes):
-            raise LayoutError("sizes must be positive", found=repr(state))
+        _check_state(state)
     for region in layout.regions:
         if region.address < 0 or region.size_bytes < 1 or region.address + region.size_bytes > 2**63:
             raise LayoutError("a region must lie in the address space", found=repr(region))
     for group in layout.groups:
-        if group.block_tokens < 1 or group.num_blocks < 1 or group.ring_tokens < 0:
-            raise LayoutError("a cache group needs blocks that hold tokens", found=repr(group))
+        _check_group(group)
+
+
+def _check_state(state: State) -> None:
+    if state.item_bytes < 1 or any(axis.extent < 1 for axis in state.axes):
+        raise LayoutError("sizes must be positive", found=repr(state))
+    limits = state.window_tokens, state.chunk_tokens
+    if min(limits) < 0 or all(limits) or (any(limits) and not state.per_token):
+        raise LayoutError("a state with tokens has a window or chunks or neither", found=repr(state))
+
+
+def _check_group(group: CacheGroup) -> None:
+    if min(group.block_tokens, group.num_blocks, group.kernel_blocks) < 1 or group.ring_tokens < 0:
+        raise LayoutError("a cache group needs blocks that hold tokens", found=repr(group))
+    if group.block_tokens % group.kernel_blocks:
+        raise LayoutError(
+            "kernel blocks must divide a block",
+            found=f"{group.kernel_blocks} in a block of {group.block_tokens} tokens",
+        )
+    if group.ring_tokens and group.share.num_shares > 1:
+        raise LayoutError("a ring cannot be shared out by context parallelism", found=repr(group))
 
 
 def _check_placement(layout: Layout, states: dict[str, State], placement: Placement) -> None:
@@ -159,7 +187,21 @@ def _check_placement(layout: Layout, states: dict[str, State], placement: Placem
     for axis, span in zip(state.axes, placement.spans, strict=True):
         if span.stop > axis.extent:
             raise LayoutError(f"{where}: span leaves axis {axis.name}", found=str(span), expected=f"<= {axis.extent}")
+    _check_ring(layout.groups[placement.group], state)
     _check_reach(layout, state, placement)
+
+
+def _check_ring(group: CacheGroup, state: State) -> None:
+    """A ring that forgets tokens which a later one sees would move wrong bytes."""
+    if not group.ring_tokens or not state.per_token:
+        return
+    needed = state.chunk_tokens or state.window_tokens - 1
+    if group.ring_tokens < needed or not (state.window_tokens or state.chunk_tokens):
+        raise LayoutError(
+            f"placement of {state.name}: its ring forgets tokens that are still seen",
+            found=f"{group.ring_tokens} tokens",
+            expected=f"at least {needed}" if needed > 0 else "no ring, as the state has neither window nor chunks",
+        )
 
 
 def _check_reach(layout: Layout, state: State, placement: Placement) -> None:
@@ -168,8 +210,8 @@ def _check_reach(layout: Layout, state: State, placement: Placement) -> None:
     if min(distances) < 0:
         raise LayoutError(f"placement of {state.name}: offsets and strides must not be negative", found=str(distances))
     _check_overlap(group, state, placement)
-    reach = placement.offset + (group.num_blocks - 1) * placement.block_stride + state.item_bytes
-    reach += (group.block_tokens - 1) * placement.token_stride if state.per_token else 0
+    reach = placement.offset + (group.num_blocks * group.kernel_blocks - 1) * placement.block_stride + state.item_bytes
+    reach += (group.kernel_tokens - 1) * placement.token_stride if state.per_token else 0
     reach += sum(
         (span.stop - span.start - 1) * stride for span, stride in zip(placement.spans, placement.strides, strict=True)
     )
@@ -184,9 +226,9 @@ def _check_reach(layout: Layout, state: State, placement: Placement) -> None:
 def _check_overlap(group: CacheGroup, state: State, placement: Placement) -> None:
     """From the innermost dimension outwards, each step must be longer than all that lies inside it."""
     steps = [(stride, len(span)) for span, stride in zip(placement.spans, placement.strides, strict=True)]
-    steps.append((placement.block_stride, group.num_blocks))
+    steps.append((placement.block_stride, group.num_blocks * group.kernel_blocks))
     if state.per_token:
-        steps.append((placement.token_stride, group.block_tokens))
+        steps.append((placement.token_stride, group.kernel_tokens))
     inside = state.item_bytes
     for stride, count in sorted(step for step in steps if step[1] > 1):
         if stride < inside:

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.plan.copies import Column, Copies, merge
+from kvferry.plan.copies import Column, Copies, firsts
 from kvferry.plan.layout import CacheGroup, Layout, Placement, State
 from kvferry.plan.route import Leg
+from kvferry.plan.selection import Selection
 from kvferry.plan.span import Span
+from kvferry.plan.tokens import TokenSet
 
 __all__ = ["GroupProgram", "Program", "Section", "Strides", "bind"]
 
@@ -52,16 +53,19 @@ class Section:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupProgram:
-    """What moves between one cache group of the source and one of the target.
+    """What moves between one cache group of the source and one of the target: states with the same tokens.
 
-    `units` copy `unit_tokens` tokens at a time, from a multiple of `unit_tokens` on; `singles` one token; `fixed` the
-    states without a token axis.
+    `state` is one of them: its window or chunks are those of all. `units` copy `unit_tokens` tokens at a time, from a
+    multiple of `unit_tokens` on; `singles` one token; `fixed` the states without a token axis. Tokens are counted
+    among `tokens`: see `Selection`.
     """
 
     source_group: int
     target_group: int
     source: CacheGroup
     target: CacheGroup
+    state: State
+    tokens: Selection
     unit_tokens: int
     units: tuple[Section, ...]
     singles: tuple[Section, ...]
@@ -103,24 +107,41 @@ def bind(legs: Sequence[Leg], source: Layout, target: Layout) -> Program:
     """Bind the legs of one pair of ranks to the layouts of the two. Cost: one step per leg, not per block."""
     states, sources, targets = source.state_named(), source.placement_of(), target.placement_of()
     pieces = [_Piece(leg, states[leg.state], sources[leg.state], targets[leg.state]) for leg in legs]
-    by_group: dict[tuple[int, int], list[_Piece]] = {}
+    by_group: dict[_GroupKey, list[_Piece]] = {}
     for piece in pieces:
-        by_group.setdefault((piece.source.group, piece.target.group), []).append(piece)
-    return Program(tuple(_bind_group(key, found, source, target) for key, found in sorted(by_group.items())))
+        by_group.setdefault(_group_key(piece), []).append(piece)
+    return Program(tuple(_bind_group(key, by_group[key], source, target) for key in sorted(by_group)))
 
 
-def _bind_group(key: tuple[int, int], pieces: list[_Piece], source: Layout, target: Layout) -> GroupProgram:
-    source_group, target_group = source.groups[key[0]], target.groups[key[1]]
-    ring = source_group.ring_tokens or target_group.ring_tokens
-    # In a ring a unit could wrap around in its middle, so rings go token by token; merging joins them again.
-    unit_tokens = 1 if ring else gcd(source_group.block_tokens, target_group.block_tokens)
-    per_token = [piece for piece in pieces if piece.state.per_token]
-    fixed = [piece for piece in pieces if not piece.state.per_token]
+class _GroupKey(NamedTuple):
+    """Pieces with the same key move the same tokens of the same block tables."""
+
+    source_group: int
+    target_group: int
+    per_token: bool
+    window_tokens: int
+    chunk_tokens: int
+    tokens: tuple[int, tuple[Span, ...]]
+
+
+def _group_key(piece: _Piece) -> _GroupKey:
+    state, tokens = piece.state, piece.leg.tokens
+    limits = state.per_token, state.window_tokens, state.chunk_tokens
+    return _GroupKey(piece.source.group, piece.target.group, *limits, (tokens.period, tokens.spans))
+
+
+def _bind_group(key: _GroupKey, pieces: list[_Piece], source: Layout, target: Layout) -> GroupProgram:
+    source_group, target_group = source.groups[key.source_group], target.groups[key.target_group]
+    selection = Selection.of(TokenSet(*key.tokens))
+    unit_tokens = selection.unit(source_group, target_group)
+    per_token, fixed = (pieces, []) if key.per_token else ([], pieces)
     return GroupProgram(
-        source_group=key[0],
-        target_group=key[1],
+        source_group=key.source_group,
+        target_group=key.target_group,
         source=source_group,
         target=target_group,
+        state=pieces[0].state,
+        tokens=selection,
         unit_tokens=unit_tokens,
         units=_sections(per_token, source, target, unit_tokens),
         singles=_sections(per_token, source, target, 1) if unit_tokens > 1 else (),
@@ -135,31 +156,30 @@ def _sections(pieces: Iterable[_Piece], source: Layout, target: Layout, num_toke
     return tuple(
         section
         for strides, found in by_strides.items()
-        for section in _by_length(strides, _rows(found, source, target, num_tokens))
+        for section in _merged(strides, *_rows(found, source, target, num_tokens))
     )
 
 
-def _by_length(strides: Strides, rows: Copies) -> Iterator[Section]:
-    """Merging may leave rows of several lengths."""
-    if np.all(rows.length == rows.length[0]):
-        yield Section(strides, int(rows.length[0]), rows.source, rows.target, rows.pieces)
-        return
-    for length in np.unique(rows.length):
-        chosen = rows.length == length
-        pieces = rows.pieces * int(chosen.sum() * length) // rows.num_bytes
+def _merged(strides: Strides, rows: Copies, regions: NDArray[np.int64]) -> Iterator[Section]:
+    """Rows with their neighbours joined; that may leave rows of several lengths."""
+    first = firsts(rows, regions)
+    num_pieces = np.diff(first, append=len(rows))
+    lengths = np.add.reduceat(rows.length, first)
+    for length in np.unique(lengths):
+        chosen = first[lengths == length]
+        pieces = int(num_pieces[lengths == length].sum())
         yield Section(strides, int(length), rows.source[chosen], rows.target[chosen], pieces)
 
 
-def _rows(pieces: list[_Piece], source: Layout, target: Layout, num_tokens: int) -> Copies:
-    """All rows of some pieces in block 0, slot 0. Rows never cross a region: a registered one holds each row whole."""
+def _rows(pieces: list[_Piece], source: Layout, target: Layout, num_tokens: int) -> tuple[Copies, NDArray[np.int64]]:
+    """All rows of some pieces in block 0, slot 0, and a number for the regions of each: a row never crosses those."""
     by_shape: dict[tuple[tuple[_Dimension, ...], int], list[_Piece]] = {}
     for piece in pieces:
         by_shape.setdefault((_dimensions(piece, num_tokens), piece.state.item_bytes), []).append(piece)
     columns = [_expanded(_runs(*shape), found, source, target) for shape, found in by_shape.items()]
     source_column, target_column, length, regions = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     order = np.argsort(source_column, kind="stable")
-    rows = Copies(source_column[order], target_column[order], length[order], len(order))
-    return merge(rows, regions[order])
+    return Copies(source_column[order], target_column[order], length[order], len(order)), regions[order]
 
 
 def _expanded(

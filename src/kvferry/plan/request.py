@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.errors import BlockTableError, TooManyRowsError
 from kvferry.plan.copies import Column, Copies
-from kvferry.plan.layout import CacheGroup, TokenRange
+from kvferry.plan.layout import CacheGroup
 from kvferry.plan.program import GroupProgram, Program, Section
+from kvferry.plan.selection import Indices, positions
+from kvferry.plan.span import MAX_STOP
+from kvferry.plan.tokens import TokenRange
 
-__all__ = ["MAX_ROWS", "BlockTables", "copies_for", "num_rows"]
+__all__ = ["MAX_ROWS", "BlockTables", "Ranges", "copies_for", "num_rows"]
 
 BlockTables = Sequence[Sequence[int]]
-"""One list of block ids per cache group, in the group's order."""
+"""One list of block ids per cache group, in the group's order: entry `i` is for the rank's tokens from
+`i * block_tokens` on. Entries whose tokens do not move may be anything, such as the blocks that a window has left."""
+
+Ranges = Sequence[TokenRange]
+"""One range per cache group of the target."""
 
 # Three columns of 8 bytes, and as much again while they are computed: about 2 GB.
 MAX_ROWS = 1 << 25
-
-_Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,15 +40,19 @@ class _Tile:
     pieces: int
 
 
-def copies_for(program: Program, source: BlockTables, target: BlockTables, tokens: TokenRange) -> Copies:
+def copies_for(program: Program, source: BlockTables, target: BlockTables, ranges: Ranges) -> Copies:
     """The rows that bring tokens `first <= t < last` (and every fixed-size state) to the target's blocks.
 
-    Raises BlockTableError when block ids are out of range, repeated or too few, on either side, and TooManyRowsError
-    when there would be more than MAX_ROWS rows.
+    `ranges` has one range per cache group of the target. Only the blocks of tokens that move are looked at.
+
+    Raises BlockTableError when a range runs backwards or block ids are no integers, out of range, repeated or too few,
+    on either side, and TooManyRowsError when there would be more than MAX_ROWS rows.
     """
-    if tokens.first < 0 or tokens.last < tokens.first:
-        raise BlockTableError("a token range must not run backwards", found=f"[{tokens.first}, {tokens.last})")
-    if (found := num_rows(program, tokens)) > MAX_ROWS:
+    for tokens in ranges:
+        if not 0 <= tokens.first <= tokens.last <= MAX_STOP:
+            expected = f"0 <= first <= last <= {MAX_STOP}"
+            raise BlockTableError("not a token range", found=f"[{tokens.first}, {tokens.last})", expected=expected)
+    if (found := num_rows(program, ranges)) > MAX_ROWS:
         raise TooManyRowsError(
             "the request would move in too many small rows",
             found=f"{found:,}",
@@ -52,55 +61,76 @@ def copies_for(program: Program, source: BlockTables, target: BlockTables, token
         )
     tiles: list[_Tile] = []
     for group in program.groups:
-        wanted = _retained(group, tokens)
-        source_table = _checked(source, group.source_group, group.source, group, wanted, "source")
-        target_table = _checked(target, group.target_group, group.target, group, wanted, "target")
-        tiles.extend(_group_tiles(group, source_table, target_table, wanted))
+        numbers = _numbers(group, _range_of(group, ranges))
+        source_table = _checked(source, _Wanted.at(group.source_group, group.source, group, numbers, "source"))
+        target_table = _checked(target, _Wanted.at(group.target_group, group.target, group, numbers, "target"))
+        tiles.extend(_group_tiles(group, source_table, target_table, numbers))
     return _listed(tiles)
 
 
-def num_rows(program: Program, tokens: TokenRange) -> int:
-    """How many rows a range takes before neighbours are merged; tells without listing them."""
-    return sum(
-        sum(len(section) for section in sections) * len(at)
-        for group in program.groups
-        for sections, at in _places(group, _retained(group, tokens))
-    )
+def num_rows(program: Program, ranges: Ranges) -> int:
+    """How many rows a request takes before neighbours are merged; tells without listing them."""
+    total = 0
+    for group in program.groups:
+        numbers = _numbers(group, _range_of(group, ranges))
+        inner = _inner(group, numbers)
+        num_units = len(inner) // group.unit_tokens
+        total += num_units * sum(map(len, group.units)) + (len(numbers) - len(inner)) * sum(map(len, group.singles))
+        total += sum(map(len, group.fixed))
+    return total
 
 
-def _retained(group: GroupProgram, tokens: TokenRange) -> TokenRange:
-    """The part of a range that a sliding window still needs: the next token sees the window's last tokens only."""
-    windows = [cache.ring_tokens for cache in (group.source, group.target) if cache.ring_tokens]
-    if not windows:
-        return tokens
-    return TokenRange(max(tokens.first, tokens.last - (min(windows) - 1)), tokens.last)
+def _range_of(group: GroupProgram, ranges: Ranges) -> TokenRange:
+    if group.target_group >= len(ranges):
+        expected = f"one per cache group of the target, group {group.target_group} included"
+        raise BlockTableError("a token range is missing", found=f"{len(ranges)} ranges", expected=expected)
+    return ranges[group.target_group]
 
 
-def _places(group: GroupProgram, tokens: TokenRange) -> tuple[tuple[tuple[Section, ...], _Indices], ...]:
-    """Each kind of section with the tokens at which its rows begin."""
+def _numbers(group: GroupProgram, tokens: TokenRange) -> range:
+    """The numbers, within the group's selection, of the tokens that must move: those that later ones still see."""
+    seen = group.state.seen_by_next(tokens)
+    return range(group.tokens.num_before(seen.first), group.tokens.num_before(seen.last))
+
+
+def _inner(group: GroupProgram, numbers: range) -> range:
+    """The part of the numbers that whole units cover."""
     unit = group.unit_tokens
-    start = min(-(-tokens.first // unit) * unit, tokens.last)
-    stop = max(tokens.last // unit * unit, start)
-    edges = (np.arange(tokens.first, start, dtype=np.int64), np.arange(stop, tokens.last, dtype=np.int64))
-    units = np.arange(start, stop, unit, dtype=np.int64)
+    start = min(-(-numbers.start // unit) * unit, numbers.stop)
+    return range(start, max(numbers.stop // unit * unit, start))
+
+
+def _places(group: GroupProgram, numbers: range) -> tuple[tuple[tuple[Section, ...], Indices], ...]:
+    """Each kind of section with the numbers of the tokens at which its rows begin."""
+    inner = _inner(group, numbers)
+    edges = (
+        np.arange(numbers.start, inner.start, dtype=np.int64),
+        np.arange(inner.stop, numbers.stop, dtype=np.int64),
+    )
+    units = np.arange(inner.start, inner.stop, group.unit_tokens, dtype=np.int64)
     return (group.units, units), (group.singles, np.concatenate(edges)), (group.fixed, np.zeros(1, np.int64))
 
 
-def _group_tiles(group: GroupProgram, source: _Indices, target: _Indices, tokens: TokenRange) -> Iterator[_Tile]:
-    for sections, at in _places(group, tokens):
+def _group_tiles(group: GroupProgram, source: Indices, target: Indices, numbers: range) -> Iterator[_Tile]:
+    for sections, at in _places(group, numbers):
         if sections and len(at):
-            left, right = _located(group.source, source, at), _located(group.target, target, at)
+            tokens = group.tokens.token(at)
+            left, right = _located(group.source, source, tokens), _located(group.target, target, tokens)
             for section in sections:
                 yield _tile(section, left, right)
 
 
-def _located(cache: CacheGroup, table: _Indices, tokens: _Indices) -> tuple[_Indices, _Indices]:
-    """Block id and slot of each token."""
-    position = tokens % cache.ring_tokens if cache.ring_tokens else tokens
-    return table[position // cache.block_tokens], position % cache.block_tokens
+def _located(cache: CacheGroup, table: Indices, tokens: Indices) -> tuple[Indices, Indices]:
+    """Kernel block and slot of each token."""
+    position = positions(cache, tokens)
+    position = position % cache.ring_tokens if cache.ring_tokens else position
+    block, slot = table[position // cache.block_tokens], position % cache.block_tokens
+    if cache.kernel_blocks == 1:
+        return block, slot
+    return block * cache.kernel_blocks + slot // cache.kernel_tokens, slot % cache.kernel_tokens
 
 
-def _tile(section: Section, source: tuple[_Indices, _Indices], target: tuple[_Indices, _Indices]) -> _Tile:
+def _tile(section: Section, source: tuple[Indices, Indices], target: tuple[Indices, Indices]) -> _Tile:
     """A section at all its places. Places that follow one another on both sides, as adjacent blocks do, are one run:
     that does not depend on the row, so it is found once and not for every layer and head."""
     strides = section.strides
@@ -117,48 +147,72 @@ def _tile(section: Section, source: tuple[_Indices, _Indices], target: tuple[_In
 def _listed(tiles: list[_Tile]) -> Copies:
     """All rows of all tiles, written once into their final columns."""
     total = sum(len(tile.section) * len(tile.length) for tile in tiles)
-    copies = Copies(
-        source=np.empty(total, np.uint64),
-        target=np.empty(total, np.uint64),
-        length=np.empty(total, np.uint64),
-        pieces=sum(tile.pieces for tile in tiles),
-    )
+    source, target = np.empty(total, np.uint64), np.empty(total, np.uint64)
+    length = _lengths(tiles, total)
     start = 0
     for tile in tiles:
         shape = len(tile.section), len(tile.length)
         stop = start + shape[0] * shape[1]
-        np.add.outer(tile.section.source, tile.source_shift, out=copies.source[start:stop].reshape(shape))
-        np.add.outer(tile.section.target, tile.target_shift, out=copies.target[start:stop].reshape(shape))
-        copies.length[start:stop].reshape(shape)[:] = tile.length
+        np.add.outer(tile.section.source, tile.source_shift, out=source[start:stop].reshape(shape))
+        np.add.outer(tile.section.target, tile.target_shift, out=target[start:stop].reshape(shape))
+        if length.flags.writeable:
+            length[start:stop].reshape(shape)[:] = tile.length
         start = stop
-    return copies
+    return Copies(source, target, length, pieces=sum(tile.pieces for tile in tiles))
 
 
-def _checked(
-    tables: BlockTables, index: int, cache: CacheGroup, group: GroupProgram, tokens: TokenRange, side: str
-) -> _Indices:
-    """The blocks of one group that the range needs, as an array, or an error that names what is wrong with them."""
-    if index >= len(tables):
-        raise BlockTableError(f"{side} block table missing", found=f"{len(tables)} tables", expected=f"group {index}")
-    table = np.asarray(tables[index], dtype=np.int64).reshape(-1)
-    positions = min(tokens.last, cache.ring_tokens) if cache.ring_tokens else tokens.last
-    num_needed = -(-positions // cache.block_tokens) if len(tokens) and group.units else 0
-    num_needed = max(num_needed, 1 if group.fixed else 0)
-    if len(table) < num_needed:
+def _lengths(tiles: list[_Tile], total: int) -> Column:
+    """The length column: one number seen `total` times where all rows are alike, else memory to be filled."""
+    found = {int(length) for tile in tiles for length in (tile.length.min(), tile.length.max())}
+    if len(found) == 1:
+        return np.broadcast_to(np.uint64(found.pop()), total)
+    return np.empty(total, np.uint64)
+
+
+class _Wanted(NamedTuple):
+    """Which blocks of one group a request needs, and whose they are."""
+
+    group: int
+    cache: CacheGroup
+    blocks: range
+    side: str
+
+    @classmethod
+    def at(cls, number: int, cache: CacheGroup, group: GroupProgram, numbers: range, side: str) -> _Wanted:
+        """The blocks of some tokens; the first one for states of fixed size."""
+        if group.fixed:
+            return cls(number, cache, range(1), side)
+        if not numbers:
+            return cls(number, cache, range(0), side)
+        ends = positions(cache, group.tokens.token(np.array([numbers[0], numbers[-1]], np.int64))).tolist()
+        if cache.ring_tokens:
+            ends = [0, min(ends[1], cache.ring_tokens - 1)]
+        return cls(number, cache, range(ends[0] // cache.block_tokens, ends[1] // cache.block_tokens + 1), side)
+
+
+def _checked(tables: BlockTables, wanted: _Wanted) -> Indices:
+    """The block table of one group as an array, or an error that names what is wrong with the blocks that are used."""
+    number, cache, blocks, side = wanted
+    if number >= len(tables):
+        raise BlockTableError(f"{side} block table missing", found=f"{len(tables)} tables", expected=f"group {number}")
+    table = np.asarray(tables[number]).reshape(-1)
+    if len(table) < blocks.stop:
         raise BlockTableError(
-            f"{side} group {index} has too few blocks for tokens up to {tokens.last}",
+            f"{side} group {number} has too few blocks for the tokens",
             found=f"{len(table)} blocks of {cache.block_tokens} tokens",
-            expected=f"at least {num_needed}",
+            expected=f"at least {blocks.stop}",
         )
-    used = table[:num_needed]
+    used = table[blocks.start : blocks.stop]
+    if len(used) and used.dtype.kind not in "iu":
+        raise BlockTableError(f"{side} group {number}: block ids are 64-bit integers", found=str(used.dtype))
     outside = used[(used < 0) | (used >= cache.num_blocks)]
     if len(outside):
         raise BlockTableError(
-            f"{side} group {index} names a block that does not exist",
+            f"{side} group {number} names a block that does not exist",
             found=f"block {outside[0]}",
             expected=f"0 <= block < {cache.num_blocks}",
         )
     ordered = np.sort(used)
     if np.any(ordered[1:] == ordered[:-1]):
-        raise BlockTableError(f"{side} group {index} names a block twice", found=str(used[:16].tolist()))
-    return used
+        raise BlockTableError(f"{side} group {number} names a block twice", found=str(used[:16].tolist()))
+    return table.astype(np.int64, copy=False)

@@ -1,8 +1,8 @@
 """Who sends which box to whom. Depends on shapes only: no address, no block, no byte stride.
 
-Each target box is cut where source boxes end. A cell that several source ranks hold is read once, from one of them;
-the cells of one replica set are dealt out in equal contiguous runs, so that the load differs by at most one box and a
-target rank keeps to as few sources as possible.
+Each target box is cut where source boxes end, and its tokens are divided by which sources have them. A cell that
+several source ranks hold is read once, from one of them; the cells of one replica set are dealt out in equal
+contiguous runs, so that the load differs by at most one box and a target rank keeps to as few sources as possible.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
+from typing import NamedTuple
 
 from kvferry.errors import IncompatibleError, UncoveredError
-from kvferry.plan.layout import Layout, State
+from kvferry.plan.layout import Layout, Placement, State
 from kvferry.plan.span import Span, overlap, uncovered
+from kvferry.plan.tokens import ALL_TOKENS, TokenSet, classes
 
 __all__ = ["Box", "Leg", "Route", "differences", "route"]
 
@@ -23,19 +25,25 @@ Box = tuple[Span, ...]
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One box of one state, from one rank to another. `box` has one span per axis of the state."""
+    """One box of one state, from one rank to another. `box` has one span per axis of the state.
+
+    `tokens` are those that move: all, unless context parallelism shares them out on either side.
+    """
 
     source_rank: int
     target_rank: int
     state: str
     box: Box
+    tokens: TokenSet
 
 
 @dataclass(frozen=True)
 class Route:
-    """All legs between two engines, ordered by target rank and state."""
+    """All legs between two engines of `num_sources` and `num_targets` ranks, ordered by target rank and state."""
 
     legs: tuple[Leg, ...]
+    num_sources: int
+    num_targets: int
 
     @cached_property
     def _by_pair(self) -> dict[tuple[int, int], tuple[Leg, ...]]:
@@ -43,6 +51,12 @@ class Route:
         for leg in self.legs:
             found.setdefault((leg.source_rank, leg.target_rank), []).append(leg)
         return {pair: tuple(found[pair]) for pair in sorted(found)}
+
+    @cached_property
+    def _partners(self) -> tuple[tuple[int, int], ...]:
+        read = {source for source, _ in self._by_pair}
+        idle = (source for source in range(self.num_sources) if source not in read)
+        return tuple(sorted([*self._by_pair, *((source, source % self.num_targets) for source in idle)]))
 
     def between(self, source_rank: int, target_rank: int) -> tuple[Leg, ...]:
         """The legs of one pair of ranks; empty when nothing moves between them."""
@@ -53,21 +67,34 @@ class Route:
         return tuple(self._by_pair)
 
     def sources_of(self, target_rank: int) -> tuple[int, ...]:
-        """The source ranks that a target rank reads, ascending."""
-        return tuple(source for source, target in self.pairs() if target == target_rank)
+        """The source ranks that a target rank reads or just tells that the request is done, ascending.
+
+        A source rank that nobody reads, as its replicas do the work, keeps the request until it is told: one target
+        rank does that.
+        """
+        return tuple(source for source, target in self._partners if target == target_rank)
 
     def targets_of(self, source_rank: int) -> tuple[int, ...]:
-        """The target ranks that read a source rank, ascending: its lease waits for exactly these."""
-        return tuple(target for source, target in self.pairs() if source == source_rank)
+        """The target ranks that a source rank hears of, ascending: its lease waits for exactly these; at least one."""
+        return tuple(target for source, target in self._partners if source == source_rank)
 
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A part of a target box that no source box cuts further."""
+    """A part of a target box that no source box cuts further, and tokens that the same sources have."""
 
     target_rank: int
     state: State
     box: Box
+    tokens: TokenSet
+
+
+class _Held(NamedTuple):
+    """What one source rank holds of a state."""
+
+    rank: int
+    box: Box
+    tokens: TokenSet
 
 
 def route(sources: Sequence[Layout], targets: Sequence[Layout]) -> Route:
@@ -78,16 +105,16 @@ def route(sources: Sequence[Layout], targets: Sequence[Layout]) -> Route:
     """
     if found := differences(sources, targets):
         raise IncompatibleError(found)
-    holders = _boxes_by_state(sources)
+    held = _held_by_state(sources)
     replica_sets: dict[tuple[int, ...], list[_Cell]] = {}
-    for cell in _target_cells(holders, targets):
-        ranks = tuple(rank for rank, held in holders[cell.state.name] if _contains(held, cell.box))
+    for cell, ranks in _target_cells(held, targets):
         if not ranks:
-            raise _nobody_holds(cell, [held for _, held in holders[cell.state.name]])
+            raise _nobody_holds(cell, held[cell.state.name])
         replica_sets.setdefault(ranks, []).append(cell)
     legs = [leg for ranks, cells in replica_sets.items() for leg in _deal(ranks, cells)]
     order = {state.name: index for index, state in enumerate(_all_states(targets).values())}
-    return Route(tuple(sorted(legs, key=lambda leg: (leg.target_rank, order[leg.state], leg.box))))
+    legs.sort(key=lambda leg: (leg.target_rank, order[leg.state], leg.box, leg.tokens.spans))
+    return Route(tuple(legs), len(sources), len(targets))
 
 
 def differences(sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[str, ...]:
@@ -97,7 +124,18 @@ def differences(sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[s
     found += [f"state {name}: only the target has it" for name in right if name not in left]
     for name in left.keys() & right.keys():
         found += _state_differences(left[name], right[name])
+    found += _contradictions("source", left, sources) + _contradictions("target", right, targets)
     return tuple(sorted(found))
+
+
+def _contradictions(side: str, agreed: dict[str, State], layouts: Sequence[Layout]) -> list[str]:
+    """Ranks of one engine that do not describe the same state."""
+    return [
+        f"state {state.name}: rank {rank} of the {side} describes it otherwise than another rank"
+        for rank, layout in enumerate(layouts)
+        for state in _placed(layout)
+        if state != agreed[state.name]
+    ]
 
 
 def _state_differences(left: State, right: State) -> list[str]:
@@ -107,6 +145,8 @@ def _state_differences(left: State, right: State) -> list[str]:
         "axes": ([a.name for a in left.axes], [a.name for a in right.axes]),
         "extents": ([a.extent for a in left.axes], [a.extent for a in right.axes]),
         "token axis": (left.per_token, right.per_token),
+        "window": (left.window_tokens, right.window_tokens),
+        "chunks": (left.chunk_tokens, right.chunk_tokens),
     }
     return [
         f"state {left.name}: {what} {ours} at the source, {theirs} at the target"
@@ -116,28 +156,40 @@ def _state_differences(left: State, right: State) -> list[str]:
 
 
 def _all_states(layouts: Sequence[Layout]) -> dict[str, State]:
-    return {state.name: state for layout in layouts for state in _held(layout)}
+    return {state.name: state for layout in layouts for state in _placed(layout)}
 
 
-def _held(layout: Layout) -> list[State]:
+def _placed(layout: Layout) -> list[State]:
     named = layout.state_named()
     return [named[placement.state] for placement in layout.placements]
 
 
-def _boxes_by_state(layouts: Sequence[Layout]) -> dict[str, list[tuple[int, Box]]]:
-    boxes: dict[str, list[tuple[int, Box]]] = {}
+def _tokens_of(layout: Layout, placement: Placement, state: State) -> TokenSet:
+    return layout.groups[placement.group].share.tokens() if state.per_token else ALL_TOKENS
+
+
+def _held_by_state(layouts: Sequence[Layout]) -> dict[str, list[_Held]]:
+    held: dict[str, list[_Held]] = {}
     for rank, layout in enumerate(layouts):
+        named = layout.state_named()
         for placement in layout.placements:
-            boxes.setdefault(placement.state, []).append((rank, placement.spans))
-    return boxes
+            tokens = _tokens_of(layout, placement, named[placement.state])
+            held.setdefault(placement.state, []).append(_Held(rank, placement.spans, tokens))
+    return held
 
 
-def _target_cells(holders: dict[str, list[tuple[int, Box]]], targets: Sequence[Layout]) -> Iterator[_Cell]:
+def _target_cells(held: dict[str, list[_Held]], targets: Sequence[Layout]) -> Iterator[tuple[_Cell, tuple[int, ...]]]:
+    """Every cell of every target with the source ranks that hold all of it."""
     for target_rank, layout in enumerate(targets):
         wanted = layout.placement_of()
-        for state in _held(layout):
-            for box in _cells(wanted[state.name].spans, [held for _, held in holders[state.name]]):
-                yield _Cell(target_rank, state, box)
+        for state in _placed(layout):
+            placement, sources = wanted[state.name], held[state.name]
+            for box in _cells(placement.spans, [source.box for source in sources]):
+                holders = [source for source in sources if _contains(source.box, box)]
+                tokens = _tokens_of(layout, placement, state)
+                for part, indices in classes(tokens, tuple(holder.tokens for holder in holders)):
+                    ranks = tuple(holders[index].rank for index in indices)
+                    yield _Cell(target_rank, state, box, part), ranks
 
 
 def _cells(wanted: Box, held: list[Box]) -> Iterator[Box]:
@@ -157,20 +209,21 @@ def _contains(outer: Box, inner: Box) -> bool:
 def _deal(ranks: tuple[int, ...], cells: list[_Cell]) -> Iterator[Leg]:
     for index, cell in enumerate(cells):
         source_rank = ranks[index * len(ranks) // len(cells)]
-        yield Leg(source_rank, cell.target_rank, cell.state.name, cell.box)
+        yield Leg(source_rank, cell.target_rank, cell.state.name, cell.box, cell.tokens)
 
 
-def _nobody_holds(cell: _Cell, held: list[Box]) -> UncoveredError:
+def _nobody_holds(cell: _Cell, held: list[_Held]) -> UncoveredError:
     axes, box = cell.state.axes, cell.box
     gaps = [
         f"{axis.name} {gap}"
         for index, axis in enumerate(axes)
-        for gap in uncovered(box[index], [part for other in held for part in overlap(box[index], other[index])])
+        for gap in uncovered(box[index], [part for one in held for part in overlap(box[index], one.box[index])])
     ]
-    whole = ", ".join(f"{axis.name} {span}" for axis, span in zip(axes, box, strict=True))
+    whole = [f"{axis.name} {span}" for axis, span in zip(axes, box, strict=True)]
+    tokens = [] if cell.tokens == ALL_TOKENS else [f"token: {cell.tokens}"]
     return UncoveredError(
         f"no source rank holds a part of state {cell.state.name}",
-        found=", ".join(gaps) or whole,
+        found=", ".join((gaps or whole) + tokens) or "all of it",
         expected="every part of the state on at least one source rank",
         hint="check that every rank of the source engine is listed",
     )

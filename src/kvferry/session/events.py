@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import TransferError
 from kvferry.plan.copies import Copies
-from kvferry.plan.layout import TokenRange
+from kvferry.plan.tokens import TokenRange
 from kvferry.wire.messages import Message, Offer, Reference
 
 __all__ = [
@@ -123,13 +123,21 @@ class LeaseWithdrawn:
 
 @dataclass(frozen=True, slots=True)
 class FetchWanted:
-    """The engine wants a remote cache in its own blocks. `addresses` has one control address per source rank."""
+    """The engine wants a remote cache in its own blocks. `addresses` has one control address per source rank.
+
+    `block_tables` and `ranges` have one entry per cache group of this rank: where the tokens go, and which are wanted.
+    """
 
     request_id: str
     reference: Reference
     addresses: tuple[str, ...]
     block_tables: tuple[tuple[int, ...], ...]
-    tokens: TokenRange
+    ranges: tuple[TokenRange, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens of the request the source must have."""
+        return max((tokens.last for tokens in self.ranges), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class Fetch:
     def report(self, transport: str, choice: str, now: float) -> FetchReport:
         """The finished fetch in figures."""
         return FetchReport(
-            tokens=len(self.wanted.tokens),
+            tokens=max(map(len, self.wanted.ranges), default=0),
             num_bytes=sum(read.num_bytes for read in self.reads.values()),
             num_rows=sum(read.num_rows for read in self.reads.values()),
             transport=transport,

@@ -16,7 +16,10 @@ __all__ = ["Binding", "Bindings"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Binding:
-    """The programs of this target rank, one per source rank that holds something it needs."""
+    """The programs of this target rank, one per source rank that it reads or tells that the request is done.
+
+    The program of a rank that is only told moves nothing.
+    """
 
     peers: tuple[PeerKey, ...]
     route: Route

@@ -185,17 +185,22 @@ class TargetSession:
         fetch.start_reads(tuple(binding.programs), now)
         for key in binding.programs:
             yield Send(key, self._claim_of(fetch, binding.readers_of(key)))
+        if not fetch.reads:
+            # Other ranks of ours have all the work, and tell the sources.
+            fetch.posted_at = fetch.landed_at = now
+            del self._fetches[fetch.wanted.request_id]
+            yield Fetched(fetch.wanted.request_id, fetch.report("", "", now))
 
     def _claim_of(self, fetch: Fetch, readers: tuple[int, ...]) -> Claim:
         wanted = fetch.wanted
-        return Claim(self._ours, wanted.request_id, wanted.reference, wanted.tokens.last, readers)
+        return Claim(self._ours, wanted.request_id, wanted.reference, wanted.num_tokens, readers)
 
     def _grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Command]:
         for fetch, read in self._read(peer.key, grant.claim_id, ReadState.CLAIMING):
             program = self._bindings.to(fetch.peers, self._peers).programs[peer.key]
             wanted = fetch.wanted
             try:
-                copies = copies_for(program, grant.block_tables, wanted.block_tables, wanted.tokens)
+                copies = copies_for(program, grant.block_tables, wanted.block_tables, wanted.ranges)
             except RequestError as error:
                 yield from self._fail(fetch, TransferError(Reason.OUT_OF_RANGE, str(error)), now)
                 return
@@ -222,9 +227,6 @@ class TargetSession:
             read.machine.move("valid")
             if fetch.all_in(ReadState.VALID):
                 del self._fetches[fetch.wanted.request_id]
-                for unread in set(fetch.peers) - set(fetch.reads):
-                    # A replica that nothing was read from need not keep its blocks either.
-                    yield from self._farewells.say(fetch.wanted, unread, now)
                 yield Fetched(fetch.wanted.request_id, fetch.report(peer.transport, peer.choice, now))
 
     def _landed_of(self, fetch: Fetch) -> Landed:

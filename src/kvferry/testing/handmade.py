@@ -4,11 +4,12 @@ groups in another order on each side, rings, states of fixed size. A seed gives 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State
 from kvferry.plan.span import Span
+from kvferry.plan.tokens import TokenShare
 
 __all__ = ["Model", "Side", "make_model", "make_side"]
 
@@ -18,20 +19,11 @@ NUM_GROUPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """States, the kind of cache group of each, and the ring that each side uses for each kind (0: none)."""
+    """States, the kind of cache group of each, and the tokens that the states of each kind see (0: all)."""
 
     states: tuple[State, ...]
     kinds: dict[str, int]
-    source_rings: tuple[int, ...]
-    target_rings: tuple[int, ...]
-
-    def windows(self) -> dict[str, int]:
-        """The smaller ring of both sides, per state that has one on either side."""
-        rings = {
-            name: [ring for ring in (self.source_rings[kind], self.target_rings[kind]) if ring]
-            for name, kind in self.kinds.items()
-        }
-        return {name: min(sizes) for name, sizes in rings.items() if sizes}
+    windows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,36 +36,48 @@ class Side:
 
 def make_model(dice: random.Random) -> Model:
     """One to four states of any shape."""
-    states = tuple(_state(dice, f"s{number}") for number in range(dice.randint(1, 4)))
-    kinds = {state.name: dice.randrange(NUM_GROUPS) for state in states}
-    source = tuple(dice.choice([0, 0, dice.randint(1, 8)]) for _ in range(NUM_GROUPS))
-    target = tuple(dice.choice([0, ring, dice.randint(1, 8)]) for ring in source)
-    return Model(states, kinds, source, target)
+    windows = tuple(dice.choice([0, 0, dice.randint(1, 8)]) for _ in range(NUM_GROUPS))
+    kinds = {f"s{number}": dice.randrange(NUM_GROUPS) for number in range(dice.randint(1, 4))}
+    states = tuple(_state(dice, name, windows[kind]) for name, kind in kinds.items())
+    return Model(states, kinds, windows)
 
 
-def make_side(dice: random.Random, model: Model, rings: tuple[int, ...], num_tokens: int, first_address: int) -> Side:
+def make_side(dice: random.Random, model: Model, num_tokens: int, first_address: int) -> Side:
     """An engine that holds every part of every state at least once."""
     order = dice.sample(range(NUM_GROUPS), NUM_GROUPS)
-    groups = [_group(dice, rings[order.index(index)], num_tokens) for index in range(NUM_GROUPS)]
+    groups = [_group(dice, model.windows[order.index(index)], num_tokens) for index in range(NUM_GROUPS)]
+    num_shares, run_tokens = dice.choice([1, 1, 2, 3]), dice.randint(1, 4)
     layouts, tables = [], []
-    for rank, held in enumerate(_deal(dice, model.states)):
-        builder = _RankBuilder(dice, tuple(groups), first_address + (rank << 40))
+    for rank, (held, share) in enumerate(product(_deal(dice, model.states), range(num_shares))):
+        ours = [_shared(group, TokenShare(num_shares, share, run_tokens)) for group in groups]
+        builder = _RankBuilder(dice, tuple(ours), first_address + (rank << 40))
         for state in model.states:
             if state.name in held:
                 builder.place(state, held[state.name], order[model.kinds[state.name]])
         layouts.append(builder.layout())
-        tables.append([_table(dice, group, num_tokens) for group in groups])
+        tables.append([_table(dice, group, num_tokens) for group in ours])
     return Side(tuple(layouts), tuple(tables))
 
 
-def _state(dice: random.Random, name: str) -> State:
+def _state(dice: random.Random, name: str, window: int) -> State:
     axes = tuple(Axis(f"axis{number}", dice.randint(1, 5)) for number in range(dice.randint(0, 3)))
-    return State(name, "any", dice.choice([1, 2, 3, 4]), axes, per_token=dice.random() < 0.7)
+    item_bytes = dice.choice([1, 2, 3, 4])
+    if dice.random() < 0.3:
+        return State(name, "any", item_bytes, axes, per_token=False)
+    return State(name, "any", item_bytes, axes, per_token=True, window_tokens=window)
 
 
-def _group(dice: random.Random, ring: int, num_tokens: int) -> CacheGroup:
-    block_tokens = dice.randint(1, 6)
-    return CacheGroup(block_tokens, -(-max(num_tokens, 1) // block_tokens) + dice.randint(1, 3), ring)
+def _group(dice: random.Random, window: int, num_tokens: int) -> CacheGroup:
+    """Blocks for all tokens; where there is a window, sometimes as a ring that just keeps it or some more."""
+    kernel_blocks = dice.choice([1, 1, 2])
+    block_tokens = kernel_blocks * dice.randint(1, 4)
+    num_blocks = -(-max(num_tokens, 1) // block_tokens) + dice.randint(1, 3)
+    ring = dice.choice([0, max(1, window - 1) + dice.randint(0, 2)]) if window else 0
+    return CacheGroup(block_tokens, num_blocks, ring, kernel_blocks)
+
+
+def _shared(group: CacheGroup, share: TokenShare) -> CacheGroup:
+    return group if group.ring_tokens else replace(group, share=share)
 
 
 def _table(dice: random.Random, group: CacheGroup, num_tokens: int) -> list[int]:
@@ -142,7 +146,8 @@ class _RankBuilder:
 
     def _strides(self, state: State, box: Box, group: CacheGroup) -> tuple[dict[int, int], int]:
         """Strides by number: the axes, then block, then token; and the bytes that all of it takes."""
-        extents = [len(span) for span in box] + [group.num_blocks] + [group.block_tokens] * state.per_token
+        num_blocks = group.num_blocks * group.kernel_blocks
+        extents = [len(span) for span in box] + [num_blocks] + [group.kernel_tokens] * state.per_token
         step, strides = state.item_bytes, {}
         padded = self._dice.random() < 0.5
         for number in self._dice.sample(range(len(extents)), len(extents)):

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.plan.copies import Copies
-from kvferry.plan.layout import Layout, Placement, State, TokenRange
+from kvferry.plan.layout import CacheGroup, Layout, Placement, State
+from kvferry.plan.tokens import TokenRange
 
 __all__ = ["POISON", "Memory", "element_addresses", "execute", "expect", "fill"]
 
@@ -56,23 +57,52 @@ def element_addresses(
 ) -> Iterator[tuple[int, Coordinate, int]]:
     """(token, logical coordinate, address) of every element of a placement; token 0 for a state without tokens."""
     state = layout.state_named()[placement.state]
-    group = layout.groups[placement.group]
+    group, table = layout.groups[placement.group], tables[placement.group]
     start = layout.regions[placement.region].address + placement.offset
-    for token in range(tokens.first, tokens.last) if state.per_token else (0,):
-        slot = token % group.ring_tokens if group.ring_tokens else token
-        block = tables[placement.group][slot // group.block_tokens]
-        base = start + block * placement.block_stride + slot % group.block_tokens * placement.token_stride
+    for token, position in _own(group, tokens) if state.per_token else ((0, 0),):
+        slot = position % group.ring_tokens if group.ring_tokens else position
+        if not 0 <= table[slot // group.block_tokens] < group.num_blocks:
+            continue  # the request has no such block any more
+        kernel, slot = divmod(
+            table[slot // group.block_tokens] * group.block_tokens + slot % group.block_tokens, tile(group)
+        )
+        base = start + kernel * placement.block_stride + slot * placement.token_stride
         for coordinate in product(*(range(s.start, s.stop) for s in placement.spans)):
             steps = zip(coordinate, placement.spans, placement.strides, strict=True)
             yield token, coordinate, base + sum((c - span.start) * stride for c, span, stride in steps)
 
 
+def tile(group: CacheGroup) -> int:
+    """Tokens of the smallest block that lies in one piece."""
+    return group.block_tokens // group.kernel_blocks
+
+
+def _own(group: CacheGroup, tokens: TokenRange) -> Iterator[tuple[int, int]]:
+    """The tokens of a range that a rank has, and how many it has before each: counted one by one."""
+    share, num_before = group.share, 0
+    for token in range(tokens.last):
+        if token // share.run_tokens % share.num_shares != share.share:
+            continue
+        if token >= tokens.first:
+            yield token, num_before
+        num_before += 1
+
+
+def is_seen(state: State, token: int, following: int) -> bool:
+    """Whether the token that comes next, number `following`, may look at an earlier one."""
+    if state.window_tokens:
+        return following - token < state.window_tokens
+    return not state.chunk_tokens or token // state.chunk_tokens == following // state.chunk_tokens
+
+
 def fill(memory: Memory, tables: Tables, tokens: TokenRange) -> None:
-    """Give every element of a source rank the value of its coordinate."""
+    """Give every element of a source rank that is still seen after these tokens the value of its coordinate."""
     named = memory.layout.state_named()
     for placement in memory.layout.placements:
         state = named[placement.state]
         for token, coordinate, address in element_addresses(memory.layout, placement, tables, tokens):
+            if state.per_token and not is_seen(state, token, tokens.last):
+                continue
             value = value_of(state, token, coordinate)
             memory.at(address, state.item_bytes)[:] = np.frombuffer(value, np.uint8)
 
@@ -88,23 +118,20 @@ def execute(copies: Copies, source: Memory, target: Memory, written: Mapping[int
 
 
 def expect(
-    memory: Memory,
-    tables: Tables,
-    tokens: TokenRange,
-    written: Mapping[int, NDArray[np.uint8]],
-    windows: Mapping[str, int],
+    memory: Memory, tables: Tables, ranges: Sequence[TokenRange], written: Mapping[int, NDArray[np.uint8]]
 ) -> None:
     """Raise AssertionError unless the target holds exactly the requested elements, each written once, nothing else.
 
-    `windows` has the sliding window of each state that has one: only its last tokens but one are expected.
+    `ranges` has one range per cache group; of a state with a window or chunks, only what is still seen is expected.
     """
     named = memory.layout.state_named()
     wanted = {start: np.zeros_like(counts) for start, counts in written.items()}
     for placement in memory.layout.placements:
         state = named[placement.state]
-        seen = windows.get(state.name, tokens.last + 1) - 1
-        held = TokenRange(max(tokens.first, tokens.last - seen), tokens.last)
-        for token, coordinate, address in element_addresses(memory.layout, placement, tables, held):
+        tokens = ranges[placement.group]
+        for token, coordinate, address in element_addresses(memory.layout, placement, tables, tokens):
+            if state.per_token and not is_seen(state, token, tokens.last):
+                continue
             found = memory.at(address, state.item_bytes).tobytes()
             if found != value_of(state, token, coordinate):
                 raise AssertionError(f"{state.name} token {token} {coordinate}: wrong bytes at {address}")
