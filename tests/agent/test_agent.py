@@ -70,7 +70,7 @@ def check(target, num_tokens=NUM_TOKENS):
         for _, _, address in oracle.element_addresses(layout, placement, TARGET_TABLES, tokens):
             start = layout.regions[placement.region].address
             wanted[start][address - start : address - start + 4] = 1
-    oracle.expect(target.memory, TARGET_TABLES, tokens, wanted, {})
+    oracle.expect(target.memory, TARGET_TABLES, [tokens], wanted)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "nixl", "auto"])

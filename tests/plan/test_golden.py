@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.plan.describe import Attention, EngineShape, describe
-from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State, TokenRange
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State
+from kvferry.plan.model import attention
 from kvferry.plan.program import bind
 from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
 from kvferry.plan.span import Span
+from kvferry.plan.tokens import TokenRange
 
 SOURCE, TARGET = 1 << 20, 1 << 30
 
@@ -22,13 +24,13 @@ def rows(sources, targets, pair, tables, tokens):
     """(source offset, target offset, length), relative to the first region of each rank."""
     source, target = sources[pair[0]], targets[pair[1]]
     program = bind(route(sources, targets).between(*pair), source, target)
-    copies = copies_for(program, *tables, tokens)
+    copies = copies_for(program, *tables, [tokens] * len(target.groups))
     columns = copies.source - source.regions[0].address, copies.target - target.regions[0].address, copies.length
     return sorted(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def test_example_1_equal_layouts_one_row_per_run_of_tokens():
-    model = Attention(num_layers=1, num_heads=1, head_dim=2, dtype="float16", item_bytes=2)
+    model = attention(num_layers=1, num_heads=1, head_dim=2, dtype="float16", item_bytes=2)
     source = describe(model, shape(1, 2, 4, "token-major"), SOURCE)
     target = describe(model, shape(1, 2, 4, "token-major"), TARGET)
     assert rows(source, target, (0, 0), ([[2, 0]], [[1, 3]]), TokenRange(0, 3)) == [
@@ -40,7 +42,7 @@ def test_example_1_equal_layouts_one_row_per_run_of_tokens():
 
 
 def test_example_2_one_rank_to_two_each_takes_its_head_token_by_token():
-    model = Attention(num_layers=1, num_heads=2, head_dim=2, dtype="float16", item_bytes=2)
+    model = attention(num_layers=1, num_heads=2, head_dim=2, dtype="float16", item_bytes=2)
     source = describe(model, shape(1, 2, 2, "token-major"), SOURCE)
     target = describe(model, shape(2, 2, 2, "token-major"), TARGET)
     assert rows(source, target, (0, 1), ([[1]], [[0]]), TokenRange(0, 2)) == [
@@ -52,7 +54,7 @@ def test_example_2_one_rank_to_two_each_takes_its_head_token_by_token():
 
 
 def test_example_3_three_ranks_to_two_the_middle_one_is_shared():
-    model = Attention(num_layers=1, num_heads=6, head_dim=1, dtype="float16", item_bytes=2)
+    model = attention(num_layers=1, num_heads=6, head_dim=1, dtype="float16", item_bytes=2)
     source = describe(model, shape(3, 1, 1, "token-major"), SOURCE)
     target = describe(model, shape(2, 1, 1, "token-major"), TARGET)
     found = route(source, target)
@@ -72,7 +74,7 @@ def test_example_3_three_ranks_to_two_the_middle_one_is_shared():
 
 
 def test_example_4_larger_blocks_and_another_order_of_axes():
-    model = Attention(num_layers=1, num_heads=2, head_dim=1, dtype="float16", item_bytes=2)
+    model = attention(num_layers=1, num_heads=2, head_dim=1, dtype="float16", item_bytes=2)
     source = describe(model, shape(1, 2, 4, "head-major"), SOURCE)
     target = describe(model, shape(1, 4, 2, "head-major"), TARGET)
     assert rows(source, target, (0, 0), ([[3, 1]], [[1]]), TokenRange(0, 4)) == [
@@ -88,7 +90,7 @@ def test_example_4_larger_blocks_and_another_order_of_axes():
 
 
 def test_adjacent_blocks_of_a_cache_with_all_layers_in_one_block_are_one_row():
-    model = Attention(num_layers=4, num_heads=2, head_dim=8, dtype="float16", item_bytes=2)
+    model = attention(num_layers=4, num_heads=2, head_dim=8, dtype="float16", item_bytes=2)
     source = describe(model, shape(1, 16, 64, "block-major"), SOURCE)
     target = describe(model, shape(1, 16, 64, "block-major"), TARGET)
     tables = [list(range(3, 11))], [list(range(40, 48))]
@@ -97,7 +99,7 @@ def test_adjacent_blocks_of_a_cache_with_all_layers_in_one_block_are_one_row():
 
 
 RING = Layout(
-    states=(State("s", "int8", 1, (Axis("dim", 1),), per_token=True),),
+    states=(State("s", "int8", 1, (Axis("dim", 1),), per_token=True, window_tokens=3),),
     regions=(Region(SOURCE, 64, "dram", 0),),
     groups=(CacheGroup(block_tokens=2, num_blocks=4, ring_tokens=3),),
     placements=(Placement("s", 0, 0, 0, (Span(0, 1),), (1,), 2, 1),),
@@ -120,11 +122,11 @@ def test_a_sliding_window_moves_the_tokens_that_the_next_one_sees(last, expected
     assert rows((RING,), (PLAIN,), (0, 0), ([[1, 0]], [[0, 2]]), TokenRange(0, last)) == expected
 
 
-def test_two_rings_of_different_size_move_what_the_smaller_one_holds():
-    """Windows 3 and 2: only the last token is seen by the next one; at the target it is in slot 4 modulo 2 = 0."""
+def test_a_ring_of_two_holds_what_a_window_of_three_needs():
+    """Of tokens 0 to 4 the next one sees 3 and 4: slots 0 and 1 modulo 3, slots 1 and 0 modulo 2."""
     small = replace(RING, groups=(CacheGroup(block_tokens=2, num_blocks=4, ring_tokens=2),), regions=PLAIN.regions)
-    assert rows((RING,), (small,), (0, 0), ([[1, 0]], [[3]]), TokenRange(0, 5)) == [(3, 6, 1)]
-    assert rows((small,), (RING,), (0, 0), ([[3]], [[1, 0]]), TokenRange(0, 5)) == [(6, 3, 1)]
+    assert rows((RING,), (small,), (0, 0), ([[1, 0]], [[3]]), TokenRange(0, 5)) == [(2, 7, 1), (3, 6, 1)]
+    assert rows((small,), (RING,), (0, 0), ([[3]], [[1, 0]]), TokenRange(0, 5)) == [(6, 3, 1), (7, 2, 1)]
 
 
 def test_a_ring_at_the_target_alone_decides_what_is_moved():

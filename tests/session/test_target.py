@@ -4,7 +4,7 @@ import pytest
 
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.layout import fingerprint
-from kvferry.plan.model import attention
+from kvferry.plan.model import attention, latent
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import (
     AbortWanted,
@@ -317,23 +317,45 @@ def test_a_claim_names_all_ranks_of_our_engine_that_read_this_source():
     assert claim.message.readers == (0, 1)
 
 
+ONE_LATENT = latent(num_layers=1, dim=4, dtype="float32", item_bytes=4)
+REPLICAS = describe(ONE_LATENT, EngineShape(2, 1, 4, 8, "token-major"), 1 << 20)
+
+
 def test_a_replica_that_is_not_read_is_told_so():
-    """One head on four bytes: the second source rank holds nothing that is needed from it."""
-    model = replace(MODEL, num_heads=1, num_layers=1)
-    ranks = describe(model, EngineShape(2, 1, 4, 8, "block-major"), 1 << 20)
-    states = [replace(layout, states=layout.states[:1], placements=layout.placements[:1]) for layout in ranks]
-    (ours,) = describe(model, EngineShape(1, 1, 8, 4, "block-major"), 1 << 30)
-    target = session((replace(ours, states=ours.states[:1], placements=ours.placements[:1]),))
-    (claim,) = meet(target, states)
-    read, unread = claim.peer, next(peer for peer in PEERS if peer != claim.peer)
+    """Both source ranks hold the same: one is read, the other learns by an empty read that the request is done."""
+    target = session(describe(ONE_LATENT, EngineShape(1, 1, 8, 4, "token-major"), 1 << 30))
+    claims = meet(target, REPLICAS)
+    assert [(claim.peer, claim.message.readers) for claim in claims] == [(PEERS[0], (0,)), (PEERS[1], (0,))]
+    posts = [command for peer in PEERS for command in target.handle(AnswerArrived(peer, GRANT), 0.4)]
+    assert [post.copies.num_bytes for post in posts] == [6 * ONE_LATENT.bytes_per_token, 0]
+    for peer in PEERS:
+        play(target, [(0.5, TicketEnded(ReadKey("q1", peer), ""), [Send])])
+    play(target, [(0.6, AnswerArrived(PEERS[0], m.Valid("q1")), [])])
+    play(target, [(0.6, AnswerArrived(PEERS[1], m.Valid("q1")), [Fetched])])
+
+
+def test_a_rank_leaves_alone_the_sources_that_another_rank_of_ours_reads():
+    """Ranks 0 and 1 of ours read one replica each; neither may end the lease that the other one still needs."""
+    both = describe(ONE_LATENT, EngineShape(2, 1, 8, 4, "token-major"), 1 << 30)
+    target = session(both)
+    (claim,) = meet(target, REPLICAS)
+    assert (claim.peer, claim.message.readers) == (PEERS[0], (0,))
     play(
         target,
         [
-            (0.4, AnswerArrived(read, GRANT), [Post]),
-            (0.5, TicketEnded(ReadKey("q1", read), ""), [Send]),
-            (0.6, AnswerArrived(read, m.Valid("q1")), [Send(unread, ABORT.message), Fetched]),
+            (0.4, AnswerArrived(PEERS[0], GRANT), [Post]),
+            (0.5, TicketEnded(ReadKey("q1", PEERS[0]), ""), [Send]),
+            (0.6, AnswerArrived(PEERS[0], m.Valid("q1")), [Fetched]),
         ],
     )
+
+
+def test_a_rank_without_any_work_is_done_at_once():
+    """Our second rank holds nothing, and the first one reads both sources and tells them."""
+    nothing = replace(TARGET_LAYOUTS[0], states=(), placements=())
+    ours = Ourselves(m.Party("d0", "epoch-9", 1), "0.1.0", (TARGET_LAYOUTS[0], nothing))
+    (fetched,) = meet(TargetSession(ours, TIMING))
+    assert (type(fetched), fetched.report.num_bytes) == (Fetched, 0)
 
 
 def test_a_fetch_that_fails_before_its_claim_tells_the_source():
