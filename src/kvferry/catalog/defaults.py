@@ -94,6 +94,7 @@ _DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "llama4_text": _LLAMA4_TEXT,
     "mamba": {"state_size": 16, "conv_kernel": 4, "expand": 2},
     "mamba2": {"state_size": 128, "conv_kernel": 4, "expand": 2, "n_groups": 8, "head_dim": 64, "num_heads": 128},
+    "mimo_v2_flash": {"swa_num_key_value_heads": 8, "head_dim": 192, "v_head_dim": 128, "sliding_window": 128},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "nemotron_h": {
         "num_key_value_heads": 8,

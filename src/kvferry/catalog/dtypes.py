@@ -8,7 +8,7 @@ from kvferry.catalog.fields import Fields
 from kvferry.catalog.records import Options
 from kvferry.errors import ConfigurationError
 
-__all__ = ["FLOAT32", "FLOAT8", "PACKED_LATENT", "Item", "cache_item", "model_item", "recurrent_item"]
+__all__ = ["FLOAT32", "FLOAT8", "PACKED_LATENT", "PACKED_ROW", "Item", "cache_item", "model_item", "recurrent_item"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Item:
 FLOAT32 = Item("float32", 4)
 FLOAT8 = Item("float8_e4m3fn", 1)
 
+PACKED_ROW = Item("uint8", 1)
 PACKED_LATENT = "fp8_ds_mla"
 """vLLM's name for latent rows of 8-bit floats with their scales and the 16-bit rotary part in one row of bytes."""
 
@@ -39,7 +40,7 @@ _CACHE = _MODEL | {
     "fp8_e4m3": FLOAT8,
     "fp8_e5m2": Item("float8_e5m2", 1),
     "int8": Item("int8", 1),
-    PACKED_LATENT: Item("uint8", 1),
+    PACKED_LATENT: PACKED_ROW,
 }
 
 

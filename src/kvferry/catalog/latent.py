@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.catalog.attention import Reach
-from kvferry.catalog.dtypes import FLOAT8, FLOAT32, Item
+from kvferry.catalog.dtypes import FLOAT8, FLOAT32, PACKED_ROW, Item
 from kvferry.catalog.fields import Fields
 from kvferry.plan.layout import Axis, State
 from kvferry.plan.model import Kept
@@ -74,7 +74,7 @@ def keep_latent(latent: Latent, prefix: str, item: Item, reach: Reach, with_inde
         limits = (reach.window_tokens, reach.chunk_tokens)
         return Kept(State(f"{prefix}.{kind}", element.dtype, element.num_bytes, (axis,), True, *limits), "")
 
-    row = Axis("byte", packed_bytes(latent)) if item.dtype == "uint8" else Axis("dim", latent.rank + latent.rope_dim)
+    row = Axis("byte", packed_bytes(latent)) if item == PACKED_ROW else Axis("dim", latent.rank + latent.rope_dim)
     rows = (kept("latent", item, row),)
     if not (with_indexer and latent.indexer.dim):
         return rows

@@ -1,0 +1,164 @@
+"""transformers as an independent reader: its configs, its parameter counts, and the caches that it really allocates."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from math import prod
+
+import pytest
+import torch
+from test_shipped import AUTO, FIGURES, config_of
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.configuration_utils import remap_legacy_layer_types
+
+from kvferry import catalog
+from kvferry.catalog.defaults import _DEFAULTS, language_fields
+from kvferry.catalog.layers import layers_of
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "dtype": "float32",
+}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10}
+FAMILIES = {
+    "llama": {},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3},
+    "gemma2": {"sliding_window": 16},
+    "gemma3_text": {"sliding_window": 16, "sliding_window_pattern": 2},
+    "gemma4_text": {
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 0,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gpt_oss": {"num_local_experts": 2, **MOE},
+    "cohere2": {"sliding_window_pattern": 2, "sliding_window": 16},
+    "olmo3": {"sliding_window": 16},
+    "mimo_v2_flash": {
+        "v_head_dim": 4,
+        "n_routed_experts": 4,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        **MOE,
+    },
+    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 16, "no_rope_layer_interval": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 6, "num_experts": 2},
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*-M",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 6,
+    },
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 8, **MAMBA2},
+    "bamba": {"attn_layer_indices": [1], **MAMBA2},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 6,
+        "mamba_headdim": 8,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    },
+    "qwen3_next": {"num_experts": 4, "shared_expert_intermediate_size": 8, **DELTA, **MOE},
+    "lfm2": {"full_attn_idxs": [1]},
+}
+
+
+def loaded(config: dict[str, object]):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoConfig.for_model(**config)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_shipped_config_has_the_geometry_that_transformers_reads(name):
+    config = config_of(name)
+    theirs = loaded(dict(config.get("text_config", config)))
+    fields = language_fields(name, config)
+    entry = catalog.read(name, AUTO)
+    assert entry.cache.num_layers == theirs.num_hidden_layers
+    keys = [kept.state for kept in entry.cache.kept() if kept.state.name.endswith(".k") and len(kept.state.axes) == 2]
+    assert {state.axes[0].extent for state in keys} <= {theirs.num_key_value_heads}
+    words = getattr(theirs, "layer_types", None)
+    if words:
+        assert remap_legacy_layer_types([layer.word for layer in layers_of(fields)]) in (words, ["full_attention"] * 61)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_all_parameters_are_those_of_the_model_that_transformers_builds(name):
+    """With every expert chosen and the input embedding added, the estimate is the size of the whole model."""
+    config = config_of(name)
+    config = dict(config.get("text_config", config))
+    theirs = loaded(dict(config))
+    for experts in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if experts in config:
+            config["num_experts_per_tok"] = config[experts]
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(theirs)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    looked_up = 0 if theirs.tie_word_embeddings else theirs.vocab_size * theirs.hidden_size
+    entry = catalog.of_config(config, name, AUTO)
+    assert entry.num_active_parameters + looked_up == pytest.approx(whole, rel=0.001)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_have_the_shapes_that_transformers_allocates(family):
+    config = {**TINY, **FAMILIES[family], "model_type": family}
+    theirs = loaded({**config, "pad_token_id": 0})
+    entry = catalog.of_config(config, family, AUTO)
+    num_tokens = 3
+    model = AutoModelForCausalLM.from_config(theirs).eval()
+    with torch.no_grad():
+        cache = model(torch.arange(1, 1 + num_tokens)[None], use_cache=True).past_key_values
+    kept: dict[int, dict[str, tuple[int, ...]]] = {}
+    for layer in entry.cache.layers:
+        for each in layer.kept:
+            shape = tuple(axis.extent for axis in each.state.axes)
+            kept.setdefault(layer.layer, {})[each.state.name.split(".", 3)[3]] = shape
+    for layer, allocated in enumerate(cache.layers):
+        ours = kept.get(layer, {})
+        for kind, tensor in (("k", vars(allocated).get("keys")), ("v", vars(allocated).get("values"))):
+            shape = None if tensor is None else (tensor.shape[1], tensor.shape[3])
+            assert ours.get(kind) == shape
+        # transformers keeps all inputs of the convolution, vLLM (and we) all but the newest.
+        convolved = [shape for name, shape in ours.items() if name.startswith("conv")]
+        theirs_convolved = _first(vars(allocated).get("conv_states"))
+        assert sum(prod(shape) for shape in convolved) == prod(theirs_convolved[:-1]) * max(0, theirs_convolved[-1] - 1)
+        assert sorted(ours.get("ssm", (0,))) == sorted(_first(vars(allocated).get("recurrent_states"))[1:])
+
+
+def _first(states: dict[int, torch.Tensor | None] | None) -> tuple[int, ...]:
+    """The shape of a layer's state, in front of it the batch of one."""
+    state = states[0] if states else None
+    return (1, 0) if state is None else tuple(state.shape)
+
+
+@pytest.mark.parametrize("family", _DEFAULTS)
+def test_defaults_are_those_of_the_configuration_class(family):
+    """A field that the class does not have is about the arrangement of the layers, which must then be the class's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = AutoConfig.for_model(family)
+    declared = {field.name: field.default for field in dataclasses.fields(theirs)}
+    for name, value in _DEFAULTS[family].items():
+        if name in declared:
+            assert declared[name] == value, name
+    config = {"model_type": family, "num_hidden_layers": theirs.num_hidden_layers, "num_attention_heads": 8}
+    words = getattr(theirs, "layer_types", None)
+    if words and family not in ("nemotron_h", "mimo_v2_flash"):
+        ours = remap_legacy_layer_types([layer.word for layer in layers_of(language_fields(family, config))])
+        indexed = family == "deepseek_v32"
+        assert ours == (["full_attention"] * len(words) if indexed else words)
