@@ -19,7 +19,7 @@ from planner_cases import (
     BLOCK_TOKENS,
     CASES,
     IDS,
-    MODEL,
+    NUM_LAYERS,
     NUM_TOKENS,
     Case,
     block_ids,
@@ -58,7 +58,7 @@ def vllm_skipped() -> dict[str, str]:
 
 def outer_sum(num_rows: int) -> Work:
     """One numpy outer sum with as many results as there are rows."""
-    left = np.arange(MODEL.num_layers, dtype=np.uint64)
+    left = np.arange(NUM_LAYERS, dtype=np.uint64)
     right = np.arange(num_rows // len(left), dtype=np.uint64)
     return lambda: np.add.outer(left, right).ravel()
 
@@ -157,7 +157,7 @@ def main() -> None:
         "command": f"python benchmarks/planner.py --repeats {repeats}",
         "machine": machine(),
         "vllm": vllm_skipped() or vllm_version(),
-        "request": f"{NUM_TOKENS} tokens, {MODEL.num_layers} layers, block {BLOCK_TOKENS}",
+        "request": f"{NUM_TOKENS} tokens, {NUM_LAYERS} layers, block {BLOCK_TOKENS}",
     }
     fresh_memory()
     found |= {"per_request": per_request(repeats), "per_peer": per_peer(repeats)}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import vllm_nixl
 from measuring import Work, allocated
-from planner_cases import BLOCK_TOKENS, MODEL, Case, block_ids, engines
+from planner_cases import BLOCK_TOKENS, HEAD_DIM, ITEM_BYTES, NUM_HEADS, Case, block_ids, engines
 
 from kvferry.plan import Copies, Layout
 
@@ -32,15 +32,15 @@ logging.getLogger("vllm").setLevel(logging.WARNING)
 
 def vllm_rank(layout: Layout, tensor_parallel: int) -> vllm_nixl.Rank:
     """The same memory as a layout of ours in the packed format, in vLLM's terms."""
-    num_heads = MODEL.num_heads // tensor_parallel
+    num_heads = NUM_HEADS // tensor_parallel
     return vllm_nixl.Rank(
         tensor_parallel=tensor_parallel,
         region_addresses=tuple(region.address for region in layout.regions),
         num_blocks=layout.groups[0].num_blocks,
         block_tokens=BLOCK_TOKENS,
-        block_bytes=BLOCK_TOKENS * num_heads * 2 * MODEL.head_dim * MODEL.item_bytes,
+        block_bytes=BLOCK_TOKENS * num_heads * 2 * HEAD_DIM * ITEM_BYTES,
         num_heads=num_heads,
-        head_dim=MODEL.head_dim,
+        head_dim=HEAD_DIM,
     )
 
 
@@ -61,7 +61,7 @@ class Peer:
         each = case.source_tensor_parallel // case.target_tensor_parallel
         sources = {number: vllm_rank(source[number], case.source_tensor_parallel) for number in range(each)}
         rank, nixl = vllm_rank(target[0], case.target_tensor_parallel), vllm_nixl.NoNixl(keeps_lists)
-        return cls(case, sources, rank, nixl, vllm_nixl.local_worker(rank, MODEL.num_heads, nixl), count())
+        return cls(case, sources, rank, nixl, vllm_nixl.local_worker(rank, NUM_HEADS, nixl), count())
 
     @property
     def has_splits(self) -> bool:

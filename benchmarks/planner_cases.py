@@ -8,13 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.plan import Attention, Copies, EngineShape, Layout, Program, TokenRange, bind, copies_for, describe, route
+from kvferry.plan import Copies, EngineShape, Layout, Program, TokenRange, attention, bind, copies_for, describe, route
 
 __all__ = [
     "BLOCK_TOKENS",
     "CASES",
+    "HEAD_DIM",
     "IDS",
-    "MODEL",
+    "ITEM_BYTES",
+    "NUM_HEADS",
+    "NUM_LAYERS",
     "NUM_TOKENS",
     "Case",
     "block_ids",
@@ -26,7 +29,8 @@ __all__ = [
     "programs_and_layouts",
 ]
 
-MODEL = Attention(num_layers=80, num_heads=8, head_dim=128, dtype="bfloat16", item_bytes=2)
+NUM_LAYERS, NUM_HEADS, HEAD_DIM, ITEM_BYTES = 80, 8, 128, 2
+MODEL = attention(NUM_LAYERS, NUM_HEADS, HEAD_DIM, "bfloat16", ITEM_BYTES)
 NUM_TOKENS = 131_072
 BLOCK_TOKENS = 16
 NUM_NEEDED = NUM_TOKENS // BLOCK_TOKENS
@@ -82,7 +86,7 @@ def programs_and_layouts(case: Case, num_blocks: int) -> object:
 
 def copies(bound: Sequence[Program], source: Sequence[int], target: Sequence[int]) -> list[Copies]:
     """What target rank 0 computes once per request."""
-    return [copies_for(program, [source], [target], TokenRange(0, NUM_TOKENS)) for program in bound]
+    return [copies_for(program, [source], [target], [TokenRange(0, NUM_TOKENS)]) for program in bound]
 
 
 def held_bytes(rows: Copies) -> int:
