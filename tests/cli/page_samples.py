@@ -59,7 +59,7 @@ MLA = (Group("full", 61, dim=576),)
 HYBRID = (
     Group("full", 12, heads=8, dim=256),
     Group("window", 24, heads=8, dim=256, window=1024),
-    Group("recurrent", 12, channels=8192, dim=64),
+    Group("recurrent", 12, channels=16384, dim=64),
 )
 
 

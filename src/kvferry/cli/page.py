@@ -36,6 +36,7 @@ def page(facts: Mapping[str, Any]) -> str:
         mix=Counter(pair["strategy"] for pair in facts["pairs"]).most_common(),
         reasons=_reasons(facts["pairs"]),
         details=_details(facts),
+        totals=_totals(facts["pairs"]),
         colours=COLOURS,
     )
 
@@ -94,6 +95,12 @@ def _groups(facts: Mapping[str, Any]) -> list[_Group]:
 def _reasons(pairs: list[Mapping[str, Any]]) -> dict[str, str]:
     """A letter or number for each different reason, in the order of the pairs."""
     return {reason: str(number) for number, reason in enumerate(dict.fromkeys(p["reason"] for p in pairs), start=1)}
+
+
+def _totals(pairs: list[Mapping[str, Any]]) -> dict[str, float]:
+    """The price of each strategy summed over the pairs, of those strategies that every pair could use."""
+    names = [name for name in (pairs[0]["prices"] if pairs else ()) if all(name in pair["prices"] for pair in pairs)]
+    return {name: sum(pair["prices"][name] for pair in pairs) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
