@@ -112,6 +112,7 @@ def test_a_latent_row_is_the_same_on_every_rank():
         ({"index_topk_freq": 2}, (0, 1, 3, 5)),
         ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, (0, 1, 2)),
         ({"index_topk_pattern": "FSS"}, (0, 3, 4, 5)),
+        ({"indexer_types": ["full", "shared"] * 3}, (0, 2, 4)),
     ],
 )
 def test_layers_share_the_choice_of_an_indexer(fields, with_indexer):
@@ -323,8 +324,9 @@ def test_where_only_some_layers_add_attention_the_mlp_comes_with_it():
 
 @pytest.mark.parametrize("outer", ["text_config", "llm_config", "language_config"])
 def test_a_text_config_may_be_nested_and_inherits_the_dtype(outer):
-    inner = {name: value for name, value in BASE.items() if name != "dtype"}
-    entry = catalog.of_config({"model_type": "llava", "torch_dtype": "float16", outer: inner}, "test", AUTO)
+    inner = {name: value for name, value in BASE.items() if name not in ("dtype", "vocab_size")}
+    whole = {"model_type": "llava", "torch_dtype": "float16", "vocab_size": 100, outer: inner}
+    entry = catalog.of_config(whole, "test", AUTO)
     assert {kept.state.dtype for kept in entry.cache.kept()} == {"float16"}
     assert entry.notes == ()
 

@@ -59,6 +59,7 @@ MAMBA1 = {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2}
         ({**DELTA, "full_attention_interval": 2, "linear_num_key_heads": 3}, "value heads per key head"),
         ({**LATENT, "qk_nope_head_dim": None}, "field qk_nope_head_dim is missing"),
         ({**LATENT, **INDEXER, "index_head_dim": None}, "field index_head_dim is missing"),
+        ({**LATENT, "indexer_types": ["full"]}, "a word for each of the 6 layers"),
         ({"num_kv_shared_layers": 6}, "fewer than the 6 layers"),
         ({"num_experts": 8, "num_experts_per_tok": None}, "field num_experts_per_tok or"),
         ({"text_config": [1]}, "an object with fields of its own"),

@@ -36,7 +36,6 @@ _GEMMA3_TEXT: dict[str, object] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
-    "tie_word_embeddings": True,
     "sliding_window": 4096,
     "sliding_window_pattern": 6,
 }
@@ -119,7 +118,7 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {
     "mamba2": {"num_heads": "mamba_num_heads", "head_dim": "mamba_head_dim"},
     "mamba": {"intermediate_size": "mamba_d_inner"},
     "falcon_mamba": {"intermediate_size": "mamba_d_inner"},
-    "lfm2": {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+    "lfm2": {"block_ff_dim": "intermediate_size"},
 }
 
 _TEXT_MODEL: Mapping[str, str] = {
@@ -145,7 +144,7 @@ PLAIN_MLP = frozenset({"falcon", "gpt_neox", "phi", "starcoder2"})
 """Families whose MLP has two matrices, not three, though its activation does not tell."""
 
 _NESTED = ("text_config", "llm_config", "language_config")
-_INHERITED = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+_INHERITED = ("dtype", "torch_dtype", "quantization_config", "vocab_size")
 
 _UNKNOWN: Mapping[str, str] = {
     # Fields of models whose caches this catalog cannot describe: better refused than described wrongly.
