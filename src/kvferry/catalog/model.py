@@ -44,9 +44,9 @@ def of_config(config: Mapping[str, object], name: str, options: Options) -> Entr
             hint="choose float8_e4m3fn for keys and values in 8 bits",
         )
     layers = layers_of(fields)
-    mixers = _mixers(fields, layers, options)
+    mixers = _mixers(fields, layers, indexer_layers(fields, len(layers)), options)
     drafts = draft_layers(fields) if options.draft_layers else ()
-    draft_mixers = _mixers(fields, drafts, options, has_indexers=(True,) * len(drafts))
+    draft_mixers = _mixers(fields, drafts, (True,) * len(drafts), options)
     own = _num_own_layers(fields, len(layers))
     kept = [_cache(layer, f"model.layers.{layer}", mixer) for layer in range(own) for mixer in mixers[layer]]
     # Draft layers run behind the last layer, so they live with the last pipeline stage.
@@ -70,10 +70,9 @@ def _cache(layer: int, prefix: str, mixer: _Mixer) -> LayerCache:
 
 
 def _mixers(
-    fields: Fields, layers: tuple[Layer, ...], options: Options, has_indexers: tuple[bool, ...] = ()
+    fields: Fields, layers: tuple[Layer, ...], has_indexers: tuple[bool, ...], options: Options
 ) -> list[tuple[_Mixer, ...]]:
     """The mixers of each layer; layers alike share one description."""
-    has_indexers = has_indexers or indexer_layers(fields, len(layers))
     made: dict[tuple[Layer, bool], tuple[_Mixer, ...]] = {}
     for key in zip(layers, has_indexers, strict=True):
         if key not in made:
