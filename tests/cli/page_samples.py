@@ -186,7 +186,7 @@ def _pair(left: Rank, right: Rank, shapes: tuple[Shape, Shape], groups: tuple[Gr
     residue = max(left.residue, right.residue)
     num_bytes = int(_bytes(layers, part, groups) / residue[0])
     states = (layers[1] - layers[0]) * (2 if heads else 1)
-    rows = _rows((left, right), shapes, (part, residue), states)
+    rows = _rows((left, right), shapes, (layers, part, residue), groups)
     prices = _prices(num_bytes, rows)
     strategy = min(prices, key=lambda name: prices[name])
     why = (
@@ -214,18 +214,27 @@ def _meet(left: tuple[int, int], right: tuple[int, int]) -> bool:
     return any(t % left[0] == left[1] and t % right[0] == right[1] for t in range(period))
 
 
-def _rows(ranks: tuple[Rank, Rank], shapes: tuple[Shape, Shape], what: tuple[Any, Any], states: int) -> int:
+def _rows(ranks: tuple[Rank, Rank], shapes: tuple[Shape, Shape], what: tuple[Any, ...], groups: Any) -> int:
+    """Of layers that all kinds share in proportion."""
+    layers, part, residue = what
+    share = (layers[1] - layers[0]) / sum(group.layers for group in groups)
+    rows = 0.0
+    for group in groups:
+        states = share * group.layers * (2 if group.heads else 1)
+        rows += states * (1 if group.channels else _rows_of_state(ranks, shapes, (part, residue), group))
+    return round(rows)
+
+
+def _rows_of_state(ranks: Any, shapes: tuple[Shape, Shape], what: tuple[Any, Any], group: Group) -> int:
     (part, residue), block = what, min(shape.block for shape in shapes)
-    tokens = 8192 // residue[0]
+    tokens = min(8192, group.window or 8192) // residue[0]
     if ranks[0].residue != ranks[1].residue:
         block = 1
     if shapes[0].format != shapes[1].format:
-        return states * (part[1] - part[0]) * tokens
+        return (part[1] - part[0]) * tokens
     if shapes[0].format != "token-major":
-        return states * (part[1] - part[0]) * ceil(tokens / block)
-    if ranks[0].part != ranks[1].part:
-        block = 1
-    return states * ceil(tokens / block)
+        return (part[1] - part[0]) * ceil(tokens / block)
+    return tokens if ranks[0].part != ranks[1].part else ceil(tokens / block)
 
 
 def _prices(num_bytes: int, rows: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ from kvferry.cli.page_words import ALL, Tokens, axis_words, bytes_words
 __all__ = ["CARD", "Card", "Pen", "card"]
 
 CARD, WORDS, PAD = 232.0, 124.0, 7.0
-LINE = 13.0
+LINE, DIGIT, CHIP = 13.0, 8.0, 16.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +91,17 @@ def _region(pair: tuple[int, int], areas: list[Area], fill: str, place: tuple[in
     """`place` is (number, of how many) among those whose labels stand below one another in the same area."""
     largest = max(areas, key=lambda area: area.width * area.height, default=Area(0, 0, 0, 0))
     index, count = place
-    roomy = largest.width >= 16 and largest.height / count >= 14
+    label = str(pair[0])
+    roomy = largest.width >= DIGIT * len(label) + 3 and largest.height / count >= (
+        CHIP if fill.startswith("url") else DIGIT + 3
+    )
     return Region(
         source=pair[0],
         target=pair[1],
         colour=_colour(pair[0]),
         path=_path(areas),
         fill=fill,
-        label=str(pair[0]) if roomy else "",
+        label=label if roomy else "",
         label_x=largest.x + largest.width / 2,
         label_y=largest.y + largest.height * (index + 0.5) / count,
     )
