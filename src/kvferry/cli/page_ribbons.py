@@ -16,6 +16,7 @@ MIN_RIBBON = 1.2
 ROOMY_RIBBON = 12.0
 # Free above and below the ribbons of the fullest card.
 MARGIN = 7.0
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,13 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Ribbon:
-    """What one source rank sends to one target rank; its labels at both ends are empty where there is no room."""
+    """What one source rank sends to one target rank; a line, labelled at both ends where there is room."""
 
     source: int
     target: int
     colour: int
     path: str
+    width: float
     left: Label
     right: Label
     words: str
@@ -75,23 +77,15 @@ def _ends(
     return ends
 
 
-Point = tuple[float, float]
-
-
 def _ribbon(pair: Mapping[str, Any], scale: float, start: Point, end: Point) -> Ribbon:
     (x0, left), (x1, right) = start, end
     middle, width = (x0 + x1) / 2, max(MIN_RIBBON, pair["bytes"] * scale)
-    path = (
-        f"M{x0:.0f} {left:.1f}C{middle:.0f} {left:.1f} {middle:.0f} {right:.1f} {x1:.0f} {right:.1f}v{width:.1f}"
-        f"C{middle:.0f} {right + width:.1f} {middle:.0f} {left + width:.1f} {x0:.0f} {left + width:.1f}Z"
-    )
+    left, right = left + width / 2, right + width / 2
+    path = f"M{x0:.0f} {left:.1f}C{middle:.0f} {left:.1f} {middle:.0f} {right:.1f} {x1:.0f} {right:.1f}"
     source, target = pair["source_rank"], pair["target_rank"]
     size, strategy = bytes_words(pair["bytes"]), pair["strategy"]
     words = f"source rank {source} to target rank {target}: {size}, {strategy}"
     roomy = width >= ROOMY_RIBBON
     # At its ends a ribbon is level and hidden by no other.
-    ends = [
-        Label(text if roomy else "", x, y + width / 2)
-        for text, x, y in ((size, x0 + 8, left), (strategy, x1 - 8, right))
-    ]
-    return Ribbon(source, target, source % COLOURS, path, ends[0], ends[1], words)
+    ends = [Label(text if roomy else "", x, y) for text, x, y in ((size, x0 + 8, left), (strategy, x1 - 8, right))]
+    return Ribbon(source, target, source % COLOURS, path, width, ends[0], ends[1], words)
