@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -143,10 +142,17 @@ def route(
 
 @app.command()
 def plan(
-    prefill: Annotated[str, typer.Option(help="Such as tp=4,pp=1,block=16,format=token-major.")],
+    prefill: Annotated[str, typer.Option(help="Such as tp=4,pp=1,block=16; also cp, dcp, run, kernel, format, pool.")],
     decode: Annotated[str, typer.Option(help="Such as tp=2,block=64.")],
-    tokens: Annotated[int, typer.Option(min=0, help="Length of the prompt.")] = 8192,
-    model: Annotated[str, typer.Option(help="config.json or a folder with one; else give the numbers below.")] = "",
+    tokens: Annotated[int, typer.Option(min=0, max=1 << 32, help="Length of the prompt.")] = 8192,
+    cached: Annotated[int, typer.Option(min=0, help="How many of them the decode side has already.")] = 0,
+    model: Annotated[str, typer.Option(help="A name, a config.json or its folder; else give the numbers below.")] = "",
+    cache_dtype: Annotated[str, typer.Option(help="dtype of the cache, with --model: auto is the model's.")] = "auto",
+    draft: Annotated[bool, typer.Option("--draft", help="With the model's own draft layers.")] = False,
+    link: Annotated[str, typer.Option(help="Speed of each rank's link, such as 50GB/s or 400Gbit/s.")] = "50GB/s",
+    layout: Annotated[str, typer.Option(help="Cache format of engines that name none.")] = "token-major",
+    prefill_speed: Annotated[float, typer.Option(min=0, help="Tokens/s that the prefill engine computes.")] = 0.0,
+    html: Annotated[str, typer.Option(help="Draw the plan as a page in this file.")] = "",
     layers: Annotated[int, typer.Option(min=1, help="Number of layers, without --model.")] = 32,
     heads: Annotated[int, typer.Option(min=1, help="Number of KV heads, without --model.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Size of one head, without --model.")] = 128,
@@ -158,8 +164,13 @@ def plan(
     with _friendly():
         from kvferry.cli import plan as command
 
-        attention = command.attention_of(Path(model)) if model else command.attention(layers, heads, head_dim, dtype)
-        command.plan(command.PlanOptions(attention, prefill, decode, tokens, scattered, as_json))
+        if model:
+            entry = command.model_of(model, cache_dtype, draft)
+        else:
+            entry = command.model_of_numbers(layers, heads, head_dim, dtype)
+        prompt = command.Prompt(tokens, cached, scattered)
+        options = command.PlanOptions(entry, prefill, decode, layout, prompt, link, prefill_speed)
+        command.plan(options, command.Output(as_json, html))
 
 
 @app.callback(invoke_without_command=True)

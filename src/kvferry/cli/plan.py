@@ -1,165 +1,229 @@
-"""`kvferry plan`: what moves where between two topologies, without any hardware."""
+"""`kvferry plan`: what moves where between two topologies, and what it costs, without any hardware."""
 
 from __future__ import annotations
 
-import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.catalog import Entry, Options, read
 from kvferry.cli import console
+from kvferry.cli.page_words import bytes_words, seconds_words
+from kvferry.cli.plan_facts import Side, group_facts, layout_facts, pair_facts, side_facts, sums
+from kvferry.cli.plan_shape import link_of, shape_of
+from kvferry.cli.plan_verdict import prefill_of, verdict_of
 from kvferry.errors import ConfigurationError
-from kvferry.plan.copies import Copies
-from kvferry.plan.describe import Attention, EngineShape, describe
-from kvferry.plan.layout import TokenRange
-from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import Leg, route
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.model import attention
+from kvferry.plan.quote import quote
+from kvferry.plan.strategy import typical_device
+from kvferry.plan.tokens import TokenRange
 
-__all__ = ["PlanOptions", "attention", "attention_of", "plan"]
+__all__ = ["Output", "PlanOptions", "Prompt", "facts_of", "model_of", "model_of_numbers", "plan"]
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
-SHAPE = EngineShape(tensor_parallel=1, pipeline_parallel=1, block_tokens=16, num_blocks=1, format="token-major")
 MIN_WIDTH = 110
-KEYS = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "block": "block_tokens", "format": "format"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """How many tokens the prompt has, how many of them the target has already, and how its blocks lie in the pool."""
+
+    tokens: int
+    cached: int
+    scattered: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """A model, two engine shapes in words (`tp=4,block=16`), and a prompt length in tokens."""
+    """What to plan: a model, two engines in words (`tp=4,block=16`), a prompt, a link in words (`50GB/s`)."""
 
-    attention: Attention
+    entry: Entry
     prefill: str
     decode: str
-    tokens: int
-    scattered: bool
+    layout: str
+    prompt: Prompt
+    link: str
+    prefill_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where the plan goes: a table or JSON on stdout, and a page if a file is named."""
+
     as_json: bool
+    page: str
 
 
-def plan(options: PlanOptions) -> None:
+def plan(options: PlanOptions, output: Output) -> None:
     """Compute and print. Raises ConfigurationError or the planner's own errors."""
-    facts = _facts(options)
-    if options.as_json:
+    facts = facts_of(options)
+    if output.page:
+        _write(Path(output.page), facts)
+    if output.as_json:
         console.data(facts)
-    else:
-        wide = Console()
-        # Numbers that are cut are worse than lines that wrap.
-        Console(width=max(wide.width, MIN_WIDTH)).print(_table(options, facts))
+        return
+    wide = Console()
+    # Numbers that are cut are worse than lines that wrap.
+    screen = Console(width=max(wide.width, MIN_WIDTH))
+    screen.print(_table(facts))
+    for line in _summary(facts, options.entry):
+        screen.print(line, highlight=False, markup=False)
 
 
-def attention(num_layers: int, num_heads: int, head_dim: int, dtype: str) -> Attention:
-    """A model by its numbers. Raises ConfigurationError for an unknown dtype."""
+def model_of(source: str, cache_dtype: str, draft_layers: bool) -> Entry:
+    """A model by its `config.json` or its name in the catalog."""
+    return read(source, Options(cache_dtype, draft_layers))
+
+
+def model_of_numbers(num_layers: int, num_heads: int, head_dim: int, dtype: str) -> Entry:
+    """A model of full attention by its numbers. Raises ConfigurationError for an unknown dtype."""
     if dtype not in ITEM_BYTES:
         raise ConfigurationError("unknown dtype", found=dtype, expected=", ".join(ITEM_BYTES))
-    return Attention(num_layers, num_heads, head_dim, dtype, ITEM_BYTES[dtype])
+    name = f"{num_layers} layers of {num_heads} heads of {head_dim} {dtype}"
+    return Entry(name, attention(num_layers, num_heads, head_dim, dtype, ITEM_BYTES[dtype]), 0, ())
 
 
-def attention_of(path: Path) -> Attention:
-    """A model by its Hugging Face `config.json` (full attention). Raises ConfigurationError when that is not there."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        config = config.get("text_config", config)
-        num_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-        return attention(int(config["num_hidden_layers"]), int(num_heads), int(head_dim), str(dtype))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ConfigurationError(
-            "cannot read the model's configuration",
-            found=f"{file}: {error!r}",
-            expected="a config.json of a model with full attention",
-            hint="or give --layers, --heads, --head-dim and --dtype",
-        ) from error
-
-
-def _shape(words: str, num_tokens: int) -> EngineShape:
-    shape, seen = SHAPE, set[str]()
-    for word in words.split(","):
-        key, _, value = (part.strip() for part in word.partition("="))
-        if key not in KEYS or key in seen or not value or (key != "format" and not value.isdecimal()):
-            expected = "tp=N, pp=N, block=N and format=NAME, each at most once"
-            raise ConfigurationError("cannot read an engine's shape", found=repr(word), expected=expected)
-        seen.add(key)
-        change: dict[str, Any] = {KEYS[key]: value if key == "format" else int(value)}
-        shape = replace(shape, **change)
-    return replace(shape, num_blocks=2 * max(1, -(-num_tokens // max(1, shape.block_tokens))))
-
-
-def _facts(options: PlanOptions) -> dict[str, Any]:
-    source, target = (_shape(words, options.tokens) for words in (options.prefill, options.decode))
-    sources = describe(options.attention, source, first_address=1 << 50)
-    targets = describe(options.attention, target, first_address=1 << 51)
-    found = route(sources, targets)
-    source_tables, target_tables = _table_of(source, options), _table_of(target, options)
-    tokens = TokenRange(0, options.tokens)
-    pairs = []
-    for left, right in found.pairs():
-        legs = found.between(left, right)
-        program = bind(legs, sources[left], targets[right])
-        copies = copies_for(program, source_tables, target_tables, tokens)
-        pairs.append(_pair(left, right, legs, copies))
+def facts_of(options: PlanOptions) -> dict[str, Any]:
+    """The whole plan as plain data: see the README for its keys."""
+    model, prompt = options.entry.cache, options.prompt
+    if not 0 <= prompt.cached <= prompt.tokens:
+        found, expected = f"{prompt.cached} of {prompt.tokens}", "0 <= cached <= tokens"
+        raise ConfigurationError("more tokens cached than the prompt has", found=found, expected=expected)
+    source = _side(options.prefill, options, 1 << 50)
+    target = _side(options.decode, options, 1 << 51)
+    tables = _tables(source, prompt), _tables(target, prompt)
+    wanted = TokenRange(prompt.cached, prompt.tokens)
+    link_bytes_per_s = link_of(options.link)
+    costs = typical_device(link_bytes_per_s)
+    quoted = quote((source.layouts, target.layouts), tables, (wanted,) * len(model.groups()), costs)
+    pairs = [pair_facts(pair, model) for pair in quoted.pairs]
+    prefill = prefill_of(options.prefill_tokens_per_s, options.entry.num_active_parameters, source.shape.num_ranks)
     return {
-        "bytes_per_token": options.attention.bytes_per_token,
-        "tokens": options.tokens,
-        "bytes": sum(pair["bytes"] for pair in pairs),
-        "rows_before_merge": sum(pair["rows_before_merge"] for pair in pairs),
-        "rows": sum(pair["rows"] for pair in pairs),
+        "model": options.entry.name,
+        "tokens": prompt.tokens,
+        "cached_tokens": prompt.cached,
+        "bytes_per_token": model.bytes_per_token,
+        "fixed_bytes": model.fixed_bytes,
+        **sums(quoted),
+        "link_bytes_per_s": link_bytes_per_s,
+        "blocks": "scattered" if prompt.scattered else "adjacent",
+        "groups": group_facts(model, wanted),
+        "source": side_facts(source, model, pairs, "source_rank"),
+        "target": side_facts(target, model, pairs, "target_rank"),
+        "layouts": {"source": layout_facts(source, model), "target": layout_facts(target, model)},
         "pairs": pairs,
+        "verdict": asdict(verdict_of(len(wanted), quoted.predicted_s, prefill)),
+        "notes": list(options.entry.notes),
+        "command": _command(options),
     }
 
 
-def _table_of(shape: EngineShape, options: PlanOptions) -> list[list[int]]:
-    """Block ids of the request: adjacent, or at random (the same ones every time) as in a busy pool."""
-    num_blocks = -(-options.tokens // shape.block_tokens)
-    ids = list(range(shape.num_blocks))
-    if options.scattered:
+def _side(words: str, options: PlanOptions, first_address: int) -> Side:
+    """An engine whose pool is twice as large as the prompt needs."""
+    model, tokens = options.entry.cache, options.prompt.tokens
+    shape = shape_of(words, options.layout)
+    num_needed = _num_needed(shape, tokens)
+    shape = replace(shape, num_blocks=2 * num_needed * max(1, len(model.groups())))
+    return Side(words, shape, describe(model, shape, first_address))
+
+
+def _num_needed(shape: EngineShape, tokens: int) -> int:
+    """Blocks for all tokens of one rank; under context parallelism a rank has a run more than its share at most."""
+    num_shares = shape.context_parallel * shape.decode_context_parallel
+    own = -(-tokens // num_shares) + (shape.run_tokens if num_shares > 1 else 0)
+    return max(1, -(-own // shape.block_tokens))
+
+
+def _tables(side: Side, prompt: Prompt) -> list[list[int]]:
+    """Block ids of the prompt per group: adjacent, or at random (the same ones every time) as in a busy pool.
+
+    Different for every group, so that groups that share a pool do not meet.
+    """
+    ids = list(range(side.shape.num_blocks))
+    if prompt.scattered:
         random.Random(0).shuffle(ids)
-    return [ids[:num_blocks]]
+    num_needed = _num_needed(side.shape, prompt.tokens)
+    num_groups = len(side.layouts[0].groups)
+    return [ids[index * num_needed : (index + 1) * num_needed] for index in range(num_groups)]
 
 
-def _pair(source_rank: int, target_rank: int, legs: tuple[Leg, ...], copies: Copies) -> dict[str, Any]:
-    return {
-        "source_rank": source_rank,
-        "target_rank": target_rank,
-        "states": len({leg.state for leg in legs}),
-        "heads": sorted({str(leg.box[0]) for leg in legs}),
-        "bytes": copies.num_bytes,
-        "rows_before_merge": copies.pieces,
-        "rows": len(copies),
-        "strategy": "direct",
-    }
+def _command(options: PlanOptions) -> str:
+    parts = ["kvferry plan", f"--model {options.entry.name}" if options.entry.num_active_parameters else ""]
+    parts += [f"--prefill {options.prefill}", f"--decode {options.decode}", f"--tokens {options.prompt.tokens}"]
+    parts += [f"--link {options.link}", f"--layout {options.layout}"]
+    parts += [f"--cached {options.prompt.cached}"] if options.prompt.cached else []
+    parts += ["--scattered"] if options.prompt.scattered else []
+    return " ".join(part for part in parts if part)
 
 
-def _table(options: PlanOptions, facts: dict[str, Any]) -> Table:
-    title = f"{options.tokens:,} tokens, {facts['bytes_per_token']:,} bytes each: {options.prefill} → {options.decode}"
+def _write(path: Path, facts: dict[str, Any]) -> None:
+    from kvferry.cli.page import page
+
+    try:
+        path.write_text(page(facts), encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError("cannot write the page", found=str(error), hint="name a file in a folder") from error
+    console.say(f"The page is in {path}.")
+
+
+def _table(facts: dict[str, Any]) -> Table:
+    title = f"{facts['model']}: {facts['source']['words']} → {facts['target']['words']}"
     table = Table(title=title, title_justify="left", show_footer=True)
     for name, footer in (
         ("from", "all"),
         ("to", ""),
-        ("states", ""),
-        ("heads", ""),
-        ("MiB", f"{facts['bytes'] / 2**20:,.1f}"),
-        ("unmerged rows", f"{facts['rows_before_merge']:,}"),
+        ("layers", ""),
+        ("what", ""),
+        ("size", bytes_words(facts["bytes"])),
+        ("unmerged", f"{facts['rows_before_merge']:,}"),
         ("rows", f"{facts['rows']:,}"),
-        ("bytes a row", f"{facts['bytes'] // max(1, facts['rows']):,}"),
         ("strategy", ""),
+        ("time", seconds_words(facts["predicted_s"])),
+        ("direct", ""),
+        ("scatter", ""),
+        ("pack", ""),
     ):
-        table.add_column(name, footer=footer, justify="right")
+        table.add_column(name, footer=footer, justify="left" if name in ("layers", "what", "strategy") else "right")
     for pair in facts["pairs"]:
-        table.add_row(
-            str(pair["source_rank"]),
-            str(pair["target_rank"]),
-            str(pair["states"]),
-            " ".join(pair["heads"]),
-            f"{pair['bytes'] / 2**20:,.1f}",
-            f"{pair['rows_before_merge']:,}",
-            f"{pair['rows']:,}",
-            f"{pair['bytes'] // max(1, pair['rows']):,}",
-            pair["strategy"],
-        )
+        table.add_row(*_row(pair))
     return table
+
+
+def _row(pair: dict[str, Any]) -> list[str]:
+    what = [*pair["boxes"]] + ([pair["tokens"]] if pair["tokens"] != "all" else [])
+    return [
+        str(pair["source_rank"]),
+        str(pair["target_rank"]),
+        " ".join(f"{first}-{last - 1}" for first, last in pair["layers"]),
+        "\n".join(what) or "all of it",
+        bytes_words(pair["bytes"]),
+        f"{pair['rows_before_merge']:,}",
+        f"{pair['rows']:,}",
+        pair["strategy"],
+        seconds_words(pair["predicted_s"]),
+        *(seconds_words(pair["prices"][name]) for name in ("direct", "scatter", "pack")),
+    ]
+
+
+def _summary(facts: dict[str, Any], entry: Entry) -> list[str]:
+    moved = facts["tokens"] - facts["cached_tokens"]
+    lines = [
+        f"{moved:,} of {facts['tokens']:,} tokens, {facts['bytes_per_token']:,} bytes each"
+        + (f", and {facts['fixed_bytes']:,} bytes whatever the length" if facts["fixed_bytes"] else "")
+        + f"; blocks {facts['blocks']}; {facts['link_bytes_per_s'] / 1e9:,.1f} GB/s for each rank"
+    ]
+    lines += [
+        f"  group {group['name']}: {group['layers']} layers, {group['moved_tokens']:,} tokens move"
+        for group in facts["groups"]
+        if len(facts["groups"]) > 1 and group["bytes_per_token"]
+    ]
+    reasons = dict.fromkeys(pair["reason"] for pair in facts["pairs"])
+    lines += [f"  {reason}" for reason in list(reasons)[:4]]
+    lines.append(facts["verdict"]["text"])
+    lines += [f"note: {note}" for note in entry.notes]
+    return lines

@@ -1,0 +1,210 @@
+"""A quote as plain data: what `kvferry plan --json` prints and its page draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.catalog.records import Entry
+from kvferry.plan.describe import EngineShape
+from kvferry.plan.layout import Layout, Placement, State
+from kvferry.plan.model import CacheModel
+from kvferry.plan.quote import PairQuote, Quote
+from kvferry.plan.span import Span
+from kvferry.plan.tokens import ALL_TOKENS, TokenRange, TokenSet
+
+__all__ = ["Side", "Sides", "group_facts", "layout_facts", "pair_facts", "side_facts", "sums"]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One engine: its shape, in words and as numbers, and the layouts of its ranks."""
+
+    words: str
+    shape: EngineShape
+    layouts: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Both engines and the model that they serve."""
+
+    entry: Entry
+    source: Side
+    target: Side
+
+
+def group_facts(model: CacheModel, tokens: TokenRange) -> list[dict[str, Any]]:
+    """Per cache group: its layers, its bytes, and how many tokens of it move."""
+    facts = []
+    for name in model.groups():
+        layers = [layer for layer in model.layers if layer.group == name]
+        kept = [kept for layer in layers for kept in layer.kept]
+        moved = max(len(one.state.seen_by_next(tokens)) for one in kept)
+        facts.append(
+            {
+                "name": name,
+                "layers": len(layers),
+                "bytes_per_token": sum(one.num_bytes for one in kept if one.state.per_token),
+                "fixed_bytes": sum(one.num_bytes for one in kept if not one.state.per_token),
+                "moved_tokens": moved if kept[0].state.per_token else 0,
+            }
+        )
+    return facts
+
+
+def side_facts(side: Side, model: CacheModel, pairs: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
+    """An engine and what each rank of it holds and moves; `key` names the rank in the facts of a pair."""
+    shape = side.shape
+    per_stage = shape.num_ranks // shape.pipeline_parallel
+    layer_of = {kept.state.name: layer.layer for layer in model.layers for kept in layer.kept}
+    return {
+        "words": side.words,
+        "tensor_parallel": shape.tensor_parallel,
+        "pipeline_parallel": shape.pipeline_parallel,
+        "context_parallel": shape.context_parallel,
+        "decode_context_parallel": shape.decode_context_parallel,
+        "interleave_tokens": shape.run_tokens,
+        "block_tokens": shape.block_tokens,
+        "format": shape.format,
+        "ranks": [
+            {
+                "rank": rank,
+                "stage": rank // per_stage,
+                "layers": _hull([layer_of[placement.state] for placement in layout.placements]),
+                "axes": _axes(layout, model),
+                "tokens": _tokens_words(layout),
+                "bytes": sum(pair["bytes"] for pair in pairs if pair[key] == rank),
+            }
+            for rank, layout in enumerate(side.layouts)
+        ],
+    }
+
+
+def pair_facts(pair: PairQuote, model: CacheModel) -> dict[str, Any]:
+    """What moves between two ranks, in which way, and what the other ways would take."""
+    layer_of = {kept.state.name: layer.layer for layer in model.layers for kept in layer.kept}
+    divided = {kept.state.name: kept.divided_axis for kept in model.kept()}
+    axes = {kept.state.name: kept.state.axes for kept in model.kept()}
+    boxes = {
+        f"{axis.name} {span}"
+        for leg in pair.legs
+        for axis, span in zip(axes[leg.state], leg.box, strict=True)
+        if axis.name == divided[leg.state]
+    }
+    return {
+        "source_rank": pair.source_rank,
+        "target_rank": pair.target_rank,
+        "layers": _runs(sorted({layer_of[leg.state] for leg in pair.legs})),
+        "boxes": sorted(boxes),
+        "tokens": _set_words([leg.tokens for leg in pair.legs]),
+        "states": len({leg.state for leg in pair.legs}),
+        "bytes": pair.num_bytes,
+        "rows_before_merge": pair.num_pieces,
+        "rows": pair.num_rows,
+        "strategy": str(pair.choice.strategy),
+        "predicted_s": pair.choice.predicted_s,
+        "prices": {str(price.strategy): price.seconds for price in pair.choice.prices},
+        "reason": pair.choice.reason,
+    }
+
+
+def layout_facts(side: Side, model: CacheModel) -> list[dict[str, Any]]:
+    """Per cache group, how the first rank that has it stores a block of it."""
+    facts = []
+    layer_of = {kept.state.name: layer.layer for layer in model.layers for kept in layer.kept}
+    for index, name in enumerate(model.groups()):
+        for layout in side.layouts:
+            held = [placement for placement in layout.placements if placement.group == index]
+            if held:
+                num_layers = len({layer_of[placement.state] for placement in held})
+                facts.append({"group": name, **_block_facts(side.shape, layout, held, num_layers)})
+                break
+    return facts
+
+
+def _block_facts(shape: EngineShape, layout: Layout, placements: list[Placement], num_layers: int) -> dict[str, Any]:
+    """Of the first state of a group: the others lie beside it."""
+    placement, num_kinds = placements[0], len(placements) // num_layers
+    state, group = layout.state_named()[placement.state], layout.groups[placement.group]
+    steps = _steps(shape, state, placement)
+    sizes = {"layer": num_layers, "k/v": num_kinds, "block": group.num_blocks * group.kernel_blocks}
+    sizes |= {"token": group.kernel_tokens} if state.per_token else {}
+    sizes |= {axis.name: len(span) for axis, span in zip(state.axes, placement.spans, strict=True)}
+    contiguous = state.item_bytes
+    for name in reversed(steps):
+        stride = _strides(state, placement).get(name, 0)
+        if stride != contiguous:
+            break
+        contiguous *= sizes[name]
+    return {
+        "order": steps,
+        "sizes": [sizes[name] for name in steps],
+        "block_stride": placement.block_stride,
+        "token_stride": placement.token_stride,
+        "contiguous_bytes": contiguous,
+    }
+
+
+def _strides(state: State, placement: Placement) -> dict[str, int]:
+    """Distance in bytes between neighbours inside a block, by dimension."""
+    axes = {axis.name: stride for axis, stride in zip(state.axes, placement.strides, strict=True)}
+    return axes | ({"token": placement.token_stride} if state.per_token else {})
+
+
+def _steps(shape: EngineShape, state: State, placement: Placement) -> list[str]:
+    """The dimensions of a block and around it, outermost first."""
+    if not state.per_token:
+        inner = sorted(_strides(state, placement).items(), key=lambda item: -item[1])
+        return ["layer", "block", "k/v", *(name for name, _ in inner)]
+    names = [axis.name for axis in state.axes]
+    outer = names[:1] if len(names) > 1 else []
+    words = {"L": ["layer"], "K": ["k/v"], "B": ["block"], "N": ["token"], "H": outer, "D": names[len(outer) :]}
+    return [name for letter in shape.letters for name in words[letter]]
+
+
+def _axes(layout: Layout, model: CacheModel) -> dict[str, list[int]]:
+    """The part of each divided axis that a rank holds, over all its states."""
+    divided = {kept.state.name: kept.divided_axis for kept in model.kept()}
+    named, spans = layout.state_named(), dict[str, list[Span]]()
+    for placement in layout.placements:
+        for axis, span in zip(named[placement.state].axes, placement.spans, strict=True):
+            if axis.name == divided[placement.state]:
+                spans.setdefault(axis.name, []).append(span)
+    return {name: [min(s.start for s in found), max(s.stop for s in found)] for name, found in spans.items()}
+
+
+def _tokens_words(layout: Layout) -> str:
+    named = layout.state_named()
+    return _set_words([layout.groups[p.group].share.tokens() for p in layout.placements if named[p.state].per_token])
+
+
+def _set_words(sets: list[TokenSet]) -> str:
+    """`all`, or which tokens: the first set that is not all of them."""
+    return next((str(tokens).removeprefix("tokens t with ") for tokens in sets if tokens != ALL_TOKENS), "all")
+
+
+def _hull(numbers: list[int]) -> list[int]:
+    return [min(numbers), max(numbers) + 1] if numbers else [0, 0]
+
+
+def _runs(numbers: list[int]) -> list[list[int]]:
+    """Ascending numbers as half-open runs."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1][1] = number + 1
+        else:
+            runs.append([number, number + 1])
+    return runs
+
+
+def sums(quote: Quote) -> dict[str, Any]:
+    """What all pairs come to."""
+    return {
+        "bytes": sum(pair.num_bytes for pair in quote.pairs),
+        "rows_before_merge": sum(pair.num_pieces for pair in quote.pairs),
+        "rows": sum(pair.num_rows for pair in quote.pairs),
+        "predicted_s": quote.predicted_s,
+    }
