@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from kvferry.embedded.engine import Engine
 from kvferry.embedded.transfer import TransferReport
 from kvferry.errors import TransferError
+from kvferry.plan.blocks import BlockTables
 from kvferry.plan.layout import Layout
 from kvferry.plan.program import bind
-from kvferry.plan.request import BlockTables, copies_for
+from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
 from kvferry.plan.tokens import TokenRange
 

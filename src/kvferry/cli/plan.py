@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from kvferry.catalog import Entry, Options, read
@@ -26,7 +27,7 @@ from kvferry.plan.tokens import TokenRange
 __all__ = ["Output", "PlanOptions", "Prompt", "facts_of", "model_of", "model_of_numbers", "plan"]
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
-MIN_WIDTH = 110
+MAX_WIDTH = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,10 @@ def plan(options: PlanOptions, output: Output) -> None:
     if output.as_json:
         console.data(facts)
         return
-    wide = Console()
+    screen, table = Console(), _table(facts)
     # Numbers that are cut are worse than lines that wrap.
-    screen = Console(width=max(wide.width, MIN_WIDTH))
-    screen.print(_table(facts))
+    needed = Measurement.get(screen, screen.options.update(max_width=MAX_WIDTH), table).maximum
+    Console(width=max(screen.width, needed)).print(table)
     for line in _summary(facts, options.entry):
         screen.print(line, highlight=False, markup=False)
 
@@ -175,20 +176,17 @@ def _table(facts: dict[str, Any]) -> Table:
     title = f"{facts['model']}: {facts['source']['words']} → {facts['target']['words']}"
     table = Table(title=title, title_justify="left", show_footer=True)
     for name, footer in (
-        ("from", "all"),
-        ("to", ""),
+        ("from → to", "all"),
         ("layers", ""),
         ("what", ""),
         ("size", bytes_words(facts["bytes"])),
-        ("unmerged", f"{facts['rows_before_merge']:,}"),
-        ("rows", f"{facts['rows']:,}"),
-        ("strategy", ""),
+        ("rows", f"{facts['rows_before_merge']:,} unmerged\n{facts['rows']:,} merged"),
         ("time", seconds_words(facts["predicted_s"])),
-        ("direct", ""),
-        ("scatter", ""),
-        ("pack", ""),
+        ("strategy", ""),
+        ("instead of", ""),
     ):
-        table.add_column(name, footer=footer, justify="left" if name in ("layers", "what", "strategy") else "right")
+        justify: Literal["left", "right"] = "right" if name in ("size", "rows", "time") else "left"
+        table.add_column(name, footer=footer, justify=justify, no_wrap=True)
     for pair in facts["pairs"]:
         table.add_row(*_row(pair))
     return table
@@ -196,18 +194,23 @@ def _table(facts: dict[str, Any]) -> Table:
 
 def _row(pair: dict[str, Any]) -> list[str]:
     what = [*pair["boxes"]] + ([pair["tokens"]] if pair["tokens"] != "all" else [])
+    losers = [f"{name} {seconds_words(price)}" for name, price in pair["prices"].items() if name != pair["strategy"]]
     return [
-        str(pair["source_rank"]),
-        str(pair["target_rank"]),
-        " ".join(f"{first}-{last - 1}" for first, last in pair["layers"]),
+        f"{pair['source_rank']} → {pair['target_rank']}",
+        _layers_words(pair["layers"]),
         "\n".join(what) or "all of it",
         bytes_words(pair["bytes"]),
-        f"{pair['rows_before_merge']:,}",
-        f"{pair['rows']:,}",
-        pair["strategy"],
+        f"{pair['rows_before_merge']:,}\n{pair['rows']:,}",
         seconds_words(pair["predicted_s"]),
-        *(seconds_words(pair["prices"][name]) for name in ("direct", "scatter", "pack")),
+        pair["strategy"],
+        "\n".join(losers),
     ]
+
+
+def _layers_words(runs: list[list[int]]) -> str:
+    if len(runs) <= 2:
+        return " ".join(f"{first}-{last - 1}" if last - first > 1 else str(first) for first, last in runs)
+    return f"{sum(last - first for first, last in runs)} of {runs[0][0]}-{runs[-1][1] - 1}"
 
 
 def _summary(facts: dict[str, Any], entry: Entry) -> list[str]:

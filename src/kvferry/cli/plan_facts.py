@@ -85,13 +85,12 @@ def side_facts(side: Side, model: CacheModel, pairs: Sequence[dict[str, Any]], k
 def pair_facts(pair: PairQuote, model: CacheModel) -> dict[str, Any]:
     """What moves between two ranks, in which way, and what the other ways would take."""
     layer_of = {kept.state.name: layer.layer for layer in model.layers for kept in layer.kept}
-    divided = {kept.state.name: kept.divided_axis for kept in model.kept()}
-    axes = {kept.state.name: kept.state.axes for kept in model.kept()}
+    named, axes = _axis_names(model), {kept.state.name: kept.state.axes for kept in model.kept()}
     boxes = {
-        f"{axis.name} {span}"
+        f"{named[leg.state, axis.name]} {span}"
         for leg in pair.legs
         for axis, span in zip(axes[leg.state], leg.box, strict=True)
-        if axis.name == divided[leg.state]
+        if (leg.state, axis.name) in named
     }
     return {
         "source_rank": pair.source_rank,
@@ -166,13 +165,24 @@ def _steps(shape: EngineShape, state: State, placement: Placement) -> list[str]:
 
 def _axes(layout: Layout, model: CacheModel) -> dict[str, list[int]]:
     """The part of each divided axis that a rank holds, over all its states."""
-    divided = {kept.state.name: kept.divided_axis for kept in model.kept()}
-    named, spans = layout.state_named(), dict[str, list[Span]]()
+    named, spans = _axis_names(model), dict[str, list[Span]]()
+    axes = {kept.state.name: kept.state.axes for kept in model.kept()}
     for placement in layout.placements:
-        for axis, span in zip(named[placement.state].axes, placement.spans, strict=True):
-            if axis.name == divided[placement.state]:
-                spans.setdefault(axis.name, []).append(span)
+        for axis, span in zip(axes[placement.state], placement.spans, strict=True):
+            if (placement.state, axis.name) in named:
+                spans.setdefault(named[placement.state, axis.name], []).append(span)
     return {name: [min(s.start for s in found), max(s.stop for s in found)] for name, found in spans.items()}
+
+
+def _axis_names(model: CacheModel) -> dict[tuple[str, str], str]:
+    """What to call the divided axis of each state: two groups may have axes of one name and different extent."""
+    groups = model.groups()
+    return {
+        (kept.state.name, kept.divided_axis): f"{layer.group}.{kept.divided_axis}" if groups[1:] else kept.divided_axis
+        for layer in model.layers
+        for kept in layer.kept
+        if kept.divided_axis
+    }
 
 
 def _tokens_words(layout: Layout) -> str:

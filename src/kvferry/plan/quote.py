@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvferry.plan.blocks import BlockTables
 from kvferry.plan.layout import Layout
 from kvferry.plan.program import bind
-from kvferry.plan.request import BlockTables, Ranges, copies_for
+from kvferry.plan.request import Ranges, copies_for
 from kvferry.plan.route import Leg, Route, route
 from kvferry.plan.strategy import Choice, Costs, choose
 

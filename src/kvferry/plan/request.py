@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.errors import BlockTableError, TooManyRowsError
+from kvferry.plan.blocks import Blocks, BlockTables, Owner, checked
 from kvferry.plan.copies import Column, Copies
-from kvferry.plan.layout import CacheGroup
 from kvferry.plan.program import GroupProgram, Program, Section
-from kvferry.plan.selection import Indices, positions
+from kvferry.plan.selection import Indices
 from kvferry.plan.span import MAX_STOP
 from kvferry.plan.tokens import TokenRange
 
-__all__ = ["MAX_ROWS", "BlockTables", "Ranges", "copies_for", "num_rows"]
-
-BlockTables = Sequence[Sequence[int]]
-"""One list of block ids per cache group, in the group's order: entry `i` is for the rank's tokens from
-`i * block_tokens` on. Entries whose tokens do not move may be anything, such as the blocks that a window has left."""
+__all__ = ["MAX_ROWS", "Ranges", "copies_for", "num_rows"]
 
 Ranges = Sequence[TokenRange]
 """One range per cache group of the target."""
@@ -62,9 +57,10 @@ def copies_for(program: Program, source: BlockTables, target: BlockTables, range
     tiles: list[_Tile] = []
     for group in program.groups:
         numbers = _numbers(group, _range_of(group, ranges))
-        source_table = _checked(source, _Wanted.at(group.source_group, group.source, group, numbers, "source"))
-        target_table = _checked(target, _Wanted.at(group.target_group, group.target, group, numbers, "target"))
-        tiles.extend(_group_tiles(group, source_table, target_table, numbers))
+        ends = _ends(group, numbers)
+        source_blocks = checked(source, Owner("source", group.source_group, group.source), ends)
+        target_blocks = checked(target, Owner("target", group.target_group, group.target), ends)
+        tiles.extend(_group_tiles(group, source_blocks, target_blocks, numbers))
     return _listed(tiles)
 
 
@@ -111,23 +107,19 @@ def _places(group: GroupProgram, numbers: range) -> tuple[tuple[tuple[Section, .
     return (group.units, units), (group.singles, np.concatenate(edges)), (group.fixed, np.zeros(1, np.int64))
 
 
-def _group_tiles(group: GroupProgram, source: Indices, target: Indices, numbers: range) -> Iterator[_Tile]:
+def _group_tiles(group: GroupProgram, source: Blocks, target: Blocks, numbers: range) -> Iterator[_Tile]:
     for sections, at in _places(group, numbers):
         if sections and len(at):
             tokens = group.tokens.token(at)
-            left, right = _located(group.source, source, tokens), _located(group.target, target, tokens)
+            left, right = source.at(tokens), target.at(tokens)
             for section in sections:
                 yield _tile(section, left, right)
 
 
-def _located(cache: CacheGroup, table: Indices, tokens: Indices) -> tuple[Indices, Indices]:
-    """Kernel block and slot of each token."""
-    position = positions(cache, tokens)
-    position = position % cache.ring_tokens if cache.ring_tokens else position
-    block, slot = table[position // cache.block_tokens], position % cache.block_tokens
-    if cache.kernel_blocks == 1:
-        return block, slot
-    return block * cache.kernel_blocks + slot // cache.kernel_tokens, slot % cache.kernel_tokens
+def _ends(group: GroupProgram, numbers: range) -> Indices:
+    """The first and the last token that moves; token 0 stands for states of fixed size."""
+    ends = [0] if group.fixed else [numbers[0], numbers[-1]] if numbers else []
+    return group.tokens.token(np.array(ends, np.int64))
 
 
 def _tile(section: Section, source: tuple[Indices, Indices], target: tuple[Indices, Indices]) -> _Tile:
@@ -147,7 +139,8 @@ def _tile(section: Section, source: tuple[Indices, Indices], target: tuple[Indic
 def _listed(tiles: list[_Tile]) -> Copies:
     """All rows of all tiles, written once into their final columns."""
     total = sum(len(tile.section) * len(tile.length) for tile in tiles)
-    source, target = np.empty(total, np.uint64), np.empty(total, np.uint64)
+    # One allocation: fresh pages from the system are most of the time here.
+    source, target = np.empty((2, total), np.uint64)
     length = _lengths(tiles, total)
     start = 0
     for tile in tiles:
@@ -167,52 +160,3 @@ def _lengths(tiles: list[_Tile], total: int) -> Column:
     if len(found) == 1:
         return np.broadcast_to(np.uint64(found.pop()), total)
     return np.empty(total, np.uint64)
-
-
-class _Wanted(NamedTuple):
-    """Which blocks of one group a request needs, and whose they are."""
-
-    group: int
-    cache: CacheGroup
-    blocks: range
-    side: str
-
-    @classmethod
-    def at(cls, number: int, cache: CacheGroup, group: GroupProgram, numbers: range, side: str) -> _Wanted:
-        """The blocks of some tokens; the first one for states of fixed size."""
-        if group.fixed:
-            return cls(number, cache, range(1), side)
-        if not numbers:
-            return cls(number, cache, range(0), side)
-        ends = positions(cache, group.tokens.token(np.array([numbers[0], numbers[-1]], np.int64))).tolist()
-        if cache.ring_tokens:
-            ends = [0, min(ends[1], cache.ring_tokens - 1)]
-        return cls(number, cache, range(ends[0] // cache.block_tokens, ends[1] // cache.block_tokens + 1), side)
-
-
-def _checked(tables: BlockTables, wanted: _Wanted) -> Indices:
-    """The block table of one group as an array, or an error that names what is wrong with the blocks that are used."""
-    number, cache, blocks, side = wanted
-    if number >= len(tables):
-        raise BlockTableError(f"{side} block table missing", found=f"{len(tables)} tables", expected=f"group {number}")
-    table = np.asarray(tables[number]).reshape(-1)
-    if len(table) < blocks.stop:
-        raise BlockTableError(
-            f"{side} group {number} has too few blocks for the tokens",
-            found=f"{len(table)} blocks of {cache.block_tokens} tokens",
-            expected=f"at least {blocks.stop}",
-        )
-    used = table[blocks.start : blocks.stop]
-    if len(used) and used.dtype.kind not in "iu":
-        raise BlockTableError(f"{side} group {number}: block ids are 64-bit integers", found=str(used.dtype))
-    outside = used[(used < 0) | (used >= cache.num_blocks)]
-    if len(outside):
-        raise BlockTableError(
-            f"{side} group {number} names a block that does not exist",
-            found=f"block {outside[0]}",
-            expected=f"0 <= block < {cache.num_blocks}",
-        )
-    ordered = np.sort(used)
-    if np.any(ordered[1:] == ordered[:-1]):
-        raise BlockTableError(f"{side} group {number} names a block twice", found=str(used[:16].tolist()))
-    return table.astype(np.int64, copy=False)

@@ -97,6 +97,14 @@ class _Held(NamedTuple):
     tokens: TokenSet
 
 
+class _Part(NamedTuple):
+    """A part of a target box and its tokens, and the source ranks that hold all of it."""
+
+    box: Box
+    tokens: TokenSet
+    ranks: tuple[int, ...]
+
+
 def route(sources: Sequence[Layout], targets: Sequence[Layout]) -> Route:
     """The legs that fill every box of every target rank exactly once.
 
@@ -180,16 +188,28 @@ def _held_by_state(layouts: Sequence[Layout]) -> dict[str, list[_Held]]:
 
 def _target_cells(held: dict[str, list[_Held]], targets: Sequence[Layout]) -> Iterator[tuple[_Cell, tuple[int, ...]]]:
     """Every cell of every target with the source ranks that hold all of it."""
+    # Layers are alike: what is found for the first is true for all that are held in the same way.
+    alike: dict[tuple[_Held, ...], int] = {}
+    kind = {name: alike.setdefault(tuple(found), len(alike)) for name, found in held.items()}
+    known: dict[tuple[int, Box, TokenSet], list[_Part]] = {}
     for target_rank, layout in enumerate(targets):
-        wanted = layout.placement_of()
-        for state in _placed(layout):
-            placement, sources = wanted[state.name], held[state.name]
-            for box in _cells(placement.spans, [source.box for source in sources]):
-                holders = [source for source in sources if _contains(source.box, box)]
-                tokens = _tokens_of(layout, placement, state)
-                for part, indices in classes(tokens, tuple(holder.tokens for holder in holders)):
-                    ranks = tuple(holders[index].rank for index in indices)
-                    yield _Cell(target_rank, state, box, part), ranks
+        named = layout.state_named()
+        for placement in layout.placements:
+            state = named[placement.state]
+            tokens = _tokens_of(layout, placement, state)
+            key = kind[state.name], placement.spans, tokens
+            if key not in known:
+                known[key] = list(_parts(placement.spans, tokens, held[state.name]))
+            for part in known[key]:
+                yield _Cell(target_rank, state, part.box, part.tokens), part.ranks
+
+
+def _parts(wanted: Box, tokens: TokenSet, held: list[_Held]) -> Iterator[_Part]:
+    """A target box and its tokens, divided by which ranks hold them."""
+    for box in _cells(wanted, [one.box for one in held]):
+        holders = [one for one in held if _contains(one.box, box)]
+        for part, indices in classes(tokens, tuple(holder.tokens for holder in holders)):
+            yield _Part(box, part, tuple(holders[index].rank for index in indices))
 
 
 def _cells(wanted: Box, held: list[Box]) -> Iterator[Box]:
