@@ -9,7 +9,7 @@ from typing import Any
 LINK = 5e10
 ITEM_BYTES = 2
 PREFILL_TOKENS_PER_S = 12_000.0
-# Seconds per descriptor, and bytes per second of gathering and scattering: what one host once measured.
+# Seconds per descriptor, and bytes per second of gathering and scattering: made up, of a plausible size.
 ROW_S, PACK_RATE = 2e-6, 6e10
 
 

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli.main import app
+from kvferry.cli.plan_shape import link_of
 
 MODEL = ["--layers", "4", "--heads", "6", "--head-dim", "8", "--dtype", "float16"]
 BYTES_PER_TOKEN = 4 * 2 * 6 * 8 * 2
@@ -26,9 +27,12 @@ def test_the_plan_as_json_adds_up():
     assert found["bytes_per_token"] == BYTES_PER_TOKEN
     assert found["bytes"] == 100 * BYTES_PER_TOKEN == sum(pair["bytes"] for pair in found["pairs"])
     assert found["rows"] == sum(pair["rows"] for pair in found["pairs"]) <= found["rows_before_merge"]
-    pairs = {(pair["source_rank"], pair["target_rank"]): pair["heads"] for pair in found["pairs"]}
-    assert pairs == {(0, 0): ["[0, 2)"], (1, 0): ["[2, 3)"], (1, 1): ["[3, 4)"], (2, 1): ["[4, 6)"]}
-    assert {pair["strategy"] for pair in found["pairs"]} == {"direct"}
+    pairs = {(pair["source_rank"], pair["target_rank"]): pair["boxes"] for pair in found["pairs"]}
+    assert pairs == {(0, 0): ["head [0, 2)"], (1, 0): ["head [2, 3)"], (1, 1): ["head [3, 4)"], (2, 1): ["head [4, 6)"]}
+    for pair in found["pairs"]:
+        assert set(pair["prices"]) == {"direct", "scatter", "pack"}
+        assert pair["predicted_s"] == pair["prices"][pair["strategy"]] == min(pair["prices"].values())
+        assert pair["reason"].startswith(pair["strategy"])
 
 
 def test_adjacent_blocks_merge_and_scattered_ones_do_not():
@@ -51,6 +55,10 @@ def test_the_table_shows_every_number_in_full_on_a_narrow_terminal():
 
 def test_a_models_own_configuration_is_read(tmp_path):
     config = {
+        "model_type": "llama",
+        "hidden_size": 96,
+        "intermediate_size": 64,
+        "vocab_size": 100,
         "num_hidden_layers": 4,
         "num_attention_heads": 12,
         "num_key_value_heads": 6,
@@ -65,7 +73,7 @@ def test_a_models_own_configuration_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--prefill", "tp=5", "--decode", "tp=2"], "heads cannot be divided over the ranks"),
+        (["--prefill", "tp=5", "--decode", "tp=2"], "head of state model.layers.0.k cannot be divided over the ranks"),
         (["--prefill", "tp=1,block=0", "--decode", "tp=2"], "must be at least 1"),
         (["--prefill", "tp=1,tp=2", "--decode", "tp=2"], "cannot read an engine's shape"),
         (["--prefill", "", "--decode", "tp=2"], "cannot read an engine's shape"),
@@ -73,7 +81,15 @@ def test_a_models_own_configuration_is_read(tmp_path):
         (["--prefill", "tp=1,format=odd", "--decode", "tp=2"], "unknown cache format"),
         (["--prefill", "tp=1", "--decode", "tp=2", "--dtype", "int3"], "unknown dtype"),
         (["--prefill", "tp=1", "--decode", "format=head-major", "--tokens", "99999999"], "too many small rows"),
-        (["--model", "/nowhere", "--prefill", "tp=1", "--decode", "tp=2"], "cannot read the model's configuration"),
+        (["--model", "/nowhere", "--prefill", "tp=1", "--decode", "tp=2"], "no model is called so"),
+        (["--model", "lama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=2"], "llama-3.1-8b"),
+        (["--prefill", "tp=1", "--decode", "tp=2", "--link", "fast"], "cannot read a link's speed"),
+        (["--prefill", "tp=1", "--decode", "tp=2", "--link", "0GB/s"], "cannot read a link's speed"),
+        (["--prefill", "tp=1", "--decode", "tp=2,dcp=2"], "cannot be shared out"),
+        (["--prefill", "tp=1,block=16,kernel=3", "--decode", "tp=2"], "kernel blocks must divide a block"),
+        (["--prefill", "tp=1,pool=own", "--decode", "tp=2"], "cannot read an engine's shape"),
+        (["--prefill", "tp=1", "--decode", "tp=2", "--tokens", "5", "--cached", "6"], "more tokens cached"),
+        (["--prefill", "tp=1", "--decode", "tp=2", "--html", "/nowhere/page.html"], "cannot write the page"),
     ],
 )
 def test_a_mistake_is_one_clear_message(arguments, says):
@@ -87,7 +103,59 @@ def test_a_broken_configuration_is_one_clear_message(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     result = plan("--model", str(tmp_path), "--prefill", "tp=1", "--decode", "tp=2")
     assert result.exit_code == 2
-    assert "cannot read the model's configuration" in " ".join(result.stderr.split())
+    assert "config.json" in result.stderr
+    assert "hint:" in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_hybrid_by_name_moves_its_windows_tail_and_its_fixed_states():
+    """Gemma 3: 10 full layers, 52 with a window of 1,024 of which the last 1,023 tokens are still seen."""
+    found = facts("--model", "gemma-3-27b", "--prefill", "tp=2", "--decode", "tp=1,pool=shared", "--tokens", "5000")
+    assert {group["name"]: group["moved_tokens"] for group in found["groups"]} == {"window-1024": 1023, "full": 5000}
+    assert found["bytes"] == (52 * 1023 + 10 * 5000) * 2 * 16 * 128 * 2
+
+
+def test_a_prefix_that_the_target_has_does_not_move_but_fixed_states_do():
+    shapes = ["--prefill", "tp=2", "--decode", "tp=2,block=32", "--tokens", "1000", "--cached", "900"]
+    found = facts("--model", "nemotron-h-8b", *shapes)
+    assert found["bytes"] == 100 * found["bytes_per_token"] + found["fixed_bytes"]
+
+
+def test_shared_out_tokens_go_to_their_ranks():
+    found = facts("--model", "deepseek-v2-lite", "--prefill", "tp=1", "--decode", "tp=2,dcp=2,run=4", "--tokens", "64")
+    assert [pair["tokens"] for pair in found["pairs"]] == ["t % 8 in [0, 4)", "t % 8 in [4, 8)"]
+    assert found["bytes"] == 64 * found["bytes_per_token"]
+
+
+def test_the_verdict_compares_moving_with_computing_again():
+    shapes = [*MODEL, "--prefill", "tp=1", "--decode", "tp=1", "--tokens", "1000", "--link", "1GB/s"]
+    slow, fast = facts(*shapes, "--prefill-speed", "1000"), facts(*shapes, "--prefill-speed", "100000000")
+    assert (slow["verdict"]["pays"], fast["verdict"]["pays"]) == (True, False)
+    assert "will not pay" in fast["verdict"]["text"]
+    assert slow["verdict"]["break_even_tokens_per_s"] == pytest.approx(1000 / slow["predicted_s"])
+    assert "Break-even" in facts(*shapes)["verdict"]["text"]
+    assert "Nothing moves" in facts(*shapes, "--cached", "1000")["verdict"]["text"]
+
+
+def test_the_time_is_that_of_the_busiest_rank():
+    found = facts(*MODEL, "--prefill", "tp=2", "--decode", "tp=1", "--tokens", "100")
+    assert found["predicted_s"] == pytest.approx(sum(pair["predicted_s"] for pair in found["pairs"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "rate"),
+    [("50GB/s", 50e9), ("400Gbit/s", 50e9), ("400Gbps", 50e9), ("2 MiB/s", 2 * 2**20), ("1.5TB/s", 1.5e12)],
+)
+def test_a_link_is_read_in_bits_and_bytes(words, rate):
+    assert link_of(words) == rate
+
+
+def test_the_page_is_written_beside_the_table(tmp_path):
+    file = tmp_path / "plan.html"
+    result = plan("--model", "qwen3-next-80b-a3b", "--prefill", "tp=4", "--decode", "tp=2", "--html", str(file))
+    assert result.exit_code == 0, result.output
+    assert f"The page is in {file}" in " ".join(result.stderr.split()).replace("\n", "")
+    assert "qwen3-next-80b-a3b" in file.read_text()
 
 
 def test_the_version_is_printed():

@@ -59,16 +59,18 @@ def boxes_of(words: list[str]) -> list[tuple[str, int, int]]:
 
 def axis_words(axis: str, first: int, last: int) -> str:
     """`heads 0-1`, `layer 3`: both ends are held."""
-    return f"{axis} {first}" if last - first == 1 else f"{_many(axis)} {first}–{last - 1}"  # noqa: RUF001
+    return f"{axis.replace('.', ' ')} {first}" if last - first == 1 else f"{_many(axis)} {first}–{last - 1}"  # noqa: RUF001
 
 
 def many_words(number: int, axis: str) -> str:
     """`16 tokens`, `1 head`, `128 dim`."""
-    return f"{number:,} {axis if number == 1 else _many(axis)}"
+    return f"{number:,} {axis.replace('.', ' ') if number == 1 else _many(axis)}"
 
 
 def _many(axis: str) -> str:
-    return axis + "s" if axis in ("token", "head", "channel", "layer", "group") else axis
+    """The plural of an axis; one that is named after its cache group too is `group.axis`."""
+    words = axis.replace(".", " ")
+    return words + "s" if axis.rsplit(".", 1)[-1] in ("token", "head", "channel", "layer", "group", "state") else words
 
 
 def bytes_words(num_bytes: float) -> str:

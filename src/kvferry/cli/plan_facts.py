@@ -128,7 +128,7 @@ def _block_facts(shape: EngineShape, layout: Layout, placements: list[Placement]
     placement, num_kinds = placements[0], len(placements) // num_layers
     state, group = layout.state_named()[placement.state], layout.groups[placement.group]
     steps = _steps(shape, state, placement)
-    sizes = {"layer": num_layers, "k/v": num_kinds, "block": group.num_blocks * group.kernel_blocks}
+    sizes = {"layer": num_layers, _kinds(state): num_kinds, "block": group.num_blocks * group.kernel_blocks}
     sizes |= {"token": group.kernel_tokens} if state.per_token else {}
     sizes |= {axis.name: len(span) for axis, span in zip(state.axes, placement.spans, strict=True)}
     contiguous = state.item_bytes
@@ -146,6 +146,11 @@ def _block_facts(shape: EngineShape, layout: Layout, placements: list[Placement]
     }
 
 
+def _kinds(state: State) -> str:
+    """What to call the states of a layer: the first of two of attention is its key."""
+    return "k/v" if state.name.endswith(".k") else "state"
+
+
 def _strides(state: State, placement: Placement) -> dict[str, int]:
     """Distance in bytes between neighbours inside a block, by dimension."""
     axes = {axis.name: stride for axis, stride in zip(state.axes, placement.strides, strict=True)}
@@ -156,10 +161,10 @@ def _steps(shape: EngineShape, state: State, placement: Placement) -> list[str]:
     """The dimensions of a block and around it, outermost first."""
     if not state.per_token:
         inner = sorted(_strides(state, placement).items(), key=lambda item: -item[1])
-        return ["layer", "block", "k/v", *(name for name, _ in inner)]
+        return ["layer", "block", _kinds(state), *(name for name, _ in inner)]
     names = [axis.name for axis in state.axes]
     outer = names[:1] if len(names) > 1 else []
-    words = {"L": ["layer"], "K": ["k/v"], "B": ["block"], "N": ["token"], "H": outer, "D": names[len(outer) :]}
+    words = {"L": ["layer"], "K": [_kinds(state)], "B": ["block"], "N": ["token"], "H": outer, "D": names[len(outer) :]}
     return [name for letter in shape.letters for name in words[letter]]
 
 
