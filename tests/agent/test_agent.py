@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import zmq
 
-from kvferry.agent import Agent, AgentConfig, Host
+from kvferry.agent import Agent, AgentConfig, Host, new_lease_id
 from kvferry.errors import ConfigurationError
 from kvferry.plan.describe import EngineShape
 from kvferry.plan.tokens import TokenRange
-from kvferry.session.events import Failed, Fetched, SourceFree, TargetFree, Timing
+from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree, Timing
 from kvferry.testing import oracle
 from kvferry.transport.opening import open_transports
 from kvferry.wire.codec import decode
@@ -59,7 +59,7 @@ DEADLINE_MS = 30_000
 
 def leased(source) -> Reference:
     oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS + 1))
-    return source.agent.lease("r1", SOURCE_TABLES, NUM_TOKENS + 1)
+    return source.agent.lease(LeaseWanted("r1", new_lease_id(), SOURCE_TABLES, NUM_TOKENS + 1))
 
 
 def check(target, num_tokens=NUM_TOKENS):

@@ -6,7 +6,7 @@ from kvferry.agent.control import ControlChannel
 from kvferry.agent.wake import Wake
 from kvferry.errors import RequestError
 from kvferry.plan.describe import EngineShape
-from kvferry.session.events import PeerKey, Tick
+from kvferry.session.events import LeaseWanted, PeerKey, Tick
 
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
 
@@ -28,9 +28,9 @@ def test_answers_that_came_during_a_long_poll_are_read_before_time_passes(make_r
 def test_a_request_id_that_cannot_travel_is_refused_here(make_rank, request_id):
     """At the peer it would be a malformed frame, and end every other request with it."""
     rank = make_rank("p0", SHAPE)
-    reference = rank.agent.lease("r1", [[0]], 3)
+    reference = rank.agent.lease(LeaseWanted("r1", "l1", ((0,),), 3))
     with pytest.raises(RequestError, match="cannot travel"):
-        rank.agent.lease(request_id, [[0]], 3)
+        rank.agent.lease(LeaseWanted(request_id, "l2", ((0,),), 3))
     with pytest.raises(RequestError, match="cannot travel"):
         rank.agent.fetch(rank.wanted(rank, reference, ((1,),), 3, request_id))
 

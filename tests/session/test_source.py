@@ -6,6 +6,7 @@ from kvferry.errors import IllegalEventError
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.layout import fingerprint
 from kvferry.plan.model import attention
+from kvferry.session.early import MAX_EARLY
 from kvferry.session.events import Count, FrameArrived, LeaseWanted, LeaseWithdrawn, Reply, SourceFree, Tick, Timing
 from kvferry.session.lease import LEASE_TABLE, LeaseState
 from kvferry.session.machine import Machine, diagram
@@ -80,7 +81,6 @@ def test_a_hello_that_does_not_fit_is_refused(hello, reason):
     ("claim", "reason"),
     [
         (m.Claim(READER, "c1", m.Reference("p0", "epoch-0", "r1", "l1"), 6, (0,)), m.Reason.WRONG_EPOCH),
-        (m.Claim(READER, "c1", m.Reference("p0", "epoch-1", "r1", "nope"), 6, (0,)), m.Reason.UNKNOWN_LEASE),
         (m.Claim(READER, "c1", m.Reference("p0", "epoch-1", "r2", "l1"), 6, (0,)), m.Reason.UNKNOWN_LEASE),
         (m.Claim(READER, "c1", REFERENCE, 8, (0,)), m.Reason.OUT_OF_RANGE),
     ],
@@ -164,6 +164,43 @@ def test_landed_without_a_claim_is_refused():
     source.handle(LEASE, 0)
     assert refusal(source.handle(from_peer(m.Landed(READER, "c1", "l1")), 1), m.Reason.NOT_CLAIMED)
     assert refusal(source.handle(from_peer(m.Landed(READER, "c1", "l0")), 1), m.Reason.UNKNOWN_LEASE)
+
+
+EARLY = m.Claim(READER, "c1", REFERENCE, 6, (0,))
+
+
+def test_a_claim_that_is_faster_than_the_engine_waits_for_its_lease():
+    source = session()
+    assert source.handle(from_peer(EARLY), 1) == []
+    assert source.next_deadline() == 1 + TIMING.early_claim_s
+    assert source.handle(from_peer(EARLY), 2) == [Reply("x", m.Renewed(()))], "somebody is here"
+    (granted,) = source.handle(LEASE, 3)
+    assert granted == Reply("x", m.Grant("c1", LEASE.block_tables))
+    assert source.next_deadline() == 3 + TIMING.lease_s
+
+
+def test_a_claim_without_any_lease_is_refused_in_the_end():
+    source = session()
+    source.handle(from_peer(EARLY), 1)
+    assert refusal(source.handle(Tick(), 1 + TIMING.early_claim_s), m.Reason.UNKNOWN_LEASE)
+    assert source.next_deadline() == float("inf")
+
+
+def test_an_abort_that_is_faster_than_the_engine_ends_the_lease_as_it_opens():
+    source = session()
+    source.handle(from_peer(EARLY), 1)
+    source.handle(from_peer(m.Abort(READER, "c1", "l1")), 2)
+    commands = source.handle(LEASE, 3)
+    assert [type(command) for command in commands] == [Reply, SourceFree]
+    assert source.num_live() == 0
+
+
+def test_only_so_many_claims_may_wait():
+    source = session()
+    for number in range(MAX_EARLY):
+        reference = m.Reference("p0", "epoch-1", "r1", f"made-up-{number}")
+        assert source.handle(from_peer(m.Claim(READER, "c1", reference, 6, (0,))), 1) == []
+    assert refusal(source.handle(from_peer(EARLY), 1), m.Reason.UNKNOWN_LEASE)
 
 
 def test_an_abort_frees_the_blocks_and_is_acknowledged_every_time():

@@ -33,7 +33,7 @@ from kvferry.transport.shared_memory import SharedMemory, allocate_shared
 from kvferry.wire.codec import decode, encode
 from kvferry.wire.messages import Message, Party, Probe, Reason, Reference, Refusal
 
-__all__ = ["Agent", "AgentConfig", "Host", "Notice"]
+__all__ = ["Agent", "AgentConfig", "Host", "Notice", "new_epoch", "new_lease_id"]
 
 PROBE_BYTES = 4 << 20
 BUSY_POLL_S = 0.0005
@@ -50,11 +50,25 @@ _SourceEvent = e.LeaseWanted | e.LeaseWithdrawn | e.FrameArrived
 _TargetEvent = e.FetchWanted | e.AbortWanted | e.AnswerArrived | e.PeerConnected | e.PeerUnreachable | e.TicketEnded
 
 
+def new_epoch() -> str:
+    """A name that no other start of any engine has."""
+    return f"{time.time_ns():x}-{secrets.token_hex(4)}"
+
+
+def new_lease_id() -> str:
+    """An id that nobody can guess: who knows it has been told."""
+    return secrets.token_hex(16)
+
+
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """One rank of one engine. `port` 0 lets the system choose; `transport` is `auto` or a transport's name."""
+    """One rank of one engine. All ranks of an engine have the same `epoch`, new at every start.
+
+    `port` 0 lets the system choose; `transport` is `auto` or a transport's name.
+    """
 
     engine_id: str
+    epoch: str = field(default_factory=new_epoch)
     rank: int = 0
     host: str = "127.0.0.1"
     port: int = 0
@@ -83,7 +97,7 @@ class Agent:
         Raises ConfigurationError when the port or the wanted transport cannot be had, TransportError when shared
         memory cannot.
         """
-        self.party = Party(config.engine_id, f"{time.time_ns():x}-{secrets.token_hex(4)}", config.rank)
+        self.party = Party(config.engine_id, config.epoch, config.rank)
         self.counts: Counter[tuple[str, str]] = Counter()
         self._notify = host.notify
         self._inbox: queue.SimpleQueue[_SourceEvent | _TargetEvent] = queue.SimpleQueue()
@@ -125,16 +139,14 @@ class Agent:
         """Begin to answer and to move."""
         self._thread.start()
 
-    def lease(self, request_id: str, block_tables: Sequence[Sequence[int]], num_tokens: int) -> Reference:
+    def lease(self, wanted: e.LeaseWanted) -> Reference:
         """Let a target read a finished request's cache. The blocks stay the lease's until `SourceFree`.
 
         Raises RequestError for an id that cannot travel.
         """
-        _check_id(request_id)
-        lease_id = secrets.token_hex(16)
-        tables = tuple(tuple(table) for table in block_tables)
-        self._submit(e.LeaseWanted(request_id, lease_id, tables, num_tokens))
-        return Reference(self.party.engine_id, self.party.epoch, request_id, lease_id)
+        _check_id(wanted.request_id)
+        self._submit(wanted)
+        return Reference(self.party.engine_id, self.party.epoch, wanted.request_id, wanted.lease_id)
 
     def withdraw(self, request_id: str) -> None:
         """End a request's lease early; `SourceFree` follows."""

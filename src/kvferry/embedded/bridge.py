@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvferry.agent import Agent, AgentConfig, Host, Notice
+from kvferry.agent import Agent, AgentConfig, Host, Notice, new_lease_id
 from kvferry.connectors.params import from_params, to_params
 from kvferry.embedded.transfer import TransferReport
 from kvferry.errors import TransferError
 from kvferry.plan.layout import Layout
 from kvferry.plan.tokens import TokenRange
-from kvferry.session.events import Failed, Fetched, FetchWanted, SourceFree, Stopped, TargetFree
+from kvferry.session.events import Failed, Fetched, FetchWanted, LeaseWanted, SourceFree, Stopped, TargetFree
 from kvferry.transport.base import Memory
 from kvferry.transport.opening import open_transports
 from kvferry.wire.messages import Reason
@@ -64,7 +64,8 @@ class AgentTransfer:
         if self.failure:
             raise _gone()
         self._owed.add(request_id)
-        reference = self.agent.lease(request_id, block_tables, num_tokens)
+        tables = tuple(tuple(table) for table in block_tables)
+        reference = self.agent.lease(LeaseWanted(request_id, new_lease_id(), tables, num_tokens))
         return to_params(reference, [self.agent.address], block_tables, num_tokens)
 
     async def fetch(

@@ -52,6 +52,7 @@ class Timing:
 
     A lease ends `lease_s` after it was opened or last renewed. A target renews every `heartbeat_s` and takes a peer
     for lost after `missed_heartbeats` without any answer; it repeats an unanswered message every `resend_s`.
+    A claim that is faster than the engine's own word waits `early_claim_s` for its lease.
     """
 
     lease_s: float = 30.0
@@ -61,6 +62,7 @@ class Timing:
     handshake_s: float = 5.0
     transfer_s: float = 60.0
     tombstone_s: float = 60.0
+    early_claim_s: float = 10.0
 
     @property
     def silence_s(self) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.plan.layout import Layout, fingerprint
+from kvferry.session.early import Early, EarlyMessages
 from kvferry.session.events import (
     Command,
     Count,
@@ -62,6 +63,7 @@ class SourceSession:
         self._timing = timing
         self._leases: dict[str, Lease] = {}
         self._by_request: dict[str, Lease] = {}
+        self._early = EarlyMessages()
 
     def handle(self, event: LeaseWanted | LeaseWithdrawn | FrameArrived | Tick, now: float) -> list[Command]:
         """The commands that follow from an event at time `now`. Expiry is checked first, whatever the event."""
@@ -70,6 +72,8 @@ class SourceSession:
             case LeaseWanted():
                 lease = Lease.opened(event, now + self._timing.lease_s)
                 self._leases[event.lease_id] = self._by_request[event.request_id] = lease
+                for early in self._early.opened(event.lease_id):
+                    commands += self._answer(FrameArrived(early.peer, early.message), now)
             case LeaseWithdrawn():
                 commands += self._withdraw(event, now)
             case FrameArrived():
@@ -80,7 +84,8 @@ class SourceSession:
 
     def next_deadline(self) -> float:
         """When `handle(Tick())` is due next; infinity when nothing is waited for."""
-        return min((lease.deadline for lease in self._leases.values()), default=float("inf"))
+        first = min((lease.deadline for lease in self._leases.values()), default=float("inf"))
+        return min(first, self._early.next_deadline())
 
     def num_live(self) -> int:
         """Leases whose blocks the engine still keeps."""
@@ -102,6 +107,9 @@ class SourceSession:
                 commands.append(Count("leases_expired", Reason.EXPIRED))
             else:
                 del self._leases[lease_id]
+        for early in self._early.expired(now):
+            if isinstance(early.message, Claim):
+                commands += _refuse(early.peer, _unknown(early.message))
         return commands
 
     def _end(self, lease: Lease, event: str, reason: str, now: float) -> list[Command]:
@@ -152,19 +160,30 @@ class SourceSession:
             what = "the cache belongs to another incarnation"
             return _refuse(peer, Refusal(Reason.WRONG_EPOCH, what, reference.epoch, ours.epoch, claim.claim_id))
         lease = self._leases.get(reference.lease_id)
-        if lease is None or lease.wanted.request_id != reference.request_id:
-            found = reference.lease_id
-            return _refuse(peer, Refusal(Reason.UNKNOWN_LEASE, "no such lease", found, "a live lease", claim.claim_id))
+        if lease is None:
+            return self._wait_for_lease(peer, claim, now)
+        if lease.wanted.request_id != reference.request_id:
+            return _refuse(peer, _unknown(claim))
         for refusal in lease.refusal_of(claim):
             return _refuse(peer, refusal)
         lease.claim(claim, now + self._timing.lease_s)
         return [Reply(peer, Grant(claim.claim_id, lease.wanted.block_tables))]
 
+    def _wait_for_lease(self, peer: str, claim: Claim, now: float) -> list[Command]:
+        """The reference may travel faster than the engine's own word to this rank: a claim waits a moment for it.
+
+        Meanwhile a repeated claim is told that somebody is here.
+        """
+        lease_id = claim.reference.lease_id
+        repeated = self._early.knows(lease_id, claim.party)
+        if not self._early.add(lease_id, Early(peer, claim, now + self._timing.early_claim_s)):
+            return _refuse(peer, _unknown(claim))
+        return [Reply(peer, Renewed(()))] if repeated else []
+
     def _landed(self, peer: str, landed: Landed, now: float) -> list[Command]:
         lease = self._leases.get(landed.lease_id)
         if lease is None:
-            found = landed.lease_id
-            return _refuse(peer, Refusal(Reason.UNKNOWN_LEASE, "no such lease", found, "a live lease", landed.claim_id))
+            return _refuse(peer, _unknown(landed))
         for refusal in lease.refusal_of_landed(landed):
             return _refuse(peer, refusal)
         commands: list[Command] = [Reply(peer, Valid(landed.claim_id))]
@@ -189,9 +208,16 @@ class SourceSession:
         """Only a lease's own claim ends it; before any claim, whoever knows its unguessable id."""
         lease = self._leases.get(abort.lease_id)
         commands: list[Command] = [Reply(peer, Aborted(abort.claim_id))]
+        if lease is None:
+            self._early.add(abort.lease_id, Early(peer, abort, now + self._timing.early_claim_s))
         if lease is not None and lease.live and (not lease.claims or lease.holds(abort.party, abort.claim_id)):
             commands += self._end(lease, "abort", Reason.ABORTED, now)
         return commands
+
+
+def _unknown(about: Claim | Landed) -> Refusal:
+    lease_id = about.reference.lease_id if isinstance(about, Claim) else about.lease_id
+    return Refusal(Reason.UNKNOWN_LEASE, "no such lease", lease_id, "a live lease", about.claim_id)
 
 
 def _refuse(peer: str, refusal: Refusal) -> list[Command]:

@@ -1,0 +1,58 @@
+"""What targets say about leases that this rank has not heard of yet: a reference may be faster than the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.wire.messages import Abort, Claim, Party
+
+__all__ = ["MAX_EARLY", "Early", "EarlyMessages"]
+
+# Claims are made by whoever can connect: only so many may wait for a lease.
+MAX_EARLY = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """The last word of one party about one lease; `peer` names whom to answer."""
+
+    peer: str
+    message: Claim | Abort
+    deadline: float
+
+
+class EarlyMessages:
+    """At most one message per lease and party, and at most `MAX_EARLY` in all."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[str, Party], Early] = {}
+
+    def add(self, lease_id: str, early: Early) -> bool:
+        """Keep a message in place of an earlier one, whose deadline stays. False when there is no room for it."""
+        key = lease_id, early.message.party
+        if known := self._waiting.get(key):
+            early = Early(early.peer, early.message, known.deadline)
+        elif len(self._waiting) >= MAX_EARLY:
+            return False
+        self._waiting[key] = early
+        return True
+
+    def knows(self, lease_id: str, party: Party) -> bool:
+        """Whether a message of this party waits for this lease."""
+        return (lease_id, party) in self._waiting
+
+    def next_deadline(self) -> float:
+        """When the next message has waited long enough; infinity when there is none."""
+        return min((early.deadline for early in self._waiting.values()), default=float("inf"))
+
+    def opened(self, lease_id: str) -> list[Early]:
+        """Take out what waited for a lease."""
+        return self._take(lambda key, _: key[0] == lease_id)
+
+    def expired(self, now: float) -> list[Early]:
+        """Take out what has waited long enough."""
+        return self._take(lambda _, early: early.deadline <= now)
+
+    def _take(self, chosen: Callable[[tuple[str, Party], Early], bool]) -> list[Early]:
+        return [self._waiting.pop(key) for key, early in list(self._waiting.items()) if chosen(key, early)]
