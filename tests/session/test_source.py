@@ -4,8 +4,9 @@ import pytest
 
 from kvferry.errors import IllegalEventError
 from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import fingerprint
+from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State, fingerprint
 from kvferry.plan.model import attention
+from kvferry.plan.span import Span
 from kvferry.session.early import MAX_EARLY
 from kvferry.session.events import Count, FrameArrived, LeaseWanted, LeaseWithdrawn, Reply, SourceFree, Tick, Timing
 from kvferry.session.lease import LEASE_TABLE, LeaseState
@@ -27,8 +28,8 @@ CLAIM = m.Claim(READER, "c1", REFERENCE, 6, (0,))
 GRANT = Reply("x", m.Grant("c1", ((3, 5),)))
 
 
-def session() -> SourceSession:
-    return SourceSession(IDENTITY, TIMING)
+def session(layout=LAYOUT) -> SourceSession:
+    return SourceSession(replace(IDENTITY, layout=layout), TIMING)
 
 
 def from_peer(message, peer="x"):
@@ -193,6 +194,18 @@ def test_an_abort_that_is_faster_than_the_engine_ends_the_lease_as_it_opens():
     commands = source.handle(LEASE, 3)
     assert [type(command) for command in commands] == [Reply, SourceFree]
     assert source.num_live() == 0
+
+
+def test_a_state_of_fixed_size_is_only_good_after_the_tokens_that_made_it():
+    """A recurrent state after 7 tokens is not the one after 6: it would go on with wrong tokens."""
+    state = State("ssm", "float32", 4, (Axis("head", 2),), per_token=False)
+    placement = Placement("ssm", 0, 0, 0, (Span(0, 2),), (4,), 8, 0)
+    layout = Layout((state,), (Region(1 << 20, 64, "dram", 0),), (CacheGroup(1, 8, 0),), (placement,))
+    for num_tokens, reason in ((6, m.Reason.OUT_OF_RANGE), (7, None), (0, None)):
+        source = session(layout)
+        source.handle(LEASE, 0)
+        commands = source.handle(from_peer(m.Claim(READER, "c1", REFERENCE, num_tokens, (0,))), 1)
+        assert refusal(commands, reason) if reason else isinstance(commands[0].message, m.Grant)
 
 
 def test_only_so_many_claims_may_wait():

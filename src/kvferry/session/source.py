@@ -164,10 +164,20 @@ class SourceSession:
             return self._wait_for_lease(peer, claim, now)
         if lease.wanted.request_id != reference.request_id:
             return _refuse(peer, _unknown(claim))
-        for refusal in lease.refusal_of(claim):
+        for refusal in (*lease.refusal_of(claim), *self._refusal_of_state(lease, claim)):
             return _refuse(peer, refusal)
         lease.claim(claim, now + self._timing.lease_s)
         return [Reply(peer, Grant(claim.claim_id, lease.wanted.block_tables))]
+
+    def _refusal_of_state(self, lease: Lease, claim: Claim) -> tuple[Refusal, ...]:
+        """A state of fixed size is that after the last token: it is no good to whoever goes on from another one."""
+        layout = self._identity.layout
+        named = layout.state_named()
+        is_fixed = any(not named[placement.state].per_token for placement in layout.placements)
+        if not is_fixed or claim.num_tokens in (0, lease.wanted.num_tokens):
+            return ()
+        what, expected = "the states of fixed size are those after other tokens", f"{lease.wanted.num_tokens} tokens"
+        return (Refusal(Reason.OUT_OF_RANGE, what, f"{claim.num_tokens} tokens", expected, claim.claim_id),)
 
     def _wait_for_lease(self, peer: str, claim: Claim, now: float) -> list[Command]:
         """The reference may travel faster than the engine's own word to this rank: a claim waits a moment for it.

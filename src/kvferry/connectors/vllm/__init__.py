@@ -1,0 +1,8 @@
+"""vLLM's connector: `"kv_connector": "FerryConnector", "kv_connector_module_path": "kvferry.connectors.vllm"`.
+
+Imported by vLLM in all of its processes; it needs vLLM and nothing of it is needed elsewhere.
+"""
+
+from kvferry.connectors.vllm.connector import FerryConnector
+
+__all__ = ["FerryConnector"]

@@ -1,0 +1,148 @@
+"""`FerryConnector`: vLLM's connector interface, answered by one half in the scheduler and one in each worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import Request
+
+from kvferry.connectors.vllm.orders import Orders, RankAddress
+from kvferry.connectors.vllm.scheduler import Scheduler
+from kvferry.connectors.vllm.settings import check_version, settings_of
+from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
+from kvferry.connectors.vllm.worker import Worker
+from kvferry.errors import ConfigurationError
+
+__all__ = ["FerryConnector"]
+
+
+class FerryConnector(KVConnectorBase_V1, SupportsHMA):
+    """Moves requests' caches between vLLM and any other engine that kvferry knows.
+
+    vLLM makes one in its scheduler and one in every worker. Raises ConfigurationError for a version or settings that
+    are not supported.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        check_version()
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = settings_of(vllm_config)
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        self._schedulers = [Scheduler(settings.engine_id, kv_cache_config)] if is_scheduler else []
+        self._workers = [] if is_scheduler else [Worker(vllm_config, settings, kv_cache_config)]
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        for scheduler in self._schedulers:
+            return scheduler
+        raise ConfigurationError("a hook of the scheduler was called in a worker")
+
+    @property
+    def _worker(self) -> Worker:
+        for worker in self._workers:
+            return worker
+        raise ConfigurationError("a hook of a worker was called in the scheduler")
+
+    # --- in the scheduler ---
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        ranks = [metadata[key] for key in sorted(metadata)]
+        self._scheduler.set_ranks(tuple(rank for rank in ranks if isinstance(rank, RankAddress)))
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        num_tokens = self._scheduler.num_new_tokens(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return self._kv_cache_config.transfer_group_ids
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._scheduler.take_orders()
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request, block_ids)
+
+    # --- in a worker ---
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        return self._worker.address()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The first word of a step: `start_load_kv` comes after the forward pass, which would delay everything."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, Orders):
+            self._worker.obey(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: the orders have been obeyed when the step began."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request runs only after all of its cache is there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: the cache is read where it lies."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: the cache is read where it lies."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._worker.results()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        for worker in self._workers:
+            stats = worker.take_stats()
+            return None if stats.is_empty() else stats
+        return None
+
+    def shutdown(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+    # --- in the front end ---
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return FerryStats(data=data) if data is not None else FerryStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,62 @@
+"""What the scheduler's half tells the workers' halves: once per step, in the connector's metadata."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
+
+from kvferry.plan.tokens import TokenRange
+from kvferry.wire.messages import Reference
+
+__all__ = ["FetchOrder", "LeaseOrder", "Orders", "RankAddress", "Tables"]
+
+Tables = tuple[tuple[int, ...], ...]
+"""One block table per transferable cache group."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOrder:
+    """A finished prefill whose blocks stay until the agent frees them."""
+
+    request_id: str
+    lease_id: str
+    block_tables: Tables
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOrder:
+    """A cache to be fetched into blocks of ours.
+
+    `is_waited_for` is false when nothing moves and only the source must learn that the request is over. `error` says
+    why it cannot even be begun: the request is reported as failed then, so that vLLM's failure policy applies.
+    """
+
+    request_id: str
+    reference: Reference
+    addresses: tuple[str, ...]
+    block_tables: Tables
+    ranges: tuple[TokenRange, ...]
+    is_waited_for: bool
+    error: str
+
+
+@dataclass(slots=True)
+class Orders(KVConnectorMetadata):
+    """Everything new of one step. `aborted` are requests whose fetch nobody waits for any more."""
+
+    leases: list[LeaseOrder] = field(default_factory=list)
+    fetches: list[FetchOrder] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RankAddress(KVConnectorHandshakeMetadata):
+    """Where one rank's agent listens, told to the scheduler's half when the engine starts."""
+
+    address: str
+    epoch: str

@@ -1,0 +1,175 @@
+"""The half in vLLM's scheduler: decides what is fetched and what is kept, and writes it down for the workers.
+
+It only sees requests and block ids. Nothing here waits, and nothing here may raise while a request is served: an
+exception in a scheduler hook ends the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.request import Request, RequestStatus
+
+from kvferry.agent import new_lease_id
+from kvferry.connectors.params import Remote, from_params, to_params
+from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, RankAddress, Tables
+from kvferry.errors import TransferError
+from kvferry.plan.tokens import TokenRange
+from kvferry.wire.messages import Reference
+
+__all__ = ["Scheduler"]
+
+logger = logging.getLogger(__name__)
+
+FINISHED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+NOBODY = Reference("", "", "", "")
+NULL_BLOCK = 0
+"""vLLM's block that stands for none, in tables whose window has moved on."""
+
+FETCHED = "_kvferry_fetched"
+TRUNCATED = "_kvferry_truncated"
+"""Marks of ours in a request's own parameters: vLLM calls some hooks twice, and again after a preemption."""
+
+
+class Scheduler:
+    """Stages orders; `take_orders` hands them over at each step."""
+
+    def __init__(self, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
+        self._engine_id = engine_id
+        self._config = kv_cache_config
+        self._orders = Orders()
+        self._ranks: tuple[RankAddress, ...] = ()
+        specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
+        self._fixed = tuple(isinstance(spec, MambaSpec) for spec in specs)
+        self._scratch = tuple(spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0 for spec in specs)
+        self._forgets = len(specs) > 1 or any(self._fixed) or any(_forgets(spec) for spec in specs)
+
+    def set_ranks(self, ranks: tuple[RankAddress, ...]) -> None:
+        """Where the agents of all ranks listen, in the order of the ranks."""
+        self._ranks = ranks
+
+    # --- requests come and go ---
+
+    def on_new_request(self, request: Request) -> None:
+        """Let a prefill stop before its last token where the decode side could not go on from behind it.
+
+        The decode side computes the last token itself: from a recurrent state after it, or with a window that has
+        moved past what that token sees, it could not.
+        """
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_decode") or params.get(TRUNCATED) or not self._forgets:
+            return
+        if request.num_prompt_tokens > 1 and request.prompt_token_ids and not request.get_skip_reading_prefix_cache():
+            del request.prompt_token_ids[-1:]
+            del request._all_token_ids[-1:]
+            request.num_prompt_tokens -= 1
+            request.max_tokens = 1
+            params[TRUNCATED] = True
+
+    def num_new_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """How many tokens behind the computed ones can be fetched: all but the last, which is computed here."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return 0
+        return max(0, self._num_wanted(request, params) - num_computed_tokens)
+
+    def _num_wanted(self, request: Request, params: Mapping[str, Any]) -> int:
+        """The client's word about how many there are is only good for asking for fewer."""
+        wanted, offered = request.num_prompt_tokens - 1, params.get("remote_num_tokens")
+        if isinstance(offered, int) and not isinstance(offered, bool) and offered >= 0 and not any(self._fixed):
+            return min(wanted, offered)
+        return wanted
+
+    def allocated(self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int) -> None:
+        """The request has blocks. vLLM says so again when they are filled: only the first time counts."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill") or params.get(FETCHED):
+            return
+        params[FETCHED] = True
+        params["do_remote_prefill"] = False
+        if num_external_tokens <= 0:
+            self._release(request.request_id, params)
+            return
+        last = self._num_wanted(request, params)
+        wanted = TokenRange(last - num_external_tokens, last)
+        tables = self._tables(block_ids)
+        self._orders.fetches.append(_fetch(request.request_id, params, tables, (wanted,) * len(tables)))
+
+    def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks must stay, and the parameters for the decode side."""
+        params = request.kv_transfer_params
+        if not params:
+            return False, None
+        if params.get(FETCHED) and request.status not in FINISHED_WELL:
+            self._orders.aborted.append(request.request_id)
+        if params.get("do_remote_prefill"):
+            # It was never scheduled: the source must not wait for it.
+            params["do_remote_prefill"] = False
+            self._release(request.request_id, params)
+        if not params.get("do_remote_decode") or request.status not in FINISHED_WELL:
+            return False, None
+        return self._offer(request, self._tables(block_ids))
+
+    def _offer(self, request: Request, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
+        if not self._ranks or not any(tables):
+            return False, None
+        lease = LeaseOrder(request.request_id, new_lease_id(), tables, request.num_computed_tokens)
+        self._orders.leases.append(lease)
+        reference = Reference(self._engine_id, self._ranks[0].epoch, lease.request_id, lease.lease_id)
+        return True, to_params(reference, [rank.address for rank in self._ranks], tables, lease.num_tokens)
+
+    def _release(self, request_id: str, params: Mapping[str, Any]) -> None:
+        """Tell the source that nobody will read; parameters that cannot be read name no source."""
+        order = _fetch(
+            f"{request_id}:release", params, ((),) * len(self._fixed), (TokenRange(0, 0),) * len(self._fixed)
+        )
+        if order.error:
+            logger.warning("request %s: %s", request_id, order.error)
+        else:
+            self._orders.fetches.append(order)
+
+    def take_orders(self) -> Orders:
+        """What has been staged since the last step."""
+        orders, self._orders = self._orders, Orders()
+        return orders
+
+    def _tables(self, block_ids: tuple[list[int], ...]) -> Tables:
+        """Block tables of the groups that move. A recurrent state has one block: the running one."""
+        chosen = self._config.select_transfer_block_ids(block_ids)
+        return tuple(
+            _running(blocks, scratch) if fixed else tuple(_named(block, self._config.num_blocks) for block in blocks)
+            for blocks, fixed, scratch in zip(chosen, self._fixed, self._scratch, strict=True)
+        )
+
+
+def _named(block: int, num_blocks: int) -> int:
+    """A block that is none gets an id that no block has, so that reading it is refused."""
+    return num_blocks if block == NULL_BLOCK else block
+
+
+def _running(blocks: list[int], num_scratch: int) -> tuple[int, ...]:
+    """The last block, behind which speculative decoding may keep some of its own."""
+    kept = len(blocks) - min(num_scratch, max(0, len(blocks) - 1))
+    return tuple(blocks[kept - 1 : kept])
+
+
+def _forgets(spec: Any) -> bool:
+    """Whether a group gives up blocks before its request ends: by a window or by chunks."""
+    return bool(getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None))
+
+
+def _fetch(request_id: str, params: Mapping[str, Any], tables: Tables, ranges: tuple[TokenRange, ...]) -> FetchOrder:
+    is_waited_for = any(len(tokens) for tokens in ranges)
+    try:
+        remote = from_params({**params, "do_remote_prefill": True})
+    except TransferError as error:
+        return FetchOrder(request_id, NOBODY, (), tables, ranges, is_waited_for, str(error))
+    return _order(request_id, remote, tables, ranges)
+
+
+def _order(request_id: str, remote: Remote, tables: Tables, ranges: tuple[TokenRange, ...]) -> FetchOrder:
+    is_waited_for = any(len(tokens) for tokens in ranges)
+    return FetchOrder(request_id, remote.reference, remote.addresses, tables, ranges, is_waited_for, "")

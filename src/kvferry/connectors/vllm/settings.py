@@ -1,0 +1,102 @@
+"""What users say: vLLM's own transfer configuration, its extra keys, and the variables that they set already."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+import vllm.envs
+from vllm.config import VllmConfig
+
+from kvferry.errors import ConfigurationError
+
+__all__ = ["Settings", "check_version", "settings_of"]
+
+logger = logging.getLogger(__name__)
+
+OLDEST, NEWEST = (0, 32), (0, 32)
+KNOWN_KEYS = ("backends", "host", "kv_lease_duration", "port", "transport")
+# Keys of the stock connector whose meaning does not exist here: accepted, so that a configuration can stay as it is.
+IGNORED_KEYS = ("enforce_handshake_compat", "engine_ttl", "num_threads", "push_registration_timeout")
+DEFAULT_LEASE_S = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One engine's settings. `port` is that of rank 0; the others follow it; 0 lets the system choose them all."""
+
+    engine_id: str
+    host: str
+    port: int
+    transport: str
+    lease_s: float
+
+
+def check_version() -> None:
+    """Raises ConfigurationError for a vLLM whose connector interface we have not been tested with."""
+    words = vllm.__version__.split("+", 1)[0].split(".")
+    found = tuple(int(word) if word.isdecimal() else 0 for word in words[:2])
+    if not OLDEST <= found <= NEWEST:
+        raise ConfigurationError(
+            "this vLLM's connector interface is not supported",
+            found=vllm.__version__,
+            expected=f"a version from {_words(OLDEST)} to {_words(NEWEST)}",
+            hint="install another vLLM, or a kvferry that supports this one",
+        )
+
+
+def settings_of(config: VllmConfig) -> Settings:
+    """The settings of an engine. Raises ConfigurationError naming the key that is wrong."""
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.engine_id is None:
+        raise ConfigurationError("vLLM was started without a transfer configuration", expected="--kv-transfer-config")
+    extra: dict[str, Any] = transfer.kv_connector_extra_config
+    _check_keys(extra)
+    lease_s = extra.get("kv_lease_duration", DEFAULT_LEASE_S)
+    if isinstance(lease_s, bool) or not isinstance(lease_s, int | float) or not lease_s > 0:
+        raise ConfigurationError("kv_lease_duration is wrong", found=repr(lease_s), expected="seconds above 0")
+    return Settings(
+        engine_id=transfer.engine_id,
+        host=str(extra.get("host", vllm.envs.VLLM_NIXL_SIDE_CHANNEL_HOST)),
+        port=_port(extra, config),
+        transport=_transport(extra),
+        lease_s=float(lease_s),
+    )
+
+
+def _check_keys(extra: dict[str, Any]) -> None:
+    unknown = sorted(set(extra) - {*KNOWN_KEYS, *IGNORED_KEYS})
+    if unknown:
+        raise ConfigurationError(
+            "unknown keys in kv_connector_extra_config",
+            found=", ".join(unknown),
+            expected=f"some of {', '.join(KNOWN_KEYS)}",
+        )
+    for key in sorted(set(extra) & set(IGNORED_KEYS)):
+        logger.info("kvferry ignores %s: it has no meaning here", key)
+
+
+def _port(extra: dict[str, Any], config: VllmConfig) -> int:
+    """Ours if given; else the one of the stock connector where somebody has set it; else the system chooses."""
+    if vllm.envs.is_set("VLLM_NIXL_SIDE_CHANNEL_PORT"):
+        port = extra.get("port", vllm.envs.VLLM_NIXL_SIDE_CHANNEL_PORT)
+    else:
+        port = extra.get("port", 0)
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16:
+        raise ConfigurationError("port is wrong", found=repr(port), expected="0 to 65535; 0 lets the system choose")
+    ranks_per_engine = config.parallel_config.world_size
+    return port + config.parallel_config.data_parallel_index * ranks_per_engine if port else 0
+
+
+def _transport(extra: dict[str, Any]) -> str:
+    """`transport` is ours; `backends` is the stock connector's and can only ask for what NIXL gives us: UCX."""
+    backends = extra.get("backends", ["UCX"])
+    if backends != ["UCX"]:
+        raise ConfigurationError("only NIXL's UCX backend is used", found=repr(backends), expected='["UCX"]')
+    return str(extra.get("transport", "auto"))
+
+
+def _words(version: tuple[int, ...]) -> str:
+    return ".".join(str(number) for number in version)

@@ -1,0 +1,66 @@
+"""Figures through vLLM's own interfaces: the stock connector's names where they mean the same, and phases by peer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
+
+from kvferry.session.events import FetchReport
+
+__all__ = ["FerryPromMetrics", "FerryStats"]
+
+PHASES = "phases"
+PHASE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+@dataclass
+class FerryStats(NixlKVConnectorStats):
+    """The stock connector's lists, and one record per phase of a fetch: (phase, peer, transport, seconds)."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.data[PHASES] = []
+
+    def fetched(self, report: FetchReport, peer: str) -> None:
+        """One finished fetch from an engine."""
+        phases = report.phases_s
+        self.data["transfer_duration"].append(phases.get("wire", 0.0))
+        self.data["post_duration"].append(phases.get("claim", 0.0))
+        self.data["bytes_transferred"].append(report.num_bytes)
+        self.data["num_descriptors"].append(report.num_rows)
+        self.data[PHASES] += [[phase, peer, report.transport, seconds] for phase, seconds in phases.items()]
+
+    def count(self, name: str) -> None:
+        """One more of what the stock connector counts under this name."""
+        self.data[name].append(1)
+
+    def freed(self, reason: str) -> None:
+        """The blocks of a finished prefill are free; only a lease that ran out is worth counting."""
+        if reason == "expired":
+            self.count("num_kv_expired_reqs")
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        return self if other.is_empty() else super().aggregate(other)
+
+
+class FerryPromMetrics(NixlPromMetrics):
+    """The stock connector's metrics, and `vllm:kvferry_phase_seconds` by phase, peer and transport."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        labelnames = list(arguments[2])
+        self._phases = self._histogram_cls(
+            name="vllm:kvferry_phase_seconds",
+            documentation="Time of each phase of fetching a request's cache.",
+            buckets=PHASE_BUCKETS,
+            labelnames=[*labelnames, "phase", "peer", "transport"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        super().observe(transfer_stats_data, engine_idx)
+        labels = self.per_engine_labelvalues[engine_idx]
+        for phase, peer, transport, seconds in transfer_stats_data.get(PHASES, []):
+            self._phases.labels(*labels, phase, peer, transport).observe(seconds)

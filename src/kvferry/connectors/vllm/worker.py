@@ -1,0 +1,207 @@
+"""The half in each of vLLM's workers: owns the rank's agent, carries orders to it and reports what has ended.
+
+The agent has a thread of its own, so that bytes move and heartbeats go on whatever the engine does. vLLM is told of
+every request exactly once: an id that it does not expect ends the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_world_group
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvferry.agent import Agent, AgentConfig, Host, Notice, new_epoch
+from kvferry.connectors.vllm.describe import describe, engine_facts
+from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, RankAddress
+from kvferry.connectors.vllm.settings import Settings
+from kvferry.connectors.vllm.stats import FerryStats
+from kvferry.errors import ConfigurationError
+from kvferry.plan.layout import Layout
+from kvferry.session.events import (
+    Failed,
+    Fetched,
+    FetchWanted,
+    LeaseWanted,
+    SourceFree,
+    Stopped,
+    TargetFree,
+    Timing,
+)
+from kvferry.transport.opening import open_transports
+
+__all__ = ["Worker"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Introduction:
+    """What every rank tells all others of its engine when it starts."""
+
+    epoch: str
+    layout: Layout
+
+
+class Worker:
+    """Made by vLLM in each worker process; its methods are called between the engine's steps."""
+
+    def __init__(self, config: VllmConfig, settings: Settings, kv_cache_config: KVCacheConfig) -> None:
+        self._config = config
+        self._settings = settings
+        self._kv_cache_config = kv_cache_config
+        self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
+        self._agents: list[Agent] = []
+        self._stats = FerryStats()
+        # What the agent owes vLLM a word about.
+        self._leased: set[str] = set()
+        self._fetching: dict[str, FetchOrder] = {}
+        self._failed: set[str] = set()
+        self._refused: set[str] = set()
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Describe this rank's caches, meet the other ranks of the engine, and start the agent.
+
+        Raises LayoutError for caches that cannot be described, ConfigurationError when the agent cannot be set up.
+        """
+        facts = engine_facts(self._config)
+        described = describe(self._kv_cache_config, kv_caches, facts)
+        everyone, rank = _meet(_Introduction(new_epoch(), described.layout), self._config.parallel_config.world_size)
+        layouts = tuple(introduction.layout for introduction in everyone)
+        opened = open_transports(self._settings.transport)
+        agent_config = AgentConfig(
+            engine_id=self._settings.engine_id,
+            epoch=everyone[0].epoch,
+            rank=rank,
+            host=self._settings.host,
+            port=self._settings.port + rank if self._settings.port else 0,
+            transport=self._settings.transport,
+            timing=replace(Timing(), lease_s=self._settings.lease_s),
+        )
+        host = Host(layouts, described.memories, self._notices.put)
+        agent = Agent(agent_config, host, opened.transports, opened.unavailable)
+        agent.start()
+        self._agents.append(agent)
+        logger.info("kvferry rank %d of %d listens at %s", rank, len(layouts), agent.address)
+
+    def address(self) -> RankAddress:
+        """Where this rank's agent listens. Raises ConfigurationError before `register`."""
+        agent = self._agent()
+        return RankAddress(agent.address, agent.party.epoch)
+
+    def _agent(self) -> Agent:
+        if not self._agents:
+            raise ConfigurationError("vLLM has not registered its caches", hint="report this with vLLM's version")
+        return self._agents[0]
+
+    # --- orders ---
+
+    def obey(self, orders: Orders) -> None:
+        """Begin what the scheduler has decided. Called before the step's forward pass."""
+        for lease in orders.leases:
+            self._lease(lease)
+        for fetch in orders.fetches:
+            self._fetch(fetch)
+        for request_id in orders.aborted:
+            if request_id in self._fetching:
+                self._agent().abort(request_id)
+
+    def _lease(self, order: LeaseOrder) -> None:
+        self._leased.add(order.request_id)
+        if self._is_over():
+            self._notices.put(SourceFree(order.request_id, "withdrawn"))
+            return
+        self._agent().lease(LeaseWanted(order.request_id, order.lease_id, order.block_tables, order.num_tokens))
+
+    def _fetch(self, order: FetchOrder) -> None:
+        if order.error or self._is_over():
+            logger.warning("request %s: %s", order.request_id, order.error or "the transfer agent has stopped")
+            self._stats.count("num_failed_transfers")
+            self._refused |= {order.request_id} if order.is_waited_for else set()
+            return
+        self._fetching[order.request_id] = order
+        self._agent().fetch(
+            FetchWanted(order.request_id, order.reference, order.addresses, order.block_tables, order.ranges)
+        )
+
+    def _is_over(self) -> bool:
+        return not self._agent().alive
+
+    # --- what has ended ---
+
+    def results(self) -> KVConnectorTransferResults:
+        """Every request whose transfer has ended since the last call, exactly once."""
+        results = KVConnectorTransferResults()
+        results.failed_recving |= self._refused
+        results.finished_recving |= self._refused
+        self._refused = set()
+        while not self._notices.empty():
+            self._note(self._notices.get(), results)
+        return results
+
+    def _note(self, notice: Notice, results: KVConnectorTransferResults) -> None:
+        match notice:
+            case Fetched(request_id, report):
+                self._stats.fetched(report, self._fetching[request_id].reference.engine_id)
+                self._end_fetch(request_id, results)
+            case Failed(request_id, error):
+                logger.warning("request %s: %s", request_id, error)
+                self._stats.count("num_failed_transfers")
+                self._failed.add(request_id)
+            case TargetFree(request_id):
+                self._end_fetch(request_id, results)
+            case SourceFree(request_id, reason):
+                self._stats.freed(reason)
+                if request_id in self._leased:
+                    self._leased.discard(request_id)
+                    results.finished_sending.add(request_id)
+            case Stopped():
+                self._stopped(results)
+
+    def _end_fetch(self, request_id: str, results: KVConnectorTransferResults) -> None:
+        order = self._fetching.pop(request_id, None)
+        failed = request_id in self._failed
+        self._failed.discard(request_id)
+        if order is not None and order.is_waited_for:
+            results.finished_recving.add(request_id)
+            results.failed_recving |= {request_id} if failed else set()
+
+    def _stopped(self, results: KVConnectorTransferResults) -> None:
+        """The transports are closed, so no byte can land any more: everything that is open ends here."""
+        for request_id in list(self._fetching):
+            self._failed.add(request_id)
+            self._end_fetch(request_id, results)
+        results.finished_sending |= self._leased
+        self._leased = set()
+
+    def take_stats(self) -> FerryStats:
+        """What happened since the last call."""
+        stats, self._stats = self._stats, FerryStats()
+        return stats
+
+    def close(self) -> None:
+        """Stop the agent. Safe to call twice."""
+        for agent in self._agents:
+            agent.close()
+        self._agents = []
+
+
+def _meet(ours: _Introduction, num_ranks: int) -> tuple[list[_Introduction], int]:
+    """What all ranks of this engine say, in their order, and which one we are."""
+    world = get_world_group()
+    if world.world_size == 1:
+        return [ours], 0
+    words: list[bytes] = [b""] * world.world_size
+    # Among the processes of one engine, over vLLM's own group: nothing of this comes from a network peer.
+    torch.distributed.all_gather_object(words, msgspec.msgpack.encode(ours), group=world.cpu_group)
+    # Replicas of data parallelism may be in the same group; each is an engine of its own.
+    first = world.rank_in_group // num_ranks * num_ranks
+    everyone = [msgspec.msgpack.decode(word, type=_Introduction) for word in words[first : first + num_ranks]]
+    return everyone, world.rank_in_group - first
