@@ -9,10 +9,13 @@ import hashlib
 from dataclasses import dataclass
 
 from kvferry.errors import LayoutError
-from kvferry.plan.span import Span
+from kvferry.plan.span import MAX_STOP, Span
 from kvferry.plan.tokens import UNSHARED, TokenRange, TokenShare
 
 __all__ = ["Axis", "CacheGroup", "Layout", "Placement", "Region", "State", "fingerprint"]
+
+# A stride that nothing is multiplied with, as there is one block or token, is not held back by the region's size.
+MAX_DISTANCE = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +164,10 @@ def _check_state(state: State) -> None:
 
 
 def _check_group(group: CacheGroup) -> None:
-    if min(group.block_tokens, group.num_blocks, group.kernel_blocks) < 1 or group.ring_tokens < 0:
-        raise LayoutError("a cache group needs blocks that hold tokens", found=repr(group))
+    sizes = group.block_tokens, group.num_blocks, group.kernel_blocks
+    if min(sizes) < 1 or group.ring_tokens < 0 or max(*sizes, group.ring_tokens) > MAX_STOP:
+        expected = f"1 to {MAX_STOP} of each"
+        raise LayoutError("a cache group needs blocks that hold tokens", found=repr(group), expected=expected)
     if group.block_tokens % group.kernel_blocks:
         raise LayoutError(
             "kernel blocks must divide a block",
@@ -207,8 +212,9 @@ def _check_ring(group: CacheGroup, state: State) -> None:
 def _check_reach(layout: Layout, state: State, placement: Placement) -> None:
     group, region = layout.groups[placement.group], layout.regions[placement.region]
     distances = (placement.offset, placement.block_stride, placement.token_stride, *placement.strides)
-    if min(distances) < 0:
-        raise LayoutError(f"placement of {state.name}: offsets and strides must not be negative", found=str(distances))
+    if min(distances) < 0 or max(distances) > MAX_DISTANCE:
+        what = f"placement of {state.name}: offsets and strides must not be negative nor beyond any memory"
+        raise LayoutError(what, found=str(distances), expected=f"0 to {MAX_DISTANCE}")
     _check_overlap(group, state, placement)
     reach = placement.offset + (group.num_blocks * group.kernel_blocks - 1) * placement.block_stride + state.item_bytes
     reach += (group.kernel_tokens - 1) * placement.token_stride if state.per_token else 0

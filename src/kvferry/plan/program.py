@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.errors import TooManyRowsError
 from kvferry.plan.copies import Column, Copies, firsts
 from kvferry.plan.layout import CacheGroup, Layout, Placement, State
 from kvferry.plan.route import Leg
@@ -21,7 +23,10 @@ from kvferry.plan.selection import Selection
 from kvferry.plan.span import Span
 from kvferry.plan.tokens import TokenSet
 
-__all__ = ["GroupProgram", "Program", "Section", "Strides", "bind"]
+__all__ = ["MAX_SECTION_ROWS", "GroupProgram", "Program", "Section", "Strides", "bind"]
+
+# For one block; a peer's strides decide how many there are. About 1 GB while they are sorted and merged.
+MAX_SECTION_ROWS = 1 << 23
 
 
 class Strides(NamedTuple):
@@ -104,7 +109,10 @@ class _Piece(NamedTuple):
 
 
 def bind(legs: Sequence[Leg], source: Layout, target: Layout) -> Program:
-    """Bind the legs of one pair of ranks to the layouts of the two. Cost: one step per leg, not per block."""
+    """Bind the legs of one pair of ranks to the layouts of the two. Cost: one step per leg, not per block.
+
+    Raises TooManyRowsError when the memory formats differ so much that one block falls apart into too many rows.
+    """
     states, sources, targets = source.state_named(), source.placement_of(), target.placement_of()
     pieces = [_Piece(leg, states[leg.state], sources[leg.state], targets[leg.state]) for leg in legs]
     by_group: dict[_GroupKey, list[_Piece]] = {}
@@ -176,7 +184,9 @@ def _rows(pieces: list[_Piece], source: Layout, target: Layout, num_tokens: int)
     by_shape: dict[tuple[tuple[_Dimension, ...], int], list[_Piece]] = {}
     for piece in pieces:
         by_shape.setdefault((_dimensions(piece, num_tokens), piece.state.item_bytes), []).append(piece)
-    columns = [_expanded(_runs(*shape), found, source, target) for shape, found in by_shape.items()]
+    listed = [(_runs(*shape), found) for shape, found in by_shape.items()]
+    _check_rows(sum(len(runs.source) * len(found) for runs, found in listed))
+    columns = [_expanded(runs, found, source, target) for runs, found in listed]
     source_column, target_column, length, regions = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     order = np.argsort(source_column, kind="stable")
     return Copies(source_column[order], target_column[order], length[order], len(order)), regions[order]
@@ -226,7 +236,7 @@ class _Runs(NamedTuple):
     target: Column
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def _runs(dimensions: tuple[_Dimension, ...], item_bytes: int) -> _Runs:
     """Walk the axes from the innermost while both sides stay contiguous, list the rest; the same for many layers."""
     remaining = [dimension for dimension in dimensions if dimension.extent > 1]
@@ -234,9 +244,20 @@ def _runs(dimensions: tuple[_Dimension, ...], item_bytes: int) -> _Runs:
     while inner := [d for d in remaining if d.source_stride == d.target_stride == length]:
         length *= inner[0].extent
         remaining.remove(inner[0])
+    _check_rows(prod(dimension.extent for dimension in remaining))
     source = target = np.zeros(1, np.uint64)
     for dimension in sorted(remaining, key=lambda d: -d.source_stride):
         steps = np.arange(dimension.extent, dtype=np.uint64)
         source = np.add.outer(source, steps * np.uint64(dimension.source_stride)).ravel()
         target = np.add.outer(target, steps * np.uint64(dimension.target_stride)).ravel()
     return _Runs(length, source, target)
+
+
+def _check_rows(num_rows: int) -> None:
+    if num_rows > MAX_SECTION_ROWS:
+        raise TooManyRowsError(
+            "one block would move in too many small rows",
+            found=f"{num_rows:,}",
+            expected=f"at most {MAX_SECTION_ROWS:,}",
+            hint="smaller blocks, or memory formats that are more alike",
+        )

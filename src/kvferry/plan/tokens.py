@@ -15,7 +15,7 @@ __all__ = ["ALL_TOKENS", "UNSHARED", "TokenRange", "TokenSet", "TokenShare", "cl
 
 # Enough for any interleave in use, and too few to hurt when a peer makes them up.
 MAX_PERIOD = 1 << 20
-MAX_SPANS = 1 << 12
+MAX_LOOKUPS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +84,11 @@ def classes(wanted: TokenSet, held: tuple[TokenSet, ...]) -> tuple[tuple[TokenSe
     """
     period = lcm(wanted.period, *(one.period for one in held))
     num_spans = sum(period // one.period * len(one.spans) for one in (wanted, *held))
-    if period > MAX_PERIOD or num_spans > MAX_SPANS * (1 + len(held)):
+    if period > MAX_PERIOD or num_spans * (1 + len(held)) > MAX_LOOKUPS:
         raise LayoutError(
             "the tokens are shared out too differently to be matched",
-            found=f"{num_spans:,} runs until they repeat together, after {period:,} tokens",
-            expected=f"at most {MAX_SPANS:,} runs a share, {MAX_PERIOD:,} tokens",
+            found=f"{num_spans:,} runs of {1 + len(held):,} shares until they repeat together, after {period:,} tokens",
+            expected=f"runs times shares at most {MAX_LOOKUPS:,}, {MAX_PERIOD:,} tokens",
             hint="choose interleave sizes of which one is a multiple of the other",
         )
     members = [_stretched(one, period) for one in (wanted, *held)]

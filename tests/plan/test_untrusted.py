@@ -1,0 +1,97 @@
+"""A layout comes from a peer: absurd numbers are refused with a typed error, before they cost time or memory."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.errors import LayoutError, TooManyRowsError
+from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State
+from kvferry.plan.program import bind
+from kvferry.plan.request import copies_for
+from kvferry.plan.route import route
+from kvferry.plan.span import MAX_STOP, Span
+from kvferry.plan.tokens import TokenRange, TokenShare
+
+MOST = (1 << 64) - 1  # the largest number that a peer can send
+TOKENS = State("tokens", "int8", 1, (Axis("dim", 1),), per_token=True, window_tokens=3)
+FIXED = State("fixed", "int8", 1, (Axis("dim", 1),), per_token=False)
+ONE = CacheGroup(block_tokens=1, num_blocks=1, ring_tokens=0)
+
+
+def layout(state: State, group: CacheGroup, address: int, **changes) -> Layout:
+    placement = Placement(state.name, 0, 0, 0, (Span(0, 1),), (1,), block_stride=1, token_stride=1)
+    return Layout((state,), (Region(address, 64, "dram", 0),), (group,), (replace(placement, **changes),))
+
+
+@pytest.mark.parametrize(
+    ("state", "group", "changes"),
+    [
+        (TOKENS, {}, {"block_stride": MOST}),
+        (TOKENS, {}, {"token_stride": MOST}),
+        (TOKENS, {}, {"strides": (MOST,)}),
+        (TOKENS, {"ring_tokens": MOST}, {}),
+        (FIXED, {}, {"token_stride": MOST}),
+        (FIXED, {"block_tokens": MOST}, {}),
+        (FIXED, {"ring_tokens": MOST}, {}),
+        (FIXED, {"block_tokens": MOST, "kernel_blocks": MOST}, {}),
+        (FIXED, {"num_blocks": MOST}, {}),
+    ],
+)
+def test_numbers_that_do_not_fit_an_address_are_refused(state, group, changes):
+    with pytest.raises(LayoutError):
+        layout(state, replace(ONE, **group), 1 << 20, **changes)
+
+
+@pytest.mark.parametrize(
+    ("state", "group", "changes"),
+    [
+        (TOKENS, {}, {"block_stride": 1 << 62, "token_stride": 1 << 62, "strides": (1 << 62,)}),
+        (TOKENS, {"ring_tokens": MAX_STOP}, {}),
+        (FIXED, {"block_tokens": MAX_STOP, "ring_tokens": MAX_STOP}, {"token_stride": 1 << 62}),
+    ],
+)
+def test_the_largest_numbers_that_are_accepted_move_the_right_bytes(state, group, changes):
+    source, target = layout(state, replace(ONE, **group), 1 << 20, **changes), layout(state, ONE, 1 << 62)
+    (program,) = (bind(route((a,), (b,)).legs, a, b) for a, b in [(source, target)])
+    copies = copies_for(program, [[0]], [[0]], [TokenRange(0, 1)])
+    assert (copies.source.tolist(), copies.target.tolist(), copies.length.tolist()) == ([1 << 20], [1 << 62], [1])
+
+
+def transposed(num_layers: int, extents: tuple[int, int]) -> tuple[Layout, Layout]:
+    """Two engines that store the two axes of a state in opposite orders: every element is a row of its own."""
+    axes = Axis("head", extents[0]), Axis("dim", extents[1])
+    states = tuple(State(f"layer {layer}", "int8", 1, axes, per_token=False) for layer in range(num_layers))
+    size = extents[0] * extents[1]
+    found = []
+    for address, strides in ((1 << 20, (1, extents[0])), (1 << 50, (extents[1], 1))):
+        regions = tuple(Region(address + layer * size, size, "dram", 0) for layer in range(num_layers))
+        spans = Span(0, extents[0]), Span(0, extents[1])
+        placements = tuple(
+            Placement(state.name, layer, 0, 0, spans, strides, size, 0) for layer, state in enumerate(states)
+        )
+        found.append(Layout(states, regions, (ONE,), placements))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("num_layers", "extents"), [(1, (1 << 12, 1 << 12)), (1 << 7, (1 << 9, 1 << 9))])
+def test_memory_formats_that_tear_a_block_apart_are_refused_before_the_rows_are_listed(num_layers, extents):
+    source, target = transposed(num_layers, extents)
+    with pytest.raises(TooManyRowsError, match=r"one block would move in too many small rows; found: \d+,\d+"):
+        bind(route((source,), (target,)).legs, source, target)
+
+
+def shared(address: int, share: TokenShare) -> Layout:
+    return layout(replace(TOKENS, window_tokens=0), replace(ONE, share=share), address)
+
+
+def test_shares_that_repeat_together_only_after_too_many_runs_are_refused():
+    """Each of the shares is harmless; to match them all would take minutes."""
+    fine = [TokenShare(128, share, 1) for share in range(64)]
+    sources = [shared(rank << 40, share) for rank, share in enumerate([*fine, TokenShare(2, 0, 1 << 16)])]
+    with pytest.raises(LayoutError, match="shared out too differently"):
+        route(sources, [shared(1 << 62, TokenShare())])
+
+
+def test_a_thousand_shares_are_matched():
+    sources = [shared(rank << 40, TokenShare(1 << 10, rank, 1)) for rank in range(1 << 10)]
+    assert len(route(sources, [shared(1 << 62, TokenShare())]).legs) == 1 << 10
