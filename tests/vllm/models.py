@@ -1,0 +1,189 @@
+"""Tiny models with the real architectures' configurations and random weights, made once per machine.
+
+Their answers mean nothing, but they depend on every byte of the cache, and vLLM runs the same code for them as for the
+models they imitate. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import warnings
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MODELS", "VOCAB_SIZE", "TinyModel", "model_folder"]
+
+VOCAB_SIZE = 1024
+SEED = 20_260_101
+# Wider than the usual 0.02, else nearly every prompt gets the same answer.
+SPREAD = 0.08
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 16384,
+    "initializer_range": SPREAD,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED: dict[str, Any] = {**COMMON, "num_key_value_heads": 4, "head_dim": 64, "num_hidden_layers": 4}
+EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+LATENT: dict[str, Any] = {
+    **COMMON,
+    **EXPERTS,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+}
+NEMOTRON: dict[str, Any] = {
+    **GROUPED,
+    "num_hidden_layers": 6,
+    "hybrid_override_pattern": "M*-M*-",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 64,
+    "conv_kernel": 4,
+    "chunk_size": 128,
+    "mlp_hidden_act": "relu2",
+}
+FALCON: dict[str, Any] = {
+    **GROUPED,
+    "mamba_d_ssm": 512,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 128,
+}
+# vLLM's own rotary kernel for CPUs is wrong for interleaved positions, and its MLA there does neither prefix caching
+# nor chunked prefill.
+LATENT_FLAGS = (
+    "--compilation-config",
+    '{"custom_ops":["-rotary_embedding"]}',
+    "--no-enable-prefix-caching",
+    "--no-enable-chunked-prefill",
+)
+# With prefix caching, prompts longer than the chunk crash vLLM's CPU back end for Mamba.
+HYBRID_FLAGS = ("--no-enable-prefix-caching",)
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """What transformers builds (`Config` and `ForCausalLM` are appended), and what vLLM needs to run it on a CPU.
+
+    `block_tokens` is the block size its attention has on the CPU back end; 0 lets vLLM choose, who sizes the blocks of
+    hybrids after their states.
+    """
+
+    family: str
+    settings: dict[str, Any]
+    flags: tuple[str, ...] = ()
+    block_tokens: int = 128
+    prefix_caching: bool = True
+    config_name: str = ""
+
+    @property
+    def config_class(self) -> str:
+        return self.config_name or f"{self.family}Config"
+
+
+MODELS: dict[str, TinyModel] = {
+    "llama": TinyModel("Llama", GROUPED),
+    "qwen3": TinyModel("Qwen3", GROUPED),
+    "mistral": TinyModel("Mistral", {**GROUPED, "sliding_window": 192}),
+    "gemma3": TinyModel(
+        "Gemma3",
+        {**GROUPED, "num_hidden_layers": 6, "sliding_window": 192, "sliding_window_pattern": 3},
+        config_name="Gemma3TextConfig",
+    ),
+    "deepseek_v2": TinyModel(
+        "DeepseekV2",
+        {**LATENT, "q_lora_rank": None, "topk_method": "greedy"},
+        LATENT_FLAGS,
+        block_tokens=16,
+        prefix_caching=False,
+    ),
+    "deepseek_v3": TinyModel("DeepseekV3", LATENT, LATENT_FLAGS, block_tokens=16, prefix_caching=False),
+    "nemotron_h": TinyModel("NemotronH", {**NEMOTRON, "n_groups": 2}, HYBRID_FLAGS, 0, prefix_caching=False),
+    "nemotron_h_one_group": TinyModel("NemotronH", {**NEMOTRON, "n_groups": 1}, HYBRID_FLAGS, 0, prefix_caching=False),
+    "falcon_h1": TinyModel("FalconH1", {**FALCON, "mamba_n_groups": 2}, HYBRID_FLAGS, 0, prefix_caching=False),
+    "falcon_h1_one_group": TinyModel(
+        "FalconH1", {**FALCON, "mamba_n_groups": 1}, HYBRID_FLAGS, 0, prefix_caching=False
+    ),
+}
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a tiny model for `vllm serve`; makes it when it is not there (a few seconds).
+
+    The folder's name holds a hash of this recipe and of the library that builds it: nothing stale is ever used, and
+    deleting the folder only costs the time of making it again. Safe when several processes do it at once.
+    """
+    folder = Path.home() / ".cache" / "kvferry" / "vllm-models" / _recipe() / name
+    if not (folder / "config.json").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
+        try:
+            _build(MODELS[name], draft)
+            _publish(draft, folder)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def _recipe() -> str:
+    text = Path(__file__).read_text(encoding="utf-8") + metadata.version("transformers")
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _publish(draft: Path, folder: Path) -> None:
+    try:
+        os.rename(draft, folder)
+    except OSError:
+        if not (folder / "config.json").is_file():
+            raise
+
+
+def _build(model: TinyModel, folder: Path) -> None:
+    # The libraries' own deprecations are none of ours, and warnings are errors here.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        config = getattr(transformers, model.config_class)(**model.settings, dtype="float32")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            built = getattr(transformers, f"{model.family}ForCausalLM")(config)
+        built.save_pretrained(folder)
+        _copy_tokenizer(folder)
+
+
+def _copy_tokenizer(folder: Path) -> None:
+    from kvferry.embedded.model import ensure_tiny_model
+
+    llama = ensure_tiny_model(folder.parent, lambda _: None)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(llama / name, folder / name)

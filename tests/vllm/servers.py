@@ -1,0 +1,226 @@
+"""Real `vllm serve` processes on loopback ports: started, awaited, read, and always ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from models import MODELS, model_folder
+
+__all__ = ["Pair", "PairSpec", "Server", "ServerSpec", "StartError"]
+
+START_S = 300.0
+STOP_S = 20.0
+POLL_S = 0.25
+MOST_RANKS = 2
+FERRY_MODULE = "kvferry.connectors.vllm"
+CACHE_BYTES = 128 << 20
+# One OpenMP thread that is bound to no core: several servers share two cores without stalling each other.
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+}
+
+
+class StartError(Exception):
+    """A server ended, or was not ready in time; says so with the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """One side of a pair. `block_tokens` 0 leaves the model's own; `flags` come last on the command line."""
+
+    role: str
+    tp: int = 1
+    block_tokens: int = 0
+    flags: tuple[str, ...] = ()
+    cache_bytes: int = CACHE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class PairSpec:
+    """Two servers of one model: what a test asks for, and the key under which a running pair is reused."""
+
+    model: str
+    prefill: ServerSpec = ServerSpec("kv_producer")
+    decode: ServerSpec = ServerSpec("kv_consumer")
+    failure_policy: str = "fail"
+    lease_s: int = 30
+    extra: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        blocks = f"block{self.prefill.block_tokens or 'own'}to{self.decode.block_tokens or 'own'}"
+        return f"{self.model}-tp{self.prefill.tp}to{self.decode.tp}-{blocks}-{self.failure_policy}"
+
+
+@dataclass(slots=True)
+class Server:
+    """One running `vllm serve`. Ports are free ones of the system's choice; everything it says is in `log`."""
+
+    pair: PairSpec
+    spec: ServerSpec
+    connector: str
+    log: Path
+    port: int = field(default_factory=lambda: free_port())
+    side_port: int = field(default_factory=lambda: free_port(MOST_RANKS))
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Begin to start; `wait_until_ready` waits. A server that was killed keeps its ports over a new start."""
+        environment = {**os.environ, **ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port)}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command(), stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def wait_until_ready(self) -> None:
+        """Raises StartError when it ends or is not ready within START_S."""
+        deadline = time.monotonic() + START_S
+        while not self.healthy():
+            if self.process is None or self.process.poll() is not None:
+                raise StartError(f"the {self.spec.role} ended while it started: {self.words()}")
+            if time.monotonic() > deadline:
+                raise StartError(f"the {self.spec.role} is not ready after {START_S:.0f} s: {self.words()}")
+            time.sleep(POLL_S)
+
+    def healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as response:
+                return response.status == 200
+        except OSError:
+            return False
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels; raises KeyError when the server has none of that name."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
+            lines = response.read().decode().splitlines()
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
+        if not values:
+            raise KeyError(f"no metric {name} on {self.url}")
+        return sum(values)
+
+    def words(self, num_bytes: int = 6000) -> str:
+        return self.log.read_bytes()[-num_bytes:].decode(errors="replace")
+
+    def kill(self) -> None:
+        """End the whole process group without a goodbye, as a lost machine would."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(STOP_S)
+            self.process = None
+
+    def terminate(self) -> None:
+        """Ask it to end; `stop` waits for it."""
+        if self.process is not None:
+            self.process.terminate()
+
+    def stop(self) -> None:
+        """End it politely, then by force; nothing of its process group survives."""
+        if self.process is not None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_S)
+            self.kill()
+
+    def _command(self) -> list[str]:
+        model = MODELS[self.pair.model]
+        block_tokens = self.spec.block_tokens or model.block_tokens
+        return [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model_folder(self.pair.model))),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "tiny"),
+            *("--max-model-len", "8192", "--max-num-seqs", "16", "--dtype", "float32", "--seed", "0"),
+            *("--kv-cache-memory-bytes", str(self.spec.cache_bytes), "--enforce-eager"),
+            *("--tensor-parallel-size", str(self.spec.tp)),
+            *(("--block-size", str(block_tokens)) if block_tokens else ()),
+            *("--kv-transfer-config", json.dumps(self._transfer_settings())),
+            *model.flags,
+            *self.spec.flags,
+        ]
+
+    def _transfer_settings(self) -> dict[str, Any]:
+        module = {"kv_connector_module_path": FERRY_MODULE} if self.connector == "FerryConnector" else {}
+        return {
+            "kv_connector": self.connector,
+            **module,
+            "kv_role": self.spec.role,
+            "kv_buffer_device": "cpu",
+            "kv_load_failure_policy": self.pair.failure_policy,
+            "kv_connector_extra_config": {"kv_lease_duration": self.pair.lease_s, **dict(self.pair.extra)},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prefill and a decode server of one model, both ready."""
+
+    spec: PairSpec
+    prefill: Server
+    decode: Server
+
+    @classmethod
+    def create(cls, spec: PairSpec, connector: str, folder: Path) -> Pair:
+        sides = (("prefill", spec.prefill), ("decode", spec.decode))
+        return cls(spec, *(Server(spec, side, connector, folder / f"{name}.log") for name, side in sides))
+
+    @property
+    def servers(self) -> tuple[Server, Server]:
+        return self.prefill, self.decode
+
+    def start(self) -> None:
+        """Start both at once and wait for both; ends both when one does not come up."""
+        try:
+            for server in self.servers:
+                server.start()
+            for server in self.servers:
+                server.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.terminate()
+        for server in self.servers:
+            server.stop()
+
+
+def free_port(num_ports: int = 1) -> int:
+    """The first of `num_ports` neighbouring ports nobody listens on: one per rank, as NIXL's side channel wants."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            first = _listen(stack, 0)
+            if first and all(_listen(stack, first + i) for i in range(1, num_ports)):
+                return first
+
+
+def _listen(stack: contextlib.ExitStack, port: int) -> int:
+    listener = stack.enter_context(socket.socket())
+    try:
+        listener.bind(("127.0.0.1", port))
+    except (OSError, OverflowError):
+        return 0
+    return int(listener.getsockname()[1])
