@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -18,9 +19,9 @@ from golden_models import FOLDER, Plan, case_of, filed, golden, model_of, plan_o
 
 from kvferry import catalog
 from kvferry.plan.describe import EngineShape
-from kvferry.plan.layout import Axis, Layout
+from kvferry.plan.layout import Axis, Layout, State
 from kvferry.plan.model import CacheModel, Kept, LayerCache
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.tokens import TokenRange, TokenShare
 from kvferry.testing import oracle
 
 NAMES = catalog.names()
@@ -165,11 +166,17 @@ def held_bytes(plan: Plan, layout: Layout) -> int:
     states, total = layout.state_named(), 0
     for placement in layout.placements:
         state, share = states[placement.state], layout.groups[placement.group].share
-        wanted = range(plan.tokens.first, plan.tokens.last) if state.per_token else [0]
-        own = [t for t in wanted if t // share.run_tokens % share.num_shares == share.share]
-        seen = [t for t in own if not state.per_token or oracle.is_seen(state, t, plan.tokens.last)]
-        total += len(seen) * state.item_bytes * prod(map(len, placement.spans))
+        limits = replace(state, name="", axes=())
+        num_tokens = num_held(limits, share, plan.tokens) if state.per_token else 1
+        total += num_tokens * state.item_bytes * prod(map(len, placement.spans))
     return total
+
+
+@lru_cache(maxsize=64)
+def num_held(state: State, share: TokenShare, tokens: TokenRange) -> int:
+    """Tokens of a share that are still seen, counted one by one; the same for layers that are alike."""
+    own = [t for t in range(tokens.first, tokens.last) if t // share.run_tokens % share.num_shares == share.share]
+    return sum(oracle.is_seen(state, token, tokens.last) for token in own)
 
 
 def inside(layout: Layout, starts: np.ndarray, stops: np.ndarray) -> bool:
