@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
+from click.core import ParameterSource
 
 from kvferry import __version__
 from kvferry.cli import console
@@ -81,8 +82,9 @@ def up(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})
 def serve(
+    context: typer.Context,
     model: Model = "tiny",
     engine_id: Annotated[str, typer.Option(help="Name of this engine in references and metrics.")] = "engine-0",
     served_name: Annotated[str, typer.Option(help="Model name in the API; the model's own if empty.")] = "",
@@ -95,19 +97,47 @@ def serve(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 for any free one.")] = 8100,
     transfer_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the control channel.")] = 0,
+    engine: Annotated[str, typer.Option(help="transformers (built in) or vllm.")] = "transformers",
     as_json: Json = False,
     as_child: Child = False,
 ) -> None:
-    """Serve one model with the embedded engine; it can prefill for others and decode what others prefilled."""
+    """Serve one model; it can prefill for others and decode what others prefilled.
+
+    With --engine vllm, what follows -- goes to `vllm serve` as it is.
+    """
     with _friendly():
-        from kvferry.agent import AgentConfig
-        from kvferry.cli import serve as command
         from kvferry.cli.models import resolve
-        from kvferry.connectors.jobs import Settings
         from kvferry.transport.opening import check_name
 
         check_name(transport)
         path, name = resolve(model)
+        if engine == "vllm":
+            from kvferry.cli.serve_vllm import VllmOptions, serve_vllm
+
+            chosen = context.get_parameter_source("block_tokens") is ParameterSource.COMMANDLINE
+            options = VllmOptions(
+                model=path,
+                served_name=served_name or name,
+                engine_id=engine_id,
+                transport=transport,
+                block_tokens=block_tokens if chosen else 0,
+                dtype=dtype,
+                failure_policy=failure_policy,
+                host=host,
+                port=port,
+                transfer_port=transfer_port,
+                arguments=tuple(context.args),
+                as_json=as_json,
+                as_child=as_child,
+            )
+            raise typer.Exit(serve_vllm(options))
+        if engine != "transformers" or context.args:
+            found = f"--engine {engine} {' '.join(context.args)}".strip()
+            raise ConfigurationError("no such engine", found=found, expected="--engine transformers or --engine vllm …")
+        from kvferry.agent import AgentConfig
+        from kvferry.cli import serve as command
+        from kvferry.connectors.jobs import Settings
+
         command.serve(
             command.ServeOptions(
                 settings=Settings(path, dtype, block_tokens, num_blocks, max_batch_tokens),
