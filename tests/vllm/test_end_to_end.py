@@ -2,55 +2,87 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
-from answers import compare, loaded_tokens, problems, prompts_of
-from servers import Pair, PairSpec, ServerSpec
+from answers import check_equal, prompts_of
+from servers import PLAIN, PairSpec, ServerSpec
 
 # Below a block, exactly blocks, one more, and sizes that no block divides.
 SIZES = (2, 5, 63, 64, 65, 127, 128, 129, 300, 1000)
 FEW_SIZES = (5, 128, 300, 700)
 LONG_SIZE = 5000
-CHUNKED = ("--max-num-batched-tokens", "1024")
+MODELS = ("llama", "qwen3", "mistral", "gemma3", "deepseek_v2", "deepseek_v3", "nemotron_h", "falcon_h1")
+FEW_GROUPS = ("nemotron_h_one_group", "falcon_h1_one_group")
+UNEQUAL_BLOCKS = ((64, 128), (128, 64), (32, 128), (128, 32))
+DIRECTIONS = pytest.mark.parametrize("reverse", [False, True], ids=["forth", "back"])
 
 
-def both(block_tokens: int, tp: int = 1) -> ServerSpec:
-    """A side that can send and receive, so that one pair of servers shows both directions."""
-    return ServerSpec("kv_both", tp, block_tokens)
+def two_way(model: str, tps: tuple[int, int] = (1, 1), blocks: tuple[int, int] = (0, 0)) -> PairSpec:
+    """Both sides can send and receive: one pair of servers shows both directions."""
+    return PairSpec(model, *(ServerSpec("kv_both", tp, size) for tp, size in zip(tps, blocks, strict=True)))
 
 
-UNEQUAL = PairSpec("llama", both(64), both(128))
-EQUAL = PairSpec("llama", ServerSpec("kv_producer", flags=CHUNKED))
-SMOKE = [EQUAL, PairSpec("gemma3"), PairSpec("deepseek_v3"), PairSpec("nemotron_h")]
+def one_way(model: str, tp: int) -> PairSpec:
+    return PairSpec(model, ServerSpec("kv_producer", tp), ServerSpec("kv_consumer", tp))
 
 
-def check_equal(pair: Pair, sizes: tuple[int, ...], at_once: int = 1, reverse: bool = False) -> None:
-    """Every answer is right, and the deciding side computed no prompt but for the last token of each."""
-    target = pair.prefill if reverse else pair.decode
-    before = loaded_tokens(target)
-    found = compare(pair, prompts_of(sizes), at_once, reverse)
-    loaded = loaded_tokens(target) - before
-    worst = max(one.error for one in found), max(one.noise for one in found)
-    print(f"{pair.spec}: loaded {loaded:.0f} tokens, off by {worst[0]:.1e}, control {worst[1]:.1e}")
-    assert not problems(found)
-    assert loaded >= sum(sizes) - len(sizes)
+UNEQUAL = two_way("llama", blocks=(64, 128))
+SMOKE = (PLAIN, one_way("gemma3", 1), one_way("deepseek_v3", 1), one_way("nemotron_h", 1))
+SAME_TP = [one_way(*both) for both in product(MODELS + FEW_GROUPS, (1, 2)) if one_way(*both) not in SMOKE]
+OTHER_TP = [two_way(model, (2, 1)) for model in MODELS + FEW_GROUPS]
+OTHER_BLOCKS = [
+    *(two_way(model, blocks=blocks) for model, blocks in product(("llama", "gemma3"), ((64, 128), (32, 128)))),
+    *(two_way(model, (2, 1), blocks) for model, blocks in product(("llama", "gemma3"), UNEQUAL_BLOCKS)),
+]
+LONG = [replace(PLAIN, decode=ServerSpec("kv_consumer", 2)), one_way("mistral", 1), one_way("falcon_h1", 1)]
 
 
 @pytest.mark.parametrize("spec", SMOKE, ids=str)
 def test_answers_equal_a_single_servers(pair, spec):
-    check_equal(pair, SIZES)
+    check_equal(pair, prompts_of(SIZES))
 
 
 @pytest.mark.parametrize("spec", [UNEQUAL], ids=str)
-@pytest.mark.parametrize("reverse", [False, True], ids=["64to128", "128to64"])
+@DIRECTIONS
 def test_block_sizes_differ(pair, spec, reverse):
-    check_equal(pair, SIZES, reverse=reverse)
+    check_equal(pair, prompts_of(SIZES), reverse=reverse)
 
 
-@pytest.mark.parametrize("spec", [EQUAL], ids=str)
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
 def test_a_prompt_of_several_thousand_tokens_in_chunks(pair, spec):
-    check_equal(pair, (LONG_SIZE,))
+    check_equal(pair, prompts_of((LONG_SIZE,)))
 
 
-@pytest.mark.parametrize("spec", [EQUAL, UNEQUAL], ids=str)
+@pytest.mark.parametrize("spec", [PLAIN, UNEQUAL], ids=str)
 def test_eight_requests_at_once(pair, spec):
-    check_equal(pair, FEW_SIZES * 2, at_once=8)
+    check_equal(pair, prompts_of(FEW_SIZES * 2), at_once=8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", SAME_TP, ids=str)
+def test_every_model_over_equal_tensor_parallel_sizes(pair, spec):
+    check_equal(pair, prompts_of(SIZES))
+    check_equal(pair, prompts_of(FEW_SIZES, seed=1), at_once=4)
+
+
+@pytest.mark.full
+@DIRECTIONS
+@pytest.mark.parametrize("spec", OTHER_TP, ids=str)
+def test_every_model_over_unequal_tensor_parallel_sizes(pair, spec, reverse):
+    check_equal(pair, prompts_of(SIZES), reverse=reverse)
+    check_equal(pair, prompts_of(FEW_SIZES, seed=1), at_once=4, reverse=reverse)
+
+
+@pytest.mark.full
+@DIRECTIONS
+@pytest.mark.parametrize("spec", OTHER_BLOCKS, ids=str)
+def test_block_sizes_and_tensor_parallel_sizes_differ(pair, spec, reverse):
+    check_equal(pair, prompts_of(SIZES), reverse=reverse)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", LONG, ids=str)
+def test_several_thousand_tokens_in_other_shapes(pair, spec):
+    check_equal(pair, prompts_of((2000, LONG_SIZE)))
