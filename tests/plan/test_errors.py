@@ -13,14 +13,14 @@ from kvferry.errors import (
     UncoveredError,
 )
 from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import Axis, Layout, Placement, Region, fingerprint
+from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State, fingerprint
 from kvferry.plan.model import attention
 from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for
+from kvferry.plan.request import copies_for, num_rows
 from kvferry.plan.route import route
 from kvferry.plan.sharding import shares, stages
-from kvferry.plan.span import Span, overlap, uncovered
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.span import MAX_STOP, Span, overlap, uncovered
+from kvferry.plan.tokens import TokenRange, TokenShare
 
 MODEL = attention(num_layers=2, num_heads=4, head_dim=2, dtype="float16", item_bytes=2)
 SHAPE = EngineShape(1, 1, 4, 8, "token-major")
@@ -34,6 +34,11 @@ def changed(**changes) -> Layout:
 def with_placement(**changes) -> Layout:
     first: Placement = replace(LAYOUT.placements[0], **changes)
     return changed(placements=(first, *LAYOUT.placements[1:]))
+
+
+def with_group(state_changes=None, **changes) -> Layout:
+    states = tuple(replace(state, **(state_changes or {})) for state in LAYOUT.states)
+    return changed(states=states, groups=(replace(LAYOUT.groups[0], **changes),))
 
 
 @pytest.mark.parametrize(
@@ -55,6 +60,24 @@ def with_placement(**changes) -> Layout:
         (lambda: changed(states=(replace(LAYOUT.states[0], item_bytes=0),)), "sizes must be positive"),
         (lambda: changed(regions=(Region(1 << 63, 64, "dram", 0), *LAYOUT.regions[1:])), "address space"),
         (lambda: changed(groups=(replace(LAYOUT.groups[0], num_blocks=0),)), "needs blocks"),
+        (lambda: with_group(ring_tokens=-1), "needs blocks"),
+        (lambda: with_group(kernel_blocks=3), "kernel blocks must divide a block; found: 3 in a block of 4 tokens"),
+        (lambda: with_group(ring_tokens=4), "expected: no ring, as the state has neither window nor chunks"),
+        (lambda: with_group(ring_tokens=4, share=TokenShare(2, 0)), "a ring cannot be shared out"),
+        (lambda: with_group({"window_tokens": 6}, ring_tokens=4), "still seen; found: 4 tokens; expected: at least 5"),
+        (lambda: with_group({"chunk_tokens": 6}, ring_tokens=5), "still seen; found: 5 tokens; expected: at least 6"),
+        (lambda: with_group({"window_tokens": -1}), "a window or chunks or neither"),
+        (lambda: with_group({"chunk_tokens": -1}), "a window or chunks or neither"),
+        (lambda: with_group({"window_tokens": 6, "chunk_tokens": 6}), "a window or chunks or neither"),
+        (lambda: with_group({"window_tokens": 6, "per_token": False}), "a window or chunks or neither"),
+        (lambda: changed(regions=(replace(LAYOUT.regions[0], address=-1), *LAYOUT.regions[1:])), "address space"),
+        (lambda: changed(regions=(replace(LAYOUT.regions[0], size_bytes=0), *LAYOUT.regions[1:])), "address space"),
+        (lambda: with_placement(region=4), "region or group does not exist"),
+        (lambda: with_placement(group=1), "region or group does not exist"),
+        (lambda: with_placement(offset=1), "leaves its region; found: last byte at 513; expected: at most 512"),
+        (lambda: with_placement(token_stride=15), "overlap; found: a stride of 15 bytes; expected: at least the 16"),
+        (lambda: with_placement(block_stride=63), "overlap; found: a stride of 63 bytes; expected: at least the 64"),
+        (lambda: Span(0, MAX_STOP + 1), "a span must not be empty"),
         (lambda: shares(8, 3, "heads"), "heads cannot be divided over the ranks; found: 8 over 3 ranks"),
         (lambda: shares(8, 0, "heads"), "cannot be divided"),
         (lambda: replace(SHAPE, block_tokens=0), "every number of an engine must be at least 1"),
@@ -65,6 +88,20 @@ def with_placement(**changes) -> Layout:
 def test_a_description_that_contradicts_itself_is_refused(build, says):
     with pytest.raises(LayoutError, match=says):
         build()
+
+
+def test_what_just_fits_is_accepted():
+    """The other side of each limit above."""
+    with_group({"window_tokens": 6}, ring_tokens=5)
+    with_group({"chunk_tokens": 6}, ring_tokens=6)
+    with_group(kernel_blocks=4, num_blocks=2)
+    changed(regions=(replace(LAYOUT.regions[0], address=0), *LAYOUT.regions[1:]))
+    changed(regions=(replace(LAYOUT.regions[0], address=2**63 - 512), *LAYOUT.regions[1:]))
+    # A stride that nothing is multiplied with may be anything.
+    one = Placement("s", 0, 0, 0, (Span(3, 4),), (0,), 0, 0)
+    state, group = State("s", "int8", 1, (Axis("dim", 4),), per_token=True), CacheGroup(1, 1, 0)
+    assert Layout((state,), (Region(0, 1, "dram", 0),), (group,), (one,)).placements == (one,)
+    assert len(Span(0, MAX_STOP)) == MAX_STOP
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones():
@@ -88,6 +125,24 @@ def test_all_differences_of_two_models_are_listed_at_once():
         route((theirs,), (LAYOUT,))
 
 
+def test_ranks_of_one_engine_that_contradict_one_another_are_named():
+    other = changed(states=tuple(replace(state, dtype="bfloat16") for state in LAYOUT.states))
+    for sources, targets, side in [((LAYOUT, other), (other,), "source"), ((LAYOUT,), (other, LAYOUT), "target")]:
+        with pytest.raises(IncompatibleError) as caught:
+            route(sources, targets)
+        assert caught.value.differences == tuple(
+            f"state {state.name}: rank 0 of the {side} describes it otherwise than another rank"
+            for state in sorted(LAYOUT.states, key=lambda state: state.name)
+        )
+
+
+def test_limits_of_what_a_token_sees_are_a_difference():
+    theirs = with_group({"window_tokens": 6}), with_group({"chunk_tokens": 6})
+    for layout, says in zip(theirs, ("window 0 at the source, 6 at", "chunks 0 at the source, 6 at"), strict=True):
+        with pytest.raises(IncompatibleError, match=says):
+            route((LAYOUT,), (layout,))
+
+
 def test_other_axes_are_a_difference():
     states = tuple(replace(s, axes=(Axis("head", 4), Axis("channel", 2)), per_token=False) for s in LAYOUT.states)
     with pytest.raises(IncompatibleError, match=r"axes \['head', 'dim'\] at the source, \['head', 'channel'\]"):
@@ -109,7 +164,11 @@ def test_a_part_that_nobody_holds_is_named():
         ([[0, 1, 2]], [[0, -1, 2]], "target group 0 names a block that does not exist; found: block -1"),
         ([[0, 1, 2]], [[0, 1, 0]], "target group 0 names a block twice"),
         ([[0, 0, 2]], [[0, 1, 2]], "source group 0 names a block twice"),
-        ([], [[0, 1, 2]], "source block table missing"),
+        ([], [[0, 1, 2]], "source block table missing; found: 0 tables; expected: group 0"),
+        ([[0, 1.0, 2]], [[0, 1, 2]], r"source group 0: block ids are 64-bit integers; found: 0, 1.0, 2"),
+        ([[0, 1, 2]], [[0, 1, 1 << 63]], "target group 0: block ids are 64-bit integers"),
+        ([[0, None, 2]], [[0, 1, 2]], "block ids are 64-bit integers; found: 0, None, 2"),
+        ([[0, 1, 2]], [["a", 1, 2]], "block ids are 64-bit integers; found: 'a', 1, 2"),
     ],
 )
 def test_block_tables_that_do_not_fit_are_refused(source, target, says):
@@ -129,6 +188,43 @@ def test_a_range_that_runs_backwards_is_refused(tokens):
     program = bind(route((LAYOUT,), (LAYOUT,)).legs, LAYOUT, LAYOUT)
     with pytest.raises(BlockTableError, match="not a token range"):
         copies_for(program, [[0, 1]], [[0, 1]], [tokens])
+
+
+def test_a_range_per_group_is_needed():
+    program = bind(route((LAYOUT,), (LAYOUT,)).legs, LAYOUT, LAYOUT)
+    with pytest.raises(
+        BlockTableError, match="a token range is missing; found: 0 ranges; expected: one per cache group"
+    ):
+        copies_for(program, [[0]], [[0]], [])
+
+
+@pytest.mark.parametrize("tokens", [TokenRange(0, 0), TokenRange(3, 5), TokenRange(3, 13), TokenRange(4, 12)])
+@pytest.mark.parametrize("form", ["token-major", "LKBNDH", "block-head-major"])
+def test_the_number_of_rows_is_known_before_they_are_listed(tokens, form):
+    """Of scattered blocks, where no two rows join."""
+    (target,) = describe(MODEL, replace(SHAPE, format=form), 1 << 30)
+    program = bind(route((LAYOUT,), (target,)).legs, LAYOUT, target)
+    ids = [6, 4, 2, 0]
+    assert num_rows(program, [tokens]) == len(copies_for(program, [ids], [ids], [tokens]))
+
+
+def test_rows_are_not_joined_across_regions_of_either_side():
+    """They may be registered apart, though their addresses follow one another."""
+    states = tuple(State(name, "int8", 1, (), per_token=False) for name in "ab")
+    group = CacheGroup(1, 1, 0)
+
+    def layout(address: int, num_regions: int) -> Layout:
+        regions = tuple(Region(address + index, 3 - num_regions, "dram", 0) for index in range(num_regions))
+        places = ((0, 0), (1, 0)) if num_regions > 1 else ((0, 0), (0, 1))
+        placements = tuple(
+            Placement(s.name, *at[:1], 0, at[1], (), (), 2, 0) for s, at in zip(states, places, strict=True)
+        )
+        return Layout(states, regions, (group,), placements)
+
+    for num_sources, num_targets, expected in [(1, 1, [2]), (2, 1, [1, 1]), (1, 2, [1, 1]), (2, 2, [1, 1])]:
+        source, target = layout(1 << 20, num_sources), layout(1 << 30, num_targets)
+        program = bind(route((source,), (target,)).legs, source, target)
+        assert copies_for(program, [[0]], [[0]], [TokenRange(0, 0)]).length.tolist() == expected
 
 
 def test_a_request_in_too_many_rows_is_refused_before_they_are_listed():
