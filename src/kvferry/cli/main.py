@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from click.core import ParameterSource
 
 from kvferry import __version__
 from kvferry.cli import console
@@ -114,7 +113,8 @@ def serve(
         if engine == "vllm":
             from kvferry.cli.serve_vllm import VllmOptions, serve_vllm
 
-            chosen = context.get_parameter_source("block_tokens") is ParameterSource.COMMANDLINE
+            source = context.get_parameter_source("block_tokens")
+            chosen = source is not None and source.name == "COMMANDLINE"
             options = VllmOptions(
                 model=path,
                 served_name=served_name or name,
