@@ -19,7 +19,7 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.agent import Agent, AgentConfig, Host, Notice, new_epoch
-from kvferry.connectors.vllm.describe import describe, engine_facts
+from kvferry.connectors.vllm.describe import Described, describe, engine_facts
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, RankAddress
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.stats import FerryStats
@@ -50,6 +50,14 @@ class _Introduction:
     layout: Layout
 
 
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """The agent, and the description by which vLLM's block tables become its own."""
+
+    agent: Agent
+    described: Described
+
+
 class Worker:
     """Made by vLLM in each worker process; its methods are called between the engine's steps."""
 
@@ -58,7 +66,7 @@ class Worker:
         self._settings = settings
         self._kv_cache_config = kv_cache_config
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
-        self._agents: list[Agent] = []
+        self._started: list[_Started] = []
         self._stats = FerryStats()
         # What the agent owes vLLM a word about.
         self._leased: set[str] = set()
@@ -88,18 +96,18 @@ class Worker:
         host = Host(layouts, described.memories, self._notices.put)
         agent = Agent(agent_config, host, opened.transports, opened.unavailable)
         agent.start()
-        self._agents.append(agent)
+        self._started.append(_Started(agent, described))
         logger.info("kvferry rank %d of %d listens at %s", rank, len(layouts), agent.address)
 
     def address(self) -> RankAddress:
         """Where this rank's agent listens. Raises ConfigurationError before `register`."""
-        agent = self._agent()
+        agent = self._ours().agent
         return RankAddress(agent.address, agent.party.epoch)
 
-    def _agent(self) -> Agent:
-        if not self._agents:
-            raise ConfigurationError("vLLM has not registered its caches", hint="report this with vLLM's version")
-        return self._agents[0]
+    def _ours(self) -> _Started:
+        for started in self._started:
+            return started
+        raise ConfigurationError("vLLM has not registered its caches", hint="report this with vLLM's version")
 
     # --- orders ---
 
@@ -111,14 +119,16 @@ class Worker:
             self._fetch(fetch)
         for request_id in orders.aborted:
             if request_id in self._fetching:
-                self._agent().abort(request_id)
+                self._ours().agent.abort(request_id)
 
     def _lease(self, order: LeaseOrder) -> None:
         self._leased.add(order.request_id)
         if self._is_over():
             self._notices.put(SourceFree(order.request_id, "withdrawn"))
             return
-        self._agent().lease(LeaseWanted(order.request_id, order.lease_id, order.block_tables, order.num_tokens))
+        ours = self._ours()
+        tables = ours.described.tables(order.block_tables)
+        ours.agent.lease(LeaseWanted(order.request_id, order.lease_id, tables, order.num_tokens))
 
     def _fetch(self, order: FetchOrder) -> None:
         if order.error or self._is_over():
@@ -127,12 +137,12 @@ class Worker:
             self._refused |= {order.request_id} if order.is_waited_for else set()
             return
         self._fetching[order.request_id] = order
-        self._agent().fetch(
-            FetchWanted(order.request_id, order.reference, order.addresses, order.block_tables, order.ranges)
-        )
+        ours = self._ours()
+        tables, ranges = ours.described.tables(order.block_tables), ours.described.ranges(order.ranges)
+        ours.agent.fetch(FetchWanted(order.request_id, order.reference, order.addresses, tables, ranges))
 
     def _is_over(self) -> bool:
-        return not self._agent().alive
+        return not self._ours().agent.alive
 
     # --- what has ended ---
 
@@ -188,9 +198,9 @@ class Worker:
 
     def close(self) -> None:
         """Stop the agent. Safe to call twice."""
-        for agent in self._agents:
-            agent.close()
-        self._agents = []
+        for started in self._started:
+            started.agent.close()
+        self._started = []
 
 
 def _meet(ours: _Introduction, num_ranks: int) -> tuple[list[_Introduction], int]:
