@@ -1,0 +1,163 @@
+"""From what vLLM tells a worker's connector in `register_kv_caches` to our description of the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvferry.connectors.vllm.attention import attention_parts, latent_parts
+from kvferry.connectors.vllm.facts import EngineFacts, LayerFacts, engine_facts
+from kvferry.connectors.vllm.groups import GroupFacts, group_facts
+from kvferry.connectors.vllm.names import prefix_of
+from kvferry.connectors.vllm.parts import Cache, Part, Parts, unsupported
+from kvferry.connectors.vllm.recurrent import recurrent_parts
+from kvferry.errors import LayoutError
+from kvferry.plan.layout import CacheGroup, Layout, Placement, Region, State
+from kvferry.plan.tokens import TokenRange
+from kvferry.transport.base import Memory
+
+__all__ = ["Described", "EngineFacts", "GroupFacts", "LayerFacts", "describe", "engine_facts", "group_facts"]
+
+# By exact class: a subclass may arrange its memory in any way.
+_KINDS: Mapping[type[KVCacheSpec], Callable[[Cache], Parts]] = {
+    FullAttentionSpec: attention_parts,
+    SlidingWindowSpec: attention_parts,
+    ChunkedLocalAttentionSpec: attention_parts,
+    MLAAttentionSpec: latent_parts,
+    SlidingWindowMLASpec: latent_parts,
+    MambaSpec: recurrent_parts,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A rank's layout, the memory it lies in (one per allocation), and where its groups' block tables come from.
+
+    The layout may have more groups than vLLM: layers of one that must be counted differently are apart here.
+    """
+
+    layout: Layout
+    memories: tuple[Memory, ...]
+    groups: tuple[GroupFacts, ...]
+    transfer_group_ids: tuple[int, ...]
+
+    def tables(self, tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """One block table per group of the layout, from one per transferable group of vLLM's."""
+        return tuple(tuple(tables[self.transfer_group_ids.index(group.index)]) for group in self.groups)
+
+    def ranges(self, ranges: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
+        """What to move of each group of the layout, from the tokens wanted of each transferable group of vLLM's."""
+        return tuple(group.range(ranges[self.transfer_group_ids.index(group.index)]) for group in self.groups)
+
+
+def describe(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], engine: EngineFacts) -> Described:
+    """Describe every cache that vLLM transfers.
+
+    `kv_caches` has a layer's cache by its name, as registered. Raises LayoutError for what cannot be described, naming
+    the layer and its specification.
+    """
+    building = _Building()
+    for index in kv_cache_config.transfer_group_ids:
+        for cache in _caches(kv_cache_config, index, kv_caches, engine):
+            if type(cache.spec) not in _KINDS:
+                raise unsupported(cache.layer, cache.spec, "its kind is not known")
+            building.add(index, cache, _KINDS[type(cache.spec)](cache))
+    if not building.placements:
+        raise LayoutError("vLLM has registered no cache that can be transferred", found=", ".join(kv_caches) or "none")
+    layout = Layout(tuple(building.states), tuple(building.regions), tuple(building.groups), tuple(building.placements))
+    memories = tuple(Memory(region.address, region.size_bytes, -1) for region in building.regions)
+    return Described(layout, memories, tuple(building.facts), tuple(kv_cache_config.transfer_group_ids))
+
+
+def _caches(
+    config: KVCacheConfig, index: int, kv_caches: Mapping[str, torch.Tensor], engine: EngineFacts
+) -> Iterator[Cache]:
+    """The caches of a group's layers. A layer that reuses the cache of an earlier one has none of its own."""
+    group, seen = config.kv_cache_groups[index], set()
+    for layer in group.layer_names:
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            if layer not in spec.kv_cache_specs:
+                continue
+            spec = spec.kv_cache_specs[layer]
+        if group.host_resident or not spec.has_layer_views:
+            raise unsupported(layer, spec, "it lies in memory of its own kind")
+        if layer not in kv_caches:
+            raise LayoutError(f"vLLM has not registered the cache of layer {layer}", found=", ".join(kv_caches))
+        tensor = kv_caches[layer]
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            yield Cache(layer, prefix_of(layer, engine), spec, tensor, config.num_blocks, engine)
+
+
+@dataclass(slots=True)
+class _Building:
+    """A layout while it grows: regions by allocation, groups by what they count."""
+
+    states: list[State] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
+    groups: list[CacheGroup] = field(default_factory=list)
+    facts: list[GroupFacts] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)
+
+    def add(self, index: int, cache: Cache, parts: Parts) -> None:
+        region, start = self._region(cache.tensor)
+        group = self._group(_group_facts(index, cache, parts), parts.group)
+        for part in parts.parts:
+            if any(part.state.name == state.name for state in self.states):
+                hint = "report this with the model's name"
+                raise LayoutError(f"layer {cache.layer} has the name of another", found=part.state.name, hint=hint)
+            self.states.append(part.state)
+            self.placements.append(_placement(part, region, group, start))
+
+    def _region(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """The number of the tensor's allocation, and where in it the tensor begins."""
+        storage = tensor.untyped_storage()
+        on_host = tensor.device.type == "cpu"
+        kind, device = ("dram", 0) if on_host else ("vram", max(tensor.get_device(), 0))
+        region = Region(storage.data_ptr(), storage.nbytes(), kind, device)
+        if region not in self.regions:
+            self.regions.append(region)
+        return self.regions.index(region), tensor.data_ptr() - region.address
+
+    def _group(self, facts: GroupFacts, group: CacheGroup) -> int:
+        for number, known in enumerate(zip(self.facts, self.groups, strict=True)):
+            if known == (facts, group):
+                return number
+        self.facts.append(facts)
+        self.groups.append(group)
+        return len(self.groups) - 1
+
+
+def _group_facts(index: int, cache: Cache, parts: Parts) -> GroupFacts:
+    spec = cache.spec
+    if isinstance(spec, MambaSpec):
+        return GroupFacts(index, "fixed", spec.block_size, spec.num_speculative_blocks)
+    block_tokens = parts.group.share.num_shares * spec.block_size
+    return GroupFacts(index, "tokens", block_tokens, 0, parts.whole_tokens, *parts.limits)
+
+
+def _placement(part: Part, region: int, group: int, start: int) -> Placement:
+    return Placement(
+        part.state.name,
+        region,
+        group,
+        start + part.offset,
+        part.spans,
+        part.strides,
+        part.block_stride,
+        part.token_stride,
+    )

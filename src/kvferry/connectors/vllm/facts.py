@@ -1,0 +1,95 @@
+"""What a layout needs to know of an engine and its layers, read from vLLM's configuration in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.parallel_state import get_dcp_group, get_tensor_model_parallel_rank
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+__all__ = ["EngineFacts", "LayerFacts", "engine_facts"]
+
+_GROUPS = ("mamba_n_groups", "mamba_ngroups", "mamba_num_groups", "n_groups")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What the layer itself knows and its cache specification does not.
+
+    `backend` is vLLM's name of its attention backend, `isa` the instruction set that the CPU backend packs for.
+    `window_tokens` and `chunk_tokens` are how far a token sees, 0 without a limit: with vLLM's hybrid manager off,
+    layers with and without a window share one specification. `is_draft` marks layers of a speculator.
+    """
+
+    backend: str = ""
+    isa: str = ""
+    window_tokens: int = 0
+    chunk_tokens: int = 0
+    is_draft: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What all layers of a rank have in common.
+
+    `tensor_parallel` ranks divide heads and channels, this one is number `tensor_rank`. `context_parallel` ranks share
+    out the tokens (vLLM's decode context parallelism) in runs of `run_tokens`, this one is number `context_rank`.
+    `num_layers` counts the model's layers without a speculator's; `num_heads` are key and value heads over all ranks;
+    `num_state_groups` is how many groups of B and C a Mamba 2 model has, 0 when unknown. `cache_dtype` is vLLM's word
+    for the cache (`auto`, `fp8_e4m3` ...), `model_dtype` torch's for the model (`bfloat16`). `dynamic_scales` says
+    that every engine scales its 8-bit cache on its own. `conv_dim_first` says that convolution states are stored
+    channel by channel (vLLM's DS), not input by input (SD). `layers` has every layer with a cache, by its vLLM name.
+    """
+
+    tensor_parallel: int = 1
+    tensor_rank: int = 0
+    context_parallel: int = 1
+    context_rank: int = 0
+    run_tokens: int = 1
+    num_layers: int = 0
+    num_heads: int = 0
+    num_state_groups: int = 0
+    cache_dtype: str = "auto"
+    model_dtype: str = "bfloat16"
+    dynamic_scales: bool = False
+    conv_dim_first: bool = False
+    layers: Mapping[str, LayerFacts] | None = None
+
+    def layer(self, name: str) -> LayerFacts:
+        """The facts of a layer; a plain one's when vLLM has no object for it."""
+        return (self.layers or {}).get(name, LayerFacts())
+
+
+def engine_facts(vllm_config: Any) -> EngineFacts:
+    """The facts of this worker process, read when its layers exist (in `register_kv_caches`)."""
+    parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
+    text = model.hf_text_config
+    layers = vllm_config.compilation_config.static_forward_context
+    return EngineFacts(
+        tensor_parallel=parallel.tensor_parallel_size,
+        tensor_rank=get_tensor_model_parallel_rank(),
+        context_parallel=parallel.decode_context_parallel_size,
+        context_rank=get_dcp_group().rank_in_group if parallel.decode_context_parallel_size > 1 else 0,
+        run_tokens=parallel.cp_kv_cache_interleave_size,
+        num_layers=int(getattr(text, "num_hidden_layers", 0) or 0),
+        num_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
+        num_state_groups=next((int(n) for name in _GROUPS if (n := getattr(text, name, None))), 0),
+        cache_dtype=str(cache.cache_dtype),
+        model_dtype=str(model.dtype).removeprefix("torch."),
+        dynamic_scales=bool(getattr(cache, "calculate_kv_scales", False)),
+        conv_dim_first=is_conv_state_dim_first(),
+        layers={name: _layer(layer) for name, layer in layers.items() if hasattr(layer, "get_attn_backend")},
+    )
+
+
+def _layer(layer: Any) -> LayerFacts:
+    """Mamba layers have none of these; layers that vLLM patches in may lack some."""
+    return LayerFacts(
+        backend=str(layer.get_attn_backend().get_name()),
+        isa=str(getattr(layer, "isa", "") or ""),
+        window_tokens=int(getattr(layer, "sliding_window", 0) or 0),
+        chunk_tokens=int(getattr(layer, "attention_chunk_size", 0) or 0),
+        is_draft=bool(getattr(layer, "is_draft_layer", False)),
+    )
