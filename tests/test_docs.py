@@ -1,12 +1,21 @@
 """The documents say what is so: their diagrams, names and commands are checked against the code."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from kvferry import catalog
 from kvferry.cli.main import app
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.layout import Axis, State
+from kvferry.plan.model import CacheModel, Kept, LayerCache, latent
+from kvferry.plan.program import bind
+from kvferry.plan.request import copies_for
+from kvferry.plan.route import route
+from kvferry.plan.tokens import TokenRange
 from kvferry.session.fetch import READ_TABLE
 from kvferry.session.handshake import PEER_TABLE
 from kvferry.session.lease import LEASE_TABLE
@@ -22,12 +31,85 @@ def test_the_diagrams_are_those_of_the_tables(table):
 
 def test_every_test_that_the_design_names_exists():
     named = set(re.findall(r"`(test_i\w+)`", (ROOT / "docs/design.md").read_text()))
-    assert named == set(re.findall(r"def (test_i\w+)", (ROOT / "tests/plan/test_invariants.py").read_text()))
+    written = "".join((ROOT / f"tests/plan/test_{name}.py").read_text() for name in ("invariants", "staged"))
+    assert named == set(re.findall(r"def (test_i\d\w+)", written))
 
 
 def test_the_tree_in_the_design_is_the_tree():
     drawn = set(re.findall(r"^  (\w+)/ ", (ROOT / "docs/design.md").read_text(), re.MULTILINE))
     assert drawn == {path.parent.name for path in (ROOT / "src/kvferry").glob("*/__init__.py")}
+
+
+def test_every_file_of_the_plan_is_in_its_table():
+    rows = re.findall(r"^\| (`\w+\.py`(?:, `\w+\.py`)*) \|", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
+    named = sorted(re.findall(r"\w+\.py", " ".join(rows)))
+    assert named == sorted(path.name for path in (ROOT / "src/kvferry/plan").glob("*.py") if path.stem != "__init__")
+
+
+def kinds_of_cache():
+    """The rows of the design's table that name a model: its states, its cache group, the model and options."""
+    row = r"^\| ([^|]+) \| (`[^|]+) \| `([\w-]+)` \| `([\w.-]+)`([^|]*) \|$"
+    return re.findall(row, (ROOT / "docs/design.md").read_text(), re.MULTILINE)
+
+
+def test_the_table_of_kinds_was_found():
+    assert len(kinds_of_cache()) == 9
+
+
+@pytest.mark.parametrize(("kind", "states", "group", "model", "options"), kinds_of_cache())
+def test_the_kinds_of_cache_are_as_the_catalog_makes_them(kind, states, group, model, options):
+    cache_dtype = re.search(r"--cache-dtype (\w+)", options)
+    cache = catalog.read(model, catalog.Options(cache_dtype[1] if cache_dtype else "auto", draft_layers=False)).cache
+    layer = next(layer for layer in cache.layers if layer.group == group)
+    found = {each.state.name.split(".", 3)[3]: each for each in layer.kept}
+    drawn = {}
+    for names, axes in re.findall(r"(`[\w.]+`(?:, `[\w.]+`)*) \(([^)]+)\)", states):
+        drawn |= dict.fromkeys(re.findall(r"[\w.]+", names), axes)
+    for name, axes in drawn.items():
+        state, divided = found[name].state, re.findall(r"\*\*(\w+)\*\*", axes)
+        assert [axis.name for axis in state.axes] == re.findall(r"\w+", axes)
+        assert [found[name].divided_axis] == (divided or [""])
+        assert state.per_token == ("fixed size" not in kind)
+        assert bool(state.window_tokens) == ("window_tokens" in states)
+        assert bool(state.chunk_tokens) == ("chunk_tokens" in states)
+    assert set(drawn) == set(found) or cache_dtype
+    assert not cache_dtype or [axis.extent for axis in found["latent"].state.axes] == [656]
+
+
+def rows(sources, targets, source_rank, tables, tokens):
+    """(source offset, target offset, length) of what moves to target rank 0."""
+    source, target = sources[source_rank], targets[0]
+    copies = copies_for(bind(route(sources, targets).between(source_rank, 0), source, target), *tables, [tokens])
+    columns = copies.source - source.regions[0].address, copies.target - target.regions[0].address, copies.length
+    return set(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def drawn_rows(example):
+    """The numbers in the table of one of the design's examples."""
+    text = (ROOT / "docs/design.md").read_text().partition(f"**{example}. ")[2]
+    table = re.search(r"(^\|.*\n)+", text, re.MULTILINE)[0]
+    return [tuple(map(int, re.findall(r"(?<=\| )\d+(?= \|)", line))) for line in table.splitlines()[2:]]
+
+
+def shape(block_tokens, num_blocks, **more):
+    return EngineShape(1, 1, block_tokens, num_blocks, "token-major", **more)
+
+
+def test_example_5_two_token_shares_to_one_rank():
+    model = latent(num_layers=1, dim=1, dtype="float16", item_bytes=2)
+    sources = describe(model, shape(2, 4, context_parallel=2, run_tokens=2), 1 << 50)
+    targets = describe(model, shape(4, 2), 1 << 51)
+    found = [rows(sources, targets, rank, ([[3, 1]], [[1, 0]]), TokenRange(0, 7)) for rank in (0, 1)]
+    assert found == [{(12, 8, 4), (4, 0, 4)}, {(12, 12, 4), (4, 4, 2)}]
+    assert sorted(drawn_rows(5)) == sorted((rank, *row) for rank in (0, 1) for row in found[rank])
+
+
+def test_example_6_a_sliding_window():
+    state = State("s", "float16", 2, (Axis("dim", 1),), per_token=True, window_tokens=4)
+    model = CacheModel(1, (LayerCache(0, "window-4", (Kept(state, ""),)),))
+    sources, targets = describe(model, shape(4, 4), 1 << 50), describe(model, shape(2, 6), 1 << 51)
+    found = rows(sources, targets, 0, ([[9, 2, 0]], [[-1, -1, -1, 4, 1]]), TokenRange(0, 9))
+    assert found == {(20, 16, 4), (0, 4, 2)} == set(drawn_rows(6))
 
 
 @pytest.mark.parametrize(
@@ -45,3 +127,48 @@ def test_every_command_that_the_readme_shows_has_these_options():
         shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
         for option in options:
             assert option in shown, f"kvferry {command} has no {option}"
+
+
+PLAN = re.compile(r"^```\nkvferry plan (.*)\n```\n\n```\n((?:.*\n)*?)```$", re.MULTILINE)
+
+
+def planned(arguments, width):
+    result = CliRunner().invoke(app, ["plan", *arguments.split()], env={"COLUMNS": str(width), "TERM": "dumb"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_plan_that_the_readme_shows_is_what_the_command_prints():
+    """Word by word: where lines wrap depends on the terminal."""
+    ((arguments, shown),) = PLAN.findall((ROOT / "README.md").read_text())
+    assert shown.split() == planned(arguments, 110).split()
+
+
+def words_after(start):
+    """What the readme says from there on, wherever its lines end."""
+    return " ".join((ROOT / "README.md").read_text().split()).partition(start)[2]
+
+
+def test_the_keys_that_the_readme_names_are_in_the_plan():
+    paragraph = words_after("`--json` prints one object.").partition("**Models.**")[0]
+    of_plan, rest = paragraph.split("Of each entry of `pairs`:")
+    of_pair, of_engines = rest.split("Also what")
+    facts = json.loads(planned("--model qwen3-8b --prefill tp=2 --decode tp=1 --tokens 100 --json", 80))
+    keys = re.compile(r"`(\w+)`")
+    assert set(keys.findall(of_pair)) <= facts["pairs"][0].keys()
+    assert set(keys.findall(of_plan) + keys.findall(of_engines)) <= facts.keys()
+
+
+def test_the_readme_names_every_model_that_is_shipped():
+    paragraph = words_after("one of these names:").partition("Without `--model`")[0]
+    assert re.findall(r"`([\w.-]+)`", paragraph) == list(catalog.names())
+
+
+def plan_lines():
+    return re.findall(r"^kvferry plan (--.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("arguments", [line for line in plan_lines() if "131072" not in line])
+def test_every_plan_in_the_readme_can_be_made(arguments):
+    """Save the one with 168 million rows, which takes its time."""
+    assert planned(arguments, 110)
