@@ -181,6 +181,12 @@ def test_a_plan_that_moves_nothing_still_has_a_page():
     assert "does not pay" in page(facts)
 
 
+def test_a_verdict_that_nobody_can_give_is_not_given():
+    facts = SAMPLES["four-to-two"]()
+    facts["verdict"] |= {"pays": None, "prefill_tokens_per_s": 0.0}
+    assert "unknown<small>say --prefill-speed" in page(facts)
+
+
 def test_merged_rows_stand_in_the_headline():
     facts = {**SAMPLES["four-to-two"](), "rows": 81920}
     assert "5.24 million → 81,920" in page(facts)

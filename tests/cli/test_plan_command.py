@@ -133,7 +133,9 @@ def test_the_verdict_compares_moving_with_computing_again():
     assert (slow["verdict"]["pays"], fast["verdict"]["pays"]) == (True, False)
     assert "will not pay" in fast["verdict"]["text"]
     assert slow["verdict"]["break_even_tokens_per_s"] == pytest.approx(1000 / slow["predicted_s"])
-    assert "Break-even" in facts(*shapes)["verdict"]["text"]
+    unknown = facts(*shapes)["verdict"]
+    assert (unknown["pays"], unknown["prefill_tokens_per_s"]) == (None, 0.0)
+    assert "Break-even" in unknown["text"]
     assert "Nothing moves" in facts(*shapes, "--cached", "1000")["verdict"]["text"]
 
 

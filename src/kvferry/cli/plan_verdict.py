@@ -21,9 +21,12 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`break_even_tokens_per_s`: an engine that prefills faster than this computes sooner than the cache arrives."""
+    """`break_even_tokens_per_s`: an engine that prefills faster than this computes sooner than the cache arrives.
 
-    pays: bool
+    `pays` is None when nobody knows how fast the prefill is; JSON says null.
+    """
+
+    pays: bool | None
     text: str
     break_even_tokens_per_s: float
     prefill_tokens_per_s: float
@@ -42,7 +45,7 @@ def prefill_of(stated_tokens_per_s: float, num_active_parameters: int, num_ranks
 
 
 def verdict_of(num_tokens: int, predicted_s: float, prefill: Prefill) -> Verdict:
-    """Whether the cache arrives before the decode side could have computed it by itself."""
+    """Whether the cache arrives before ranks like the prefill's could have computed it in its place."""
     if not num_tokens or not predicted_s:
         return Verdict(False, "Nothing moves, so there is nothing to gain.", 0.0, prefill.tokens_per_s)
     break_even = num_tokens / predicted_s
@@ -50,7 +53,7 @@ def verdict_of(num_tokens: int, predicted_s: float, prefill: Prefill) -> Verdict
         f"an engine that prefills more than {break_even:,.0f} tokens/s computes this prompt before its cache arrives"
     )
     if not prefill.tokens_per_s:
-        return Verdict(True, f"Break-even: {limit}. Say --prefill-speed for a verdict.", break_even, 0.0)
+        return Verdict(None, f"Break-even: {limit}. Say --prefill-speed for a verdict.", break_even, 0.0)
     compute_s = num_tokens / prefill.tokens_per_s
     speed = f"{prefill.tokens_per_s:,.0f} tokens/s ({prefill.source})"
     if predicted_s >= compute_s:
