@@ -155,6 +155,14 @@ def test_a_part_that_nobody_holds_is_named():
         route((ranks[0], ranks[1], ranks[3]), (LAYOUT,))
 
 
+def test_tokens_that_nobody_holds_are_named_with_the_box():
+    shares_of_three = [changed(groups=(replace(LAYOUT.groups[0], share=TokenShare(3, i, 2)),)) for i in range(3)]
+    with pytest.raises(
+        UncoveredError, match=r"state .*; found: head \[0, 4\), dim \[0, 2\), token: tokens t with t % 6 in \[2, 4\)"
+    ):
+        route((shares_of_three[0], shares_of_three[2]), (LAYOUT,))
+
+
 @pytest.mark.parametrize(
     ("source", "target", "says"),
     [

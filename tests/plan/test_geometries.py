@@ -204,3 +204,11 @@ def conv(address: int, tp: int, width_major: bool) -> list[Layout]:
 def test_parts_of_a_convolution_interleaved_per_row(source_tp, target_tp, source_width_major, target_width_major):
     sides = conv(SOURCE, source_tp, source_width_major), conv(TARGET, target_tp, target_width_major)
     assert moved(*sides, [TokenRange(5, 5)]) == prod([sum(CONV.values()), 3, 2])
+
+
+@pytest.mark.parametrize("num_targets", [1, 2, 3])
+def test_a_source_rank_that_nobody_reads_is_told_by_a_target_rank_that_exists(num_targets):
+    found = route(*pair(SMALL, {"tp": 7}, {"tp": num_targets}))
+    assert len(found.pairs()) == num_targets
+    assert sorted(s for target in range(num_targets) for s in found.sources_of(target)) == list(range(7))
+    assert {target for source in range(7) for target in found.targets_of(source)} == set(range(num_targets))

@@ -81,3 +81,9 @@ def test_a_unit_is_as_large_as_it_can_be():
     assert Selection.of(share.tokens()).unit(alike, alike) == 32
     assert Selection.of(share.tokens()).unit(alike, CacheGroup(32, 4, 0)) == 16
     assert Selection.of(share.tokens()).unit(CacheGroup(32, 4, 0, share=TokenShare(4, 1, 16)), CacheGroup(8, 4, 0)) == 8
+
+
+def test_the_periods_of_a_set_need_not_begin_where_a_block_does():
+    """Tokens 0 to 3 and 6 to 9: of blocks of 4, the second four lie in two."""
+    group = CacheGroup(4, 4, 0)
+    assert Selection.of(TokenSet(6, (Span(0, 4),))).unit(group, group) == 2

@@ -79,6 +79,11 @@ def test_sets_of_different_periods_are_reduced():
     )
 
 
+def test_a_run_that_goes_on_in_the_next_period_is_one_run():
+    wanted = TokenSet(4, (Span(0, 1), Span(3, 4)))
+    assert classes(wanted, (TokenSet(8, (Span(1, 2),)),)) == ((wanted, ()),)
+
+
 def test_shares_of_too_long_a_period_are_refused_with_the_number():
     wanted, held = TokenShare(2, 0, 1501).tokens(), TokenShare(3, 0, 1001).tokens()
     with pytest.raises(LayoutError, match=r"after 9,015,006 tokens; expected: .* 1,048,576 tokens"):
