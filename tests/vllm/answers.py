@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from models import VOCAB_SIZE
-from proxy import Answer, Question, ask, ask_disaggregated
+from proxy import Answer, Question, RefusedError, ask, ask_disaggregated
 from servers import Pair, Server
 
 __all__ = ["Comparison", "alone", "check_equal", "compare", "judge", "loaded_tokens", "prompts_of", "wait_until_free"]
@@ -27,12 +27,15 @@ _salts = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One prompt's three answers: of the prefill server alone, of the decode server alone, and of both together."""
+    """One prompt's three answers: of the prefill server alone, of the decode server alone, and of both together.
+
+    `moved` is the error when the servers refused to work together.
+    """
 
     num_prompt_tokens: int
     reference: Answer
     control: Answer
-    moved: Answer
+    moved: Answer | RefusedError
 
     @property
     def noise(self) -> float:
@@ -41,12 +44,14 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        return difference(self.reference, self.moved)
+        return float("inf") if isinstance(self.moved, RefusedError) else difference(self.reference, self.moved)
 
     @property
     def problem(self) -> str:
         """Empty when the transferred cache gave the answer of a single server."""
         size = f"prompt of {self.num_prompt_tokens} tokens"
+        if isinstance(self.moved, RefusedError):
+            return f"{size}: {self.moved}"
         if self.control.tokens != self.reference.tokens:
             return f"{size}: inconclusive, the two servers differ without any transfer"
         if self.moved.tokens != self.reference.tokens:
@@ -81,7 +86,14 @@ def alone(question: Question) -> Question:
     return replace(question, salt=f"alone-{next(_salts)}")
 
 
-def judge(source: Server, target: Server, question: Question, moved: Answer) -> Comparison:
+def try_both(source: Server, target: Server, question: Question) -> Answer | RefusedError:
+    try:
+        return ask_disaggregated(source, target, question)
+    except RefusedError as refused:
+        return refused
+
+
+def judge(source: Server, target: Server, question: Question, moved: Answer | RefusedError) -> Comparison:
     """Compare an answer of both servers together with those of each alone."""
     return Comparison(len(question.prompt), ask(source, alone(question)), ask(target, alone(question)), moved)
 
@@ -93,7 +105,7 @@ def compare(pair: Pair, questions: Sequence[Question], at_once: int = 1, reverse
     """
     source, target = (pair.decode, pair.prefill) if reverse else (pair.prefill, pair.decode)
     with ThreadPoolExecutor(at_once) as pool:
-        moved = list(pool.map(lambda question: ask_disaggregated(source, target, question), questions))
+        moved = list(pool.map(lambda question: try_both(source, target, question), questions))
     return [judge(source, target, *both) for both in zip(questions, moved, strict=True)]
 
 

@@ -100,7 +100,6 @@ class TinyModel:
     settings: dict[str, Any]
     flags: tuple[str, ...] = ()
     block_tokens: int = 128
-    prefix_caching: bool = True
     config_name: str = ""
 
     @property
@@ -122,15 +121,17 @@ MODELS: dict[str, TinyModel] = {
         {**LATENT, "q_lora_rank": None, "topk_method": "greedy"},
         LATENT_FLAGS,
         block_tokens=16,
-        prefix_caching=False,
     ),
-    "deepseek_v3": TinyModel("DeepseekV3", LATENT, LATENT_FLAGS, block_tokens=16, prefix_caching=False),
-    "nemotron_h": TinyModel("NemotronH", {**NEMOTRON, "n_groups": 2}, HYBRID_FLAGS, 0, prefix_caching=False),
-    "nemotron_h_one_group": TinyModel("NemotronH", {**NEMOTRON, "n_groups": 1}, HYBRID_FLAGS, 0, prefix_caching=False),
-    "falcon_h1": TinyModel("FalconH1", {**FALCON, "mamba_n_groups": 2}, HYBRID_FLAGS, 0, prefix_caching=False),
-    "falcon_h1_one_group": TinyModel(
-        "FalconH1", {**FALCON, "mamba_n_groups": 1}, HYBRID_FLAGS, 0, prefix_caching=False
+    "deepseek_v3": TinyModel(
+        "DeepseekV3",
+        {**LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        LATENT_FLAGS,
+        block_tokens=16,
     ),
+    "nemotron_h": TinyModel("NemotronH", {**NEMOTRON, "n_groups": 2}, HYBRID_FLAGS, 0),
+    "nemotron_h_one_group": TinyModel("NemotronH", {**NEMOTRON, "n_groups": 1}, HYBRID_FLAGS, 0),
+    "falcon_h1": TinyModel("FalconH1", {**FALCON, "mamba_n_groups": 2}, HYBRID_FLAGS, 0),
+    "falcon_h1_one_group": TinyModel("FalconH1", {**FALCON, "mamba_n_groups": 1}, HYBRID_FLAGS, 0),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from servers import Server
@@ -80,10 +80,10 @@ def decode(server: Server, question: Question, params: dict[str, Any] | None) ->
 
 def ask_disaggregated(source: Server, target: Server, question: Question) -> Answer:
     """Both legs. Raises RefusedError when a server refuses one, or the prefill leg returns nothing to pull."""
-    first = prefill(source, replace(question, request_id=f"{question.request_id}-p"))
+    first = prefill(source, question)
     if not first.params:
         raise RefusedError(200, "the prefill leg returned no kv_transfer_params")
-    return decode(target, replace(question, request_id=f"{question.request_id}-d"), first.params)
+    return decode(target, question, first.params)
 
 
 def _post(server: Server, question: Question, body: dict[str, Any]) -> Answer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ START_S = 300.0
 STOP_S = 20.0
 POLL_S = 0.25
 MOST_RANKS = 2
+MOST_WORDS = 20
 FERRY_MODULE = "kvferry.connectors.vllm"
 CACHE_BYTES = 128 << 20
 # One OpenMP thread that is bound to no core: several servers share two cores without stalling each other.
@@ -126,8 +128,11 @@ class Server:
             raise KeyError(f"no metric {name} on {self.url}")
         return sum(values)
 
-    def words(self, num_bytes: int = 6000) -> str:
-        return self.log.read_bytes()[-num_bytes:].decode(errors="replace")
+    def words(self) -> str:
+        """What its log says about errors, first to last, and where the rest is."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if re.search(r"\w+(Error|Exception)\b|^\s*hint:", line)]
+        return "\n".join([*(errors or lines)[-MOST_WORDS:], f"(see {self.log})"])
 
     def kill(self) -> None:
         """End the whole process group without a goodbye, as a lost machine would."""

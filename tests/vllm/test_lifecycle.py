@@ -52,6 +52,16 @@ def test_a_cached_whole_prompt_loads_little(pair, spec):
 
 
 @pytest.mark.parametrize("spec", [PLAIN], ids=str)
+def test_blocks_that_requests_share_on_the_prefill_side_are_sent_to_each(pair, spec):
+    question = prompts_of((700,))[0]
+    params = [prefill(pair.prefill, question).params for _ in range(3)]
+    before = loaded_tokens(pair.decode)
+    answers = [decode(pair.decode, alone(question), one) for one in params]
+    assert loaded_tokens(pair.decode) - before >= 3 * 699
+    assert all(right(pair, question, answer) for answer in answers)
+
+
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
 def test_clients_leave_at_any_moment_of_the_decode_leg(pair, spec):
     for i, after_s in enumerate(LEAVE_AFTER_S):
         question = replace(prompts_of((700,), num_tokens=200, seed=i)[0], request_id=f"leaves-{i}")
