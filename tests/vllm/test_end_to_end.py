@@ -36,6 +36,7 @@ OTHER_BLOCKS = [
     *(two_way(model, blocks=blocks) for model, blocks in product(("llama", "gemma3"), ((64, 128), (32, 128)))),
     *(two_way(model, (2, 1), blocks) for model, blocks in product(("llama", "gemma3"), UNEQUAL_BLOCKS)),
 ]
+TRANSPORTS = [replace(PLAIN, extra=(("transport", name),)) for name in ("shm", "tcp", "nixl")]
 LONG = [replace(PLAIN, decode=ServerSpec("kv_consumer", 2)), one_way("mistral", 1), one_way("falcon_h1", 1)]
 
 
@@ -86,3 +87,10 @@ def test_block_sizes_and_tensor_parallel_sizes_differ(pair, spec, reverse):
 @pytest.mark.parametrize("spec", LONG, ids=str)
 def test_several_thousand_tokens_in_other_shapes(pair, spec):
     check_equal(pair, prompts_of((2000, LONG_SIZE)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", TRANSPORTS, ids=lambda spec: str(spec.extra[0][1]))
+def test_every_transport(pair, spec):
+    check_equal(pair, prompts_of(SIZES))
+    check_equal(pair, prompts_of(FEW_SIZES * 2, seed=1), at_once=8)
