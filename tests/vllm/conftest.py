@@ -36,11 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pair_of(item: pytest.Item) -> str:
-    return repr(item.callspec.params.get("spec")) if isinstance(item, pytest.Function) and has_spec(item) else ""
-
-
-def has_spec(item: pytest.Function) -> bool:
-    return "spec" in item.fixturenames and hasattr(item, "callspec")
+    callspec = getattr(item, "callspec", None)
+    return repr(callspec.params.get("spec")) if callspec is not None else ""
 
 
 def vllm_is_installed() -> bool:
