@@ -119,3 +119,15 @@ def test_a_model_that_contradicts_itself_is_refused(build, says):
 def test_the_bytes_of_a_model():
     model = with_layers((FIXED,), (TOKENS, replace(TOKENS, state=replace(TOKENS.state, name="v", item_bytes=2))))
     assert (model.bytes_per_token, model.fixed_bytes) == (2 * 4 + 2 * 2, 2 * 3 * 4)
+
+
+def test_states_of_different_shape_cannot_lie_inside_one_another():
+    wide = Kept(State("v", "float32", 4, (Axis("head", 2), Axis("dim", 3)), per_token=True), "head")
+    narrow = Kept(State("k", "float32", 4, (Axis("head", 2), Axis("dim", 2)), per_token=True), "head")
+    with pytest.raises(LayoutError, match=r"inside one another; found: v, k: \[2, 3\] along D; hint: choose a format"):
+        describe(with_layers((wide, narrow)), replace(SHAPE, format="BNHDLK"), 0)
+
+
+def test_the_number_of_ranks():
+    shape = EngineShape(2, 3, 8, 4, "token-major", context_parallel=5, decode_context_parallel=2)
+    assert shape.num_ranks == 2 * 3 * 5
