@@ -287,6 +287,14 @@ def test_keys_of_cpu_blocks_are_column_major_and_say_so():
     assert (value.token_stride, value.strides[1], value.offset - key.offset) == (DIM * 4, 4, 32 * DIM * 4)
 
 
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM needs AVX-512 for 8-bit caches on CPUs")
+def test_cpu_blocks_of_eight_bits_are_probed_like_others():
+    layers = {name: LayerFacts("CPU_ATTN", "vec") for name in NAMES}
+    spec = replace(full(32, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), dtype=torch.uint8)
+    key, value = make_rank([(spec, NAMES)], facts(layers=layers, cache_dtype="fp8")).layout.placements[:2]
+    assert (key.token_stride, key.strides[1], value.offset - key.offset) == (1, 32, 32 * DIM)
+
+
 class _Tiles:
     """The element order of AMX, made with torch: dims in pairs, tokens in groups of 16."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,12 +65,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The states of one layer that share block tables. `whole_tokens` as in `GroupFacts`."""
+    """The states of one layer that share block tables. `whole_tokens` and `limits` (window, chunk) as in `GroupFacts`."""
 
     group: CacheGroup
     parts: tuple[Part, ...]
     whole_tokens: int = 0
-    limits: tuple[int, int] = field(default=(0, 0))
+    limits: tuple[int, int] = (0, 0)
 
 
 def unsupported(layer: str, spec: Any, what: str, *, found: str = "", hint: str = "") -> LayoutError:
