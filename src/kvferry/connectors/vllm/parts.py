@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The states of one layer that share block tables. `whole_tokens` and `limits` (window, chunk) as in `GroupFacts`."""
+    """The states of a layer that share block tables. `whole_tokens` and `limits` (window, chunk): see `GroupFacts`."""
 
     group: CacheGroup
     parts: tuple[Part, ...]
