@@ -6,18 +6,22 @@ The tree has one root, `FerryError`. A branch is a place where callers differ in
 
 from __future__ import annotations
 
+MAX_TEXT = 2048
+
+
+def _cut(text: str) -> str:
+    """What was found comes from users and peers: nobody reads more, and a refusal on the wire holds no more."""
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
 
 class FerryError(Exception):
     """Root of all errors of this package.
 
-    `found`, `expected` and `hint` are empty strings when they do not apply.
+    `found`, `expected` and `hint` are empty strings when they do not apply; none is longer than `MAX_TEXT`.
     """
 
     def __init__(self, what: str, *, found: str = "", expected: str = "", hint: str = "") -> None:
-        self.what = what
-        self.found = found
-        self.expected = expected
-        self.hint = hint
+        self.what, self.found, self.expected, self.hint = (_cut(text) for text in (what, found, expected, hint))
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -39,14 +43,18 @@ class LayoutError(FerryError):
     """A description of a cache contradicts itself or leaves its region."""
 
 
+MAX_LISTED = 20
+
+
 class IncompatibleError(FerryError):
     """Two descriptions do not describe the same cache; `differences` lists every one of them."""
 
     def __init__(self, differences: tuple[str, ...]) -> None:
         self.differences = differences
+        more = [f"and {len(differences) - MAX_LISTED} more"] if len(differences) > MAX_LISTED else []
         super().__init__(
             "the two engines do not hold the same cache",
-            found="; ".join(differences),
+            found="; ".join([*differences[:MAX_LISTED], *more]),
             expected="equal states, axes, extents, element sizes and dtypes on both sides",
             hint="serve the same model with the same cache dtype on both engines",
         )

@@ -41,6 +41,8 @@ class Scripted:
         self.registered.remove(memory)
 
     def descriptor(self):
+        if "descriptor" in self.refuses:
+            raise TransportError("cannot describe")
         return self.name.encode()
 
     def connect(self, peer, descriptor):
@@ -172,6 +174,14 @@ def test_a_peer_that_is_lost_while_it_is_being_tested_has_no_outcome():
     assert outcomes(carrier) == []
     assert not first.connected
     assert not second.connected
+
+
+def test_a_transport_that_cannot_be_described_is_not_offered_but_still_used():
+    """Memory that peers cannot reach in this way can still be filled by it."""
+    silent = Scripted("shm", refuses=("descriptor",))
+    carrier = Carrier("auto", [silent], {})
+    assert [(offer.name, offer.unavailable) for offer in carrier.offers()] == [("shm", "cannot describe")]
+    assert not silent.is_closed
 
 
 def test_a_transport_that_cannot_take_the_memory_is_not_offered():

@@ -78,6 +78,7 @@ def with_group(state_changes=None, **changes) -> Layout:
         (lambda: with_placement(token_stride=15), "overlap; found: a stride of 15 bytes; expected: at least the 16"),
         (lambda: with_placement(block_stride=63), "overlap; found: a stride of 63 bytes; expected: at least the 64"),
         (lambda: Span(0, MAX_STOP + 1), "a span must not be empty"),
+        (lambda: replace(SHAPE, tensor_parallel=1 << 20), "too many ranks; found: 1,048,576"),
         (lambda: shares(8, 3, "heads"), "heads cannot be divided over the ranks; found: 8 over 3 ranks"),
         (lambda: shares(8, 0, "heads"), "cannot be divided"),
         (lambda: replace(SHAPE, block_tokens=0), "every number of an engine must be at least 1"),
@@ -168,8 +169,8 @@ def test_tokens_that_nobody_holds_are_named_with_the_box():
     [
         ([[0, 1]], [[0, 1, 2]], "source group 0 has too few blocks for the tokens; found: 2 blocks of 4 tokens"),
         ([[0, 1, 2]], [[0]], "target group 0 has too few blocks"),
-        ([[0, 1, 8]], [[0, 1, 2]], "source group 0 names a block that does not exist; found: block 8; expected: 0 <="),
-        ([[0, 1, 2]], [[0, -1, 2]], "target group 0 names a block that does not exist; found: block -1"),
+        ([[0, 1, 8]], [[0, 1, 2]], "source group 0 names blocks that do not exist; found: 8; expected: 0 <="),
+        ([[0, 1, 2]], [[0, -1, 2]], "target group 0 names blocks that do not exist; found: -1;"),
         ([[0, 1, 2]], [[0, 1, 0]], "target group 0 names a block twice"),
         ([[0, 0, 2]], [[0, 1, 2]], "source group 0 names a block twice"),
         ([], [[0, 1, 2]], "source block table missing; found: 0 tables; expected: group 0"),
@@ -183,6 +184,23 @@ def test_block_tables_that_do_not_fit_are_refused(source, target, says):
     program = bind(route((LAYOUT,), (LAYOUT,)).legs, LAYOUT, LAYOUT)
     with pytest.raises(BlockTableError, match=says):
         copies_for(program, source, target, [TokenRange(0, 10)])
+
+
+def test_everything_that_is_wrong_with_the_tables_is_said_at_once():
+    program = bind(route((LAYOUT,), (LAYOUT,)).legs, LAYOUT, LAYOUT)
+    with pytest.raises(BlockTableError) as caught:
+        copies_for(program, [[0, 99, -7]], [[5, 5, 1]], [TokenRange(0, 10)])
+    assert "source group 0 names blocks that do not exist; found: -7, 99" in str(caught.value)
+    assert "target group 0 names a block twice; found: 5" in str(caught.value)
+
+
+def test_no_error_is_longer_than_a_refusal_may_be():
+    """Layouts come from peers: thousands of differences are counted, not told."""
+    names = tuple(f"only ours, number {number}" for number in range(5_000))
+    error = IncompatibleError(names)
+    assert error.differences == names
+    assert "and 4980 more" in error.found
+    assert len(LayoutError("x" * 10_000, found="y" * 10_000).what) == 2048
 
 
 def test_blocks_beyond_the_range_do_not_matter():

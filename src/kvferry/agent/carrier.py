@@ -25,6 +25,14 @@ class _Open:
     ticket: Ticket
 
 
+def _offer(name: str, transport: Transport) -> TransportOffer:
+    try:
+        return TransportOffer(name, transport.descriptor(), "")
+    except TransportError as error:
+        # It may still fetch for us.
+        return TransportOffer(name, b"", str(error))
+
+
 class Carrier:
     """Belongs to one thread. `unavailable` says why a transport that users know is not there."""
 
@@ -64,9 +72,9 @@ class Carrier:
 
     def offers(self) -> tuple[TransportOffer, ...]:
         """What peers need to reach the registered memory, and why the other transports are not there."""
-        working = [TransportOffer(name, transport.descriptor(), "") for name, transport in self._transports.items()]
+        ours = [_offer(name, transport) for name, transport in self._transports.items()]
         missing = [TransportOffer(name, b"", reason) for name, reason in self._unavailable.items()]
-        return (*working, *missing)
+        return (*ours, *missing)
 
     def connect(self, peer: PeerKey, offer: Offer) -> None:
         """Find out which transport reaches a peer fastest; the outcome comes out of a later `poll`."""

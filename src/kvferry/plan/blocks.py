@@ -70,13 +70,14 @@ def checked(tables: BlockTables, owner: Owner, tokens: Indices) -> Blocks:
     outside = ids[(ids < 0) | (ids >= cache.num_blocks)]
     if len(outside):
         raise BlockTableError(
-            f"{owner.name} names a block that does not exist",
-            found=f"block {outside[0]}",
+            f"{owner.name} names blocks that do not exist",
+            found=_listed(outside),
             expected=f"0 <= block < {cache.num_blocks}",
         )
     ordered = np.sort(ids)
-    if np.any(ordered[1:] == ordered[:-1]):
-        raise BlockTableError(f"{owner.name} names a block twice", found=str(ids[:16].tolist()))
+    doubles = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(doubles):
+        raise BlockTableError(f"{owner.name} names a block twice", found=_listed(doubles))
     return Blocks(cache, needed.start, ids)
 
 
@@ -88,6 +89,12 @@ def _needed(cache: CacheGroup, tokens: Indices) -> range:
     if cache.ring_tokens:
         first, last = 0, min(last, cache.ring_tokens - 1)
     return range(first // cache.block_tokens, last // cache.block_tokens + 1)
+
+
+def _listed(ids: Indices) -> str:
+    """The first few of some ids."""
+    few = np.unique(ids)[:8].tolist()
+    return ", ".join(str(one) for one in few) + (" and more" if len(ids) > len(few) else "")
 
 
 def _integers(ids: Sequence[int], owner: Owner) -> Indices:

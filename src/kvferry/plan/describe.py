@@ -32,6 +32,9 @@ FORMATS = {
 """Names for the formats seen in engines; any other permutation of the six letters works as well."""
 
 
+MAX_RANKS = 1 << 16
+
+
 @dataclass(frozen=True, slots=True)
 class EngineShape:
     """How one engine divides and stores the cache.
@@ -62,6 +65,8 @@ class EngineShape:
         parallel = self.context_parallel, self.decode_context_parallel, self.run_tokens, self.kernel_blocks
         if min(*numbers, *parallel) < 1:
             raise LayoutError("every number of an engine must be at least 1", found=str((*numbers, *parallel)))
+        if self.num_ranks > MAX_RANKS:
+            raise LayoutError("too many ranks", found=f"{self.num_ranks:,}", expected=f"at most {MAX_RANKS:,}")
         if self.block_tokens % self.kernel_blocks:
             found = f"{self.kernel_blocks} in a block of {self.block_tokens} tokens"
             raise LayoutError("kernel blocks must divide a block", found=found)

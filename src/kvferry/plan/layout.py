@@ -6,6 +6,7 @@ Nothing here knows a model, an engine or a device. A new model, parallelism or m
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass
 
 from kvferry.errors import LayoutError
@@ -145,7 +146,8 @@ def fingerprint(layout: Layout) -> str:
 def _check_records(layout: Layout) -> None:
     names = [state.name for state in layout.states]
     if len(set(names)) != len(names):
-        raise LayoutError("state names must be unique", found=", ".join(sorted(names)))
+        doubles = sorted(name for name, number in Counter(names).items() if number > 1)
+        raise LayoutError("state names must be unique", found=", ".join(doubles[:8]))
     for state in layout.states:
         _check_state(state)
     for region in layout.regions:

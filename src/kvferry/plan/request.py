@@ -54,14 +54,38 @@ def copies_for(program: Program, source: BlockTables, target: BlockTables, range
             expected=f"at most {MAX_ROWS:,}",
             hint="fewer tokens, or memory formats that are more alike",
         )
-    tiles: list[_Tile] = []
-    for group in program.groups:
-        numbers = _numbers(group, _range_of(group, ranges))
-        ends = _ends(group, numbers)
-        source_blocks = checked(source, Owner("source", group.source_group, group.source), ends)
-        target_blocks = checked(target, Owner("target", group.target_group, group.target), ends)
-        tiles.extend(_group_tiles(group, source_blocks, target_blocks, numbers))
+    numbers = [_numbers(group, _range_of(group, ranges)) for group in program.groups]
+    blocks = _all_checked(program, source, target, numbers)
+    tiles = [
+        tile
+        for group, at, (left, right) in zip(program.groups, numbers, blocks, strict=True)
+        for tile in _group_tiles(group, left, right, at)
+    ]
     return _listed(tiles)
+
+
+def _all_checked(
+    program: Program, source: BlockTables, target: BlockTables, numbers: list[range]
+) -> list[tuple[Blocks, Blocks]]:
+    """Both sides' blocks of every group. Raises one error that names everything that is wrong with them."""
+    found: list[Blocks] = []
+    wrong: list[BlockTableError] = []
+    for group, at in zip(program.groups, numbers, strict=True):
+        ends = _ends(group, at)
+        owners = (
+            (source, Owner("source", group.source_group, group.source)),
+            (target, Owner("target", group.target_group, group.target)),
+        )
+        for tables, owner in owners:
+            try:
+                found.append(checked(tables, owner, ends))
+            except BlockTableError as error:
+                wrong.append(error)
+    if len(wrong) == 1:
+        raise wrong[0]
+    if wrong:
+        raise BlockTableError("; ".join(dict.fromkeys(str(error) for error in wrong)))
+    return list(zip(found[::2], found[1::2], strict=True))
 
 
 def num_rows(program: Program, ranges: Ranges) -> int:

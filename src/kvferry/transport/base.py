@@ -76,7 +76,10 @@ class Transport(Protocol):
         ...
 
     def descriptor(self) -> bytes:
-        """What a peer needs to reach the registered memory; at most 1 MiB, safe to send to an authenticated peer."""
+        """What a peer needs to reach the registered memory; at most 1 MiB, safe to send to an authenticated peer.
+
+        Raises TransportError when peers cannot reach it, though this side may still reach theirs.
+        """
         ...
 
     def connect(self, peer: str, descriptor: bytes) -> None:

@@ -58,7 +58,7 @@ class SharedDescriptor(msgspec.Struct, frozen=True, tag="shm-1"):
 class SharedMemoryTransport:
     """Copies between the memory of two processes of one host, in `poll`, 16 MiB at a time.
 
-    Memory without `shared_fd` can be registered too: it is the local side of copies, peers do not see it.
+    Memory without `shared_fd` can be registered too: it is the local side of copies, and then nothing can be offered.
     Raises TransportError when this host does not say which kernel and pid namespace it runs.
     """
 
@@ -87,7 +87,15 @@ class SharedMemoryTransport:
         self._registry.remove(memory)
 
     def descriptor(self) -> bytes:
-        pieces = tuple(_describe(memory) for memory in self._registry.memories if memory.shared_fd >= 0)
+        """Raises TransportError when some memory is private: peers would find a part of it only when they need it."""
+        private = [memory for memory in self._registry.memories if memory.shared_fd < 0]
+        if private:
+            raise TransportError(
+                "peers cannot reach this engine's memory through shared memory",
+                found=f"{sum(memory.size_bytes for memory in private):,} private bytes",
+                expected="memory that was allocated to be shared",
+            )
+        pieces = tuple(_describe(memory) for memory in self._registry.memories)
         return check_size(msgspec.msgpack.encode(SharedDescriptor(self._origin, os.getpid(), pieces)))
 
     def connect(self, peer: str, descriptor: bytes) -> None:

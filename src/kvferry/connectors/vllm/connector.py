@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 
 from kvferry.connectors.vllm.orders import Orders, RankAddress
 from kvferry.connectors.vllm.scheduler import Scheduler
-from kvferry.connectors.vllm.settings import check_version, settings_of
+from kvferry.connectors.vllm.settings import check_version, settings_of, speak_like_vllm
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
 from kvferry.connectors.vllm.worker import Worker
 from kvferry.errors import ConfigurationError
@@ -42,6 +42,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         check_version()
+        speak_like_vllm()
         super().__init__(vllm_config, role, kv_cache_config)
         settings = settings_of(vllm_config)
         is_scheduler = role == KVConnectorRole.SCHEDULER

@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["Settings", "check_version", "settings_of"]
+__all__ = ["Settings", "check_version", "settings_of", "speak_like_vllm"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,13 @@ def check_version() -> None:
             expected=f"a version from {_words(OLDEST)} to {_words(NEWEST)}",
             hint="install another vLLM, or a kvferry that supports this one",
         )
+
+
+def speak_like_vllm() -> None:
+    """Send kvferry's words where vLLM's go: it sets up its own loggers and no others."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvferry")
+    ours.handlers, ours.propagate = list(theirs.handlers), False
+    ours.setLevel(theirs.getEffectiveLevel())
 
 
 def settings_of(config: VllmConfig) -> Settings:

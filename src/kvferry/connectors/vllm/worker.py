@@ -162,9 +162,10 @@ class Worker:
                 self._stats.fetched(report, self._fetching[request_id].reference.engine_id)
                 self._end_fetch(request_id, results)
             case Failed(request_id, error):
-                logger.warning("request %s: %s", request_id, error)
-                self._stats.count("num_failed_transfers")
                 self._failed.add(request_id)
+                if self._fetching[request_id].is_waited_for:
+                    logger.warning("request %s: %s", request_id, error)
+                    self._stats.count("num_failed_transfers")
             case TargetFree(request_id):
                 self._end_fetch(request_id, results)
             case SourceFree(request_id, reason):
