@@ -35,12 +35,13 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 GROUPED: dict[str, Any] = {**COMMON, "num_key_value_heads": 4, "head_dim": 64, "num_hidden_layers": 4}
+# All layers are dense: vLLM's experts on the CPU have no float32, which comparing needs, and no part in the cache.
 EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128,
-    "first_k_dense_replace": 1,
+    "first_k_dense_replace": 4,
     "n_group": 2,
     "topk_group": 1,
 }
@@ -76,11 +77,13 @@ FALCON: dict[str, Any] = {
     "mamba_expand": 2,
     "mamba_chunk_size": 128,
 }
-# vLLM's own rotary kernel for CPUs is wrong for interleaved positions, and its MLA there does neither prefix caching
-# nor chunked prefill.
+# vLLM's own rotary kernel for CPUs is wrong for interleaved positions. Latent attention with AMX has bfloat16 only,
+# so the plain one is asked for, which does neither prefix caching nor chunked prefill.
 LATENT_FLAGS = (
     "--compilation-config",
     '{"custom_ops":["-rotary_embedding"]}',
+    "--attention-backend",
+    "CPU_MLA",
     "--no-enable-prefix-caching",
     "--no-enable-chunked-prefill",
 )
