@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM's own environment")
+pytest.importorskip("vllm.v1", reason="needs vLLM's own environment")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
