@@ -28,7 +28,7 @@ e2e: .venv/dev
 
 # Real vLLM processes on the CPU: a representative part by default, every model and shape with ARGS='-m full'.
 test-vllm: .venv-vllm/ready
-	$(VLLM_BIN)/python -m pytest tests/vllm -m "not full" $(ARGS)
+	$(VLLM_BIN)/python -m pytest tests/vllm -o faulthandler_timeout=600 -m "not full" $(ARGS)
 
 format: .venv/dev
 	$(BIN)/ruff format
