@@ -174,20 +174,39 @@ def _axes(layout: Layout, model: CacheModel) -> dict[str, list[int]]:
     axes = {kept.state.name: kept.state.axes for kept in model.kept()}
     for placement in layout.placements:
         for axis, span in zip(axes[placement.state], placement.spans, strict=True):
-            if (placement.state, axis.name) in named:
-                spans.setdefault(named[placement.state, axis.name], []).append(span)
+            name = named.get((placement.state, axis.name), "_of_")
+            if "_of_" not in name:
+                spans.setdefault(name, []).append(span)
     return {name: [min(s.start for s in found), max(s.stop for s in found)] for name, found in spans.items()}
 
 
 def _axis_names(model: CacheModel) -> dict[tuple[str, str], str]:
-    """What to call the divided axis of each state: two groups may have axes of one name and different extent."""
-    groups = model.groups()
-    return {
-        (kept.state.name, kept.divided_axis): f"{layer.group}.{kept.divided_axis}" if groups[1:] else kept.divided_axis
+    """What to call the divided axis of each state: `head`; `group.head` where a model has several groups; and
+    `head_of_16` where the same group has a longer axis of that name (query heads beside value heads)."""
+    extents = {
+        (layer.group, kept.state.name): axis.extent
         for layer in model.layers
         for kept in layer.kept
-        if kept.divided_axis
+        for axis in kept.state.axes
+        if axis.name == kept.divided_axis
     }
+    longest: dict[tuple[str, str], int] = {}
+    for layer in model.layers:
+        for kept in layer.kept:
+            key, extent = (layer.group, kept.divided_axis), extents.get((layer.group, kept.state.name), 0)
+            longest[key] = max(longest.get(key, 0), extent)
+    prefix = "{}." if model.groups()[1:] else ""
+    return {
+        (kept.state.name, kept.divided_axis): prefix.format(layer.group)
+        + _axis_name(kept.divided_axis, extent, longest[layer.group, kept.divided_axis])
+        for layer in model.layers
+        for kept in layer.kept
+        if (extent := extents.get((layer.group, kept.state.name), 0))
+    }
+
+
+def _axis_name(name: str, extent: int, longest: int) -> str:
+    return name if extent == longest else f"{name}_of_{extent}"
 
 
 def _tokens_words(layout: Layout) -> str:
