@@ -87,7 +87,7 @@ def test_i5_exchanging_the_roles_gives_the_transposed_plan(scenario):
         return
     turned = {(leg.target_rank, leg.source_rank, leg.state, leg.box, leg.tokens) for leg in back.legs}
     assert {(leg.source_rank, leg.target_rank, leg.state, leg.box, leg.tokens) for leg in there.legs} == turned
-    if len(set(scenario.ranges)) > 1:
+    if len(set(scenario.ranges)) > 1 or any(group.tail_is_free for group in scenario.targets[0].groups):
         return
     ranges = (scenario.ranges[:1] or (TokenRange(0, 0),)) * len(scenario.sources[0].groups)
     swapped = Scenario(
@@ -110,8 +110,11 @@ def test_i6_merging_changes_the_number_of_rows_never_the_bytes(scenario):
         for leg in found.between(source_rank, target_rank):
             expected |= set(element_pairs(scenario, leg))
         assert len(whole) <= whole.pieces
-        assert byte_pairs(whole) == expected
-        assert whole.num_bytes == len(expected)
+        assert whole.num_bytes == len(byte_pairs(whole))
+        if any(group.tail_is_free for group in scenario.targets[target_rank].groups):
+            assert byte_pairs(whole) >= expected
+        else:
+            assert byte_pairs(whole) == expected
 
 
 def element_pairs(scenario, leg):

@@ -76,6 +76,9 @@ class CacheGroup:
 
     A block may consist of `kernel_blocks` smaller ones, which follow one another in memory: `block_stride` of a
     placement is the distance of these.
+
+    `tail_is_free` says that a fetch may write the slots behind a request's last token: whatever lies there is written
+    again before it is read. Then blocks need not be taken apart where a request ends.
     """
 
     block_tokens: int
@@ -83,6 +86,7 @@ class CacheGroup:
     ring_tokens: int
     kernel_blocks: int = 1
     share: TokenShare = UNSHARED
+    tail_is_free: bool = False
 
     @property
     def kernel_tokens(self) -> int:

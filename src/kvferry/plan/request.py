@@ -110,7 +110,11 @@ def _range_of(group: GroupProgram, ranges: Ranges) -> TokenRange:
 def _numbers(group: GroupProgram, tokens: TokenRange) -> range:
     """The numbers, within the group's selection, of the tokens that must move: those that later ones still see."""
     seen = group.state.seen_by_next(tokens)
-    return range(group.tokens.num_before(seen.first), group.tokens.num_before(seen.last))
+    start, stop = group.tokens.num_before(seen.first), group.tokens.num_before(seen.last)
+    if start < stop and group.target.tail_is_free and not (group.source.ring_tokens or group.target.ring_tokens):
+        # A unit lies in one block on either side, so this asks for no further block. In a ring it would wrap around.
+        stop = -(-stop // group.unit_tokens) * group.unit_tokens
+    return range(start, stop)
 
 
 def _inner(group: GroupProgram, numbers: range) -> range:

@@ -73,7 +73,7 @@ def _group(dice: random.Random, window: int, num_tokens: int) -> CacheGroup:
     block_tokens = kernel_blocks * dice.randint(1, 4)
     num_blocks = -(-max(num_tokens, 1) // block_tokens) + dice.randint(1, 3)
     ring = dice.choice([0, max(1, window - 1) + dice.randint(0, 2)]) if window else 0
-    return CacheGroup(block_tokens, num_blocks, ring, kernel_blocks)
+    return CacheGroup(block_tokens, num_blocks, ring, kernel_blocks, tail_is_free=dice.random() < 0.3)
 
 
 def _shared(group: CacheGroup, share: TokenShare) -> CacheGroup:

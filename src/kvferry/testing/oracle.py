@@ -88,6 +88,17 @@ def _own(group: CacheGroup, tokens: TokenRange) -> Iterator[tuple[int, int]]:
         num_before += 1
 
 
+def free_tail(group: CacheGroup, tokens: TokenRange) -> list[TokenRange]:
+    """The tokens behind a range that would lie in the same small block as its last one, where that is free."""
+    own = list(_own(group, TokenRange(0, tokens.last)))
+    if not group.tail_is_free or group.ring_tokens or not own or own[-1][0] < tokens.first:
+        return []
+    last_block, period = own[-1][1] // tile(group), group.share.num_shares * group.share.run_tokens
+    beyond = TokenRange(tokens.last, tokens.last + period * (tile(group) + 1))
+    inside = [token for token, position in _own(group, beyond) if position // tile(group) == last_block]
+    return [TokenRange(inside[0], inside[-1] + 1)] if inside else []
+
+
 def is_seen(state: State, token: int, following: int) -> bool:
     """Whether the token that comes next, number `following`, may look at an earlier one."""
     if state.window_tokens:
@@ -123,9 +134,11 @@ def expect(
     """Raise AssertionError unless the target holds exactly the requested elements, each written once, nothing else.
 
     `ranges` has one range per cache group; of a state with a window or chunks, only what is still seen is expected.
+    Where the tail of a block is free, it may hold anything.
     """
     named = memory.layout.state_named()
     wanted = {start: np.zeros_like(counts) for start, counts in written.items()}
+    free = {start: np.zeros(len(counts), np.bool_) for start, counts in written.items()}
     for placement in memory.layout.placements:
         state = named[placement.state]
         tokens = ranges[placement.group]
@@ -137,9 +150,26 @@ def expect(
                 raise AssertionError(f"{state.name} token {token} {coordinate}: wrong bytes at {address}")
             start = memory.layout.regions[placement.region].address
             wanted[start][address - start : address - start + state.item_bytes] = 1
+        _mark_free(memory.layout, placement, tables, tokens, free)
     for start, counts in written.items():
-        if not np.array_equal(counts, wanted[start]):
-            raise AssertionError(f"region {start}: bytes written {np.unique(counts - wanted[start])} times too often")
-        untouched = memory.buffers[start][wanted[start] == 0]
-        if np.any(untouched != POISON):
-            raise AssertionError(f"region {start}: bytes outside the request were touched")
+        _check_written(counts, wanted[start], free[start], memory.buffers[start])
+
+
+def _mark_free(
+    layout: Layout, placement: Placement, tables: Tables, tokens: TokenRange, free: dict[int, NDArray[np.bool_]]
+) -> None:
+    """Note the bytes behind the tokens of a placement that may hold anything."""
+    state, start = layout.state_named()[placement.state], layout.regions[placement.region].address
+    for tail in free_tail(layout.groups[placement.group], tokens) if state.per_token else ():
+        for _, _, address in element_addresses(layout, placement, tables, tail):
+            free[start][address - start : address - start + state.item_bytes] = True
+
+
+def _check_written(
+    counts: NDArray[np.uint8], wanted: NDArray[np.uint8], free: NDArray[np.bool_], buffer: NDArray[np.uint8]
+) -> None:
+    """Each wanted byte was written once; nothing else was touched but what is free."""
+    if np.any(counts > 1) or not np.array_equal(counts[~free], wanted[~free]):
+        raise AssertionError(f"bytes written {np.unique(counts - wanted)} times too often")
+    if np.any(buffer[(wanted == 0) & ~free] != POISON):
+        raise AssertionError("bytes outside the request were touched")

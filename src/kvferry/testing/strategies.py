@@ -66,6 +66,11 @@ def described_scenario(seed: int) -> Scenario:
     model, last = random_model(dice), dice.randint(0, 13)
     sources, source_shape = _engine(dice, model, last)
     targets, target_shape = _engine(dice, model, last)
+    if dice.random() < 0.3:
+        targets = tuple(
+            replace(layout, groups=tuple(replace(group, tail_is_free=True) for group in layout.groups))
+            for layout in targets
+        )
     ranges = _ranges(dice, len(model.groups()), last)
     return Scenario(
         f"described_scenario({seed})",

@@ -101,7 +101,8 @@ def _heads(cache: Cache) -> tuple[Axis, Span]:
 
 
 def _group(cache: Cache) -> CacheGroup:
-    return CacheGroup(cache.spec.block_size, cache.num_blocks, 0, cache.kernel_blocks, _share(cache))
+    # The last block of a request is its own, and vLLM writes every slot before it reads it.
+    return CacheGroup(cache.spec.block_size, cache.num_blocks, 0, cache.kernel_blocks, _share(cache), tail_is_free=True)
 
 
 def _share(cache: Cache) -> TokenShare:

@@ -1,0 +1,48 @@
+"""Where a fetch may write behind a request's last token, blocks are not taken apart there."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.model import attention
+from kvferry.plan.program import bind
+from kvferry.plan.request import copies_for
+from kvferry.plan.route import route
+from kvferry.plan.tokens import TokenRange
+
+MODEL = attention(num_layers=1, num_heads=1, head_dim=2, dtype="float16", item_bytes=2)
+SOURCE, TARGET = 1 << 20, 1 << 30
+
+
+def rows(source_block, target_block, tokens, tail_is_free):
+    (source,) = describe(MODEL, EngineShape(1, 1, source_block, 8, "LKBHDN"), SOURCE)
+    (target,) = describe(MODEL, EngineShape(1, 1, target_block, 8, "LKBHDN"), TARGET)
+    target = replace(target, groups=tuple(replace(group, tail_is_free=tail_is_free) for group in target.groups))
+    program = bind(route((source,), (target,)).legs, source, target)
+    copies = copies_for(program, [[2, 5]], [[1, 3]], [tokens])
+    return sorted((copies.target - TARGET).tolist()), sorted(copies.length.tolist())
+
+
+def test_a_request_that_ends_inside_a_block_moves_whole_blocks():
+    """Keys column by column: four tokens of a block are one row of 16 bytes, but three of them are two rows of 6."""
+    assert rows(4, 4, TokenRange(0, 7), tail_is_free=True) == ([16, 48, 144, 176], [16] * 4)
+    starts, lengths = rows(4, 4, TokenRange(0, 7), tail_is_free=False)
+    assert (len(starts), sum(lengths)) == (6, 2 * (16 + 2 * 6))
+
+
+def test_the_start_of_a_range_is_never_rounded():
+    """What lies before it may be somebody else's."""
+    starts, lengths = rows(4, 4, TokenRange(1, 7), tail_is_free=True)
+    assert sum(lengths) == 2 * (2 * 6 + 16)
+    assert min(starts) == 18
+
+
+def test_only_so_far_as_both_blocks_reach():
+    """Blocks of 4 and 6: pieces of two tokens lie in one block on either side, so one token more moves."""
+    assert sum(rows(4, 6, TokenRange(0, 5), tail_is_free=True)[1]) == 2 * 6 * 4
+
+
+@pytest.mark.parametrize("tokens", [TokenRange(0, 0), TokenRange(3, 3)])
+def test_nothing_stays_nothing(tokens):
+    assert rows(4, 4, tokens, tail_is_free=True) == ([], [])
