@@ -46,3 +46,20 @@ def test_only_so_far_as_both_blocks_reach():
 @pytest.mark.parametrize("tokens", [TokenRange(0, 0), TokenRange(3, 3)])
 def test_nothing_stays_nothing(tokens):
     assert rows(4, 4, tokens, tail_is_free=True) == ([], [])
+
+
+def test_whole_blocks_are_one_row_however_their_insides_are_ordered():
+    """Keys column by column, values row by row, one behind the other: one row a block, as both sides agree."""
+    (source,) = describe(MODEL, EngineShape(1, 1, 4, 8, "LBKHDN"), SOURCE)
+    (target,) = describe(MODEL, EngineShape(1, 1, 4, 8, "LBKHDN"), TARGET)
+    mixed = [
+        replace(
+            layout, placements=(layout.placements[0], replace(layout.placements[1], strides=(4, 2), token_stride=4))
+        )
+        for layout in (source, target)
+    ]
+    program = bind(route(mixed[:1], mixed[1:]).legs, *mixed)
+    copies = copies_for(program, [[2, 5]], [[1, 3]], [TokenRange(0, 8)])
+    assert (copies.source - SOURCE).tolist() == [64, 160]
+    assert (copies.target - TARGET).tolist() == [32, 96]
+    assert copies.length.tolist() == [32, 32]

@@ -91,21 +91,12 @@ class _Dimension(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """One leg with its two placements and the strides of the section it belongs to."""
+    """One leg with its state and its two placements."""
 
     leg: Leg
     state: State
     source: Placement
     target: Placement
-
-    @property
-    def strides(self) -> Strides:
-        return Strides(
-            self.source.block_stride,
-            self.source.token_stride,
-            self.target.block_stride,
-            self.target.token_stride,
-        )
 
 
 def bind(legs: Sequence[Leg], source: Layout, target: Layout) -> Program:
@@ -160,11 +151,25 @@ def _bind_group(key: _GroupKey, pieces: list[_Piece], source: Layout, target: La
 def _sections(pieces: Iterable[_Piece], source: Layout, target: Layout, num_tokens: int) -> tuple[Section, ...]:
     by_strides: dict[Strides, list[_Piece]] = {}
     for piece in pieces:
-        by_strides.setdefault(piece.strides, []).append(piece)
+        by_strides.setdefault(_strides(piece, source, target, num_tokens), []).append(piece)
     return tuple(
         section
         for strides, found in by_strides.items()
         for section in _merged(strides, *_rows(found, source, target, num_tokens))
+    )
+
+
+def _strides(piece: _Piece, source: Layout, target: Layout, num_tokens: int) -> Strides:
+    """Rows of whole blocks all begin at slot 0, so the distance of their tokens does not tell them apart."""
+    whole = [
+        num_tokens == layout.groups[p.group].kernel_tokens
+        for layout, p in ((source, piece.source), (target, piece.target))
+    ]
+    return Strides(
+        piece.source.block_stride,
+        0 if whole[0] else piece.source.token_stride,
+        piece.target.block_stride,
+        0 if whole[1] else piece.target.token_stride,
     )
 
 
