@@ -102,14 +102,16 @@ class Fleet:
         name = f"{role}-{number}"
         num_blocks = -(-self._options.cache_tokens // block_tokens)
         sizes = ("--block-tokens", str(block_tokens), "--num-blocks", str(num_blocks))
-        arguments = ("serve", "--engine-id", name, *self._options.engine_arguments, *sizes)
-        return Command(name, (*arguments, "--port", "0"), self._logs / f"{name}.log")
+        arguments = ("serve", "--port", "0", "--engine-id", name, *sizes, *self._options.engine_arguments)
+        return Command(name, arguments, self._logs / f"{name}.log")
 
     def _router_command(self) -> Command:
         engines = [("--prefill", url) for url in self.prefill_urls] + [("--decode", url) for url in self.decode_urls]
         words = [word for pair in engines for word in pair]
-        return Command("router", ("route", *words, "--port", str(self._options.port)), self._logs / "router.log")
+        arguments = ("route", "--port", str(self._options.port), *words)
+        return Command("router", arguments, self._logs / "router.log")
 
 
 def _at_port(command: Command, port: int) -> Command:
-    return replace(command, arguments=(*command.arguments[:-1], str(port)))
+    subcommand, option, _, *others = command.arguments
+    return replace(command, arguments=(subcommand, option, str(port), *others))

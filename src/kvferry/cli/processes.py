@@ -21,7 +21,7 @@ STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How to start a child: its name, the arguments of `kvferry`, and where its words go."""
+    """How to start a child: its name, the arguments of `kvferry`, its subcommand first, and where its words go."""
 
     name: str
     arguments: tuple[str, ...]
@@ -33,9 +33,12 @@ class Child:
 
     def __init__(self, command: Command) -> None:
         self.command = command
+        subcommand, *arguments = command.arguments
+        # Ours come first: what follows `--` belongs to the engine.
+        words = (subcommand, "--json", "--as-child", *arguments)
         with command.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvferry.cli.main", *command.arguments, "--json", "--as-child"],
+                [sys.executable, "-m", "kvferry.cli.main", *words],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

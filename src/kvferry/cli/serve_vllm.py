@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,7 +22,8 @@ __all__ = ["VllmOptions", "serve_vllm", "vllm_command"]
 
 READY_S = 600.0
 POLL_S = 0.25
-STOP_S = 15.0
+# Less than our own parent gives us before it kills us: nobody else would end vLLM then.
+STOP_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class VllmOptions:
 
 
 def serve_vllm(options: VllmOptions) -> int:
-    """Run vLLM until it ends or we are told to; returns its exit code.
+    """Run vLLM until it ends or we are told to end; returns its exit code, 0 when we were told.
 
     Raises ConfigurationError when it is not installed, ends early or is not ready in time.
     """
@@ -55,15 +57,16 @@ def serve_vllm(options: VllmOptions) -> int:
             expected="an environment with vllm 0.32",
             hint="install kvferry into vLLM's environment: pip install 'kvferry[agent,cli]'",
         )
+    told = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: told.set())
     port = options.port or _free_port(options.host)
-    process = subprocess.Popen(vllm_command(options, port), stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    # A session of its own: Ctrl-C reaches it through us only, and what it leaves behind can be ended with it.
+    process = subprocess.Popen(
+        vllm_command(options, port), stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
+    )
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: process.terminate())
-        url = f"http://{options.host}:{port}"
-        _await(process, url)
-        _announce(options, url)
-        return _watch(process, options.as_child)
+        return _watch(process, options, f"http://{options.host}:{port}", told)
     finally:
         _stop(process)
 
@@ -92,22 +95,27 @@ def _free_port(host: str) -> int:
         return number
 
 
-def _await(process: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + READY_S
-    while not _is_healthy(url):
-        if process.poll() is not None:
-            hint = "its own words are above; arguments after -- go to vllm serve as they are"
-            raise ConfigurationError("vLLM has ended", found=f"exit code {process.returncode}", hint=hint)
-        if time.monotonic() > deadline:
+def _watch(process: subprocess.Popen[bytes], options: VllmOptions, url: str, told: threading.Event) -> int:
+    """Until vLLM ends or we are told to; announces it once it answers."""
+    deadline, announced = time.monotonic() + READY_S, False
+    while process.poll() is None:
+        if told.wait(POLL_S) or (options.as_child and _input_is_closed()):
+            return 0
+        if not announced and (announced := _is_healthy(url)):
+            _announce(options, url)
+        if not announced and time.monotonic() > deadline:
             raise ConfigurationError("vLLM is not ready in time", expected=f"within {READY_S:g} s")
-        time.sleep(POLL_S)
+    if not announced:
+        hint = "its own words are above; arguments after -- go to vllm serve as they are"
+        raise ConfigurationError("vLLM has ended", found=f"exit code {process.returncode}", hint=hint)
+    return process.returncode
 
 
 def _is_healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=POLL_S * 4) as answer:
             return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+    except OSError:
         return False
 
 
@@ -119,23 +127,17 @@ def _announce(options: VllmOptions, url: str) -> None:
         console.say(f"{options.engine_id}: {options.served_name} at {url}/v1, served by vLLM")
 
 
-def _watch(process: subprocess.Popen[bytes], as_child: bool) -> int:
-    """Until vLLM ends; as a child, the end of standard input, which comes when the parent dies, makes it end."""
-    while True:
-        try:
-            return process.wait(POLL_S)
-        except subprocess.TimeoutExpired:
-            readable, _, _ = select.select([sys.stdin] if as_child else [], [], [], 0)
-            if readable and not os.read(sys.stdin.fileno(), 4096):
-                process.terminate()
-                return process.wait(STOP_S)
+def _input_is_closed() -> bool:
+    """As a child: whether standard input has ended, which it does when the parent dies."""
+    readable, _, _ = select.select([sys.stdin], [], [], 0)
+    return bool(readable) and not os.read(sys.stdin.fileno(), 4096)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(STOP_S)
+    """Politely, then by force; nothing of its session survives."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(STOP_S)

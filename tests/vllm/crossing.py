@@ -1,0 +1,142 @@
+"""One vLLM server and one of our own engines side by side, and a router in front: all started by `kvferry` itself."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from models import MODELS, model_folder
+from proxy import REMOTE_DECODE
+from servers import ENVIRONMENT
+
+from kvferry.cli.processes import Child, Command
+
+__all__ = ["Crossing", "Engine", "Prompt", "across", "alone", "crossing", "metric", "post", "route"]
+
+READY_S = 300.0
+ANSWER_S = 300.0
+CACHE_BYTES = 128 << 20
+NUM_BLOCKS = 1024
+VLLM_ARGUMENTS = (
+    *("--max-model-len", "8192", "--max-num-seqs", "16", "--seed", "0", "--enforce-eager"),
+    *("--kv-cache-memory-bytes", str(CACHE_BYTES)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine that serves `tiny`; `kind` is `vllm` or `transformers`."""
+
+    kind: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """The same model on both engines."""
+
+    model: str
+    vllm: Engine
+    transformers: Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids; only prompts with the same `salt` share cached prefixes."""
+
+    token_ids: tuple[int, ...]
+    salt: str
+    num_tokens: int = 12
+
+
+@contextmanager
+def crossing(model: str, block_tokens: tuple[int, int], logs: Path) -> Iterator[Crossing]:
+    """Both engines, ready. `block_tokens` are those of vLLM and of ours."""
+    common = ("--model", str(model_folder(model)), "--served-name", "tiny", "--dtype", "float32")
+    common = ("serve", "--port", "0", "--failure-policy", "fail", *common)
+    more = (*VLLM_ARGUMENTS, *MODELS[model].flags)
+    left = ("--engine-id", "vllm", "--engine", "vllm", "--block-tokens", str(block_tokens[0]), "--", *more)
+    right = ("--engine-id", "ours", "--block-tokens", str(block_tokens[1]), "--num-blocks", str(NUM_BLOCKS))
+    commands = (Command("vllm", (*common, *left), logs / "vllm.log"), Command("ours", (*common, *right), logs / "ours"))
+    with _children(commands) as (vllm, ours):
+        yield Crossing(model, Engine("vllm", vllm), Engine("transformers", ours))
+
+
+@contextmanager
+def route(prefill: str, decode: str, log: Path) -> Iterator[str]:
+    """Our router in front of one prefill and one decode engine; its URL."""
+    command = Command("router", ("route", "--port", "0", "--prefill", prefill, "--decode", decode), log)
+    with _children((command,)) as (url,):
+        yield url
+
+
+@contextmanager
+def _children(commands: tuple[Command, ...]) -> Iterator[tuple[str, ...]]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        children = [Child(command) for command in commands]
+    try:
+        deadline = time.monotonic() + READY_S
+        yield tuple(str(child.wait_until_ready(deadline)["url"]) for child in children)
+    finally:
+        for child in children:
+            child.terminate()
+        for child in children:
+            child.stop()
+
+
+def alone(engine: Engine, prompt: Prompt) -> dict[str, Any]:
+    """The engine's own answer, under a salt of its own so that it meets no cached prefix."""
+    return post(engine.url, _body(prompt, prompt.num_tokens, None) | {"cache_salt": f"alone-{prompt.salt}"})
+
+
+def across(source: Engine, target: Engine, prompt: Prompt) -> dict[str, Any]:
+    """Prefill on one, decode on the other, as a plain proxy does it; the decode leg's answer."""
+    first = post(source.url, _body(prompt, 1, REMOTE_DECODE))
+    assert first["kv_transfer_params"], first
+    return post(target.url, _body(prompt, prompt.num_tokens, first["kv_transfer_params"]))
+
+
+def post(url: str, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
+    """The answer as JSON; fails with the body of an error."""
+    parts = urlsplit(url)
+    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=ANSWER_S)
+    try:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        text = response.read().decode()
+    finally:
+        connection.close()
+    assert response.status == 200, text
+    found: dict[str, Any] = json.loads(text) | {"path": response.headers.get("x-kvferry-path", "")}
+    return found
+
+
+def _body(prompt: Prompt, num_tokens: int, params: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "prompt": list(prompt.token_ids),
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "cache_salt": prompt.salt,
+        **({"kv_transfer_params": params} if params is not None else {}),
+    }
+
+
+def metric(url: str, name: str) -> float:
+    """The sum of a metric over its labels, 0 when it has not been counted yet."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
