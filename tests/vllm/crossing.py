@@ -20,7 +20,7 @@ from servers import ENVIRONMENT
 
 from kvferry.cli.processes import Child, Command
 
-__all__ = ["Crossing", "Engine", "Prompt", "across", "alone", "crossing", "metric", "post", "route"]
+__all__ = ["Crossing", "Engine", "Prompt", "across", "alone", "body", "crossing", "metric", "post", "route"]
 
 READY_S = 300.0
 ANSWER_S = 300.0
@@ -97,14 +97,14 @@ def _children(commands: tuple[Command, ...]) -> Iterator[tuple[str, ...]]:
 
 def alone(engine: Engine, prompt: Prompt) -> dict[str, Any]:
     """The engine's own answer, under a salt of its own so that it meets no cached prefix."""
-    return post(engine.url, _body(prompt, prompt.num_tokens, None) | {"cache_salt": f"alone-{prompt.salt}"})
+    return post(engine.url, body(prompt, prompt.num_tokens) | {"cache_salt": f"alone-{prompt.salt}"})
 
 
 def across(source: Engine, target: Engine, prompt: Prompt) -> dict[str, Any]:
     """Prefill on one, decode on the other, as a plain proxy does it; the decode leg's answer."""
-    first = post(source.url, _body(prompt, 1, REMOTE_DECODE))
+    first = post(source.url, body(prompt, 1) | {"kv_transfer_params": REMOTE_DECODE})
     assert first["kv_transfer_params"], first
-    return post(target.url, _body(prompt, prompt.num_tokens, first["kv_transfer_params"]))
+    return post(target.url, body(prompt, prompt.num_tokens) | {"kv_transfer_params": first["kv_transfer_params"]})
 
 
 def post(url: str, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
@@ -122,7 +122,8 @@ def post(url: str, body: dict[str, Any], path: str = "/v1/completions") -> dict[
     return found
 
 
-def _body(prompt: Prompt, num_tokens: int, params: dict[str, Any] | None) -> dict[str, Any]:
+def body(prompt: Prompt, num_tokens: int) -> dict[str, Any]:
+    """What both kinds of engine understand."""
     return {
         "model": "tiny",
         "prompt": list(prompt.token_ids),
@@ -131,7 +132,6 @@ def _body(prompt: Prompt, num_tokens: int, params: dict[str, Any] | None) -> dic
         "ignore_eos": True,
         "return_token_ids": True,
         "cache_salt": prompt.salt,
-        **({"kv_transfer_params": params} if params is not None else {}),
     }
 
 

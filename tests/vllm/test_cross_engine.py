@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from answers import EXTERNAL_HITS, FIRST_PLAIN_TOKEN
-from crossing import Crossing, Prompt, across, alone, crossing, metric
+from crossing import Crossing, Prompt, across, alone, body, crossing, metric, post, route
 from models import VOCAB_SIZE
 
 # One token, below a block, exactly blocks, one more, beyond a window of 192, and sizes that no block divides.
@@ -67,3 +67,13 @@ def test_the_cache_of_one_engine_is_good_for_the_other(engines, to_vllm):
 @DIRECTIONS
 def test_requests_at_once(engines, to_vllm):
     check(engines, to_vllm, prompts(AT_ONCE, f"at once {to_vllm}"), at_once=4)
+
+
+@DIRECTIONS
+def test_our_router_mixes_engines(engines, to_vllm, tmp_path):
+    source, target = (engines.transformers, engines.vllm)[:: 1 if to_vllm else -1]
+    (prompt,) = prompts((129,), f"router {to_vllm}")
+    with route(source.url, target.url, tmp_path / "router.log") as url:
+        answer = post(url, body(prompt, prompt.num_tokens))
+    assert answer["path"] == "disaggregated"
+    assert tokens(answer) == tokens(alone(target, prompt))

@@ -1,0 +1,153 @@
+"""`kvferry serve --engine vllm`, with a stand-in for vLLM that only answers `/health`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from kvferry.cli import main
+from kvferry.cli.serve_vllm import VllmOptions, vllm_command
+
+DEADLINE_S = 60.0
+STAND_IN = """
+import http.server, json, os, pathlib, subprocess, sys
+folder = pathlib.Path(__file__).parents[3]
+if "--fail" in sys.argv:
+    sys.exit("RuntimeError: no such model")
+helper = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+(folder / "seen.json").write_text(json.dumps([sys.argv[1:], os.getpid(), helper.pid]))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        if self.path == "/die":
+            os._exit(3)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+OPTIONS = VllmOptions("m", "name", "e-1", "shm", 0, "auto", "recompute", "127.0.0.1", 0, 0, (), False, False)
+
+
+def options(**changed) -> VllmOptions:
+    fields = {name: getattr(OPTIONS, name) for name in OPTIONS.__slots__}
+    return VllmOptions(**fields | changed)
+
+
+def after(command: list[str], option: str) -> str:
+    return command[command.index(option) + 1]
+
+
+def test_the_command_line_names_our_connector():
+    command = vllm_command(options(transport="tcp", transfer_port=7000, failure_policy="fail"), 8123)
+    assert command[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", "m"]
+    assert (after(command, "--port"), after(command, "--served-model-name")) == ("8123", "name")
+    assert json.loads(after(command, "--kv-transfer-config")) == {
+        "kv_connector": "FerryConnector",
+        "kv_connector_module_path": "kvferry.connectors.vllm",
+        "kv_role": "kv_both",
+        "engine_id": "e-1",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"transport": "tcp", "port": 7000},
+    }
+
+
+def test_the_block_size_is_vllms_own_unless_chosen_and_arguments_come_last():
+    assert "--block-size" not in vllm_command(OPTIONS, 1)
+    command = vllm_command(options(block_tokens=32, arguments=("--block-size", "64")), 1)
+    assert after(command, "--block-size") == "32"
+    assert command[-2:] == ["--block-size", "64"]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start the real command with the stand-in on the path; returns the process."""
+    module = tmp_path / "vllm" / "entrypoints" / "cli"
+    module.mkdir(parents=True)
+    for folder in (module, module.parent, module.parents[1]):
+        (folder / "__init__.py").touch()
+    (module / "main.py").write_text(STAND_IN)
+    started = []
+
+    def start(*arguments: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "kvferry.cli.main", "serve", "--engine", "vllm", "--port", "0", "--json"]
+        pipe = subprocess.PIPE
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        process = subprocess.Popen(
+            [*command, "--model", str(tmp_path), *arguments], stdin=pipe, stdout=pipe, stderr=pipe, env=environment
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with process:
+            process.kill()
+
+
+def seen(tmp_path) -> tuple[list[str], list[int]]:
+    arguments, *pids = json.loads((tmp_path / "seen.json").read_text())
+    return arguments, pids
+
+
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    for pid in pids:
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            psutil.wait_procs([psutil.Process(pid)], timeout=deadline - time.monotonic())
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_announces_itself_and_leaves_nothing_behind_when_told_to_end(start, tmp_path, number):
+    process = start("--engine-id", "left", "--", "--max-model-len", "64")
+    ready = json.loads(process.stdout.readline())
+    assert (ready["event"], ready["engine_id"], ready["model"]) == ("ready", "left", tmp_path.name)
+    arguments, pids = seen(tmp_path)
+    assert arguments[-2:] == ["--max-model-len", "64"]
+    assert ready["url"] == f"http://127.0.0.1:{after(arguments, '--port')}"
+    process.send_signal(number)
+    assert process.wait(DEADLINE_S) == 0
+    assert_gone(pids)
+
+
+def test_as_a_child_it_ends_when_its_parent_is_gone(start, tmp_path):
+    process = start("--as-child")
+    process.stdout.readline()
+    process.stdin.close()
+    assert process.wait(DEADLINE_S) == 0
+    assert_gone(seen(tmp_path)[1])
+
+
+def test_vllms_own_end_is_ours(start, tmp_path):
+    process = start()
+    url = json.loads(process.stdout.readline())["url"]
+    subprocess.run([sys.executable, "-c", f"import urllib.request as r; r.urlopen('{url}/die')"], check=False)
+    assert process.wait(DEADLINE_S) == 3
+    assert_gone(seen(tmp_path)[1])
+
+
+def test_an_early_end_is_an_error_with_a_hint(start):
+    process = start("--", "--fail")
+    output, words = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, output) == (2, b"")
+    assert b"no such model" in words
+    assert b"vLLM has ended" in words
+    assert b"exit code 1" in words
+
+
+def test_without_vllm_it_says_where_to_install_what(monkeypatch, tmp_path):
+    monkeypatch.setattr("kvferry.cli.serve_vllm.find_spec", lambda name: None)
+    result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--model", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "vLLM is not installed here" in result.stderr
+
+
+def test_arguments_for_an_engine_that_takes_none_are_refused(tmp_path):
+    result = CliRunner().invoke(main.app, ["serve", "--model", str(tmp_path), "--", "--max-model-len", "64"])
+    assert result.exit_code == 2
+    assert "no such engine" in result.stderr

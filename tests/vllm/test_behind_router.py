@@ -1,0 +1,74 @@
+"""Our router in front of two real vLLM servers: what clients of it see, and that the cache moved."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+
+import pytest
+from answers import EXTERNAL_HITS, FIRST_PLAIN_TOKEN
+from crossing import metric, post, route
+from models import VOCAB_SIZE
+from servers import PLAIN
+
+NUM_PROMPT_TOKENS = 300
+NUM_TOKENS = 12
+MESSAGES = [{"role": "user", "content": "What does the ferry carry across the river at night?"}]
+
+
+@pytest.fixture
+def router(pair, tmp_path):
+    with route(pair.prefill.url, pair.decode.url, tmp_path / "router.log") as url:
+        yield url
+
+
+def body(salt: str, **fields) -> dict:
+    common = {"model": "tiny", "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    return {**common, "return_token_ids": True, "cache_salt": f"router-{salt}", **fields}
+
+
+def prompt(seed: str) -> list[int]:
+    chooser = random.Random(seed)
+    return [chooser.randrange(FIRST_PLAIN_TOKEN, VOCAB_SIZE) for _ in range(NUM_PROMPT_TOKENS)]
+
+
+def streamed(url: str, path: str, fields: dict) -> tuple[list[dict], str]:
+    """The chunks of a streamed answer and the router's word for how it came."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=300)
+    try:
+        asked = json.dumps({**fields, "stream": True, "stream_options": {"include_usage": True}})
+        connection.request("POST", path, asked, {"content-type": "application/json"})
+        response = connection.getresponse()
+        lines = [line.strip() for line in response]
+    finally:
+        connection.close()
+    assert response.status == 200, lines
+    assert lines[-2:] == [b"data: [DONE]", b""]
+    chunks = [json.loads(line[len(b"data: ") :]) for line in lines if line.startswith(b"data: {")]
+    return chunks, response.headers["x-kvferry-path"]
+
+
+def ids_of(chunks) -> list[int]:
+    return [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+
+
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"], ids=["completions", "chat"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_answers_come_from_both_servers_and_equal_those_of_one(pair, spec, router, path, stream):
+    name = f"{path} {stream}"
+    content = {"messages": MESSAGES} if "chat" in path else {"prompt": prompt(name)}
+    alone = post(pair.decode.url, body(f"{name} alone", **content), path)
+    before = metric(pair.decode.url, EXTERNAL_HITS)
+    if stream:
+        chunks, way = streamed(router, path, body(name, **content))
+        found, usage = ids_of(chunks), chunks[-1]["usage"]
+    else:
+        answer = post(router, body(name, **content), path)
+        found, way, usage = answer["choices"][0]["token_ids"], answer["path"], answer["usage"]
+    assert way == "disaggregated"
+    assert found == alone["choices"][0]["token_ids"]
+    assert len(found) == NUM_TOKENS
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (alone["usage"]["prompt_tokens"], NUM_TOKENS)
+    assert metric(pair.decode.url, EXTERNAL_HITS) - before == usage["prompt_tokens"] - 1
