@@ -150,4 +150,11 @@ def test_without_vllm_it_says_where_to_install_what(monkeypatch, tmp_path):
 def test_arguments_for_an_engine_that_takes_none_are_refused(tmp_path):
     result = CliRunner().invoke(main.app, ["serve", "--model", str(tmp_path), "--", "--max-model-len", "64"])
     assert result.exit_code == 2
+    assert "these arguments belong to no engine" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_an_unknown_engine_is_refused(command, tmp_path):
+    result = CliRunner().invoke(main.app, [command, "--model", str(tmp_path), "--engine", "abacus"])
+    assert result.exit_code == 2
     assert "no such engine" in result.stderr

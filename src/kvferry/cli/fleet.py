@@ -11,7 +11,7 @@ from kvferry.cli import console, http
 from kvferry.cli.processes import Child, Command
 from kvferry.errors import ConfigurationError
 
-__all__ = ["Fleet", "FleetOptions"]
+__all__ = ["READY_S", "Fleet", "FleetOptions"]
 
 HOST = "127.0.0.1"
 READY_S = 240.0
@@ -22,7 +22,10 @@ RESTARTS_WITHIN_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """Which engines to start. `engine_arguments` are common to all; the block sizes are tokens per block."""
+    """Which engines to start. `engine_arguments` are common to all and come last on their command lines.
+
+    The block sizes are tokens per block; 0 leaves sizes to the engine. All must be ready within `ready_s`.
+    """
 
     num_prefill: int
     num_decode: int
@@ -31,6 +34,7 @@ class FleetOptions:
     decode_block_tokens: int
     cache_tokens: int
     port: int
+    ready_s: float = READY_S
 
 
 class Fleet:
@@ -63,7 +67,7 @@ class Fleet:
         prefill = [self._command("prefill", i, options.prefill_block_tokens) for i in range(options.num_prefill)]
         decode = [self._command("decode", i, options.decode_block_tokens) for i in range(options.num_decode)]
         self._children = [Child(command) for command in (*prefill, *decode)]
-        deadline = time.monotonic() + READY_S
+        deadline = time.monotonic() + options.ready_s
         urls = [self._await(child, deadline) for child in self._children]
         self.prefill_urls = tuple(urls[: options.num_prefill])
         self.decode_urls = tuple(urls[options.num_prefill :])
@@ -82,7 +86,7 @@ class Fleet:
             if len(self._restarted_at) > MAX_RESTARTS:
                 raise ConfigurationError("the engines keep dying", hint=f"their output is in {self._logs}")
             self._children[index] = Child(child.command)
-            self._await(self._children[index], time.monotonic() + READY_S)
+            self._await(self._children[index], time.monotonic() + self._options.ready_s)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -100,8 +104,10 @@ class Fleet:
 
     def _command(self, role: str, number: int, block_tokens: int) -> Command:
         name = f"{role}-{number}"
-        num_blocks = -(-self._options.cache_tokens // block_tokens)
-        sizes = ("--block-tokens", str(block_tokens), "--num-blocks", str(num_blocks))
+        sizes: tuple[str, ...] = ()
+        if block_tokens:
+            num_blocks = -(-self._options.cache_tokens // block_tokens)
+            sizes = ("--block-tokens", str(block_tokens), "--num-blocks", str(num_blocks))
         arguments = ("serve", "--port", "0", "--engine-id", name, *sizes, *self._options.engine_arguments)
         return Command(name, arguments, self._logs / f"{name}.log")
 

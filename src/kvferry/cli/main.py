@@ -25,6 +25,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Child = Annotated[bool, typer.Option("--as-child", hidden=True, help="End when standard input closes.")]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Model = Annotated[str, typer.Option(help="Folder or Hugging Face name; `tiny` is made on this machine.")]
+Engine = Annotated[str, typer.Option(help="transformers (built in) or vllm; options of vLLM go behind --.")]
 Transport = Annotated[str, typer.Option(help="auto, shm, tcp or nixl.")]
 
 
@@ -37,8 +38,26 @@ def _friendly() -> Iterator[None]:
         console.fail(error)
 
 
-@app.command()
+def _check_engine(engine: str, context: typer.Context) -> None:
+    """Raises ConfigurationError for an engine that we do not have, and for arguments that none would get."""
+    if engine not in ("transformers", "vllm"):
+        raise ConfigurationError("no such engine", found=engine, expected="--engine transformers or --engine vllm")
+    if engine != "vllm" and context.args:
+        found = " ".join(context.args)
+        raise ConfigurationError("these arguments belong to no engine", found=found, expected="--engine vllm -- …")
+
+
+def _size(context: typer.Context, name: str, engine: str) -> int:
+    """A number of the command line; 0, which leaves it to vLLM, where that is the engine and none was given."""
+    source = context.get_parameter_source(name)
+    if engine == "vllm" and (source is None or source.name != "COMMANDLINE"):
+        return 0
+    return int(context.params[name])
+
+
+@app.command(context_settings={"allow_extra_args": True})
 def up(
+    context: typer.Context,
     model: Model = "tiny",
     prefill: Annotated[int, typer.Option(min=1, help="Number of prefill engines.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Number of decode engines.")] = 1,
@@ -52,26 +71,33 @@ def up(
     cache_tokens: Annotated[int, typer.Option(min=64, help="Tokens that each engine's cache holds.")] = 16384,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the router.")] = 8000,
     log_dir: Annotated[str, typer.Option(help="Folder for the engines' output; a temporary one if empty.")] = "",
+    engine: Engine = "transformers",
     as_json: Json = False,
 ) -> None:
-    """Start prefill, decode and router on this machine, answer a prompt, prove it right, and keep serving."""
+    """Start prefill, decode and router on this machine, answer a prompt, prove it right, and keep serving.
+
+    With --engine vllm, what follows -- goes to `vllm serve` as it is; the sizes are vLLM's unless given here.
+    """
     with _friendly():
         from kvferry.cli.up import UpOptions
         from kvferry.cli.up import up as run
         from kvferry.transport.opening import check_name
 
         check_name(transport)
+        _check_engine(engine, context)
         if once == "":
             raise ConfigurationError("a prompt needs a token", found="--once with an empty text")
         options = UpOptions(
+            engine=engine,
+            engine_arguments=tuple(context.args),
             model=model,
             num_prefill=prefill,
             num_decode=decode,
             transport=transport,
             prompts=() if once is None else (once,),
             max_tokens=max_tokens,
-            prefill_block_tokens=prefill_block_tokens,
-            decode_block_tokens=decode_block_tokens,
+            prefill_block_tokens=_size(context, "prefill_block_tokens", engine),
+            decode_block_tokens=_size(context, "decode_block_tokens", engine),
             cache_tokens=cache_tokens,
             port=port,
             log_directory=log_dir,
@@ -96,7 +122,7 @@ def serve(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 for any free one.")] = 8100,
     transfer_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the control channel.")] = 0,
-    engine: Annotated[str, typer.Option(help="transformers (built in) or vllm.")] = "transformers",
+    engine: Engine = "transformers",
     as_json: Json = False,
     as_child: Child = False,
 ) -> None:
@@ -109,18 +135,17 @@ def serve(
         from kvferry.transport.opening import check_name
 
         check_name(transport)
+        _check_engine(engine, context)
         path, name = resolve(model)
         if engine == "vllm":
             from kvferry.cli.serve_vllm import VllmOptions, serve_vllm
 
-            source = context.get_parameter_source("block_tokens")
-            chosen = source is not None and source.name == "COMMANDLINE"
             options = VllmOptions(
                 model=path,
                 served_name=served_name or name,
                 engine_id=engine_id,
                 transport=transport,
-                block_tokens=block_tokens if chosen else 0,
+                block_tokens=_size(context, "block_tokens", engine),
                 dtype=dtype,
                 failure_policy=failure_policy,
                 host=host,
@@ -131,9 +156,6 @@ def serve(
                 as_child=as_child,
             )
             raise typer.Exit(serve_vllm(options))
-        if engine != "transformers" or context.args:
-            found = f"--engine {engine} {' '.join(context.args)}".strip()
-            raise ConfigurationError("no such engine", found=found, expected="--engine transformers or --engine vllm …")
         from kvferry.agent import AgentConfig
         from kvferry.cli import serve as command
         from kvferry.connectors.jobs import Settings

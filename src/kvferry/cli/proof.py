@@ -18,11 +18,15 @@ SILENCE_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt, as text or as token ids, for greedy decoding."""
+    """A prompt, as text or as token ids, for greedy decoding.
+
+    Only questions with the same `salt` share cached prefixes on engines that have a prefix cache.
+    """
 
     model: str
     prompt: str | list[int]
     max_tokens: int
+    salt: str = ""
 
     def body(self) -> bytes:
         """The request body for `/v1/completions`, streaming, with token ids."""
@@ -34,6 +38,7 @@ class Question:
             "stream": True,
             "return_token_ids": True,
             "stream_options": {"include_usage": True},
+            **({"cache_salt": self.salt} if self.salt else {}),
         }
         return json.dumps(fields).encode()
 

@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.cli import console
-from kvferry.cli.fleet import Fleet, FleetOptions
+from kvferry.cli.fleet import READY_S, Fleet, FleetOptions
 from kvferry.cli.models import resolve
 from kvferry.cli.proof import Answer, Question, ask
+from kvferry.cli.vllm_counters import read, report_between
 from kvferry.errors import FerryError
 
 __all__ = ["UpOptions", "up"]
@@ -28,12 +29,20 @@ EXAMPLE = (
 )
 MEND_S = 1.0
 LARGE_BYTES = 1 << 20
+VLLM_READY_S = 900.0
+# A prefix cache would answer the second question from what the first one has moved.
+SALTS = ("kvferry-together", "kvferry-alone")
 
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """What to start and what to ask. With a prompt in `prompts` everything stops after its answer."""
+    """What to start and what to ask. With a prompt in `prompts` everything stops after its answer.
 
+    `engine` is `transformers` or `vllm`; `engine_arguments` go to `vllm serve` as they are.
+    """
+
+    engine: str
+    engine_arguments: tuple[str, ...]
     model: str
     num_prefill: int
     num_decode: int
@@ -54,10 +63,12 @@ def up(options: UpOptions) -> int:
     path, name = resolve(options.model)
     logs = Path(options.log_directory or tempfile.mkdtemp(prefix="kvferry-"))
     logs.mkdir(parents=True, exist_ok=True)
-    engine_arguments = ("--model", path, "--served-name", name, "--transport", options.transport)
+    arguments: tuple[str, ...] = ("--model", path, "--served-name", name, "--transport", options.transport)
+    arguments += ("--engine", options.engine)
+    arguments += ("--", *options.engine_arguments) if options.engine_arguments else ()
     useful = str(options.log_directory)
     try:
-        with Fleet(_fleet_options(options, engine_arguments), logs) as fleet:
+        with Fleet(_fleet_options(options, arguments), logs) as fleet:
             return _run(options, fleet)
     except FerryError as error:
         useful += str(error)
@@ -94,15 +105,21 @@ def _fleet_options(options: UpOptions, engine_arguments: tuple[str, ...]) -> Fle
         decode_block_tokens=options.decode_block_tokens,
         cache_tokens=options.cache_tokens,
         port=0 if options.prompts and options.port == 8000 else options.port,
+        ready_s=VLLM_READY_S if options.engine == "vllm" else READY_S,
     )
 
 
 def _show_proof(options: UpOptions, fleet: Fleet) -> bool:
     prompt = options.prompts[0] if options.prompts else EXAMPLE
-    question = Question(fleet.model, prompt, options.max_tokens)
-    answer = ask(fleet.url, question, _silent if options.as_json else _typewriter)
-    alone = ask(fleet.decode_urls[0], question, _silent)
-    facts = _facts(answer, alone)
+    together, by_itself = (Question(fleet.model, prompt, options.max_tokens, salt) for salt in SALTS)
+    show = _silent if options.as_json else _typewriter
+    if options.engine == "vllm":
+        before = read(fleet.decode_urls)
+        answer = ask(fleet.url, together, show)
+        answer = replace(answer, report=report_between(before, read(fleet.decode_urls)))
+    else:
+        answer = ask(fleet.url, together, show)
+    facts = _facts(answer, ask(fleet.decode_urls[0], by_itself, _silent))
     if options.as_json:
         console.data(facts)
     else:
@@ -121,7 +138,7 @@ def _typewriter(text: str) -> None:
 
 
 def _facts(answer: Answer, alone: Answer) -> dict[str, Any]:
-    """One flat record of what happened; `report` is what the decode engine measured."""
+    """One flat record of what happened; the report is what the decode engine measured."""
     report = answer.report
     wire_s = report.get("phases_s", {}).get("wire", 0.0)
     return {
@@ -148,8 +165,10 @@ def _table(facts: dict[str, Any]) -> Table:
     table.add_row("bytes moved", f"{facts['bytes']:,} ({facts['bytes'] / 2**20:.2f} MiB)")
     table.add_row("descriptors", f"{facts['descriptors']:,}")
     table.add_row("transport", facts["transport"])
-    table.add_row("measured", facts["choice"].replace("; ", "\n"))
-    table.add_row("strategy", facts["strategy"])
+    # Only our own engine says these two.
+    if "strategy" in facts:
+        table.add_row("measured", facts["choice"].replace("; ", "\n"))
+        table.add_row("strategy", facts["strategy"])
     for phase, seconds in facts["phases_s"].items():
         table.add_row(f"  {phase}", f"{seconds * 1000:.2f} ms")
     remark = " (too few bytes to say much)" if facts["bytes"] < LARGE_BYTES else ""
