@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -40,6 +41,8 @@ from kvferry.transport.opening import open_transports
 __all__ = ["Worker"]
 
 logger = logging.getLogger(__name__)
+
+SWITCH_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,9 @@ class Worker:
         )
         host = Host(layouts, described.memories, self._notices.put)
         agent = Agent(agent_config, host, opened.transports, opened.unavailable)
+        # vLLM's loop hardly ever lets go of the interpreter by itself: at Python's 5 ms, every word of a conversation
+        # between two agents would wait so long.
+        sys.setswitchinterval(SWITCH_S)
         agent.start()
         self._started.append(_Started(agent, described))
         logger.info("kvferry rank %d of %d listens at %s", rank, len(layouts), agent.address)
