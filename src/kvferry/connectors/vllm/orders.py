@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -12,10 +13,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvferry.plan.tokens import TokenRange
 from kvferry.wire.messages import Reference
 
-__all__ = ["FetchOrder", "LeaseOrder", "Orders", "RankAddress", "Tables"]
+__all__ = ["FetchOrder", "LeaseOrder", "Orders", "RankAddress", "Tables", "agent_name"]
 
 Tables = tuple[tuple[int, ...], ...]
 """One block table per transferable cache group."""
+
+MAX_NAME_LENGTH = 200
+
+
+def agent_name(request_id: str) -> str:
+    """What agents call a request: its id, or a digest of one that cannot travel.
+
+    Ids begin with whatever a client has put into a header, of any length.
+    """
+    if 0 < len(request_id) <= MAX_NAME_LENGTH and request_id.isascii():
+        return request_id
+    return hashlib.sha256(request_id.encode(errors="surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ exception in a scheduler hook ends the engine.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvferry.agent import new_lease_id
 from kvferry.connectors.params import Remote, from_params, to_params
-from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, RankAddress, Tables
+from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, RankAddress, Tables, agent_name
 from kvferry.errors import TransferError
 from kvferry.plan.tokens import TokenRange
 from kvferry.wire.messages import Reference
@@ -29,10 +30,6 @@ NOBODY = Reference("", "", "", "")
 NULL_BLOCK = 0
 """vLLM's block that stands for none, in tables whose window has moved on."""
 
-FETCHED = "_kvferry_fetched"
-TRUNCATED = "_kvferry_truncated"
-"""Marks of ours in a request's own parameters: vLLM calls some hooks twice, and again after a preemption."""
-
 
 class Scheduler:
     """Stages orders; `take_orders` hands them over at each step."""
@@ -42,6 +39,12 @@ class Scheduler:
         self._config = kv_cache_config
         self._orders = Orders()
         self._ranks: tuple[RankAddress, ...] = ()
+        # Of requests that have not ended, by id and never in their parameters, which a client has written: vLLM calls
+        # some hooks twice, and again after a preemption.
+        self._fetched: set[str] = set()
+        self._truncated: set[str] = set()
+        self._computed: dict[str, int] = {}
+        self._releases = itertools.count()
         specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
         self._fixed = tuple(isinstance(spec, MambaSpec) for spec in specs)
         self._scratch = tuple(spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0 for spec in specs)
@@ -60,20 +63,23 @@ class Scheduler:
         moved past what that token sees, it could not.
         """
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_decode") or params.get(TRUNCATED) or not self._forgets:
+        if not params or not params.get("do_remote_decode") or not self._forgets:
+            return
+        if request.request_id in self._truncated:
             return
         if request.num_prompt_tokens > 1 and request.prompt_token_ids and not request.get_skip_reading_prefix_cache():
             del request.prompt_token_ids[-1:]
             del request._all_token_ids[-1:]
             request.num_prompt_tokens -= 1
             request.max_tokens = 1
-            params[TRUNCATED] = True
+            self._truncated.add(request.request_id)
 
     def num_new_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """How many tokens behind the computed ones can be fetched: all but the last, which is computed here."""
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_prefill"):
             return 0
+        self._computed[request.request_id] = num_computed_tokens
         return max(0, self._num_wanted(request, params) - num_computed_tokens)
 
     def _num_wanted(self, request: Request, params: Mapping[str, Any]) -> int:
@@ -86,24 +92,27 @@ class Scheduler:
     def allocated(self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int) -> None:
         """The request has blocks. vLLM says so again when they are filled: only the first time counts."""
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill") or params.get(FETCHED):
+        if not params or not params.get("do_remote_prefill") or request.request_id in self._fetched:
             return
-        params[FETCHED] = True
         params["do_remote_prefill"] = False
         if num_external_tokens <= 0:
             self._release(request.request_id, params)
             return
-        last = self._num_wanted(request, params)
-        wanted = TokenRange(last - num_external_tokens, last)
+        self._fetched.add(request.request_id)
+        # vLLM may load fewer than it was offered, and then leaves out the last ones.
+        first = self._computed.get(request.request_id, 0)
+        wanted = TokenRange(first, first + num_external_tokens)
         tables = self._tables(block_ids)
         self._orders.fetches.append(_fetch(request.request_id, params, tables, (wanted,) * len(tables)))
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks must stay, and the parameters for the decode side."""
+        was_fetched = request.request_id in self._fetched
+        self._forget(request.request_id)
         params = request.kv_transfer_params
         if not params:
             return False, None
-        if params.get(FETCHED) and request.status not in FINISHED_WELL:
+        if was_fetched and request.status not in FINISHED_WELL:
             self._orders.aborted.append(request.request_id)
         if params.get("do_remote_prefill"):
             # It was never scheduled: the source must not wait for it.
@@ -113,21 +122,29 @@ class Scheduler:
             return False, None
         return self._offer(request, self._tables(block_ids))
 
+    def _forget(self, request_id: str) -> None:
+        self._fetched.discard(request_id)
+        self._truncated.discard(request_id)
+        self._computed.pop(request_id, None)
+
     def _offer(self, request: Request, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
         if not self._ranks or not any(tables):
             return False, None
         lease = LeaseOrder(request.request_id, new_lease_id(), tables, request.num_computed_tokens)
         self._orders.leases.append(lease)
-        reference = Reference(self._engine_id, self._ranks[0].epoch, lease.request_id, lease.lease_id)
+        reference = Reference(self._engine_id, self._ranks[0].epoch, agent_name(lease.request_id), lease.lease_id)
         return True, to_params(reference, [rank.address for rank in self._ranks], tables, lease.num_tokens)
 
     def _release(self, request_id: str, params: Mapping[str, Any]) -> None:
-        """Tell the source that nobody will read; parameters that cannot be read name no source."""
-        order = _fetch(
-            f"{request_id}:release", params, ((),) * len(self._fixed), (TokenRange(0, 0),) * len(self._fixed)
-        )
+        """Tell the source that nobody will read; parameters that cannot be read name no source.
+
+        vLLM's front end sends a request that it has refused or that has failed once more, only to end it: the source
+        may be told twice, under two names.
+        """
+        name, nothing = f"{request_id}:release-{next(self._releases)}", TokenRange(0, 0)
+        order = _fetch(name, params, ((),) * len(self._fixed), (nothing,) * len(self._fixed))
         if order.error:
-            logger.warning("request %s: %s", request_id, order.error)
+            logger.debug("request %s: %s", request_id, order.error)
         else:
             self._orders.fetches.append(order)
 

@@ -21,14 +21,15 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.agent import Agent, AgentConfig, Host, Notice, new_epoch
 from kvferry.connectors.vllm.describe import Described, describe, engine_facts
-from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, RankAddress
+from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, RankAddress, agent_name
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.stats import FerryStats
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, TransferError
 from kvferry.plan.layout import Layout
 from kvferry.session.events import (
     Failed,
     Fetched,
+    FetchReport,
     FetchWanted,
     LeaseWanted,
     SourceFree,
@@ -71,11 +72,12 @@ class Worker:
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
         self._started: list[_Started] = []
         self._stats = FerryStats()
-        # What the agent owes vLLM a word about.
-        self._leased: set[str] = set()
+        # What the agent owes vLLM a word about, by the agent's name for the request.
+        self._leased: dict[str, str] = {}
         self._fetching: dict[str, FetchOrder] = {}
         self._failed: set[str] = set()
         self._refused: set[str] = set()
+        self._has_stopped = False
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe this rank's caches, meet the other ranks of the engine, and start the agent.
@@ -124,31 +126,39 @@ class Worker:
         for fetch in orders.fetches:
             self._fetch(fetch)
         for request_id in orders.aborted:
-            if request_id in self._fetching:
-                self._ours().agent.abort(request_id)
+            name = agent_name(request_id)
+            if name in self._fetching:
+                self._ours().agent.abort(name)
 
     def _lease(self, order: LeaseOrder) -> None:
-        self._leased.add(order.request_id)
+        name = agent_name(order.request_id)
+        self._leased[name] = order.request_id
         if self._is_over():
-            self._notices.put(SourceFree(order.request_id, "withdrawn"))
+            self._notices.put(SourceFree(name, "withdrawn"))
             return
         ours = self._ours()
         tables = ours.described.tables(order.block_tables)
-        ours.agent.lease(LeaseWanted(order.request_id, order.lease_id, tables, order.num_tokens))
+        ours.agent.lease(LeaseWanted(name, order.lease_id, tables, order.num_tokens))
 
     def _fetch(self, order: FetchOrder) -> None:
         if order.error or self._is_over():
-            logger.warning("request %s: %s", order.request_id, order.error or "the transfer agent has stopped")
-            self._stats.count("num_failed_transfers")
-            self._refused |= {order.request_id} if order.is_waited_for else set()
+            self._refuse(order, order.error or "the transfer agent has stopped")
             return
-        self._fetching[order.request_id] = order
+        name = agent_name(order.request_id)
+        self._fetching[name] = order
         ours = self._ours()
         tables, ranges = ours.described.tables(order.block_tables), ours.described.ranges(order.ranges)
-        ours.agent.fetch(FetchWanted(order.request_id, order.reference, order.addresses, tables, ranges))
+        ours.agent.fetch(FetchWanted(name, order.reference, order.addresses, tables, ranges))
+
+    def _refuse(self, order: FetchOrder, why: str) -> None:
+        if order.is_waited_for:
+            logger.warning("request %s: %s", order.request_id, why)
+            self._stats.count("num_failed_transfers")
+            self._refused.add(order.request_id)
 
     def _is_over(self) -> bool:
-        return not self._ours().agent.alive
+        # Its last word comes a moment before its end.
+        return self._has_stopped or not self._ours().agent.alive
 
     # --- what has ended ---
 
@@ -164,39 +174,48 @@ class Worker:
 
     def _note(self, notice: Notice, results: KVConnectorTransferResults) -> None:
         match notice:
-            case Fetched(request_id, report):
-                self._stats.fetched(report, self._fetching[request_id].reference.engine_id)
-                self._end_fetch(request_id, results)
-            case Failed(request_id, error):
-                self._failed.add(request_id)
-                if self._fetching[request_id].is_waited_for:
-                    logger.warning("request %s: %s", request_id, error)
-                    self._stats.count("num_failed_transfers")
-            case TargetFree(request_id):
-                self._end_fetch(request_id, results)
-            case SourceFree(request_id, reason):
+            case Fetched(name, report):
+                self._fetched(name, report)
+                self._end_fetch(name, results)
+            case Failed(name, error):
+                self._note_failure(name, error)
+            case TargetFree(name):
+                self._end_fetch(name, results)
+            case SourceFree(name, reason):
                 self._stats.freed(reason)
-                if request_id in self._leased:
-                    self._leased.discard(request_id)
-                    results.finished_sending.add(request_id)
+                results.finished_sending |= {self._leased.pop(name)} if name in self._leased else set()
             case Stopped():
                 self._stopped(results)
 
-    def _end_fetch(self, request_id: str, results: KVConnectorTransferResults) -> None:
-        order = self._fetching.pop(request_id, None)
-        failed = request_id in self._failed
-        self._failed.discard(request_id)
+    def _fetched(self, name: str, report: FetchReport) -> None:
+        order = self._fetching.get(name)
+        if order is not None and report.num_bytes:
+            self._stats.fetched(report, order.reference.engine_id)
+
+    def _note_failure(self, name: str, error: TransferError) -> None:
+        """That a source could not be told of the end of a request is no news: it has, or its lease will, run out."""
+        self._failed.add(name)
+        order = self._fetching.get(name)
         if order is not None and order.is_waited_for:
-            results.finished_recving.add(request_id)
-            results.failed_recving |= {request_id} if failed else set()
+            logger.warning("request %s: %s", order.request_id, error)
+            self._stats.count("num_failed_transfers")
+
+    def _end_fetch(self, name: str, results: KVConnectorTransferResults) -> None:
+        order = self._fetching.pop(name, None)
+        failed = name in self._failed
+        self._failed.discard(name)
+        if order is not None and order.is_waited_for:
+            results.finished_recving.add(order.request_id)
+            results.failed_recving |= {order.request_id} if failed else set()
 
     def _stopped(self, results: KVConnectorTransferResults) -> None:
         """The transports are closed, so no byte can land any more: everything that is open ends here."""
-        for request_id in list(self._fetching):
-            self._failed.add(request_id)
-            self._end_fetch(request_id, results)
-        results.finished_sending |= self._leased
-        self._leased = set()
+        self._has_stopped = True
+        for name in list(self._fetching):
+            self._failed.add(name)
+            self._end_fetch(name, results)
+        results.finished_sending |= set(self._leased.values())
+        self._leased = {}
 
     def take_stats(self) -> FerryStats:
         """What happened since the last call."""
