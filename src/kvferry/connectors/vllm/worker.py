@@ -44,6 +44,9 @@ __all__ = ["Worker"]
 logger = logging.getLogger(__name__)
 
 SWITCH_S = 0.0005
+# Ranks that compute and poll share their cores with the agents: the first meeting of several can take long, and one
+# that is given up fails the first request to every new peer.
+HANDSHAKE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class Worker:
         self._failed: set[str] = set()
         self._refused: set[str] = set()
         self._has_stopped = False
+        self._met: set[tuple[str, str]] = set()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe this rank's caches, meet the other ranks of the engine, and start the agent.
@@ -96,7 +100,7 @@ class Worker:
             host=self._settings.host,
             port=self._settings.port + rank if self._settings.port else 0,
             transport=self._settings.transport,
-            timing=replace(Timing(), lease_s=self._settings.lease_s),
+            timing=replace(Timing(), lease_s=self._settings.lease_s, handshake_s=HANDSHAKE_S),
         )
         host = Host(layouts, described.memories, self._notices.put)
         agent = Agent(agent_config, host, opened.transports, opened.unavailable)
@@ -191,6 +195,17 @@ class Worker:
         order = self._fetching.get(name)
         if order is not None and report.num_bytes:
             self._stats.fetched(report, order.reference.engine_id)
+            self._introduce(order, report)
+
+    def _introduce(self, order: FetchOrder, report: FetchReport) -> None:
+        """Say once per peer which transport was chosen, and why."""
+        engine = (order.reference.engine_id, order.reference.epoch)
+        if engine not in self._met:
+            self._met.add(engine)
+            met_s = report.phases_s.get("handshake", 0.0)
+            logger.info(
+                "kvferry reads from %s over %s (%.1f s to meet): %s", engine[0], report.transport, met_s, report.choice
+            )
 
     def _note_failure(self, name: str, error: TransferError) -> None:
         """That a source could not be told of the end of a request is no news: it has, or its lease will, run out."""
