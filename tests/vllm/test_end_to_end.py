@@ -6,13 +6,15 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from answers import check_equal, prompts_of
+from answers import check_equal, prompts_of, wait_until_free
 from servers import PLAIN, PairSpec, ServerSpec
 
 # Below a block, exactly blocks, one more, and sizes that no block divides.
 SIZES = (2, 5, 63, 64, 65, 127, 128, 129, 300, 1000)
 FEW_SIZES = (5, 128, 300, 700)
 LONG_SIZE = 5000
+# Well below a lease: every rank of the source has been told, and none waits for the lease to end.
+TOLD_S = 15.0
 MODELS = ("llama", "qwen3", "mistral", "gemma3", "deepseek_v2", "deepseek_v3", "nemotron_h", "falcon_h1")
 FEW_GROUPS = ("nemotron_h_one_group", "falcon_h1_one_group")
 UNEQUAL_BLOCKS = ((64, 128), (128, 64), (32, 128), (128, 32))
@@ -66,6 +68,7 @@ def test_eight_requests_at_once(pair, spec):
 def test_every_model_over_equal_tensor_parallel_sizes(pair, spec):
     check_equal(pair, prompts_of(SIZES))
     check_equal(pair, prompts_of(FEW_SIZES, seed=1), at_once=4)
+    wait_until_free(pair.servers, TOLD_S)
 
 
 @pytest.mark.full
@@ -74,6 +77,7 @@ def test_every_model_over_equal_tensor_parallel_sizes(pair, spec):
 def test_every_model_over_unequal_tensor_parallel_sizes(pair, spec, reverse):
     check_equal(pair, prompts_of(SIZES), reverse=reverse)
     check_equal(pair, prompts_of(FEW_SIZES, seed=1), at_once=4, reverse=reverse)
+    wait_until_free(pair.servers, TOLD_S)
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from servers import PLAIN, Pair, Server, ServerSpec
 
 SIZES = (5, 128, 300, 700)
 FREE_S = 90.0
+TOLD_S = 10.0
 BLOCK_TOKENS = 128
 RECOMPUTE = replace(PLAIN, failure_policy="recompute")
 # 24 blocks of 1 MiB: eight requests of five blocks do not fit.
@@ -100,6 +101,16 @@ def test_lists_of_blocks_may_be_flat(pair, spec):
     assert loaded_tokens(pair.decode) - before >= 299
 
 
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
+@pytest.mark.parametrize("request_id", ["a,b:c|d e", "long-" * 80, "n\xe9e"], ids=["punctuation", "long", "not ASCII"])
+def test_clients_choose_any_request_id(pair, spec, request_id):
+    question = replace(prompts_of((300,))[0], request_id=request_id)
+    before = loaded_tokens(pair.decode)
+    assert right(pair, question, ask_disaggregated(pair.prefill, pair.decode, question))
+    assert loaded_tokens(pair.decode) - before >= 299
+    wait_until_free(pair.servers, TOLD_S)
+
+
 MALFORMED: dict[str, Callable[[Params], Params]] = {
     "no params": lambda params: {"do_remote_prefill": True},
     "no engine": lambda params: without(params, "remote_engine_id"),
@@ -115,6 +126,10 @@ MALFORMED: dict[str, Callable[[Params], Params]] = {
     "engine is a list": lambda params: {**params, "remote_engine_id": [1, 2]},
     "request is unknown": lambda params: {**params, "remote_request_id": "cmpl-never-seen-0"},
     "request is another type": lambda params: {**params, "remote_request_id": {"a": 1}},
+    "our own marks": lambda params: {**params, "_kvferry_fetched": True, "_kvferry_truncated": True},
+    "tokens are fewer": lambda params: {**params, "remote_num_tokens": 130},
+    "tokens are many": lambda params: {**params, "remote_num_tokens": 10**12},
+    "tokens are none": lambda params: {**params, "remote_num_tokens": 0},
     "blocks are text": lambda params: {**params, "remote_block_ids": "abc"},
     "blocks are negative": lambda params: {**params, "remote_block_ids": [[-1, -2, -3]]},
     "blocks are out of range": lambda params: {**params, "remote_block_ids": [[10**9] * 3]},

@@ -44,9 +44,10 @@ __all__ = ["Worker"]
 logger = logging.getLogger(__name__)
 
 SWITCH_S = 0.0005
-# Ranks that compute and poll share their cores with the agents: the first meeting of several can take long, and one
-# that is given up fails the first request to every new peer.
+# An agent shares its interpreter and its cores with a rank that computes and polls: a peer may be slow to meet and slow
+# to answer without being lost, and taking it for lost would fail its requests.
 HANDSHAKE_S = 20.0
+MISSED_HEARTBEATS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Worker:
             host=self._settings.host,
             port=self._settings.port + rank if self._settings.port else 0,
             transport=self._settings.transport,
-            timing=replace(Timing(), lease_s=self._settings.lease_s, handshake_s=HANDSHAKE_S),
+            timing=_timing(self._settings),
         )
         host = Host(layouts, described.memories, self._notices.put)
         agent = Agent(agent_config, host, opened.transports, opened.unavailable)
@@ -242,6 +243,10 @@ class Worker:
         for started in self._started:
             started.agent.close()
         self._started = []
+
+
+def _timing(settings: Settings) -> Timing:
+    return replace(Timing(), lease_s=settings.lease_s, handshake_s=HANDSHAKE_S, missed_heartbeats=MISSED_HEARTBEATS)
 
 
 def _meet(ours: _Introduction, num_ranks: int) -> tuple[list[_Introduction], int]:
