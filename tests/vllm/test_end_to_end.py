@@ -11,6 +11,8 @@ from servers import PLAIN, PairSpec, ServerSpec
 
 # Below a block, exactly blocks, one more, and sizes that no block divides.
 SIZES = (2, 5, 63, 64, 65, 127, 128, 129, 300, 1000)
+# Two ranks on one side make every request slow on few cores.
+MIXED_SIZES = (2, 64, 65, 129, 300, 700)
 FEW_SIZES = (5, 128, 300, 700)
 LONG_SIZE = 5000
 # Well below a lease: every rank of the source has been told, and none waits for the lease to end.
@@ -75,7 +77,7 @@ def test_every_model_over_equal_tensor_parallel_sizes(pair, spec):
 @DIRECTIONS
 @pytest.mark.parametrize("spec", OTHER_TP, ids=str)
 def test_every_model_over_unequal_tensor_parallel_sizes(pair, spec, reverse):
-    check_equal(pair, prompts_of(SIZES), reverse=reverse)
+    check_equal(pair, prompts_of(MIXED_SIZES), reverse=reverse)
     check_equal(pair, prompts_of(FEW_SIZES, seed=1), at_once=4, reverse=reverse)
     wait_until_free(pair.servers, TOLD_S)
 
@@ -84,7 +86,7 @@ def test_every_model_over_unequal_tensor_parallel_sizes(pair, spec, reverse):
 @DIRECTIONS
 @pytest.mark.parametrize("spec", OTHER_BLOCKS, ids=str)
 def test_block_sizes_and_tensor_parallel_sizes_differ(pair, spec, reverse):
-    check_equal(pair, prompts_of(SIZES), reverse=reverse)
+    check_equal(pair, prompts_of(MIXED_SIZES), reverse=reverse)
 
 
 @pytest.mark.full

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 SWITCH_S = 0.0005
 # An agent shares its interpreter and its cores with a rank that computes and polls: a peer may be slow to meet and slow
 # to answer without being lost, and taking it for lost would fail its requests.
-HANDSHAKE_S = 20.0
+HANDSHAKE_S = 15.0
 MISSED_HEARTBEATS = 10
 
 
