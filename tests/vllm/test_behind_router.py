@@ -57,7 +57,7 @@ def ids_of(chunks) -> list[int]:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"], ids=["completions", "chat"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_answers_come_from_both_servers_and_equal_those_of_one(pair, spec, router, path, stream):
-    name = f"{path} {stream}"
+    name = f"{path.replace(chr(47), chr(32))} {stream}"
     content = {"messages": MESSAGES} if "chat" in path else {"prompt": prompt(name)}
     alone = post(pair.decode.url, body(f"{name} alone", **content), path)
     before = metric(pair.decode.url, EXTERNAL_HITS)

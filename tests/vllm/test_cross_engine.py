@@ -14,7 +14,12 @@ from models import VOCAB_SIZE
 # One token, below a block, exactly blocks, one more, beyond a window of 192, and sizes that no block divides.
 SIZES = (1, 2, 16, 17, 63, 64, 65, 129, 193, 300, 700)
 AT_ONCE = (17, 64, 129, 300)
-CASES = (("llama", (128, 16)), ("qwen3", (32, 48)), ("mistral", (64, 16)))
+CASES = (
+    ("llama", (128, 16)),
+    ("qwen3", (32, 48)),
+    ("mistral", (64, 16)),
+    pytest.param(("gemma3", (64, 16)), marks=pytest.mark.full),
+)
 DIRECTIONS = pytest.mark.parametrize("to_vllm", [False, True], ids=["vLLM to ours", "ours to vLLM"])
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvferry.cli import console
 from kvferry.cli.fleet import READY_S, Fleet, FleetOptions
-from kvferry.cli.models import resolve
+from kvferry.cli.models import TINY, resolve
 from kvferry.cli.proof import Answer, Question, ask
 from kvferry.cli.vllm_counters import read, report_between
 from kvferry.errors import FerryError
@@ -65,6 +65,8 @@ def up(options: UpOptions) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     arguments: tuple[str, ...] = ("--model", path, "--served-name", name, "--transport", options.transport)
     arguments += ("--engine", options.engine)
+    # Left to itself, vLLM makes bfloat16 of the tiny model's float32.
+    arguments += ("--dtype", "float32") if (options.engine, name) == ("vllm", TINY) else ()
     arguments += ("--", *options.engine_arguments) if options.engine_arguments else ()
     useful = str(options.log_directory)
     try:
