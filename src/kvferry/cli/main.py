@@ -138,24 +138,7 @@ def serve(
         _check_engine(engine, context)
         path, name = resolve(model)
         if engine == "vllm":
-            from kvferry.cli.serve_vllm import VllmOptions, serve_vllm
-
-            options = VllmOptions(
-                model=path,
-                served_name=served_name or name,
-                engine_id=engine_id,
-                transport=transport,
-                block_tokens=_size(context, "block_tokens", engine),
-                dtype=dtype,
-                failure_policy=failure_policy,
-                host=host,
-                port=port,
-                transfer_port=transfer_port,
-                arguments=tuple(context.args),
-                as_json=as_json,
-                as_child=as_child,
-            )
-            raise typer.Exit(serve_vllm(options))
+            _serve_vllm(context, path, served_name or name)
         from kvferry.agent import AgentConfig
         from kvferry.cli import serve as command
         from kvferry.connectors.jobs import Settings
@@ -172,6 +155,29 @@ def serve(
                 as_child=as_child,
             )
         )
+
+
+def _serve_vllm(context: typer.Context, path: str, served_name: str) -> None:
+    """The same options for vLLM. Ends with its exit code."""
+    from kvferry.cli.serve_vllm import VllmOptions, serve_vllm
+
+    given = context.params
+    options = VllmOptions(
+        model=path,
+        served_name=served_name,
+        engine_id=given["engine_id"],
+        transport=given["transport"],
+        block_tokens=_size(context, "block_tokens", "vllm"),
+        dtype=given["dtype"],
+        failure_policy=given["failure_policy"],
+        host=given["host"],
+        port=given["port"],
+        transfer_port=given["transfer_port"],
+        arguments=tuple(context.args),
+        as_json=given["as_json"],
+        as_child=given["as_child"],
+    )
+    raise typer.Exit(serve_vllm(options))
 
 
 @app.command()
