@@ -128,7 +128,7 @@ MALFORMED: dict[str, Callable[[Params], Params]] = {
     "request is another type": lambda params: {**params, "remote_request_id": {"a": 1}},
     "our own marks": lambda params: {**params, "_kvferry_fetched": True, "_kvferry_truncated": True},
     "tokens are fewer": lambda params: {**params, "remote_num_tokens": 130},
-    "tokens are many": lambda params: {**params, "remote_num_tokens": 10**12},
+    "tokens are many": lambda params: {**params, "remote_num_tokens": 10**15},
     "tokens are none": lambda params: {**params, "remote_num_tokens": 0},
     "blocks are text": lambda params: {**params, "remote_block_ids": "abc"},
     "blocks are negative": lambda params: {**params, "remote_block_ids": [[-1, -2, -3]]},

@@ -194,7 +194,7 @@ class Worker:
 
     def _fetched(self, name: str, report: FetchReport) -> None:
         order = self._fetching.get(name)
-        if order is not None and report.num_bytes:
+        if order is not None and order.is_waited_for and report.num_bytes:
             self._stats.fetched(report, order.reference.engine_id)
             self._introduce(order, report)
 

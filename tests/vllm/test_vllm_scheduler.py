@@ -1,0 +1,219 @@
+"""The scheduler's half on vLLM's own requests and cache configurations: no server, no worker."""
+
+import importlib
+import warnings
+
+import pytest
+
+pytest.importorskip("vllm.v1", reason="needs vLLM's own environment")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
+    importlib.import_module("vllm.v1.worker.utils")
+
+import torch
+from vllm import SamplingParams
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.request import Request, RequestStatus
+
+from kvferry.connectors.vllm.orders import MAX_NAME_LENGTH, RankAddress, agent_name
+from kvferry.connectors.vllm.scheduler import Scheduler
+from kvferry.plan.tokens import TokenRange
+
+BLOCK, NUM_BLOCKS, PROMPT = 16, 64, 40
+RANKS = (RankAddress("tcp://127.0.0.1:7001", "epoch"), RankAddress("tcp://127.0.0.1:7002", "epoch"))
+PULL = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "prefill",
+    "remote_request_id": "cmpl-there",
+    "kvferry": {"epoch": "epoch", "lease_id": "lease", "addresses": ["tcp://127.0.0.1:7001"]},
+}
+TABLES = ([3, 4, 5],)
+
+
+def full():
+    return FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32)
+
+
+def sliding():
+    return SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=32)
+
+
+def scheduler(*specs):
+    groups = [KVCacheGroupSpec([f"model.layers.{i}.attn"], spec) for i, spec in enumerate(specs or (full(),))]
+    made = Scheduler("ours", KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups))
+    made.set_ranks(RANKS)
+    return made
+
+
+def request(params, request_id="cmpl-here", size=PROMPT):
+    sampling = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": params})
+    return Request(request_id, list(range(size)), sampling, None)
+
+
+def end(request, status):
+    request.status = status
+    request.num_computed_tokens = request.num_prompt_tokens
+
+
+def begun(made, asked):
+    """As vLLM does for a request that waits for its cache: asks, allocates, and says so again when it is there."""
+    made.on_new_request(asked)
+    num_tokens = made.num_new_tokens(asked, 0)
+    made.allocated(asked, TABLES, num_tokens)
+    return num_tokens
+
+
+def test_all_but_the_last_token_is_fetched_once():
+    made, asked = scheduler(), request(dict(PULL))
+    assert begun(made, asked) == PROMPT - 1
+    made.allocated(asked, TABLES, 0)
+    (fetch,) = made.take_orders().fetches
+    assert (fetch.request_id, fetch.ranges, fetch.is_waited_for) == ("cmpl-here", (TokenRange(0, PROMPT - 1),), True)
+    assert made.take_orders().fetches == []
+
+
+def test_asking_often_changes_nothing():
+    made, asked = scheduler(), request(dict(PULL))
+    assert [made.num_new_tokens(asked, 16) for _ in range(3)] == [PROMPT - 1 - 16] * 3
+    assert made.take_orders().fetches == []
+
+
+def test_fewer_tokens_than_offered_are_the_first_ones():
+    made, asked = scheduler(), request(dict(PULL))
+    assert made.num_new_tokens(asked, 16) == 23
+    made.allocated(asked, TABLES, 16)
+    (fetch,) = made.take_orders().fetches
+    assert fetch.ranges == (TokenRange(16, 32),)
+
+
+@pytest.mark.parametrize("offered", [-1, True, 2.5, "7", None, [1], 2**64 - 1])
+def test_a_count_that_makes_no_sense_is_not_believed(offered):
+    made, asked = scheduler(), request({**PULL, "remote_num_tokens": offered})
+    assert begun(made, asked) == PROMPT - 1
+
+
+def test_marks_that_a_client_writes_mean_nothing():
+    made, asked = scheduler(), request({**PULL, "_kvferry_fetched": True, "_kvferry_truncated": True})
+    assert begun(made, asked) == PROMPT - 1
+    assert [fetch.is_waited_for for fetch in made.take_orders().fetches] == [True]
+
+
+@pytest.mark.parametrize("key", ["remote_engine_id", "remote_request_id", "kvferry"])
+def test_params_that_cannot_be_read_fail_the_request_and_nothing_else(key):
+    made = scheduler()
+    asked = request({name: value for name, value in PULL.items() if name != key})
+    begun(made, asked)
+    (fetch,) = made.take_orders().fetches
+    assert fetch.is_waited_for
+    assert key in fetch.error
+
+
+def test_a_request_that_ends_in_its_queue_is_released_and_never_reported(caplog):
+    made, asked = scheduler(), request(dict(PULL))
+    made.on_new_request(asked)
+    end(asked, RequestStatus.FINISHED_ABORTED)
+    assert made.finished(asked, ([],)) == (False, None)
+    orders = made.take_orders()
+    assert [fetch.is_waited_for for fetch in orders.fetches] == [False]
+    assert orders.aborted == []
+    assert caplog.records == []
+
+
+def test_a_request_that_is_sent_again_to_be_ended_is_released_under_another_name():
+    made, names = scheduler(), []
+    for _ in range(2):
+        asked = request(dict(PULL))
+        made.on_new_request(asked)
+        end(asked, RequestStatus.FINISHED_ABORTED)
+        made.finished(asked, ([],))
+        names += [fetch.request_id for fetch in made.take_orders().fetches]
+    assert len(set(names)) == 2
+    assert "cmpl-here" not in names
+
+
+def test_unreadable_params_of_a_request_that_is_only_ended_are_passed_over(caplog):
+    made, asked = scheduler(), request({"do_remote_prefill": True})
+    end(asked, RequestStatus.FINISHED_ABORTED)
+    assert made.finished(asked, ([],)) == (False, None)
+    assert made.take_orders().fetches == []
+    assert caplog.records == []
+
+
+def test_an_abort_while_the_cache_is_awaited_is_passed_on_once():
+    made, asked = scheduler(), request(dict(PULL))
+    begun(made, asked)
+    end(asked, RequestStatus.FINISHED_ABORTED)
+    assert made.finished(asked, TABLES) == (False, None)
+    orders = made.take_orders()
+    assert (orders.aborted, len(orders.fetches)) == (["cmpl-here"], 1)
+
+
+def test_a_preempted_request_is_not_fetched_again():
+    made, asked = scheduler(), request(dict(PULL))
+    begun(made, asked)
+    made.take_orders()
+    assert begun(made, asked) == 0
+    assert made.take_orders().fetches == []
+
+
+def test_an_id_may_be_used_again():
+    made = scheduler()
+    for _ in range(2):
+        asked = request(dict(PULL))
+        assert begun(made, asked) == PROMPT - 1
+        end(asked, RequestStatus.FINISHED_STOPPED)
+        assert made.finished(asked, TABLES) == (False, None)
+        assert len(made.take_orders().fetches) == 1
+
+
+def test_a_finished_prefill_is_leased_with_the_addresses_of_all_ranks():
+    made, asked = scheduler(), request({"do_remote_decode": True})
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    stays, params = made.finished(asked, TABLES)
+    (lease,) = made.take_orders().leases
+    assert stays
+    assert params["kvferry"] == {
+        "epoch": "epoch",
+        "lease_id": lease.lease_id,
+        "addresses": [rank.address for rank in RANKS],
+    }
+    assert (lease.request_id, lease.num_tokens, lease.block_tables) == ("cmpl-here", PROMPT, ((3, 4, 5),))
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
+def test_a_prefill_that_did_not_finish_well_keeps_no_blocks(status):
+    made, asked = scheduler(), request({"do_remote_decode": True})
+    end(asked, status)
+    assert made.finished(asked, TABLES) == (False, None)
+    assert made.take_orders().leases == []
+
+
+def test_ids_too_long_to_travel_travel_under_another_name():
+    made, asked = scheduler(), request({"do_remote_decode": True}, request_id="x" * 5000)
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    _, params = made.finished(asked, TABLES)
+    assert params["remote_request_id"] == agent_name("x" * 5000)
+
+
+@pytest.mark.parametrize("request_id", ["", "x" * 5000, "n\xe9e", "\ud800"])
+def test_names_for_agents_are_short_and_differ(request_id):
+    names = {agent_name(request_id), agent_name(request_id + "1"), agent_name(request_id + "2")}
+    assert len(names) == 3
+    assert all(0 < len(name) <= MAX_NAME_LENGTH and name.isascii() for name in names)
+
+
+def test_a_prefill_whose_window_moves_on_stops_before_its_last_token_once():
+    made, asked = scheduler(full(), sliding()), request({"do_remote_decode": True})
+    made.on_new_request(asked)
+    made.on_new_request(asked)
+    assert (asked.num_prompt_tokens, asked.max_tokens) == (PROMPT - 1, 1)
+
+
+def test_blocks_that_a_window_has_given_up_are_refused():
+    made, asked = scheduler(full(), sliding()), request({"do_remote_decode": True})
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    made.finished(asked, ([3, 4, 5], [0, 4, 5]))
+    (lease,) = made.take_orders().leases
+    assert lease.block_tables == ((3, 4, 5), (NUM_BLOCKS, 4, 5))

@@ -1,0 +1,202 @@
+"""The worker's half with an agent that says what a test wants: what vLLM is told, by rank and after aggregation."""
+
+import importlib
+import logging
+import warnings
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+pytest.importorskip("vllm.v1", reason="needs vLLM's own environment")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
+    importlib.import_module("vllm.v1.worker.utils")
+
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from kvferry.connectors.vllm.describe import Described, GroupFacts
+from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, agent_name
+from kvferry.connectors.vllm.settings import Settings
+from kvferry.connectors.vllm.worker import Worker, _Started
+from kvferry.errors import TransferError
+from kvferry.plan.layout import Layout
+from kvferry.plan.tokens import TokenRange
+from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, Stopped, TargetFree
+from kvferry.wire.messages import Reason, Reference
+
+SETTINGS = Settings("ours", "127.0.0.1", 0, "auto", 30.0)
+REFERENCE = Reference("prefill", "epoch", "cmpl-there", "lease")
+REPORT = FetchReport(39, 4096, 1, "tcp", "tcp 1 GB/s", "direct", {"wire": 0.1})
+LOST = TransferError(Reason.PEER_LOST, "gone")
+LONG = "x" * 5000
+
+
+@dataclass
+class FakeAgent:
+    """Notes what it is asked for; the test speaks for it."""
+
+    alive: bool = True
+    wanted: list = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+
+    def lease(self, wanted):
+        self.wanted.append(wanted)
+
+    fetch = lease
+
+    def abort(self, request_id):
+        self.aborted.append(request_id)
+
+
+class Rank:
+    """A worker's half and its agent."""
+
+    def __init__(self):
+        self.agent = FakeAgent()
+        self.worker = Worker(None, SETTINGS, None)
+        described = Described(Layout((), (), (), ()), (), (GroupFacts(0, "tokens", 16),), (0,))
+        self.worker._started.append(_Started(self.agent, described))
+
+    def says(self, *notices):
+        for notice in notices:
+            self.worker._notices.put(notice)
+        return self.told()
+
+    def told(self):
+        results = self.worker.results()
+        return results.finished_sending, results.finished_recving, results.failed_recving
+
+
+def fetch(request_id="a", is_waited_for=True, error=""):
+    tokens = TokenRange(0, 39 if is_waited_for else 0)
+    return FetchOrder(request_id, REFERENCE, ("tcp://127.0.0.1:1",), ((1,),), (tokens,), is_waited_for, error)
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    # vLLM's loggers, which ours copies, do not propagate; what a test before this one has set up is undone here.
+    monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", True)
+    return Rank()
+
+
+NOTHING = (set(), set(), set())
+
+
+@pytest.mark.parametrize("request_id", ["a", LONG], ids=["short", "long"])
+def test_a_fetched_cache_is_reported_once(rank, request_id):
+    rank.worker.obey(Orders(fetches=[fetch(request_id)]))
+    assert rank.told() == NOTHING
+    name = rank.agent.wanted[0].request_id
+    assert rank.says(Fetched(name, REPORT)) == (set(), {request_id}, set())
+    assert rank.says(Fetched(name, REPORT), TargetFree(name), Stopped()) == NOTHING
+
+
+def test_a_failed_fetch_is_reported_when_its_blocks_are_free(rank):
+    rank.worker.obey(Orders(fetches=[fetch()]))
+    assert rank.says(Failed("a", LOST)) == NOTHING
+    assert rank.says(TargetFree("a")) == (set(), {"a"}, {"a"})
+    assert rank.says(TargetFree("a"), Failed("a", LOST), Stopped()) == NOTHING
+
+
+def test_a_failure_does_not_stick_to_an_id_that_is_used_again(rank):
+    rank.worker.obey(Orders(fetches=[fetch()]))
+    rank.says(Failed("a", LOST), TargetFree("a"))
+    rank.worker.obey(Orders(fetches=[fetch()]))
+    assert rank.says(Fetched("a", REPORT)) == (set(), {"a"}, set())
+
+
+@pytest.mark.parametrize(
+    "ending", [(Fetched("a", REPORT),), (Failed("a", LOST), TargetFree("a")), (Stopped(),)], ids=["well", "ill", "end"]
+)
+def test_a_release_is_never_reported_logged_or_counted(rank, ending, caplog):
+    rank.worker.obey(Orders(fetches=[fetch(is_waited_for=False)]))
+    assert rank.says(*ending) == NOTHING
+    assert rank.worker.take_stats().is_empty()
+    assert caplog.records == []
+
+
+def test_an_order_that_cannot_begin_fails_at_once_and_once(rank, caplog):
+    rank.worker.obey(Orders(fetches=[fetch(error="nonsense")]))
+    assert rank.told() == (set(), {"a"}, {"a"})
+    assert rank.told() == NOTHING
+    assert rank.agent.wanted == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_only_what_is_still_being_fetched_is_aborted(rank):
+    rank.worker.obey(Orders(fetches=[fetch(), fetch("b"), fetch(LONG)], aborted=["a", LONG, "never seen"]))
+    rank.says(Fetched("b", REPORT))
+    rank.worker.obey(Orders(aborted=["b"]))
+    assert rank.agent.aborted == ["a", agent_name(LONG)]
+    assert rank.says(Failed("a", LOST), TargetFree("a")) == (set(), {"a"}, {"a"})
+
+
+@pytest.mark.parametrize("request_id", ["a", LONG], ids=["short", "long"])
+def test_leased_blocks_are_given_back_once(rank, request_id):
+    rank.worker.obey(Orders(leases=[LeaseOrder(request_id, "lease", ((1,),), 40)]))
+    name = rank.agent.wanted[0].request_id
+    assert rank.says(SourceFree(name, "done")) == ({request_id}, set(), set())
+    assert rank.says(SourceFree(name, "done"), SourceFree("b", "done"), Stopped()) == NOTHING
+
+
+def test_everything_open_ends_with_the_agent(rank):
+    rank.worker.obey(Orders(leases=[LeaseOrder("l", "lease", ((1,),), 40)], fetches=[fetch()]))
+    assert rank.says(Stopped()) == ({"l"}, {"a"}, {"a"})
+    assert rank.says(TargetFree("a"), SourceFree("l", "done")) == NOTHING
+
+
+@pytest.mark.parametrize("alive", [True, False], ids=["ending", "ended"])
+def test_orders_to_an_agent_that_has_stopped_end_at_once(rank, alive):
+    rank.says(Stopped())
+    rank.agent.alive = alive
+    rank.worker.obey(Orders(leases=[LeaseOrder("l", "lease", ((1,),), 40)], fetches=[fetch()]))
+    assert rank.agent.wanted == []
+    assert rank.told() == ({"l"}, {"a"}, {"a"})
+    assert rank.told() == NOTHING
+
+
+def test_orders_before_the_last_word_of_an_agent_that_has_died_end_once(rank):
+    rank.worker.obey(Orders(leases=[LeaseOrder("l", "lease", ((1,),), 40)], fetches=[fetch()]))
+    rank.agent.alive = False
+    rank.worker.obey(Orders(leases=[LeaseOrder("m", "lease", ((1,),), 40)], fetches=[fetch("b")]))
+    assert rank.says(Stopped()) == ({"l", "m"}, {"a", "b"}, {"a", "b"})
+    assert rank.told() == NOTHING
+
+
+def test_one_rank_that_fails_fails_the_request_when_both_are_done(rank):
+    both, aggregator = (rank, Rank()), KVOutputAggregator(2)
+    for each in both:
+        each.worker.obey(Orders(fetches=[fetch()]))
+    first = aggregate(aggregator, both[0].says(Failed("a", LOST), TargetFree("a")), NOTHING)
+    assert not first.finished_recving
+    second = aggregate(aggregator, NOTHING, both[1].says(Fetched("a", REPORT)))
+    assert (set(second.finished_recving), set(second.failed_recving)) == ({"a"}, {"a"})
+
+
+def aggregate(aggregator, *told):
+    outputs = [
+        replace(
+            ModelRunnerOutput(req_ids=[], req_id_to_index={}),
+            kv_connector_output=KVConnectorOutput(finished_sending=s, finished_recving=r, failed_recving=f),
+        )
+        for s, r, f in told
+    ]
+    return aggregator.aggregate(outputs).kv_connector_output
+
+
+def test_the_chosen_transport_is_told_once_per_peer(rank, caplog):
+    caplog.set_level(logging.INFO, "kvferry")
+    for name in ("a", "b"):
+        rank.worker.obey(Orders(fetches=[fetch(name)]))
+        rank.says(Fetched(name, REPORT))
+    assert [record.getMessage() for record in caplog.records] == [
+        "kvferry reads from prefill over tcp (0.0 s to meet): tcp 1 GB/s"
+    ]
+
+
+def test_a_rank_that_moved_nothing_does_not_spoil_the_figures(rank):
+    rank.worker.obey(Orders(fetches=[fetch()]))
+    rank.says(Fetched("a", replace(REPORT, num_bytes=0, num_rows=0)))
+    assert rank.worker.take_stats().is_empty()
