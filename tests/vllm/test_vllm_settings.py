@@ -1,0 +1,126 @@
+"""What users may say in vLLM's transfer configuration, and what the figures look like in vLLM's own interfaces."""
+
+import importlib
+import logging
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm.v1", reason="needs vLLM's own environment")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
+    importlib.import_module("vllm.v1.worker.utils")
+
+import vllm
+from vllm.config import KVTransferConfig
+
+from kvferry.connectors.vllm.settings import check_version, settings_of
+from kvferry.connectors.vllm.stats import FerryStats
+from kvferry.errors import ConfigurationError
+from kvferry.session.events import FetchReport
+
+PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+REPORT = FetchReport(39, 4 << 20, 3, "tcp", "tcp 1 GB/s", "direct", {"claim": 0.01, "wire": 0.1})
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name in (PORT, HOST):
+        monkeypatch.delenv(name, raising=False)
+
+
+def settings(extra=None, ranks=1, index=0):
+    transfer = KVTransferConfig(
+        kv_connector="FerryConnector", kv_role="kv_both", engine_id="ours", kv_connector_extra_config=extra or {}
+    )
+    parallel = SimpleNamespace(world_size=ranks, data_parallel_index=index)
+    return settings_of(SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel))
+
+
+def test_nothing_need_be_said():
+    found = settings()
+    assert (found.engine_id, found.port, found.transport, found.lease_s) == ("ours", 0, "auto", 30.0)
+
+
+def test_what_is_said_counts():
+    found = settings({"host": "127.0.0.1", "port": 7000, "transport": "tcp", "kv_lease_duration": 5})
+    assert (found.host, found.port, found.transport, found.lease_s) == ("127.0.0.1", 7000, "tcp", 5.0)
+
+
+def test_the_stock_connectors_variables_are_fallbacks(monkeypatch):
+    monkeypatch.setenv(PORT, "5600")
+    monkeypatch.setenv(HOST, "127.0.0.1")
+    assert (settings().host, settings().port) == ("127.0.0.1", 5600)
+    assert settings({"port": 7000}).port == 7000
+
+
+def test_ranks_of_several_engines_have_ports_of_their_own():
+    assert [settings({"port": 7000}, ranks=2, index=index).port for index in range(3)] == [7000, 7002, 7004]
+    assert settings(ranks=2, index=1).port == 0
+
+
+def test_the_stock_connectors_keys_are_accepted(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", True)
+    caplog.set_level(logging.INFO, "kvferry")
+    settings({"backends": ["UCX"], "num_threads": 4, "enforce_handshake_compat": False})
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "word"),
+    [
+        ({"kv_lease_duration": 0}, "kv_lease_duration"),
+        ({"kv_lease_duration": "30"}, "kv_lease_duration"),
+        ({"kv_lease_duration": True}, "kv_lease_duration"),
+        ({"port": -1}, "port"),
+        ({"port": 1 << 16}, "port"),
+        ({"port": "7000"}, "port"),
+        ({"backends": ["GDS"]}, "GDS"),
+        ({"transprot": "tcp"}, "transprot"),
+    ],
+)
+def test_what_is_wrong_is_named(extra, word):
+    with pytest.raises(ConfigurationError, match=word):
+        settings(extra)
+
+
+@pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0", "nonsense"])
+def test_other_versions_of_vllm_are_refused(monkeypatch, version):
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(ConfigurationError, match="not supported"):
+        check_version()
+
+
+def test_every_build_of_this_version_is_fine(monkeypatch):
+    for version in ("0.32.0", "0.32.1+cpu", "0.32.0.dev5+g1234"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        check_version()
+
+
+def test_figures_of_all_ranks_add_up():
+    one, other = FerryStats(), FerryStats()
+    one.fetched(REPORT, "prefill")
+    other.fetched(REPORT, "prefill")
+    other.freed("expired")
+    other.freed("done")
+    both = one.aggregate(other).aggregate(FerryStats())
+    assert both.reduce()["Num successful transfers"] == 2
+    assert both.reduce()["Num KV expired reqs"] == 1
+    assert both.data["phases"] == [["claim", "prefill", "tcp", 0.01], ["wire", "prefill", "tcp", 0.1]] * 2
+
+
+def test_figures_survive_the_way_to_the_front_end():
+    stats = FerryStats()
+    stats.fetched(REPORT, "prefill")
+    assert FerryStats(data=stats.data).reduce() == stats.reduce()
+
+
+def test_failures_alone_are_reported():
+    stats = FerryStats()
+    assert stats.is_empty()
+    stats.count("num_failed_transfers")
+    assert not stats.is_empty()
+    assert stats.reduce()["Num failed transfers"] == 1
