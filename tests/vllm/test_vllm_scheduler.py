@@ -165,7 +165,7 @@ def test_an_id_may_be_used_again():
         assert begun(made, asked) == PROMPT - 1
         end(asked, RequestStatus.FINISHED_STOPPED)
         assert made.finished(asked, TABLES) == (False, None)
-        assert len(made.take_orders().fetches) == 1
+        assert [fetch.is_waited_for for fetch in made.take_orders().fetches] == [True]
 
 
 def test_a_finished_prefill_is_leased_with_the_addresses_of_all_ranks():
