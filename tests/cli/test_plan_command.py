@@ -127,6 +127,13 @@ def test_shared_out_tokens_go_to_their_ranks():
     assert found["bytes"] == 64 * found["bytes_per_token"]
 
 
+def test_axes_of_one_name_and_different_extent_are_told_apart():
+    """Qwen3-Next: 2 attention heads; 32 value heads and 16 query heads of the recurrent layers."""
+    found = facts("--model", "qwen3-next-80b-a3b", "--prefill", "tp=2", "--decode", "tp=1", "--tokens", "64")
+    assert found["pairs"][1]["boxes"] == ["full.head [1, 2)", "recurrent.head [16, 32)", "recurrent.head_of_16 [8, 16)"]
+    assert found["source"]["ranks"][1]["axes"] == {"full.head": [1, 2], "recurrent.head": [16, 32]}
+
+
 def test_the_verdict_compares_moving_with_computing_again():
     shapes = [*MODEL, "--prefill", "tp=1", "--decode", "tp=1", "--tokens", "1000", "--link", "1GB/s"]
     slow, fast = facts(*shapes, "--prefill-speed", "1000"), facts(*shapes, "--prefill-speed", "100000000")

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State
-from kvferry.plan.model import CacheModel, Kept, LayerCache, attention
+from kvferry.plan.model import CacheModel, Kept, LayerCache, attention, latent
 from kvferry.plan.program import bind
 from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
@@ -212,3 +212,13 @@ def test_a_source_rank_that_nobody_reads_is_told_by_a_target_rank_that_exists(nu
     assert len(found.pairs()) == num_targets
     assert sorted(s for target in range(num_targets) for s in found.sources_of(target)) == list(range(7))
     assert {target for source in range(7) for target in found.targets_of(source)} == set(range(num_targets))
+
+
+def test_target_ranks_share_the_telling_of_sources_that_nobody_reads():
+    """One latent layer on 8 replicas, read by two ranks: each also tells three of the other six."""
+    model = latent(num_layers=1, dim=4, dtype="int8", item_bytes=1)
+    found = route(
+        describe(model, EngineShape(8, 1, 4, 4, "token-major"), 1 << 20),
+        describe(model, EngineShape(2, 1, 4, 4, "token-major"), 1 << 50),
+    )
+    assert [len(found.sources_of(rank)) for rank in (0, 1)] == [4, 4]

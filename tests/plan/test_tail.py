@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.layout import CacheGroup, Layout, Placement, Region, State
 from kvferry.plan.model import attention
 from kvferry.plan.program import bind
 from kvferry.plan.request import copies_for
@@ -63,3 +64,18 @@ def test_whole_blocks_are_one_row_however_their_insides_are_ordered():
     assert (copies.source - SOURCE).tolist() == [64, 160]
     assert (copies.target - TARGET).tolist() == [32, 96]
     assert copies.length.tolist() == [32, 32]
+
+
+def test_in_a_ring_the_tail_is_the_past_and_is_left_alone():
+    """Window 5 in a ring of 4: behind token 5 lies token 2, which the next one still sees."""
+    state = State("s", "int8", 1, (), per_token=True, window_tokens=5)
+    ring = CacheGroup(block_tokens=2, num_blocks=8, ring_tokens=4, tail_is_free=True)
+    plain = CacheGroup(block_tokens=2, num_blocks=8, ring_tokens=0)
+    source, target = (
+        Layout((state,), (Region(address, 64, "dram", 0),), (group,), (Placement("s", 0, 0, 0, (), (), 2, 1),))
+        for address, group in ((SOURCE, plain), (TARGET, ring))
+    )
+    program = bind(route((source,), (target,)).legs, source, target)
+    copies = copies_for(program, [[0, 1, 2]], [[3, 5]], [TokenRange(0, 5)])
+    written = [int(t) + i for t, n in zip(copies.target - TARGET, copies.length, strict=True) for i in range(int(n))]
+    assert sorted(written) == [6, 7, 10, 11], "tokens 4, 1, 2 and 3, each once"
