@@ -56,7 +56,8 @@ class Route:
     def _partners(self) -> tuple[tuple[int, int], ...]:
         read = {source for source, _ in self._by_pair}
         idle = (source for source in range(self.num_sources) if source not in read)
-        return tuple(sorted([*self._by_pair, *((source, source % self.num_targets) for source in idle)]))
+        told = ((source, index % self.num_targets) for index, source in enumerate(idle))
+        return tuple(sorted([*self._by_pair, *told]))
 
     def between(self, source_rank: int, target_rank: int) -> tuple[Leg, ...]:
         """The legs of one pair of ranks; empty when nothing moves between them."""
