@@ -129,7 +129,7 @@ def report(seconds: dict[tuple[str, str, int], float], total_bytes: int, num_rep
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--transports", default="shm,tcp,nixl")
+    parser.add_argument("--transports", default="shm,cma,tcp,nixl")
     parser.add_argument("--mebibytes", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()

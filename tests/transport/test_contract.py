@@ -10,6 +10,7 @@ from kvferry.testing.contract import CONTRACT, Check, World
 from kvferry.testing.process_contract import PROCESS_CONTRACT, ProcessCheck
 from kvferry.testing.transport_peer import make_transport
 from kvferry.transport.base import Transport
+from kvferry.transport.cma import CrossMemoryTransport
 from kvferry.transport.faulty import FaultyTransport
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
 from kvferry.transport.nixl import NixlTransport
@@ -30,6 +31,7 @@ def faulty_factory() -> Callable[[], Transport]:
 FACTORIES: dict[str, Callable[[], Callable[[], Transport]]] = {
     "memory": memory_factory,
     "shm": lambda: SharedMemoryTransport,
+    "cma": lambda: CrossMemoryTransport,
     "tcp": lambda: TcpTransport,
     "nixl": lambda: NixlTransport,
     "faulty": faulty_factory,
@@ -50,7 +52,7 @@ def test_two_transports_of_one_process(world: World, check: Check) -> None:
     check(world)
 
 
-@pytest.fixture(params=["shm", "tcp", "nixl"])
+@pytest.fixture(params=["shm", "cma", "tcp", "nixl"])
 def name(request: pytest.FixtureRequest) -> str:
     if request.param == "nixl":
         pytest.importorskip("nixl_cu13")

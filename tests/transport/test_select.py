@@ -12,7 +12,7 @@ ALL = dict.fromkeys(TRANSPORTS, "")
 
 def test_auto_tries_what_both_sides_have_best_first() -> None:
     assert candidates("auto", ALL, ALL) == TRANSPORTS
-    assert candidates("auto", {**ALL, "shm": "another host"}, {**ALL, "memory": "no"}) == ("nixl", "tcp")
+    assert candidates("auto", {**ALL, "shm": "another host"}, {**ALL, "memory": "no"}) == ("cma", "nixl", "tcp")
     assert candidates("auto", {"tcp": "", "quic": ""}, ALL) == ("tcp",)
 
 
@@ -24,8 +24,8 @@ def test_a_request_is_kept() -> None:
 @pytest.mark.parametrize(
     ("requested", "offered", "available", "parts"),
     [
-        ("rdma", ALL, ALL, ["unknown transport 'rdma'", "memory, shm, nixl, tcp", "both sides have"]),
-        ("nixl", ALL, {**ALL, "nixl": "not installed"}, ["nixl: not installed (here)", "memory, shm, tcp"]),
+        ("rdma", ALL, ALL, ["unknown transport 'rdma'", "memory, shm, cma, nixl, tcp", "both sides have"]),
+        ("nixl", ALL, {**ALL, "nixl": "not installed"}, ["nixl: not installed (here)", "memory, shm, cma, tcp"]),
         ("shm", {"tcp": ""}, ALL, ["shm: not known (at the peer)", "both sides have tcp"]),
         ("auto", {}, {}, ["no transport works", "tcp: not known (here), not known (at the peer)"]),
     ],

@@ -13,8 +13,8 @@ import pytest
 from kvferry.errors import TransportError
 from kvferry.testing.transport_peer import PeerProcess
 from kvferry.transport.base import Memory
+from kvferry.transport.origin import Origin
 from kvferry.transport.shm import (
-    Origin,
     SharedDescriptor,
     SharedMemoryTransport,
     SharedPiece,

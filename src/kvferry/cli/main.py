@@ -26,7 +26,7 @@ Child = Annotated[bool, typer.Option("--as-child", hidden=True, help="End when s
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Model = Annotated[str, typer.Option(help="Folder or Hugging Face name; `tiny` is made on this machine.")]
 Engine = Annotated[str, typer.Option(help="transformers (built in) or vllm; options of vLLM go behind --.")]
-Transport = Annotated[str, typer.Option(help="auto, shm, tcp or nixl.")]
+Transport = Annotated[str, typer.Option(help="auto, shm, cma, tcp or nixl.")]
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import numpy as np
 
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.transport.base import Transport
+from kvferry.transport.cma import CrossMemoryTransport
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.pieces import View
 from kvferry.transport.selftest import Probe, fill_probe
@@ -36,11 +37,13 @@ def make_transport(name: str) -> Transport:
     """A transport between processes by its name. Raises TransportError when it is not available."""
     if name == "shm":
         return SharedMemoryTransport()
+    if name == "cma":
+        return CrossMemoryTransport()
     if name == "tcp":
         return TcpTransport(stall_timeout_s=2.0)
     if name == "nixl":
         return NixlTransport()
-    raise ConfigurationError(f"no transport between processes is called {name!r}", expected="shm, tcp or nixl")
+    raise ConfigurationError(f"no transport between processes is called {name!r}", expected="shm, cma, tcp or nixl")
 
 
 def digest(view: View) -> str:

@@ -59,7 +59,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """How users call it: `memory`, `shm`, `tcp`, `nixl`."""
+        """How users call it: `memory`, `shm`, `cma`, `tcp`, `nixl`."""
         ...
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.transport.base import Transport
+from kvferry.transport.cma import CrossMemoryTransport
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.select import AUTO
 from kvferry.transport.shm import SharedMemoryTransport
@@ -16,6 +17,7 @@ __all__ = ["Opened", "check_name", "open_transports"]
 
 OPENERS: dict[str, Callable[[], Transport]] = {
     "shm": SharedMemoryTransport,
+    "cma": CrossMemoryTransport,
     "nixl": NixlTransport,
     "tcp": TcpTransport,
 }

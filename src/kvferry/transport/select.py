@@ -11,7 +11,7 @@ __all__ = ["AUTO", "TRANSPORTS", "Choice", "Measurement", "candidates", "choose"
 
 AUTO = "auto"
 # In the order in which they are tried: what is usually fastest comes first.
-TRANSPORTS = ("memory", "shm", "nixl", "tcp")
+TRANSPORTS = ("memory", "shm", "cma", "nixl", "tcp")
 
 
 @dataclass(frozen=True, slots=True)

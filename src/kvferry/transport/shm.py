@@ -21,6 +21,7 @@ from kvferry.plan.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.copying import CopyQueue, Posting
 from kvferry.transport.descriptors import Natural, check_size, decode
+from kvferry.transport.origin import Origin, check_same, origin_here
 from kvferry.transport.pieces import Pieces, Registry, View
 from kvferry.transport.shared_memory import SharedMemory, allocate_shared, check_sealed
 
@@ -40,13 +41,6 @@ class SharedPiece(msgspec.Struct, frozen=True, array_like=True):
     size_bytes: Natural
 
 
-class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """Where a process lives: memory can be attached only with the same kernel and the same process ids."""
-
-    boot_id: Annotated[str, Meta(max_length=64)]
-    pid_namespace: Natural
-
-
 class SharedDescriptor(msgspec.Struct, frozen=True, tag="shm-1"):
     """What a peer needs to attach."""
 
@@ -63,7 +57,7 @@ class SharedMemoryTransport:
     """
 
     def __init__(self) -> None:
-        self._origin = _origin()
+        self._origin = origin_here()
         self._registry = Registry()
         self._peers: dict[str, Pieces] = {}
         self._queue = CopyQueue()
@@ -102,13 +96,7 @@ class SharedMemoryTransport:
         """Attach the peer's memory. Raises TransportError with the reason when that is impossible."""
         self.disconnect(peer)
         shared = decode(peer, descriptor, SharedDescriptor)
-        if shared.origin != self._origin:
-            raise TransportError(
-                f"peer {peer!r} cannot be reached through shared memory",
-                found=_describe_origin(shared.origin),
-                expected=_describe_origin(self._origin),
-                hint="run both in the same container or pod (shared pid namespace), or use tcp or nixl",
-            )
+        check_same(peer, shared.origin, self._origin)
         views = [_attach(peer, shared.pid, piece) for piece in shared.pieces]
         self._peers[peer] = Pieces.of([(piece.address, piece.size_bytes) for piece in shared.pieces], views)
 
@@ -134,19 +122,6 @@ class SharedMemoryTransport:
         self._queue.drop(lambda job: True, "this transport was closed")
         self._peers.clear()
         self._registry.clear()
-
-
-def _origin() -> Origin:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot_id = file.read().strip()
-        return Origin(boot_id, os.stat("/proc/self/ns/pid").st_ino)
-    except OSError as error:
-        raise TransportError("shared memory needs Linux with /proc", found=str(error)) from error
-
-
-def _describe_origin(origin: Origin) -> str:
-    return f"boot id {origin.boot_id}, pid namespace {origin.pid_namespace}"
 
 
 def _describe(memory: Memory) -> SharedPiece:

@@ -1,0 +1,45 @@
+"""Where a process lives: only processes of one kernel that see each other's ids can reach each other's memory."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.errors import TransportError
+from kvferry.transport.descriptors import Natural
+
+__all__ = ["Origin", "check_same", "origin_here"]
+
+
+class Origin(msgspec.Struct, frozen=True, array_like=True):
+    """A booted kernel and a namespace of process ids in it."""
+
+    boot_id: Annotated[str, Meta(max_length=64)]
+    pid_namespace: Natural
+
+    def __str__(self) -> str:
+        return f"boot id {self.boot_id}, pid namespace {self.pid_namespace}"
+
+
+def origin_here() -> Origin:
+    """This process's. Raises TransportError where the system does not say."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot_id = file.read().strip()
+        return Origin(boot_id, os.stat("/proc/self/ns/pid").st_ino)
+    except OSError as error:
+        raise TransportError("memory of other processes needs Linux with /proc", found=str(error)) from error
+
+
+def check_same(peer: str, theirs: Origin, ours: Origin) -> None:
+    """Raises TransportError unless both are the same."""
+    if theirs != ours:
+        raise TransportError(
+            f"the memory of peer {peer!r} cannot be reached from here",
+            found=str(theirs),
+            expected=str(ours),
+            hint="run both in the same container or pod (shared pid namespace), or use tcp or nixl",
+        )

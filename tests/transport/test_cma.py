@@ -1,0 +1,139 @@
+"""What is special about copying out of another process's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvferry.errors import TransportError
+from kvferry.plan.copies import Copies
+from kvferry.testing.contract import finish
+from kvferry.testing.transport_peer import PeerProcess, digest
+from kvferry.transport.base import Completion, Direction, Memory
+from kvferry.transport.cma import SLICE_BYTES, TURN_BYTES, CrossMemoryDescriptor, CrossMemoryTransport
+from kvferry.transport.origin import Origin
+from kvferry.transport.selftest import fill_probe
+
+SIZE_BYTES = 24 << 20
+
+
+@pytest.fixture
+def transport():
+    made = CrossMemoryTransport()
+    yield made
+    made.close()
+
+
+def descriptor_of(memory: Memory) -> CrossMemoryDescriptor:
+    owner = CrossMemoryTransport()
+    owner.register(memory)
+    described = msgspec.msgpack.decode(owner.descriptor(), type=CrossMemoryDescriptor)
+    owner.close()
+    return described
+
+
+def memory_of(buffer) -> Memory:
+    return Memory(int(buffer.ctypes.data), buffer.size, -1)
+
+
+def one_row(source: int, target: int, length: int) -> Copies:
+    return Copies(*(np.array([value], np.uint64) for value in (source, target, length)), 1)
+
+
+def expect_refusal(transport: CrossMemoryTransport, descriptor: CrossMemoryDescriptor, match: str) -> None:
+    with pytest.raises(TransportError, match=match):
+        transport.connect("peer", msgspec.msgpack.encode(descriptor))
+
+
+def test_who_is_not_there_is_refused(transport):
+    known = descriptor_of(memory_of(np.zeros(100, np.uint8)))
+    other = Origin("00000000-0000-0000-0000-000000000000", known.origin.pid_namespace)
+    expect_refusal(transport, msgspec.structs.replace(known, origin=other), "found: boot id 00000000-")
+    expect_refusal(transport, msgspec.structs.replace(known, pid=2**31 - 1), "has ended")
+    expect_refusal(transport, msgspec.structs.replace(known, started=known.started + 1), "another one by now")
+
+
+def test_memory_that_is_not_there_is_refused(transport):
+    # The first page of a process is never mapped.
+    known = descriptor_of(memory_of(np.zeros(100, np.uint8)))
+    expect_refusal(
+        transport, msgspec.structs.replace(known, pieces=((8, 8),)), "does not let this process.*Bad address"
+    )
+
+
+def test_the_kernels_refusal_names_what_to_do(transport, monkeypatch):
+    def refuse(*_: object) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    monkeypatch.setitem(transport._calls, Direction.READ, refuse)
+    known = descriptor_of(memory_of(np.zeros(100, np.uint8)))
+    expect_refusal(transport, known, "Operation not permitted.*ptrace_scope")
+
+
+def test_what_is_unmapped_during_a_read_is_an_error(transport):
+    buffer = np.zeros(8192, np.uint8)
+    gone = mmap.mmap(-1, 8192)
+    source = np.frombuffer(gone, np.uint8)
+    known = descriptor_of(memory_of(source))
+    transport.register(memory_of(buffer))
+    transport.connect("peer", msgspec.msgpack.encode(known))
+    copies = one_row(int(source.ctypes.data), int(buffer.ctypes.data), 8192)
+    del source
+    gone.close()
+    ticket = transport.post("peer", copies, Direction.READ)
+    assert finish(transport, [ticket])[ticket].error == "Bad address"
+
+
+def test_a_long_ticket_is_copied_in_slices_and_does_not_hold_up_a_short_one(transport):
+    with PeerProcess("cma", SIZE_BYTES, 3) as peer:
+        buffer = np.zeros(SIZE_BYTES + 8, np.uint8)
+        transport.register(memory_of(buffer))
+        transport.connect("peer", peer.descriptor)
+        near, far = int(buffer.ctypes.data), peer.probe.address
+        long = transport.post("peer", one_row(far, near, SIZE_BYTES), Direction.READ)
+        short = transport.post("peer", one_row(far, near + SIZE_BYTES, 8), Direction.READ)
+        assert SIZE_BYTES > SLICE_BYTES > TURN_BYTES
+        assert transport.poll() == [Completion(short, "")]
+        assert transport.poll() == [Completion(long, "")]
+        assert digest(buffer[:SIZE_BYTES]) == peer.digest()
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_process_that_has_ended_is_an_error_in_both_directions(transport, direction):
+    buffer = np.zeros(4096, np.uint8)
+    transport.register(memory_of(buffer))
+    with PeerProcess("cma", 4096, 3) as peer:
+        transport.connect("peer", peer.descriptor)
+        sides = (peer.probe.address, int(buffer.ctypes.data))
+        ticket = transport.post(
+            "peer", one_row(*(sides if direction == Direction.READ else sides[::-1]), 4096), direction
+        )
+        peer.kill()
+        assert "has ended" in finish(transport, [ticket])[ticket].error
+
+
+def test_bytes_of_a_process_that_ended_after_the_copy_do_not_count(transport, monkeypatch):
+    """Its id may have come to name another process in between."""
+    buffer = np.zeros(4096, np.uint8)
+    transport.register(memory_of(buffer))
+    with PeerProcess("cma", 4096, 3) as peer:
+        transport.connect("peer", peer.descriptor)
+        call = transport._calls[Direction.READ]
+
+        def copy_and_end(*arguments: object) -> int:
+            copied = call(*arguments)
+            peer.kill()
+            return copied
+
+        monkeypatch.setitem(transport._calls, Direction.READ, copy_and_end)
+        ticket = transport.post("peer", one_row(peer.probe.address, int(buffer.ctypes.data), 4096), Direction.READ)
+        assert "has ended" in finish(transport, [ticket])[ticket].error
+        expected = np.empty(4096, np.uint8)
+        fill_probe(expected, 3)
+        assert np.array_equal(buffer, expected)
