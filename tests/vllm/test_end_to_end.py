@@ -20,6 +20,8 @@ TOLD_S = 15.0
 MODELS = ("llama", "qwen3", "mistral", "gemma3", "deepseek_v2", "deepseek_v3", "nemotron_h", "falcon_h1")
 FEW_GROUPS = ("nemotron_h_one_group", "falcon_h1_one_group")
 UNEQUAL_BLOCKS = ((64, 128), (128, 64), (32, 128), (128, 32))
+# Twice what vLLM gives the tiny hybrids when it may choose.
+HYBRID_BLOCK = 1024
 DIRECTIONS = pytest.mark.parametrize("reverse", [False, True], ids=["forth", "back"])
 
 
@@ -39,8 +41,11 @@ OTHER_TP = [two_way(model, (2, 1)) for model in MODELS + FEW_GROUPS]
 OTHER_BLOCKS = [
     *(two_way(model, blocks=blocks) for model, blocks in product(("llama", "gemma3"), ((64, 128), (32, 128)))),
     *(two_way(model, (2, 1), blocks) for model, blocks in product(("llama", "gemma3"), UNEQUAL_BLOCKS)),
+    two_way("deepseek_v3", blocks=(16, 32)),
+    two_way("nemotron_h", blocks=(0, HYBRID_BLOCK)),
+    two_way("falcon_h1", blocks=(0, HYBRID_BLOCK)),
 ]
-TRANSPORTS = [replace(PLAIN, extra=(("transport", name),)) for name in ("shm", "tcp", "nixl")]
+TRANSPORTS = [replace(PLAIN, extra=(("transport", name),)) for name in ("cma", "tcp", "nixl")]
 LONG = [replace(PLAIN, decode=ServerSpec("kv_consumer", 2)), one_way("mistral", 1), one_way("falcon_h1", 1)]
 
 
