@@ -49,6 +49,12 @@ def sse(data: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-def error_event(message: str, code: str | None) -> bytes:
-    """The last frame of a broken stream. No `[DONE]` follows it, so nobody takes half for whole."""
-    return sse(error_body(message, SERVER_ERROR, code, None))
+def error_event(message: str, code: str | None, reason: str = "") -> bytes:
+    """The last frame of a broken stream. No `[DONE]` follows it, so nobody takes half for whole.
+
+    `reason` is the label of the counter that moved, if there is one besides `code`.
+    """
+    body = error_body(message, SERVER_ERROR, code, None)
+    if reason:
+        body["error"]["reason"] = reason
+    return sse(body)

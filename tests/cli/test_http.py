@@ -18,7 +18,7 @@ def test_a_server_ends_when_what_it_depends_on_has_ended():
     async def serve():
         ended = asyncio.Event()
         with http.listen("127.0.0.1", 0) as bound:
-            running = asyncio.create_task(http.run(Starlette(), bound, [ended.wait()], 1))
+            running = asyncio.create_task(http.run(Starlette(), bound, [ended.wait()], 1, http.Drain(0.0, list)))
             _, writer = await asyncio.open_connection(*bound.getsockname())
             writer.close()
             await writer.wait_closed()

@@ -48,6 +48,7 @@ class Loopback:
     entered: asyncio.Event = field(default_factory=asyncio.Event)
     quarantined: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    forgone: list[str] = field(default_factory=list)
     _fencing: asyncio.Task[None] | None = None
 
     @property
@@ -77,6 +78,17 @@ class Loopback:
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
         self._fencing = asyncio.create_task(self._end_quarantine())
+
+    def forgo(self, request_id: str, params: object) -> None:
+        self.forgone.append(request_id)
+
+    def withdraw(self, params: object) -> bool:
+        remote = params.get("remote_request_id") if isinstance(params, dict) else None
+        if remote not in self.offers.tables:
+            return False
+        del self.offers.tables[remote]
+        self.offers.release(remote)
+        return True
 
     async def _end_quarantine(self) -> None:
         await self.fence.wait()

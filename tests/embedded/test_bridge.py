@@ -72,7 +72,7 @@ def test_a_refused_fetch_raises_and_frees_both_sides():
         assert await target.freed() == "q1"
         source.transfer.abort("r1")
         assert await source.freed() == "r1"
-        (family,) = AgentCollector(target.transfer.agent).collect()
+        family, *_ = AgentCollector(target.transfer).collect()
         assert {sample.labels["reason"] for sample in family.samples} == {"out_of_range"}
 
     with_two_sides(scenario)

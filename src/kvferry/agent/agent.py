@@ -133,6 +133,11 @@ class Agent:
         """Whether the thread runs; it ends only by `close` or by a defect, which is logged."""
         return self._thread.is_alive()
 
+    @property
+    def num_open_reads(self) -> int:
+        """Reads that are under way."""
+        return self._carrier.num_open
+
     # --- what engines call ---
 
     def start(self) -> None:

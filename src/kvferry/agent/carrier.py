@@ -51,6 +51,11 @@ class Carrier:
         return bool(self._open or self._events or self._meetings)
 
     @property
+    def num_open(self) -> int:
+        """Reads that have been posted and have not ended. May be asked from any thread."""
+        return len(self._open)
+
+    @property
     def progress_interval_s(self) -> float:
         """How often `poll` must run although nothing is posted here."""
         return min((transport.progress_interval_s for transport in self._transports.values()), default=float("inf"))

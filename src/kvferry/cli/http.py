@@ -1,25 +1,84 @@
-"""Run one ASGI application until somebody ends it: a signal, or the parent that holds our standard input."""
+"""Run one ASGI application until somebody ends it: a signal, or the parent that holds our standard input.
+
+The first SIGTERM lets the application finish what is open (it *drains*). SIGINT, a second SIGTERM, and the end of
+standard input end it at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import os
+import signal
 import socket
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvferry.cli import console
 from kvferry.errors import ConfigurationError
 
-__all__ = ["ENGINE_GRACE_S", "ROUTER_GRACE_S", "listen", "run", "stdin_closed", "url_of"]
+__all__ = ["ENGINE_GRACE_S", "ROUTER_GRACE_S", "Drain", "listen", "run", "stdin_closed", "url_of"]
 
 # How long open answers may go on after the order to end. The router waits longer than engines do: it is there to tell
 # its clients when an engine breaks off.
 ENGINE_GRACE_S = 3
 ROUTER_GRACE_S = 6
+# Whoever sends requests must have had time to see that we are not ready: routers ask every two seconds.
+NOTICE_S = 3.0
+
+
+async def nothing_else() -> None:
+    """Nothing but HTTP requests is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """What the first SIGTERM leads to.
+
+    `announce` makes the application say that it is not ready. Then everything that is open may end, for at most
+    `limit_s` seconds: HTTP requests, and what `idle` waits for. With a limit of 0 the server ends at once.
+    """
+
+    limit_s: float
+    announce: Callable[[], None]
+    idle: Callable[[], Awaitable[None]] = nothing_else
+
+
+class OpenRequests:
+    """An ASGI application that counts the open requests of another."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.num_open = 0
+        self.none_open = asyncio.Event()
+        self.none_open.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        self.num_open += 1
+        self.none_open.clear()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.num_open -= 1
+            if not self.num_open:
+                self.none_open.set()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `run`; the process then ends by itself and not by the signal."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -46,24 +105,57 @@ def url_of(bound: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
-async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], grace_s: int) -> None:
-    """Serve until SIGINT, SIGTERM, or one of `ends`; then finish what is open within `grace_s`."""
+async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], grace_s: int, drain: Drain) -> None:
+    """Serve until a signal or one of `ends`; open answers may go on for `grace_s` after the order to end."""
+    requests = OpenRequests(app)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=grace_s, timeout_keep_alive=65
+        requests, log_level="warning", access_log=False, timeout_graceful_shutdown=grace_s, timeout_keep_alive=65
     )
-    server = uvicorn.Server(config)
+    server, terminated = _Server(config), asyncio.Event()
 
     async def stop_after(end: Awaitable[None]) -> None:
         await end
         server.should_exit = True
 
-    watchers = [asyncio.create_task(stop_after(end)) for end in ends]
+    def on_signal(number: int) -> None:
+        if terminated.is_set() or number == signal.SIGINT:
+            server.should_exit = True
+        terminated.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Until the loop closes: what follows the server is not to be interrupted by an impatient parent.
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    watchers = [asyncio.create_task(stop_after(end)) for end in (*ends, _drained(terminated, drain, requests))]
     try:
         await server.serve(sockets=[bound])
     finally:
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
+
+
+async def _drained(terminated: asyncio.Event, drain: Drain, requests: OpenRequests) -> None:
+    """Returns some time after SIGTERM: when nothing is open any more, or when that takes too long."""
+    await terminated.wait()
+    drain.announce()
+    console.say(f"draining: not ready any more, ending when nothing is open, after {drain.limit_s:g} s at the latest")
+    with suppress(TimeoutError):
+        async with asyncio.timeout(drain.limit_s):
+            await asyncio.sleep(NOTICE_S)
+            await _nothing_open(drain, requests)
+            console.say("drained: nothing is open")
+            return
+    console.say(f"ending with {requests.num_open} open requests")
+
+
+async def _nothing_open(drain: Drain, requests: OpenRequests) -> None:
+    while True:
+        await drain.idle()
+        await requests.none_open.wait()
+        # Between the end of a request and now another one may have begun.
+        await drain.idle()
+        if not requests.num_open:
+            return
 
 
 async def stdin_closed() -> None:

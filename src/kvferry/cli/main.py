@@ -26,6 +26,7 @@ Child = Annotated[bool, typer.Option("--as-child", hidden=True, help="End when s
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Model = Annotated[str, typer.Option(help="Folder or Hugging Face name; `tiny` is made on this machine.")]
 Engine = Annotated[str, typer.Option(help="transformers (built in) or vllm; options of vLLM go behind --.")]
+Drain = Annotated[float, typer.Option(min=0.0, help="Seconds that open requests and leases have after SIGTERM.")]
 Transport = Annotated[str, typer.Option(help="auto, shm, cma, tcp or nixl.")]
 
 
@@ -122,6 +123,9 @@ def serve(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 for any free one.")] = 8100,
     transfer_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the control channel.")] = 0,
+    lease_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a cache waits for its reader.")] = 30.0,
+    heartbeat: Annotated[float, typer.Option(min=0.05, help="Seconds; a peer silent for three is lost.")] = 1.0,
+    drain_timeout: Drain = 30.0,
     engine: Engine = "transformers",
     as_json: Json = False,
     as_child: Child = False,
@@ -142,15 +146,18 @@ def serve(
         from kvferry.agent import AgentConfig
         from kvferry.cli import serve as command
         from kvferry.connectors.jobs import Settings
+        from kvferry.session.events import Timing
 
+        timing = Timing(lease_s=lease_timeout, heartbeat_s=heartbeat)
         command.serve(
             command.ServeOptions(
                 settings=Settings(path, dtype, block_tokens, num_blocks, max_batch_tokens),
-                agent=AgentConfig(engine_id, port=transfer_port, transport=transport),
+                agent=AgentConfig(engine_id, port=transfer_port, transport=transport, timing=timing),
                 served_name=served_name or name,
                 failure_policy=failure_policy,
                 host=host,
                 port=port,
+                drain_s=drain_timeout,
                 as_json=as_json,
                 as_child=as_child,
             )
@@ -186,6 +193,10 @@ def route(
     decode: Annotated[list[str], typer.Option(help="URL of a decode engine; repeat for more.")] = [],  # noqa: B006
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    prefill_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a whole prefill.")] = 300.0,
+    decode_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until an answer begins.")] = 1800.0,
+    stall_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds of silence inside an answer.")] = 120.0,
+    drain_timeout: Drain = 30.0,
     as_json: Json = False,
     as_child: Child = False,
 ) -> None:
@@ -194,8 +205,14 @@ def route(
         from kvferry.cli import route as command
         from kvferry.router.config import RouterConfig
 
-        router = RouterConfig(prefill_urls=tuple(prefill), decode_urls=tuple(decode))
-        command.route(command.RouteOptions(router, host, port, as_json, as_child))
+        router = RouterConfig(
+            prefill_urls=tuple(prefill),
+            decode_urls=tuple(decode),
+            prefill_timeout_s=prefill_timeout,
+            decode_timeout_s=decode_timeout,
+            stall_timeout_s=stall_timeout,
+        )
+        command.route(command.RouteOptions(router, host, port, drain_timeout, as_json, as_child))
 
 
 @app.command()

@@ -79,20 +79,21 @@ class Child:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def terminate(self) -> None:
-        """Ask the child to end; `stop` waits for it."""
+        """Ask the child to end at once; `stop` waits for it. A signal alone would let it finish what is open."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         self._process.terminate()
 
     def stop(self) -> None:
         """Make sure that the child ends. Safe to call twice."""
-        self._process.terminate()
+        self.terminate()
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(STOP_S)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     def _failed(self, what: str) -> ConfigurationError:
         """The child's own error, if it has told one; else the end of its output."""

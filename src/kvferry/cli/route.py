@@ -15,11 +15,12 @@ __all__ = ["RouteOptions", "route"]
 
 @dataclass(frozen=True, slots=True)
 class RouteOptions:
-    """Which engines to route to, and where to listen."""
+    """Which engines to route to, where to listen, and how long open requests may go on after SIGTERM."""
 
     router: RouterConfig
     host: str
     port: int
+    drain_s: float
     as_json: bool
     as_child: bool
 
@@ -37,4 +38,6 @@ def route(options: RouteOptions) -> None:
 
 async def _route(options: RouteOptions, bound: socket.socket) -> None:
     ends = [http.stdin_closed()] if options.as_child else []
-    await http.run(create_app(options.router), bound, ends, http.ROUTER_GRACE_S)
+    app = create_app(options.router)
+    drain = http.Drain(options.drain_s, app.state.membership.drain)
+    await http.run(app, bound, ends, http.ROUTER_GRACE_S, drain)

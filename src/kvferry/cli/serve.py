@@ -22,7 +22,10 @@ __all__ = ["ServeOptions", "serve"]
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What to serve, under which names, and where. `as_child` ends the process when standard input closes."""
+    """What to serve, under which names, and where. `as_child` ends the process when standard input closes.
+
+    After SIGTERM, running requests and leases have `drain_s` to end.
+    """
 
     settings: Settings
     agent: AgentConfig
@@ -30,6 +33,7 @@ class ServeOptions:
     failure_policy: str
     host: str
     port: int
+    drain_s: float
     as_json: bool
     as_child: bool
 
@@ -51,10 +55,11 @@ async def _serve(options: ServeOptions, engine: Engine, bound: socket.socket) ->
         undo.push_async_callback(transfer.close)
         info = ServeInfo(options.served_name, options.agent.engine_id, int(time.time()), options.failure_policy)
         app = create_app(engine, transfer, info)
-        app.state.registry.register(AgentCollector(transfer.agent))
+        app.state.registry.register(AgentCollector(transfer))
         _announce(options, http.url_of(bound), transfer.agent.address)
         ends = [transfer.wait_until_over(), *([http.stdin_closed()] if options.as_child else [])]
-        await http.run(app, bound, ends, http.ENGINE_GRACE_S)
+        drain = http.Drain(options.drain_s, app.state.service.drain, engine.idle)
+        await http.run(app, bound, ends, http.ENGINE_GRACE_S, drain)
         if transfer.failure:
             # Better no process than one that cannot do its job: whoever watches over it starts a new one.
             raise FerryError(transfer.failure, found="a defect in its thread", hint="the log above has its traceback")

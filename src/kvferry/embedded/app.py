@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvferry.embedded.engine import Engine
-from kvferry.embedded.requests import check, decode_chat, decode_completion
+from kvferry.embedded.requests import check, decode_chat, decode_completion, decode_release
 from kvferry.embedded.responder import Responder, error_response, json_response
 from kvferry.embedded.service import ServeInfo, Service
 from kvferry.embedded.shapes import ChatShape, CompletionShape
@@ -59,6 +59,17 @@ class Endpoints:
         body = {"status": "failed" if failure else "ok", "engine_id": info.engine_id, "reason": failure}
         return json_response(body, {}, 503 if failure else 200)
 
+    async def ready(self, request: Request) -> Response:
+        reason = self._service.not_ready
+        return json_response(
+            {"status": "not ready" if reason else "ready", "reason": reason}, {}, 503 if reason else 200
+        )
+
+    async def release(self, request: Request) -> Response:
+        """Whoever was given a reference may say that nobody will fetch it."""
+        params = decode_release(await _body(request))
+        return json_response({"released": self._service.withdraw(params)}, {})
+
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -83,7 +94,10 @@ class Endpoints:
 
 
 def create_app(engine: Engine, transfer: Transfer, info: ServeInfo) -> Starlette:
-    """The routes of one engine. The caller starts and closes the engine; `app.state.registry` takes more metrics."""
+    """The routes of one engine. The caller starts and closes the engine; `app.state.registry` takes more metrics.
+
+    `app.state.service` is for the caller to tell that the process is to end.
+    """
     service = Service(engine, transfer, info)
     endpoints = Endpoints(service)
 
@@ -101,6 +115,8 @@ def create_app(engine: Engine, transfer: Transfer, info: ServeInfo) -> Starlette
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{name:path}", endpoints.model),
             Route("/health", endpoints.health),
+            Route("/ready", endpoints.ready),
+            Route("/kvferry/release", endpoints.release, methods=["POST"]),
             Route("/metrics", endpoints.metrics),
         ],
         exception_handlers={
@@ -109,7 +125,7 @@ def create_app(engine: Engine, transfer: Transfer, info: ServeInfo) -> Starlette
             Exception: _on_defect,
         },
     )
-    app.state.registry = service.metrics.registry
+    app.state.registry, app.state.service = service.metrics.registry, service
     return app
 
 

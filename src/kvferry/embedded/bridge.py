@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvferry.agent import Agent, AgentConfig, Host, Notice, new_lease_id
@@ -19,7 +21,9 @@ from kvferry.transport.base import Memory
 from kvferry.transport.opening import open_transports
 from kvferry.wire.messages import Reason
 
-__all__ = ["AgentTransfer"]
+__all__ = ["AgentCollector", "AgentTransfer"]
+
+logger = logging.getLogger(__name__)
 
 Settled = Fetched | Failed
 
@@ -34,10 +38,14 @@ class AgentTransfer:
         opened = open_transports(config.transport)
         host = Host((layout,), (memory,), self._on_notice)
         self.agent = Agent(config, host, opened.transports, opened.unavailable)
+        self._num_groups = len(layout.groups)
         self._release = release
         self._waiting: dict[str, asyncio.Future[Settled]] = {}
         # Requests whose blocks the agent will give back by a notice, unless it stops before.
         self._owed: set[str] = set()
+        # The lease of each offered request: only who knows its id may end it.
+        self._lease_ids: dict[str, str] = {}
+        self.leases_ended: Counter[str] = Counter()
         self._over = asyncio.Event()
 
     @property
@@ -66,16 +74,22 @@ class AgentTransfer:
         self._owed.add(request_id)
         tables = tuple(tuple(table) for table in block_tables)
         reference = self.agent.lease(LeaseWanted(request_id, new_lease_id(), tables, num_tokens))
+        self._lease_ids[request_id] = reference.lease_id
         return to_params(reference, [self.agent.address], block_tables, num_tokens)
 
     async def fetch(
         self, request_id: str, params: object, block_tables: list[list[int]], num_tokens: int
     ) -> TransferReport:
         """Bring `num_tokens` tokens into these blocks. Raises TransferError; a cancelled caller aborts the fetch."""
-        wanted = self._wanted(request_id, params, block_tables, num_tokens)
-        if self.failure:
+        try:
+            wanted = _wanted(request_id, params, block_tables, num_tokens)
+            if self.failure:
+                raise _gone()
+        except TransferError as error:
+            # The agent never hears of this fetch, so nobody else would free the blocks.
             self._release(request_id)
-            raise _gone()
+            logger.warning("no cache for request %s: %s: %s", request_id, error.reason, error)
+            raise
         future = self._waiting[request_id] = self._loop.create_future()
         self._owed.add(request_id)
         self.agent.fetch(wanted)
@@ -87,6 +101,7 @@ class AgentTransfer:
             raise
         self._waiting.pop(request_id, None)
         if isinstance(settled, Failed):
+            self._log_failure(wanted, settled.error)
             raise settled.error
         report = settled.report
         return TransferReport(
@@ -111,23 +126,45 @@ class AgentTransfer:
         self.agent.abort(request_id)
         self.agent.withdraw(request_id)
 
-    def _wanted(
-        self, request_id: str, params: object, block_tables: Sequence[Sequence[int]], num_tokens: int
-    ) -> FetchWanted:
+    def forgo(self, request_id: str, params: object) -> None:
+        """Nobody will fetch this: the source hears of it and need not wait for its lease to run out."""
         try:
-            remote = from_params(params)
+            # Nothing of every group: should the source grant it before it hears of the end, that moves nothing.
+            wanted = _wanted(request_id, params, [()] * self._num_groups, 0)
         except TransferError:
-            # The agent never hears of this fetch, so nobody else would free the blocks.
-            self._release(request_id)
-            raise
-        tables = tuple(tuple(table) for table in block_tables)
-        ranges = (TokenRange(0, num_tokens),) * len(tables)
-        return FetchWanted(request_id, remote.reference, remote.addresses, tables, ranges)
+            return
+        self.agent.fetch(wanted)
+        self.agent.abort(request_id)
+
+    def withdraw(self, params: object) -> bool:
+        """End the lease that these parameters refer to; whether there was one. Raises TransferError (`malformed`)."""
+        reference = from_params(params).reference
+        known = self._lease_ids.get(reference.request_id)
+        if known is None or known != reference.lease_id:
+            return False
+        self.agent.withdraw(reference.request_id)
+        return True
+
+    def _log_failure(self, wanted: FetchWanted, error: TransferError) -> None:
+        """One line per failure. What came from a client is quoted: it may hold anything."""
+        source, party = wanted.reference, self.agent.party
+        logger.warning(
+            "no cache for request %s: %s: from %.64r epoch %.64r to %s epoch %s: %s",
+            wanted.request_id,
+            error.reason,
+            source.engine_id,
+            source.epoch,
+            party.engine_id,
+            party.epoch,
+            error,
+        )
 
     def _on_notice(self, notice: Notice) -> None:
         """On the agent's thread."""
         match notice:
-            case SourceFree(request_id) | TargetFree(request_id):
+            case SourceFree(request_id, how):
+                self._loop.call_soon_threadsafe(self._lease_ended, request_id, how)
+            case TargetFree(request_id):
                 self._loop.call_soon_threadsafe(self._free, request_id)
             case Stopped():
                 self._loop.call_soon_threadsafe(self._stopped)
@@ -142,7 +179,17 @@ class AgentTransfer:
         for request_id in list(self._owed):
             self._free(request_id)
 
+    def _lease_ended(self, request_id: str, how: str) -> None:
+        self.leases_ended[str(how)] += 1
+        if how != "done":
+            party = self.agent.party
+            logger.warning(
+                "nobody read the cache of request %s: %s: at %s epoch %s", request_id, how, party.engine_id, party.epoch
+            )
+        self._free(request_id)
+
     def _free(self, request_id: str) -> None:
+        self._lease_ids.pop(request_id, None)
         self._owed.discard(request_id)
         self._release(request_id)
 
@@ -157,6 +204,13 @@ class AgentTransfer:
             self._release(notice.request_id)
 
 
+def _wanted(request_id: str, params: object, block_tables: Sequence[Sequence[int]], num_tokens: int) -> FetchWanted:
+    remote = from_params(params)
+    tables = tuple(tuple(table) for table in block_tables)
+    ranges = (TokenRange(0, num_tokens),) * len(tables)
+    return FetchWanted(request_id, remote.reference, remote.addresses, tables, ranges)
+
+
 def _gone() -> TransferError:
     return TransferError(Reason.ABORTED, "the transfer agent of this engine has stopped")
 
@@ -164,14 +218,21 @@ def _gone() -> TransferError:
 class AgentCollector(Collector):
     """The agent's counters for `/metrics`."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, transfer: AgentTransfer) -> None:
+        self._transfer = transfer
 
     def collect(self) -> Iterator[Metric]:
-        """One family; every failure moves exactly one labelled counter."""
-        family = CounterMetricFamily(
+        """Every failure moves exactly one labelled counter of the first family."""
+        agent = self._transfer.agent
+        events = CounterMetricFamily(
             "kvferry_agent_events", "What the transfer agent refused, dropped or failed.", labels=("what", "reason")
         )
-        for (what, reason), count in sorted(self._agent.counts.items()):
-            family.add_metric((what, str(reason)), count)
-        yield family
+        for (what, reason), count in sorted(agent.counts.items()):
+            events.add_metric((what, str(reason)), count)
+        yield events
+        leases = CounterMetricFamily("kvferry_agent_leases_ended", "Offered caches, by how it ended.", labels=("how",))
+        for how, count in sorted(self._transfer.leases_ended.items()):
+            leases.add_metric((how,), count)
+        yield leases
+        reads = GaugeMetricFamily("kvferry_agent_open_reads", "Reads that are under way.", value=agent.num_open_reads)
+        yield reads

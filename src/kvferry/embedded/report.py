@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -38,7 +39,7 @@ class Report:
 class Metrics:
     """Everything that `/metrics` shows, in a registry of its own."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, is_ready: Callable[[], bool]) -> None:
         self.registry = CollectorRegistry()
         self._requests = self._counter("requests", "Requests by leg and HTTP status.", "leg", "status")
         self._computed = self._counter("tokens_computed", "Prompt tokens computed here.")
@@ -47,6 +48,8 @@ class Metrics:
         self._bytes = self._counter("received_bytes", "Bytes of cache that came from other engines.")
         self._failures = self._counter("transfer_failures", "Transfers that failed, by reason.", "reason")
         self._show_engine(engine)
+        ready = Gauge("kvferry_engine_ready", "1 while requests may be sent here.", registry=self.registry)
+        ready.set_function(is_ready)
 
     def count_request(self, leg: str, status: int) -> None:
         self._requests.labels(leg, str(status)).inc()

@@ -9,7 +9,7 @@ import msgspec
 
 from kvferry.errors import RequestError
 
-__all__ = ["Ask", "ChatBody", "CompletionBody", "Leg", "check", "decode_chat", "decode_completion"]
+__all__ = ["Ask", "ChatBody", "CompletionBody", "Leg", "check", "decode_chat", "decode_completion", "decode_release"]
 
 Body = TypeVar("Body")
 
@@ -69,6 +69,12 @@ class ChatBody(_Common, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
 
 
+class ReleaseBody(msgspec.Struct, frozen=True):
+    """`POST /kvferry/release`: a prefill's `kv_transfer_params` that will not be used."""
+
+    kv_transfer_params: dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Leg:
     """Which part of a disaggregated request this is: `prefill`, `decode`, or `whole`; `params` is untrusted."""
@@ -117,6 +123,11 @@ def decode_chat(body: bytes) -> tuple[ChatBody, list[dict[str, str]]]:
     if not chat.messages:
         raise RequestError("messages is empty", expected="at least one message")
     return chat, [{"role": message.role, "content": _plain(message)} for message in chat.messages]
+
+
+def decode_release(body: bytes) -> dict[str, Any]:
+    """The reference that a release names. Raises RequestError."""
+    return _decode(body, ReleaseBody).kv_transfer_params
 
 
 def check(body: CompletionBody | ChatBody) -> Ask:

@@ -19,6 +19,8 @@ from kvferry.openai import SSE_DONE, SSE_MEDIA_TYPE, error_event, error_of, sse
 __all__ = ["Responder", "error_response", "json_response"]
 
 CLIENT_LEFT = 499
+# How the cache of this answer came to be.
+CACHE_HEADER = "x-kvferry-cache"
 
 
 class Responder:
@@ -38,6 +40,7 @@ class Responder:
         try:
             if not await _while_connected(self._respond(scope, receive, send), receive):
                 self._status = CLIENT_LEFT
+                self._service.forsake(self._call)
         finally:
             self._service.metrics.count_request(self._call.ask.leg.kind, self._status)
 
@@ -53,6 +56,7 @@ class Responder:
                 self._status = response.status_code
                 await response(scope, receive, send)
                 return
+            self._headers[CACHE_HEADER] = cache_word(self._call.ask.leg.kind, first)
             if self._call.ask.stream:
                 await self._stream(first, pieces, send)
             else:
@@ -98,6 +102,13 @@ class Responder:
 
     def _with_ids(self, choice: dict[str, Any], token_ids: tuple[int, ...]) -> dict[str, Any]:
         return choice | {"token_ids": list(token_ids)} if self._call.ask.return_token_ids else choice
+
+
+def cache_word(leg: str, piece: Piece) -> str:
+    """`received` from another engine, `recomputed` here because that failed, or `local`: nobody else was asked."""
+    if leg != "decode":
+        return "local"
+    return "recomputed" if piece.report.recomputed else "received"
 
 
 def json_response(body: dict[str, Any], headers: dict[str, str], status: int = 200) -> Response:

@@ -13,6 +13,7 @@ import jinja2
 
 from kvferry.embedded.engine import Engine
 from kvferry.embedded.entry import Request, Token
+from kvferry.embedded.readiness import Readiness
 from kvferry.embedded.report import Metrics, Report
 from kvferry.embedded.requests import Ask
 from kvferry.embedded.text import TextStream
@@ -66,14 +67,35 @@ class Service:
     def __init__(self, engine: Engine, transfer: Transfer, info: ServeInfo) -> None:
         self.engine = engine
         self.info = info
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(engine, lambda: not self.not_ready)
+        self._draining = False
         self._transfer = transfer
         self._numbers = itertools.count()
+        self._readiness = Readiness()
 
     @property
     def failure(self) -> str:
         """Why this process cannot do its whole job; empty while it can."""
         return self.engine.failure or self._transfer.failure
+
+    @property
+    def not_ready(self) -> str:
+        """Why no new request should be sent here; empty when one may be. What comes nevertheless is answered."""
+        draining = "it is draining: it finishes what it has and ends then" if self._draining else ""
+        return self.failure or draining or self._readiness.problem(time.monotonic())
+
+    def drain(self) -> None:
+        """The process has been told to end: from now on it is not ready, but it answers what comes."""
+        self._draining = True
+
+    def withdraw(self, params: object) -> bool:
+        """End the lease that a reference of ours names; whether there was one. Raises TransferError."""
+        return self._transfer.withdraw(params)
+
+    def forsake(self, call: Call) -> None:
+        """The client left before it had the answer: nobody knows the reference that a prefill leg would have given."""
+        if call.ask.leg.kind == "prefill":
+            self._transfer.abort(call.request.request_id)
 
     def call(self, request_id: str, prompt: str | list[int] | list[dict[str, str]], ask: Ask) -> Call:
         """Tokenise a prompt (text, ids, or chat messages). Raises RequestError, PromptTooLongError."""
@@ -121,12 +143,14 @@ class Service:
                 report = await self._fetch(call)
             except TransferError as error:
                 self.metrics.count_failure(error.reason)
+                self._readiness.failed(error.reason, time.monotonic())
                 if self.info.policy == "fail":
                     raise
                 # The first blocks are in quarantine until the transfer says that nothing can land in them.
                 again = replace(call.request, request_id=f"{call.request.request_id}-again")
                 report, tokens = Report(recomputed=error.reason), self.engine.generate(again)
             else:
+                self._readiness.succeeded()
                 undo.callback(self.engine.release, call.request.request_id)
                 tokens = self.engine.resume(call.request.request_id, report.tokens_received)
             async with aclosing(self._pieces(call, tokens, report)) as pieces:
@@ -136,7 +160,11 @@ class Service:
     async def _fetch(self, call: Call) -> Report:
         request_id, num_tokens = call.request.request_id, len(call.request.prompt) - 1
         began = time.perf_counter()
-        tables = await self.engine.reserve(call.request)
+        with ExitStack() as undo:
+            # Refused, or left by the client while it waited for room: the source need not keep the cache for us.
+            undo.callback(self._transfer.forgo, request_id, call.ask.leg.params)
+            tables = await self.engine.reserve(call.request)
+            undo.pop_all()
         queue_s = time.perf_counter() - began
         with ExitStack() as undo:
             undo.callback(self._transfer.abort, request_id)

@@ -59,6 +59,14 @@ class Transfer(Protocol):
         """Nobody waits for this request any more, offered or being fetched. Unknown ids are fine."""
         ...
 
+    def forgo(self, request_id: str, params: object) -> None:
+        """What the untrusted `params` refer to will not be fetched: tell the source, if it can be told."""
+        ...
+
+    def withdraw(self, params: object) -> bool:
+        """End an own offer by the reference that was given out; whether there was one. Raises TransferError."""
+        ...
+
 
 class NoTransfer:
     """An engine on its own: it answers whole requests and says so when it is asked for more."""
@@ -77,6 +85,12 @@ class NoTransfer:
 
     def abort(self, request_id: str) -> None:
         return
+
+    def forgo(self, request_id: str, params: object) -> None:
+        return
+
+    def withdraw(self, params: object) -> bool:
+        return False
 
 
 def _alone() -> TransferError:

@@ -21,6 +21,7 @@ from kvferry.openai import INVALID_REQUEST, SERVER_ERROR, error_body, error_of
 from kvferry.router.client import Client
 from kvferry.router.config import RouterConfig
 from kvferry.router.driver import Call, Driver
+from kvferry.router.errands import Errands
 from kvferry.router.headers import prefill_headers, request_id_of
 from kvferry.router.health import Prober
 from kvferry.router.membership import Membership
@@ -46,7 +47,8 @@ def create_app(config: RouterConfig) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with open_session(config) as session:
-            app.state.services = Services(config, membership, metrics, session)
+            errands = Errands(session, config)
+            app.state.services = Services(config, membership, metrics, session, errands)
             prober = Prober(session, membership, config)
             await prober.probe_all()
             probing = asyncio.create_task(prober.run())
@@ -55,6 +57,7 @@ def create_app(config: RouterConfig) -> Starlette:
             finally:
                 probing.cancel()
                 await asyncio.wait({probing})
+                await errands.close()
 
     routes = [
         *(Route(endpoint, Generate(endpoint), methods=["POST"]) for endpoint in Endpoint),
@@ -117,13 +120,17 @@ async def health(http: Request) -> Response:
 
 async def ready(http: Request) -> Response:
     membership: Membership = http.app.state.membership
-    num_prefill, num_decode = (len(membership.healthy(role)) for role in (Role.PREFILL, Role.DECODE))
+    num_decode = len(membership.healthy(Role.DECODE))
+    reason = "" if num_decode else "no decode instance is healthy"
+    reason = "it is draining: it finishes what it has and ends then" if membership.draining else reason
     body = {
-        "status": "ready" if num_decode else "no decode instance is healthy",
-        "num_healthy_prefill": num_prefill,
+        "status": reason or "ready",
+        "num_healthy_prefill": len(membership.healthy(Role.PREFILL)),
         "num_healthy_decode": num_decode,
+        "num_ready_prefill": len(membership.ready(Role.PREFILL)),
+        "num_ready_decode": len(membership.ready(Role.DECODE)),
     }
-    return _json(200 if num_decode else 503, body, {})
+    return _json(503 if reason else 200, body, {})
 
 
 async def show_metrics(http: Request) -> Response:

@@ -37,13 +37,13 @@ class Client:
         """The end of the body."""
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
-    async def finish_with_error(self, message: str, code: str) -> None:
+    async def finish_with_error(self, message: str, code: str, reason: str) -> None:
         """End an event stream with an error frame.
 
         Half a frame may have gone out already: a blank line ends it, so that ours is a frame of its own.
         """
         at_frame_start = not self._tail or self._tail.endswith((b"\n\n", b"\r\n\r\n"))
-        await self.finish((b"" if at_frame_start else b"\n\n") + error_event(message, code))
+        await self.finish((b"" if at_frame_start else b"\n\n") + error_event(message, code, reason))
 
 
 async def _wait_until_gone(receive: Receive) -> None:

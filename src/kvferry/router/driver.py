@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from kvferry.router.events import (
     ClientGone,
     Command,
     Count,
+    Counted,
     Cut,
     Ended,
     EndWithError,
@@ -29,6 +31,7 @@ from kvferry.router.events import (
     Picked,
     Refuse,
     Relay,
+    Release,
     Send,
 )
 from kvferry.router.flow import Flow
@@ -40,6 +43,10 @@ from kvferry.router.services import Services
 from kvferry.router.upstream import Outgoing
 
 __all__ = ["Call", "Driver"]
+
+RELEASE_PATH = "/kvferry/release"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,16 @@ class Driver:
 
     async def count(self, command: Count) -> None:
         self._services.metrics.count(command)
+        if command.what is Counted.UPSTREAM_ERROR:
+            leg = self._legs[-1]
+            logger.warning(
+                "request %s: the %s leg on %s failed: %s%s",
+                self._call.request_id,
+                command.role,
+                leg.instance.url,
+                command.reason,
+                leg.trouble,
+            )
 
     async def pick(self, command: Pick) -> Event:
         self._let_go(command.role)
@@ -108,6 +125,12 @@ class Driver:
             self._let_go(Role.PREFILL)
         return event
 
+    async def release(self, command: Release) -> None:
+        self._services.metrics.count_release(command.reason)
+        headers = prefill_headers(self._call.headers, self._call.request_id)
+        outgoing = Outgoing("POST", command.instance.url + RELEASE_PATH, headers, command.body)
+        self._services.errands.send(outgoing)
+
     async def relay(self, command: Relay) -> Event:
         return await self._unless_client_leaves(self._pass_on(self._legs[-1]))
 
@@ -127,7 +150,7 @@ class Driver:
         await self._client.finish(body)
 
     async def end_with_error(self, command: EndWithError) -> None:
-        await self._client.finish_with_error(command.message, command.code)
+        await self._client.finish_with_error(command.message, command.code, command.reason)
 
     async def cut(self, command: Cut) -> None:
         """Send nothing: a server closes the connection of an app that returns amid its response."""
@@ -177,5 +200,6 @@ ACTIONS: Mapping[type[Command], Callable[[Driver, Any], Awaitable[Event | None]]
     Pick: Driver.pick,
     Refuse: Driver.refuse,
     Relay: Driver.relay,
+    Release: Driver.release,
     Send: Driver.send,
 }

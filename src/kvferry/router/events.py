@@ -29,6 +29,7 @@ __all__ = [
     "Picked",
     "Refuse",
     "Relay",
+    "Release",
     "Send",
 ]
 
@@ -124,6 +125,15 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Release:
+    """Tell a prefill instance, in the background, that nobody will read the cache that `body` refers to."""
+
+    instance: Instance
+    body: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """Close the upstream connection of the leg in flight, which tells the engine to stop."""
 
@@ -152,6 +162,7 @@ class EndWithError:
 
     message: str
     code: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,4 +179,4 @@ class Count:
     reason: str
 
 
-Command = Pick | Send | Cancel | Relay | Forward | Refuse | EndWithError | Cut | Count
+Command = Pick | Send | Release | Cancel | Relay | Forward | Refuse | EndWithError | Cut | Count

@@ -5,7 +5,8 @@ The last command of a batch is the one that is answered by the next event. Rules
 * P gets one retry on another P per request, then the request is served by D alone;
 * D gets one retry on another D, only before its first byte, and with a fresh prefill: the cache of the first
   one may be half read and its lease spent;
-* a 4xx is about the request, so it goes to the client as it is and nothing is tried again.
+* a 4xx is about the request, so it goes to the client as it is and nothing is tried again;
+* a computed cache that D will not answer from is released: P would keep it until its lease runs out.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from kvferry.router.events import (
     Picked,
     Refuse,
     Relay,
+    Release,
     Send,
 )
 from kvferry.router.policy import Instance, Role
@@ -66,6 +68,12 @@ class PrefillAnswer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class FerryParams(msgspec.Struct):
+    """`kv_transfer_params` of an engine that can be told to release them: those of kvferry."""
+
+    kvferry: msgspec.Raw
+
+
 class Flow:
     """The state of one request. `path` is how it is being served so far."""
 
@@ -80,8 +88,11 @@ class Flow:
         # Why the next leg of a role is a second try; taken out when that leg starts.
         self._second_try: dict[Role, str] = {}
         # What the client gets when no decode instance is left.
-        self._last_word: Command = _refusal(503, "no_decode_instance", "no decode instance is healthy")
+        nobody = "no decode instance is healthy"
+        self._last_word: Command = _refusal(503, "no_decode_instance", nobody, "no_decode_instance")
         self._can_append = False
+        # What P keeps for D, until D answers.
+        self._kept: tuple[bytes, ...] = ()
 
     def handle(self, event: Event) -> list[Command]:
         """Take one event. Raises IllegalEventError, with the history, when the state does not allow it."""
@@ -131,6 +142,7 @@ class Flow:
             return self._lose_prefill("malformed")
         if not transfer.startswith(b"{"):
             return [*self._fall_back("no_kv_transfer_params"), *self._send_decode(self._request.raw)]
+        self._kept = (transfer,)
         return self._send_decode(decode_body(self._request, transfer))
 
     def lose_prefill(self, event: Failed) -> list[Command]:
@@ -138,17 +150,18 @@ class Flow:
 
     def take_decode_answer(self, event: Answered) -> list[Command]:
         if event.status < 500:
-            return self._finish(Forward())
+            return [*self._release("decode_refused"), *self._finish(Forward())]
         return self._lose_decode(f"status_{event.status}", Forward())
 
     def lose_decode(self, event: Failed) -> list[Command]:
         late = event.reason == "deadline"
         status, code = (504, "upstream_timeout") if late else (502, "upstream_unavailable")
         message = f"the decode instance did not answer: {event.detail}"
-        return self._lose_decode(event.reason, _refusal(status, code, message))
+        return self._lose_decode(event.reason, _refusal(status, code, message, event.reason))
 
     def relay(self, event: Opened) -> list[Command]:
         self.state = State.RELAYING
+        self._kept = ()
         self._can_append = event.can_append
         return [Relay()]
 
@@ -158,11 +171,11 @@ class Flow:
 
     def break_off(self, event: Failed) -> list[Command]:
         message = f"the answer broke off: {event.detail}"
-        last = EndWithError(message, "upstream_broke_off") if self._can_append else Cut()
+        last = EndWithError(message, "upstream_broke_off", event.reason) if self._can_append else Cut()
         return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, event.reason), *self._finish(last)]
 
     def abandon(self, event: ClientGone) -> list[Command]:
-        return self._finish(Cancel())
+        return [*self._release("client_left"), *self._finish(Cancel())]
 
     def _pick(self, role: Role) -> list[Command]:
         self.state = State.PICKING_DECODE if role is Role.DECODE else State.PICKING_PREFILL
@@ -189,9 +202,18 @@ class Flow:
 
     def _lose_decode(self, reason: str, last_word: Command) -> list[Command]:
         self._last_word = last_word
+        releases = self._release("decode_failed")
         again = self._may_try_again(Role.DECODE, reason)
         then = self._pick(Role.DECODE) if again else self._finish(last_word)
-        return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *then]
+        return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *releases, *then]
+
+    def _release(self, reason: str) -> list[Command]:
+        kept, self._kept = self._kept, ()
+        return [
+            Release(self._picked[Role.PREFILL], b'{"kv_transfer_params": ' + transfer + b"}", reason)
+            for transfer in kept
+            if _can_be_released(transfer)
+        ]
 
     def _may_try_again(self, role: Role, reason: str) -> bool:
         self._failed |= {self._picked[role]}
@@ -244,5 +266,16 @@ TRANSITIONS: Mapping[tuple[State, type[Event]], Transition] = {
 }
 
 
-def _refusal(status: int, code: str, message: str) -> Refuse:
-    return Refuse(status, error_body(message, SERVER_ERROR, code, None))
+def _refusal(status: int, code: str, message: str, reason: str) -> Refuse:
+    """`reason` is the label of the counter that the failure moves."""
+    body = error_body(message, SERVER_ERROR, code, None)
+    body["error"]["reason"] = reason
+    return Refuse(status, body)
+
+
+def _can_be_released(transfer: bytes) -> bool:
+    try:
+        msgspec.json.decode(transfer, type=FerryParams)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True

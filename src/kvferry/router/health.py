@@ -1,4 +1,4 @@
-"""The active probe: asks every instance's `/health` again and again."""
+"""The active probe: asks every instance's `/ready`, and `/health` where that is not 200, again and again."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from kvferry.router.policy import Instance
 from kvferry.router.upstream import DEADLINE, FAILURES, Exchange, Outgoing, reason_of
 
 __all__ = ["Prober"]
+
+UNREADY = 503
 
 
 class Prober:
@@ -40,16 +42,20 @@ class Prober:
     async def _probe(self, instance: Instance) -> None:
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
-                status = await self._ask(instance)
+                ready = await self._ask(instance, "/ready")
+                healthy = 200 if ready == 200 else await self._ask(instance, "/health")
         except FAILURES as error:
             self._membership.mark_down(instance, f"its probe failed ({reason_of(error, DEADLINE)})")
             return
-        if status == 200:
-            self._membership.mark_up(instance)
+        if healthy != 200:
+            self._membership.mark_down(instance, f"its probe was answered with {healthy}")
+        elif ready == UNREADY:
+            self._membership.mark_unready(instance, "it drains, or its transfers fail: ask its /ready")
         else:
-            self._membership.mark_down(instance, f"its probe was answered with {status}")
+            # Other engines have no /ready: they are ready when they are healthy.
+            self._membership.mark_up(instance)
 
-    async def _ask(self, instance: Instance) -> int:
-        exchange = await Exchange.open(self._session, Outgoing("GET", f"{instance.url}/health", [], b""))
+    async def _ask(self, instance: Instance, path: str) -> int:
+        exchange = await Exchange.open(self._session, Outgoing("GET", instance.url + path, [], b""))
         exchange.close()
         return exchange.status

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import dataclass
 
 from kvferry.router.events import Answered, Failed, Opened
@@ -23,8 +22,6 @@ from kvferry.router.upstream import (
 
 __all__ = ["Head", "Leg"]
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -43,6 +40,8 @@ class Leg:
         self._outgoing = outgoing
         self._exchange: Exchange | None = None
         self._first = b""
+        # What exactly went wrong, for the log: it names hosts and ports of the inside.
+        self.trouble = ""
 
     @property
     def head(self) -> Head:
@@ -92,7 +91,7 @@ class Leg:
     def _failed(self, error: BaseException, timeout_reason: str) -> Failed:
         self.close()
         reason = reason_of(error, timeout_reason)
-        logger.warning("a %s leg on %s failed: %s: %r", self.instance.role, self.instance.url, reason, error)
+        self.trouble = f" ({error!r})"
         if reason in GONE:
             self._services.membership.doubt(self.instance, reason)
         return Failed(reason, WORDS[reason])

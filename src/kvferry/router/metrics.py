@@ -53,6 +53,18 @@ class Metrics:
             ("role", "instance"),
             registry=registry,
         )
+        self._ready = Gauge(
+            "kvferry_router_instance_ready",
+            "1 while an instance wants requests.",
+            ("role", "instance"),
+            registry=registry,
+        )
+        self._releases = Counter(
+            "kvferry_router_releases",
+            "Computed caches that nobody will read; their prefill instance was told. By why nobody will.",
+            ("reason",),
+            registry=registry,
+        )
         self._time_to_first_token = Histogram(
             "kvferry_router_time_to_first_token_seconds",
             "From a streamed request's arrival to the first byte of its answer.",
@@ -73,14 +85,18 @@ class Metrics:
             case Counted.UPSTREAM_ERROR:
                 self._upstream_errors.labels(count.role, count.reason).inc()
 
+    def count_release(self, reason: str) -> None:
+        self._releases.labels(reason).inc()
+
     def observe_first_token(self, path: Path, seconds: float) -> None:
         self._time_to_first_token.labels(path).observe(seconds)
 
     def show_in_flight(self, instance: Instance, num_requests: int) -> None:
         self._in_flight.labels(instance.role, instance.url).set(num_requests)
 
-    def show_health(self, instance: Instance, healthy: bool) -> None:
+    def show_health(self, instance: Instance, healthy: bool, ready: bool) -> None:
         self._healthy.labels(instance.role, instance.url).set(1 if healthy else 0)
+        self._ready.labels(instance.role, instance.url).set(1 if ready else 0)
 
     def render(self) -> bytes:
         """The text format of Prometheus."""

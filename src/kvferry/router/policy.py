@@ -28,23 +28,27 @@ class Instance:
 class Load:
     """What is known about one instance at the moment of a choice.
 
-    `num_outstanding` requests are assigned to it and not finished. `last_chosen` is the serial number of the
-    choice that took it last, 0 when none did yet.
+    One that is `healthy` answers; one that is also `ready` wants requests. `num_outstanding` requests are assigned
+    to it and not finished. `last_chosen` is the serial number of the choice that took it last, 0 when none did yet.
     """
 
     instance: Instance
     healthy: bool
     num_outstanding: int
     last_chosen: int
+    ready: bool = True
 
 
 def choose(loads: Sequence[Load]) -> Instance | None:
-    """The healthy instance with the least outstanding work; None when no instance is healthy.
+    """The ready instance with the least outstanding work; None when there is none.
 
-    Among equals the one that was chosen longest ago, which is round robin; then the first in order. A count of
-    choices would not do: an instance back from an outage would get every request until it had caught up.
+    Where no decode instance is ready, one that answers at all is better than no answer. There is no such need for
+    prefill: the decode instance can do without. Among equals the one that was chosen longest ago, which is round
+    robin; then the first in order. A count of choices would not do: an instance back from an outage would get every
+    request until it had caught up.
     """
     healthy = [load for load in loads if load.healthy]
-    if not healthy:
+    able = [load for load in healthy if load.ready] or [load for load in healthy if load.instance.role is Role.DECODE]
+    if not able:
         return None
-    return min(healthy, key=lambda load: (load.num_outstanding, load.last_chosen)).instance
+    return min(able, key=lambda load: (load.num_outstanding, load.last_chosen)).instance

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from kvferry.router.config import RouterConfig
+from kvferry.router.errands import Errands
 from kvferry.router.membership import Membership
 from kvferry.router.metrics import Metrics
 
@@ -21,3 +22,4 @@ class Services:
     membership: Membership
     metrics: Metrics
     session: aiohttp.ClientSession
+    errands: Errands
