@@ -10,10 +10,12 @@ import msgspec
 from kvferry.errors import FerryError, WireError, WireVersionError
 from kvferry.wire.messages import WIRE_VERSION, Message
 
-__all__ = ["MAX_FRAME_BYTES", "decode", "encode"]
+__all__ = ["MAX_FRAME_BYTES", "MAX_REQUEST_BYTES", "decode", "encode"]
 
 MAGIC = b"KF"
-MAX_FRAME_BYTES = 16 * 1024 * 1024
+# The largest answer is an offer with its layout; what a target asks is much shorter.
+MAX_FRAME_BYTES = 16 << 20
+MAX_REQUEST_BYTES = 1 << 20
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

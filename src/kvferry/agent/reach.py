@@ -1,0 +1,58 @@
+"""Which addresses the control channel listens on and connects to: without a shared token, only this host's."""
+
+from __future__ import annotations
+
+import socket
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from urllib.parse import urlsplit
+
+from kvferry.agent.shared_token import SharedToken
+from kvferry.errors import ConfigurationError
+
+__all__ = ["is_connectable", "listening_address"]
+
+
+def listening_address(host: str, token: SharedToken) -> str:
+    """The IP address of a host's name. Raises ConfigurationError for one that must not or cannot be listened on."""
+    address = _resolved(host)
+    if not (token or address.is_loopback):
+        raise ConfigurationError(
+            "without a shared token the control channel only listens on this host",
+            found=host,
+            expected="127.0.0.1, or a token",
+            hint="give every engine the same --token-file (vLLM: token_file in kv_connector_extra_config)",
+        )
+    if address.is_unspecified:
+        raise ConfigurationError(
+            "peers need an address at which they find this engine",
+            found=host,
+            expected="the address of one network interface",
+            hint="give the address that the other engines reach, such as 10.0.0.5",
+        )
+    return str(address)
+
+
+def is_connectable(address: str, token: SharedToken) -> bool:
+    """Whether `tcp://IP:port` may be connected to. A peer elsewhere must be able to prove who it is."""
+    try:
+        return bool(token) or ip_address(urlsplit(address).hostname or "").is_loopback
+    except ValueError:
+        return False
+
+
+def _resolved(host: str) -> IPv4Address | IPv6Address:
+    try:
+        return ip_address(host)
+    except ValueError:
+        return _looked_up(host)
+
+
+def _looked_up(host: str) -> IPv4Address | IPv6Address:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigurationError(
+            "the control channel's host has no address", found=f"{host}: {error}", hint="give an IP address"
+        ) from error
+    # Where a name has both, peers that only know the older protocol are reached too.
+    return min((ip_address(str(entry[4][0])) for entry in found), key=lambda address: address.version)
