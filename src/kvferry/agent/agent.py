@@ -21,6 +21,7 @@ import numpy as np
 from kvferry import __version__
 from kvferry.agent.carrier import Carrier
 from kvferry.agent.control import Arrival, ControlChannel
+from kvferry.agent.shared_token import NO_TOKEN, SharedToken
 from kvferry.agent.wake import Wake
 from kvferry.errors import RequestError, WireError, WireVersionError
 from kvferry.plan.layout import Layout
@@ -64,7 +65,8 @@ def new_lease_id() -> str:
 class AgentConfig:
     """One rank of one engine. All ranks of an engine have the same `epoch`, new at every start.
 
-    `port` 0 lets the system choose; `transport` is `auto` or a transport's name.
+    `port` 0 lets the system choose; `transport` is `auto` or a transport's name. Without a `token` there is nothing but
+    this host to listen on and to connect to.
     """
 
     engine_id: str
@@ -74,6 +76,7 @@ class AgentConfig:
     port: int = 0
     transport: str = "auto"
     timing: e.Timing = field(default_factory=e.Timing)
+    token: SharedToken = NO_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ class Agent:
             undo.callback(probe_memory.close)
             self._carrier.register([*host.memories, probe_memory.memory])
             self._carrier.check_requested()
-            self._control = ControlChannel(config.host, config.port)
+            self._control = ControlChannel(config.host, config.port, config.token)
             undo.callback(self._control.close)
             self._wake = Wake()
             undo.callback(self._wake.close)
@@ -204,6 +207,7 @@ class Agent:
         """Everything that is to do now; returns how long the next turn may wait for something new."""
         for arrival in self._control.receive(wait_s):
             self._arrived(arrival)
+        self.counts.update(self._control.take_counts())
         self._take_wishes()
         began = time.monotonic()
         for event in self._carrier.poll():
@@ -279,6 +283,10 @@ class Agent:
 
 
 def _check_id(request_id: str) -> None:
+    try:
+        request_id.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError("a request id cannot travel", found=str(error), expected="text") from error
     if not 0 < len(request_id) <= MAX_ID_LENGTH:
         what = "a request id cannot travel"
         raise RequestError(what, found=f"{len(request_id)} characters", expected=f"1 to {MAX_ID_LENGTH}")
