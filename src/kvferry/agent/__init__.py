@@ -1,5 +1,16 @@
 """The only owner of threads and sockets of the transfer: feeds sessions with events and does what they command."""
 
 from kvferry.agent.agent import Agent, AgentConfig, Host, Notice, new_epoch, new_lease_id
+from kvferry.agent.shared_token import NO_TOKEN, SharedToken, read_token
 
-__all__ = ["Agent", "AgentConfig", "Host", "Notice", "new_epoch", "new_lease_id"]
+__all__ = [
+    "NO_TOKEN",
+    "Agent",
+    "AgentConfig",
+    "Host",
+    "Notice",
+    "SharedToken",
+    "new_epoch",
+    "new_lease_id",
+    "read_token",
+]
