@@ -1,0 +1,114 @@
+"""What must never happen, whatever goes wrong. The first thing that does happen ends the run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvferry.session.events import Command, Count, Failed
+
+if TYPE_CHECKING:
+    from kvferry.testing.simulation.attempt import Fetching
+    from kvferry.testing.simulation.node import Lent, Node
+    from kvferry.testing.simulation.tickets import Ticket
+
+__all__ = ["Checks", "Violation"]
+
+
+class Violation(AssertionError):
+    """A run has shown a defect."""
+
+
+class Checks:
+    """Watches all nodes of a run. `outcomes` counts how requests ended."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self._arrived: dict[tuple[Node, str], list[Ticket]] = {}
+
+    # --- bytes ---
+
+    def moves(self, ticket: Ticket) -> None:
+        """I9: bytes only move into blocks that still belong to the request they were asked for."""
+        if ticket.key.request_id not in ticket.node.fetching:
+            raise Violation(f"{ticket.node.name}: late bytes of {ticket.key.request_id} move into blocks freed since")
+
+    def ended(self, ticket: Ticket, error: str) -> None:
+        """Note what has arrived as a whole."""
+        if not error:
+            self._arrived.setdefault((ticket.node, ticket.key.request_id), []).append(ticket)
+
+    def fetched(self, node: Node, fetching: Fetching) -> None:
+        """A request may be answered: from its own bytes, read while its lease was live (I8)."""
+        if node.open_tickets(fetching.request_id):
+            raise Violation(f"{node.name}: {fetching.request_id} is there, but bytes of it still move")
+        for ticket in self._arrived.get((node, fetching.request_id), ()):
+            freed_at = ticket.remote.freed_at.get(fetching.reference.lease_id, float("inf"))
+            if freed_at < ticket.ended_at:
+                raise Violation(f"{node.name}: {fetching.request_id} was read from blocks that were freed meanwhile")
+        self.bytes_are_its_own(node, fetching)
+
+    def bytes_are_its_own(self, node: Node, fetching: Fetching) -> None:
+        """Every byte that was wanted."""
+        wrong = node.memory.wrong_bytes(fetching.salt, fetching.tables, fetching.ranges) if fetching.tables else 0
+        if wrong:
+            raise Violation(f"{node.name}: {fetching.request_id} is answered from {wrong} bytes that are not its own")
+
+    # --- blocks ---
+
+    def target_freed(self, node: Node, request_id: str) -> None:
+        """I9: a failed request's blocks come back once, when no ticket can write to them any more."""
+        fetching = node.fetching.get(request_id)
+        if fetching is None or fetching.status != "failed":
+            status = "unknown" if fetching is None else fetching.status
+            raise Violation(f"{node.name}: the blocks of {request_id} are freed again, it is {status}")
+        if node.open_tickets(request_id):
+            raise Violation(f"{node.name}: the blocks of {request_id} are freed while a ticket may write to them")
+
+    def source_freed(self, node: Node, request_id: str, reason: str, reads: Sequence[Ticket]) -> None:
+        """A lease ends once; it is done only when each of its readers has read everything."""
+        lent = node.lent.get(request_id)
+        if lent is None:
+            raise Violation(f"{node.name}: the lease of {request_id} has ended twice")
+        if reason == "done" and not self._readers(node, lent) >= lent.readers:
+            raise Violation(f"{node.name}: the lease of {request_id} is done, but not every reader has all bytes")
+        if reason == "done" and any(ticket.remote is node and ticket.key.request_id in lent.claims for ticket in reads):
+            raise Violation(f"{node.name}: the lease of {request_id} is done, but it is being read")
+
+    def _readers(self, node: Node, lent: Lent) -> set[int]:
+        return {
+            target.rank
+            for (target, request_id), tickets in self._arrived.items()
+            if request_id in lent.claims and any(ticket.remote is node for ticket in tickets)
+        }
+
+    # --- ends ---
+
+    def counted(self, node: Node, commands: Sequence[Command]) -> None:
+        """Every failure moves exactly one counter, labelled with its reason."""
+        if not any(isinstance(command, Failed) for command in commands):
+            return
+        failed = Counter(command.error.reason for command in commands if isinstance(command, Failed))
+        counts = [command for command in commands if isinstance(command, Count)]
+        counted = Counter(count.reason for count in counts if count.what == "fetches_failed")
+        if failed != counted:
+            raise Violation(f"{node.name}: failed {dict(failed)}, but counted {dict(counted)}")
+
+    def quiet(self, node: Node) -> None:
+        """When nothing happens any more, nothing is left."""
+        source, target = node.source, node.target
+        left = {
+            "blocks": node.pool.num_used,
+            "leases": source.num_live(),
+            "tombstones": len(source._leases),
+            "early messages": len(source._early._waiting),
+            "fetches": target.num_open(),
+            "farewells": len(target._farewells),
+            "peers that were never met": sum(not peer.ready for peer in target._peers),
+            "bindings": max(0, len(target._bindings._known) - len(list(target._peers))),
+        }
+        addresses = Counter(peer.key.address for peer in target._peers)
+        left["peers that have been replaced"] = sum(addresses.values()) - len(addresses)
+        if found := {name: number for name, number in left.items() if number}:
+            raise Violation(f"{node.name}: left at the end: {found}")

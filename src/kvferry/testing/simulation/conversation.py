@@ -1,0 +1,146 @@
+"""One request's life: prefilled on a source engine, lent, fetched by a target engine, decoded, freed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from kvferry.plan.tokens import TokenRange
+from kvferry.session.events import LeaseWithdrawn
+from kvferry.testing.simulation.attempt import Attempt, Wish
+from kvferry.testing.simulation.engine import Engine
+from kvferry.testing.simulation.memory import Tables
+from kvferry.testing.simulation.node import Node
+from kvferry.testing.simulation.shapes import MAX_TOKENS
+from kvferry.testing.simulation.site import Site
+from kvferry.wire.messages import Reference
+
+__all__ = ["Conversation"]
+
+MAX_PATIENCE = 12
+WAIT_S = 0.4
+MAX_LATE_S = 2.0
+
+
+class Conversation:
+    """`outcome` says how it ended; empty while it goes on."""
+
+    def __init__(self, site: Site, number: int, source: Engine, target: Engine) -> None:
+        self.outcome = ""
+        self.reference: Reference | None = None
+        self._site, self._world, self._faults = site, site.world, site.faults
+        self._name, self._salt = f"client{number}", number * 0x01000193 + 7
+        self._source, self._target = source, target
+        self._num_tokens = site.world.dice.randint(1, MAX_TOKENS)
+        self._patience = MAX_PATIENCE
+        self._lent_at = 0.0
+        self._disturbed = False
+
+    # --- prefill ---
+
+    def start(self) -> None:
+        """Prefill when there is room; give up after a while."""
+        tables = self._source.take(self._num_tokens) if self._source.runs else ()
+        if not tables:
+            self._wait(self.start, "no prefill")
+            return
+        self.reference = self._source.lend(self._num_tokens, self._salt, tables)
+        self._lent_at = self._world.now
+        self._site.story.say(self._name, f"{self._num_tokens} tokens prefilled:", self.reference)
+        for node in self._source.nodes:
+            late_s = self._world.between(0.0, MAX_LATE_S) if self._world.chance(self._faults.late) else 0.0
+            if late_s:
+                self._site.story.fault("late lease", node.name, self.reference.request_id)
+            node.wish(partial(node.handle_source, node.lent[self.reference.request_id].wanted), late_s)
+        if self._world.chance(self._faults.withdraw):
+            self._world.after(self._world.between(0.0, 3.0), partial(self._withdraw, self._source.nodes))
+        self._world.after(self._world.between(0.0, 0.05), self._fetch)
+
+    def _withdraw(self, nodes: tuple[Node, ...]) -> None:
+        """The engine takes its blocks back, where they are still lent for this request."""
+        reference = self._reference()
+        for node in nodes:
+            lent = node.lent.get(reference.request_id)
+            if lent is not None and lent.wanted.lease_id == reference.lease_id and node.alive:
+                self._disturbed = True
+                self._site.story.fault("withdrawn lease", node.name, reference.request_id)
+                node.wish(partial(self._withdrawn, node))
+
+    def _withdrawn(self, node: Node) -> None:
+        lent = node.lent.get(self._reference().request_id)
+        if lent is not None and lent.wanted.lease_id == self._reference().lease_id:
+            node.handle_source(LeaseWithdrawn(lent.wanted.request_id))
+
+    # --- fetch ---
+
+    def _fetch(self) -> None:
+        release = self._world.chance(self._faults.release)
+        last = 0 if release else self._last_token()
+        tables = self._target.take(last) if self._target.runs else ()
+        if not tables:
+            self._wait(self._fetch, "no room to decode")
+            return
+        first = self._world.dice.randint(0, last) if self._world.chance(0.4) else 0
+        self._attempt(TokenRange(first, last), ((),) * len(tables) if release else tables)
+
+    def _last_token(self) -> int:
+        """A state of fixed size is that after the last token."""
+        if self._site.shape.has_fixed_states or self._world.chance(0.7):
+            return self._num_tokens
+        return self._world.dice.randint(1, self._num_tokens)
+
+    def _attempt(self, tokens: TokenRange, tables: tuple[Tables, ...]) -> None:
+        site, reference = self._site, self._mixed()
+        punctual = self._world.now - self._lent_at < site.timing.lease_s / 2
+        num_groups = len(site.shape.target.layouts[0].groups)
+        wish = Wish(
+            self._target.next_fetch_id(),
+            reference,
+            tuple(node.address for node in self._source.nodes),
+            (tokens,) * num_groups,
+            self._salt,
+            punctual and not self._disturbed,
+        )
+        attempt = Attempt(site, wish, self._target.nodes, self._ended)
+        site.story.say(self._name, f"{wish.request_id} fetches [{tokens.first}, {tokens.last}) of", reference)
+        attempt.start(tables)
+        if self._world.chance(self._faults.abort):
+            self._world.after(self._world.between(0.0, 3.0), partial(self._abort, attempt))
+
+    def _abort(self, attempt: Attempt) -> None:
+        if not attempt.is_over:
+            self._site.story.fault("client abort", self._name, attempt.wish.request_id)
+            attempt.abort("aborted by the client")
+
+    def _mixed(self) -> Reference:
+        """Sometimes a client puts the reference together from those of two requests."""
+        own = self._reference()
+        others = self._source.leases_of_others(own)
+        if not others or not self._world.chance(self._faults.mix):
+            return own
+        self._site.story.fault("mixed reference", self._name)
+        self._disturbed = True
+        return Reference(own.engine_id, own.epoch, own.request_id, self._world.dice.choice(others))
+
+    # --- the end ---
+
+    def _ended(self, outcome: str) -> None:
+        self._site.story.say(self._name, outcome)
+        self._disturbed = True
+        if outcome.startswith("failed") and self._world.chance(self._faults.retry):
+            self._site.story.fault("another attempt", self._name)
+            self._world.after(self._world.between(0.0, 0.5), self._fetch)
+        else:
+            self.outcome = outcome
+
+    def _wait(self, again: Callable[[], None], otherwise: str) -> None:
+        self._patience -= 1
+        if self._patience < 0:
+            self.outcome = otherwise
+        else:
+            self._world.after(WAIT_S, again)
+
+    def _reference(self) -> Reference:
+        if self.reference is None:
+            raise ValueError("nothing has been prefilled yet")
+        return self.reference

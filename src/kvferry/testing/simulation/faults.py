@@ -1,0 +1,71 @@
+"""What goes wrong in a run, and how often: a record drawn from the run's seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+__all__ = ["CALM", "Faults"]
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Likelihoods per frame, per ticket, per connection and per request; numbers per run; durations in seconds.
+
+    Frames: `drop`, `duplicate`, `reorder`, `flip` (one bit), all up to `max_delay_s` late.
+    Tickets: `slow` (seconds instead of milliseconds), `fail`, `hang` (nothing moves until it is cancelled), `corrupt`
+    (one bit of what has been read is wrong). `outlives`: the memory of a killed process can still be read.
+    Requests: `abort` by the client, `withdraw` by the source's engine, `release` (nothing is wanted any more), `retry`
+    of a failed one under the same reference, `mix` (a reference put together from two), `late` (a rank hears of the
+    lease after it was claimed).
+    """
+
+    max_delay_s: float = 0.02
+    drop: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    flip: float = 0.0
+    slow: float = 0.0
+    fail: float = 0.0
+    hang: float = 0.0
+    corrupt: float = 0.0
+    outlives: float = 0.0
+    unreachable: float = 0.0
+    abort: float = 0.0
+    withdraw: float = 0.0
+    release: float = 0.0
+    retry: float = 0.0
+    mix: float = 0.0
+    late: float = 0.0
+    num_kills: int = 0
+    num_partitions: int = 0
+    num_stalls: int = 0
+    num_full_pools: int = 0
+
+    @classmethod
+    def drawn(cls, dice: random.Random) -> Faults:
+        """One run in six is calm; in the others each fault takes part with one chance in three."""
+        if dice.random() < 1 / 6:
+            return replace(CALM, slow=dice.choice([0.0, 0.3]), late=dice.choice([0.0, 0.3]))
+        drawn: dict[str, Any] = {f.name: _drawn(dice, f.name) for f in fields(cls) if dice.random() < 1 / 3}
+        return replace(cls(), **drawn)
+
+    @property
+    def is_calm(self) -> bool:
+        """Nothing happens that could end a request which its engines still want."""
+        return replace(self, slow=0.0, late=0.0) == CALM
+
+
+CALM = Faults(abort=0.15, release=0.1)
+
+_PER_RUN = {"num_kills": 3, "num_partitions": 2, "num_stalls": 3, "num_full_pools": 2}
+_LIKELY = {"retry": 0.8, "outlives": 1.0, "slow": 0.5, "late": 0.5}
+
+
+def _drawn(dice: random.Random, name: str) -> float:
+    if name == "max_delay_s":
+        return dice.choice([0.1, 1.0])
+    if name in _PER_RUN:
+        return dice.randint(1, _PER_RUN[name])
+    return dice.random() * _LIKELY.get(name, 0.25)

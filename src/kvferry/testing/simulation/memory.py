@@ -1,0 +1,171 @@
+"""The bytes of one rank: where each element lies, what it must hold, and blocks that are used again at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.plan.layout import CacheGroup, Layout, Placement, State
+from kvferry.plan.tokens import TokenRange
+
+__all__ = ["BlockPool", "ByteMap", "RankMemory", "Tables"]
+
+Tables = tuple[tuple[int, ...], ...]
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupMap:
+    """One cache group of a rank. `places` has the index into the rank's bytes of every (block, slot, byte of a token);
+    `keys` names each byte of a token by state and logical coordinate, the same on every engine. `state` is one of the
+    group's states: all have the same window."""
+
+    cache: CacheGroup
+    state: State
+    places: Indices
+    keys: NDArray[np.uint32]
+
+    def at(self, table: Sequence[int], tokens: TokenRange) -> tuple[Indices, NDArray[np.uint32]]:
+        """Where the bytes of some tokens lie, and the numbers of these tokens."""
+        numbers = np.arange(tokens.first, tokens.last)
+        blocks = np.asarray(table, np.int64)
+        size = self.cache.block_tokens
+        return self.places[blocks[numbers // size], numbers % size], numbers.astype(np.uint32)
+
+    def seen(self, tokens: TokenRange) -> TokenRange:
+        """The tokens whose bytes matter: those that the next one still sees; a state of fixed size counts as one."""
+        return self.state.seen_by_next(tokens) if self.state.per_token else TokenRange(0, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ByteMap:
+    """Where everything lies in one rank; `base` is the address of the first byte."""
+
+    base: int
+    num_bytes: int
+    groups: tuple[GroupMap | CacheGroup, ...]
+
+    @classmethod
+    def of(cls, layout: Layout) -> ByteMap:
+        """The map of a layout. Groups of which the rank holds nothing stay what they are."""
+        base = min(region.address for region in layout.regions)
+        end = max(region.address + region.size_bytes for region in layout.regions)
+        groups = tuple(_group_map(layout, number, base) for number in range(len(layout.groups)))
+        return cls(base, end - base, groups)
+
+    def held(self) -> list[tuple[int, GroupMap]]:
+        """The groups of which the rank holds something, with their numbers."""
+        return [(number, group) for number, group in enumerate(self.groups) if isinstance(group, GroupMap)]
+
+
+def _group_map(layout: Layout, number: int, base: int) -> GroupMap | CacheGroup:
+    cache, named = layout.groups[number], layout.state_named()
+    placements = [placement for placement in layout.placements if placement.group == number]
+    if not placements:
+        return cache
+    parts = [_places(layout, placement, base) for placement in placements]
+    places = np.concatenate([places for places, _ in parts], axis=2)
+    keys = np.concatenate([keys for _, keys in parts])
+    return GroupMap(cache, named[placements[0].state], places, keys)
+
+
+def _places(layout: Layout, placement: Placement, base: int) -> tuple[Indices, NDArray[np.uint32]]:
+    state, cache = layout.state_named()[placement.state], layout.groups[placement.group]
+    start = layout.regions[placement.region].address - base + placement.offset
+    offsets, keys = [], []
+    for coordinate in product(*(range(span.start, span.stop) for span in placement.spans)):
+        steps = zip(coordinate, placement.spans, placement.strides, strict=True)
+        offset = sum((place - span.start) * stride for place, span, stride in steps)
+        for byte in range(state.item_bytes):
+            offsets.append(offset + byte)
+            keys.append(crc32(f"{state.name}|{coordinate}|{byte}".encode()))
+    blocks = np.arange(cache.num_blocks)[:, None, None] * placement.block_stride
+    slots = np.arange(cache.block_tokens)[None, :, None] * placement.token_stride
+    return start + blocks + slots + np.array(offsets, np.int64)[None, None, :], np.array(keys, np.uint32)
+
+
+def pattern(salt: int, numbers: NDArray[np.uint32], keys: NDArray[np.uint32]) -> NDArray[np.uint8]:
+    """What the bytes of a request are: they encode request, state, token and logical coordinate."""
+    mixed = keys[None, :] * np.uint32(0x9E3779B1) + numbers[:, None] * np.uint32(0x85EBCA6B) + np.uint32(salt)
+    mixed ^= mixed >> np.uint32(15)
+    mixed *= np.uint32(0x2C1B3C6D)
+    mixed ^= mixed >> np.uint32(13)
+    return mixed.astype(np.uint8)
+
+
+class RankMemory:
+    """The bytes of one rank of one incarnation."""
+
+    def __init__(self, layout_map: ByteMap) -> None:
+        self.map = layout_map
+        self.bytes = np.zeros(layout_map.num_bytes, np.uint8)
+
+    def write(self, salt: int, tables: Tables, num_tokens: int) -> None:
+        """What a prefill leaves behind."""
+        for number, group in self.map.held():
+            tokens = TokenRange(0, num_tokens if group.state.per_token else 1)
+            places, numbers = group.at(tables[number], tokens)
+            self.bytes[places] = pattern(salt, numbers, group.keys)
+
+    def wrong_bytes(self, salt: int, tables: Tables, ranges: Sequence[TokenRange]) -> int:
+        """How many bytes of what was wanted are not the request's own."""
+        found = 0
+        for number, group in self.map.held():
+            places, numbers = group.at(tables[number], group.seen(ranges[number]))
+            found += int(np.count_nonzero(self.bytes[places] != pattern(salt, numbers, group.keys)))
+        return found
+
+    def overwrite(self, tables: Tables) -> None:
+        """Other bytes in blocks that somebody else has now: no byte stays what it was."""
+        for number, group in self.map.held():
+            places = group.places[np.asarray(tables[number], np.int64)]
+            self.bytes[places] += np.uint8(37)
+
+
+class BlockPool:
+    """Free blocks, last freed first used. With a shared pool all cache groups take from the same blocks."""
+
+    def __init__(self, layout: Layout, shared: bool) -> None:
+        self._groups = layout.groups
+        self._shared = shared
+        self._per_token = _per_token(layout)
+        self._free = [list(range(group.num_blocks)) for group in (layout.groups[:1] if shared else layout.groups)]
+        self._total = sum(map(len, self._free))
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody has."""
+        return self._total - sum(map(len, self._free))
+
+    def take(self, num_tokens: int) -> tuple[Tables, ...]:
+        """Blocks for a request: one block table per group; empty when there are not enough."""
+        needed = [self._needed(number, num_tokens) for number in range(len(self._groups))]
+        if self._shared and sum(needed) > len(self._free[0]):
+            return ()
+        if not self._shared and any(want > len(free) for want, free in zip(needed, self._free, strict=True)):
+            return ()
+        return (tuple(tuple(self._list(n).pop() for _ in range(want)) for n, want in enumerate(needed)),)
+
+    def give_back(self, tables: Tables) -> None:
+        """These blocks are free."""
+        for number, table in enumerate(tables):
+            self._list(number).extend(table)
+
+    def _list(self, number: int) -> list[int]:
+        return self._free[0 if self._shared else number]
+
+    def _needed(self, number: int, num_tokens: int) -> int:
+        if num_tokens == 0:
+            return 0
+        return -(-num_tokens // self._groups[number].block_tokens) if self._per_token[number] else 1
+
+
+def _per_token(layout: Layout) -> list[bool]:
+    named = layout.state_named()
+    with_tokens = {placement.group for placement in layout.placements if named[placement.state].per_token}
+    return [number in with_tokens for number in range(len(layout.groups))]

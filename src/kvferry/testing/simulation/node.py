@@ -1,0 +1,215 @@
+"""One rank: the real sessions of both sides, and the one place where their commands are carried out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.errors import WireError, WireVersionError
+from kvferry.session import events as e
+from kvferry.session.source import Identity
+from kvferry.session.target import Ourselves, TargetEvent
+from kvferry.testing.simulation.attempt import Fetching
+from kvferry.testing.simulation.frames import FrameFabric
+from kvferry.testing.simulation.inbox import Inbox
+from kvferry.testing.simulation.memory import BlockPool, RankMemory, Tables
+from kvferry.testing.simulation.programs import remember_programs
+from kvferry.testing.simulation.shapes import Side
+from kvferry.testing.simulation.site import Site
+from kvferry.testing.simulation.tickets import Ticket, TicketFabric
+from kvferry.wire.codec import decode
+from kvferry.wire.messages import Claim, Message, Party, Probe, Reason, Refusal, TransportOffer
+
+__all__ = ["Lent", "Node", "Wiring"]
+
+PRODUCT_VERSION = "simulated"
+PROBE = Probe(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """What connects nodes."""
+
+    site: Site
+    frames: FrameFabric
+    tickets: TicketFabric
+
+
+@dataclass(slots=True)
+class Lent:
+    """Blocks that the engine keeps until `SourceFree`; who has said that they read them."""
+
+    wanted: e.LeaseWanted
+    tables: Tables
+    readers: set[int] = field(default_factory=set)
+    claims: set[str] = field(default_factory=set)
+
+
+class Node:
+    """One rank of one incarnation of an engine. `engine_name` is the machine, `party.engine_id` who it says it is."""
+
+    def __init__(self, wiring: Wiring, engine_name: str, party: Party, side: Side) -> None:
+        self.site, self._frames, self._tickets = wiring.site, wiring.frames, wiring.tickets
+        self.engine_name, self.party, self.rank = engine_name, party, party.rank
+        self.name, self.epoch = f"{engine_name}.{party.rank}", party.epoch
+        self.address = f"sim://{engine_name}/{party.rank}"
+        self.descriptor = f"{self.name}#{party.epoch}".encode()
+        self.alive, self.outlived = True, False
+        layout = side.layouts[party.rank]
+        self.memory, self.pool = RankMemory(side.maps[party.rank]), BlockPool(layout, side.shared_pool)
+        self.inbox = Inbox(self.site.world)
+        self.lent: dict[str, Lent] = {}
+        self.fetching: dict[str, Fetching] = {}
+        self.freed_at: dict[str, float] = {}
+        self.counts: Counter[tuple[str, str]] = Counter()
+        offers = (TransportOffer("simulated", self.descriptor, ""),)
+        identity = Identity(party, len(side.layouts), PRODUCT_VERSION, layout, offers, PROBE)
+        timing, plant = self.site.timing, self.site.plant
+        self.source = plant.source(identity, timing)
+        self.target = plant.target(Ourselves(party, PRODUCT_VERSION, side.layouts), timing)
+        remember_programs(self.target, side.layouts, party.rank)
+        self._wakes_at, self._wished_at = float("inf"), 0.0
+        self._frames.listen(self)
+        self._tickets.register(self)
+
+    # --- what comes in ---
+
+    def frame_arrived(self, name: str, frame: bytes) -> None:
+        """From a target, which is answered by name."""
+        message = self._decoded(frame)
+        if isinstance(message, Refusal):
+            self._obey([e.Reply(name, message)])
+            return
+        if isinstance(message, Claim):
+            self._note_claim(message)
+        self.handle_source(e.FrameArrived(name, message))
+
+    def answer_arrived(self, peer: e.PeerKey, frame: bytes) -> None:
+        """From a source that we address."""
+        self.handle_target(e.AnswerArrived(peer, self._decoded(frame)))
+
+    def wish(self, action: Callable[[], None], delay_s: float = 0.0) -> None:
+        """What the engine wants: handled in order, after a moment."""
+        world = self.site.world
+        self._wished_at = max(self._wished_at, world.now + delay_s + world.between(0.0, 0.01))
+        world.at(self._wished_at, lambda: self.inbox.put(1, action))
+
+    def carried(self, event: e.PeerConnected | e.PeerUnreachable | e.TicketEnded) -> None:
+        """News from the transport: handled in a later turn, never in the middle of this one."""
+        self.site.world.after(0.0, lambda: self.inbox.put(2, lambda: self.handle_target(event)))
+
+    def handle_source(self, event: e.LeaseWanted | e.LeaseWithdrawn | e.FrameArrived | e.Tick) -> None:
+        """One event for the source session."""
+        self.site.story.say(self.name, "source <-", event)
+        self._obey(self.source.handle(event, self.site.world.now))
+        self._arm()
+
+    def handle_target(self, event: TargetEvent) -> None:
+        """One event for the target session."""
+        self.site.story.say(self.name, "target <-", event)
+        self._obey(self.target.handle(event, self.site.world.now))
+        self._arm()
+
+    def die(self, outlived: bool) -> None:
+        """The process is gone; with `outlived`, its memory can still be read."""
+        self.alive, self.outlived = False, outlived
+        self.inbox.close()
+        self._tickets.node_died(self)
+
+    def open_tickets(self, request_id: str) -> list[Ticket]:
+        """What may still write to the blocks of a request."""
+        return self._tickets.open_of(self, request_id)
+
+    # --- blocks ---
+
+    def lend(self, lent: Lent, salt: int) -> None:
+        """Blocks that a prefill has filled."""
+        self.lent[lent.wanted.request_id] = lent
+        self.memory.write(salt, lent.tables, lent.wanted.num_tokens)
+
+    def free(self, tables: Tables) -> None:
+        """Blocks come back, and somebody else has them at once."""
+        if tables:
+            self.memory.overwrite(tables)
+            self.pool.give_back(tables)
+
+    def _note_claim(self, claim: Claim) -> None:
+        lent = self.lent.get(claim.reference.request_id)
+        if lent is not None and lent.wanted.lease_id == claim.reference.lease_id:
+            lent.readers.update(claim.readers)
+            lent.claims.add(claim.claim_id)
+
+    # --- what goes out ---
+
+    def _obey(self, commands: list[e.Command]) -> None:
+        self.site.checks.counted(self, commands)
+        for command in commands:
+            self.site.story.say(self.name, "  ->", command)
+            self._carry_out(command)
+
+    def _carry_out(self, command: e.Command) -> None:
+        match command:
+            case e.Send(peer, message):
+                self._frames.send(self, peer, message)
+            case e.Reply(name, message):
+                self._frames.reply(self, name, message)
+            case e.Connect(peer, offer):
+                self._tickets.connect(self, peer, offer)
+            case e.Disconnect(peer):
+                self._tickets.disconnect(self, peer)
+            case e.Post(key, copies):
+                self._tickets.post(self, key, copies)
+            case e.Cancel(key):
+                self._tickets.cancel(self, key)
+            case _:
+                self._note(command)
+
+    def _note(self, command: e.Command) -> None:
+        """What goes to the engine, and counters."""
+        match command:
+            case e.Count(what, reason):
+                self.counts[what, reason] += 1
+            case e.SourceFree(request_id, reason):
+                self._source_freed(request_id, reason)
+            case e.Fetched() | e.Failed() | e.TargetFree():
+                self._fetch_moved_on(command)
+
+    def _source_freed(self, request_id: str, reason: str) -> None:
+        self.site.checks.source_freed(self, request_id, reason, self._tickets.open)
+        lent = self.lent.pop(request_id)
+        self.freed_at[lent.wanted.lease_id] = self.site.world.now
+        self.free(lent.tables)
+
+    def _fetch_moved_on(self, command: e.Fetched | e.Failed | e.TargetFree) -> None:
+        if isinstance(command, e.TargetFree):
+            self.site.checks.target_freed(self, command.request_id)
+        fetching = self.fetching[command.request_id]
+        fetching.handle(self, command)
+
+    # --- time ---
+
+    def _arm(self) -> None:
+        now = self.site.world.now
+        due = max(now, min(self.source.next_deadline(), self.target.next_deadline(now)))
+        if due < self._wakes_at:
+            self._wakes_at = due
+            self.site.world.at(due, lambda: self._wake(due))
+
+    def _wake(self, due: float) -> None:
+        if due == self._wakes_at:
+            self._wakes_at = float("inf")
+            self.inbox.put(3, self._tick)
+
+    def _tick(self) -> None:
+        self._obey(self.source.handle(e.Tick(), self.site.world.now))
+        self._obey(self.target.handle(e.Tick(), self.site.world.now))
+        self._arm()
+
+    def _decoded(self, frame: bytes) -> Message:
+        try:
+            return decode(frame)
+        except WireError as error:
+            reason = Reason.WIRE_VERSION if isinstance(error, WireVersionError) else Reason.MALFORMED
+            self.counts["frames_refused", reason] += 1
+            return Refusal(reason, error.what, error.found, error.expected, "")

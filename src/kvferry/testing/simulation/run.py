@@ -1,0 +1,90 @@
+"""One run: engines, requests and trouble, all from one seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from kvferry.errors import FerryError
+from kvferry.testing.simulation.checks import Checks, Violation
+from kvferry.testing.simulation.clock import World
+from kvferry.testing.simulation.conversation import Conversation
+from kvferry.testing.simulation.engine import Engine
+from kvferry.testing.simulation.faults import Faults
+from kvferry.testing.simulation.frames import FrameFabric
+from kvferry.testing.simulation.node import Wiring
+from kvferry.testing.simulation.plants import NO_PLANT, Plant
+from kvferry.testing.simulation.shapes import NUM_SHAPES, shape_of
+from kvferry.testing.simulation.site import Site
+from kvferry.testing.simulation.story import Story
+from kvferry.testing.simulation.tickets import TicketFabric
+from kvferry.testing.simulation.trouble import TROUBLE_S, plan_trouble
+
+__all__ = ["Outcome", "simulate"]
+
+END_S = 300.0
+"""Long after the last deadline of the last request."""
+
+DEFECTS = (Violation, FerryError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: `violation` is empty when nothing was wrong. The counters are for the summary."""
+
+    seed: int
+    violation: str
+    outcomes: Counter[str]
+    injected: Counter[str]
+    virtual_s: float
+    story: tuple[str, ...] = ()
+
+
+def simulate(seed: int, plant: Plant = NO_PLANT, told: bool = False) -> Outcome:
+    """Play the run of a seed; the same seed gives the same run. With `told`, the outcome has its story."""
+    world = World(seed)
+    story = Story(world, told)
+    faults = Faults.drawn(world.dice)
+    site = Site(world, faults, shape_of(seed % NUM_SHAPES), Checks(), story, plant)
+    story.say("run", f"seed {seed}:", site.shape.text)
+    story.say("run", worded_faults(faults))
+    violation = ""
+    try:
+        _play(site)
+    except DEFECTS as error:
+        violation = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
+        story.say("run", "VIOLATION", violation)
+    return Outcome(seed, violation, site.checks.outcomes, story.injected, world.now, tuple(story.lines))
+
+
+def worded_faults(faults: Faults) -> str:
+    """What may go wrong in a run."""
+    return "calm" if faults.is_calm else str(faults)
+
+
+def _play(site: Site) -> None:
+    world = site.world
+    wiring = Wiring(site, FrameFabric(site), TicketFabric(site))
+    sources = [Engine(wiring, f"p{number}", site.shape.source) for number in range(world.dice.choice([1, 1, 2]))]
+    targets = [Engine(wiring, f"d{number}", site.shape.target) for number in range(world.dice.choice([1, 1, 2]))]
+    for engine in (*sources, *targets):
+        engine.start()
+    conversations = []
+    for number in range(world.dice.randint(3, 8)):
+        conversation = Conversation(site, number, world.dice.choice(sources), world.dice.choice(targets))
+        conversations.append(conversation)
+        world.at(world.between(0.0, TROUBLE_S), conversation.start)
+    plan_trouble(site, sources, targets)
+    if not world.run(END_S):
+        raise Violation(f"something still goes on after {END_S:g} s")
+    _check_end(site, conversations, [*sources, *targets])
+
+
+def _check_end(site: Site, conversations: list[Conversation], engines: list[Engine]) -> None:
+    for number, conversation in enumerate(conversations):
+        if not conversation.outcome:
+            raise Violation(f"client{number} was never told how its request ended")
+        site.checks.outcomes[conversation.outcome] += 1
+    for engine in engines:
+        for node in engine.nodes:
+            site.checks.quiet(node)

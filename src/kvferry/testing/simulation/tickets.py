@@ -1,0 +1,177 @@
+"""The transport between nodes: the bytes of a ticket move in steps, some of them late, and it ends exactly once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.plan.copies import Copies
+from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, ReadKey, TicketEnded
+from kvferry.testing.simulation.site import Site
+from kvferry.wire.messages import Offer
+
+if TYPE_CHECKING:
+    from kvferry.testing.simulation.node import Node
+
+__all__ = ["Ticket", "TicketFabric"]
+
+NUM_STEPS = 4
+FAST_S = 0.01
+MAX_SLOW_S = 9.0
+MAX_DRAIN_S = 4.0
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A posted read. `source` and `target` are indices of bytes, of which `moved` have moved. `fails_at` is the number
+    of bytes after which it ends with an error; a hanging one moves nothing until somebody loses interest in it."""
+
+    node: Node
+    remote: Node
+    key: ReadKey
+    source: NDArray[np.int64]
+    target: NDArray[np.int64]
+    step_s: float
+    fails_at: int
+    hangs: bool
+    moved: int = 0
+    is_open: bool = True
+    unwanted: bool = False
+    ended_at: float = 0.0
+
+
+class TicketFabric:
+    """Routes between nodes, and all tickets that are open."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._nodes: dict[bytes, Node] = {}
+        self._routes: dict[tuple[Node, PeerKey], Node] = {}
+        self.open: list[Ticket] = []
+
+    def register(self, node: Node) -> None:
+        """The memory of this node can be reached by its descriptor."""
+        self._nodes[node.descriptor] = node
+
+    def connect(self, node: Node, peer: PeerKey, offer: Offer) -> None:
+        """Answered a little later."""
+        site = self._site
+        fails = site.world.chance(site.faults.unreachable)
+        if fails:
+            site.story.fault("unreachable peer", node.name, peer)
+
+        def answer() -> None:
+            remote = self._nodes.get(offer.transports[0].descriptor) if offer.transports else None
+            if fails or remote is None or not remote.alive:
+                node.carried(PeerUnreachable(peer, "nobody there"))
+            else:
+                self._routes[node, peer] = remote
+                node.carried(PeerConnected(peer, "simulated", "the only one"))
+
+        site.world.after(site.world.between(0.001, 0.05), answer)
+
+    def disconnect(self, node: Node, peer: PeerKey) -> None:
+        """Its open reads end with an error before long; until then their bytes may still move."""
+        self._routes.pop((node, peer), None)
+        for ticket in self.open:
+            if ticket.node is node and ticket.key.peer == peer:
+                self._let_go(ticket)
+
+    def post(self, node: Node, key: ReadKey, copies: Copies) -> None:
+        """Start a read."""
+        world, faults = self._site.world, self._site.faults
+        remote = self._routes.get((node, key.peer))
+        if remote is None:
+            node.carried(TicketEnded(key, "the peer is not connected any more"))
+            return
+        source, target = _indices(copies.source, copies, remote), _indices(copies.target, copies, node)
+        if _outside(source, remote) or _outside(target, node):
+            node.carried(TicketEnded(key, "a row leaves registered memory"))
+            return
+        slow, hangs, fails = (world.chance(chance) for chance in (faults.slow, faults.hang, faults.fail))
+        step_s = world.between(0.0, MAX_SLOW_S if slow else FAST_S) / NUM_STEPS
+        fails_at = world.dice.randint(0, len(source)) if fails else len(source) + 1
+        ticket = Ticket(node, remote, key, source, target, step_s, fails_at, hangs)
+        for name, chosen in (("slow ticket", slow), ("hanging ticket", hangs), ("failing ticket", fails)):
+            if chosen:
+                self._site.story.fault(name, node.name, key.request_id)
+        self.open.append(ticket)
+        if not hangs:
+            world.after(step_s, lambda: self._step(ticket))
+
+    def cancel(self, node: Node, key: ReadKey) -> None:
+        """Nobody wants it any more, which stops no byte: it ends when it is done, or some time later."""
+        for ticket in self.open:
+            if ticket.node is node and ticket.key == key:
+                self._let_go(ticket)
+
+    def node_died(self, node: Node) -> None:
+        """Reads of a dead process are over; reads from it fail, now or when somebody loses interest."""
+        for ticket in list(self.open):
+            if ticket.node is node:
+                self.open.remove(ticket)
+                ticket.is_open = False
+
+    def open_of(self, node: Node, request_id: str) -> list[Ticket]:
+        """The tickets of a request of this node that may still move bytes."""
+        return [ticket for ticket in self.open if ticket.node is node and ticket.key.request_id == request_id]
+
+    def _let_go(self, ticket: Ticket) -> None:
+        if not ticket.unwanted:
+            ticket.unwanted = True
+            world = self._site.world
+            world.after(world.between(0.0, MAX_DRAIN_S), lambda: self._end(ticket, "cancelled"))
+
+    def _step(self, ticket: Ticket) -> None:
+        """Move the next quarter of the bytes; nothing moves across a partition or out of a process that is gone."""
+        if not ticket.is_open:
+            return
+        site, node, remote = self._site, ticket.node, ticket.remote
+        if site.is_cut(node.engine_name, remote.engine_name):
+            site.world.after(0.2, lambda: self._step(ticket))
+            return
+        if not remote.alive and not remote.outlived:
+            self._broken(ticket)
+            return
+        end = min(len(ticket.source), ticket.moved + max(1, -(-len(ticket.source) // NUM_STEPS)), ticket.fails_at)
+        part = slice(ticket.moved, end)
+        site.checks.moves(ticket)
+        node.memory.bytes[ticket.target[part]] = remote.memory.bytes[ticket.source[part]]
+        ticket.moved = end
+        if end == ticket.fails_at:
+            self._end(ticket, "injected fault")
+        elif end == len(ticket.source):
+            self._arrived(ticket)
+        else:
+            site.world.after(ticket.step_s, lambda: self._step(ticket))
+
+    def _broken(self, ticket: Ticket) -> None:
+        """Half of the transports notice that the other process is gone; the others just wait."""
+        if self._site.world.chance(0.5):
+            self._end(ticket, "the connection broke")
+
+    def _arrived(self, ticket: Ticket) -> None:
+        self._end(ticket, "")
+
+    def _end(self, ticket: Ticket, error: str) -> None:
+        if ticket.is_open:
+            ticket.is_open = False
+            ticket.ended_at = self._site.world.now
+            self.open.remove(ticket)
+            self._site.checks.ended(ticket, error)
+            ticket.node.carried(TicketEnded(ticket.key, error))
+
+
+def _indices(starts: NDArray[np.uint64], copies: Copies, node: Node) -> NDArray[np.int64]:
+    """The index of every byte of some rows, in their order."""
+    lengths = copies.length.astype(np.int64)
+    before = np.cumsum(lengths) - lengths
+    first = starts.astype(np.int64) - node.memory.map.base - before
+    return np.repeat(first, lengths) + np.arange(int(lengths.sum()))
+
+
+def _outside(indices: NDArray[np.int64], node: Node) -> bool:
+    return len(indices) > 0 and bool(indices.min() < 0 or indices.max() >= node.memory.map.num_bytes)
