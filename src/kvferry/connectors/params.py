@@ -6,8 +6,11 @@ back from a client, so nothing in them is believed: they are checked here, and t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -17,12 +20,20 @@ from msgspec import Meta
 from kvferry.errors import TransferError
 from kvferry.wire.messages import Reason, Reference
 
-__all__ = ["Remote", "from_params", "to_params"]
+__all__ = ["Reach", "Remote", "from_params", "to_params"]
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
-# Loopback only, like the control channel itself: a client must not be able to make an engine connect anywhere else.
-Address = Annotated[str, Meta(pattern=r"\Atcp://(127\.0\.0\.1|localhost):[1-9][0-9]{0,4}\Z", max_length=64)]
+Address = Annotated[str, Meta(max_length=64)]
+# Numbers only: looking up a name that a client has chosen would let it ask any name server and wait for the answer.
+ADDRESS = re.compile(r"tcp://(?:\[([0-9a-f:]{2,39})\]|([0-9.]{7,15})):([1-9][0-9]{0,4})", re.ASCII)
 MAX_RANKS = 64
+
+
+class Reach(StrEnum):
+    """Where an engine may be sent by its clients: elsewhere only when a peer there must prove who it is."""
+
+    THIS_HOST = "this host"
+    ANY_HOST = "any host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +76,49 @@ def to_params(
     }
 
 
-def from_params(params: object) -> Remote:
+def from_params(params: object, reach: Reach = Reach.THIS_HOST) -> Remote:
     """Read parameters that a client sent. Raises TransferError (`malformed`) for anything that is not as expected."""
     try:
         read = msgspec.convert(params, _Params)
-        _check_addresses(read.kvferry.addresses)
+        ours = read.kvferry
+        _check_text(read.remote_engine_id, read.remote_request_id, ours.epoch, ours.lease_id)
+        _check_addresses(ours.addresses, reach)
     except (msgspec.ValidationError, ValueError) as error:
         raise TransferError(
             Reason.MALFORMED,
             "kv_transfer_params cannot be read",
-            found=str(error),
+            found=_printable(str(error)),
             expected="the kv_transfer_params of a prefill's response, unchanged",
         ) from error
-    ours = read.kvferry
     reference = Reference(read.remote_engine_id, ours.epoch, read.remote_request_id, ours.lease_id)
     return Remote(reference, ours.addresses)
 
 
-def _check_addresses(addresses: tuple[str, ...]) -> None:
-    if len(set(addresses)) != len(addresses):
+def _check_text(*names: str) -> None:
+    """JSON can hold half a character, which no message can."""
+    for name in names:
+        name.encode()
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _check_addresses(addresses: tuple[str, ...], reach: Reach) -> None:
+    found = [_place(address) for address in addresses]
+    if len(set(found)) != len(found):
         raise ValueError("an address is given twice")
-    if any(int(address.rpartition(":")[2]) > 65_535 for address in addresses):
-        raise ValueError("a port is larger than 65535")
+    for host, port in found:
+        if port > 65_535:
+            raise ValueError("a port is larger than 65535")
+        if host.is_unspecified or host.is_multicast or (host.version == 6 and host.ipv4_mapped):
+            raise ValueError(f"{host} is no engine's address")
+        if reach is Reach.THIS_HOST and not host.is_loopback:
+            raise ValueError(f"{host} is another host, and this engine has no shared token")
+
+
+def _place(address: str) -> tuple[IPv4Address | IPv6Address, int]:
+    matched = ADDRESS.fullmatch(address)
+    if matched is None:
+        raise ValueError("an address is not of the form tcp://IP:port")
+    return ip_address(matched[1] or matched[2]), int(matched[3])
