@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["cache_directory"]
+__all__ = ["cache_directory", "token_file"]
 
 
 def cache_directory() -> Path:
@@ -14,3 +14,8 @@ def cache_directory() -> Path:
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "kvferry"
+
+
+def token_file() -> str:
+    """The file with the token that all engines share: KVFERRY_TOKEN_FILE; empty when there is none."""
+    return os.environ.get("KVFERRY_TOKEN_FILE", "")

@@ -27,6 +27,7 @@ Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Model = Annotated[str, typer.Option(help="Folder or Hugging Face name; `tiny` is made on this machine.")]
 Engine = Annotated[str, typer.Option(help="transformers (built in) or vllm; options of vLLM go behind --.")]
 Drain = Annotated[float, typer.Option(min=0.0, help="Seconds that open requests and leases have after SIGTERM.")]
+HERE = "127.0.0.1"
 Transport = Annotated[str, typer.Option(help="auto, shm, cma, tcp or nixl.")]
 
 
@@ -123,6 +124,8 @@ def serve(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 for any free one.")] = 8100,
     transfer_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the control channel.")] = 0,
+    transfer_host: Annotated[str, typer.Option(help="Where peers reach this engine; not 127.0.0.1 needs a token.")] = HERE,
+    token_file: Annotated[str, typer.Option(help="The token that all engines share; else KVFERRY_TOKEN_FILE.")] = "",
     lease_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a cache waits for its reader.")] = 30.0,
     heartbeat: Annotated[float, typer.Option(min=0.05, help="Seconds; a peer silent for three is lost.")] = 1.0,
     drain_timeout: Drain = 30.0,
@@ -143,16 +146,21 @@ def serve(
         path, name = resolve(model)
         if engine == "vllm":
             _serve_vllm(context, path, served_name or name)
-        from kvferry.agent import AgentConfig
+        from kvferry.agent import AgentConfig, read_token
+        from kvferry.cli import environment
         from kvferry.cli import serve as command
         from kvferry.connectors.jobs import Settings
         from kvferry.session.events import Timing
 
         timing = Timing(lease_s=lease_timeout, heartbeat_s=heartbeat)
+        token = read_token(token_file or environment.token_file())
+        agent = AgentConfig(
+            engine_id, host=transfer_host, port=transfer_port, transport=transport, timing=timing, token=token
+        )
         command.serve(
             command.ServeOptions(
                 settings=Settings(path, dtype, block_tokens, num_blocks, max_batch_tokens),
-                agent=AgentConfig(engine_id, port=transfer_port, transport=transport, timing=timing),
+                agent=agent,
                 served_name=served_name or name,
                 failure_policy=failure_policy,
                 host=host,
@@ -166,6 +174,7 @@ def serve(
 
 def _serve_vllm(context: typer.Context, path: str, served_name: str) -> None:
     """The same options for vLLM. Ends with its exit code."""
+    from kvferry.cli import environment
     from kvferry.cli.serve_vllm import VllmOptions, serve_vllm
 
     given = context.params
@@ -183,6 +192,8 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str) -> None:
         arguments=tuple(context.args),
         as_json=given["as_json"],
         as_child=given["as_child"],
+        transfer_host=given["transfer_host"],
+        token_file=given["token_file"] or environment.token_file(),
     )
     raise typer.Exit(serve_vllm(options))
 

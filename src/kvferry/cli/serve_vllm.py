@@ -21,6 +21,7 @@ from kvferry.errors import ConfigurationError
 __all__ = ["VllmOptions", "serve_vllm", "vllm_command"]
 
 READY_S = 600.0
+HERE = "127.0.0.1"
 POLL_S = 0.25
 # Less than our own parent gives us before it kills us: nobody else would end vLLM then.
 STOP_S = 8.0
@@ -43,6 +44,8 @@ class VllmOptions:
     arguments: tuple[str, ...]
     as_json: bool
     as_child: bool
+    transfer_host: str = HERE
+    token_file: str = ""
 
 
 def serve_vllm(options: VllmOptions) -> int:
@@ -72,14 +75,17 @@ def serve_vllm(options: VllmOptions) -> int:
 
 
 def vllm_command(options: VllmOptions, port: int) -> list[str]:
-    """The command line that starts vLLM with our connector."""
+    """The command line that starts vLLM with our connector. It names the token's file and not the token."""
+    extra = {"transport": options.transport, "port": options.transfer_port}
+    extra |= {"host": options.transfer_host} if options.transfer_host != HERE else {}
+    extra |= {"token_file": options.token_file} if options.token_file else {}
     transfer = {
         "kv_connector": "FerryConnector",
         "kv_connector_module_path": "kvferry.connectors.vllm",
         "kv_role": "kv_both",
         "engine_id": options.engine_id,
         "kv_load_failure_policy": options.failure_policy,
-        "kv_connector_extra_config": {"transport": options.transport, "port": options.transfer_port},
+        "kv_connector_extra_config": extra,
     }
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
     command += ["--host", options.host, "--port", str(port), "--served-model-name", options.served_name]

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvferry.agent import Agent, AgentConfig, Host, Notice, new_lease_id
-from kvferry.connectors.params import from_params, to_params
+from kvferry.connectors.params import Reach, Remote, from_params, to_params
 from kvferry.embedded.transfer import TransferReport
 from kvferry.errors import TransferError
 from kvferry.plan.layout import Layout
@@ -35,7 +35,8 @@ class AgentTransfer:
     """
 
     def __init__(self, config: AgentConfig, layout: Layout, memory: Memory, release: Callable[[str], None]) -> None:
-        opened = open_transports(config.transport)
+        opened = open_transports(config.transport, config.host)
+        self._reach = Reach.ANY_HOST if config.token else Reach.THIS_HOST
         host = Host((layout,), (memory,), self._on_notice)
         self.agent = Agent(config, host, opened.transports, opened.unavailable)
         self._num_groups = len(layout.groups)
@@ -82,7 +83,7 @@ class AgentTransfer:
     ) -> TransferReport:
         """Bring `num_tokens` tokens into these blocks. Raises TransferError; a cancelled caller aborts the fetch."""
         try:
-            wanted = _wanted(request_id, params, block_tables, num_tokens)
+            wanted = _wanted(request_id, from_params(params, self._reach), block_tables, num_tokens)
             if self.failure:
                 raise _gone()
         except TransferError as error:
@@ -130,7 +131,7 @@ class AgentTransfer:
         """Nobody will fetch this: the source hears of it and need not wait for its lease to run out."""
         try:
             # Nothing of every group: should the source grant it before it hears of the end, that moves nothing.
-            wanted = _wanted(request_id, params, [()] * self._num_groups, 0)
+            wanted = _wanted(request_id, from_params(params, self._reach), [()] * self._num_groups, 0)
         except TransferError:
             return
         self.agent.fetch(wanted)
@@ -138,7 +139,7 @@ class AgentTransfer:
 
     def withdraw(self, params: object) -> bool:
         """End the lease that these parameters refer to; whether there was one. Raises TransferError (`malformed`)."""
-        reference = from_params(params).reference
+        reference = from_params(params, self._reach).reference
         known = self._lease_ids.get(reference.request_id)
         if known is None or known != reference.lease_id:
             return False
@@ -204,8 +205,7 @@ class AgentTransfer:
             self._release(notice.request_id)
 
 
-def _wanted(request_id: str, params: object, block_tables: Sequence[Sequence[int]], num_tokens: int) -> FetchWanted:
-    remote = from_params(params)
+def _wanted(request_id: str, remote: Remote, block_tables: Sequence[Sequence[int]], num_tokens: int) -> FetchWanted:
     tables = tuple(tuple(table) for table in block_tables)
     ranges = (TokenRange(0, num_tokens),) * len(tables)
     return FetchWanted(request_id, remote.reference, remote.addresses, tables, ranges)

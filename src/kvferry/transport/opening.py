@@ -15,10 +15,10 @@ from kvferry.transport.tcp import TcpTransport
 
 __all__ = ["Opened", "check_name", "open_transports"]
 
-OPENERS: dict[str, Callable[[], Transport]] = {
-    "shm": SharedMemoryTransport,
-    "cma": CrossMemoryTransport,
-    "nixl": NixlTransport,
+OPENERS: dict[str, Callable[[str], Transport]] = {
+    "shm": lambda host: SharedMemoryTransport(),
+    "cma": lambda host: CrossMemoryTransport(),
+    "nixl": lambda host: NixlTransport(),
     "tcp": TcpTransport,
 }
 
@@ -42,8 +42,11 @@ def check_name(requested: str) -> None:
         )
 
 
-def open_transports(requested: str) -> Opened:
-    """Open one transport by name, or with `auto` all of them. Raises ConfigurationError for an unknown name."""
+def open_transports(requested: str, host: str = "127.0.0.1") -> Opened:
+    """Open one transport by name, or with `auto` all of them; those that listen do so on `host`.
+
+    Raises ConfigurationError for an unknown name.
+    """
     check_name(requested)
     transports: list[Transport] = []
     unavailable: dict[str, str] = {}
@@ -52,7 +55,7 @@ def open_transports(requested: str) -> Opened:
             unavailable[name] = f"this engine was started with --transport {requested}"
             continue
         try:
-            transports.append(opener())
+            transports.append(opener(host))
         except TransportError as error:
             unavailable[name] = str(error)
     return Opened(tuple(transports), unavailable)

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
+from kvferry.connectors.params import Reach
 from kvferry.connectors.vllm.orders import Orders, RankAddress
 from kvferry.connectors.vllm.scheduler import Scheduler
 from kvferry.connectors.vllm.settings import check_version, settings_of, speak_like_vllm
@@ -45,8 +46,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         speak_like_vllm()
         super().__init__(vllm_config, role, kv_cache_config)
         settings = settings_of(vllm_config)
+        reach = Reach.ANY_HOST if settings.token_file else Reach.THIS_HOST
         is_scheduler = role == KVConnectorRole.SCHEDULER
-        self._schedulers = [Scheduler(settings.engine_id, kv_cache_config)] if is_scheduler else []
+        self._schedulers = [Scheduler(settings.engine_id, kv_cache_config, reach)] if is_scheduler else []
         self._workers = [] if is_scheduler else [Worker(vllm_config, settings, kv_cache_config)]
 
     @property

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.agent import new_lease_id
-from kvferry.connectors.params import Remote, from_params, to_params
+from kvferry.connectors.params import Reach, Remote, from_params, to_params
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, RankAddress, Tables, agent_name
 from kvferry.errors import TransferError
 from kvferry.plan.tokens import TokenRange
@@ -34,8 +34,9 @@ NULL_BLOCK = 0
 class Scheduler:
     """Stages orders; `take_orders` hands them over at each step."""
 
-    def __init__(self, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, engine_id: str, kv_cache_config: KVCacheConfig, reach: Reach = Reach.THIS_HOST) -> None:
         self._engine_id = engine_id
+        self._reach = reach
         self._config = kv_cache_config
         self._orders = Orders()
         self._ranks: tuple[RankAddress, ...] = ()
@@ -103,7 +104,8 @@ class Scheduler:
         first = self._computed.get(request.request_id, 0)
         wanted = TokenRange(first, first + num_external_tokens)
         tables = self._tables(block_ids)
-        self._orders.fetches.append(_fetch(request.request_id, params, tables, (wanted,) * len(tables)))
+        ranges = (wanted,) * len(tables)
+        self._orders.fetches.append(_fetch(request.request_id, params, tables, ranges, self._reach))
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks must stay, and the parameters for the decode side."""
@@ -142,7 +144,8 @@ class Scheduler:
         may be told twice, under two names.
         """
         name, nothing = f"{request_id}:release-{next(self._releases)}", TokenRange(0, 0)
-        order = _fetch(name, params, ((),) * len(self._fixed), (nothing,) * len(self._fixed))
+        num_groups = len(self._fixed)
+        order = _fetch(name, params, ((),) * num_groups, (nothing,) * num_groups, self._reach)
         if order.error:
             logger.debug("request %s: %s", request_id, order.error)
         else:
@@ -178,10 +181,12 @@ def _forgets(spec: Any) -> bool:
     return bool(getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None))
 
 
-def _fetch(request_id: str, params: Mapping[str, Any], tables: Tables, ranges: tuple[TokenRange, ...]) -> FetchOrder:
+def _fetch(
+    request_id: str, params: Mapping[str, Any], tables: Tables, ranges: tuple[TokenRange, ...], reach: Reach
+) -> FetchOrder:
     is_waited_for = any(len(tokens) for tokens in ranges)
     try:
-        remote = from_params({**params, "do_remote_prefill": True})
+        remote = from_params({**params, "do_remote_prefill": True}, reach)
     except TransferError as error:
         return FetchOrder(request_id, NOBODY, (), tables, ranges, is_waited_for, str(error))
     return _order(request_id, remote, tables, ranges)

@@ -17,7 +17,7 @@ __all__ = ["Settings", "check_version", "settings_of", "speak_like_vllm"]
 logger = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 32), (0, 32)
-KNOWN_KEYS = ("backends", "host", "kv_lease_duration", "port", "transport")
+KNOWN_KEYS = ("backends", "host", "kv_lease_duration", "port", "token_file", "transport")
 # Keys of the stock connector whose meaning does not exist here: accepted, so that a configuration can stay as it is.
 IGNORED_KEYS = ("enforce_handshake_compat", "engine_ttl", "num_threads", "push_registration_timeout")
 DEFAULT_LEASE_S = 30
@@ -25,13 +25,17 @@ DEFAULT_LEASE_S = 30
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """One engine's settings. `port` is that of rank 0; the others follow it; 0 lets the system choose them all."""
+    """One engine's settings. `port` is that of rank 0; the others follow it; 0 lets the system choose them all.
+
+    `token_file` is empty when the engines share no token.
+    """
 
     engine_id: str
     host: str
     port: int
     transport: str
     lease_s: float
+    token_file: str
 
 
 def check_version() -> None:
@@ -70,6 +74,7 @@ def settings_of(config: VllmConfig) -> Settings:
         port=_port(extra, config),
         transport=_transport(extra),
         lease_s=float(lease_s),
+        token_file=_token_file(extra),
     )
 
 
@@ -95,6 +100,13 @@ def _port(extra: dict[str, Any], config: VllmConfig) -> int:
         raise ConfigurationError("port is wrong", found=repr(port), expected="0 to 65535; 0 lets the system choose")
     ranks_per_engine = config.parallel_config.world_size
     return port + config.parallel_config.data_parallel_index * ranks_per_engine if port else 0
+
+
+def _token_file(extra: dict[str, Any]) -> str:
+    path = extra.get("token_file", "")
+    if not isinstance(path, str):
+        raise ConfigurationError("token_file is wrong", found=type(path).__name__, expected="the path of a file")
+    return path
 
 
 def _transport(extra: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_world_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvferry.agent import Agent, AgentConfig, Host, Notice, new_epoch
+from kvferry.agent import Agent, AgentConfig, Host, Notice, new_epoch, read_token
 from kvferry.connectors.vllm.describe import Described, describe, engine_facts
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, RankAddress, agent_name
 from kvferry.connectors.vllm.settings import Settings
@@ -93,7 +93,7 @@ class Worker:
         described = describe(self._kv_cache_config, kv_caches, facts)
         everyone, rank = _meet(_Introduction(new_epoch(), described.layout), self._config.parallel_config.world_size)
         layouts = tuple(introduction.layout for introduction in everyone)
-        opened = open_transports(self._settings.transport)
+        opened = open_transports(self._settings.transport, self._settings.host)
         agent_config = AgentConfig(
             engine_id=self._settings.engine_id,
             epoch=everyone[0].epoch,
@@ -102,6 +102,7 @@ class Worker:
             port=self._settings.port + rank if self._settings.port else 0,
             transport=self._settings.transport,
             timing=_timing(self._settings),
+            token=read_token(self._settings.token_file),
         )
         host = Host(layouts, described.memories, self._notices.put)
         agent = Agent(agent_config, host, opened.transports, opened.unavailable)
