@@ -12,13 +12,13 @@ from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree, Timing
 from kvferry.testing import oracle
 from kvferry.transport.opening import open_transports
-from kvferry.wire.codec import decode
+from kvferry.wire.codec import decode, frame_of
 from kvferry.wire.messages import Reason, Reference, Refusal
 
 SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
 TARGET = EngineShape(1, 1, block_tokens=6, num_blocks=9, format="block-head-major")
 # An offer whose span ends at 2**64 - 1: more than `len` can say.
-HUGE_SPAN = b"KF\x01" + msgspec.msgpack.encode(
+HUGE_SPAN = msgspec.msgpack.encode(
     {
         "type": "offer",
         "party": {"engine_id": "x", "epoch": "x", "rank": 0},
@@ -167,7 +167,14 @@ def test_nonsense_on_the_control_channel_is_refused_and_changes_nothing(make_ran
     stranger = context.socket(zmq.DEALER)
     stranger.connect(source.agent.address)
     try:
-        for frame in (b"", b"hello", b"KF\x09\x80", b"KF\x01\xff", b"KF\x01\x81\xa4type\xa5offer", HUGE_SPAN):
+        for frame in (
+            b"",
+            b"hello",
+            b"KF\x09\x80",
+            b"KF\x01\xff",
+            frame_of(b"\x81\xa4type\xa5offer"),
+            frame_of(HUGE_SPAN),
+        ):
             stranger.send(frame)
             assert stranger.poll(DEADLINE_MS), "no answer"
             answer = decode(stranger.recv())

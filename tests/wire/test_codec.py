@@ -9,7 +9,7 @@ from kvferry.errors import WireError
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.model import attention
 from kvferry.wire import messages as m
-from kvferry.wire.codec import MAX_FRAME_BYTES, decode, encode
+from kvferry.wire.codec import MAX_FRAME_BYTES, decode, encode, frame_of
 
 PARTY = m.Party("prefill-0", "e1", 0)
 LAYOUT = describe(attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
@@ -41,11 +41,12 @@ def test_every_message_survives_the_wire(message):
         (b"", "not a frame"),
         (b"GET / HTTP/1.1", "not a frame"),
         (b"KF\x07\x80", "version 7"),
-        (b"KF\x01\x80", "malformed"),
-        (b"KF\x01" + msgspec.msgpack.encode({"type": "valid", "claim_id": 3}), "malformed"),
-        (b"KF\x01" + msgspec.msgpack.encode({"type": "valid", "claim_id": "c", "more": 1}), "malformed"),
-        (b"KF\x01" + msgspec.msgpack.encode({"type": "delete"}), "malformed"),
-        (b"KF\x01" + b"\x91" * 100_000, "malformed"),
+        (b"KF\x01\x80", "damaged"),
+        (frame_of(b"\x80"), "malformed"),
+        (frame_of(msgspec.msgpack.encode({"type": "valid", "claim_id": 3})), "malformed"),
+        (frame_of(msgspec.msgpack.encode({"type": "valid", "claim_id": "c", "more": 1})), "malformed"),
+        (frame_of(msgspec.msgpack.encode({"type": "delete"})), "malformed"),
+        (frame_of(b"\x91" * 100_000), "malformed"),
         (b"KF\x01" + b"\x00" * MAX_FRAME_BYTES, "too large"),
     ],
 )
@@ -55,16 +56,25 @@ def test_a_bad_frame_is_refused_with_the_reason(frame, says):
 
 
 def test_a_layout_that_leaves_its_region_is_refused_on_arrival():
-    frame = encode(EXAMPLES[3]).replace(msgspec.msgpack.encode(LAYOUT.regions[0].size_bytes), b"\x01")
+    body = msgspec.msgpack.encode(EXAMPLES[3]).replace(msgspec.msgpack.encode(LAYOUT.regions[0].size_bytes), b"\x01")
     with pytest.raises(WireError, match="malformed"):
-        decode(frame)
+        decode(frame_of(body))
 
 
 @given(st.sampled_from(EXAMPLES), st.data())
 def test_a_damaged_frame_decodes_or_is_refused_and_never_crashes(message, data):
-    frame = bytearray(encode(message))
+    body = bytearray(msgspec.msgpack.encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
-        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
-    cut = data.draw(st.integers(0, len(frame)))
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(body)))
     with contextlib.suppress(WireError):
-        decode(bytes(frame[:cut]))
+        decode(frame_of(bytes(body[:cut])))
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_a_frame_with_a_flipped_bit_is_refused_whatever_it_would_say(message, data):
+    frame = bytearray(encode(message))
+    bit = data.draw(st.integers(0, len(frame) * 8 - 1))
+    frame[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(WireError):
+        decode(bytes(frame))
