@@ -146,13 +146,21 @@ def test_a_read_from_a_lost_peer_ends_with_an_error(connected):
 
 
 def test_only_the_chosen_transport_stays_connected():
-    transports = [Scripted("shm"), Scripted("tcp"), Scripted("nixl", refuses=("connect",))]
+    transports = [Scripted("nixl"), Scripted("tcp"), Scripted("shm", refuses=("connect",))]
     carrier = Carrier("auto", transports, {})
     carrier.connect(PEER, offer("shm", "tcp", "nixl"))
     (event,) = outcomes(carrier)
-    assert "nixl failed (cannot connect)" in event.choice
+    assert "shm failed (cannot connect)" in event.choice
     assert [t.name for t in transports if t.connected] == [event.transport]
     assert all(not t.registered for t in transports)
+
+
+def test_what_cannot_be_better_is_never_connected():
+    transports = [Scripted("cma"), Scripted("tcp", refuses=("connect",))]
+    carrier = Carrier("auto", transports, {})
+    carrier.connect(PEER, offer("cma", "tcp"))
+    (event,) = outcomes(carrier)
+    assert (event.transport, "tcp not tested" in event.choice, "tcp failed" in event.choice) == ("cma", True, False)
 
 
 def test_no_transport_that_works_is_an_outcome():

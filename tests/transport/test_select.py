@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import ConfigurationError, TransportError
-from kvferry.transport.select import TRANSPORTS, Choice, Measurement, candidates, choose
+from kvferry.transport.select import TRANSPORTS, Choice, Measurement, candidates, choose, is_worth_testing
 
 ALL = dict.fromkeys(TRANSPORTS, "")
 
@@ -61,3 +61,12 @@ def test_nothing_that_passed_is_an_error() -> None:
         choose([Measurement("nixl", 0.0, 0.0, 0.0, "broken")])
     with pytest.raises(TransportError, match="nothing was tested"):
         choose([])
+
+
+def test_what_takes_more_steps_is_not_tested_where_one_copy_does():
+    passed, failed = Measurement("cma", 7.0, 4.0, 1e-4, ""), Measurement("shm", 0.0, 0.0, 0.0, "not attached")
+    assert [name for name in TRANSPORTS if is_worth_testing(name, [failed, passed])] == ["memory", "shm", "cma"]
+    assert all(is_worth_testing(name, [failed, Measurement("nixl", 9.0, 9.0, 1e-4, "")]) for name in TRANSPORTS)
+    choice = choose([failed, passed], ["nixl", "tcp"])
+    assert choice.name == "cma"
+    assert choice.reason.endswith("in rows of 4 KiB; nixl, tcp not tested: the same host needs only one copy")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from kvferry.errors import TransportError
 from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable
 from kvferry.transport.base import Completion, Transport
-from kvferry.transport.select import choose
+from kvferry.transport.select import choose, is_worth_testing
 from kvferry.transport.selftest import Measurement, Probe, SelfTest
 from kvferry.wire.messages import Offer
 
@@ -16,7 +16,8 @@ __all__ = ["Meeting"]
 
 
 class Meeting:
-    """Tests one transport after the other, so that they do not disturb each other's figures.
+    """Tests one transport after the other, so that they do not disturb each other's figures, and
+    only those that could still be the best.
 
     `chosen` is empty until the choice is made. A test whose ticket is still open after that keeps the meeting
     unsettled: its scratch memory may still be written to.
@@ -31,6 +32,7 @@ class Meeting:
         self._waiting = deque(transports)
         self._tests: list[tuple[str, SelfTest]] = []
         self._unconnected: list[Measurement] = []
+        self._untested: list[str] = []
         self._is_over = False
 
     @property
@@ -60,7 +62,14 @@ class Meeting:
     def _is_testing(self) -> bool:
         return any(test.result is None for _, test in self._tests)
 
+    @property
+    def _measured(self) -> list[Measurement]:
+        return [test.result for _, test in self._tests if test.result is not None]
+
     def _start(self, transport: Transport, now: float) -> None:
+        if not is_worth_testing(transport.name, self._measured):
+            self._untested.append(transport.name)
+            return
         try:
             transport.connect(str(self.peer), self._descriptors[transport.name])
         except TransportError as error:
@@ -71,9 +80,8 @@ class Meeting:
         test.start(now)
 
     def _outcome(self) -> PeerConnected | PeerUnreachable:
-        measured = [test.result for _, test in self._tests if test.result is not None]
         try:
-            choice = choose([*measured, *self._unconnected])
+            choice = choose([*self._measured, *self._unconnected], self._untested)
         except TransportError as error:
             return PeerUnreachable(self.peer, str(error))
         self.chosen = tuple(each for each in self._transports if each.name == choice.name)

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigurationError, TransportError
 
-__all__ = ["AUTO", "TRANSPORTS", "Choice", "Measurement", "candidates", "choose"]
+__all__ = ["AUTO", "ONE_COPY", "TRANSPORTS", "Choice", "Measurement", "candidates", "choose", "is_worth_testing"]
 
 AUTO = "auto"
 # In the order in which they are tried: what is usually fastest comes first.
 TRANSPORTS = ("memory", "shm", "cma", "nixl", "tcp")
+ONE_COPY = ("memory", "shm", "cma")
+"""They copy once, from where the bytes are to where they shall be, and the peer has no part in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,19 @@ def candidates(requested: str, offered: Mapping[str, str], available: Mapping[st
     return usable
 
 
-def choose(measurements: Sequence[Measurement]) -> Choice:
+def is_worth_testing(name: str, measurements: Sequence[Measurement]) -> bool:
+    """Whether a transport could still be better than those that were tested before it.
+
+    Where one copy does, others only make the same bytes take more steps, and testing them takes long: their peer must
+    answer, and it may be busy computing.
+    """
+    return name in ONE_COPY or not any(each.name in ONE_COPY and not each.error for each in measurements)
+
+
+def choose(measurements: Sequence[Measurement], untested: Sequence[str] = ()) -> Choice:
     """The transport that passed its self-test and is fastest over long and short rows together.
 
-    Raises TransportError with all errors when none passed.
+    `untested` are those that were not worth it. Raises TransportError with all errors when none passed.
     """
     passed = [measurement for measurement in measurements if not measurement.error]
     if not passed:
@@ -78,7 +89,8 @@ def choose(measurements: Sequence[Measurement]) -> Choice:
             hint="start both engines with --transport tcp, which needs nothing but sockets",
         )
     best = min(passed, key=_seconds_per_gigabyte)
-    return Choice(best.name, "; ".join(_describe(measurement) for measurement in measurements))
+    rest = [f"{', '.join(untested)} not tested: the same host needs only one copy"] if untested else []
+    return Choice(best.name, "; ".join([*(_describe(measurement) for measurement in measurements), *rest]))
 
 
 def _seconds_per_gigabyte(measurement: Measurement) -> float:
