@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Column", "Copies", "firsts", "merge"]
+__all__ = ["NOTHING", "Column", "Copies", "firsts", "merge"]
 
 Column = NDArray[np.uint64]
 """One unsigned 64-bit integer per row, in bytes."""
@@ -32,6 +32,10 @@ class Copies:
     @property
     def num_bytes(self) -> int:
         return int(self.length.sum())
+
+
+NOTHING = Copies(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.uint64), pieces=0)
+"""No rows."""
 
 
 def firsts(copies: Copies, regions: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvferry.errors import FerryError, RequestError, TransferError
+from kvferry.plan.copies import NOTHING
 from kvferry.plan.layout import Layout, fingerprint
 from kvferry.plan.request import copies_for
 from kvferry.session.events import (
@@ -97,7 +98,7 @@ class TargetSession:
 
     def next_deadline(self, now: float) -> float:
         """When `handle(Tick())` is due next; infinity when nothing is going on."""
-        if not self._fetches and not self._farewells:
+        if not self._fetches and not self._farewells and all(peer.ready for peer in self._peers):
             return float("inf")
         return now + min(self._timing.heartbeat_s, self._timing.resend_s) / 2
 
@@ -129,7 +130,7 @@ class TargetSession:
             return
         yield from self._peers.welcomed(peer, welcome, now)
         for other in self._peers:
-            if other.key.engine_id == peer.key.engine_id and other.key.epoch != peer.key.epoch:
+            if _is_replaced(other.key, peer.key):
                 # This incarnation has answered, so that one is gone, and its memory need not be kept mapped.
                 error = TransferError(Reason.PEER_LOST, f"{other.key} has been replaced by {peer.key}")
                 yield from self._lose(other.key, error, now)
@@ -200,7 +201,10 @@ class TargetSession:
             program = self._bindings.to(fetch.peers, self._peers).programs[peer.key]
             wanted = fetch.wanted
             try:
-                copies = copies_for(program, grant.block_tables, wanted.block_tables, wanted.ranges)
+                # Without tokens there is no state of fixed size either: the source is just to be told.
+                copies = NOTHING
+                if wanted.num_tokens:
+                    copies = copies_for(program, grant.block_tables, wanted.block_tables, wanted.ranges)
             except RequestError as error:
                 yield from self._fail(fetch, TransferError(Reason.OUT_OF_RANGE, str(error)), now)
                 return
@@ -358,6 +362,12 @@ class TargetSession:
                     by_peer.setdefault(key, []).append(fetch.wanted.reference.lease_id)
         for key, lease_ids in by_peer.items():
             yield Send(key, Renew(self._ours, tuple(lease_ids)))
+
+
+def _is_replaced(older: PeerKey, newer: PeerKey) -> bool:
+    """Another start of the same engine, or another engine at the same address: some have a new id at every start."""
+    restarted = older.engine_id == newer.engine_id and older.epoch != newer.epoch
+    return restarted or (older.address == newer.address and older != newer)
 
 
 def _stranger(key: PeerKey, party: Party) -> TransferError | None:

@@ -1,0 +1,97 @@
+"""Defects that the simulation has found, each as the shortest playbook that shows it."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.layout import Axis, State, fingerprint
+from kvferry.plan.model import CacheModel, Kept, LayerCache, attention
+from kvferry.plan.tokens import TokenRange
+from kvferry.session.events import (
+    AbortWanted,
+    AnswerArrived,
+    Connect,
+    Count,
+    Disconnect,
+    Failed,
+    FetchWanted,
+    PeerConnected,
+    PeerKey,
+    Post,
+    Send,
+    TargetFree,
+    Tick,
+    TicketEnded,
+    Timing,
+)
+from kvferry.session.target import Ourselves, TargetSession
+from kvferry.testing.playbook import play
+from kvferry.wire import messages as m
+
+TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0)
+US = m.Party("d0", "epoch-9", 0)
+SOURCE = m.Party("p0", "epoch-1", 0)
+PEER = PeerKey("tcp://127.0.0.1:1", "p0", "epoch-1")
+REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
+WANTED = FetchWanted("q1", REFERENCE, (PEER.address,), ((0,),), (TokenRange(0, 3),))
+MODEL = attention(1, 2, 4, "float32", 4)
+
+
+def session(model=MODEL) -> TargetSession:
+    layouts = describe(model, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)
+    return TargetSession(Ourselves(US, "0.1.0", layouts), TIMING)
+
+
+def handshake(wanted, party=SOURCE, model=MODEL):
+    """From the wish to the claim, beginning at 0.0."""
+    layout = describe(model, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
+    peer = PeerKey(PEER.address, party.engine_id, party.epoch)
+    offer = m.Offer(party, layout, (), m.Probe(0, 0, 0))
+    return [
+        (0.0, wanted, [Send]),
+        (0.1, AnswerArrived(peer, m.Welcome(1, "0.1.0", party, 1, fingerprint(layout))), [Send]),
+        (0.2, AnswerArrived(peer, offer), [Connect]),
+        (0.3, PeerConnected(peer, "shm", "shm"), [Send]),
+    ]
+
+
+def test_a_handshake_that_nobody_waits_for_any_more_does_not_end_the_next_fetch():
+    """The source had just not answered the first greeting, whose fetch was aborted: its deadline went on running."""
+    target = session()
+    play(
+        target,
+        [
+            (0.0, WANTED, [Send]),
+            (0.1, AbortWanted("q1"), [Count, Failed, Send, TargetFree]),
+            (0.2, AnswerArrived(PEER, m.Aborted("q1")), []),
+        ],
+    )
+    due = target.next_deadline(0.2)
+    assert due < TIMING.handshake_s
+    play(target, [(5.0, Tick(), [Disconnect]), (9.0, replace(WANTED, request_id="q2"), [Send]), (9.1, Tick(), [])])
+    assert target.num_open() == 1
+
+
+@pytest.mark.parametrize("renamed", ["p0", "p0-started-again"])
+def test_whoever_answers_at_an_address_replaces_who_was_there(renamed):
+    """Engines that take a new id at every start left a peer behind each time, with its memory mapped."""
+    target = session()
+    play(target, [*handshake(WANTED), (0.4, AbortWanted("q1"), [Count, Failed, Send, TargetFree])])
+    newer = m.Party(renamed, "epoch-2", 0)
+    wanted = replace(WANTED, request_id="q2", reference=m.Reference(renamed, "epoch-2", "r1", "l1"))
+    (_, (_, welcome, _), *_) = handshake(wanted, newer)
+    play(target, [(1.0, wanted, [Send]), (1.1, welcome, [Send, Disconnect(PEER)])])
+
+
+def test_a_cache_of_fixed_size_that_is_not_wanted_is_released_without_a_failure():
+    """Nothing is wanted, so there are no blocks for the state either."""
+    state = State("ssm", "any", 4, (Axis("channel", 2),), per_token=False)
+    model = CacheModel(1, (LayerCache(0, "mamba", (Kept(state, "channel"),)),))
+    wanted = replace(WANTED, block_tables=((),), ranges=(TokenRange(0, 0),))
+    steps = handshake(wanted, model=model)
+    target = session(model)
+    (post,) = play(target, [*steps, (0.4, AnswerArrived(PEER, m.Grant("q1", ((3,),))), [Post])])
+    assert len(post.copies) == 0
+    commands = target.handle(TicketEnded(post.key, ""), 0.5)
+    assert [type(command.message) for command in commands] == [m.Landed]
