@@ -124,7 +124,7 @@ def serve(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 for any free one.")] = 8100,
     transfer_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the control channel.")] = 0,
-    transfer_host: Annotated[str, typer.Option(help="Where peers reach this engine; not 127.0.0.1 needs a token.")] = HERE,
+    transfer_host: Annotated[str, typer.Option(help="Where peers reach it; beyond this host with a token.")] = HERE,
     token_file: Annotated[str, typer.Option(help="The token that all engines share; else KVFERRY_TOKEN_FILE.")] = "",
     lease_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a cache waits for its reader.")] = 30.0,
     heartbeat: Annotated[float, typer.Option(min=0.05, help="Seconds; a peer silent for three is lost.")] = 1.0,
