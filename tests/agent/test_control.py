@@ -1,0 +1,285 @@
+"""The control channel between two parties: who gets in, who does not, and what it costs whom."""
+
+import secrets
+import socket
+import time
+from contextlib import ExitStack
+
+import pytest
+import zmq
+
+from kvferry.agent import NO_TOKEN, SharedToken
+from kvferry.agent.control import MAX_QUEUED, ControlChannel
+from kvferry.agent.curve import secure_connecting
+from kvferry.errors import ConfigurationError
+from kvferry.session.events import PeerKey
+from kvferry.wire.codec import MAX_REQUEST_BYTES
+
+OURS, THEIRS = SharedToken(secrets.token_bytes(32)), SharedToken(secrets.token_bytes(32))
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def channel():
+    """Make channels on this host; all are closed at the end."""
+    with ExitStack() as undo:
+
+        def make(token=NO_TOKEN, **options):
+            made = ControlChannel("127.0.0.1", 0, token, **options)
+            undo.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def stranger():
+    """A bare ZeroMQ socket that none of our rules hold for."""
+    context, made = zmq.Context(), []
+
+    def make(kind=zmq.DEALER):
+        made.append(context.socket(kind))
+        return made[-1]
+
+    yield make
+    context.destroy(linger=0)
+
+
+def key(channel) -> PeerKey:
+    return PeerKey(channel.address, "p0", "e1")
+
+
+def frames(channel, *others, until=lambda arrivals: arrivals, seconds=DEADLINE_S):
+    """What arrives at a channel while all of them run, until there is enough of it."""
+    arrivals, deadline = [], time.monotonic() + seconds
+    while not until(arrivals) and time.monotonic() < deadline:
+        arrivals += channel.receive(0.01)
+        for other in others:
+            other.receive(0.0)
+    return arrivals
+
+
+def counted(channel, reason, *others):
+    """How often somebody was not let in, once somebody was."""
+    number, deadline = 0, time.monotonic() + DEADLINE_S
+    while not number and time.monotonic() < deadline:
+        assert channel.receive(0.01) == []
+        for other in others:
+            assert other.receive(0.0) == []
+        number += channel.take_counts()["connections_refused", reason]
+    return number
+
+
+@pytest.mark.parametrize("token", [NO_TOKEN, OURS], ids=["no token", "token"])
+def test_two_channels_that_know_the_same_token_converse(channel, token):
+    listener, connector = channel(token), channel(token)
+    assert connector.send(key(listener), b"question")
+    (asked,) = frames(listener, connector)
+    assert (asked.link, asked.frame) == ((), b"question")
+    assert listener.reply(asked.name, b"answer")
+    (answered,) = frames(connector, listener)
+    assert (answered.link, answered.frame) == ((key(listener),), b"answer")
+
+
+@pytest.mark.parametrize("pair", [(OURS, THEIRS), (OURS, NO_TOKEN), (NO_TOKEN, OURS)], ids=["other", "none", "extra"])
+def test_who_does_not_know_the_token_is_counted_and_not_heard(channel, pair):
+    listener, connector = channel(pair[0]), channel(pair[1])
+    connector.send(key(listener), b"question")
+    assert counted(listener, "stranger", connector) >= 1
+
+
+def test_knowing_the_listeners_key_alone_is_not_enough(channel, stranger):
+    """Who has learned it otherwise than from the token still has to show the key that follows from the token."""
+    listener, intruder = channel(OURS), stranger()
+    secure_connecting(intruder, OURS)
+    public, secret = zmq.curve_keypair()
+    intruder.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    intruder.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    intruder.connect(listener.address)
+    intruder.send(b"question")
+    assert counted(listener, "stranger") >= 1
+
+
+def test_a_listener_that_does_not_know_the_token_is_told_nothing(channel, stranger):
+    """Somebody who has taken over an engine's port sees a handshake and no message."""
+    impostor, connector = stranger(zmq.ROUTER), channel(OURS)
+    _, secret = zmq.curve_keypair()
+    impostor.setsockopt(zmq.CURVE_SERVER, 1)
+    impostor.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    impostor.bind("tcp://127.0.0.1:*")
+    monitor = impostor.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+    connector.send(PeerKey(impostor.getsockopt_string(zmq.LAST_ENDPOINT), "p0", "e1"), b"question")
+    assert monitor.poll(DEADLINE_S * 1000)
+    assert not impostor.poll(0)
+    impostor.disable_monitor()
+    monitor.close()
+
+
+class Wire:
+    """Between a connector and a listener: passes bytes on and keeps what went to the listener."""
+
+    def __init__(self, target: str) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._target = target.removeprefix("tcp://").split(":")
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.recorded = b""
+
+    def open(self):
+        """Take one connection and make the one behind it."""
+        self._near, _ = self._listener.accept()
+        self._far = socket.create_connection((self._target[0], int(self._target[1])))
+        for end in (self._near, self._far):
+            end.setblocking(False)
+
+    def pass_on(self):
+        for source, sink in ((self._near, self._far), (self._far, self._near)):
+            try:
+                data = source.recv(1 << 16)
+            except BlockingIOError:
+                continue
+            sink.sendall(data)
+            self.recorded += data if source is self._near else b""
+
+    def inject(self, data: bytes):
+        self._far.sendall(data)
+
+    def close(self):
+        for end in (self._near, self._far, self._listener):
+            end.close()
+
+
+@pytest.fixture
+def recorded(channel):
+    """A conversation of two questions over a wire that has kept it: the listener, the connector and the wire."""
+    listener, connector = channel(OURS), channel(OURS)
+    wire = Wire(listener.address)
+    connector.send(PeerKey(wire.address, "p0", "e1"), b"claim, said once")
+    wire.open()
+    heard, deadline = [], time.monotonic() + DEADLINE_S
+    while not heard and time.monotonic() < deadline:
+        wire.pass_on()
+        connector.receive(0.0)
+        heard += listener.receive(0.005)
+    assert [arrival.frame for arrival in heard] == [b"claim, said once"]
+    yield listener, connector, wire
+    wire.close()
+
+
+def test_nothing_is_readable_on_the_wire(recorded):
+    _, _, wire = recorded
+    assert wire.recorded
+    assert b"claim, said once" not in wire.recorded
+
+
+def test_a_conversation_that_is_played_again_is_not_heard(recorded):
+    listener, _, wire = recorded
+    with socket.create_connection(wire._far.getpeername()) as again:
+        again.sendall(wire.recorded)
+        assert counted(listener, "stranger") >= 1
+
+
+def test_a_message_that_is_repeated_inside_its_connection_is_not_heard(recorded):
+    """The last frame on the wire is the message: MESSAGE commands begin with their name."""
+    listener, connector, wire = recorded
+    begin = wire.recorded.rindex(b"\x07MESSAGE") - 2
+    wire.inject(wire.recorded[begin:])
+    assert frames(listener, connector, seconds=0.5) == []
+
+
+@pytest.mark.parametrize("flipped", range(0, 60, 7))
+def test_a_message_with_a_wrong_bit_is_not_heard(recorded, flipped):
+    listener, connector, wire = recorded
+    begin = wire.recorded.rindex(b"\x07MESSAGE") - 2
+    message = bytearray(wire.recorded[begin:])
+    message[min(10 + flipped, len(message) - 1)] ^= 1
+    wire.inject(bytes(message))
+    assert frames(listener, connector, seconds=0.1) == []
+
+
+def test_beyond_the_limit_nobody_gets_in_until_somebody_leaves(channel):
+    listener, connector = channel(OURS, max_connections=4), channel(OURS)
+    place = listener.address.removeprefix("tcp://").split(":")
+    crowd = [socket.create_connection((place[0], int(place[1]))) for _ in range(4)]
+    frames(listener, until=lambda _: listener.num_connections >= 4)
+    assert listener.num_connections == 4
+    assert listener.take_counts()["connections_refused", "full"] == 1
+    connector.send(key(listener), b"question")
+    assert frames(listener, connector, seconds=0.5) == []
+    for each in crowd:
+        each.close()
+    assert [arrival.frame for arrival in frames(listener, connector)] == [b"question"]
+
+
+def test_who_connects_and_says_nothing_does_not_stay(channel):
+    listener = channel(OURS)
+    place = listener.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((place[0], int(place[1]))):
+        assert counted(listener, "unfinished") == 1
+        frames(listener, until=lambda _: listener.num_connections == 0)
+        assert listener.num_connections == 0
+
+
+def test_a_peer_that_does_not_read_gets_no_more_than_its_queue_and_holds_up_nobody(channel, stranger):
+    listener, quick, slow = channel(), channel(), stranger()
+    slow.setsockopt(zmq.RCVHWM, 1)
+    slow.setsockopt(zmq.RCVBUF, 4096)
+    slow.connect(listener.address)
+    slow.send(b"slow")
+    (asked,) = frames(listener)
+    large = bytes(1 << 20)
+    taken = sum(listener.reply(asked.name, large) for _ in range(4 * MAX_QUEUED))
+    assert taken < 2 * MAX_QUEUED
+    assert quick.send(key(listener), b"quick")
+    (asked,) = frames(listener, quick)
+    assert listener.reply(asked.name, b"answer")
+    assert frames(quick, listener)[0].frame == b"answer"
+
+
+def test_an_answer_to_somebody_who_is_gone_is_not_sent(channel):
+    assert channel().reply("00deadbeef", b"answer") is False
+
+
+def test_a_request_that_is_too_large_ends_its_connection_only(channel, stranger):
+    listener, other, glutton = channel(), channel(), stranger()
+    glutton.connect(listener.address)
+    glutton.send(bytes(MAX_REQUEST_BYTES + 1))
+    other.send(key(listener), b"question")
+    assert [arrival.frame for arrival in frames(listener, other)] == [b"question"]
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:80", "[::ffff:10.0.0.1]:80", "0.0.0.0:80", "example.org:80", "[:80"])
+def test_without_a_token_nothing_but_this_host_is_connected_to(channel, address):
+    assert channel().send(PeerKey(f"tcp://{address}", "p0", "e1"), b"question") is False
+
+
+def test_the_older_and_the_newer_protocol_of_this_host_are_connected_to(channel):
+    for address in ("127.0.0.1", "127.8.9.1", "[::1]"):
+        assert channel().send(PeerKey(f"tcp://{address}:9", "p0", "e1"), b"question") is True
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "0.0.0.0", "::", "8.8.8.8"])
+def test_without_a_token_there_is_no_listening_beyond_this_host(host):
+    with pytest.raises(ConfigurationError, match=r"only listens on this host.*--token-file"):
+        ControlChannel(host, 0)
+
+
+def test_peers_need_an_address(channel):
+    with pytest.raises(ConfigurationError, match="peers need an address"):
+        ControlChannel("0.0.0.0", 0, OURS)
+
+
+def test_a_host_without_an_address_is_named():
+    with pytest.raises(ConfigurationError, match="no such host at all"):
+        ControlChannel("no such host at all", 0, OURS)
+
+
+def test_names_of_this_host_are_fine():
+    found = ControlChannel("localhost", 0)
+    assert found.address.startswith("tcp://127.0.0.1:")
+    found.close()
+
+
+def test_without_the_librarys_encryption_a_token_is_an_error(channel, monkeypatch):
+    monkeypatch.setattr(zmq, "has", lambda feature: False)
+    with pytest.raises(ConfigurationError, match="cannot encrypt"):
+        channel(OURS)

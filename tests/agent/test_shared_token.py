@@ -1,0 +1,78 @@
+"""Where the token comes from, and that it never goes anywhere."""
+
+import os
+import secrets
+
+import pytest
+
+from kvferry.agent import NO_TOKEN, AgentConfig, SharedToken, read_token
+from kvferry.errors import ConfigurationError
+
+TOKEN = secrets.token_hex(32).encode()
+
+
+@pytest.fixture
+def token_file(tmp_path):
+    def write(contents=TOKEN, mode=0o600):
+        path = tmp_path / "kvferry.token"
+        path.write_bytes(contents)
+        path.chmod(mode)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("contents", [TOKEN, TOKEN + b"\n", b" \t" + TOKEN + b"\r\n"])
+def test_a_file_holds_a_token_and_perhaps_white_space(token_file, contents):
+    assert read_token(token_file(contents)) == SharedToken(TOKEN)
+
+
+def test_no_file_is_no_token():
+    assert read_token("") == NO_TOKEN
+    assert not NO_TOKEN
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o440, 0o640])
+def test_a_file_may_be_readable_by_its_group(token_file, mode):
+    assert read_token(token_file(mode=mode))
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o660, 0o602, 0o666])
+def test_a_file_that_others_can_read_or_change_is_refused(token_file, mode):
+    with pytest.raises(ConfigurationError, match=rf"mode {mode:04o}.*hint: chmod 600"):
+        read_token(token_file(mode=mode))
+
+
+@pytest.mark.parametrize("contents", [b"short", b"a" * 64, b"ab" * 32, secrets.token_bytes(5000), b"x" * 31])
+def test_a_token_that_could_be_guessed_is_refused(token_file, contents):
+    with pytest.raises(ConfigurationError, match=r"could be guessed.*openssl rand"):
+        read_token(token_file(contents))
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ConfigurationError, match=r"is not a file|Is a directory"):
+            read_token(str(path))
+
+
+def test_a_missing_and_an_empty_file_are_refused(token_file, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"cannot be read.*No such file"):
+        read_token(str(tmp_path / "missing"))
+    with pytest.raises(ConfigurationError, match="is empty"):
+        read_token(token_file(b"\n"))
+
+
+def test_a_token_is_never_shown():
+    token = SharedToken(TOKEN)
+    for text in (repr(token), str(token), repr(AgentConfig("p0", token=token)), f"{token}"):
+        assert TOKEN.decode() not in text
+    with pytest.raises(ConfigurationError) as caught:
+        SharedToken(b"typed by hand")
+    assert "typed" not in str(caught.value)
+
+
+def test_each_purpose_has_a_secret_of_its_own():
+    one, other = SharedToken(TOKEN), SharedToken(TOKEN[::-1])
+    assert len({one.derived(b"a"), one.derived(b"b"), other.derived(b"a"), TOKEN}) == 4
+    assert one.derived(b"a") == SharedToken(TOKEN).derived(b"a")
