@@ -21,9 +21,11 @@ import numpy as np
 from kvferry import __version__
 from kvferry.agent.carrier import Carrier
 from kvferry.agent.control import Arrival, ControlChannel
+from kvferry.agent.digests import Digester, HostBytes
 from kvferry.agent.shared_token import NO_TOKEN, SharedToken
 from kvferry.agent.wake import Wake
 from kvferry.errors import RequestError, WireError, WireVersionError
+from kvferry.plan.digest import Policy
 from kvferry.plan.layout import Layout
 from kvferry.session import events as e
 from kvferry.session.source import Identity, SourceSession
@@ -41,6 +43,8 @@ BUSY_POLL_S = 0.0005
 IDLE_POLL_S = 0.001
 MAX_WAIT_S = 60.0
 MAX_ID_LENGTH = 256
+# A turn digests about this much: a few milliseconds.
+DIGEST_BYTES = 16 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +52,9 @@ Notice = e.Fetched | e.Failed | e.TargetFree | e.SourceFree | e.Stopped
 """What an engine is told, on the agent's thread."""
 
 _SourceEvent = e.LeaseWanted | e.LeaseWithdrawn | e.FrameArrived
-_TargetEvent = e.FetchWanted | e.AbortWanted | e.AnswerArrived | e.PeerConnected | e.PeerUnreachable | e.TicketEnded
+_TargetEvent = (
+    e.FetchWanted | e.AbortWanted | e.AnswerArrived | e.PeerConnected | e.PeerUnreachable | e.TicketEnded | e.Digested
+)
 
 
 def new_epoch() -> str:
@@ -66,7 +72,8 @@ class AgentConfig:
     """One rank of one engine. All ranks of an engine have the same `epoch`, new at every start.
 
     `port` 0 lets the system choose; `transport` is `auto` or a transport's name. Without a `token` there is nothing but
-    this host to listen on and to connect to.
+    this host to listen on and to connect to. `digest` says how much of what has arrived is compared with the source's
+    own bytes before a request may be decoded.
     """
 
     engine_id: str
@@ -77,6 +84,7 @@ class AgentConfig:
     transport: str = "auto"
     timing: e.Timing = field(default_factory=e.Timing)
     token: SharedToken = NO_TOKEN
+    digest: Policy = Policy.SAMPLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +137,8 @@ class Agent:
             )
             self._resources = undo.pop_all()
         self._source = SourceSession(identity, config.timing)
-        self._target = TargetSession(Ourselves(self.party, __version__, host.layouts), config.timing)
+        self._target = TargetSession(Ourselves(self.party, __version__, host.layouts, config.digest), config.timing)
+        self._digester = Digester(HostBytes(host.memories, host.layouts[config.rank].regions))
 
     @property
     def alive(self) -> bool:
@@ -215,8 +224,12 @@ class Agent:
         # What has been answered while that took long must be read before somebody is taken for silent.
         for arrival in self._control.receive(0.0):
             self._arrived(arrival)
+        for digested in self._digester.run(DIGEST_BYTES):
+            self._feed(digested)
         now = time.monotonic()
         self._obey([*self._source.handle(e.Tick(), now), *self._target.handle(e.Tick(), now)])
+        if self._digester.busy:
+            return 0.0
         if self._carrier.busy:
             # A transport that copies inside `poll` has more to copy; one that works elsewhere is asked again soon.
             return 0.0 if now - began > BUSY_POLL_S else IDLE_POLL_S
@@ -249,6 +262,12 @@ class Agent:
         if not arrival.link:
             self._obey(self._source.handle(e.FrameArrived(arrival.name, message), time.monotonic()))
 
+    def _feed(self, digested: e.Digested) -> None:
+        if isinstance(digested.key, e.ReadKey):
+            self._feed_target(digested)
+        else:
+            self._obey(self._source.handle(digested, time.monotonic()))
+
     def _feed_target(self, event: _TargetEvent) -> None:
         self._obey(self._target.handle(event, time.monotonic()))
 
@@ -267,14 +286,24 @@ class Agent:
             case e.Disconnect(peer):
                 self._carrier.disconnect(peer)
                 self._control.forget(peer)
-            case e.Post(key, copies):
-                self._carrier.post(key, copies)
-            case e.Cancel(key):
-                self._carrier.cancel(key)
+            case e.Post() | e.Cancel() | e.Digest() | e.DropDigest():
+                self._work(command)
             case e.Count(what, reason):
                 self.counts[what, reason] += 1
             case _:
                 self._notify(command)
+
+    def _work(self, command: e.Post | e.Cancel | e.Digest | e.DropDigest) -> None:
+        """What takes several turns, and how it is ended early."""
+        match command:
+            case e.Post(key, copies):
+                self._carrier.post(key, copies)
+            case e.Cancel(key):
+                self._carrier.cancel(key)
+            case e.Digest(digest_key, extracts):
+                self._digester.start(digest_key, extracts)
+            case e.DropDigest(digest_key):
+                self._digester.drop(digest_key)
 
     def _sent(self, queued: bool, message: Message) -> None:
         """A full queue drops the message: the session repeats what is not answered."""

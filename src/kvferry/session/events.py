@@ -12,17 +12,23 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import TransferError
 from kvferry.plan.copies import Copies
+from kvferry.plan.extract import Extract
 from kvferry.plan.tokens import TokenRange
-from kvferry.wire.messages import Message, Offer, Reference
+from kvferry.wire.messages import Message, Offer, Party, Reference
 
 __all__ = [
     "AbortWanted",
     "AnswerArrived",
     "Cancel",
+    "ClaimKey",
     "Command",
     "Connect",
     "Count",
+    "Digest",
+    "DigestKey",
+    "Digested",
     "Disconnect",
+    "DropDigest",
     "Failed",
     "FetchReport",
     "FetchWanted",
@@ -182,6 +188,28 @@ class TicketEnded:
     error: str
 
 
+@dataclass(frozen=True, slots=True)
+class ClaimKey:
+    """Names one claim at a source: whose bytes have landed."""
+
+    lease_id: str
+    party: Party
+    claim_id: str
+
+
+DigestKey = ReadKey | ClaimKey
+"""Names one digest: a read at a target, a claim at a source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """A digest is known: one value of 8 bytes per state of its subject. `error` says why not; empty when it is."""
+
+    key: DigestKey
+    values: tuple[bytes, ...]
+    error: str = ""
+
+
 # --- commands ------------------------------------------------------------------------------------------------------
 
 
@@ -232,8 +260,27 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Digest:
+    """Hash these bytes of our own blocks; answer with Digested. The bytes may change after DropDigest only."""
+
+    key: DigestKey
+    extracts: tuple[Extract, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropDigest:
+    """Lose interest in a digest; Digested is not awaited any more."""
+
+    key: DigestKey
+
+
+@dataclass(frozen=True, slots=True)
 class FetchReport:
-    """What one finished fetch moved, over what, and how long each phase took (seconds)."""
+    """What one finished fetch moved, over what, and how long each phase took (seconds).
+
+    `verified` says by what digest: `sampled`, `full`, `off`, or `unreadable` when a sample was wanted but the CPU
+    cannot read the memory of one side.
+    """
 
     tokens: int
     num_bytes: int
@@ -242,6 +289,7 @@ class FetchReport:
     choice: str
     strategy: str
     phases_s: Mapping[str, float] = field(default_factory=dict)
+    verified: str = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,4 +336,18 @@ class Count:
     reason: str
 
 
-Command = Send | Reply | Connect | Disconnect | Post | Cancel | Fetched | Failed | TargetFree | SourceFree | Count
+Command = (
+    Send
+    | Reply
+    | Connect
+    | Disconnect
+    | Post
+    | Cancel
+    | Digest
+    | DropDigest
+    | Fetched
+    | Failed
+    | TargetFree
+    | SourceFree
+    | Count
+)

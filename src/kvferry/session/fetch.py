@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvferry.plan.copies import Copies
+from kvferry.plan.digest import NOTHING, Subject
 from kvferry.session.events import FetchReport, FetchWanted, PeerKey
 from kvferry.session.machine import Machine, Table
 
@@ -16,6 +17,8 @@ class ReadState(StrEnum):
     CLAIMING = "claiming"
     READING = "reading"
     LANDED = "landed"
+    DIGESTED = "digested"
+    CONFIRMED = "confirmed"
     VALID = "valid"
     DRAINING = "draining"
     FAILED = "failed"
@@ -24,10 +27,15 @@ class ReadState(StrEnum):
 READ_TABLE: Table = {
     (ReadState.CLAIMING, "granted"): ReadState.READING,
     (ReadState.READING, "ticket ended"): ReadState.LANDED,
-    (ReadState.LANDED, "valid"): ReadState.VALID,
+    (ReadState.LANDED, "digested"): ReadState.DIGESTED,
+    (ReadState.LANDED, "valid"): ReadState.CONFIRMED,
+    (ReadState.DIGESTED, "valid"): ReadState.VALID,
+    (ReadState.CONFIRMED, "digested"): ReadState.VALID,
     (ReadState.CLAIMING, "fail"): ReadState.FAILED,
     (ReadState.READING, "fail"): ReadState.DRAINING,
     (ReadState.LANDED, "fail"): ReadState.FAILED,
+    (ReadState.DIGESTED, "fail"): ReadState.FAILED,
+    (ReadState.CONFIRMED, "fail"): ReadState.FAILED,
     (ReadState.VALID, "fail"): ReadState.FAILED,
     (ReadState.DRAINING, "ticket ended"): ReadState.FAILED,
 }
@@ -35,12 +43,18 @@ READ_TABLE: Table = {
 
 @dataclass(slots=True)
 class Read:
-    """What one fetch reads from one source rank."""
+    """What one fetch reads from one source rank.
+
+    `subject` is what is digested of it; `ours` and `theirs` are the values, once they are known.
+    """
 
     machine: Machine
     last_sent: float
     num_bytes: int = 0
     num_rows: int = 0
+    subject: Subject = NOTHING
+    ours: tuple[bytes, ...] = ()
+    theirs: tuple[bytes, ...] = ()
 
     @property
     def state(self) -> StrEnum:
@@ -50,6 +64,19 @@ class Read:
         """Note what was granted and posted."""
         self.machine.move("granted")
         self.num_bytes, self.num_rows = copies.num_bytes, len(copies)
+
+    @property
+    def is_digesting(self) -> bool:
+        """Whether our own digest is still awaited."""
+        return bool(self.subject.parts) and self.state in (ReadState.LANDED, ReadState.CONFIRMED)
+
+    def differing(self) -> tuple[str, ...]:
+        """The states of which other bytes have landed than the source has; all when it has not told of each."""
+        names = self.subject.names
+        if len(self.ours) != len(self.theirs):
+            return names or ("nothing was asked for",)
+        pairs = zip(names, self.ours, self.theirs, strict=True)
+        return tuple(dict.fromkeys(name for name, ours, theirs in pairs if ours != theirs))
 
 
 @dataclass(slots=True)
@@ -83,7 +110,7 @@ class Fetch:
     def has_open_tickets(self) -> bool:
         return any(read.state in (ReadState.READING, ReadState.DRAINING) for read in self.reads.values())
 
-    def report(self, transport: str, choice: str, now: float) -> FetchReport:
+    def report(self, transport: str, choice: str, verified: str, now: float) -> FetchReport:
         """The finished fetch in figures."""
         return FetchReport(
             tokens=max(map(len, self.wanted.ranges), default=0),
@@ -98,4 +125,5 @@ class Fetch:
                 "wire": self.landed_at - self.posted_at,
                 "verify": now - self.landed_at,
             },
+            verified=verified,
         )

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvferry.session.events import LeaseWanted
+from kvferry.session.events import ClaimKey, LeaseWanted
 from kvferry.session.machine import Machine, Table
 from kvferry.wire.messages import Claim, Landed, Party, Reason, Refusal
 
 __all__ = ["LEASE_TABLE", "Lease", "LeaseState"]
+
+
+TOO_LATE = "the lease ended before the bytes were known to be there"
 
 
 class LeaseState(StrEnum):
@@ -37,6 +40,7 @@ LEASE_TABLE: Table = {
 @dataclass(slots=True)
 class Lease:
     """`claims` has the claim of each reader: one attempt per reader, so that two are never taken for one repeated.
+    `completed` has the digests that each reader was told, `digesting` whom to answer when one is known.
 
     A lease that has ended is kept until `deadline` as a tombstone, to give true answers to late messages.
     """
@@ -46,7 +50,8 @@ class Lease:
     deadline: float
     readers: frozenset[int] = frozenset()
     claims: dict[Party, str] = field(default_factory=dict)
-    completed: set[Party] = field(default_factory=set)
+    completed: dict[Party, tuple[bytes, ...]] = field(default_factory=dict)
+    digesting: dict[ClaimKey, str] = field(default_factory=dict)
 
     @classmethod
     def opened(cls, wanted: LeaseWanted, deadline: float) -> Lease:
@@ -96,9 +101,12 @@ class Lease:
         if not self.holds(landed.party, landed.claim_id):
             return _refusal(landed, Reason.NOT_CLAIMED, "landed without a claim", landed.claim_id, "a claim first")
         if not self.live and landed.party not in self.completed:
-            what = "the lease ended before the bytes were there"
-            return _refusal(landed, Reason.EXPIRED, what, self.machine.state, "live")
+            return _refusal(landed, Reason.EXPIRED, TOO_LATE, self.machine.state, "live")
         return ()
+
+    def refusal_of_digest(self, key: ClaimKey) -> Refusal:
+        """What is said of a digest during which the lease has ended: its bytes may be another request's."""
+        return Refusal(Reason.EXPIRED, TOO_LATE, self.machine.state, "live", key.claim_id)
 
 
 def _refusal(about: Claim | Landed, reason: Reason, what: str, found: str, expected: str) -> tuple[Refusal, ...]:

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from kvferry.errors import RequestError
+from kvferry.plan.digest import NOTHING, Policy, Portion, Subject, portions_of, seed_of, subject_of
 from kvferry.plan.layout import Layout
 from kvferry.plan.program import Program, bind
 from kvferry.plan.route import Route, route
-from kvferry.session.events import PeerKey
+from kvferry.session.events import FetchWanted, PeerKey
 from kvferry.session.handshake import Handshakes
 
-__all__ = ["Binding", "Bindings"]
+__all__ = ["READABLE_KINDS", "Binding", "Bindings"]
+
+READABLE_KINDS = frozenset(["dram"])
+"""Kinds of memory that the CPU reads, so that digests of it can be made."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Binding:
     """The programs of this target rank, one per source rank that it reads or tells that the request is done.
 
-    The program of a rank that is only told moves nothing.
+    The program of a rank that is only told moves nothing. `portions` is what can be digested of each; `unreadable`
+    names the kinds of memory, on either side, that the CPU cannot read: empty when digests can be made.
     """
 
     peers: tuple[PeerKey, ...]
     route: Route
     programs: dict[PeerKey, Program]
+    portions: dict[PeerKey, tuple[Portion, ...]] = field(default_factory=dict)
+    unreadable: str = ""
+
+    def verified_by(self, policy: Policy) -> str:
+        """What is said of how a fetch was verified."""
+        return "unreadable" if self.unreadable and policy is not Policy.OFF else str(policy)
+
+    def subject(self, peer: PeerKey, wanted: FetchWanted, policy: Policy) -> Subject:
+        """What is digested of one read. Raises LayoutError when that falls into too many parts."""
+        seed = seed_of(f"{wanted.reference.lease_id}/{wanted.request_id}")
+        return NOTHING if self.unreadable else subject_of(self.portions[peer], wanted.ranges, policy, seed)
 
     def readers_of(self, peer: PeerKey) -> tuple[int, ...]:
         """All ranks of the target engine that read a source rank: its lease waits for exactly these."""
@@ -46,7 +62,7 @@ class Bindings:
         """
         if peers not in self._known:
             sources = [_layout_of(rank, key, len(peers), handshakes) for rank, key in enumerate(peers)]
-            self._known[peers] = self._bind(peers, sources)
+            self._known[peers] = self._with_digests(self._bind(peers, sources), sources)
         return self._known[peers]
 
     def forget(self, peer: PeerKey) -> None:
@@ -60,6 +76,15 @@ class Bindings:
             for source in found.sources_of(self._rank)
         }
         return Binding(peers, found, programs)
+
+    def _with_digests(self, binding: Binding, sources: list[Layout]) -> Binding:
+        own, between = self._layouts[self._rank], binding.route.between
+        portions = {
+            binding.peers[source]: portions_of(between(source, self._rank), own)
+            for source in binding.route.sources_of(self._rank)
+        }
+        kinds = {region.kind for layout in (own, *sources) for region in layout.regions} - READABLE_KINDS
+        return replace(binding, portions=portions, unreadable=", ".join(sorted(kinds)))
 
 
 def _layout_of(rank: int, key: PeerKey, num_ranks: int, handshakes: Handshakes) -> Layout:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvferry.errors import FerryError
+from kvferry.plan.extract import Extractor
 from kvferry.plan.layout import Layout, fingerprint
 from kvferry.session.early import Early, EarlyMessages
 from kvferry.session.events import (
+    ClaimKey,
     Command,
     Count,
+    Digest,
+    Digested,
+    DropDigest,
     FrameArrived,
     LeaseWanted,
     LeaseWithdrawn,
@@ -42,6 +48,8 @@ from kvferry.wire.messages import (
 
 __all__ = ["Identity", "SourceSession"]
 
+SourceEvent = LeaseWanted | LeaseWithdrawn | FrameArrived | Digested | Tick
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -64,8 +72,9 @@ class SourceSession:
         self._leases: dict[str, Lease] = {}
         self._by_request: dict[str, Lease] = {}
         self._early = EarlyMessages()
+        self._extractor = Extractor(identity.layout, "source")
 
-    def handle(self, event: LeaseWanted | LeaseWithdrawn | FrameArrived | Tick, now: float) -> list[Command]:
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
         """The commands that follow from an event at time `now`. Expiry is checked first, whatever the event."""
         commands = self._expire(now)
         match event:
@@ -78,6 +87,8 @@ class SourceSession:
                 commands += self._withdraw(event, now)
             case FrameArrived():
                 commands += self._answer(event, now)
+            case Digested():
+                commands += self._digested(event, now)
             case Tick():
                 pass
         return commands
@@ -117,7 +128,11 @@ class SourceSession:
         lease.machine.move(event)
         lease.deadline = now + self._timing.tombstone_s
         del self._by_request[lease.wanted.request_id]
-        return [SourceFree(lease.wanted.request_id, reason)]
+        commands: list[Command] = [SourceFree(lease.wanted.request_id, reason)]
+        for key, peer in lease.digesting.items():
+            commands += [DropDigest(key), *_refuse(peer, lease.refusal_of_digest(key))]
+        lease.digesting = {}
+        return commands
 
     # --- what targets send ---
 
@@ -196,11 +211,48 @@ class SourceSession:
             return _refuse(peer, _unknown(landed))
         for refusal in lease.refusal_of_landed(landed):
             return _refuse(peer, refusal)
-        commands: list[Command] = [Reply(peer, Valid(landed.claim_id))]
-        lease.completed.add(landed.party)
-        if lease.live and lease.finished:
+        if landed.party in lease.completed:
+            return [Reply(peer, Valid(landed.claim_id, lease.completed[landed.party]))]
+        key = ClaimKey(landed.lease_id, landed.party, landed.claim_id)
+        if landed.subject.parts:
+            return self._digest(peer, key, landed, now)
+        return self._complete(peer, key, (), now)
+
+    def _digest(self, peer: str, key: ClaimKey, landed: Landed, now: float) -> list[Command]:
+        """Look at our own blocks before the answer. A repeated question is told that somebody is here."""
+        lease = self._leases[key.lease_id]
+        if key in lease.digesting:
+            lease.digesting[key] = peer
+            return [Reply(peer, Renewed(()))]
+        try:
+            wanted = lease.wanted
+            extracts = self._extractor.extracts(landed.subject, wanted.block_tables, wanted.num_tokens)
+        except FerryError as error:
+            return _refuse(peer, Refusal(Reason.OUT_OF_RANGE, error.what, error.found, error.expected, key.claim_id))
+        lease.digesting[key] = peer
+        lease.deadline = now + self._timing.lease_s
+        return [Digest(key, extracts)]
+
+    def _digested(self, event: Digested, now: float) -> list[Command]:
+        """Only of a lease that is still live: else it is not known whose bytes those were, and the reader has been told
+        when it ended."""
+        key = event.key
+        lease = self._leases.get(key.lease_id) if isinstance(key, ClaimKey) else None
+        if lease is None or not isinstance(key, ClaimKey) or key not in lease.digesting:
+            return []
+        peer = lease.digesting.pop(key)
+        if event.error:
+            return _refuse(peer, Refusal(Reason.DIGEST, "no digest can be made", event.error, "", key.claim_id))
+        return self._complete(peer, key, event.values, now)
+
+    def _complete(self, peer: str, key: ClaimKey, digests: tuple[bytes, ...], now: float) -> list[Command]:
+        """One reader has its bytes; when all have, the blocks are free."""
+        lease = self._leases[key.lease_id]
+        commands: list[Command] = [Reply(peer, Valid(key.claim_id, digests))]
+        lease.completed[key.party] = digests
+        if lease.finished:
             commands += self._end(lease, "all readers valid", "done", now)
-        elif lease.live:
+        else:
             lease.deadline = now + self._timing.lease_s
         return commands
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvferry.errors import FerryError, RequestError, TransferError
+from kvferry.errors import MAX_LISTED, FerryError, RequestError, TransferError
 from kvferry.plan.copies import NOTHING
+from kvferry.plan.digest import Policy
+from kvferry.plan.extract import Extractor
 from kvferry.plan.layout import Layout, fingerprint
 from kvferry.plan.request import copies_for
 from kvferry.session.events import (
@@ -20,7 +22,10 @@ from kvferry.session.events import (
     Cancel,
     Command,
     Count,
+    Digest,
+    Digested,
     Disconnect,
+    DropDigest,
     Failed,
     Fetched,
     FetchWanted,
@@ -56,19 +61,29 @@ from kvferry.wire.messages import (
 
 __all__ = ["Ourselves", "TargetSession"]
 
-TargetEvent = FetchWanted | AbortWanted | AnswerArrived | PeerConnected | PeerUnreachable | TicketEnded | Tick
+TargetEvent = (
+    FetchWanted | AbortWanted | AnswerArrived | PeerConnected | PeerUnreachable | TicketEnded | Digested | Tick
+)
 
-WAITING = (ReadState.CLAIMING, ReadState.READING, ReadState.LANDED)
+WAITING = (ReadState.CLAIMING, ReadState.READING, ReadState.LANDED, ReadState.DIGESTED)
 """States in which a read needs its source to be alive."""
+USING = WAITING[1:]
+"""States in which it needs its lease."""
+ASKING = (ReadState.LANDED, ReadState.DIGESTED)
+"""States in which it wants to hear whether its bytes are valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ourselves:
-    """Who this rank is, and the layouts of all ranks of its engine: the route depends on all of them."""
+    """Who this rank is, and the layouts of all ranks of its engine: the route depends on all of them.
+
+    `digest` says how much of what has landed is compared with the source's own.
+    """
 
     party: Party
     product_version: str
     layouts: tuple[Layout, ...]
+    digest: Policy = Policy.OFF
 
 
 class TargetSession:
@@ -78,7 +93,9 @@ class TargetSession:
         self._ours = ourselves.party
         self._timing = timing
         self._peers = Handshakes(ourselves.party, ourselves.product_version, timing)
+        self._policy = ourselves.digest
         self._bindings = Bindings(ourselves.layouts, ourselves.party.rank)
+        self._extractor = Extractor(ourselves.layouts[ourselves.party.rank], "target")
         self._fetches: dict[str, Fetch] = {}
         self._farewells = Farewells(ourselves.party, self._peers, timing)
         self._last_heartbeat = 0.0
@@ -92,6 +109,7 @@ class TargetSession:
             PeerConnected: self._connected,
             PeerUnreachable: self._unreachable,
             TicketEnded: self._ticket_ended,
+            Digested: self._digested,
             Tick: self._tick,
         }
         return list(handlers[type(event)](event, now))
@@ -179,6 +197,9 @@ class TargetSession:
         except FerryError as error:
             yield from self._fail(fetch, TransferError(Reason.INCOMPATIBLE, str(error)), now)
             return
+        if binding.unreadable and self._policy is Policy.FULL:
+            yield from self._fail(fetch, _cannot_digest(binding.unreadable), now)
+            return
         for key in binding.programs:
             if not self._waiting_for(self._peers[key]):
                 # It had no reason to say anything until now: its silence begins here.
@@ -190,7 +211,8 @@ class TargetSession:
             # Other ranks of ours have all the work, and tell the sources.
             fetch.posted_at = fetch.landed_at = now
             del self._fetches[fetch.wanted.request_id]
-            yield Fetched(fetch.wanted.request_id, fetch.report("", "", now))
+            verified = binding.verified_by(self._policy)
+            yield Fetched(fetch.wanted.request_id, fetch.report("", "", verified, now))
 
     def _claim_of(self, fetch: Fetch, readers: tuple[int, ...]) -> Claim:
         wanted = fetch.wanted
@@ -224,17 +246,62 @@ class TargetSession:
             yield from self._fail(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=event.error), now)
         else:
             fetch.landed_at = read.last_sent = now
-            yield Send(event.key.peer, self._landed_of(fetch))
+            yield from self._landed(fetch, event.key, now)
+
+    # --- is it what the source has? ---
+
+    def _landed(self, fetch: Fetch, key: ReadKey, now: float) -> Iterator[Command]:
+        """Ask whether the bytes are valid, and digest them meanwhile."""
+        read, wanted = fetch.reads[key.peer], fetch.wanted
+        try:
+            read.subject = self._bindings.to(fetch.peers, self._peers).subject(key.peer, wanted, self._policy)
+            extracts = self._extractor.extracts(read.subject, wanted.block_tables, wanted.num_tokens)
+        except FerryError as error:
+            yield from self._fail(fetch, TransferError(Reason.DIGEST, "no digest can be made", found=str(error)), now)
+            return
+        yield Send(key.peer, self._landed_of(fetch, read))
+        if extracts:
+            yield Digest(key, extracts)
+        else:
+            read.machine.move("digested")
+
+    def _digested(self, event: Digested, now: float) -> Iterator[Command]:
+        fetch = self._fetches.get(event.key.request_id) if isinstance(event.key, ReadKey) else None
+        if fetch is None or not isinstance(event.key, ReadKey) or event.key.peer not in fetch.reads:
+            return
+        read = fetch.reads[event.key.peer]
+        if not read.is_digesting:
+            return
+        if event.error:
+            error = TransferError(Reason.DIGEST, "no digest can be made", found=event.error)
+            yield from self._fail(fetch, error, now)
+            return
+        read.ours = event.values
+        read.machine.move("digested")
+        yield from self._compare(fetch, event.key.peer, now)
 
     def _valid(self, peer: Peer, valid: Valid, now: float) -> Iterator[Command]:
-        for fetch, read in self._read(peer.key, valid.claim_id, ReadState.LANDED):
+        for fetch, read in self._read(peer.key, valid.claim_id, *ASKING):
+            read.theirs = valid.digests
             read.machine.move("valid")
-            if fetch.all_in(ReadState.VALID):
-                del self._fetches[fetch.wanted.request_id]
-                yield Fetched(fetch.wanted.request_id, fetch.report(peer.transport, peer.choice, now))
+            yield from self._compare(fetch, peer.key, now)
 
-    def _landed_of(self, fetch: Fetch) -> Landed:
-        return Landed(self._ours, fetch.wanted.request_id, fetch.wanted.reference.lease_id)
+    def _compare(self, fetch: Fetch, key: PeerKey, now: float) -> Iterator[Command]:
+        """Once both sides have spoken: the bytes of this read are the source's own, or the fetch fails."""
+        read = fetch.reads[key]
+        if read.state is not ReadState.VALID:
+            return
+        if wrong := read.differing():
+            yield from self._fail(fetch, _other_bytes(key, wrong, len(read.subject.names)), now)
+        elif fetch.all_in(ReadState.VALID):
+            peer, binding = self._peers[key], self._bindings.to(fetch.peers, self._peers)
+            del self._fetches[fetch.wanted.request_id]
+            verified = binding.verified_by(self._policy)
+            yield Fetched(fetch.wanted.request_id, fetch.report(peer.transport, peer.choice, verified, now))
+
+    def _landed_of(self, fetch: Fetch, read: Read) -> Landed:
+        wanted = fetch.wanted
+        return Landed(self._ours, wanted.request_id, wanted.reference.lease_id, read.subject)
 
     def _read(self, key: PeerKey, claim_id: str, *states: ReadState) -> list[tuple[Fetch, Read]]:
         """The read of a claim from a peer, if it is in one of the states; late and repeated answers match none."""
@@ -254,6 +321,8 @@ class TargetSession:
         for key, read in fetch.reads.items():
             if read.state is ReadState.READING:
                 yield Cancel(ReadKey(request_id, key))
+            if read.is_digesting:
+                yield DropDigest(ReadKey(request_id, key))
             read.machine.move("fail")
         for key in fetch.peers:
             yield from self._farewells.say(fetch.wanted, key, now)
@@ -351,17 +420,38 @@ class TargetSession:
             if read.state is ReadState.CLAIMING:
                 readers = self._bindings.to(fetch.peers, self._peers).readers_of(key)
                 yield Send(key, self._claim_of(fetch, readers))
-            elif read.state is ReadState.LANDED:
-                yield Send(key, self._landed_of(fetch))
+            elif read.state in ASKING:
+                yield Send(key, self._landed_of(fetch, read))
 
     def _heartbeats(self) -> Iterator[Command]:
         by_peer: dict[PeerKey, list[str]] = {}
         for fetch in self._fetches.values():
             for key, read in fetch.reads.items():
-                if read.state in (ReadState.READING, ReadState.LANDED):
+                if read.state in USING:
                     by_peer.setdefault(key, []).append(fetch.wanted.reference.lease_id)
         for key, lease_ids in by_peer.items():
             yield Send(key, Renew(self._ours, tuple(lease_ids)))
+
+
+def _cannot_digest(kinds: str) -> TransferError:
+    return TransferError(
+        Reason.DIGEST,
+        "a full digest is wanted of memory that the CPU cannot read",
+        found=f"memory of kind {kinds}",
+        hint="choose the digest policy sampled, which does without where it must, or off",
+    )
+
+
+def _other_bytes(key: PeerKey, states: tuple[str, ...], num_states: int) -> TransferError:
+    listed = ", ".join(states[:MAX_LISTED]) + (
+        f" and {len(states) - MAX_LISTED} more" if len(states) > MAX_LISTED else ""
+    )
+    return TransferError(
+        Reason.DIGEST,
+        f"other bytes have landed than {key} has",
+        found=f"{len(states)} of {num_states} states differ: {listed}",
+        hint="a wrong block table or a transport that spoils bytes: say which engines and transport in a report",
+    )
 
 
 def _is_replaced(older: PeerKey, newer: PeerKey) -> bool:

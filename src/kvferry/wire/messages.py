@@ -12,6 +12,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from kvferry.plan.digest import NOTHING, Subject
 from kvferry.plan.layout import Layout
 
 __all__ = [
@@ -43,6 +44,7 @@ Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
+Value = Annotated[bytes, Meta(min_length=8, max_length=8)]
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
 
@@ -64,6 +66,7 @@ class Reason(StrEnum):
     DEADLINE = "deadline"
     TRANSPORT = "transport"
     ABORTED = "aborted"
+    DIGEST = "digest"
 
 
 class Party(Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,17 +158,25 @@ class Grant(Struct, frozen=True, tag="grant", forbid_unknown_fields=True):
 
 
 class Landed(Struct, frozen=True, tag="landed", forbid_unknown_fields=True):
-    """All bytes of a claim have arrived at the target; may it use them?"""
+    """All bytes of a claim have arrived at the target; may it use them?
+
+    `subject` is what the target digests meanwhile, and asks the source to digest in its own blocks.
+    """
 
     party: Party
     claim_id: Name
     lease_id: Name
+    subject: Subject = NOTHING
 
 
 class Valid(Struct, frozen=True, tag="valid", forbid_unknown_fields=True):
-    """The lease was live during the whole transfer: the bytes are the request's own."""
+    """The lease was live during the whole transfer: the bytes are the request's own.
+
+    `digests` has a value per state of the subject, in its order.
+    """
 
     claim_id: Name
+    digests: Annotated[tuple[Value, ...], Meta(max_length=1 << 20)] = ()
 
 
 class Renew(Struct, frozen=True, tag="renew", forbid_unknown_fields=True):
