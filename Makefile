@@ -6,7 +6,7 @@ ARGS ?=
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 
-.PHONY: up test check unit e2e test-vllm format clean
+.PHONY: up test check unit e2e chaos test-vllm format clean
 
 up: .venv/engine
 	@$(BIN)/kvferry up $(ARGS)
@@ -25,7 +25,11 @@ unit: .venv/dev
 	$(BIN)/coverage report --include="src/kvferry/wire/*,src/kvferry/session/*,src/kvferry/catalog/*" --fail-under=97
 
 e2e: .venv/dev
-	$(BIN)/pytest -m e2e
+	$(BIN)/pytest -m "e2e and not chaos"
+
+# Everything that kills, stops and restarts processes, with the times that it took.
+chaos: .venv/dev
+	$(BIN)/pytest -s tests/e2e/test_chaos*.py $(ARGS)
 
 # Real vLLM processes on the CPU: a representative part by default, every model and shape with ARGS='-m full'.
 test-vllm: .venv-vllm/ready

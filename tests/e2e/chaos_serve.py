@@ -1,0 +1,13 @@
+"""`kvferry` whose tcp transport waits at a gate: `python chaos_serve.py GATE serve …`; see `kvferry.testing.gated`."""
+
+import sys
+from pathlib import Path
+
+from kvferry.cli.main import main
+from kvferry.testing.gated import GatedTransport
+from kvferry.transport import opening
+from kvferry.transport.tcp import TcpTransport
+
+gate = Path(sys.argv.pop(1))
+opening.OPENERS["tcp"] = lambda *_: GatedTransport(TcpTransport(), gate)
+main()

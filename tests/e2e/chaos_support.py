@@ -1,0 +1,184 @@
+"""Engines and routers as processes that tests may stop, kill and restart, and a client that can leave at any time."""
+
+import contextlib
+import http.client
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from conftest import DEADLINE_S, eventually, metric
+
+READY_S = 240.0
+GRANTED = 'kvferry_engine_blocks{state="granted"}'
+GATED = Path(__file__).with_name("chaos_serve.py")
+
+
+class Process:
+    """One `kvferry` process. `restart` brings it back at its address; `gate` (a file) holds its reads back."""
+
+    def __init__(self, log: Path, *words: str) -> None:
+        self.log = log
+        self.gate = log.with_suffix(".gate")
+        self._words = words
+        self.port = 0
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> "Process":
+        """Begin to start; `wait` until it serves."""
+        words = (sys.executable, str(GATED), str(self.gate), self._words[0], "--json", "--as-child", *self._words[1:])
+        with self.log.open("ab") as log:
+            self._popen = subprocess.Popen(
+                (*words, "--port", str(self.port)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+            )
+        return self
+
+    def wait(self) -> "Process":
+        assert select.select([self._popen.stdout], [], [], READY_S)[0], f"not ready: {self.log.read_text()[-2000:]}"
+        line = self._popen.stdout.readline()
+        assert line, f"has ended: {self.log.read_text()[-2000:]}"
+        self.port = urlsplit(json.loads(line)["url"]).port
+        return self
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> float:
+        """Without a chance to clean up; returns when that was."""
+        killed = time.monotonic()
+        self._popen.kill()
+        self.ended()
+        return killed
+
+    def ended(self) -> int:
+        """The exit code, once there is one."""
+        code = self._popen.wait(DEADLINE_S)
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            pipe.close()
+        return code
+
+    def restart(self) -> "Process":
+        return self.start().wait()
+
+    def close(self) -> None:
+        self.gate.unlink(missing_ok=True)
+        if self._popen is not None and self._popen.poll() is None:
+            self._popen.kill()
+            self.ended()
+
+    @contextlib.contextmanager
+    def stopped(self):
+        """It exists but does nothing."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def held(self):
+        """Its reads begin but do not move."""
+        self.gate.touch()
+        try:
+            yield
+        finally:
+            self.gate.unlink(missing_ok=True)
+
+    @property
+    def num_reads(self) -> float:
+        return metric(self.url, "kvferry_agent_open_reads")
+
+    @property
+    def num_granted(self) -> float:
+        return metric(self.url, GRANTED)
+
+    def until_reading(self, number: int = 1) -> None:
+        eventually(lambda: self.num_reads >= number, f"{number} reads are under way")
+
+    def until_free(self) -> None:
+        eventually(lambda: self.num_granted == 0, f"the blocks of {self.url} are free")
+
+    def ready(self) -> tuple[int, dict]:
+        return get(f"{self.url}/ready")
+
+
+def get(url: str) -> tuple[int, dict]:
+    """Status and JSON."""
+    try:
+        with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return refused.code, json.load(refused)
+
+
+class Asking:
+    """One completion, asked in a thread; `leave` closes the connection whatever is still to come."""
+
+    def __init__(self, url: str, body: dict) -> None:
+        parts = urlsplit(url)
+        self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=DEADLINE_S)
+        self._body = json.dumps({"model": "tiny", "return_token_ids": True} | body).encode()
+        self.status, self.headers, self.text = 0, {}, b""
+        self.began, self.took_s = threading.Event(), 0.0
+        self._started = time.monotonic()
+        self._connection.connect()
+        self._socket = self._connection.sock
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def answer(self) -> dict:
+        """The whole answer; fails when there is none in time."""
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "no answer in time"
+        return json.loads(self.text)
+
+    def lines(self) -> list[bytes]:
+        """The events of a stream that has ended."""
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "no end in time"
+        return [line[len(b"data: ") :] for line in self.text.splitlines() if line.startswith(b"data: ")]
+
+    def token_ids(self) -> list[int]:
+        """Of a finished stream."""
+        *lines, last = self.lines()
+        assert last == b"[DONE]", last
+        return [token for line in lines for choice in json.loads(line)["choices"] for token in choice["token_ids"]]
+
+    def leave(self) -> float:
+        """Go away; returns when that was."""
+        left = time.monotonic()
+        self._socket.shutdown(2)
+        self._thread.join(DEADLINE_S)
+        return left
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            self._connection.request("POST", "/v1/completions", self._body, {"content-type": "application/json"})
+            response = self._connection.getresponse()
+            self.status, self.headers = response.status, response.headers
+            while piece := response.read1():
+                self.text += piece
+                self.began.set()
+        self.took_s = time.monotonic() - self._started
+        self._connection.close()
+
+
+def since(moment: float) -> str:
+    return f"{time.monotonic() - moment:.2f} s"

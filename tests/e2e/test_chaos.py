@@ -1,0 +1,344 @@
+"""What is killed, stopped or left while a cache moves: a right answer or a clear error, in time, and no block lost.
+
+Reads go over tcp and can be held at a gate, so that "during the transfer" is certain. Times are printed, not asserted.
+"""
+
+import itertools
+import json
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+from chaos_support import Asking, Process, get, since
+from conftest import DEADLINE_S, eventually, metric, post
+from test_main_job import prompt_of
+
+LEASE_S = 8.0
+PREFILL_TIMEOUT_S = 6.0
+PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
+EVENTS = 'kvferry_agent_events_total{{reason="{}",what="fetches_failed"}}'
+RELEASES = 'kvferry_router_releases_total{{reason="{}"}}'
+seeds = itertools.count(100)
+
+
+@pytest.fixture(scope="module")
+def site(tiny_model, tmp_path_factory):
+    """A prefill engine, two decode engines and a router; each has met the other, and can be killed and restarted."""
+    logs = tmp_path_factory.mktemp("chaos")
+    common = ("--model", str(tiny_model), "--served-name", "tiny", "--transport", "tcp", "--num-blocks", "600")
+    common += ("--lease-timeout", str(LEASE_S))
+    engines = [Process(logs / f"{name}.log", "serve", "--engine-id", name, *common) for name in ("p0", "d0", "d1")]
+    router = None
+    try:
+        for engine in engines:
+            engine.start()
+        p, d, spare = (engine.wait() for engine in engines)
+        urls = ("--prefill", p.url, "--decode", d.url)
+        words = ("route", *urls, "--prefill-timeout", str(PREFILL_TIMEOUT_S), "--drain-timeout", "5")
+        router = Process(logs / "router.log", *words).restart()
+        yield SimpleNamespace(p=p, d=d, spare=spare, router=router, logs=logs)
+    finally:
+        for process in (router, *engines):
+            if process is not None:
+                process.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lost(site):
+    """Before each test everything works over the transfer; after it nothing is left in either engine."""
+    works(site)
+    yield
+    works(site)
+    for engine in (site.p, site.d):
+        engine.until_free()
+
+
+def works(site, num_tokens=40):
+    """As soon as the router has found everybody, a request is answered as ever: from a cache that has moved."""
+    eventually(lambda: get(f"{site.router.url}/ready")[1]["num_ready_prefill"] == 1, "the router has found prefill")
+    eventually(lambda: get(f"{site.router.url}/ready")[1]["num_ready_decode"] == 1, "the router has found decode")
+    answer = Asking(site.router.url, {"prompt": prompt_of(num_tokens, seed=next(seeds)), "max_tokens": 3})
+    assert answer.answer()["kvferry"]["recomputed"] == "", site.d.log.read_text()[-2000:]
+    assert answer.headers["x-kvferry-cache"] == "received"
+
+
+def prefill(site, prompt):
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": PREFILL_LEG}
+    return post(f"{site.p.url}/v1/completions", body)["kv_transfer_params"]
+
+
+def decode(site, prompt, params):
+    """The decode leg alone, under way."""
+    return Asking(site.d.url, {"prompt": prompt, "max_tokens": 12, "kv_transfer_params": params})
+
+
+def alone(site, prompt, max_tokens=12):
+    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+    return Asking(site.spare.url, body).answer()["choices"][0]["token_ids"]
+
+
+def expect_recomputed(site, asking, prompt, reasons):
+    """The right answer; header, report, counters and log agree on why its cache did not come."""
+    answer = asking.answer()
+    assert answer["choices"][0]["token_ids"] == alone(site, prompt)[: len(answer["choices"][0]["token_ids"])]
+    reason = answer["kvferry"]["recomputed"]
+    assert reason in reasons
+    assert asking.headers["x-kvferry-cache"] == "recomputed"
+    assert metric(site.d.url, f'kvferry_engine_transfer_failures_total{{reason="{reason}"}}') >= 1
+    assert metric(site.d.url, EVENTS.format(reason)) >= 1
+    request_id = answer["id"].removeprefix("cmpl-")
+    lines = [line for line in site.d.log.read_text().splitlines() if f"request {request_id}" in line]
+    assert len(lines) == 1
+    assert f": {reason}: from 'p0' epoch '" in lines[0]
+    return reason
+
+
+def test_the_header_says_how_the_cache_came(site):
+    prompt = prompt_of(50, seed=1)
+    stream = Asking(site.router.url, {"prompt": prompt, "max_tokens": 5, "stream": True})
+    assert stream.token_ids() == alone(site, prompt, 5)
+    assert (stream.headers["x-kvferry-cache"], stream.headers["x-kvferry-path"]) == ("received", "disaggregated")
+    spent = prefill(site, prompt)
+    assert decode(site, prompt, spent).answer()["kvferry"]["recomputed"] == ""
+    body = {"prompt": prompt, "max_tokens": 5, "stream": True, "kv_transfer_params": spent}
+    stream = Asking(site.d.url, body)
+    assert stream.token_ids() == alone(site, prompt, 5)
+    assert stream.headers["x-kvferry-cache"] == "recomputed"
+    stream = Asking(site.d.url, {"prompt": prompt, "max_tokens": 5})
+    stream.answer()
+    assert stream.headers["x-kvferry-cache"] == "local"
+
+
+@pytest.mark.chaos
+def test_a_source_that_is_stopped_before_the_read_is_a_deadline(site):
+    prompt = prompt_of(60, seed=2)
+    params = prefill(site, prompt)
+    with site.p.stopped():
+        asking = decode(site, prompt, params)
+        reason = expect_recomputed(site, asking, prompt, ("peer_lost", "deadline"))
+        site.d.until_free()
+    print(f"\nanswered after {asking.took_s:.2f} s ({reason})")
+    stopped = time.monotonic()
+    site.p.until_free()
+    print(f"the source's blocks were free {since(stopped)} after it went on")
+
+
+def test_a_source_that_is_stopped_during_the_read_is_a_deadline(site):
+    prompt = prompt_of(2000, seed=3)
+    params = prefill(site, prompt)
+    with site.d.held():
+        asking = decode(site, prompt, params)
+        site.d.until_reading()
+        site.p.signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    try:
+        # The gate is open: the read has reached a process that does nothing.
+        reason = expect_recomputed(site, asking, prompt, ("peer_lost", "transport"))
+        print(f"\nanswered {since(stopped)} after the stop ({reason})")
+        eventually(lambda: site.d.num_reads == 0, "the read has ended")
+        site.d.until_free()
+    finally:
+        site.p.signal(signal.SIGCONT)
+
+
+def test_a_source_that_is_killed_during_the_read(site):
+    prompt = prompt_of(2000, seed=4)
+    params = prefill(site, prompt)
+    with site.d.held():
+        asking = decode(site, prompt, params)
+        site.d.until_reading()
+        site.p.signal(signal.SIGSTOP)
+    # Let the read reach it, so that it dies with a connection open on which bytes are due.
+    site.d.until_reading()
+    killed = site.p.kill()
+    reason = expect_recomputed(site, asking, prompt, ("peer_lost", "transport"))
+    print(f"\nanswered {since(killed)} after the death ({reason}); 3 heartbeats are 3 s")
+    site.d.until_free()
+    site.p.restart()
+
+
+@pytest.mark.chaos
+def test_a_source_that_is_killed_with_a_held_read_and_before_one(site):
+    """Nothing tells of its death but its silence; a second request meets it only then."""
+    prompts = [prompt_of(300, seed=5), prompt_of(300, seed=6)]
+    params = [prefill(site, prompt) for prompt in prompts]
+    with site.d.held():
+        asking = decode(site, prompts[0], params[0])
+        site.d.until_reading()
+        killed = site.p.kill()
+        reason = expect_recomputed(site, asking, prompts[0], ("peer_lost",))
+        print(f"\nanswered {since(killed)} after the death ({reason}); 3 heartbeats are 3 s")
+        asking = decode(site, prompts[1], params[1])
+        reason = expect_recomputed(site, asking, prompts[1], ("deadline", "peer_lost", "unreachable"))
+        print(f"a request that came after it: {asking.took_s:.2f} s ({reason}); a handshake may take 5 s")
+        site.d.until_free()
+    site.p.restart()
+
+
+@pytest.mark.chaos
+def test_a_source_that_is_killed_after_the_read_is_not_missed(site):
+    prompt = prompt_of(100, seed=7)
+    body = {"prompt": prompt, "max_tokens": 300, "stream": True, "ignore_eos": True}
+    stream = Asking(site.router.url, body)
+    assert stream.began.wait(DEADLINE_S)
+    site.p.kill()
+    assert stream.token_ids() == alone(site, prompt, 300)
+    assert stream.headers["x-kvferry-cache"] == "received"
+    site.p.restart()
+
+
+def test_a_target_that_is_killed_during_the_read(site):
+    """What the router knows of is released at once; the rest when its lease runs out."""
+    with site.d.held():
+        through = Asking(site.router.url, {"prompt": prompt_of(300, seed=8), "max_tokens": 3})
+        site.d.until_reading()
+        prompt = prompt_of(300, seed=9)
+        decode(site, prompt, prefill(site, prompt))
+        site.d.until_reading(2)
+        before, releases = site.p.num_granted, metric(site.router.url, RELEASES.format("decode_failed"))
+        killed = site.d.kill()
+    error = through.answer()["error"]
+    assert (through.status, error["code"], error["reason"]) == (502, "upstream_unavailable", "reset")
+    assert metric(site.router.url, RELEASES.format("decode_failed")) == releases + 1
+    eventually(lambda: site.p.num_granted < before, "the released blocks are free")
+    print(f"\nreleased {since(killed)} after the death")
+    site.p.until_free()
+    print(f"all of the source's blocks were free {since(killed)} after the death; a lease is {LEASE_S} s")
+    site.d.restart()
+
+
+@pytest.mark.chaos
+def test_a_prefill_engine_that_is_stopped_while_it_computes_is_a_deadline(site):
+    """The router gives it up, and the decode engine does it all."""
+    prompt = prompt_of(3000, seed=10)
+    asking = Asking(site.router.url, {"prompt": prompt, "max_tokens": 4})
+    eventually(lambda: site.p.num_granted > 0, "prefill has begun")
+    with site.p.stopped():
+        answer = asking.answer()
+        print(f"\nanswered after {asking.took_s:.2f} s; a prefill may take {PREFILL_TIMEOUT_S} s")
+        assert answer["choices"][0]["token_ids"] == alone(site, prompt, 4)
+        assert (asking.headers["x-kvferry-path"], asking.headers["x-kvferry-cache"]) == ("decode-only", "local")
+    site.p.until_free()
+
+
+def expect_both_free(site, left, when):
+    for name, engine in (("source", site.p), ("target", site.d)):
+        engine.until_free()
+        print(f"\nleft {when}: {name} free after {since(left)}", end="")
+
+
+def test_a_client_that_leaves_during_prefill(site):
+    asking = Asking(site.router.url, {"prompt": prompt_of(4000, seed=11), "max_tokens": 3})
+    eventually(lambda: site.p.num_granted > 0, "prefill has begun")
+    expect_both_free(site, asking.leave(), "during prefill")
+
+
+def test_a_client_that_leaves_between_the_legs(site):
+    """The cache is computed and nobody has claimed it: the router tells the prefill engine that nobody will."""
+    with site.d.stopped():
+        answered = 'kvferry_engine_requests_total{leg="prefill",status="200"}'
+        before = metric(site.p.url, answered)
+        releases = metric(site.router.url, RELEASES.format("client_left"))
+        asking = Asking(site.router.url, {"prompt": prompt_of(300, seed=12), "max_tokens": 3})
+        eventually(lambda: metric(site.p.url, answered) == before + 1, "prefill has answered")
+        assert site.p.num_granted > 0
+        left = asking.leave()
+        site.p.until_free()
+        print(f"\nleft between the legs: source free after {since(left)}", end="")
+        assert metric(site.router.url, RELEASES.format("client_left")) == releases + 1
+    expect_both_free(site, left, "between the legs")
+
+
+def test_a_client_that_leaves_during_the_transfer(site):
+    with site.d.held():
+        asking = Asking(site.router.url, {"prompt": prompt_of(300, seed=13), "max_tokens": 3})
+        site.d.until_reading()
+        expect_both_free(site, asking.leave(), "during the transfer")
+
+
+def test_a_client_that_leaves_during_decode(site):
+    body = {"prompt": prompt_of(300, seed=14), "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    asking = Asking(site.router.url, body)
+    assert asking.began.wait(DEADLINE_S)
+    expect_both_free(site, asking.leave(), "during decode")
+
+
+def test_a_client_that_leaves_while_it_waits_for_room(site):
+    """The decode engine has not begun to fetch: it tells the source that it never will."""
+    full = [
+        Asking(site.d.url, {"prompt": prompt_of(20, seed=15), "max_tokens": 4700, "stream": True, "ignore_eos": True})
+        for _ in range(2)
+    ]
+    assert all(asking.began.wait(DEADLINE_S) for asking in full)
+    prompt = prompt_of(300, seed=16)
+    params = prefill(site, prompt)
+    asking = Asking(site.d.url, {"prompt": prompt, "max_tokens": 4000, "kv_transfer_params": params})
+    waiting = 'kvferry_engine_open_requests{state="waiting"}'
+    eventually(lambda: metric(site.d.url, waiting) == 1, "it waits for room")
+    left = asking.leave()
+    site.p.until_free()
+    print(f"\nleft while it waited for room: source free after {since(left)}", end="")
+    for one in full:
+        one.leave()
+    expect_both_free(site, left, "while it waited for room")
+
+
+def test_a_draining_decode_engine_loses_no_request(site):
+    """The only one even: what comes until it ends is answered, what runs is finished."""
+    prompt = prompt_of(200, seed=17)
+    body = {"prompt": prompt, "max_tokens": 600, "stream": True, "ignore_eos": True}
+    streams = [Asking(site.router.url, body) for _ in range(2)]
+    assert all(stream.began.wait(DEADLINE_S) for stream in streams)
+    site.d.signal(signal.SIGTERM)
+    eventually(lambda: site.d.ready()[0] == 503, "it says that it is not ready")
+    assert "draining" in site.d.ready()[1]["reason"]
+    assert get(f"{site.d.url}/health")[0] == 200
+    eventually(lambda: get(f"{site.router.url}/ready")[1]["num_ready_decode"] == 0, "the router knows")
+    late = Asking(site.router.url, {"prompt": prompt, "max_tokens": 4})
+    assert late.answer()["choices"][0]["token_ids"] == alone(site, prompt, 4)
+    expected = alone(site, prompt, 600)
+    assert [stream.token_ids() for stream in streams] == [expected, expected]
+    assert site.d.ended() == 0
+    site.d.restart()
+
+
+def test_a_draining_prefill_engine_keeps_its_leases_until_they_are_read(site):
+    prompt = prompt_of(200, seed=18)
+    params = prefill(site, prompt)
+    site.p.signal(signal.SIGTERM)
+    eventually(lambda: site.p.ready()[0] == 503, "it says that it is not ready")
+    eventually(lambda: get(f"{site.router.url}/ready")[1]["num_ready_prefill"] == 0, "the router knows")
+    asking = Asking(site.router.url, {"prompt": prompt, "max_tokens": 12})
+    assert asking.answer()["choices"][0]["token_ids"] == alone(site, prompt)
+    assert asking.headers["x-kvferry-path"] == "decode-only"
+    read = decode(site, prompt, params)
+    assert read.answer()["kvferry"]["recomputed"] == ""
+    assert site.p.ended() == 0
+    site.p.restart()
+
+
+@pytest.mark.chaos
+def test_a_router_that_is_told_to_end_finishes_what_it_has(site):
+    body = {"prompt": prompt_of(60, seed=19), "max_tokens": 600, "stream": True, "ignore_eos": True}
+    stream = Asking(site.router.url, body)
+    assert stream.began.wait(DEADLINE_S)
+    site.router.signal(signal.SIGTERM)
+    eventually(lambda: get(f"{site.router.url}/ready")[0] == 503, "it says that it is not ready")
+    assert stream.token_ids() == alone(site, body["prompt"], 600)
+    assert site.router.ended() == 0
+    site.router.restart()
+
+
+@pytest.mark.chaos
+def test_a_stream_whose_engine_dies_ends_with_a_reason(site):
+    body = {"prompt": prompt_of(60, seed=20), "max_tokens": 4000, "stream": True, "ignore_eos": True}
+    stream = Asking(site.router.url, body)
+    assert stream.began.wait(DEADLINE_S)
+    site.d.kill()
+    error = json.loads(stream.lines()[-1])["error"]
+    assert (error["code"], error["reason"]) == ("upstream_broke_off", "reset")
+    request_id = stream.headers["x-request-id"]
+    line = f"request {request_id}: the decode leg on {site.d.url} failed: reset"
+    assert site.router.log.read_text().count(line) == 1
+    site.d.restart()
