@@ -3,6 +3,7 @@ PYTHON ?= python3
 # Where no CPU build is at hand, a plain torch pulls gigabytes of CUDA: say which one you want with TORCH=…
 TORCH ?= torch==2.13.0
 ARGS ?=
+FRAMES ?= 100000
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 
@@ -30,6 +31,16 @@ e2e: .venv/dev
 # Everything that kills, stops and restarts processes, with the times that it took.
 chaos: .venv/dev
 	$(BIN)/pytest -s tests/e2e/test_chaos*.py $(ARGS)
+
+# Engines under faults on a virtual clock: RUNS of them, or one with its story: `SEED=7 make simulate`.
+RUNS ?= 10000
+SEED ?=
+simulate: .venv/dev
+	$(BIN)/python -m kvferry.testing.simulation $(if $(SEED),--seed $(SEED) --runs 1 --story,--runs $(RUNS)) $(ARGS)
+
+# Nonsense for the control channel while a real peer is served: make fuzz FRAMES=1000000 takes some minutes.
+fuzz: .venv/dev
+	$(BIN)/python tests/fuzz/storm.py --frames $(FRAMES) $(ARGS)
 
 # Real vLLM processes on the CPU: a representative part by default, every model and shape with ARGS='-m full'.
 test-vllm: .venv-vllm/ready
