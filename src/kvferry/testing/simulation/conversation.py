@@ -20,6 +20,7 @@ __all__ = ["Conversation"]
 MAX_PATIENCE = 12
 WAIT_S = 0.4
 MAX_LATE_S = 2.0
+MAX_LINGER_S = 8.0
 
 
 class Conversation:
@@ -54,7 +55,8 @@ class Conversation:
             node.wish(partial(node.handle_source, node.lent[self.reference.request_id].wanted), late_s)
         if self._world.chance(self._faults.withdraw):
             self._world.after(self._world.between(0.0, 3.0), partial(self._withdraw, self._source.nodes))
-        self._world.after(self._world.between(0.0, 0.05), self._fetch)
+        lingers = self._world.chance(self._faults.linger)
+        self._world.after(self._world.between(0.0, MAX_LINGER_S if lingers else 0.05), self._fetch)
 
     def _withdraw(self, nodes: tuple[Node, ...]) -> None:
         """The engine takes its blocks back, where they are still lent for this request."""

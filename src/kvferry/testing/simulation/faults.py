@@ -18,7 +18,7 @@ class Faults:
     (one bit of what has been read is wrong). `outlives`: the memory of a killed process can still be read.
     Requests: `abort` by the client, `withdraw` by the source's engine, `release` (nothing is wanted any more), `retry`
     of a failed one under the same reference, `mix` (a reference put together from two), `late` (a rank hears of the
-    lease after it was claimed).
+    lease after it was claimed), `linger` (the client hands the reference on late).
     """
 
     max_delay_s: float = 0.02
@@ -38,6 +38,7 @@ class Faults:
     retry: float = 0.0
     mix: float = 0.0
     late: float = 0.0
+    linger: float = 0.0
     num_kills: int = 0
     num_partitions: int = 0
     num_stalls: int = 0
@@ -60,7 +61,7 @@ class Faults:
 CALM = Faults(abort=0.15, release=0.1)
 
 _PER_RUN = {"num_kills": 3, "num_partitions": 2, "num_stalls": 3, "num_full_pools": 2}
-_LIKELY = {"retry": 0.8, "outlives": 1.0, "slow": 0.5, "late": 0.5}
+_LIKELY = {"flip": 0.04, "retry": 0.8, "mix": 0.6, "outlives": 1.0, "slow": 0.5, "late": 0.5, "linger": 0.5}
 
 
 def _drawn(dice: random.Random, name: str) -> float:

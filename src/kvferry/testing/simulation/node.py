@@ -11,6 +11,7 @@ from kvferry.session import events as e
 from kvferry.session.source import Identity
 from kvferry.session.target import Ourselves, TargetEvent
 from kvferry.testing.simulation.attempt import Fetching
+from kvferry.testing.simulation.checks import Violation
 from kvferry.testing.simulation.frames import FrameFabric
 from kvferry.testing.simulation.inbox import Inbox
 from kvferry.testing.simulation.memory import BlockPool, RankMemory, Tables
@@ -184,7 +185,9 @@ class Node:
     def _fetch_moved_on(self, command: e.Fetched | e.Failed | e.TargetFree) -> None:
         if isinstance(command, e.TargetFree):
             self.site.checks.target_freed(self, command.request_id)
-        fetching = self.fetching[command.request_id]
+        fetching = self.fetching.get(command.request_id)
+        if fetching is None:
+            raise Violation(f"{self.name}: {type(command).__name__} of {command.request_id}, which is over")
         fetching.handle(self, command)
 
     # --- time ---

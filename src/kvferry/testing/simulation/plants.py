@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from kvferry.session.source import SourceSession
 from kvferry.session.target import TargetSession
+from kvferry.testing.simulation import planted_sources as sources
+from kvferry.testing.simulation import planted_targets as targets
 
 __all__ = ["NO_PLANT", "PLANTS", "Plant"]
 
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A defect as sessions that have it, instead of the real ones."""
+    """A defect, as the sessions that have it take the place of the real ones."""
 
     name: str
     what: str
@@ -23,4 +25,24 @@ class Plant:
 
 NO_PLANT = Plant("none", "the sessions as they are")
 
-PLANTS: Mapping[str, Plant] = {plant.name: plant for plant in (NO_PLANT,)}
+_ALL = (
+    Plant("no-fence", "blocks are freed when a fetch fails, though a ticket is open", target=targets.NoFence),
+    Plant("first-error", "blocks are freed at the first ticket that fails", target=targets.FirstError),
+    Plant("skip-valid", "a request is answered when its bytes have landed", target=targets.SkipValid),
+    Plant("ignore-error", "a ticket that failed counts as arrived", target=targets.IgnoreError),
+    Plant("no-heartbeat", "leases in use are not renewed", target=targets.NoHeartbeat),
+    Plant("no-deadline", "a read may take for ever", target=targets.NoDeadline),
+    Plant("twice-fetched", "a repeated answer is handled again by the target", target=targets.TwiceFetched),
+    Plant("uncounted", "a failure moves no counter", target=targets.Uncounted),
+    Plant("count-readers", "completions are counted, whoever they come from", source=sources.CountReaders),
+    Plant("ignore-expiry", "landed is valid although the lease has ended", source=sources.IgnoreExpiry),
+    Plant("no-epoch", "nobody looks at epochs", source=sources.NoEpoch, target=targets.NoEpoch),
+    Plant("by-request", "a claim finds its lease by the request's id alone", source=sources.ByRequest),
+    Plant("by-lease", "a claim finds its lease by the lease's id alone", source=sources.ByLease),
+    Plant("twice-freed", "a repeated message is handled again by the source", source=sources.TwiceFreed),
+    Plant("no-expiry", "a lease that nobody asks for never ends", source=sources.NoExpiry),
+    Plant("keep-records", "leases that have ended are remembered for ever", source=sources.KeepRecords),
+)
+
+PLANTS: Mapping[str, Plant] = {plant.name: plant for plant in _ALL}
+"""All planted defects by name."""

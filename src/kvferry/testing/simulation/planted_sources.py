@@ -1,0 +1,134 @@
+"""Source sessions with one defect each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from msgspec import structs
+
+from kvferry.session.events import Command, FrameArrived, Reply, SourceFree, Timing
+from kvferry.session.source import Identity, SourceEvent, SourceSession
+from kvferry.wire.messages import Claim, Hello, Landed, Message, Valid
+
+__all__ = [
+    "ByLease",
+    "ByRequest",
+    "CountReaders",
+    "IgnoreExpiry",
+    "KeepRecords",
+    "NoEpoch",
+    "NoExpiry",
+    "TwiceFreed",
+]
+
+FOREVER_S = 1e9
+
+
+class CountReaders(SourceSession):
+    """A lease with n readers is done after n messages."""
+
+    def __init__(self, identity: Identity, timing: Timing) -> None:
+        super().__init__(identity, timing)
+        self._landed_of: Counter[str] = Counter()
+
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        commands = super().handle(event, now)
+        if isinstance(event, FrameArrived) and isinstance(event.message, Landed):
+            lease_id = event.message.lease_id
+            self._landed_of[lease_id] += 1
+            lease = self._leases.get(lease_id)
+            if lease is not None and lease.live and lease.claims and self._landed_of[lease_id] >= len(lease.readers):
+                commands += self._end(lease, "all readers valid", "done", now)
+        return commands
+
+
+class IgnoreExpiry(SourceSession):
+    """Says valid to everybody whose claim was granted."""
+
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        if isinstance(event, FrameArrived) and isinstance(event.message, Landed):
+            landed = event.message
+            lease = self._leases.get(landed.lease_id)
+            if lease is not None and lease.holds(landed.party, landed.claim_id) and not lease.live:
+                return [Reply(event.peer, Valid(landed.claim_id))]
+        return super().handle(event, now)
+
+
+class NoEpoch(SourceSession):
+    """Takes every greeting and every reference for one that means this incarnation."""
+
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        if isinstance(event, FrameArrived):
+            event = replace(event, message=self._meant(event.message))
+        return super().handle(event, now)
+
+    def _meant(self, message: Message) -> Message:
+        ours = self._identity.party
+        if isinstance(message, Hello):
+            return structs.replace(message, expects_engine_id=ours.engine_id, expects_epoch=ours.epoch)
+        if isinstance(message, Claim):
+            reference = structs.replace(message.reference, engine_id=ours.engine_id, epoch=ours.epoch)
+            return structs.replace(message, reference=reference)
+        return message
+
+
+class ByRequest(SourceSession):
+    """Grants whatever lease the request's id has at the moment."""
+
+    def __init__(self, identity: Identity, timing: Timing) -> None:
+        super().__init__(identity, timing)
+        self._meant: dict[str, str] = {}
+
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        if isinstance(event, FrameArrived) and isinstance(event.message, Claim):
+            reference = event.message.reference
+            lease = self._by_request.get(reference.request_id)
+            if lease is not None:
+                self._meant[event.message.claim_id] = lease.wanted.lease_id
+                meant = structs.replace(reference, lease_id=lease.wanted.lease_id)
+                event = replace(event, message=structs.replace(event.message, reference=meant))
+        if isinstance(event, FrameArrived) and isinstance(event.message, Landed):
+            lease_id = self._meant.get(event.message.claim_id, event.message.lease_id)
+            event = replace(event, message=structs.replace(event.message, lease_id=lease_id))
+        return super().handle(event, now)
+
+
+class ByLease(SourceSession):
+    """Does not look at the request's id."""
+
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        if isinstance(event, FrameArrived) and isinstance(event.message, Claim):
+            reference = event.message.reference
+            lease = self._leases.get(reference.lease_id)
+            if lease is not None:
+                meant = structs.replace(reference, request_id=lease.wanted.request_id)
+                event = replace(event, message=structs.replace(event.message, reference=meant))
+        return super().handle(event, now)
+
+
+class TwiceFreed(SourceSession):
+    """Frees the blocks for every message that says that a reader is done."""
+
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        commands = super().handle(event, now)
+        if isinstance(event, FrameArrived) and isinstance(event.message, Landed):
+            lease = self._leases.get(event.message.lease_id)
+            freed = any(isinstance(command, SourceFree) for command in commands)
+            if lease is not None and not lease.live and not freed:
+                commands.append(SourceFree(lease.wanted.request_id, "done"))
+        return commands
+
+
+class NoExpiry(SourceSession):
+    """Keeps leases until somebody ends them."""
+
+    def __init__(self, identity: Identity, timing: Timing) -> None:
+        super().__init__(identity, replace(timing, lease_s=FOREVER_S))
+
+
+class KeepRecords(SourceSession):
+    """Keeps every lease that has ended."""
+
+    def __init__(self, identity: Identity, timing: Timing) -> None:
+        super().__init__(identity, replace(timing, tombstone_s=FOREVER_S))

@@ -1,0 +1,111 @@
+"""Target sessions with one defect each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from msgspec import structs
+
+from kvferry.session.events import AnswerArrived, Command, Count, Failed, Fetched, Send, TargetFree, TicketEnded, Timing
+from kvferry.session.target import Ourselves, TargetEvent, TargetSession
+from kvferry.wire.messages import Landed, Offer, Party, Renew, Valid, Welcome
+
+__all__ = [
+    "FirstError",
+    "IgnoreError",
+    "NoDeadline",
+    "NoEpoch",
+    "NoFence",
+    "NoHeartbeat",
+    "SkipValid",
+    "TwiceFetched",
+    "Uncounted",
+]
+
+FOREVER_S = 1e9
+
+
+class NoFence(TargetSession):
+    """`Failed` is followed by `TargetFree` at once, and never again."""
+
+    def handle(self, event: TargetEvent, now: float) -> list[Command]:
+        commands = [command for command in super().handle(event, now) if not isinstance(command, TargetFree)]
+        failed = [command.request_id for command in commands if isinstance(command, Failed)]
+        return commands + [TargetFree(request_id) for request_id in failed]
+
+
+class FirstError(TargetSession):
+    """The first ticket that fails frees the blocks, whatever the others do."""
+
+    def handle(self, event: TargetEvent, now: float) -> list[Command]:
+        commands = super().handle(event, now)
+        if isinstance(event, TicketEnded) and event.error and event.key.request_id in self._fetches:
+            del self._fetches[event.key.request_id]
+            commands.append(TargetFree(event.key.request_id))
+        return commands
+
+
+class SkipValid(TargetSession):
+    """What the source would answer is not waited for."""
+
+    def handle(self, event: TargetEvent, now: float) -> list[Command]:
+        commands = super().handle(event, now)
+        for command in list(commands):
+            if isinstance(command, Send) and isinstance(command.message, Landed):
+                answer = AnswerArrived(command.peer, Valid(command.message.claim_id))
+                commands += super().handle(answer, now)
+        return commands
+
+
+class IgnoreError(TargetSession):
+    """Every ticket ends well."""
+
+    def handle(self, event: TargetEvent, now: float) -> list[Command]:
+        return super().handle(replace(event, error="") if isinstance(event, TicketEnded) else event, now)
+
+
+class NoHeartbeat(TargetSession):
+    """Never renews a lease."""
+
+    def handle(self, event: TargetEvent, now: float) -> list[Command]:
+        commands = super().handle(event, now)
+        return [each for each in commands if not (isinstance(each, Send) and isinstance(each.message, Renew))]
+
+
+class NoDeadline(TargetSession):
+    """Waits for bytes as long as it takes."""
+
+    def __init__(self, ourselves: Ourselves, timing: Timing) -> None:
+        super().__init__(ourselves, replace(timing, transfer_s=FOREVER_S))
+
+
+class TwiceFetched(TargetSession):
+    """Tells its engine of every `Valid`."""
+
+    _last: tuple[Fetched, ...] = ()
+
+    def handle(self, event: TargetEvent, now: float) -> list[Command]:
+        commands = super().handle(event, now)
+        if isinstance(event, AnswerArrived) and isinstance(event.message, Valid) and not commands:
+            commands += [last for last in self._last if last.request_id == event.message.claim_id]
+        self._last = tuple(each for each in commands if isinstance(each, Fetched)) or self._last
+        return commands
+
+
+class Uncounted(TargetSession):
+    """Fails in silence."""
+
+    def handle(self, event: TargetEvent, now: float) -> list[Command]:
+        commands = super().handle(event, now)
+        return [each for each in commands if not (isinstance(each, Count) and each.what == "fetches_failed")]
+
+
+class NoEpoch(TargetSession):
+    """Takes whoever answers for who was addressed."""
+
+    def handle(self, event: TargetEvent, now: float) -> list[Command]:
+        if isinstance(event, AnswerArrived) and isinstance(event.message, Welcome | Offer):
+            message, key = event.message, event.peer
+            claimed = Party(key.engine_id, key.epoch, message.party.rank)
+            event = replace(event, message=structs.replace(message, party=claimed))
+        return super().handle(event, now)

@@ -1,0 +1,40 @@
+import pytest
+
+from kvferry.testing.simulation.__main__ import main
+from kvferry.testing.simulation.many import first_violation, play_all
+from kvferry.testing.simulation.plants import PLANTS
+from kvferry.testing.simulation.run import simulate
+from kvferry.testing.simulation.summary import Summary
+
+NUM_RUNS = 800
+MAX_PLANT_RUNS = 1000
+
+
+def test_nothing_is_wrong_whatever_goes_wrong():
+    summary = Summary()
+    for outcome in play_all(range(NUM_RUNS)):
+        summary.add(outcome)
+    assert summary.violations == {}
+    assert summary.outcomes["fetched"] > NUM_RUNS
+    assert len(summary.injected) > 15
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_defect_is_found(name):
+    assert first_violation(PLANTS[name], range(MAX_PLANT_RUNS))
+
+
+def test_a_seed_gives_the_same_run_with_and_without_its_story():
+    for seed in range(20):
+        told, silent = simulate(seed, told=True), simulate(seed)
+        assert (told.outcomes, told.injected, told.virtual_s) == (silent.outcomes, silent.injected, silent.virtual_s)
+        assert simulate(seed, told=True).story == told.story
+
+
+def test_the_command_prints_a_table_and_fails_on_a_violation(capsys):
+    assert main(["--runs", "3", "--processes", "1"]) == 0
+    assert "no violation" in capsys.readouterr().out
+    assert main(["--runs", "3", "--processes", "1", "--plant", "uncounted", "--json"]) == 1
+    assert '"violations"' in capsys.readouterr().out
+    assert main(["--runs", "1", "--seed", "3", "--story", "--plant", "uncounted"]) == 1
+    assert "VIOLATION" in capsys.readouterr().out
