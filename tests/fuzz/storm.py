@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -168,6 +168,9 @@ class Sender:
         while self._reads and self._socket.poll(0):
             self._socket.recv_multipart()
 
+    def leave(self):
+        self._socket.close()
+
 
 class Intruders:
     """Connections that are no ZeroMQ at all, or nearly."""
@@ -242,6 +245,14 @@ def _blow(num_frames: int, maker: FrameMaker, scene: tuple[Victim, zmq.Context, 
     token = read_token(token_file)
     senders = [Sender(context, victim, number, token) for number in range(NUM_SENDERS)]
     intruders = Intruders(victim, maker)
+    with ExitStack() as undo:
+        for each in (*senders, intruders):
+            undo.callback(each.leave)
+        _send(num_frames, maker, (victim, outcome, senders, intruders), say)
+
+
+def _send(num_frames: int, maker: FrameMaker, scene: tuple, say) -> None:
+    victim, outcome, senders, intruders = scene
     for number in range(1, num_frames + 1):
         if number % 20 == 0:
             intruders.one()
@@ -255,7 +266,6 @@ def _blow(num_frames: int, maker: FrameMaker, scene: tuple[Victim, zmq.Context, 
             outcome.rss_before = outcome.rss_before if number > num_frames // 10 else rss
             outcome.rss_most = max(outcome.rss_most, rss)
             say(f"{number:,} of {num_frames:,} frames, {outcome.transfers} transfers, {rss >> 20} MiB")
-    intruders.leave()
 
 
 def _wait(condition, seconds: float = DEADLINE_S) -> None:
