@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.digest import Policy
 from kvferry.plan.layout import Axis, State, fingerprint
 from kvferry.plan.model import CacheModel, Kept, LayerCache, attention
 from kvferry.plan.tokens import TokenRange
@@ -38,9 +39,9 @@ WANTED = FetchWanted("q1", REFERENCE, (PEER.address,), ((0,),), (TokenRange(0, 3
 MODEL = attention(1, 2, 4, "float32", 4)
 
 
-def session(model=MODEL) -> TargetSession:
+def session(model=MODEL, digest=Policy.OFF) -> TargetSession:
     layouts = describe(model, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)
-    return TargetSession(Ourselves(US, "0.1.0", layouts), TIMING)
+    return TargetSession(Ourselves(US, "0.1.0", layouts, digest), TIMING)
 
 
 def handshake(wanted, party=SOURCE, model=MODEL):
@@ -84,13 +85,14 @@ def test_whoever_answers_at_an_address_replaces_who_was_there(renamed):
     play(target, [(1.0, wanted, [Send]), (1.1, welcome, [Send, Disconnect(PEER)])])
 
 
-def test_a_cache_of_fixed_size_that_is_not_wanted_is_released_without_a_failure():
+@pytest.mark.parametrize("digest", Policy)
+def test_a_cache_of_fixed_size_that_is_not_wanted_is_released_without_a_failure(digest):
     """Nothing is wanted, so there are no blocks for the state either."""
     state = State("ssm", "any", 4, (Axis("channel", 2),), per_token=False)
     model = CacheModel(1, (LayerCache(0, "mamba", (Kept(state, "channel"),)),))
     wanted = replace(WANTED, block_tables=((),), ranges=(TokenRange(0, 0),))
     steps = handshake(wanted, model=model)
-    target = session(model)
+    target = session(model, digest)
     (post,) = play(target, [*steps, (0.4, AnswerArrived(PEER, m.Grant("q1", ((3,),))), [Post])])
     assert len(post.copies) == 0
     commands = target.handle(TicketEnded(post.key, ""), 0.5)

@@ -39,7 +39,9 @@ class Binding:
     def subject(self, peer: PeerKey, wanted: FetchWanted, policy: Policy) -> Subject:
         """What is digested of one read. Raises LayoutError when that falls into too many parts."""
         seed = seed_of(f"{wanted.reference.lease_id}/{wanted.request_id}")
-        return NOTHING if self.unreadable else subject_of(self.portions[peer], wanted.ranges, policy, seed)
+        # Without tokens nothing has been read, no state of fixed size either.
+        is_empty = self.unreadable or not wanted.num_tokens
+        return NOTHING if is_empty else subject_of(self.portions[peer], wanted.ranges, policy, seed)
 
     def readers_of(self, peer: PeerKey) -> tuple[int, ...]:
         """All ranks of the target engine that read a source rank: its lease waits for exactly these."""
