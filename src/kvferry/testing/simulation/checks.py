@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.session.events import Command, Count, Failed
+from kvferry.session.events import Command, Count, DigestKey, Failed, ReadKey
 
 if TYPE_CHECKING:
     from kvferry.testing.simulation.attempt import Fetching
@@ -54,6 +54,13 @@ class Checks:
         wrong = node.memory.wrong_bytes(fetching.salt, fetching.tables, fetching.ranges) if fetching.tables else 0
         if wrong:
             raise Violation(f"{node.name}: {fetching.request_id} is answered from {wrong} bytes that are not its own")
+
+    def digested(self, node: Node, key: DigestKey) -> None:
+        """A digest only looks at blocks that still belong to its request."""
+        lent = {each.wanted.lease_id for each in node.lent.values()}
+        held = key.request_id in node.fetching if isinstance(key, ReadKey) else key.lease_id in lent
+        if not held:
+            raise Violation(f"{node.name}: the digest of {key} has looked at blocks freed since")
 
     # --- blocks ---
 

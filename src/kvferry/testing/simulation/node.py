@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvferry.errors import WireError, WireVersionError
 from kvferry.session import events as e
-from kvferry.session.source import Identity
+from kvferry.session.source import Identity, SourceEvent
 from kvferry.session.target import Ourselves, TargetEvent
 from kvferry.testing.simulation.attempt import Fetching
 from kvferry.testing.simulation.checks import Violation
+from kvferry.testing.simulation.digests import Digester
 from kvferry.testing.simulation.frames import FrameFabric
 from kvferry.testing.simulation.inbox import Inbox
 from kvferry.testing.simulation.memory import BlockPool, RankMemory, Tables
@@ -60,6 +62,7 @@ class Node:
         layout = side.layouts[party.rank]
         self.memory, self.pool = RankMemory(side.maps[party.rank]), BlockPool(layout, side.shared_pool)
         self.inbox = Inbox(self.site.world)
+        self._digester = Digester(self.site, self.memory, self._digested)
         self.lent: dict[str, Lent] = {}
         self.fetching: dict[str, Fetching] = {}
         self.freed_at: dict[str, float] = {}
@@ -68,7 +71,7 @@ class Node:
         identity = Identity(party, len(side.layouts), PRODUCT_VERSION, layout, offers, PROBE)
         timing, plant = self.site.timing, self.site.plant
         self.source = plant.source(identity, timing)
-        self.target = plant.target(Ourselves(party, PRODUCT_VERSION, side.layouts), timing)
+        self.target = plant.target(Ourselves(party, PRODUCT_VERSION, side.layouts, self.site.digest), timing)
         remember_programs(self.target, side.layouts, party.rank)
         self._wakes_at, self._wished_at = float("inf"), 0.0
         self._frames.listen(self)
@@ -100,7 +103,12 @@ class Node:
         """News from the transport: handled in a later turn, never in the middle of this one."""
         self.site.world.after(0.0, lambda: self.inbox.put(2, lambda: self.handle_target(event)))
 
-    def handle_source(self, event: e.LeaseWanted | e.LeaseWithdrawn | e.FrameArrived | e.Tick) -> None:
+    def _digested(self, event: e.Digested) -> None:
+        self.site.checks.digested(self, event.key)
+        is_ours = isinstance(event.key, e.ReadKey)
+        self.inbox.put(2, partial(self.handle_target if is_ours else self.handle_source, event))
+
+    def handle_source(self, event: SourceEvent) -> None:
         """One event for the source session."""
         self.site.story.say(self.name, "source <-", event)
         self._obey(self.source.handle(event, self.site.world.now))
@@ -169,6 +177,10 @@ class Node:
     def _note(self, command: e.Command) -> None:
         """What goes to the engine, and counters."""
         match command:
+            case e.Digest():
+                self._digester.start(self.name, command)
+            case e.DropDigest(key):
+                self._digester.drop(key)
             case e.Count(what, reason):
                 self.counts[what, reason] += 1
             case e.SourceFree(request_id, reason):

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvferry.errors import FerryError
+from kvferry.plan.digest import Policy
 from kvferry.testing.simulation.checks import Checks, Violation
 from kvferry.testing.simulation.clock import World
 from kvferry.testing.simulation.conversation import Conversation
@@ -45,8 +46,8 @@ def simulate(seed: int, plant: Plant = NO_PLANT, told: bool = False) -> Outcome:
     world = World(seed)
     story = Story(world, told)
     faults = Faults.drawn(world.dice)
-    site = Site(world, faults, shape_of(seed % NUM_SHAPES), Checks(), story, plant)
-    story.say("run", f"seed {seed}:", site.shape.text)
+    site = Site(world, faults, shape_of(seed % NUM_SHAPES), Checks(), story, plant, world.dice.choice(list(Policy)))
+    story.say("run", f"seed {seed}:", site.shape.text, f"; digests {site.digest}")
     story.say("run", worded_faults(faults))
     violation = ""
     try:

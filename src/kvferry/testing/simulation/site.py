@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvferry.plan.digest import Policy
 from kvferry.session.events import Timing
 from kvferry.testing.simulation.checks import Checks
 from kvferry.testing.simulation.clock import World
@@ -28,7 +29,7 @@ TIMING = Timing(
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The clock, what may go wrong, what the engines look like, who watches and who writes it down.
+    """The clock, what may go wrong, what the engines look like and how they verify, who watches and who writes it down.
 
     `cuts` has the pairs of engines that cannot reach one another at the moment.
     """
@@ -39,6 +40,7 @@ class Site:
     checks: Checks
     story: Story
     plant: Plant
+    digest: Policy
     timing: Timing = TIMING
     cuts: set[frozenset[str]] = field(default_factory=set)
 

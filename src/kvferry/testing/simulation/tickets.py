@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.plan.copies import Copies
+from kvferry.plan.digest import Policy
 from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, ReadKey, TicketEnded
 from kvferry.testing.simulation.site import Site
 from kvferry.wire.messages import Offer
@@ -140,6 +141,11 @@ class TicketFabric:
         part = slice(ticket.moved, end)
         site.checks.moves(ticket)
         node.memory.bytes[ticket.target[part]] = remote.memory.bytes[ticket.source[part]]
+        if end > ticket.moved and site.digest is Policy.FULL and site.world.chance(site.faults.corrupt / NUM_STEPS):
+            site.story.fault("corrupted byte", node.name, ticket.key.request_id)
+            node.memory.bytes[ticket.target[site.world.dice.randrange(ticket.moved, end)]] ^= (
+                1 << site.world.dice.randrange(8)
+            )
         ticket.moved = end
         if end == ticket.fails_at:
             self._end(ticket, "injected fault")
