@@ -214,10 +214,12 @@ class Agent:
 
     def _turn(self, wait_s: float) -> float:
         """Everything that is to do now; returns how long the next turn may wait for something new."""
-        for arrival in self._control.receive(wait_s):
-            self._arrived(arrival)
+        arrivals = self._control.receive(wait_s)
         self.counts.update(self._control.take_counts())
+        # Whoever claims a lease has been told of it after the engine has told us: so the engine is heard first.
         self._take_wishes()
+        for arrival in arrivals:
+            self._arrived(arrival)
         began = time.monotonic()
         for event in self._carrier.poll():
             self._feed_target(event)

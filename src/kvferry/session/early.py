@@ -11,6 +11,8 @@ __all__ = ["MAX_EARLY", "Early", "EarlyMessages"]
 
 # Claims are made by whoever can connect: only so many may wait for a lease.
 MAX_EARLY = 1024
+# One peer cannot take the room of all others.
+MAX_EARLY_OF_ONE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +35,13 @@ class EarlyMessages:
         key = lease_id, early.message.party
         if known := self._waiting.get(key):
             early = Early(early.peer, early.message, known.deadline)
-        elif len(self._waiting) >= MAX_EARLY:
+        elif len(self._waiting) >= MAX_EARLY or self._num_of(early.peer) >= MAX_EARLY_OF_ONE:
             return False
         self._waiting[key] = early
         return True
+
+    def _num_of(self, peer: str) -> int:
+        return sum(1 for early in self._waiting.values() if early.peer == peer)
 
     def knows(self, lease_id: str, party: Party) -> bool:
         """Whether a message of this party waits for this lease."""
