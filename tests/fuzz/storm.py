@@ -121,6 +121,7 @@ class Peer(threading.Thread):
     def _check(self, notice):
         if not isinstance(notice, Fetched):
             self._outcome.failures.append(str(notice))
+            self._rank.notices.get(timeout=DEADLINE_S)  # its blocks are free again
             return
         found = {start: bytes(buffer) for start, buffer in self._rank.memory.buffers.items()}
         if not self._expected:
@@ -276,7 +277,7 @@ def _wait(condition, seconds: float = DEADLINE_S) -> None:
 
 def verdict(outcome: Outcome) -> list[str]:
     """What is wrong; empty when the rank has weathered it."""
-    wrong = list(outcome.failures)
+    wrong = outcome.failures[:3]
     if not outcome.alive:
         wrong.append("the agent's thread has ended")
     if outcome.transfers < 2:
@@ -314,6 +315,7 @@ def main() -> int:
             say("\n")
             wrong = verdict(outcome)
             failed = failed or bool(wrong)
+            outcome.failures = outcome.failures[:3]
             print(json.dumps({"token": bool(token_file), "wrong": wrong, **vars(outcome)}))
     return int(failed)
 
