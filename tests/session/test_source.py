@@ -7,7 +7,7 @@ from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State, fingerprint
 from kvferry.plan.model import attention
 from kvferry.plan.span import Span
-from kvferry.session.early import MAX_EARLY
+from kvferry.session.early import MAX_EARLY, MAX_EARLY_OF_ONE
 from kvferry.session.events import Count, FrameArrived, LeaseWanted, LeaseWithdrawn, Reply, SourceFree, Tick, Timing
 from kvferry.session.lease import LEASE_TABLE, LeaseState
 from kvferry.session.machine import Machine, diagram
@@ -211,9 +211,18 @@ def test_a_state_of_fixed_size_is_only_good_after_the_tokens_that_made_it():
 def test_only_so_many_claims_may_wait():
     source = session()
     for number in range(MAX_EARLY):
-        reference = m.Reference("p0", "epoch-1", "r1", f"made-up-{number}")
-        assert source.handle(from_peer(m.Claim(READER, "c1", reference, 6, (0,))), 1) == []
+        claim = m.Claim(READER, "c1", m.Reference("p0", "epoch-1", "r1", f"made-up-{number}"), 6, (0,))
+        assert source.handle(from_peer(claim, f"peer {number % 16}"), 1) == []
     assert refusal(source.handle(from_peer(EARLY), 1), m.Reason.UNKNOWN_LEASE)
+
+
+def test_one_peer_does_not_take_the_room_of_others_claims():
+    source = session()
+    for number in range(MAX_EARLY_OF_ONE + 1):
+        reference = m.Reference("p0", "epoch-1", "r1", f"made-up-{number}")
+        commands = source.handle(from_peer(m.Claim(READER, "c1", reference, 6, (0,)), "greedy"), 1)
+    assert refusal(commands, m.Reason.UNKNOWN_LEASE)
+    assert source.handle(from_peer(EARLY), 1) == []
 
 
 def test_an_abort_frees_the_blocks_and_is_acknowledged_every_time():

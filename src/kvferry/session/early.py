@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.wire.messages import Abort, Claim, Party
 
-__all__ = ["MAX_EARLY", "Early", "EarlyMessages"]
+__all__ = ["MAX_EARLY", "MAX_EARLY_OF_ONE", "Early", "EarlyMessages"]
 
 # Claims are made by whoever can connect: only so many may wait for a lease.
 MAX_EARLY = 1024
@@ -25,7 +25,7 @@ class Early:
 
 
 class EarlyMessages:
-    """At most one message per lease and party, and at most `MAX_EARLY` in all."""
+    """At most one message per lease and party, `MAX_EARLY` in all and `MAX_EARLY_OF_ONE` of one peer."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[str, Party], Early] = {}
