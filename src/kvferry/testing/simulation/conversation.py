@@ -8,8 +8,8 @@ from functools import partial
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import LeaseWithdrawn
 from kvferry.testing.simulation.attempt import Attempt, Wish
+from kvferry.testing.simulation.client import Client
 from kvferry.testing.simulation.engine import Engine
-from kvferry.testing.simulation.memory import Tables
 from kvferry.testing.simulation.node import Node
 from kvferry.testing.simulation.shapes import MAX_TOKENS
 from kvferry.testing.simulation.site import Site
@@ -26,12 +26,13 @@ MAX_LINGER_S = 8.0
 class Conversation:
     """`outcome` says how it ended; empty while it goes on."""
 
-    def __init__(self, site: Site, number: int, source: Engine, target: Engine) -> None:
+    def __init__(self, site: Site, client: Client, source: Engine, target: Engine, rival: Engine) -> None:
         self.outcome = ""
         self.reference: Reference | None = None
         self._site, self._world, self._faults = site, site.world, site.faults
-        self._name, self._salt = f"client{number}", number * 0x01000193 + 7
-        self._source, self._target = source, target
+        self._client, self._name = client, client.name
+        self._salt = site.world.dice.getrandbits(32)
+        self._source, self._target, self._rival = source, target, rival
         self._num_tokens = site.world.dice.randint(1, MAX_TOKENS)
         self._patience = MAX_PATIENCE
         self._lent_at = 0.0
@@ -76,14 +77,24 @@ class Conversation:
     # --- fetch ---
 
     def _fetch(self) -> None:
+        self._fetch_by(self._target, self._ended)
+        if not self.outcome and self._client.asks_two():
+            self._fetch_by(self._rival, self._rival_ended)
+
+    def _fetch_by(self, target: Engine, then: Callable[[str], None]) -> None:
         release = self._world.chance(self._faults.release)
-        last = 0 if release else self._last_token()
-        tables = self._target.take(last) if self._target.runs else ()
+        last = 0 if release else self._client.tokens(self._last_token())
+        tables = target.take(last) if target.runs else ()
         if not tables:
-            self._wait(self._fetch, "no room to decode")
+            if target is self._target:
+                self._wait(self._fetch, "no room to decode")
             return
         first = self._world.dice.randint(0, last) if self._world.chance(0.4) else 0
-        self._attempt(TokenRange(first, last), ((),) * len(tables) if release else tables)
+        attempt = Attempt(self._site, self._wish(target, TokenRange(first, last)), target.nodes, then)
+        self._site.story.say(self._name, attempt.wish.request_id, "fetches", attempt.wish.reference, (first, last))
+        attempt.start(((),) * len(tables) if release else tables)
+        if self._world.chance(self._faults.abort):
+            self._world.after(self._world.between(0.0, 3.0), partial(self._abort, attempt))
 
     def _last_token(self) -> int:
         """A state of fixed size is that after the last token."""
@@ -91,38 +102,22 @@ class Conversation:
             return self._num_tokens
         return self._world.dice.randint(1, self._num_tokens)
 
-    def _attempt(self, tokens: TokenRange, tables: tuple[Tables, ...]) -> None:
-        site, reference = self._site, self._mixed()
-        punctual = self._world.now - self._lent_at < site.timing.lease_s / 2
-        num_groups = len(site.shape.target.layouts[0].groups)
-        wish = Wish(
-            self._target.next_fetch_id(),
+    def _wish(self, target: Engine, tokens: TokenRange) -> Wish:
+        reference = self._client.reference(self._reference(), self._source)
+        punctual = self._world.now - self._lent_at < self._site.timing.lease_s / 2
+        return Wish(
+            target.next_fetch_id(),
             reference,
-            tuple(node.address for node in self._source.nodes),
-            (tokens,) * num_groups,
+            self._client.addresses(self._source),
+            (tokens,) * len(self._site.shape.target.layouts[0].groups),
             self._salt,
-            punctual and not self._disturbed,
+            punctual and not self._disturbed and not self._client.has_meddled,
         )
-        attempt = Attempt(site, wish, self._target.nodes, self._ended)
-        site.story.say(self._name, f"{wish.request_id} fetches [{tokens.first}, {tokens.last}) of", reference)
-        attempt.start(tables)
-        if self._world.chance(self._faults.abort):
-            self._world.after(self._world.between(0.0, 3.0), partial(self._abort, attempt))
 
     def _abort(self, attempt: Attempt) -> None:
         if not attempt.is_over:
             self._site.story.fault("client abort", self._name, attempt.wish.request_id)
             attempt.abort("aborted by the client")
-
-    def _mixed(self) -> Reference:
-        """Sometimes a client puts the reference together from those of two requests."""
-        own = self._reference()
-        others = self._source.leases_of_others(own)
-        if not others or not self._world.chance(self._faults.mix):
-            return own
-        self._site.story.fault("mixed reference", self._name)
-        self._disturbed = True
-        return Reference(own.engine_id, own.epoch, own.request_id, self._world.dice.choice(others))
 
     # --- the end ---
 
@@ -134,6 +129,10 @@ class Conversation:
             self._world.after(self._world.between(0.0, 0.5), self._fetch)
         else:
             self.outcome = outcome
+
+    def _rival_ended(self, outcome: str) -> None:
+        self._site.story.say(self._name, "the other engine:", outcome)
+        self._site.checks.outcomes[f"rival {outcome}"] += 1
 
     def _wait(self, again: Callable[[], None], otherwise: str) -> None:
         self._patience -= 1

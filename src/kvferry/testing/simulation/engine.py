@@ -37,6 +37,11 @@ class Engine:
         self.nodes = tuple(Node(self._wiring, self.name, party, self._side) for party in parties)
 
     @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where its ranks answer."""
+        return tuple(node.address for node in self.nodes)
+
+    @property
     def runs(self) -> bool:
         """Whether it is up."""
         return all(node.alive for node in self.nodes)

@@ -14,11 +14,13 @@ class Faults:
     """Likelihoods per frame, per ticket, per connection and per request; numbers per run; durations in seconds.
 
     Frames: `drop`, `duplicate`, `reorder`, `flip` (one bit), all up to `max_delay_s` late.
-    Tickets: `slow` (seconds instead of milliseconds), `fail`, `hang` (nothing moves until it is cancelled), `corrupt`
-    (one bit of what has been read is wrong). `outlives`: the memory of a killed process can still be read.
+    Tickets: `slow` (seconds instead of milliseconds; digests too), `fail`, `hang` (nothing moves until it is cancelled),
+    `corrupt` (one bit of what has been read is wrong; only where all of it is digested). `outlives`: the memory of a
+    killed process can still be read. `unreachable`: no transport works.
     Requests: `abort` by the client, `withdraw` by the source's engine, `release` (nothing is wanted any more), `retry`
-    of a failed one under the same reference, `mix` (a reference put together from two), `late` (a rank hears of the
-    lease after it was claimed), `linger` (the client hands the reference on late).
+    of a failed one under the same reference, `late` (a rank hears of the lease after it was claimed).
+    Clients: `mix` (a reference put together from two), `misdirect` (addresses in another order or of another engine),
+    `greedy` (more tokens than there are), `contest` (two engines fetch the same), `linger` (hands the reference on late).
     """
 
     max_delay_s: float = 0.02
@@ -37,6 +39,9 @@ class Faults:
     release: float = 0.0
     retry: float = 0.0
     mix: float = 0.0
+    misdirect: float = 0.0
+    greedy: float = 0.0
+    contest: float = 0.0
     late: float = 0.0
     linger: float = 0.0
     num_kills: int = 0
@@ -46,9 +51,12 @@ class Faults:
 
     @classmethod
     def drawn(cls, dice: random.Random) -> Faults:
-        """One run in six is calm; in the others each fault takes part with one chance in three."""
-        if dice.random() < 1 / 6:
+        """Calm, a theme, or a mixture in which each fault takes part with one chance in three."""
+        theme = dice.choice(["calm", "mixture", "mixture", "mixture", *THEMES])
+        if theme == "calm":
             return replace(CALM, slow=dice.choice([0.0, 0.3]), late=dice.choice([0.0, 0.3]))
+        if theme != "mixture":
+            return THEMES[theme]
         drawn: dict[str, Any] = {f.name: _drawn(dice, f.name) for f in fields(cls) if dice.random() < 1 / 3}
         return replace(cls(), **drawn)
 
@@ -59,6 +67,13 @@ class Faults:
 
 
 CALM = Faults(abort=0.15, release=0.1)
+
+THEMES = {
+    "restarts": Faults(num_kills=4, linger=0.4, retry=0.8, outlives=0.5),
+    "standstill": Faults(num_stalls=4, num_partitions=2, slow=0.4, withdraw=0.4, drop=0.1),
+    "clients": Faults(mix=0.3, misdirect=0.1, greedy=0.2, contest=0.3, abort=0.3, retry=0.8, linger=0.2, slow=0.2),
+}
+"""Faults that make one another worse."""
 
 _PER_RUN = {"num_kills": 3, "num_partitions": 2, "num_stalls": 3, "num_full_pools": 2}
 _LIKELY = {"flip": 0.04, "retry": 0.8, "mix": 0.6, "outlives": 1.0, "slow": 0.5, "late": 0.5, "linger": 0.5}

@@ -9,9 +9,11 @@ from msgspec import structs
 
 from kvferry.session.events import Command, FrameArrived, Reply, SourceFree, Timing
 from kvferry.session.source import Identity, SourceEvent, SourceSession
-from kvferry.wire.messages import Claim, Hello, Landed, Message, Valid
+from kvferry.wire.messages import Claim, Hello, Landed, Message, Party, Valid
 
 __all__ = [
+    "AnyClaim",
+    "AnyCount",
     "ByLease",
     "ByRequest",
     "CountReaders",
@@ -107,6 +109,30 @@ class ByLease(SourceSession):
         return super().handle(event, now)
 
 
+class AnyCount(SourceSession):
+    """Does not look at how many tokens are asked for."""
+
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        if isinstance(event, FrameArrived) and isinstance(event.message, Claim):
+            lease = self._leases.get(event.message.reference.lease_id)
+            if lease is not None and event.message.num_tokens:
+                message = structs.replace(event.message, num_tokens=lease.wanted.num_tokens)
+                event = replace(event, message=message)
+        return super().handle(event, now)
+
+
+class AnyClaim(SourceSession):
+    """The last claim is the one that counts."""
+
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        if isinstance(event, FrameArrived) and isinstance(event.message, Claim):
+            lease = self._leases.get(event.message.reference.lease_id)
+            if lease is not None and lease.live:
+                others = [party for party in lease.claims if party != event.message.party]
+                lease.claims = {party: lease.claims[party] for party in others if _same_engine(party, event.message)}
+        return super().handle(event, now)
+
+
 class TwiceFreed(SourceSession):
     """Frees the blocks for every message that says that a reader is done."""
 
@@ -132,3 +158,7 @@ class KeepRecords(SourceSession):
 
     def __init__(self, identity: Identity, timing: Timing) -> None:
         super().__init__(identity, replace(timing, tombstone_s=FOREVER_S))
+
+
+def _same_engine(party: Party, claim: Claim) -> bool:
+    return (party.engine_id, party.epoch) == (claim.party.engine_id, claim.party.epoch)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvferry.errors import FerryError
 from kvferry.plan.digest import Policy
 from kvferry.testing.simulation.checks import Checks, Violation
+from kvferry.testing.simulation.client import Client
 from kvferry.testing.simulation.clock import World
 from kvferry.testing.simulation.conversation import Conversation
 from kvferry.testing.simulation.engine import Engine
@@ -72,7 +73,8 @@ def _play(site: Site) -> None:
         engine.start()
     conversations = []
     for number in range(world.dice.randint(3, 8)):
-        conversation = Conversation(site, number, world.dice.choice(sources), world.dice.choice(targets))
+        client = Client(site, f"client{number}", (*sources, *targets))
+        conversation = Conversation(site, client, world.dice.choice(sources), *world.dice.choices(targets, k=2))
         conversations.append(conversation)
         world.at(world.between(0.0, TROUBLE_S), conversation.start)
     plan_trouble(site, sources, targets)

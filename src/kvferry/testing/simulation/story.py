@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -47,7 +48,7 @@ def worded(value: Any) -> str:
     if type(value) in _SHORT:
         return _SHORT[type(value)](value)
     names = [field.name for field in fields(value)] if is_dataclass(value) else _struct_fields(value)
-    inside = ", ".join(worded(getattr(value, name)) for name in names if name != "report")
+    inside = ", ".join(worded(attrgetter(name)(value)) for name in names if name != "report")
     return f"{type(value).__name__}({inside})" if names else repr(value)
 
 
