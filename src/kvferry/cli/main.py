@@ -28,6 +28,7 @@ Model = Annotated[str, typer.Option(help="Folder or Hugging Face name; `tiny` is
 Engine = Annotated[str, typer.Option(help="transformers (built in) or vllm; options of vLLM go behind --.")]
 Drain = Annotated[float, typer.Option(min=0.0, help="Seconds that open requests and leases have after SIGTERM.")]
 HERE = "127.0.0.1"
+Digest = Annotated[str, typer.Option(help="Compare what has arrived: sampled, full (every byte) or off.")]
 Transport = Annotated[str, typer.Option(help="auto, shm, cma, tcp or nixl.")]
 
 
@@ -64,6 +65,7 @@ def up(
     prefill: Annotated[int, typer.Option(min=1, help="Number of prefill engines.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Number of decode engines.")] = 1,
     transport: Transport = "auto",
+    digest: Digest = "sampled",
     once: Annotated[
         str | None, typer.Option(help="Answer this prompt and stop; exit code 0 if the answers are equal.")
     ] = None,
@@ -83,9 +85,11 @@ def up(
     with _friendly():
         from kvferry.cli.up import UpOptions
         from kvferry.cli.up import up as run
+        from kvferry.plan.digest import policy_named
         from kvferry.transport.opening import check_name
 
         check_name(transport)
+        policy_named(digest)
         _check_engine(engine, context)
         if once == "":
             raise ConfigurationError("a prompt needs a token", found="--once with an empty text")
@@ -96,6 +100,7 @@ def up(
             num_prefill=prefill,
             num_decode=decode,
             transport=transport,
+            digest=digest,
             prompts=() if once is None else (once,),
             max_tokens=max_tokens,
             prefill_block_tokens=_size(context, "prefill_block_tokens", engine),
@@ -116,6 +121,7 @@ def serve(
     engine_id: Annotated[str, typer.Option(help="Name of this engine in references and metrics.")] = "engine-0",
     served_name: Annotated[str, typer.Option(help="Model name in the API; the model's own if empty.")] = "",
     transport: Transport = "auto",
+    digest: Digest = "sampled",
     block_tokens: Annotated[int, typer.Option(min=4, help="Tokens per block.")] = 16,
     num_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the cache.")] = 1024,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step; longer prompts go in chunks.")] = 512,
@@ -139,9 +145,11 @@ def serve(
     """
     with _friendly():
         from kvferry.cli.models import resolve
+        from kvferry.plan.digest import policy_named
         from kvferry.transport.opening import check_name
 
         check_name(transport)
+        policy = policy_named(digest)
         _check_engine(engine, context)
         path, name = resolve(model)
         if engine == "vllm":
@@ -155,7 +163,13 @@ def serve(
         timing = Timing(lease_s=lease_timeout, heartbeat_s=heartbeat)
         token = read_token(token_file or environment.token_file())
         agent = AgentConfig(
-            engine_id, host=transfer_host, port=transfer_port, transport=transport, timing=timing, token=token
+            engine_id,
+            host=transfer_host,
+            port=transfer_port,
+            transport=transport,
+            timing=timing,
+            token=token,
+            digest=policy,
         )
         command.serve(
             command.ServeOptions(
@@ -183,6 +197,7 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str) -> None:
         served_name=served_name,
         engine_id=given["engine_id"],
         transport=given["transport"],
+        digest=given["digest"],
         block_tokens=_size(context, "block_tokens", "vllm"),
         dtype=given["dtype"],
         failure_policy=given["failure_policy"],

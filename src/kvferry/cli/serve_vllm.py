@@ -46,6 +46,7 @@ class VllmOptions:
     as_child: bool
     transfer_host: str = HERE
     token_file: str = ""
+    digest: str = "sampled"
 
 
 def serve_vllm(options: VllmOptions) -> int:
@@ -77,6 +78,7 @@ def serve_vllm(options: VllmOptions) -> int:
 def vllm_command(options: VllmOptions, port: int) -> list[str]:
     """The command line that starts vLLM with our connector. It names the token's file and not the token."""
     extra = {"transport": options.transport, "port": options.transfer_port}
+    extra |= {"digest": options.digest} if options.digest != "sampled" else {}
     extra |= {"host": options.transfer_host} if options.transfer_host != HERE else {}
     extra |= {"token_file": options.token_file} if options.token_file else {}
     transfer = {

@@ -29,6 +29,12 @@ EXAMPLE = (
 )
 MEND_S = 1.0
 LARGE_BYTES = 1 << 20
+VERIFIED = {
+    "sampled": "by its lease, and a sample of its bytes",
+    "full": "by its lease, and every byte",
+    "off": "by its lease",
+    "unreadable": "by its lease; the CPU cannot read its memory",
+}
 VLLM_READY_S = 900.0
 # A prefix cache would answer the second question from what the first one has moved.
 SALTS = ("kvferry-together", "kvferry-alone")
@@ -47,6 +53,7 @@ class UpOptions:
     num_prefill: int
     num_decode: int
     transport: str
+    digest: str
     prompts: tuple[str, ...]
     max_tokens: int
     prefill_block_tokens: int
@@ -64,7 +71,7 @@ def up(options: UpOptions) -> int:
     logs = Path(options.log_directory or tempfile.mkdtemp(prefix="kvferry-"))
     logs.mkdir(parents=True, exist_ok=True)
     arguments: tuple[str, ...] = ("--model", path, "--served-name", name, "--transport", options.transport)
-    arguments += ("--engine", options.engine)
+    arguments += ("--engine", options.engine, "--digest", options.digest)
     # Left to itself, vLLM makes bfloat16 of the tiny model's float32.
     arguments += ("--dtype", "float32") if (options.engine, name) == ("vllm", TINY) else ()
     arguments += ("--", *options.engine_arguments) if options.engine_arguments else ()
@@ -171,6 +178,7 @@ def _table(facts: dict[str, Any]) -> Table:
     if "strategy" in facts:
         table.add_row("measured", facts["choice"].replace("; ", "\n"))
         table.add_row("strategy", facts["strategy"])
+        table.add_row("verified", VERIFIED[facts["verified"]])
     for phase, seconds in facts["phases_s"].items():
         table.add_row(f"  {phase}", f"{seconds * 1000:.2f} ms")
     remark = " (too few bytes to say much)" if facts["bytes"] < LARGE_BYTES else ""

@@ -89,7 +89,7 @@ class AgentTransfer:
         except TransferError as error:
             # The agent never hears of this fetch, so nobody else would free the blocks.
             self._release(request_id)
-            logger.warning("no cache for request %s: %s: %s", request_id, error.reason, error)
+            logger.warning("no cache for request %s: %s: %s", request_id, error.reason, _one_line(error))
             raise
         future = self._waiting[request_id] = self._loop.create_future()
         self._owed.add(request_id)
@@ -113,6 +113,7 @@ class AgentTransfer:
             choice=report.choice,
             strategy=report.strategy,
             phases_s=dict(report.phases_s),
+            verified=report.verified,
         )
 
     def _let_go(self, request_id: str, future: asyncio.Future[Settled]) -> None:
@@ -157,7 +158,7 @@ class AgentTransfer:
             source.epoch,
             party.engine_id,
             party.epoch,
-            error,
+            _one_line(error),
         )
 
     def _on_notice(self, notice: Notice) -> None:
@@ -209,6 +210,11 @@ def _wanted(request_id: str, remote: Remote, block_tables: Sequence[Sequence[int
     tables = tuple(tuple(table) for table in block_tables)
     ranges = (TokenRange(0, num_tokens),) * len(tables)
     return FetchWanted(request_id, remote.reference, remote.addresses, tables, ranges)
+
+
+def _one_line(error: TransferError) -> str:
+    """What was found may come from a client, and must not look like a line of ours."""
+    return "".join(letter if letter.isprintable() else " " for letter in str(error))
 
 
 def _gone() -> TransferError:

@@ -18,8 +18,9 @@ class Report:
     """Goes with every answer under the key `kvferry`.
 
     `tokens_computed` prompt tokens went through this engine's model, measured; `tokens_received` came from another
-    engine, in `bytes` bytes and `descriptors` rows; `choice` says why by this transport. `recomputed` is the reason of
-    a transfer that failed and was made good by computing the prompt here, or empty.
+    engine, in `bytes` bytes and `descriptors` rows; `choice` says why by this transport, `verified` by what digest they
+    were found right. `recomputed` is the reason of a transfer that failed and was made good by computing the prompt
+    here, or empty.
     """
 
     tokens_computed: int = 0
@@ -30,6 +31,7 @@ class Report:
     choice: str = ""
     strategy: str = ""
     phases_s: dict[str, float] = field(default_factory=dict)
+    verified: str = ""
     recomputed: str = ""
 
     def as_json(self) -> dict[str, Any]:

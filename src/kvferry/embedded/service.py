@@ -181,6 +181,7 @@ class Service:
             transport=got.transport,
             choice=got.choice,
             strategy=got.strategy,
+            verified=got.verified,
             phases_s={"queue": queue_s, **got.phases_s},
         )
 

@@ -14,7 +14,8 @@ __all__ = ["NoTransfer", "Transfer", "TransferReport"]
 class TransferReport:
     """What arrived: the first `tokens` tokens of a prompt, in `bytes` bytes and `descriptors` rows.
 
-    `choice` says why this transport was taken; `phases_s` are the seconds spent in each named phase.
+    `choice` says why this transport was taken; `phases_s` are the seconds spent in each named phase; `verified`
+    by what digest it was compared with the source's own bytes.
     """
 
     tokens: int
@@ -24,6 +25,7 @@ class TransferReport:
     choice: str
     strategy: str
     phases_s: dict[str, float]
+    verified: str = "off"
 
 
 class Transfer(Protocol):

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from kvferry.errors import LayoutError
+from kvferry.errors import ConfigurationError, LayoutError
 from kvferry.plan.layout import Layout, State
 from kvferry.plan.route import Box, Leg
 from kvferry.plan.selection import Selection
 from kvferry.plan.span import MAX_STOP
 from kvferry.plan.tokens import ALL_TOKENS, MAX_PERIOD, TokenRange, TokenSet
 
-__all__ = ["NOTHING", "Part", "Policy", "Portion", "Subject", "portions_of", "seed_of", "subject_of"]
+__all__ = ["NOTHING", "Part", "Policy", "Portion", "Subject", "policy_named", "portions_of", "seed_of", "subject_of"]
 
 # A pair of ranks has a handful; only somebody who means harm has more.
 MAX_PARTS = 1 << 12
@@ -33,6 +33,13 @@ class Policy(StrEnum):
     OFF = "off"
     SAMPLED = "sampled"
     FULL = "full"
+
+
+def policy_named(name: str) -> Policy:
+    """Raises ConfigurationError for a policy that does not exist."""
+    if name not in [policy.value for policy in Policy]:
+        raise ConfigurationError("no such digest policy", found=name, expected=" or ".join(Policy))
+    return Policy(name)
 
 
 @dataclass(frozen=True, slots=True)

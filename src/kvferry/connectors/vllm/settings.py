@@ -11,13 +11,14 @@ import vllm.envs
 from vllm.config import VllmConfig
 
 from kvferry.errors import ConfigurationError
+from kvferry.plan.digest import Policy, policy_named
 
 __all__ = ["Settings", "check_version", "settings_of", "speak_like_vllm"]
 
 logger = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 32), (0, 32)
-KNOWN_KEYS = ("backends", "host", "kv_lease_duration", "port", "token_file", "transport")
+KNOWN_KEYS = ("backends", "digest", "host", "kv_lease_duration", "port", "token_file", "transport")
 # Keys of the stock connector whose meaning does not exist here: accepted, so that a configuration can stay as it is.
 IGNORED_KEYS = ("enforce_handshake_compat", "engine_ttl", "num_threads", "push_registration_timeout")
 DEFAULT_LEASE_S = 30
@@ -36,6 +37,7 @@ class Settings:
     transport: str
     lease_s: float
     token_file: str
+    digest: Policy = Policy.SAMPLED
 
 
 def check_version() -> None:
@@ -75,6 +77,7 @@ def settings_of(config: VllmConfig) -> Settings:
         transport=_transport(extra),
         lease_s=float(lease_s),
         token_file=_token_file(extra),
+        digest=policy_named(str(extra.get("digest", Policy.SAMPLED))),
     )
 
 

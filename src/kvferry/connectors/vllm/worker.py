@@ -102,6 +102,7 @@ class Worker:
             port=self._settings.port + rank if self._settings.port else 0,
             transport=self._settings.transport,
             timing=_timing(self._settings),
+            digest=self._settings.digest,
             token=read_token(self._settings.token_file),
         )
         host = Host(layouts, described.memories, self._notices.put)
