@@ -20,7 +20,7 @@ from kvferry.testing.contract import Row, World, expect_copied, finish
 from kvferry.testing.transport_peer import PeerProcess
 from kvferry.transport.base import Direction, Memory
 from kvferry.transport.tcp import TcpDescriptor, TcpTransport
-from kvferry.transport.tcp_connection import CHUNK_BYTES, MAX_ROWS, Request
+from kvferry.transport.tcp_connection import CHUNK_BYTES, MAX_ROWS, Challenge, Request, proof_of
 from kvferry.transport.tcp_server import Gate
 
 STALL_S = 0.3
@@ -45,16 +45,26 @@ def frame(payload: bytes, columns: bytes = b"") -> bytes:
     return struct.pack(">4sI", b"KVF1", len(payload)) + payload + columns
 
 
-def request(key: bytes, direction: str, num_rows: int) -> bytes:
-    return msgspec.msgpack.encode({"type": "request-1", "key": key, "direction": direction, "num_rows": num_rows})
+PROOF = bytes(32)
+"""Stands for the right one of the connection that it is sent over."""
+
+
+def request(proof: bytes, direction: str, num_rows: int) -> bytes:
+    return msgspec.msgpack.encode({"type": "request-2", "proof": proof, "direction": direction, "num_rows": num_rows})
+
+
+def challenged(sock: socket.socket) -> Challenge:
+    (size,) = struct.unpack(">4xI", sock.recv(8, socket.MSG_WAITALL))
+    return msgspec.msgpack.decode(sock.recv(size, socket.MSG_WAITALL), type=Challenge)
 
 
 def answer_to(world: World, data: bytes) -> bytes:
     """What the far side says until it hangs up, which it may do before it has read everything."""
     said = b""
     with socket.create_connection(("127.0.0.1", known(world).port), timeout=20) as sock:
+        proof = proof_of(known(world).key, challenged(sock))
         with suppress(ConnectionError, BrokenPipeError):
-            sock.sendall(data)
+            sock.sendall(data.replace(PROOF, proof))
         with suppress(OSError):
             sock.shutdown(socket.SHUT_WR)
         with suppress(ConnectionError):
@@ -88,12 +98,14 @@ def test_strangers_get_nothing(world: World) -> None:
         frame(b"\xa1\xff"),
         frame(os.urandom(100)),
         struct.pack(">4sI", b"KVF1", 1 << 31),
-        frame(request(bytes(16), "read", 1), row),
+        frame(request(b"x" * 32, "read", 1), row),
         frame(request(b"short", "read", 1), row),
-        frame(request(known(world).key, "erase", 1), row),
-        frame(request(known(world).key, "read", 0)),
-        frame(request(known(world).key, "read", MAX_ROWS + 1)),
-        frame(request(known(world).key, "read", -1)),
+        frame(request(known(world).key, "read", 1), row),
+        frame(request(proof_of(known(world).key, Challenge(bytes(16))), "read", 1), row),
+        frame(request(PROOF, "erase", 1), row),
+        frame(request(PROOF, "read", 0)),
+        frame(request(PROOF, "read", MAX_ROWS + 1)),
+        frame(request(PROOF, "read", -1)),
     ]
     for number, data in enumerate(malformed, start=1):
         assert answer_to(world, data) == b""
@@ -101,13 +113,23 @@ def test_strangers_get_nothing(world: World) -> None:
     expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
 
 
+def test_the_key_is_never_sent_and_no_proof_is_good_for_two_connections(world: World) -> None:
+    place = ("127.0.0.1", known(world).port)
+    with socket.create_connection(place) as one, socket.create_connection(place) as other:
+        challenges = [challenged(one), challenged(other)]
+        proof = proof_of(known(world).key, challenges[0])
+        assert challenges[0] != challenges[1]
+        assert known(world).key not in proof
+        other.sendall(frame(request(proof, "read", 1), columns((world.far.address(0, 0), 64))))
+        assert other.recv(1) == b""
+
+
 def test_rows_outside_are_refused_by_the_serving_side(world: World) -> None:
-    key = known(world).key
     bad = [(world.far.address(0, 0) - 1, 64), (1, 64), (world.far.address(1, 0), 1 << 40), (2**64 - 1, 2)]
     bad += [(world.far.address(0, 0), 0), (world.far.address(0, 0), CHUNK_BYTES + 1)]
     for number, row in enumerate(bad, start=1):
         for_direction = "write" if number % 2 else "read"
-        said = answer_to(world, frame(request(key, for_direction, 1), columns(row)))
+        said = answer_to(world, frame(request(PROOF, for_direction, 1), columns(row)))
         assert b"row" in said
     wait_for(lambda: rejected(world) >= len(bad))
     expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.WRITE)
@@ -115,7 +137,7 @@ def test_rows_outside_are_refused_by_the_serving_side(world: World) -> None:
 
 def test_a_request_that_is_cut_off_writes_nothing(world: World) -> None:
     before = world.far.views[0].copy()
-    whole = frame(request(known(world).key, "write", 1), columns((world.far.address(0, 0), 64)))
+    whole = frame(request(PROOF, "write", 1), columns((world.far.address(0, 0), 64)))
     answer_to(world, whole + b"\xff" * 63)
     answer_to(world, whole[:-5])
     answer_to(world, whole[:5])
@@ -224,4 +246,4 @@ def test_the_gate_lets_change_wait_for_use() -> None:
 
 
 def test_requests_are_small() -> None:
-    assert len(msgspec.msgpack.encode(Request(bytes(16), Direction.READ, MAX_ROWS))) < 100
+    assert len(msgspec.msgpack.encode(Request(bytes(32), Direction.READ, MAX_ROWS))) < 100

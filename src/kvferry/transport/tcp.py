@@ -1,7 +1,7 @@
 """Transport over plain sockets: works everywhere, needs nothing.
 
-The key in the descriptor keeps strangers on the same network from reading memory by accident; it does not encrypt.
-Bind to an address that only the engines can reach.
+Who has not been told the key in the descriptor gets nothing, and the key itself is never sent: every connection proves
+that it knows it. What moves is neither encrypted nor signed: bind to an address that only the engines can reach.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kvferry.transport.tcp_server import Server
 __all__ = ["TcpTransport"]
 
 
-class TcpDescriptor(msgspec.Struct, frozen=True, tag="tcp-1"):
-    """What a peer needs: where to connect, the key to present, and (address, size in bytes) of each piece."""
+class TcpDescriptor(msgspec.Struct, frozen=True, tag="tcp-2"):
+    """What a peer needs: where to connect, the key to know, and (address, size in bytes) of each piece."""
 
     host: Annotated[str, Meta(min_length=1, max_length=255)]
     port: Annotated[int, Meta(ge=1, le=65535)]

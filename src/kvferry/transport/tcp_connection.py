@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import socket
 import struct
 import time
@@ -13,9 +15,22 @@ from msgspec import Meta
 from kvferry.errors import WireError
 from kvferry.transport.base import Direction
 
-__all__ = ["CHUNK_BYTES", "KEY_BYTES", "MAX_ROWS", "Connection", "Reply", "Request", "open_connection"]
+__all__ = [
+    "CHALLENGE_BYTES",
+    "CHUNK_BYTES",
+    "KEY_BYTES",
+    "MAX_ROWS",
+    "Challenge",
+    "Connection",
+    "Reply",
+    "Request",
+    "open_connection",
+    "proof_of",
+]
 
 KEY_BYTES = 16
+CHALLENGE_BYTES = 16
+PROOF_BYTES = 32
 # One request may name this many rows; a longer ticket is several requests.
 MAX_ROWS = 64 << 10
 # Bytes are sent and received in pieces of about this size, and no row of a request is longer.
@@ -29,11 +44,22 @@ _COUNT = Annotated[int, Meta(ge=1, le=MAX_ROWS)]
 Message = TypeVar("Message", bound=msgspec.Struct)
 
 
-class Request(msgspec.Struct, frozen=True, tag="request-1", forbid_unknown_fields=True):
+class Challenge(msgspec.Struct, frozen=True, tag="challenge-1", forbid_unknown_fields=True):
+    """The serving side's first word. `nonce` is new for every connection, so that no proof is good for two."""
+
+    nonce: Annotated[bytes, Meta(min_length=CHALLENGE_BYTES, max_length=CHALLENGE_BYTES)]
+
+
+def proof_of(key: bytes, challenge: Challenge) -> bytes:
+    """What only somebody who knows the key can say on this connection."""
+    return hmac.digest(key, b"kvferry tcp 2 " + challenge.nonce, hashlib.sha256)
+
+
+class Request(msgspec.Struct, frozen=True, tag="request-2", forbid_unknown_fields=True):
     """Asks for rows (READ) or announces them (WRITE). Two columns of `num_rows` little-endian uint64 follow:
     addresses in the serving process and lengths. Then, for WRITE and after a first reply, the bytes."""
 
-    key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    proof: Annotated[bytes, Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
     direction: Direction
     num_rows: _COUNT
 

@@ -16,10 +16,12 @@ from kvferry.transport.rows import gather, scatter, stream_chunks
 from kvferry.transport.tcp_connection import (
     CHUNK_BYTES,
     MAX_ROWS,
+    Challenge,
     Connection,
     Reply,
     Request,
     open_connection,
+    proof_of,
 )
 
 __all__ = ["Far", "Lane", "Order"]
@@ -27,7 +29,7 @@ __all__ = ["Far", "Lane", "Order"]
 
 @dataclass(frozen=True, slots=True)
 class Far:
-    """Where a peer listens and the key that it demands."""
+    """Where a peer listens and the key that it wants to be known."""
 
     host: str
     port: int
@@ -65,6 +67,7 @@ class Lane:
         self._cancelled: set[Ticket] = set()
         self._lock = threading.Lock()
         self._connection: Connection | None = None
+        self._proof = b""
         self._stopped = ""
         self._staging = np.empty(2 * CHUNK_BYTES, np.uint8)
         self._thread = threading.Thread(target=self._run, name="kvferry-tcp-lane", daemon=True)
@@ -121,7 +124,7 @@ class Lane:
                 return self._stopped or "cancelled"
             connection = self._connected()
             columns = np.stack((part.remote, part.length.astype(np.uint64))).astype("<u8", copy=False)
-            request = Request(self._far.key, part.direction, len(part.length))
+            request = Request(self._proof, part.direction, len(part.length))
             connection.send_message(request, columns.tobytes())
             _expect_granted(connection)
             if part.direction is Direction.READ:
@@ -156,6 +159,7 @@ class Lane:
                 self._connection = connection
                 if self._stopped:
                     connection.interrupt()
+            self._proof = proof_of(self._far.key, connection.receive_message(Challenge))
         return self._connection
 
     def _hang_up(self, reason: str) -> None:

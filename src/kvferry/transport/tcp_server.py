@@ -8,6 +8,7 @@ the number of peers, so threads are few.
 from __future__ import annotations
 
 import hmac
+import secrets
 import socket
 import threading
 from collections.abc import Iterator
@@ -19,7 +20,16 @@ from kvferry.errors import FerryError, TransportError, WireError
 from kvferry.transport.base import Direction
 from kvferry.transport.pieces import Column, Offsets, Registry, View
 from kvferry.transport.rows import gather, scatter, stream_chunks
-from kvferry.transport.tcp_connection import CHUNK_BYTES, MAX_ROWS, Connection, Reply, Request
+from kvferry.transport.tcp_connection import (
+    CHALLENGE_BYTES,
+    CHUNK_BYTES,
+    MAX_ROWS,
+    Challenge,
+    Connection,
+    Reply,
+    Request,
+    proof_of,
+)
 
 __all__ = ["Gate", "Server"]
 
@@ -146,17 +156,20 @@ class Server:
     def _converse(self, connection: Connection) -> None:
         staging = np.empty(2 * CHUNK_BYTES, np.uint8)
         known = False
+        challenge = Challenge(secrets.token_bytes(CHALLENGE_BYTES))
+        connection.send_message(challenge)
+        proof = proof_of(self._key, challenge)
         while not self._stopped.is_set():
             if connection.wait_readable():
-                self._answer(connection, staging)
+                self._answer(connection, staging, proof)
                 known = True
             elif not known:
                 raise WireError("a connection without a request")
 
-    def _answer(self, connection: Connection, staging: View) -> None:
+    def _answer(self, connection: Connection, staging: View, proof: bytes) -> None:
         request = connection.receive_message(Request)
-        if not hmac.compare_digest(request.key, self._key):
-            raise WireError("a request with a wrong key")
+        if not hmac.compare_digest(request.proof, proof):
+            raise WireError("a request of somebody who does not know the key")
         address, length = _receive_columns(connection, request.num_rows)
         try:
             self._check(address, length)
