@@ -14,13 +14,13 @@ class Faults:
     """Likelihoods per frame, per ticket, per connection and per request; numbers per run; durations in seconds.
 
     Frames: `drop`, `duplicate`, `reorder`, `flip` (one bit), all up to `max_delay_s` late.
-    Tickets: `slow` (seconds instead of milliseconds; digests too), `fail`, `hang` (nothing moves until it is cancelled),
-    `corrupt` (one bit of what has been read is wrong; only where all of it is digested). `outlives`: the memory of a
-    killed process can still be read. `unreachable`: no transport works.
+    Tickets: `slow` (seconds instead of milliseconds; digests too), `fail`, `hang` (nothing moves until somebody loses
+    interest), `corrupt` (one bit of what has been read is wrong; only where all of it is digested). `outlives`: the
+    memory of a killed process can still be read. `unreachable`: no transport works.
     Requests: `abort` by the client, `withdraw` by the source's engine, `release` (nothing is wanted any more), `retry`
     of a failed one under the same reference, `late` (a rank hears of the lease after it was claimed).
     Clients: `mix` (a reference put together from two), `misdirect` (addresses in another order or of another engine),
-    `greedy` (more tokens than there are), `contest` (two engines fetch the same), `linger` (hands the reference on late).
+    `greedy` (more tokens than there are), `contest` (two engines fetch the same), `linger` (a reference arrives late).
     """
 
     max_delay_s: float = 0.02

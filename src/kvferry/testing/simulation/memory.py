@@ -53,8 +53,8 @@ class ByteMap:
     @classmethod
     def of(cls, layout: Layout) -> ByteMap:
         """The map of a layout. Groups of which the rank holds nothing stay what they are."""
-        base = min(region.address for region in layout.regions)
-        end = max(region.address + region.size_bytes for region in layout.regions)
+        base = min((region.address for region in layout.regions), default=0)
+        end = max((region.address + region.size_bytes for region in layout.regions), default=0)
         groups = tuple(_group_map(layout, number, base) for number in range(len(layout.groups)))
         return cls(base, end - base, groups)
 
@@ -84,9 +84,10 @@ def _places(layout: Layout, placement: Placement, base: int) -> tuple[Indices, N
         for byte in range(state.item_bytes):
             offsets.append(offset + byte)
             keys.append(crc32(f"{state.name}|{coordinate}|{byte}".encode()))
-    blocks = np.arange(cache.num_blocks)[:, None, None] * placement.block_stride
-    slots = np.arange(cache.block_tokens)[None, :, None] * placement.token_stride
-    return start + blocks + slots + np.array(offsets, np.int64)[None, None, :], np.array(keys, np.uint32)
+    kernel, slot = np.divmod(np.arange(cache.block_tokens), cache.kernel_tokens)
+    first = np.arange(cache.num_blocks)[:, None] * cache.kernel_blocks
+    tokens = start + (first + kernel) * placement.block_stride + slot * placement.token_stride
+    return tokens[:, :, None] + np.array(offsets, np.int64), np.array(keys, np.uint32)
 
 
 def pattern(salt: int, numbers: NDArray[np.uint32], keys: NDArray[np.uint32]) -> NDArray[np.uint8]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from kvferry.errors import FerryError
@@ -22,7 +22,20 @@ NUM_SHAPES = 256
 """Runs share this many pairs of engines: to describe and to bind them takes longer than to play a run."""
 
 MAX_STATES = 4
-PARALLEL = ((1, 1), (1, 1), (1, 2), (2, 1), (2, 2), (2, 2), (3, 2), (1, 3))
+ONE, TWO, THREE, STAGES = (1, 1), (2, 1), (3, 1), (1, 2)
+PARALLEL = (
+    (ONE, ONE),
+    (ONE, ONE),
+    (ONE, TWO),
+    (TWO, ONE),
+    (TWO, TWO),
+    (TWO, TWO),
+    (THREE, TWO),
+    (ONE, THREE),
+    (STAGES, TWO),
+    (ONE, STAGES),
+)
+"""Tensor and pipeline parallelism of a source and a target."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +66,7 @@ def shape_of(number: int) -> Shape:
         if len(model.kept()) > MAX_STATES:
             continue
         try:
-            (source, wide), (target, long) = (_side(dice, model, ranks) for ranks in parallel)
+            (source, wide), (target, long) = (_side(dice, model, each) for each in parallel)
             route(source.layouts, target.layouts)
         except FerryError:
             continue
@@ -62,12 +75,20 @@ def shape_of(number: int) -> Shape:
         return Shape(source, target, fixed, f"{names}; {wide} to {long}")
 
 
-def _side(dice: random.Random, model: CacheModel, num_ranks: int) -> tuple[Side, str]:
-    block_tokens, shared_pool = dice.randint(1, 4), dice.random() < 0.4
+def _side(dice: random.Random, model: CacheModel, parallel: tuple[int, int]) -> tuple[Side, str]:
+    kernel_blocks, shared_pool = dice.choice([1, 1, 1, 2]), dice.random() < 0.4
+    block_tokens = kernel_blocks * dice.randint(1, 4 // kernel_blocks)
     # Room for two or three of the longest requests: pools run full, and blocks are used again at once.
     per_request = -(-MAX_TOKENS // block_tokens)
     num_blocks = per_request * dice.randint(2, 3) * (len(model.groups()) if shared_pool else 1)
-    shape = EngineShape(num_ranks, 1, block_tokens, num_blocks, dice.choice(FORMATS), shared_pool=shared_pool)
+    sizes = EngineShape(*parallel, block_tokens, num_blocks, dice.choice(FORMATS))
+    shape = replace(sizes, kernel_blocks=kernel_blocks, shared_pool=shared_pool)
     layouts = describe(model, shape, first_address=1 << 41)
+    if dice.random() < 0.2:
+        layouts = tuple(_with_free_tails(layout) for layout in layouts)
     side = Side(layouts, tuple(ByteMap.of(layout) for layout in layouts), shared_pool)
-    return side, f"{num_ranks} ranks, blocks of {block_tokens} tokens"
+    return side, f"{shape.num_ranks} ranks, blocks of {block_tokens} tokens"
+
+
+def _with_free_tails(layout: Layout) -> Layout:
+    return replace(layout, groups=tuple(replace(group, tail_is_free=True) for group in layout.groups))
