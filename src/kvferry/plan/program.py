@@ -109,7 +109,14 @@ def bind(legs: Sequence[Leg], source: Layout, target: Layout) -> Program:
     by_group: dict[_GroupKey, list[_Piece]] = {}
     for piece in pieces:
         by_group.setdefault(_group_key(piece), []).append(piece)
-    return Program(tuple(_bind_group(key, by_group[key], source, target) for key in sorted(by_group)))
+    groups: list[GroupProgram] = []
+    num_rows = 0
+    for key in sorted(by_group):
+        groups.append(_bind_group(key, by_group[key], source, target))
+        # Each is bounded on its own, but a peer decides how many groups there are.
+        num_rows += sum(map(len, (*groups[-1].units, *groups[-1].singles, *groups[-1].fixed)))
+        _check_rows(num_rows)
+    return Program(tuple(groups))
 
 
 class _GroupKey(NamedTuple):
@@ -152,11 +159,11 @@ def _sections(pieces: Iterable[_Piece], source: Layout, target: Layout, num_toke
     by_strides: dict[Strides, list[_Piece]] = {}
     for piece in pieces:
         by_strides.setdefault(_strides(piece, source, target, num_tokens), []).append(piece)
-    return tuple(
-        section
-        for strides, found in by_strides.items()
-        for section in _merged(strides, *_rows(found, source, target, num_tokens))
-    )
+    sections: list[Section] = []
+    for strides, found in by_strides.items():
+        sections += _merged(strides, *_rows(found, source, target, num_tokens))
+        _check_rows(sum(map(len, sections)))
+    return tuple(sections)
 
 
 def _strides(piece: _Piece, source: Layout, target: Layout, num_tokens: int) -> Strides:

@@ -11,16 +11,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
+from math import prod
 from typing import NamedTuple
 
-from kvferry.errors import IncompatibleError, UncoveredError
+from kvferry.errors import IncompatibleError, LayoutError, UncoveredError
 from kvferry.plan.layout import Layout, Placement, State
 from kvferry.plan.span import Span, overlap, uncovered
-from kvferry.plan.tokens import ALL_TOKENS, TokenSet, classes
+from kvferry.plan.tokens import ALL_TOKENS, TokenSet, classes, num_lookups
 
 __all__ = ["Box", "Leg", "Route", "differences", "route"]
 
 Box = tuple[Span, ...]
+
+# What one route may cost in all: a lookup among token shares is 1, one among boxes and a leg are several. Peers decide
+# how finely their boxes cut ours; this many steps are some seconds, and a thousand ranks need a fifth of them.
+MAX_STEPS = 1 << 23
+STEPS_PER_BOX = 4
+STEPS_PER_LEG = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +200,7 @@ def _target_cells(held: dict[str, list[_Held]], targets: Sequence[Layout]) -> It
     alike: dict[tuple[_Held, ...], int] = {}
     kind = {name: alike.setdefault(tuple(found), len(alike)) for name, found in held.items()}
     known: dict[tuple[int, Box, TokenSet], list[_Part]] = {}
+    budget = _Budget()
     for target_rank, layout in enumerate(targets):
         named = layout.state_named()
         for placement in layout.placements:
@@ -200,27 +208,50 @@ def _target_cells(held: dict[str, list[_Held]], targets: Sequence[Layout]) -> It
             tokens = _tokens_of(layout, placement, state)
             key = kind[state.name], placement.spans, tokens
             if key not in known:
-                known[key] = list(_parts(placement.spans, tokens, held[state.name]))
+                known[key] = list(_parts(placement.spans, tokens, held[state.name], budget))
+            budget.spend(len(known[key]) * STEPS_PER_LEG)
             for part in known[key]:
                 yield _Cell(target_rank, state, part.box, part.tokens), part.ranks
 
 
-def _parts(wanted: Box, tokens: TokenSet, held: list[_Held]) -> Iterator[_Part]:
+class _Budget:
+    """Steps that are left. Raises LayoutError when there are none."""
+
+    def __init__(self) -> None:
+        self._left = MAX_STEPS
+
+    def spend(self, num_steps: int) -> None:
+        self._left -= num_steps
+        if self._left < 0:
+            raise LayoutError(
+                "the ranks divide the cache too differently to be matched",
+                found=f"more than {MAX_STEPS:,} steps",
+                expected="ranks that divide few axes, and in few places",
+            )
+
+
+def _parts(wanted: Box, tokens: TokenSet, held: list[_Held], budget: _Budget) -> Iterator[_Part]:
     """A target box and its tokens, divided by which ranks hold them."""
-    for box in _cells(wanted, [one.box for one in held]):
+    per_axis = _cut(wanted, [one.box for one in held])
+    budget.spend(prod(map(len, per_axis)) * len(held) * STEPS_PER_BOX)
+    for box in product(*per_axis):
         holders = [one for one in held if _contains(one.box, box)]
-        for part, indices in classes(tokens, tuple(holder.tokens for holder in holders)):
+        shares = tuple(holder.tokens for holder in holders)
+        if any(share != ALL_TOKENS for share in (tokens, *shares)):
+            budget.spend(num_lookups(tokens, shares))
+        for part, indices in classes(tokens, shares):
             yield _Part(box, part, tuple(holders[index].rank for index in indices))
 
 
-def _cells(wanted: Box, held: list[Box]) -> Iterator[Box]:
-    """Cut a box at every edge of the held boxes; no cell crosses an edge, so a holder has all of it or none."""
+def _cut(wanted: Box, held: list[Box]) -> list[list[Span]]:
+    """The parts of each axis between all edges of the held boxes: no cell made of them crosses an edge, so a holder has
+    all of it or none."""
     per_axis = []
     for axis, span in enumerate(wanted):
         parts = [part for box in held for part in overlap(span, box[axis])]
         edges = sorted({span.start, span.stop, *(e for part in parts for e in (part.start, part.stop))})
         per_axis.append([Span(start, stop) for start, stop in pairwise(edges)])
-    return product(*per_axis)
+    return per_axis
 
 
 def _contains(outer: Box, inner: Box) -> bool:

@@ -11,7 +11,7 @@ from math import lcm
 from kvferry.errors import LayoutError
 from kvferry.plan.span import Span, overlap
 
-__all__ = ["ALL_TOKENS", "UNSHARED", "TokenRange", "TokenSet", "TokenShare", "classes"]
+__all__ = ["ALL_TOKENS", "UNSHARED", "TokenRange", "TokenSet", "TokenShare", "classes", "num_lookups"]
 
 # Enough for any interleave in use, and too few to hurt when a peer makes them up.
 MAX_PERIOD = 1 << 20
@@ -82,8 +82,7 @@ def classes(wanted: TokenSet, held: tuple[TokenSet, ...]) -> tuple[tuple[TokenSe
 
     Tokens that no set has form a class with no index. Raises LayoutError when the sets interleave too finely.
     """
-    period = lcm(wanted.period, *(one.period for one in held))
-    num_spans = sum(period // one.period * len(one.spans) for one in (wanted, *held))
+    period, num_spans = _together(wanted, held)
     if period > MAX_PERIOD or num_spans * (1 + len(held)) > MAX_LOOKUPS:
         raise LayoutError(
             "the tokens are shared out too differently to be matched",
@@ -99,6 +98,17 @@ def classes(wanted: TokenSet, held: tuple[TokenSet, ...]) -> tuple[tuple[TokenSe
         if inside and inside[0] == 0:
             found.setdefault(tuple(index - 1 for index in inside[1:]), []).append(Span(start, stop))
     return tuple((_reduced(period, spans), holders) for holders, spans in found.items())
+
+
+def num_lookups(wanted: TokenSet, held: tuple[TokenSet, ...]) -> int:
+    """What `classes` costs, whether or not it would refuse."""
+    return _together(wanted, held)[1] * (1 + len(held))
+
+
+def _together(wanted: TokenSet, held: tuple[TokenSet, ...]) -> tuple[int, int]:
+    """The period after which all sets repeat together, and how many spans they have in it."""
+    period = lcm(wanted.period, *(one.period for one in held))
+    return period, sum(period // one.period * len(one.spans) for one in (wanted, *held))
 
 
 def _stretched(tokens: TokenSet, period: int) -> Sequence[Span]:
