@@ -1,9 +1,13 @@
+from collections import Counter
+
 import pytest
 
+from kvferry.plan.digest import Policy
 from kvferry.testing.simulation.__main__ import main
+from kvferry.testing.simulation.faults import Faults
 from kvferry.testing.simulation.many import first_violation, play_all
 from kvferry.testing.simulation.plants import PLANTS
-from kvferry.testing.simulation.run import simulate
+from kvferry.testing.simulation.run import simulate, simulate_with
 from kvferry.testing.simulation.summary import Summary
 
 NUM_RUNS = 800
@@ -22,6 +26,25 @@ def test_nothing_is_wrong_whatever_goes_wrong():
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_defect_is_found(name):
     assert first_violation(PLANTS[name], range(MAX_PLANT_RUNS))
+
+
+def test_a_byte_that_is_spoiled_on_the_way_is_found_by_a_full_digest():
+    spoiled = Faults(corrupt=1.0)
+    outcomes = Counter[str]()
+    for seed in range(40):
+        outcome = simulate_with(seed, spoiled, Policy.FULL)
+        assert outcome.violation == ""
+        outcomes += outcome.outcomes
+    assert outcomes["failed: digest"] > 100
+    assert set(outcomes) <= {"failed: digest", "fetched", "no prefill"}
+
+
+def test_nothing_fails_where_nothing_goes_wrong():
+    for seed in range(40):
+        for digest in Policy:
+            outcome = simulate_with(seed, Faults(), digest)
+            assert outcome.violation == ""
+            assert set(outcome.outcomes) <= {"fetched", "no prefill", "no room to decode", "failed: expired"}
 
 
 def test_a_seed_gives_the_same_run_with_and_without_its_story():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
 from kvferry.errors import FerryError
 from kvferry.plan.digest import Policy
@@ -22,7 +23,7 @@ from kvferry.testing.simulation.story import Story
 from kvferry.testing.simulation.tickets import TicketFabric
 from kvferry.testing.simulation.trouble import TROUBLE_S, plan_trouble
 
-__all__ = ["Outcome", "simulate"]
+__all__ = ["Outcome", "simulate", "simulate_with"]
 
 END_S = 300.0
 """Long after the last deadline of the last request."""
@@ -45,23 +46,34 @@ class Outcome:
 def simulate(seed: int, plant: Plant = NO_PLANT, told: bool = False) -> Outcome:
     """Play the run of a seed; the same seed gives the same run. With `told`, the outcome has its story."""
     world = World(seed)
+    faults, digest = Faults.drawn(world.dice), world.dice.choice(list(Policy))
     story = Story(world, told)
-    faults = Faults.drawn(world.dice)
-    site = Site(world, faults, shape_of(seed % NUM_SHAPES), Checks(), story, plant, world.dice.choice(list(Policy)))
+    return _outcome(seed, Site(world, faults, shape_of(seed % NUM_SHAPES), Checks(), story, plant, digest))
+
+
+def simulate_with(seed: int, faults: Faults, digest: Policy) -> Outcome:
+    """Play a run with certain faults and a certain digest."""
+    world = World(seed)
+    shape, story = shape_of(seed % NUM_SHAPES), Story(world, told=False)
+    return _outcome(seed, Site(world, faults, shape, Checks(), story, NO_PLANT, digest))
+
+
+def _outcome(seed: int, site: Site) -> Outcome:
+    story, checks, violation = site.story, site.checks, ""
     story.say("run", f"seed {seed}:", site.shape.text, f"; digests {site.digest}")
-    story.say("run", worded_faults(faults))
-    violation = ""
+    story.say("run", worded_faults(site.faults))
     try:
         _play(site)
     except DEFECTS as error:
         violation = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
         story.say("run", "VIOLATION", violation)
-    return Outcome(seed, violation, site.checks.outcomes, story.injected, world.now, tuple(story.lines))
+    return Outcome(seed, violation, checks.outcomes, story.injected, site.world.now, tuple(story.lines))
 
 
 def worded_faults(faults: Faults) -> str:
     """What may go wrong in a run."""
-    return "calm" if faults.is_calm else str(faults)
+    named = {field.name: attrgetter(field.name)(faults) for field in fields(faults)}
+    return ", ".join(f"{name} {value:.2g}" for name, value in named.items() if value)
 
 
 def _play(site: Site) -> None:
