@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 
 from kvferry.plan.copies import Copies
+from kvferry.plan.digest import Subject
+from kvferry.plan.extract import Extract
 from kvferry.session.events import PeerKey
 from kvferry.testing.simulation.clock import World
 from kvferry.wire.messages import Offer, Party, Reference
@@ -58,6 +60,9 @@ def _struct_fields(value: Any) -> list[str]:
 
 _SHORT: Mapping[type, Callable[[Any], str]] = {
     Offer: lambda offer: f"Offer({worded(offer.party)})",
+    bytes: lambda value: value.hex(),
+    Extract: lambda extract: f"{len(extract.numbers)} states, {extract.num_bytes} bytes",
+    Subject: lambda subject: f"{subject.policy} of {len(subject.parts)} parts",
     Copies: lambda copies: f"{len(copies)} rows, {copies.num_bytes} bytes",
     PeerKey: lambda peer: f"{peer.address}#{peer.epoch}",
     Party: lambda party: f"{party.engine_id}.{party.rank}#{party.epoch}",
