@@ -1,10 +1,12 @@
 """A layout comes from a peer: absurd numbers are refused with a typed error, before they cost time or memory."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from kvferry.errors import LayoutError, TooManyRowsError
+from kvferry.plan import program
 from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State
 from kvferry.plan.program import bind
 from kvferry.plan.request import copies_for
@@ -52,8 +54,8 @@ def test_numbers_that_do_not_fit_an_address_are_refused(state, group, changes):
 )
 def test_the_largest_numbers_that_are_accepted_move_the_right_bytes(state, group, changes):
     source, target = layout(state, replace(ONE, **group), 1 << 20, **changes), layout(state, ONE, 1 << 62)
-    (program,) = (bind(route((a,), (b,)).legs, a, b) for a, b in [(source, target)])
-    copies = copies_for(program, [[0]], [[0]], [TokenRange(0, 1)])
+    bound = bind(route((source,), (target,)).legs, source, target)
+    copies = copies_for(bound, [[0]], [[0]], [TokenRange(0, 1)])
     assert (copies.source.tolist(), copies.target.tolist(), copies.length.tolist()) == ([1 << 20], [1 << 62], [1])
 
 
@@ -78,6 +80,47 @@ def test_memory_formats_that_tear_a_block_apart_are_refused_before_the_rows_are_
     source, target = transposed(num_layers, extents)
     with pytest.raises(TooManyRowsError, match=r"one block would move in too many small rows; found: \d+,\d+"):
         bind(route((source,), (target,)).legs, source, target)
+
+
+@pytest.mark.parametrize("has_own_groups", [False, True], ids=["one group", "a group each"])
+def test_layers_that_each_stay_below_the_limit_are_refused_together(monkeypatch, has_own_groups):
+    """A peer that gives every layer strides or a cache group of its own would else have as many limits as layers."""
+    monkeypatch.setattr(program, "MAX_SECTION_ROWS", 1 << 10)
+    found = []
+    for each in transposed(5, (1 << 4, 1 << 4)):
+        groups = each.groups * 5 if has_own_groups else each.groups
+        placements = tuple(
+            replace(placement, block_stride=1024 * (1 + index), group=index if has_own_groups else 0)
+            for index, placement in enumerate(each.placements)
+        )
+        found.append(replace(each, groups=groups, placements=placements))
+    source, target = found
+    with pytest.raises(TooManyRowsError, match="too many small rows"):
+        bind(route((source,), (target,)).legs, source, target)
+    monkeypatch.setattr(program, "MAX_SECTION_ROWS", 5 << 8)
+    assert bind(route((source,), (target,)).legs, source, target).groups
+
+
+EXTENTS = (128, 64, 128)
+
+
+def cut(address: int, dice: random.Random) -> Layout:
+    """A rank that holds some box of a state; of each axis another part."""
+    edges = [sorted(dice.sample(range(extent + 1), 2)) for extent in EXTENTS]
+    axes = tuple(Axis(name, extent) for name, extent in zip("abc", EXTENTS, strict=True))
+    state = State("ssm", "int8", 1, axes, per_token=False)
+    spans = tuple(Span(start, stop) for start, stop in edges)
+    strides = len(spans[1]) * len(spans[2]), len(spans[2]), 1
+    size = len(spans[0]) * strides[0]
+    placement = Placement("ssm", 0, 0, 0, spans, strides, size, 0)
+    return Layout((state,), (Region(address, size, "dram", 0),), (ONE,), (placement,))
+
+
+def test_ranks_that_cut_every_axis_in_many_places_are_refused_before_that_takes_minutes():
+    dice = random.Random(7)
+    ranks = [cut(rank << 40, dice) for rank in range(1, 65)]
+    with pytest.raises(LayoutError, match="divide the cache too differently to be matched"):
+        route(ranks, ranks)
 
 
 def shared(address: int, share: TokenShare) -> Layout:

@@ -237,9 +237,10 @@ def _parts(wanted: Box, tokens: TokenSet, held: list[_Held], budget: _Budget) ->
     for box in product(*per_axis):
         holders = [one for one in held if _contains(one.box, box)]
         shares = tuple(holder.tokens for holder in holders)
+        found = classes(tokens, shares)
         if any(share != ALL_TOKENS for share in (tokens, *shares)):
             budget.spend(num_lookups(tokens, shares))
-        for part, indices in classes(tokens, shares):
+        for part, indices in found:
             yield _Part(box, part, tuple(holders[index].rank for index in indices))
 
 
