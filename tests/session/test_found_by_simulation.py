@@ -74,6 +74,18 @@ def test_a_handshake_that_nobody_waits_for_any_more_does_not_end_the_next_fetch(
     assert target.num_open() == 1
 
 
+def test_an_offer_that_answers_an_earlier_handshake_does_not_end_the_next_one():
+    """Nothing had been announced yet to compare it with, so it counted as another layout than announced."""
+    target = session()
+    steps = handshake(WANTED)
+    (late,) = [
+        event for _, event, _ in steps if isinstance(event, AnswerArrived) and isinstance(event.message, m.Offer)
+    ]
+    play(target, [*steps[:2], (5.0, Tick(), [Count, Failed, TargetFree, Disconnect])])
+    play(target, [(5.1, replace(WANTED, request_id="q2"), [Send]), (5.2, late, [])])
+    assert target.num_open() == 1
+
+
 @pytest.mark.parametrize("renamed", ["p0", "p0-started-again"])
 def test_whoever_answers_at_an_address_replaces_who_was_there(renamed):
     """Engines that take a new id at every start left a peer behind each time, with its memory mapped."""

@@ -154,6 +154,9 @@ class TargetSession:
                 yield from self._lose(other.key, error, now)
 
     def _offer(self, peer: Peer, offer: Offer, now: float) -> Iterator[Command]:
+        if not peer.machine.allows("offer"):
+            # Repeated, or late: it answers a handshake that has been given up.
+            return
         wrong = _stranger(peer.key, offer.party)
         if wrong is None and fingerprint(offer.layout) != peer.fingerprint:
             wrong = TransferError(Reason.MALFORMED, f"{peer.key} offers another layout than it has announced")
