@@ -394,7 +394,8 @@ class TargetSession:
         if not peer.ready:
             if now >= peer.deadline:
                 what = f"no handshake with {peer.key} within {self._timing.handshake_s:g} s"
-                yield from self._lose(peer.key, TransferError(Reason.DEADLINE, what), now)
+                hint = "does that engine run, and do both engines have the same --token-file?"
+                yield from self._lose(peer.key, TransferError(Reason.DEADLINE, what, hint=hint), now)
             else:
                 yield from self._peers.repeat(peer, now)
             return
