@@ -162,3 +162,55 @@ def test_late_notices_are_harmless():
         target.transfer._settle(Failed("q1", TransferError("aborted", "late")))
 
     with_two_sides(scenario)
+
+
+def test_what_is_forgone_is_free_at_the_source_before_its_lease_ends(caplog):
+    async def scenario(source, target):
+        for request_id in ("r1", "r2"):  # a peer that is not known yet, and one that is
+            params = await source.transfer.offer(request_id, [[1, 3]], 7)
+            target.transfer.forgo(f"never-{request_id}", params)
+            assert await source.freed() == request_id
+            params = await source.transfer.offer("r3" + request_id, [[1, 3]], 7)
+            await target.transfer.fetch("q" + request_id, params, [[0, 5]], 6)
+            assert await source.freed() == "r3" + request_id
+        target.transfer.forgo("never", {"nonsense": 1})
+        assert dict(source.transfer.leases_ended) == {"aborted": 2, "done": 2}
+
+    with_two_sides(scenario)
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("nobody read the cache of request r1: aborted: at p0 epoch " in line for line in lines) == 1
+
+
+def test_only_who_was_given_the_reference_can_withdraw_it():
+    async def scenario(source, target):
+        params = await source.transfer.offer("r1", [[1, 3]], 7)
+        guess = params | {"kvferry": params["kvferry"] | {"lease_id": "0" * 32}}
+        assert not source.transfer.withdraw(guess)
+        assert not source.transfer.withdraw(params | {"remote_request_id": "r2"})
+        with pytest.raises(TransferError, match="cannot be read"):
+            source.transfer.withdraw({"lease": 1})
+        assert source.transfer.withdraw(params)
+        assert await source.freed() == "r1"
+        assert not source.transfer.withdraw(params)
+        assert dict(source.transfer.leases_ended) == {"withdrawn": 1}
+
+    with_two_sides(scenario)
+
+
+def test_a_failure_is_one_line_with_the_request_and_both_epochs(caplog):
+    async def scenario(source, target):
+        params = await source.transfer.offer("r1", [[1, 3]], 7)
+        forged = params | {"remote_engine_id": "p0", "kvferry": params["kvferry"] | {"epoch": "x\nERROR forged"}}
+        with pytest.raises(TransferError):
+            await target.transfer.fetch("q1", forged, [[0, 5]], 6)
+        with pytest.raises(TransferError):
+            await target.transfer.fetch("q2", {"kvferry": "\nERROR forged"}, [[0, 5]], 6)
+        source.transfer.abort("r1")
+        await source.freed()
+
+    with_two_sides(scenario)
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvferry.embedded.bridge"]
+    (first,) = [line for line in lines if "no cache for request q1: wrong_epoch: from 'p0' epoch 'x\\nERROR" in line]
+    assert sum("no cache for request q2: malformed" in line for line in lines) == 1
+    assert " to d0 epoch " in first
+    assert not any("\n" in line for line in lines)

@@ -44,9 +44,12 @@ class Engine:
     behave: Behaviour
     url: str = ""
     health_status: int = 200
+    # Engines of others have no `/ready`.
+    ready_status: int = 404
     models: list[dict] = field(default_factory=list)
     models_status: int = 200
     seen: list[Seen] = field(default_factory=list)
+    released: asyncio.Queue[dict] = field(default_factory=asyncio.Queue)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
     probed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,6 +69,13 @@ class Engine:
         self.probed.set()
         return web.Response(status=self.health_status)
 
+    async def ready(self, request: web.Request) -> web.Response:
+        return web.Response(status=self.ready_status)
+
+    async def release(self, request: web.Request) -> web.Response:
+        self.released.put_nowait(await request.json())
+        return web.json_response({"released": True})
+
     async def list_models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": self.models}, status=self.models_status)
 
@@ -74,6 +84,8 @@ class Engine:
         app.router.add_post("/v1/completions", self.generate)
         app.router.add_post("/v1/chat/completions", self.generate)
         app.router.add_get("/health", self.health)
+        app.router.add_get("/ready", self.ready)
+        app.router.add_post("/kvferry/release", self.release)
         app.router.add_get("/v1/models", self.list_models)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01, access_log=None)
         await self.runner.setup()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import signal
 import socket
@@ -23,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvferry.cli import console
 from kvferry.errors import ConfigurationError
 
-__all__ = ["ENGINE_GRACE_S", "ROUTER_GRACE_S", "Drain", "listen", "run", "stdin_closed", "url_of"]
+__all__ = ["ENGINE_GRACE_S", "ROUTER_GRACE_S", "Drain", "listen", "log_plainly", "run", "stdin_closed", "url_of"]
 
 # How long open answers may go on after the order to end. The router waits longer than engines do: it is there to tell
 # its clients when an engine breaks off.
@@ -41,13 +42,15 @@ async def nothing_else() -> None:
 class Drain:
     """What the first SIGTERM leads to.
 
-    `announce` makes the application say that it is not ready. Then everything that is open may end, for at most
-    `limit_s` seconds: HTTP requests, and what `idle` waits for. With a limit of 0 the server ends at once.
+    `announce` makes the application say that it is not ready, which others have `notice_s` to notice. Then everything
+    that is open may end, for at most `limit_s` seconds in all: HTTP requests, and what `idle` waits for. With a limit
+    of 0 the server ends at once.
     """
 
     limit_s: float
     announce: Callable[[], None]
     idle: Callable[[], Awaitable[None]] = nothing_else
+    notice_s: float = NOTICE_S
 
 
 class OpenRequests:
@@ -105,6 +108,11 @@ def url_of(bound: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
+def log_plainly() -> None:
+    """What goes wrong becomes a line with a time on stderr."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
 async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], grace_s: int, drain: Drain) -> None:
     """Serve until a signal or one of `ends`; open answers may go on for `grace_s` after the order to end."""
     requests = OpenRequests(app)
@@ -141,11 +149,11 @@ async def _drained(terminated: asyncio.Event, drain: Drain, requests: OpenReques
     console.say(f"draining: not ready any more, ending when nothing is open, after {drain.limit_s:g} s at the latest")
     with suppress(TimeoutError):
         async with asyncio.timeout(drain.limit_s):
-            await asyncio.sleep(NOTICE_S)
+            await asyncio.sleep(drain.notice_s)
             await _nothing_open(drain, requests)
             console.say("drained: nothing is open")
             return
-    console.say(f"ending with {requests.num_open} open requests")
+    console.say(f"the time to drain is over: {requests.num_open} requests are broken off, caches not read are given up")
 
 
 async def _nothing_open(drain: Drain, requests: OpenRequests) -> None:

@@ -27,6 +27,7 @@ class RouteOptions:
 
 def route(options: RouteOptions) -> None:
     """Route until told to stop. Raises ConfigurationError."""
+    http.log_plainly()
     with http.listen(options.host, options.port) as bound:
         url = http.url_of(bound)
         if options.as_json:

@@ -40,6 +40,7 @@ class ServeOptions:
 
 def serve(options: ServeOptions) -> None:
     """Serve until told to stop. Raises ConfigurationError before anything is started that cannot work."""
+    http.log_plainly()
     # The port is taken first: to load a model for half a minute and then fail would be unkind.
     with http.listen(options.host, options.port) as bound:
         engine = Engine(options.settings)

@@ -1,0 +1,110 @@
+"""What signals mean to a server. They are sent to this very process, whose handlers are those of the server."""
+
+import asyncio
+import os
+import signal
+
+import aiohttp
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from kvferry.cli import http
+
+DEADLINE_S = 30.0
+
+
+class Server:
+    """A running server with one request that ends when the test lets it."""
+
+    def __init__(self, bound, limit_s):
+        self.url = http.url_of(bound)
+        self.told, self.arrived, self.may_answer, self.idle = (asyncio.Event() for _ in range(4))
+        app = Starlette(routes=[Route("/", self.answer)])
+        drain = http.Drain(limit_s, self.told.set, self.idle.wait, notice_s=0.0)
+        self.running = asyncio.create_task(http.run(app, bound, [], 1, drain))
+
+    async def answer(self, request):
+        self.arrived.set()
+        await self.may_answer.wait()
+        return PlainTextResponse("done")
+
+    async def ended(self):
+        await asyncio.wait_for(self.running, DEADLINE_S)
+
+
+def with_open_request(scenario, limit_s=DEADLINE_S):
+    async def main():
+        with http.listen("127.0.0.1", 0) as bound:
+            server = Server(bound, limit_s)
+            async with aiohttp.ClientSession() as session:
+                asking = asyncio.create_task(session.get(server.url))
+                await asyncio.wait_for(server.arrived.wait(), DEADLINE_S)
+                await scenario(server, asking)
+
+    asyncio.run(main())
+
+
+def terminate(number=signal.SIGTERM):
+    os.kill(os.getpid(), number)
+
+
+def test_sigterm_lets_what_is_open_end():
+    async def scenario(server, asking):
+        terminate()
+        await asyncio.wait_for(server.told.wait(), DEADLINE_S)
+        assert not server.running.done()
+        server.may_answer.set()
+        assert (await asking).status == 200
+        assert not server.running.done()
+        server.idle.set()
+        await server.ended()
+
+    with_open_request(scenario)
+
+
+def test_a_request_that_comes_during_it_is_answered_too():
+    async def scenario(server, asking):
+        terminate()
+        await asyncio.wait_for(server.told.wait(), DEADLINE_S)
+        server.idle.set()
+        async with aiohttp.ClientSession() as session:
+            late = asyncio.create_task(session.get(server.url))
+            server.may_answer.set()
+            assert [(await each).status for each in (asking, late)] == [200, 200]
+        await server.ended()
+
+    with_open_request(scenario)
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(second):
+    async def scenario(server, asking):
+        terminate()
+        await asyncio.wait_for(server.told.wait(), DEADLINE_S)
+        terminate(second)
+        await server.ended()
+        assert (await asking).status == 500
+
+    with_open_request(scenario)
+
+
+def test_an_interrupt_does_not_drain():
+    async def scenario(server, asking):
+        terminate(signal.SIGINT)
+        await server.ended()
+        assert (await asking).status == 500
+
+    with_open_request(scenario)
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 0.1])
+def test_draining_takes_no_longer_than_its_time(limit_s):
+    async def scenario(server, asking):
+        terminate()
+        await server.ended()
+        assert server.told.is_set()
+        assert (await asking).status == 500
+
+    with_open_request(scenario, limit_s)

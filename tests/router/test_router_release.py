@@ -1,0 +1,136 @@
+"""A computed cache that nobody will read is released; the playbooks of a flow and the router on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from router_harness import TRANSFER, answer, cluster, decode_engine, failing, hanging, prefill_engine, resetting
+from test_router_flow import D0, P0, REQUEST, failed, pick, play, to_prefilling
+
+from kvferry.router.events import (
+    Answered,
+    Cancel,
+    ClientGone,
+    EndWithError,
+    Failed,
+    Forward,
+    NobodyPicked,
+    Opened,
+    Refuse,
+    Relay,
+    Release,
+    Send,
+)
+from kvferry.router.flow import Flow
+from kvferry.router.policy import Role
+from kvferry.router.request import decode_body
+
+PARAMS = b'{"do_remote_prefill": true, "kvferry": {"lease_id": "x"}}'
+OURS = {**TRANSFER, "kvferry": {"lease_id": "x"}}
+PREFILLED = Answered(200, b'{"kv_transfer_params": ' + PARAMS + b"}")
+RELEASES = 'kvferry_router_releases_total{reason="%s"}'
+
+
+def to_decoding():
+    return (*to_prefilling(), (PREFILLED, [Send(D0, decode_body(REQUEST, PARAMS))]))
+
+
+def released(reason):
+    return Release(P0, b'{"kv_transfer_params": ' + PARAMS + b"}", reason)
+
+
+@pytest.mark.parametrize(
+    ("event", "commands"),
+    [
+        (ClientGone(), [released("client_left"), Cancel()]),
+        (Answered(400, b"{}"), [released("decode_refused"), Forward()]),
+        (Failed("reset", "x"), [failed(Role.DECODE, "reset"), released("decode_failed"), pick(Role.DECODE, D0)]),
+        (Answered(500, b"{}"), [failed(Role.DECODE, "status_500"), released("decode_failed"), pick(Role.DECODE, D0)]),
+    ],
+)
+def test_a_cache_that_decode_will_not_answer_from_is_released(event, commands):
+    play(Flow(REQUEST), *to_decoding(), (event, commands))
+
+
+@pytest.mark.parametrize(
+    ("event", "commands"),
+    [
+        (ClientGone(), [Cancel()]),
+        (
+            Failed("stall", "y"),
+            [
+                failed(Role.DECODE, "stall"),
+                EndWithError("the answer broke off: y", "upstream_broke_off", "stall"),
+            ],
+        ),
+    ],
+)
+def test_an_answer_that_has_begun_has_read_its_cache(event, commands):
+    play(Flow(REQUEST), *to_decoding(), (Opened(can_append=True), [Relay()]), (event, commands))
+
+
+@pytest.mark.parametrize("params", [b'{"remote_block_ids": [1]}', b'{"kvferry": ', b'{"a": {}}'])
+def test_what_other_engines_keep_is_left_to_them(params):
+    flow = Flow(REQUEST)
+    body = b'{"kv_transfer_params": ' + params + b"}"
+    if params.endswith(b"}"):
+        play(flow, *to_prefilling(), (Answered(200, body), [Send(D0, decode_body(REQUEST, params))]))
+        play(flow, (ClientGone(), [Cancel()]))
+
+
+def test_the_last_word_names_the_counter_that_moved():
+    flow = Flow(REQUEST)
+    play(flow, *to_decoding())
+    flow.handle(Failed("deadline", "it took too long"))
+    (last,) = flow.handle(NobodyPicked())
+    assert isinstance(last, Refuse)
+    assert (last.status, last.body["error"]["reason"], last.body["error"]["code"]) == (
+        504,
+        "deadline",
+        "upstream_timeout",
+    )
+
+
+async def prefilled(request, seen):
+    return web.json_response(answer("x", kv_transfer_params=OURS))
+
+
+@pytest.mark.parametrize(
+    ("behave", "reason"),
+    [(resetting, "decode_failed"), (failing(500, "x"), "decode_failed"), (failing(400, "x"), "decode_refused")],
+)
+def test_the_prefill_instance_is_told(behave, reason):
+    async def main():
+        async with cluster([prefill_engine("p0", prefilled)], [decode_engine("d0", behave)]) as c:
+            await c.complete()
+            assert await c.prefill[0].released.get() == {"kv_transfer_params": OURS}
+            assert await c.metric(RELEASES % reason) == 1
+
+    asyncio.run(main())
+
+
+def test_the_prefill_instance_is_told_when_the_client_leaves():
+    async def main():
+        async with cluster([prefill_engine("p0", prefilled)], [decode_engine("d0", hanging)]) as c:
+            asking = asyncio.create_task(c.complete())
+            await c.decode[0].arrived.wait()
+            asking.cancel()
+            assert await c.prefill[0].released.get() == {"kv_transfer_params": OURS}
+            assert await c.metric(RELEASES % "client_left") == 1
+
+    asyncio.run(main())
+
+
+def test_a_prefill_instance_that_is_gone_is_no_trouble():
+    async def main():
+        async with cluster([prefill_engine("p0", prefilled)], [decode_engine("d0", hanging)]) as c:
+            asking = asyncio.create_task(c.complete())
+            await c.decode[0].arrived.wait()
+            await c.prefill[0].stop()
+            asking.cancel()
+            await c.decode[0].left.wait()
+            assert await c.metric(RELEASES % "client_left") == 1
+
+    asyncio.run(main())
