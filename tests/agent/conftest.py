@@ -42,7 +42,9 @@ class Rank:
 def make_rank() -> Iterator[Callable[..., Rank]]:
     made, memories = [], []
 
-    def make(engine_id: str, shape: EngineShape, transport: str = "shm", timing: Timing = TIMING) -> Rank:
+    def make(
+        engine_id: str, shape: EngineShape, transport: str = "shm", timing: Timing = TIMING, wrap=None, **config
+    ) -> Rank:
         size_bytes = sum(region.size_bytes for region in describe(MODEL, shape, 0)[0].regions)
         shared = allocate_shared(size_bytes, engine_id)
         memories.append(shared)
@@ -56,9 +58,9 @@ def make_rank() -> Iterator[Callable[..., Rank]]:
         notices: queue.SimpleQueue = queue.SimpleQueue()
         opened = open_transports(transport)
         host = Host((layout,), (shared.memory,), notices.put)
-        agent = Agent(
-            AgentConfig(engine_id, transport=transport, timing=timing), host, opened.transports, opened.unavailable
-        )
+        transports = [wrap(each) for each in opened.transports] if wrap else opened.transports
+        agent_config = AgentConfig(engine_id, transport=transport, timing=timing, **config)
+        agent = Agent(agent_config, host, transports, opened.unavailable)
         agent.start()
         made.append(agent)
         return Rank(agent, oracle.Memory(layout, buffers), notices)

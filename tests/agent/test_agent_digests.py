@@ -1,0 +1,152 @@
+"""Digests between two real agents: a bit that a transport has flipped never reaches a model."""
+
+import numpy as np
+import pytest
+
+from kvferry.agent import new_lease_id
+from kvferry.agent.digests import STEP_BYTES, Digester, HostBytes
+from kvferry.plan.copies import Copies
+from kvferry.plan.describe import EngineShape
+from kvferry.plan.digest import Policy
+from kvferry.plan.extract import Extract
+from kvferry.plan.layout import Region
+from kvferry.plan.parts import Grid
+from kvferry.plan.tokens import TokenRange
+from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree
+from kvferry.testing import oracle
+from kvferry.transport.base import Memory
+from kvferry.transport.faulty import Fault, FaultKind, FaultyTransport
+
+SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
+TARGET = EngineShape(1, 1, block_tokens=6, num_blocks=9, format="block-head-major")
+SOURCE_TABLES, TARGET_TABLES = ((3, 9, 1, 15, 0, 7),), ((8, 0, 5, 2),)
+NUM_TOKENS = 21
+
+
+def spoiled(*faults):
+    """What wraps a transport so that a few of its reads go wrong. The first ones are the self-test's."""
+    return lambda transport: FaultyTransport(transport, faults)
+
+
+def leased(source, request_id="r1"):
+    oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS))
+    return source.agent.lease(LeaseWanted(request_id, new_lease_id(), SOURCE_TABLES, NUM_TOKENS))
+
+
+def fetched(target, source, request_id="q1"):
+    reference = leased(source, request_id.replace("q", "r"))
+    target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, request_id))
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_the_report_says_how_a_cache_was_verified(make_rank, policy):
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, digest=policy)
+    fetched(target, source)
+    assert target.next_notice(Fetched).report.verified == policy
+    assert source.next_notice(SourceFree).reason == "done"
+
+
+@pytest.fixture
+def num_posts_before(make_rank):
+    """How many reads the self-test makes: the next one is the first fetch's."""
+    posts = []
+
+    class Counting(FaultyTransport):
+        def post(self, peer, copies: Copies, direction):
+            posts.append(copies)
+            return super().post(peer, copies, direction)
+
+    source, target = make_rank("p9", SOURCE), make_rank("d9", TARGET, wrap=Counting)
+    fetched(target, source)
+    target.next_notice(Fetched)
+    return len(posts) - 1
+
+
+def test_a_flipped_bit_is_found_and_the_next_fetch_is_fine(make_rank, num_posts_before):
+    flip = spoiled(Fault(num_posts_before, FaultKind.FLIP, bit=12345))
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, digest=Policy.FULL, wrap=flip)
+    fetched(target, source)
+    error = target.next_notice(Failed).error
+    assert error.reason == "digest"
+    assert "1 of 4 states differ: model.layers." in str(error)
+    target.next_notice(TargetFree)
+    assert target.agent.counts["fetches_failed", "digest"] == 1
+    assert source.next_notice(SourceFree).reason == "done"
+    fetched(target, source, "q2")
+    target.next_notice(Fetched)
+
+
+def test_without_a_digest_nobody_notices(make_rank, num_posts_before):
+    """What the digest is for."""
+    flip = spoiled(Fault(num_posts_before, FaultKind.FLIP, bit=12345))
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, digest=Policy.OFF, wrap=flip)
+    fetched(target, source)
+    target.next_notice(Fetched)
+
+
+def test_a_cache_that_its_engine_writes_to_too_early_is_found_by_a_sample(make_rank, num_posts_before):
+    """The blocks of a lease hold another request's bytes by the time they are compared."""
+    source = make_rank("p0", SOURCE)
+
+    class Overwriting(FaultyTransport):
+        def poll(self):
+            completions = super().poll()
+            if any(completion.ticket.number == num_posts_before + 1 for completion in completions):
+                for buffer in source.memory.buffers.values():
+                    buffer[:] ^= 0xFF
+            return completions
+
+    target = make_rank("d0", TARGET, wrap=Overwriting)
+    fetched(target, source)
+    assert target.next_notice(Failed).error.reason == "digest"
+
+
+# --- reading memory ---
+
+
+def region(memory, start, size_bytes):
+    return Region(memory.ctypes.data + start, size_bytes, "dram", 0)
+
+
+def host(memory, *regions):
+    return HostBytes([Memory(memory.ctypes.data, memory.size, -1)], regions)
+
+
+def extract_of(memory, item_bytes, items):
+    starts = np.array([memory.ctypes.data], np.uint64)
+    return Extract((0,), starts, np.array([items], np.uint64) * np.uint64(item_bytes), Grid(item_bytes, (), ()))
+
+
+def test_a_region_that_nobody_registered_is_never_read():
+    memory = np.zeros(64, np.uint8)
+    digester = Digester(host(memory, region(memory, 0, 64), region(memory, 32, 64)))
+    digester.start("key", [extract_of(memory, 4, range(4))])
+    assert digester.busy
+    (digested,) = digester.run(1)
+    assert (digested.values, digester.busy) == ((), False)
+    assert "a region is not registered memory" in digested.error
+
+
+def test_long_digests_take_turns_and_short_ones_overtake_them():
+    memory = np.arange(4 * STEP_BYTES, dtype=np.uint32).view(np.uint8)[: 4 * STEP_BYTES]
+    digester = Digester(host(memory, region(memory, 0, memory.size)))
+    for name, count in (("long", 4096), ("short", 1), ("dropped", 4096)):
+        digester.start(name, [extract_of(memory, 1024, range(count))])
+    digester.drop("dropped")
+    digester.drop("unknown")
+    turns = []
+    while digester.busy:
+        turns.append([digested.key for digested in digester.run(STEP_BYTES)])
+    assert turns[1] == ["short"]
+    assert [key for turn in turns for key in turn] == ["short", "long"]
+    assert len(turns) >= 4
+
+
+def test_a_digest_does_not_depend_on_how_it_is_cut():
+    memory = np.random.default_rng(1).integers(0, 256, 3 * STEP_BYTES, np.uint8)
+    digester = Digester(host(memory, region(memory, 0, memory.size)))
+    sizes = 24, 1024, STEP_BYTES
+    for size in sizes:
+        digester.start(size, [extract_of(memory, size, range(memory.size // size))])
+    values = {digested.key: digested.values for digested in digester.run(1 << 40)}
+    assert len(set(values.values())) == 1

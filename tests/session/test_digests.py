@@ -1,0 +1,343 @@
+"""Digests in both sessions: who digests when, what is compared, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.digest import NO_TOKENS, Part, Policy, Subject
+from kvferry.plan.layout import fingerprint
+from kvferry.plan.model import attention
+from kvferry.plan.span import Span
+from kvferry.plan.tokens import ALL_TOKENS, TokenRange, TokenSet
+from kvferry.session.events import (
+    AbortWanted,
+    AnswerArrived,
+    ClaimKey,
+    Connect,
+    Count,
+    Digest,
+    Digested,
+    Disconnect,
+    DropDigest,
+    Failed,
+    Fetched,
+    FetchWanted,
+    FrameArrived,
+    LeaseWanted,
+    LeaseWithdrawn,
+    PeerConnected,
+    PeerKey,
+    PeerUnreachable,
+    Post,
+    ReadKey,
+    Reply,
+    Send,
+    SourceFree,
+    TargetFree,
+    Tick,
+    TicketEnded,
+    Timing,
+)
+from kvferry.session.source import Identity, SourceSession
+from kvferry.session.target import Ourselves, TargetSession
+from kvferry.testing.playbook import play
+from kvferry.wire import messages as m
+
+TIMING = Timing(lease_s=10.0, heartbeat_s=1.0, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, tombstone_s=60.0)
+MODEL = attention(2, 2, 4, "float32", 4)
+SOURCE_LAYOUT = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
+TARGET_LAYOUTS = describe(MODEL, EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
+STATES = ("model.layers.0.k", "model.layers.0.v", "model.layers.1.k", "model.layers.1.v")
+PART = Part(STATES, (Span(0, 2), Span(0, 4)), ALL_TOKENS, TokenRange(0, 6))
+SUBJECT = Subject(Policy.SAMPLED, 3, (PART,))
+VALUES = tuple(bytes([number] * 8) for number in range(4))
+SOURCE, TARGET, OTHER = m.Party("p0", "e1", 0), m.Party("d0", "e9", 0), m.Party("d0", "e9", 1)
+REFERENCE = m.Reference("p0", "e1", "r1", "l1")
+
+# --- source ---
+
+LEASE = LeaseWanted("r1", "l1", ((3, 5),), 7)
+CLAIM = FrameArrived("x", m.Claim(TARGET, "c1", REFERENCE, 6, (0,)))
+LANDED = FrameArrived("x", m.Landed(TARGET, "c1", "l1", SUBJECT))
+KEY = ClaimKey("l1", TARGET, "c1")
+VALID = Reply("x", m.Valid("c1", VALUES))
+DONE = SourceFree("r1", "done")
+
+
+def source() -> SourceSession:
+    return SourceSession(Identity(SOURCE, 1, "0.1.0", SOURCE_LAYOUT, (), m.Probe(0, 0, 0)), TIMING)
+
+
+DIGESTING = [(0, LEASE, []), (1, CLAIM, [Reply]), (2, LANDED, [Digest])]
+
+
+def test_valid_waits_for_the_digest_and_comes_with_it():
+    (digest,) = play(source(), DIGESTING)
+    assert digest.key == KEY
+    assert sum(len(extract.numbers) for extract in digest.extracts) == len(STATES)
+    play(source(), [*DIGESTING, (3, Digested(KEY, VALUES), [VALID, DONE]), (4, LANDED, [VALID]), (5, LANDED, [VALID])])
+
+
+def test_a_repeated_question_is_told_that_somebody_is_here_and_answered_at_its_last_address():
+    again = FrameArrived("y", LANDED.message)
+    alive, valid = Reply("y", m.Renewed(())), Reply("y", m.Valid("c1", VALUES))
+    play(source(), [*DIGESTING, (2.5, again, [alive]), (3, Digested(KEY, VALUES), [valid, DONE])])
+
+
+def test_a_lease_that_ends_while_it_is_digested_is_not_valid():
+    """Its blocks may be another request's by then."""
+    session = source()
+    told = [SourceFree("r1", "expired"), DropDigest(KEY), Reply, Count, Count]
+    commands = play(session, [*DIGESTING, (12.5, Tick(), told)])
+    assert [c.message.reason for c in commands if isinstance(c, Reply)] == [m.Reason.EXPIRED]
+    play(session, [(12.6, Digested(KEY, VALUES), []), (13, LANDED, [Reply, Count])])
+
+
+def test_a_digest_that_comes_with_the_end_of_its_lease_comes_too_late():
+    commands = source_after(DIGESTING).handle(Digested(KEY, VALUES), 12.5)
+    assert [c.message.reason for c in commands if isinstance(c, Reply)] == [m.Reason.EXPIRED]
+
+
+def source_after(steps):
+    session = source()
+    play(session, steps)
+    return session
+
+
+def test_heartbeats_keep_a_lease_while_it_is_digested():
+    renew = FrameArrived("x", m.Renew(TARGET, ("l1",)))
+    steps = [(9, renew, [Reply]), (18, renew, [Reply]), (27, Digested(KEY, VALUES), [VALID, DONE])]
+    play(source(), [*DIGESTING, *steps])
+
+
+@pytest.mark.parametrize(
+    ("event", "freed"),
+    [
+        (LeaseWithdrawn("r1"), "withdrawn"),
+        (FrameArrived("x", m.Abort(TARGET, "c1", "l1")), "aborted"),
+    ],
+)
+def test_a_digest_ends_with_its_lease(event, freed):
+    session = source_after(DIGESTING)
+    commands = session.handle(event, 3)
+    assert SourceFree("r1", freed) in commands
+    assert DropDigest(KEY) in commands
+    play(session, [(4, Digested(KEY, VALUES), [])])
+
+
+def test_readers_are_digested_for_one_by_one_and_the_last_frees_the_blocks():
+    both = [FrameArrived("x", m.Claim(party, "c1", REFERENCE, 6, (0, 1))) for party in (TARGET, OTHER)]
+    other_key = ClaimKey("l1", OTHER, "c1")
+    play(
+        source(),
+        [
+            (0, LEASE, []),
+            (1, both[0], [Reply]),
+            (1, both[1], [Reply]),
+            (2, LANDED, [Digest]),
+            (2, FrameArrived("z", m.Landed(OTHER, "c1", "l1", SUBJECT)), [Digest]),
+            (3, Digested(other_key, VALUES), [Reply("z", m.Valid("c1", VALUES))]),
+            (4, Digested(KEY, VALUES), [VALID, DONE]),
+        ],
+    )
+
+
+def test_memory_that_cannot_be_read_is_a_refusal():
+    commands = source_after(DIGESTING).handle(Digested(KEY, (), "no such memory"), 3)
+    assert [(c.message.reason, c.message.found) for c in commands if isinstance(c, Reply)] == [
+        (m.Reason.DIGEST, "no such memory")
+    ]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        replace(PART, states=("model.layers.7.k",)),
+        replace(PART, box=(Span(0, 2),)),
+        replace(PART, box=(Span(0, 2), Span(0, 5))),
+        replace(PART, seen=TokenRange(0, 8)),
+        replace(PART, seen=NO_TOKENS),
+        replace(PART, states=STATES * 2),
+        replace(PART, tokens=TokenSet(1 << 20, (Span((1 << 20) - 1, 1 << 20),))),
+    ],
+)
+def test_a_subject_that_does_not_fit_the_record_is_refused_and_changes_nothing(part):
+    session = source_after(DIGESTING[:2])
+    wrong = m.Landed(TARGET, "c1", "l1", Subject(Policy.FULL, 0, (part,)))
+    commands = session.handle(FrameArrived("x", wrong), 2)
+    assert [c.message.reason for c in commands if isinstance(c, Reply)] == [m.Reason.OUT_OF_RANGE]
+    play(session, [(3, LANDED, [Digest]), (4, Digested(KEY, VALUES), [VALID, DONE])])
+
+
+def test_a_digest_that_nobody_asked_for_changes_nothing():
+    peer = PeerKey("tcp://127.0.0.1:1", "d0", "e9")
+    keys = ClaimKey("l9", TARGET, "c1"), ClaimKey("l1", OTHER, "c1"), ReadKey("c1", peer)
+    play(source(), [*DIGESTING, *((3, Digested(key, VALUES), []) for key in keys)])
+
+
+# --- target ---
+
+PEER = PeerKey("tcp://127.0.0.1:1", "p0", "e1")
+WANTED = FetchWanted("q1", REFERENCE, (PEER.address,), ((0,),), (TokenRange(0, 6),))
+READ = ReadKey("q1", PEER)
+ABORT = Send(PEER, m.Abort(TARGET, "q1", "l1"))
+
+
+def target(policy=Policy.SAMPLED, layouts=TARGET_LAYOUTS) -> TargetSession:
+    return TargetSession(Ourselves(TARGET, "0.1.0", layouts, policy), TIMING)
+
+
+def answer(message):
+    return AnswerArrived(PEER, message)
+
+
+def meeting(layout=SOURCE_LAYOUT, claim=(Send,)):
+    return [
+        (0.0, WANTED, [Send]),
+        (0.1, answer(m.Welcome(1, "0.1.0", SOURCE, 1, fingerprint(layout))), [Send]),
+        (0.2, answer(m.Offer(SOURCE, layout, (), m.Probe(0, 0, 0))), [Connect]),
+        (0.3, PeerConnected(PEER, "shm", ""), claim),
+    ]
+
+
+POSTED = [*meeting(), (0.4, answer(m.Grant("q1", ((3, 5),))), [Post])]
+ENDED = [*POSTED, (0.6, TicketEnded(READ, ""), [Send, Digest])]
+THEIRS = answer(m.Valid("q1", VALUES))
+OURS = Digested(READ, VALUES)
+
+
+def landed_and_digest(policy=Policy.SAMPLED):
+    landed, digest = play(target(policy), ENDED)
+    return landed.message, digest
+
+
+@pytest.mark.parametrize("policy", [Policy.SAMPLED, Policy.FULL])
+def test_what_is_asked_for_is_what_has_landed(policy):
+    landed, digest = landed_and_digest(policy)
+    assert landed.subject.policy is policy
+    assert landed.subject.parts == (PART,)
+    assert digest.key == READ
+    full = MODEL.bytes_per_token * 6
+    assert (sum(extract.num_bytes for extract in digest.extracts) == full) == (policy is Policy.FULL)
+
+
+@pytest.mark.parametrize("order", [(OURS, THEIRS), (THEIRS, OURS)], ids=["ours first", "theirs first"])
+def test_equal_digests_are_needed_whoever_is_first(order):
+    (fetched,) = play(target(), [*ENDED, (0.7, order[0], []), (0.8, order[1], [Fetched])])
+    assert fetched.report.verified == "sampled"
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_a_difference_names_the_states_and_fails_the_fetch(ours_first):
+    wrong = (*VALUES[:2], b"differen", VALUES[3])
+    order = [Digested(READ, wrong), THEIRS] if ours_first else [THEIRS, Digested(READ, wrong)]
+    commands = play(
+        target(),
+        [*ENDED, (0.7, order[0], []), (0.8, order[1], [Count("fetches_failed", "digest"), Failed, Send, Free])],
+    )
+    error = commands[1].error
+    assert error.reason is m.Reason.DIGEST
+    assert "1 of 4 states differ: model.layers.1.k" in str(error)
+
+
+Free = TargetFree
+
+
+@pytest.mark.parametrize("theirs", [(), VALUES[:3], (*VALUES, VALUES[0])])
+def test_too_few_or_too_many_values_are_no_proof(theirs):
+    commands = play(
+        target(), [*ENDED, (0.7, OURS, []), (0.8, answer(m.Valid("q1", theirs)), [Count, Failed, Send, Free])]
+    )
+    assert "4 of 4 states differ" in str(commands[1].error)
+
+
+def test_values_that_were_not_asked_for_are_no_proof_either():
+    steps = [*POSTED, (0.6, TicketEnded(READ, ""), [Send]), (0.7, THEIRS, [Count, Failed, Send, Free])]
+    play(target(Policy.OFF), steps)
+
+
+def test_without_a_digest_the_lease_alone_decides():
+    steps = [*POSTED, (0.6, TicketEnded(READ, ""), [Send]), (0.7, answer(m.Valid("q1")), [Fetched])]
+    (fetched,) = play(target(Policy.OFF), steps)
+    assert fetched.report.verified == "off"
+
+
+def test_an_unanswered_question_is_repeated_with_the_same_subject():
+    session = target()
+    landed, _ = play(session, ENDED)
+    assert landed in session.handle(Tick(), 1.2)
+    play(session, [(1.3, OURS, [])])
+    assert landed in session.handle(Tick(), 1.9)
+
+
+def test_once_the_source_has_spoken_it_is_not_needed_any_more():
+    """Our own digest may take longer than the source lives."""
+    session = target()
+    play(session, [*ENDED, (0.7, THEIRS, []), (10.0, Tick(), []), (15.0, OURS, [Fetched])])
+
+
+def test_the_lease_is_renewed_until_the_source_has_spoken():
+    session = target()
+    play(session, [*ENDED, (0.7, OURS, [])])
+    assert Send(PEER, m.Renew(TARGET, ("l1",))) in session.handle(Tick(), 1.5)
+
+
+@pytest.mark.parametrize("heard", [[], [(0.65, THEIRS, [])]])
+def test_a_fetch_that_fails_drops_its_digest(heard):
+    failing = [Count, Failed, DropDigest(READ), ABORT, TargetFree]
+    play(target(), [*ENDED, *heard, (0.7, AbortWanted("q1"), failing), (0.8, OURS, [])])
+
+
+def test_a_fetch_that_fails_after_its_digest_has_nothing_to_drop():
+    play(target(), [*ENDED, (0.65, OURS, []), (0.7, AbortWanted("q1"), [Count, Failed, ABORT, TargetFree])])
+
+
+def test_a_lost_peer_ends_a_digest():
+    play(target(), [*ENDED, (0.7, PeerUnreachable(PEER, "gone"), [Count, Failed, DropDigest, TargetFree, Disconnect])])
+
+
+def test_memory_of_ours_that_cannot_be_read_fails_the_fetch():
+    session = target()
+    commands = play(
+        session, [*ENDED, (0.7, Digested(READ, (), "no such memory"), [Count, Failed, DropDigest, Send, Free])]
+    )
+    assert "no such memory" in str(commands[1].error)
+
+
+def test_digests_of_others_and_repeated_ones_change_nothing():
+    other = PeerKey("tcp://127.0.0.1:2", "p0", "e1")
+    keys = ReadKey("q9", PEER), ReadKey("q1", other), KEY
+    play(target(), [*ENDED, *((0.7, Digested(key, VALUES), []) for key in keys), (0.8, OURS, []), (0.9, OURS, [])])
+
+
+def on_device(layout):
+    return replace(layout, regions=tuple(replace(region, kind="vram") for region in layout.regions))
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_device_memory_is_not_sampled_and_the_report_says_so(side):
+    ours = tuple(map(on_device, TARGET_LAYOUTS)) if side == "target" else TARGET_LAYOUTS
+    theirs = on_device(SOURCE_LAYOUT) if side == "source" else SOURCE_LAYOUT
+    steps = [
+        *meeting(theirs),
+        *POSTED[4:],
+        (0.6, TicketEnded(READ, ""), [Send]),
+        (0.7, answer(m.Valid("q1")), [Fetched]),
+    ]
+    (fetched,) = play(target(layouts=ours), steps)
+    assert fetched.report.verified == "unreadable"
+
+
+def test_device_memory_is_never_digested_in_full():
+    commands = play(target(Policy.FULL), meeting(on_device(SOURCE_LAYOUT), [Count, Failed, Send, TargetFree]))
+    assert "a full digest is wanted of memory that the CPU cannot read; found: memory of kind vram" in str(
+        commands[1].error
+    )
+
+
+def test_a_rank_without_any_work_says_what_its_engine_does():
+    nothing = replace(TARGET_LAYOUTS[0], states=(), placements=())
+    session = TargetSession(Ourselves(OTHER, "0.1.0", (TARGET_LAYOUTS[0], nothing), Policy.FULL), TIMING)
+    (fetched,) = play(session, meeting(claim=[Fetched]))
+    assert fetched.report.verified == "full"
