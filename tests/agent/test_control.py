@@ -59,14 +59,15 @@ def frames(channel, *others, until=lambda arrivals: arrivals, seconds=DEADLINE_S
     return arrivals
 
 
-def counted(channel, reason, *others):
-    """How often somebody was not let in, once somebody was."""
+def counted(channel, *others, reasons=("stranger",)):
+    """How often somebody was not let in for one of these reasons, once somebody was."""
     number, deadline = 0, time.monotonic() + DEADLINE_S
     while not number and time.monotonic() < deadline:
         assert channel.receive(0.01) == []
         for other in others:
             assert other.receive(0.0) == []
-        number += channel.take_counts()["connections_refused", reason]
+        counts = channel.take_counts()
+        number += sum(counts["connections_refused", reason] for reason in reasons)
     return number
 
 
@@ -85,7 +86,8 @@ def test_two_channels_that_know_the_same_token_converse(channel, token):
 def test_who_does_not_know_the_token_is_counted_and_not_heard(channel, pair):
     listener, connector = channel(pair[0]), channel(pair[1])
     connector.send(key(listener), b"question")
-    assert counted(listener, "stranger", connector) >= 1
+    # Where only one side has a token, it depends on who notices first.
+    assert counted(listener, connector, reasons=("stranger", "unfinished")) >= 1
 
 
 def test_knowing_the_listeners_key_alone_is_not_enough(channel, stranger):
@@ -97,7 +99,7 @@ def test_knowing_the_listeners_key_alone_is_not_enough(channel, stranger):
     intruder.setsockopt(zmq.CURVE_SECRETKEY, secret)
     intruder.connect(listener.address)
     intruder.send(b"question")
-    assert counted(listener, "stranger") >= 1
+    assert counted(listener) >= 1
 
 
 def test_a_listener_that_does_not_know_the_token_is_told_nothing(channel, stranger):
@@ -175,7 +177,7 @@ def test_a_conversation_that_is_played_again_is_not_heard(recorded):
     listener, _, wire = recorded
     with socket.create_connection(wire._far.getpeername()) as again:
         again.sendall(wire.recorded)
-        assert counted(listener, "stranger") >= 1
+        assert counted(listener) >= 1
 
 
 def test_a_message_that_is_repeated_inside_its_connection_is_not_heard(recorded):
@@ -214,7 +216,7 @@ def test_who_connects_and_says_nothing_does_not_stay(channel):
     listener = channel(OURS)
     place = listener.address.removeprefix("tcp://").split(":")
     with socket.create_connection((place[0], int(place[1]))):
-        assert counted(listener, "unfinished") == 1
+        assert counted(listener, reasons=("unfinished",)) == 1
         frames(listener, until=lambda _: listener.num_connections == 0)
         assert listener.num_connections == 0
 

@@ -1,0 +1,63 @@
+"""Agents with and without the shared token: caches move between those that have it, and nobody else learns anything."""
+
+import secrets
+
+import pytest
+
+from kvferry.agent import NO_TOKEN, Agent, AgentConfig, Host, SharedToken, new_lease_id
+from kvferry.plan.describe import EngineShape
+from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree, Timing
+from kvferry.transport.opening import open_transports
+
+SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
+TABLES = ((3, 4, 5),)
+NUM_TOKENS = 9
+OURS, THEIRS = SharedToken(secrets.token_bytes(32)), SharedToken(secrets.token_bytes(32))
+
+
+@pytest.fixture
+def with_token(make_rank):
+    """A rank like any other whose agent has a token."""
+    made = []
+
+    def make(engine_id, token, transport="tcp", timing=None):
+        rank = make_rank(engine_id, SHAPE, transport)
+        rank.agent.close()
+        rank.notices.get(timeout=30)  # it has stopped
+        opened = open_transports(transport)
+        host = Host((rank.memory.layout,), (), rank.notices.put)
+        config = AgentConfig(engine_id, transport=transport, token=token, timing=timing or Timing(handshake_s=2.0))
+        rank.agent = Agent(config, host, opened.transports, opened.unavailable)
+        rank.agent.start()
+        made.append(rank.agent)
+        return rank
+
+    yield make
+    for agent in made:
+        agent.close()
+
+
+def leased(source):
+    return source.agent.lease(LeaseWanted("r1", new_lease_id(), TABLES, NUM_TOKENS))
+
+
+def test_a_claim_is_valid_between_holders_of_one_token(with_token):
+    source, target = with_token("p0", OURS), with_token("d0", OURS)
+    target.agent.fetch(target.wanted(source, leased(source), TABLES, 0))
+    target.next_notice(Fetched)
+    assert source.next_notice(SourceFree) == SourceFree("r1", "done")
+    assert not source.agent.counts
+
+
+@pytest.mark.parametrize("tokens", [(OURS, THEIRS), (OURS, NO_TOKEN), (NO_TOKEN, OURS)], ids=["other", "none", "extra"])
+def test_without_the_same_token_there_is_a_typed_failure_with_a_hint(with_token, tokens):
+    source, target = (with_token(name, token) for name, token in zip(("p0", "d0"), tokens, strict=True))
+    target.agent.fetch(target.wanted(source, leased(source), TABLES, 0))
+    error = target.next_notice(Failed).error
+    assert error.reason == "deadline"
+    assert "--token-file" in error.hint
+    target.next_notice(TargetFree)
+    # Where only one side has a token, it depends on who notices first.
+    assert {what for what, _ in source.agent.counts} == {"connections_refused"}
+    assert source.agent.counts.keys() <= {("connections_refused", reason) for reason in ("stranger", "unfinished")}
+    assert source.notices.empty()
