@@ -10,7 +10,7 @@ from kvferry.testing.simulation.plants import PLANTS
 from kvferry.testing.simulation.run import simulate, simulate_with
 from kvferry.testing.simulation.summary import Summary
 
-NUM_RUNS = 800
+NUM_RUNS = 600
 MAX_PLANT_RUNS = 1000
 
 

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.session.events import Command, Count, DigestKey, Failed, ReadKey
+from kvferry.session.events import Command, Count, DigestKey, Failed, ReadKey, SourceFree
+from kvferry.wire.messages import Party, Reason
 
 if TYPE_CHECKING:
     from kvferry.testing.simulation.attempt import Fetching
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from kvferry.testing.simulation.tickets import Ticket
 
 __all__ = ["Checks", "Violation"]
+
+
+COUNTED = ("fetches_failed", "leases_expired")
 
 
 class Violation(AssertionError):
@@ -80,27 +84,27 @@ class Checks:
             raise Violation(f"{node.name}: the lease of {request_id} has ended twice")
         if reason == "done" and not self._readers(node, lent) >= lent.readers:
             raise Violation(f"{node.name}: the lease of {request_id} is done, but not every reader has all bytes")
-        if reason == "done" and any(ticket.remote is node and ticket.key.request_id in lent.claims for ticket in reads):
+        if reason == "done" and any(ticket.remote is node and _claim_of(ticket) in lent.claims for ticket in reads):
             raise Violation(f"{node.name}: the lease of {request_id} is done, but it is being read")
 
     def _readers(self, node: Node, lent: Lent) -> set[int]:
         return {
             target.rank
             for (target, request_id), tickets in self._arrived.items()
-            if request_id in lent.claims and any(ticket.remote is node for ticket in tickets)
+            if (target.party, request_id) in lent.claims and any(ticket.remote is node for ticket in tickets)
         }
 
     # --- ends ---
 
     def counted(self, node: Node, commands: Sequence[Command]) -> None:
-        """Every failure moves exactly one counter, labelled with its reason."""
-        if not any(isinstance(command, Failed) for command in commands):
+        """Every failure and every lease that expires moves exactly one counter, labelled with the reason."""
+        labels = [label for command in commands for label in _labels(command)]
+        if not labels:
             return
-        failed = Counter(command.error.reason for command in commands if isinstance(command, Failed))
-        counts = [command for command in commands if isinstance(command, Count)]
-        counted = Counter(count.reason for count in counts if count.what == "fetches_failed")
-        if failed != counted:
-            raise Violation(f"{node.name}: failed {dict(failed)}, but counted {dict(counted)}")
+        counts = [command for command in commands if isinstance(command, Count) and command.what in COUNTED]
+        counted = Counter((count.what, str(count.reason)) for count in counts)
+        if counted != Counter(labels):
+            raise Violation(f"{node.name}: {labels} happened, but {dict(counted)} is counted")
 
     def quiet(self, node: Node) -> None:
         """When nothing happens any more, nothing is left."""
@@ -119,3 +123,17 @@ class Checks:
         left["peers that have been replaced"] = sum(addresses.values()) - len(addresses)
         if found := {name: number for name, number in left.items() if number}:
             raise Violation(f"{node.name}: left at the end: {found}")
+
+
+def _claim_of(ticket: Ticket) -> tuple[Party, str]:
+    """By whom and under which id: ids are used again by the next incarnation."""
+    return ticket.node.party, ticket.key.request_id
+
+
+def _labels(command: Command) -> list[tuple[str, str]]:
+    """The counter that a command must come with."""
+    if isinstance(command, Failed):
+        return [("fetches_failed", str(command.error.reason))]
+    if isinstance(command, SourceFree) and command.reason == Reason.EXPIRED:
+        return [("leases_expired", str(Reason.EXPIRED))]
+    return []

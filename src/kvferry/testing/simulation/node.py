@@ -46,7 +46,7 @@ class Lent:
     wanted: e.LeaseWanted
     tables: Tables
     readers: set[int] = field(default_factory=set)
-    claims: set[str] = field(default_factory=set)
+    claims: set[tuple[Party, str]] = field(default_factory=set)
 
 
 class Node:
@@ -147,7 +147,7 @@ class Node:
         lent = self.lent.get(claim.reference.request_id)
         if lent is not None and lent.wanted.lease_id == claim.reference.lease_id:
             lent.readers.update(claim.readers)
-            lent.claims.add(claim.claim_id)
+            lent.claims.add((claim.party, claim.claim_id))
 
     # --- what goes out ---
 

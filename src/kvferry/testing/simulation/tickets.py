@@ -121,10 +121,14 @@ class TicketFabric:
         return [ticket for ticket in self.open if ticket.node is node and ticket.key.request_id == request_id]
 
     def _let_go(self, ticket: Ticket) -> None:
-        if not ticket.unwanted:
-            ticket.unwanted = True
-            world = self._site.world
-            world.after(world.between(0.0, MAX_DRAIN_S), lambda: self._end(ticket, "cancelled"))
+        if ticket.unwanted:
+            return
+        ticket.unwanted = True
+        world = self._site.world
+        if ticket.hangs and world.chance(0.5):
+            self._site.story.say(ticket.node.name, "the bytes of", ticket.key.request_id, "begin to move after all")
+            world.after(world.between(0.0, MAX_DRAIN_S), lambda: self._step(ticket))
+        world.after(world.between(0.0, MAX_DRAIN_S), lambda: self._end(ticket, "cancelled"))
 
     def _step(self, ticket: Ticket) -> None:
         """Move the next quarter of the bytes; nothing moves across a partition or out of a process that is gone."""
