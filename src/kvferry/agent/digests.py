@@ -108,16 +108,19 @@ class Digester:
 
     def _digest(self, extracts: Sequence[Extract], values: list[bytes]) -> Iterator[int]:
         for extract in extracts:
-            per_step = max(1, STEP_BYTES // extract.grid.num_bytes)
-            slab = max(1, per_step // extract.items_per_state)
-            for first in range(0, len(extract.numbers), slab):
-                states = slice(first, first + slab)
-                numbers = extract.numbers[states]
-                hashes = [xxhash.xxh3_64() for _ in numbers]
-                for item in range(0, extract.items_per_state, per_step):
-                    rows = self._memory.read(extract, states, slice(item, item + per_step))
-                    for each, row in zip(hashes, rows, strict=True):
-                        each.update(row)
-                    yield rows.size
-                for number, each in zip(numbers, hashes, strict=True):
-                    values[number] = each.digest()
+            items = max(1, STEP_BYTES // extract.grid.num_bytes)
+            states = max(1, items // extract.items_per_state)
+            for first in range(0, len(extract.numbers), states):
+                slab = slice(first, first + states)
+                hashes = [xxhash.xxh3_64() for _ in extract.numbers[slab]]
+                yield from self._hash(extract, slab, items, hashes)
+                for number, state_hash in zip(extract.numbers[slab], hashes, strict=True):
+                    values[number] = state_hash.digest()
+
+    def _hash(self, extract: Extract, states: slice, items: int, hashes: Sequence[xxhash.xxh3_64]) -> Iterator[int]:
+        """Hash all items of some states, `items` at a time of each."""
+        for first in range(0, extract.items_per_state, items):
+            rows = self._memory.read(extract, states, slice(first, first + items))
+            for state_hash, row in zip(hashes, rows, strict=True):
+                state_hash.update(row)
+            yield rows.size

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvferry.errors import MAX_LISTED, FerryError, RequestError, TransferError
+from kvferry.errors import FerryError, RequestError, TransferError
 from kvferry.plan.copies import NOTHING
 from kvferry.plan.digest import Policy
 from kvferry.plan.extract import Extractor
@@ -44,6 +44,7 @@ from kvferry.session.farewell import Farewells
 from kvferry.session.fetch import Fetch, Read, ReadState
 from kvferry.session.handshake import Handshakes, Peer
 from kvferry.session.programs import Bindings
+from kvferry.session.verify import cannot_digest, no_digest, other_bytes
 from kvferry.wire.messages import (
     Aborted,
     Claim,
@@ -201,7 +202,7 @@ class TargetSession:
             yield from self._fail(fetch, TransferError(Reason.INCOMPATIBLE, str(error)), now)
             return
         if binding.unreadable and self._policy is Policy.FULL:
-            yield from self._fail(fetch, _cannot_digest(binding.unreadable), now)
+            yield from self._fail(fetch, cannot_digest(binding.unreadable), now)
             return
         for key in binding.programs:
             if not self._waiting_for(self._peers[key]):
@@ -260,7 +261,7 @@ class TargetSession:
             read.subject = self._bindings.to(fetch.peers, self._peers).subject(key.peer, wanted, self._policy)
             extracts = self._extractor.extracts(read.subject, wanted.block_tables, wanted.num_tokens)
         except FerryError as error:
-            yield from self._fail(fetch, TransferError(Reason.DIGEST, "no digest can be made", found=str(error)), now)
+            yield from self._fail(fetch, no_digest(str(error)), now)
             return
         yield Send(key.peer, self._landed_of(fetch, read))
         if extracts:
@@ -276,8 +277,7 @@ class TargetSession:
         if not read.is_digesting:
             return
         if event.error:
-            error = TransferError(Reason.DIGEST, "no digest can be made", found=event.error)
-            yield from self._fail(fetch, error, now)
+            yield from self._fail(fetch, no_digest(event.error), now)
             return
         read.ours = event.values
         read.machine.move("digested")
@@ -294,9 +294,9 @@ class TargetSession:
         read = fetch.reads[key]
         if read.state is not ReadState.VALID:
             return
-        if wrong := read.differing():
-            yield from self._fail(fetch, _other_bytes(key, wrong, len(read.subject.names)), now)
-        elif fetch.all_in(ReadState.VALID):
+        for error in other_bytes(key, read):
+            yield from self._fail(fetch, error, now)
+        if fetch.all_in(ReadState.VALID):
             peer, binding = self._peers[key], self._bindings.to(fetch.peers, self._peers)
             del self._fetches[fetch.wanted.request_id]
             verified = binding.verified_by(self._policy)
@@ -435,27 +435,6 @@ class TargetSession:
                     by_peer.setdefault(key, []).append(fetch.wanted.reference.lease_id)
         for key, lease_ids in by_peer.items():
             yield Send(key, Renew(self._ours, tuple(lease_ids)))
-
-
-def _cannot_digest(kinds: str) -> TransferError:
-    return TransferError(
-        Reason.DIGEST,
-        "a full digest is wanted of memory that the CPU cannot read",
-        found=f"memory of kind {kinds}",
-        hint="choose the digest policy sampled, which does without where it must, or off",
-    )
-
-
-def _other_bytes(key: PeerKey, states: tuple[str, ...], num_states: int) -> TransferError:
-    listed = ", ".join(states[:MAX_LISTED]) + (
-        f" and {len(states) - MAX_LISTED} more" if len(states) > MAX_LISTED else ""
-    )
-    return TransferError(
-        Reason.DIGEST,
-        f"other bytes have landed than {key} has",
-        found=f"{len(states)} of {num_states} states differ: {listed}",
-        hint="a wrong block table or a transport that spoils bytes: say which engines and transport in a report",
-    )
 
 
 def _is_replaced(older: PeerKey, newer: PeerKey) -> bool:
