@@ -97,6 +97,16 @@ def test_whoever_answers_at_an_address_replaces_who_was_there(renamed):
     play(target, [(1.0, wanted, [Send]), (1.1, welcome, [Send, Disconnect(PEER)])])
 
 
+def test_a_peer_that_nothing_is_fetched_from_is_forgotten_one_day():
+    """Engines that are gone for good, as after every change of a fleet's size, stayed peers, their memory mapped."""
+    target = session()
+    play(target, [*handshake(WANTED), (0.4, AbortWanted("q1"), [Count, Failed, Send, TargetFree])])
+    play(target, [(0.5, AnswerArrived(PEER, m.Aborted("q1")), []), (600.4, Tick(), [])])
+    due = target.next_deadline(600.4)
+    assert due == 0.5 + TIMING.idle_peer_s
+    play(target, [(due, Tick(), [Disconnect(PEER)]), (700.0, replace(WANTED, request_id="q2"), [Send])])
+
+
 @pytest.mark.parametrize("digest", Policy)
 def test_a_cache_of_fixed_size_that_is_not_wanted_is_released_without_a_failure(digest):
     """Nothing is wanted, so there are no blocks for the state either."""

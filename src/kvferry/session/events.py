@@ -58,7 +58,8 @@ class Timing:
 
     A lease ends `lease_s` after it was opened or last renewed. A target renews every `heartbeat_s` and takes a peer
     for lost after `missed_heartbeats` without any answer; it repeats an unanswered message every `resend_s`.
-    A claim that is faster than the engine's own word waits `early_claim_s` for its lease.
+    A claim that is faster than the engine's own word waits `early_claim_s` for its lease. A peer that nothing has been
+    fetched from for `idle_peer_s` is forgotten.
     """
 
     lease_s: float = 30.0
@@ -69,6 +70,7 @@ class Timing:
     transfer_s: float = 60.0
     tombstone_s: float = 60.0
     early_claim_s: float = 10.0
+    idle_peer_s: float = 600.0
 
     @property
     def silence_s(self) -> float:

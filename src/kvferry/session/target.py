@@ -116,10 +116,10 @@ class TargetSession:
         return list(handlers[type(event)](event, now))
 
     def next_deadline(self, now: float) -> float:
-        """When `handle(Tick())` is due next; infinity when nothing is going on."""
-        if not self._fetches and not self._farewells and all(peer.ready for peer in self._peers):
-            return float("inf")
-        return now + min(self._timing.heartbeat_s, self._timing.resend_s) / 2
+        """When `handle(Tick())` is due next; infinity when there is nobody to watch."""
+        if self._fetches or self._farewells or not all(peer.ready for peer in self._peers):
+            return now + min(self._timing.heartbeat_s, self._timing.resend_s) / 2
+        return min((peer.last_heard + self._timing.idle_peer_s for peer in self._peers), default=float("inf"))
 
     def num_open(self) -> int:
         """Fetches that are not over, quarantined ones included."""
@@ -402,6 +402,12 @@ class TargetSession:
         if self._waiting_for(peer) and now - peer.last_heard > self._timing.silence_s:
             what = f"{peer.key} has not answered for {self._timing.silence_s:g} s"
             yield from self._lose(peer.key, TransferError(Reason.PEER_LOST, what), now)
+        elif now >= peer.last_heard + self._timing.idle_peer_s and not self._is_needed(peer):
+            # It may be gone for good; if not, the next fetch meets it anew.
+            yield from self._lose(peer.key, TransferError(Reason.PEER_LOST, f"{peer.key} was idle"), now)
+
+    def _is_needed(self, peer: Peer) -> bool:
+        return any(peer.key in fetch.peers for fetch in self._fetches.values())
 
     def _waiting_for(self, peer: Peer) -> bool:
         return any(f.reads[peer.key].state in WAITING for f in self._fetches.values() if peer.key in f.reads)
