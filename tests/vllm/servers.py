@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -25,6 +26,7 @@ START_S = 300.0
 STOP_S = 20.0
 POLL_S = 0.25
 MOST_RANKS = 2
+FIRST_PORT, LAST_PORT = 20_000, 30_000
 MOST_WORDS = 20
 FERRY_MODULE = "kvferry.connectors.vllm"
 CACHE_BYTES = 128 << 20
@@ -218,18 +220,21 @@ class Pair:
 
 
 def free_port(num_ports: int = 1) -> int:
-    """The first of `num_ports` neighbouring ports nobody listens on: one per rank, as NIXL's side channel wants."""
+    """The first of `num_ports` neighbouring ports nobody listens on: one per rank, as NIXL's side channel wants.
+
+    Not among those that the system gives to whoever asks for any: it would give them away before the server starts.
+    """
     while True:
+        first = random.randrange(FIRST_PORT, LAST_PORT)
         with contextlib.ExitStack() as stack:
-            first = _listen(stack, 0)
-            if first and all(_listen(stack, first + i) for i in range(1, num_ports)):
+            if all(_listen(stack, first + i) for i in range(num_ports)):
                 return first
 
 
-def _listen(stack: contextlib.ExitStack, port: int) -> int:
+def _listen(stack: contextlib.ExitStack, port: int) -> bool:
     listener = stack.enter_context(socket.socket())
     try:
         listener.bind(("127.0.0.1", port))
-    except (OSError, OverflowError):
-        return 0
-    return int(listener.getsockname()[1])
+    except OSError:
+        return False
+    return True

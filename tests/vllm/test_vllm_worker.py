@@ -24,9 +24,10 @@ from kvferry.errors import TransferError
 from kvferry.plan.layout import Layout
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, Stopped, TargetFree
+from kvferry.transport.pages import Pages
 from kvferry.wire.messages import Reason, Reference
 
-SETTINGS = Settings("ours", "127.0.0.1", 0, "auto", 30.0)
+SETTINGS = Settings("ours", "127.0.0.1", 0, "auto", 30.0, "")
 REFERENCE = Reference("prefill", "epoch", "cmpl-there", "lease")
 REPORT = FetchReport(39, 4096, 1, "tcp", "tcp 1 GB/s", "direct", {"wire": 0.1})
 LOST = TransferError(Reason.PEER_LOST, "gone")
@@ -57,7 +58,7 @@ class Rank:
         self.agent = FakeAgent()
         self.worker = Worker(None, SETTINGS, None)
         described = Described(Layout((), (), (), ()), (), (GroupFacts(0, "tokens", 16),), (0,))
-        self.worker._started.append(_Started(self.agent, described))
+        self.worker._started.append(_Started(self.agent, described, Pages(())))
 
     def says(self, *notices):
         for notice in notices:

@@ -21,23 +21,15 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.agent import Agent, AgentConfig, Host, Notice, new_epoch, read_token
 from kvferry.connectors.vllm.describe import Described, describe, engine_facts
+from kvferry.connectors.vllm.open_requests import OpenRequests
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, RankAddress, agent_name
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.stats import FerryStats
-from kvferry.errors import ConfigurationError, TransferError
+from kvferry.errors import ConfigurationError
 from kvferry.plan.layout import Layout
-from kvferry.session.events import (
-    Failed,
-    Fetched,
-    FetchReport,
-    FetchWanted,
-    LeaseWanted,
-    SourceFree,
-    Stopped,
-    TargetFree,
-    Timing,
-)
+from kvferry.session.events import FetchWanted, LeaseWanted, SourceFree, Timing
 from kvferry.transport.opening import open_transports
+from kvferry.transport.pages import Pages
 
 __all__ = ["Worker"]
 
@@ -60,10 +52,11 @@ class _Introduction:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """The agent, and the description by which vLLM's block tables become its own."""
+    """The agent, the description by which vLLM's block tables become its own, and what readies the memory."""
 
     agent: Agent
     described: Described
+    pages: Pages
 
 
 class Worker:
@@ -75,14 +68,7 @@ class Worker:
         self._kv_cache_config = kv_cache_config
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
         self._started: list[_Started] = []
-        self._stats = FerryStats()
-        # What the agent owes vLLM a word about, by the agent's name for the request.
-        self._leased: dict[str, str] = {}
-        self._fetching: dict[str, FetchOrder] = {}
-        self._failed: set[str] = set()
-        self._refused: set[str] = set()
-        self._has_stopped = False
-        self._met: set[tuple[str, str]] = set()
+        self._open = OpenRequests()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe this rank's caches, meet the other ranks of the engine, and start the agent.
@@ -111,7 +97,7 @@ class Worker:
         # between two agents would wait so long.
         sys.setswitchinterval(SWITCH_S)
         agent.start()
-        self._started.append(_Started(agent, described))
+        self._started.append(_Started(agent, described, Pages(described.memories)))
         logger.info("kvferry rank %d of %d listens at %s", rank, len(layouts), agent.address)
 
     def address(self) -> RankAddress:
@@ -133,13 +119,11 @@ class Worker:
         for fetch in orders.fetches:
             self._fetch(fetch)
         for request_id in orders.aborted:
-            name = agent_name(request_id)
-            if name in self._fetching:
-                self._ours().agent.abort(name)
+            if self._open.is_fetching(request_id):
+                self._ours().agent.abort(agent_name(request_id))
 
     def _lease(self, order: LeaseOrder) -> None:
-        name = agent_name(order.request_id)
-        self._leased[name] = order.request_id
+        name = self._open.lease(order)
         if self._is_over():
             self._notices.put(SourceFree(name, "withdrawn"))
             return
@@ -149,100 +133,33 @@ class Worker:
 
     def _fetch(self, order: FetchOrder) -> None:
         if order.error or self._is_over():
-            self._refuse(order, order.error or "the transfer agent has stopped")
+            self._open.refuse(order, order.error or "the transfer agent has stopped")
             return
-        name = agent_name(order.request_id)
-        self._fetching[name] = order
+        name = self._open.fetch(order)
         ours = self._ours()
         tables, ranges = ours.described.tables(order.block_tables), ours.described.ranges(order.ranges)
         ours.agent.fetch(FetchWanted(name, order.reference, order.addresses, tables, ranges))
 
-    def _refuse(self, order: FetchOrder, why: str) -> None:
-        if order.is_waited_for:
-            logger.warning("request %s: %s", order.request_id, why)
-            self._stats.count("num_failed_transfers")
-            self._refused.add(order.request_id)
-
     def _is_over(self) -> bool:
         # Its last word comes a moment before its end.
-        return self._has_stopped or not self._ours().agent.alive
+        return self._open.has_stopped or not self._ours().agent.alive
 
     # --- what has ended ---
 
     def results(self) -> KVConnectorTransferResults:
         """Every request whose transfer has ended since the last call, exactly once."""
-        results = KVConnectorTransferResults()
-        results.failed_recving |= self._refused
-        results.finished_recving |= self._refused
-        self._refused = set()
         while not self._notices.empty():
-            self._note(self._notices.get(), results)
-        return results
-
-    def _note(self, notice: Notice, results: KVConnectorTransferResults) -> None:
-        match notice:
-            case Fetched(name, report):
-                self._fetched(name, report)
-                self._end_fetch(name, results)
-            case Failed(name, error):
-                self._note_failure(name, error)
-            case TargetFree(name):
-                self._end_fetch(name, results)
-            case SourceFree(name, reason):
-                self._stats.freed(reason)
-                results.finished_sending |= {self._leased.pop(name)} if name in self._leased else set()
-            case Stopped():
-                self._stopped(results)
-
-    def _fetched(self, name: str, report: FetchReport) -> None:
-        order = self._fetching.get(name)
-        if order is not None and order.is_waited_for and report.num_bytes:
-            self._stats.fetched(report, order.reference.engine_id)
-            self._introduce(order, report)
-
-    def _introduce(self, order: FetchOrder, report: FetchReport) -> None:
-        """Say once per peer which transport was chosen, and why."""
-        engine = (order.reference.engine_id, order.reference.epoch)
-        if engine not in self._met:
-            self._met.add(engine)
-            met_s = report.phases_s.get("handshake", 0.0)
-            logger.info(
-                "kvferry reads from %s over %s (%.1f s to meet): %s", engine[0], report.transport, met_s, report.choice
-            )
-
-    def _note_failure(self, name: str, error: TransferError) -> None:
-        """That a source could not be told of the end of a request is no news: it has, or its lease will, run out."""
-        self._failed.add(name)
-        order = self._fetching.get(name)
-        if order is not None and order.is_waited_for:
-            logger.warning("request %s: %s", order.request_id, error)
-            self._stats.count("num_failed_transfers")
-
-    def _end_fetch(self, name: str, results: KVConnectorTransferResults) -> None:
-        order = self._fetching.pop(name, None)
-        failed = name in self._failed
-        self._failed.discard(name)
-        if order is not None and order.is_waited_for:
-            results.finished_recving.add(order.request_id)
-            results.failed_recving |= {order.request_id} if failed else set()
-
-    def _stopped(self, results: KVConnectorTransferResults) -> None:
-        """The transports are closed, so no byte can land any more: everything that is open ends here."""
-        self._has_stopped = True
-        for name in list(self._fetching):
-            self._failed.add(name)
-            self._end_fetch(name, results)
-        results.finished_sending |= set(self._leased.values())
-        self._leased = {}
+            self._open.note(self._notices.get())
+        return self._open.take_results()
 
     def take_stats(self) -> FerryStats:
         """What happened since the last call."""
-        stats, self._stats = self._stats, FerryStats()
-        return stats
+        return self._open.take_stats()
 
     def close(self) -> None:
         """Stop the agent. Safe to call twice."""
         for started in self._started:
+            started.pages.close()
             started.agent.close()
         self._started = []
 

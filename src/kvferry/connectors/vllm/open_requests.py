@@ -1,0 +1,127 @@
+"""What the agent owes vLLM a word about, and what it has said.
+
+vLLM is told of every request exactly once: an id that it does not expect ends the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvferry.agent import Notice
+from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, agent_name
+from kvferry.connectors.vllm.stats import FerryStats
+from kvferry.errors import TransferError
+from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, Stopped, TargetFree
+
+__all__ = ["OpenRequests"]
+
+logger = logging.getLogger(__name__)
+
+
+class OpenRequests:
+    """Orders go in, the agent's notices go in, vLLM's results come out. Requests go by the agent's name for them."""
+
+    def __init__(self) -> None:
+        self.has_stopped = False
+        self._results = KVConnectorTransferResults()
+        self._stats = FerryStats()
+        self._leased: dict[str, str] = {}
+        self._fetching: dict[str, FetchOrder] = {}
+        self._failed: set[str] = set()
+        self._met: set[tuple[str, str]] = set()
+
+    def lease(self, order: LeaseOrder) -> str:
+        """Expect the end of a lease; the agent's name for the request."""
+        name = agent_name(order.request_id)
+        self._leased[name] = order.request_id
+        return name
+
+    def fetch(self, order: FetchOrder) -> str:
+        """Expect the end of a fetch; the agent's name for the request."""
+        name = agent_name(order.request_id)
+        self._fetching[name] = order
+        return name
+
+    def refuse(self, order: FetchOrder, why: str) -> None:
+        """A fetch that could not even be begun has failed."""
+        if order.is_waited_for:
+            self._warn(order, why)
+            self._results.failed_recving.add(order.request_id)
+            self._results.finished_recving.add(order.request_id)
+
+    def is_fetching(self, request_id: str) -> bool:
+        """Whether a fetch of this request is expected to end."""
+        return agent_name(request_id) in self._fetching
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """Every request that has ended since the last call, exactly once."""
+        results, self._results = self._results, KVConnectorTransferResults()
+        return results
+
+    def take_stats(self) -> FerryStats:
+        """What happened since the last call."""
+        stats, self._stats = self._stats, FerryStats()
+        return stats
+
+    def note(self, notice: Notice) -> None:
+        """Take down what the agent says."""
+        match notice:
+            case Fetched(name, report):
+                self._fetched(name, report)
+                self._end_fetch(name)
+            case Failed(name, error):
+                self._note_failure(name, error)
+            case TargetFree(name):
+                self._end_fetch(name)
+            case SourceFree(name, reason):
+                self._stats.freed(reason)
+                self._results.finished_sending |= {self._leased.pop(name)} if name in self._leased else set()
+            case Stopped():
+                self._stopped()
+
+    def _fetched(self, name: str, report: FetchReport) -> None:
+        order = self._fetching.get(name)
+        if order is not None and order.is_waited_for and report.num_bytes:
+            self._stats.fetched(report, order.reference.engine_id)
+            self._introduce(order, report)
+
+    def _introduce(self, order: FetchOrder, report: FetchReport) -> None:
+        """Say once per peer which transport was chosen, and why."""
+        engine = (order.reference.engine_id, order.reference.epoch)
+        if engine not in self._met:
+            self._met.add(engine)
+            met_s = report.phases_s.get("handshake", 0.0)
+            logger.info(
+                "kvferry reads from %s over %s (%.1f s to meet): %s", engine[0], report.transport, met_s, report.choice
+            )
+
+    def _note_failure(self, name: str, error: TransferError) -> None:
+        """That a source could not be told of the end of a request is no news: it has, or its lease will, run out."""
+        self._failed.add(name)
+        order = self._fetching.get(name)
+        if order is not None and order.is_waited_for:
+            self._warn(order, str(error))
+
+    def _warn(self, order: FetchOrder, why: str) -> None:
+        reference = order.reference
+        logger.warning("request %s from %s#%s: %s", order.request_id, reference.engine_id, reference.epoch, why)
+        self._stats.count("num_failed_transfers")
+
+    def _end_fetch(self, name: str) -> None:
+        order = self._fetching.pop(name, None)
+        failed = name in self._failed
+        self._failed.discard(name)
+        if order is not None and order.is_waited_for:
+            self._results.finished_recving.add(order.request_id)
+            self._results.failed_recving |= {order.request_id} if failed else set()
+
+    def _stopped(self) -> None:
+        """The transports are closed, so no byte can land any more: everything that is open ends here."""
+        self.has_stopped = True
+        for name in list(self._fetching):
+            self._failed.add(name)
+            self._end_fetch(name)
+        self._results.finished_sending |= set(self._leased.values())
+        self._leased = {}
