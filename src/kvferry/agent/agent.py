@@ -215,7 +215,6 @@ class Agent:
     def _turn(self, wait_s: float) -> float:
         """Everything that is to do now; returns how long the next turn may wait for something new."""
         arrivals = self._control.receive(wait_s)
-        self.counts.update(self._control.take_counts())
         # Whoever claims a lease has been told of it after the engine has told us: so the engine is heard first.
         self._take_wishes()
         for arrival in arrivals:
@@ -228,6 +227,7 @@ class Agent:
             self._arrived(arrival)
         for digested in self._digester.run(DIGEST_BYTES):
             self._feed(digested)
+        self.counts.update(self._control.take_counts())
         now = time.monotonic()
         self._obey([*self._source.handle(e.Tick(), now), *self._target.handle(e.Tick(), now)])
         if self._digester.busy:
