@@ -102,4 +102,5 @@ def _check_end(site: Site, conversations: list[Conversation], engines: list[Engi
         site.checks.outcomes[conversation.outcome] += 1
     for engine in engines:
         for node in engine.nodes:
-            site.checks.quiet(node)
+            if node.alive:
+                site.checks.quiet(node)

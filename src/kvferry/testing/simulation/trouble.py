@@ -15,6 +15,7 @@ TROUBLE_S = 8.0
 """All trouble begins within this time."""
 
 MAX_DOWN_S = 3.0
+GONE = 0.2
 MAX_CUT_S = 6.0
 MAX_STOPPED_S = 8.0
 MAX_FULL_S = 5.0
@@ -39,6 +40,9 @@ def _kill(site: Site, engine: Engine) -> None:
     if engine.runs:
         site.story.fault("killed engine", engine.name)
         engine.kill()
+        if site.world.chance(GONE):
+            site.story.say(engine.name, "never comes back")
+            return
         site.world.after(site.world.between(0.0, MAX_DOWN_S), partial(_restart, site, engine))
 
 
