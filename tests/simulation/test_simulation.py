@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -61,3 +63,11 @@ def test_the_command_prints_a_table_and_fails_on_a_violation(capsys):
     assert '"violations"' in capsys.readouterr().out
     assert main(["--runs", "1", "--seed", "3", "--story", "--plant", "uncounted"]) == 1
     assert "VIOLATION" in capsys.readouterr().out
+
+
+def test_it_needs_nothing_but_the_core():
+    """It ships: whoever has the package can replay a run, without the extras."""
+    extras = "torch", "zmq", "hypothesis", "rich", "typer", "xxhash"
+    program = f"import sys, kvferry.testing.simulation.__main__; print([m for m in {extras} if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

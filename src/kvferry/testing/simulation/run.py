@@ -28,7 +28,7 @@ __all__ = ["Outcome", "simulate", "simulate_with"]
 END_S = 300.0
 """Long after the last deadline of the last request."""
 
-DEFECTS = (Violation, FerryError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+DEFECTS = (Violation, FerryError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)

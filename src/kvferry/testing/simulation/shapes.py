@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import permutations
 
 from kvferry.errors import FerryError
 from kvferry.plan.describe import EngineShape, describe
@@ -13,7 +14,6 @@ from kvferry.plan.model import CacheModel
 from kvferry.plan.route import route
 from kvferry.testing.models import random_model
 from kvferry.testing.simulation.memory import ByteMap
-from kvferry.testing.strategies import FORMATS
 
 __all__ = ["MAX_TOKENS", "NUM_SHAPES", "Shape", "Side", "shape_of"]
 
@@ -22,6 +22,7 @@ NUM_SHAPES = 256
 """Runs share this many pairs of engines: to describe and to bind them takes longer than to play a run."""
 
 MAX_STATES = 4
+FORMATS = ["".join(letters) for letters in permutations("LKBNHD")]
 ONE, TWO, THREE, STAGES = (1, 1), (2, 1), (3, 1), (1, 2)
 PARALLEL = (
     (ONE, ONE),
