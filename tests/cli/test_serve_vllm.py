@@ -63,6 +63,16 @@ def test_the_block_size_is_vllms_own_unless_chosen_and_arguments_come_last():
     assert command[-2:] == ["--block-size", "64"]
 
 
+def transfer_of(command: list[str]) -> dict:
+    return json.loads(after(command, "--kv-transfer-config"))["kv_connector_extra_config"]
+
+
+def test_the_token_is_named_by_its_file_and_a_host_only_when_it_is_another():
+    assert {"host", "token_file"}.isdisjoint(transfer_of(vllm_command(OPTIONS, 1)))
+    command = vllm_command(options(transfer_host="10.0.0.5", token_file="/run/secrets/kvferry"), 1)
+    assert transfer_of(command) | {"host": "10.0.0.5", "token_file": "/run/secrets/kvferry"} == transfer_of(command)
+
+
 @pytest.fixture
 def start(tmp_path):
     """Start the real command with the stand-in on the path; returns the process."""

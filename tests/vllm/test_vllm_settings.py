@@ -50,6 +50,11 @@ def test_what_is_said_counts():
     assert (found.host, found.port, found.transport, found.lease_s) == ("127.0.0.1", 7000, "tcp", 5.0)
 
 
+def test_the_token_is_named_by_its_file():
+    assert settings().token_file == ""
+    assert settings({"token_file": "/run/secrets/kvferry"}).token_file == "/run/secrets/kvferry"
+
+
 def test_the_stock_connectors_variables_are_fallbacks(monkeypatch):
     monkeypatch.setenv(PORT, "5600")
     monkeypatch.setenv(HOST, "127.0.0.1")
@@ -79,6 +84,7 @@ def test_the_stock_connectors_keys_are_accepted(monkeypatch, caplog):
         ({"port": 1 << 16}, "port"),
         ({"port": "7000"}, "port"),
         ({"backends": ["GDS"]}, "GDS"),
+        ({"token_file": 7}, "token_file"),
         ({"transprot": "tcp"}, "transprot"),
     ],
 )

@@ -22,6 +22,7 @@ from kvferry import __version__
 from kvferry.agent.carrier import Carrier
 from kvferry.agent.control import Arrival, ControlChannel
 from kvferry.agent.digests import Digester, HostBytes
+from kvferry.agent.reach import listening_address
 from kvferry.agent.shared_token import NO_TOKEN, SharedToken
 from kvferry.agent.wake import Wake
 from kvferry.errors import RequestError, WireError, WireVersionError
@@ -84,6 +85,10 @@ class AgentConfig:
     transport: str = "auto"
     timing: e.Timing = field(default_factory=e.Timing)
     token: SharedToken = NO_TOKEN
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError for a host that must not or cannot be listened on."""
+        listening_address(self.host, self.token)
     digest: Policy = Policy.SAMPLED
 
 
