@@ -7,12 +7,17 @@ from hypothesis import strategies as st
 
 from kvferry.errors import WireError
 from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.digest import Part, Policy, Subject
 from kvferry.plan.model import attention
+from kvferry.plan.span import Span
+from kvferry.plan.tokens import TokenRange, TokenSet
 from kvferry.wire import messages as m
 from kvferry.wire.codec import MAX_FRAME_BYTES, decode, encode, frame_of
 
 PARTY = m.Party("prefill-0", "e1", 0)
 LAYOUT = describe(attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
+PART = Part(("s", "t"), (Span(0, 2), Span(1, 4)), TokenSet(4, (Span(0, 2),)), TokenRange(3, 9))
+SUBJECT = Subject(Policy.SAMPLED, 11, (PART, PART))
 EXAMPLES = [
     m.Hello(1, "0.1.0", PARTY, "decode-0", "e2"),
     m.Welcome(1, "0.1.0", PARTY, 1, "abc"),
@@ -21,7 +26,9 @@ EXAMPLES = [
     m.Claim(PARTY, "c", m.Reference("prefill-0", "e1", "r", "l"), 12, (0,)),
     m.Grant("c", ((1, 2, 3),)),
     m.Landed(PARTY, "c", "l"),
+    m.Landed(PARTY, "c", "l", SUBJECT),
     m.Valid("c"),
+    m.Valid("c", (b"12345678", b"abcdefgh")),
     m.Renew(PARTY, ("l",)),
     m.Renewed(("l",)),
     m.Abort(PARTY, "c", "l"),
@@ -53,6 +60,25 @@ def test_every_message_survives_the_wire(message):
 def test_a_bad_frame_is_refused_with_the_reason(frame, says):
     with pytest.raises(WireError, match=says):
         decode(frame)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (b"sampled", b"guessed"),
+        (b"\xa6period\x04", b"\xa6period\x01"),
+        (b"\xa5first\x03", b"\xa5first\x0f"),
+        (b"\xa5first\x03", b"\xa5first\xff"),
+        (b"\xa4seed\x0b", b"\xa4seed\xf9"),
+        (b"\x92\xa1s\xa1t", b"\x90"),
+        (b"12345678", b""),
+    ],
+)
+def test_a_digest_that_makes_no_sense_is_refused_on_arrival(right, wrong):
+    bodies = [msgspec.msgpack.encode(each) for each in EXAMPLES]
+    (body,) = [body for body in bodies if right in body]
+    with pytest.raises(WireError, match="malformed"):
+        decode(frame_of(body.replace(right, wrong)))
 
 
 def test_a_layout_that_leaves_its_region_is_refused_on_arrival():
