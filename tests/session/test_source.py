@@ -299,3 +299,13 @@ def test_another_incarnation_of_the_reader_is_another_engine():
 def test_before_any_claim_whoever_knows_the_lease_may_end_it():
     abort = from_peer(m.Abort(READER, "c1", "l1"))
     play(session(), [(0, LEASE, []), (1, abort, [Reply("x", m.Aborted("c1")), SourceFree("r1", m.Reason.ABORTED)])])
+
+
+def test_before_any_claim_whoever_knows_the_lease_keeps_it_alive():
+    renew = from_peer(m.Renew(READER, ("l1", "l2")))
+    alive = [Reply("x", m.Renewed(("l2",)))]
+    source = session()
+    play(source, [(0, LEASE, []), (8, renew, alive), (16, renew, alive), (24, from_peer(CLAIM), [GRANT])])
+    stranger = from_peer(m.Renew(STRANGER, ("l1",)))
+    assert source.handle(stranger, 33.0) == [Reply("x", m.Renewed(("l1",)))]
+    assert SourceFree("r1", m.Reason.EXPIRED) in source.handle(Tick(), 34.1)

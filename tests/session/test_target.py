@@ -16,6 +16,7 @@ from kvferry.session.events import (
     Failed,
     Fetched,
     FetchWanted,
+    HoldWanted,
     PeerConnected,
     PeerKey,
     PeerUnreachable,
@@ -438,3 +439,49 @@ def test_a_new_incarnation_replaces_the_old_one():
     welcome = m.Welcome(1, "0.1.0", m.Party("p0", "epoch-2", 0), 1, fingerprint(SOURCE_LAYOUT))
     wanted = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-2", "r2", "l2"))
     play(target, [(1.0, wanted, [Send]), (1.1, AnswerArrived(newer, welcome), [Send, Disconnect(PEER)])])
+
+
+HOLD = HoldWanted(REFERENCE, (PEER.address,))
+RENEW = Send(PEER, m.Renew(US, ("l1",)))
+
+
+def held() -> TargetSession:
+    """Meets the source while the request waits."""
+    target = session()
+    play(target, [(0.0, HOLD, [HELLO]), *HANDSHAKE[1:3], (0.3, PeerConnected(PEER, "shm", "shm 9 GB/s"), [])])
+    return target
+
+
+def test_a_waiting_request_keeps_its_lease_and_then_claims_at_once():
+    target = held()
+    for second in (1, 2, 3):
+        assert target.handle(Tick(), float(second)) == [RENEW]
+        target.handle(answer(m.Renewed(())), second + 0.1)
+    assert target.next_deadline(3.5) < 4.5
+    assert target.handle(WANTED, 3.6) == [CLAIM]
+    target.handle(AbortWanted("q1"), 3.7)
+    target.handle(answer(m.Aborted("q1")), 3.8)
+    assert [c for second in (5, 6, 7) for c in target.handle(Tick(), float(second))] == []
+
+
+def test_a_source_that_is_silent_while_nothing_is_read_is_not_lost():
+    target = held()
+    commands = [command for second in range(1, 20) for command in target.handle(Tick(), float(second))]
+    assert set(commands) == {RENEW}
+
+
+def test_a_lease_is_not_held_for_ever():
+    target = TargetSession(Ourselves(US, "0.1.0", TARGET_LAYOUTS), replace(TIMING, hold_s=5.0))
+    play(target, [(0.0, HOLD, [HELLO]), *HANDSHAKE[1:3], (0.3, PeerConnected(PEER, "shm", "shm 9 GB/s"), [])])
+    target.handle(HOLD, 4.0)  # Again: it does not begin anew.
+    assert target.handle(Tick(), 4.9) == [RENEW]
+    assert target.handle(Tick(), 6.0) == []
+    assert target.next_deadline(6.0) > 100.0
+
+
+def test_a_source_that_cannot_be_met_is_met_again_when_the_turn_comes():
+    target = session()
+    target.handle(HOLD, 0.0)
+    assert Disconnect(PEER) in target.handle(Tick(), 5.1)
+    assert target.handle(Tick(), 6.2) == []
+    assert target.handle(WANTED, 7.0) == [HELLO]

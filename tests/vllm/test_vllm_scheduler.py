@@ -217,3 +217,21 @@ def test_blocks_that_a_window_has_given_up_are_refused():
     made.finished(asked, ([3, 4, 5], [0, 4, 5]))
     (lease,) = made.take_orders().leases
     assert lease.block_tables == ((3, 4, 5), (NUM_BLOCKS, 4, 5))
+
+
+def test_the_lease_of_a_request_that_waits_for_its_turn_is_held_until_its_fetch():
+    made, asked = scheduler(), request(dict(PULL))
+    made.on_new_request(asked)
+    (hold,) = made.take_orders().holds
+    made.num_new_tokens(asked, 0)
+    made.allocated(asked, TABLES, PROMPT - 1)
+    orders = made.take_orders()
+    assert orders.holds == []
+    assert (orders.fetches[0].reference, orders.fetches[0].addresses) == (hold.reference, hold.addresses)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, {**PULL, "kvferry": 7}])
+def test_nothing_is_held_where_nothing_will_be_fetched(params):
+    made = scheduler()
+    made.on_new_request(request(params))
+    assert made.take_orders().holds == []

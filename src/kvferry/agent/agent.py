@@ -54,7 +54,14 @@ Notice = e.Fetched | e.Failed | e.TargetFree | e.SourceFree | e.Stopped
 
 _SourceEvent = e.LeaseWanted | e.LeaseWithdrawn | e.FrameArrived
 _TargetEvent = (
-    e.FetchWanted | e.AbortWanted | e.AnswerArrived | e.PeerConnected | e.PeerUnreachable | e.TicketEnded | e.Digested
+    e.HoldWanted
+    | e.FetchWanted
+    | e.AbortWanted
+    | e.AnswerArrived
+    | e.PeerConnected
+    | e.PeerUnreachable
+    | e.TicketEnded
+    | e.Digested
 )
 
 
@@ -89,6 +96,7 @@ class AgentConfig:
     def __post_init__(self) -> None:
         """Raises ConfigurationError for a host that must not or cannot be listened on."""
         listening_address(self.host, self.token)
+
     digest: Policy = Policy.SAMPLED
 
 
@@ -173,6 +181,10 @@ class Agent:
     def withdraw(self, request_id: str) -> None:
         """End a request's lease early; `SourceFree` follows."""
         self._submit(e.LeaseWithdrawn(request_id))
+
+    def hold(self, wanted: e.HoldWanted) -> None:
+        """Keep a remote lease alive until its request's turn comes, and meet its source meanwhile."""
+        self._submit(wanted)
 
     def fetch(self, wanted: e.FetchWanted) -> None:
         """Bring a remote cache into own blocks; `Fetched`, or `Failed` and later `TargetFree`, follow.

@@ -34,6 +34,7 @@ __all__ = [
     "FetchWanted",
     "Fetched",
     "FrameArrived",
+    "HoldWanted",
     "LeaseWanted",
     "LeaseWithdrawn",
     "PeerConnected",
@@ -49,6 +50,7 @@ __all__ = [
     "Tick",
     "TicketEnded",
     "Timing",
+    "peers_of",
 ]
 
 
@@ -59,7 +61,8 @@ class Timing:
     A lease ends `lease_s` after it was opened or last renewed. A target renews every `heartbeat_s` and takes a peer
     for lost after `missed_heartbeats` without any answer; it repeats an unanswered message every `resend_s`.
     A claim that is faster than the engine's own word waits `early_claim_s` for its lease. A peer that nothing has been
-    fetched from for `idle_peer_s` is forgotten.
+    fetched from for `idle_peer_s` is forgotten. A lease is held for a request that waits for its turn, but no
+    longer than `hold_s`.
     """
 
     lease_s: float = 30.0
@@ -70,6 +73,7 @@ class Timing:
     transfer_s: float = 60.0
     tombstone_s: float = 60.0
     early_claim_s: float = 10.0
+    hold_s: float = 600.0
     idle_peer_s: float = 600.0
 
     @property
@@ -129,6 +133,22 @@ class LeaseWithdrawn:
     """The engine does not want to serve this request's cache any more."""
 
     request_id: str
+
+
+def peers_of(reference: Reference, addresses: tuple[str, ...]) -> tuple[PeerKey, ...]:
+    """The source ranks that a reference means, in their order."""
+    return tuple(PeerKey(address, reference.engine_id, reference.epoch) for address in addresses)
+
+
+@dataclass(frozen=True, slots=True)
+class HoldWanted:
+    """The engine will fetch this cache when the request's turn comes: meet the source, and keep the lease alive.
+
+    It ends with any `FetchWanted` of the same lease, also one of nothing.
+    """
+
+    reference: Reference
+    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,10 @@ class Lease:
         """Whether this claim is the one that was granted to this reader."""
         return self.claims.get(party) == claim_id
 
+    def renews(self, party: Party) -> bool:
+        """Whether a word of this reader keeps the lease alive; before any claim, whoever knows its unguessable id."""
+        return self.live and (not self.claims or party in self.claims)
+
     def claim(self, claim: Claim, deadline: float) -> None:
         """Note a granted claim; the same claim again changes nothing but the deadline."""
         self.machine.move("claim")

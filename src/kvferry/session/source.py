@@ -260,7 +260,7 @@ class SourceSession:
         gone = []
         for lease_id in renew.lease_ids:
             lease = self._leases.get(lease_id)
-            if lease is None or not lease.live or renew.party not in lease.claims:
+            if lease is None or not lease.renews(renew.party):
                 gone.append(lease_id)
             else:
                 lease.deadline = now + self._timing.lease_s

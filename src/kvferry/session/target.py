@@ -29,6 +29,7 @@ from kvferry.session.events import (
     Failed,
     Fetched,
     FetchWanted,
+    HoldWanted,
     PeerConnected,
     PeerKey,
     PeerUnreachable,
@@ -39,10 +40,12 @@ from kvferry.session.events import (
     Tick,
     TicketEnded,
     Timing,
+    peers_of,
 )
 from kvferry.session.farewell import Farewells
 from kvferry.session.fetch import Fetch, Read, ReadState
 from kvferry.session.handshake import Handshakes, Peer
+from kvferry.session.holds import Holds
 from kvferry.session.programs import Bindings
 from kvferry.session.verify import cannot_digest, no_digest, other_bytes
 from kvferry.wire.messages import (
@@ -63,7 +66,15 @@ from kvferry.wire.messages import (
 __all__ = ["Ourselves", "TargetSession"]
 
 TargetEvent = (
-    FetchWanted | AbortWanted | AnswerArrived | PeerConnected | PeerUnreachable | TicketEnded | Digested | Tick
+    HoldWanted
+    | FetchWanted
+    | AbortWanted
+    | AnswerArrived
+    | PeerConnected
+    | PeerUnreachable
+    | TicketEnded
+    | Digested
+    | Tick
 )
 
 WAITING = (ReadState.CLAIMING, ReadState.READING, ReadState.LANDED, ReadState.DIGESTED)
@@ -99,11 +110,13 @@ class TargetSession:
         self._extractor = Extractor(ourselves.layouts[ourselves.party.rank], "target")
         self._fetches: dict[str, Fetch] = {}
         self._farewells = Farewells(ourselves.party, self._peers, timing)
+        self._holds = Holds(timing.hold_s)
         self._last_heartbeat = 0.0
 
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
         """The commands that follow from an event at time `now`."""
         handlers: dict[type, Callable[..., Iterator[Command]]] = {
+            HoldWanted: self._hold,
             FetchWanted: self._fetch,
             AbortWanted: self._abort,
             AnswerArrived: self._answer,
@@ -117,7 +130,7 @@ class TargetSession:
 
     def next_deadline(self, now: float) -> float:
         """When `handle(Tick())` is due next; infinity when there is nobody to watch."""
-        if self._fetches or self._farewells or not all(peer.ready for peer in self._peers):
+        if self._fetches or self._holds or self._farewells or not all(peer.ready for peer in self._peers):
             return now + min(self._timing.heartbeat_s, self._timing.resend_s) / 2
         return min((peer.last_heard + self._timing.idle_peer_s for peer in self._peers), default=float("inf"))
 
@@ -127,9 +140,14 @@ class TargetSession:
 
     # --- the engine's side ---
 
+    def _hold(self, event: HoldWanted, now: float) -> Iterator[Command]:
+        self._holds.add(event, now)
+        for key in peers_of(event.reference, event.addresses):
+            yield from self._peers.meet(key, now)
+
     def _fetch(self, event: FetchWanted, now: float) -> Iterator[Command]:
-        reference = event.reference
-        peers = tuple(PeerKey(address, reference.engine_id, reference.epoch) for address in event.addresses)
+        self._holds.end(event.reference.lease_id)
+        peers = peers_of(event.reference, event.addresses)
         fetch = Fetch(event, peers, began=now)
         self._fetches[event.request_id] = fetch
         for key in peers:
@@ -385,6 +403,7 @@ class TargetSession:
         for fetch in list(self._fetches.values()):
             yield from self._hurry(fetch, now)
         yield from self._farewells.repeat(now)
+        self._holds.expire(now)
         if now - self._last_heartbeat >= self._timing.heartbeat_s:
             self._last_heartbeat = now
             yield from self._heartbeats()
@@ -439,6 +458,9 @@ class TargetSession:
             for key, read in fetch.reads.items():
                 if read.state in USING:
                     by_peer.setdefault(key, []).append(fetch.wanted.reference.lease_id)
+        for key, lease_id in self._holds.leases():
+            if key in self._peers and self._peers[key].ready:
+                by_peer.setdefault(key, []).append(lease_id)
         for key, lease_ids in by_peer.items():
             yield Send(key, Renew(self._ours, tuple(lease_ids)))
 

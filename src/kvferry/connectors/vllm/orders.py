@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvferry.plan.tokens import TokenRange
 from kvferry.wire.messages import Reference
 
-__all__ = ["FetchOrder", "LeaseOrder", "Orders", "RankAddress", "Tables", "agent_name"]
+__all__ = ["FetchOrder", "HoldOrder", "LeaseOrder", "Orders", "RankAddress", "Tables", "agent_name"]
 
 Tables = tuple[tuple[int, ...], ...]
 """One block table per transferable cache group."""
@@ -58,11 +58,20 @@ class FetchOrder:
     error: str
 
 
+@dataclass(frozen=True, slots=True)
+class HoldOrder:
+    """A cache that will be fetched when its request's turn comes."""
+
+    reference: Reference
+    addresses: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class Orders(KVConnectorMetadata):
     """Everything new of one step. `aborted` are requests whose fetch nobody waits for any more."""
 
     leases: list[LeaseOrder] = field(default_factory=list)
+    holds: list[HoldOrder] = field(default_factory=list)
     fetches: list[FetchOrder] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
 

@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvferry.agent import new_lease_id
 from kvferry.connectors.params import Reach, Remote, from_params, to_params
-from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, RankAddress, Tables, agent_name
+from kvferry.connectors.vllm.orders import FetchOrder, HoldOrder, LeaseOrder, Orders, RankAddress, Tables, agent_name
 from kvferry.errors import TransferError
 from kvferry.plan.tokens import TokenRange
 from kvferry.wire.messages import Reference
@@ -58,15 +58,28 @@ class Scheduler:
     # --- requests come and go ---
 
     def on_new_request(self, request: Request) -> None:
+        """A request has arrived, and may wait long for its turn."""
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_prefill"):
+            self._hold(params)
+        if params.get("do_remote_decode"):
+            self._shorten(request)
+
+    def _hold(self, params: Mapping[str, Any]) -> None:
+        """Whatever becomes of the request, a fetch follows, if only one of nothing that releases the source."""
+        try:
+            remote = from_params(params, self._reach)
+        except TransferError:
+            return  # It is said when its turn comes.
+        self._orders.holds.append(HoldOrder(remote.reference, remote.addresses))
+
+    def _shorten(self, request: Request) -> None:
         """Let a prefill stop before its last token where the decode side could not go on from behind it.
 
         The decode side computes the last token itself: from a recurrent state after it, or with a window that has
         moved past what that token sees, it could not.
         """
-        params = request.kv_transfer_params
-        if not params or not params.get("do_remote_decode") or not self._forgets:
-            return
-        if request.request_id in self._truncated:
+        if not self._forgets or request.request_id in self._truncated:
             return
         if request.num_prompt_tokens > 1 and request.prompt_token_ids and not request.get_skip_reading_prefix_cache():
             del request.prompt_token_ids[-1:]

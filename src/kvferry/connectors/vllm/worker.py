@@ -27,7 +27,7 @@ from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.errors import ConfigurationError
 from kvferry.plan.layout import Layout
-from kvferry.session.events import FetchWanted, LeaseWanted, SourceFree, Timing
+from kvferry.session.events import FetchWanted, HoldWanted, LeaseWanted, SourceFree, Timing
 from kvferry.transport.opening import open_transports
 from kvferry.transport.pages import Pages
 
@@ -116,6 +116,8 @@ class Worker:
         """Begin what the scheduler has decided. Called before the step's forward pass."""
         for lease in orders.leases:
             self._lease(lease)
+        for hold in orders.holds:
+            self._ours().agent.hold(HoldWanted(hold.reference, hold.addresses))
         for fetch in orders.fetches:
             self._fetch(fetch)
         for request_id in orders.aborted:
