@@ -7,7 +7,11 @@ Three variants take turns: ours, the stock one as shipped, and the stock one wit
 
 * alone: first token of one server that does everything;
 * overhead: first token after both legs, minus alone;
-* handover: from the end of the prefill leg to the first token of the decode leg.
+* handover: from the end of the prefill leg to the first token of the decode leg;
+* floor: first token of the decode server when it has the whole prompt cached: a handover that moves nothing. Prompts
+  are one token longer than whole blocks, so that in both cases one token is computed.
+
+A row's ratios compare whole handovers, and what they take above the floor of the same pair of servers.
 """
 
 import argparse
@@ -33,7 +37,7 @@ sys.path.insert(0, str(HERE.parent / "tests" / "vllm"))
 from proxy import REMOTE_DECODE, Question, open_request  # noqa: E402
 from servers import Pair, PairSpec, Server, ServerSpec  # noqa: E402
 
-SIZES = (512, 2048, 8000)
+SIZES = (513, 2049, 8065)
 CONCURRENCY = (1, 4)
 CACHE_BYTES = 1 << 30
 VARIANTS = {
@@ -100,6 +104,10 @@ def alone(pair: Pair, question: Question) -> float:
     return first_token(pair.prefill, question, question.body(4, None))
 
 
+def cached(pair: Pair, question: Question) -> float:
+    return first_token(pair.decode, question, question.body(4, None))
+
+
 def questions(size: int, number: int, dice: random.Random) -> list[Question]:
     return [
         Question(tuple(dice.randrange(300, 1000) for _ in range(size)), f"{dice.random()}", 4) for _ in range(number)
@@ -119,11 +127,14 @@ def measure(pair: Pair, repeats: int, dice: random.Random) -> dict[str, dict[str
         for number in CONCURRENCY:
             num_requests = repeats if number == 1 else number
             plain = at_once(number, lambda q: alone(pair, q), questions(size, num_requests, dice))
-            legs = at_once(number, lambda q: both_legs(pair, q), questions(size, num_requests, dice))
+            asked = questions(size, num_requests, dice)
+            legs = at_once(number, lambda q: both_legs(pair, q), asked)
+            again = at_once(number, lambda q: cached(pair, q), asked)
             found[f"{size} tokens, {number} at once"] = {
                 "alone": plain,
                 "both": [sample.prefill + sample.handover for sample in legs],
                 "handover": [sample.handover for sample in legs],
+                "floor": again,
             }
     return found
 
@@ -169,12 +180,19 @@ def summary(samples: dict[str, dict[str, dict[str, list[float]]]]) -> list[dict[
                 "alone_ms": round(times["alone"], 1),
                 "overhead_ms": round(times["both"] - times["alone"], 1),
                 "handover_ms": round(times["handover"], 1),
+                "floor_ms": round(times["floor"], 1),
+                "above_floor_ms": round(times["handover"] - times["floor"], 1),
             }
-        ours = row["kvferry"]["handover_ms"]
-        row["handover / stock as shipped"] = round(ours / row["stock as shipped"]["handover_ms"], 2)
-        row["handover / stock neutralised"] = round(ours / row["stock neutralised"]["handover_ms"], 2)
+        for stock in ("stock as shipped", "stock neutralised"):
+            for what in ("handover_ms", "above_floor_ms"):
+                row[f"{what[:-3]} / {stock}"] = ratio(row["kvferry"][what], row[stock][what])
         rows.append(row)
     return rows
+
+
+def ratio(ours: float, theirs: float) -> float | None:
+    """Of two times; none where noise has made one of them nothing."""
+    return round(ours / theirs, 2) if ours > 0 and theirs > 0 else None
 
 
 def main() -> None:

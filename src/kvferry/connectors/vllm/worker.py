@@ -35,7 +35,7 @@ __all__ = ["Worker"]
 
 logger = logging.getLogger(__name__)
 
-SWITCH_S = 0.0005
+SWITCH_S = 0.0001
 # An agent shares its interpreter and its cores with a rank that computes and polls: a peer may be slow to meet and slow
 # to answer without being lost, and taking it for lost would fail its requests.
 HANDSHAKE_S = 15.0
