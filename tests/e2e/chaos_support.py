@@ -15,6 +15,7 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
 from conftest import DEADLINE_S, eventually, metric
 
 READY_S = 240.0
@@ -55,6 +56,10 @@ class Process:
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    @property
+    def running(self) -> bool:
+        return self._popen.poll() is None
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -182,3 +187,20 @@ class Asking:
 
 def since(moment: float) -> str:
     return f"{time.monotonic() - moment:.2f} s"
+
+
+def samples(url: str, family: str) -> list[float]:
+    """The values of all samples of a metric, whatever their labels."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=DEADLINE_S) as response:
+        lines = response.read().decode().splitlines()
+    return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(family + "{")]
+
+
+def usage_of(pid: int) -> dict[str, int]:
+    process = psutil.Process(pid)
+    memory = process.memory_info()
+    return {
+        "fds": process.num_fds(),
+        "threads": process.num_threads(),
+        "memory_bytes": memory.rss - memory.shared,
+    }

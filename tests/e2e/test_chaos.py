@@ -3,19 +3,23 @@
 Reads go over tcp and can be held at a gate, so that "during the transfer" is certain. Times are printed, not asserted.
 """
 
+import concurrent.futures
 import itertools
 import json
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
-from chaos_support import Asking, Process, get, since
+from chaos_support import Asking, Process, get, samples, since, usage_of
 from conftest import DEADLINE_S, eventually, metric, post
 from test_main_job import prompt_of
 
 LEASE_S = 8.0
 PREFILL_TIMEOUT_S = 6.0
+STALL_S = 6.0
+MAX_GROWTH_BYTES = 32 << 20
 PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
 EVENTS = 'kvferry_agent_events_total{{reason="{}",what="fetches_failed"}}'
 RELEASES = 'kvferry_router_releases_total{{reason="{}"}}'
@@ -35,8 +39,8 @@ def site(tiny_model, tmp_path_factory):
             engine.start()
         p, d, spare = (engine.wait() for engine in engines)
         urls = ("--prefill", p.url, "--decode", d.url)
-        words = ("route", *urls, "--prefill-timeout", str(PREFILL_TIMEOUT_S), "--drain-timeout", "5")
-        router = Process(logs / "router.log", *words).restart()
+        limits = ("--prefill-timeout", str(PREFILL_TIMEOUT_S), "--stall-timeout", str(STALL_S))
+        router = Process(logs / "router.log", "route", *urls, *limits).restart()
         yield SimpleNamespace(p=p, d=d, spare=spare, router=router, logs=logs)
     finally:
         for process in (router, *engines):
@@ -47,6 +51,9 @@ def site(tiny_model, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def nothing_is_lost(site):
     """Before each test everything works over the transfer; after it nothing is left in either engine."""
+    for process in (site.p, site.d, site.spare, site.router):
+        if not process.running:  # One test that went wrong is enough.
+            process.restart()
     works(site)
     yield
     works(site)
@@ -76,6 +83,16 @@ def decode(site, prompt, params):
 def alone(site, prompt, max_tokens=12):
     body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
     return Asking(site.spare.url, body).answer()["choices"][0]["token_ids"]
+
+
+def failures(site):
+    """All transfers that failed at the decode engine."""
+    return sum(samples(site.d.url, "kvferry_engine_transfer_failures_total"))
+
+
+def until_noticed(site, before, since_when):
+    eventually(lambda: failures(site) > before, "the failure is counted")
+    print(f"\nnoticed after {since(since_when)}; 3 heartbeats are 3 s", end="")
 
 
 def expect_recomputed(site, asking, prompt, reasons):
@@ -130,12 +147,13 @@ def test_a_source_that_is_stopped_during_the_read_is_a_deadline(site):
     with site.d.held():
         asking = decode(site, prompt, params)
         site.d.until_reading()
+        before, stopped = failures(site), time.monotonic()
         site.p.signal(signal.SIGSTOP)
-    stopped = time.monotonic()
     try:
         # The gate is open: the read has reached a process that does nothing.
+        until_noticed(site, before, stopped)
         reason = expect_recomputed(site, asking, prompt, ("peer_lost", "transport"))
-        print(f"\nanswered {since(stopped)} after the stop ({reason})")
+        print(f"; answered after {since(stopped)} ({reason})")
         eventually(lambda: site.d.num_reads == 0, "the read has ended")
         site.d.until_free()
     finally:
@@ -149,11 +167,12 @@ def test_a_source_that_is_killed_during_the_read(site):
         asking = decode(site, prompt, params)
         site.d.until_reading()
         site.p.signal(signal.SIGSTOP)
-    # Let the read reach it, so that it dies with a connection open on which bytes are due.
+    # The read reaches it now, so that it dies with a connection open on which bytes are due.
     site.d.until_reading()
-    killed = site.p.kill()
+    before, killed = failures(site), site.p.kill()
+    until_noticed(site, before, killed)
     reason = expect_recomputed(site, asking, prompt, ("peer_lost", "transport"))
-    print(f"\nanswered {since(killed)} after the death ({reason}); 3 heartbeats are 3 s")
+    print(f"; answered after {since(killed)} ({reason})")
     site.d.until_free()
     site.p.restart()
 
@@ -166,9 +185,10 @@ def test_a_source_that_is_killed_with_a_held_read_and_before_one(site):
     with site.d.held():
         asking = decode(site, prompts[0], params[0])
         site.d.until_reading()
-        killed = site.p.kill()
+        before, killed = failures(site), site.p.kill()
+        until_noticed(site, before, killed)
         reason = expect_recomputed(site, asking, prompts[0], ("peer_lost",))
-        print(f"\nanswered {since(killed)} after the death ({reason}); 3 heartbeats are 3 s")
+        print(f"; answered after {since(killed)} ({reason})")
         asking = decode(site, prompts[1], params[1])
         reason = expect_recomputed(site, asking, prompts[1], ("deadline", "peer_lost", "unreachable"))
         print(f"a request that came after it: {asking.took_s:.2f} s ({reason}); a handshake may take 5 s")
@@ -206,6 +226,33 @@ def test_a_target_that_is_killed_during_the_read(site):
     site.p.until_free()
     print(f"all of the source's blocks were free {since(killed)} after the death; a lease is {LEASE_S} s")
     site.d.restart()
+
+
+@pytest.mark.chaos
+def test_a_target_that_is_stopped_during_the_read_comes_too_late(site):
+    """Its lease has run out when it goes on: what it reads then is not believed."""
+    prompt = prompt_of(300, seed=21)
+    with site.d.held():
+        asking = decode(site, prompt, prefill(site, prompt))
+        site.d.until_reading()
+        with site.d.stopped():
+            stopped = time.monotonic()
+            site.p.until_free()
+            print(f"\nthe source's blocks were free after {since(stopped)}; a lease is {LEASE_S} s")
+    expect_recomputed(site, asking, prompt, ("expired", "peer_lost"))
+
+
+@pytest.mark.chaos
+def test_a_decode_engine_that_is_stopped_while_it_answers_is_a_deadline(site):
+    body = {"prompt": prompt_of(60, seed=22), "max_tokens": 4000, "stream": True, "ignore_eos": True}
+    stream = Asking(site.router.url, body)
+    assert stream.began.wait(DEADLINE_S)
+    with site.d.stopped():
+        stopped = time.monotonic()
+        error = json.loads(stream.lines()[-1])["error"]
+        print(f"\nended after {since(stopped)} of silence; the limit is {STALL_S} s")
+    assert (error["code"], error["reason"]) == ("upstream_broke_off", "stall")
+    site.d.until_free()
 
 
 @pytest.mark.chaos
@@ -342,3 +389,57 @@ def test_a_stream_whose_engine_dies_ends_with_a_reason(site):
     line = f"request {request_id}: the decode leg on {site.d.url} failed: reset"
     assert site.router.log.read_text().count(line) == 1
     site.d.restart()
+
+
+@pytest.mark.chaos
+def test_engines_that_are_replaced_one_after_the_other_lose_no_request(site):
+    """With a second decode engine, under load: every answer is right, whoever drains, ends and comes back."""
+    prompts = [prompt_of(30 + 7 * i, seed=30 + i) for i in range(3)]
+    expected = [alone(site, prompt, 20) for prompt in prompts]
+    urls = ("--prefill", site.p.url, "--decode", site.d.url, "--decode", site.spare.url)
+    router, over, wrong, num_answers = Process(site.logs / "rolling.log", "route", *urls), threading.Event(), [], [0]
+
+    def ask(i):
+        while not over.is_set():
+            asking = Asking(router.url, {"prompt": prompts[i], "max_tokens": 20, "ignore_eos": True})
+            answer = asking.answer()
+            num_answers[0] += 1
+            if asking.status != 200 or answer["choices"][0]["token_ids"] != expected[i]:
+                wrong.append((asking.status, answer))
+
+    try:
+        router.restart()
+        eventually(lambda: get(f"{router.url}/ready")[1]["num_ready_decode"] == 2, "the router has found both")
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            asking = [pool.submit(ask, i) for i in range(3)]
+            try:
+                for engine in (site.d, site.p):
+                    engine.signal(signal.SIGTERM)
+                    assert engine.ended() == 0
+                    engine.restart()
+            finally:
+                over.set()
+            for each in asking:
+                each.result(DEADLINE_S)
+    finally:
+        router.close()
+    print(f"\n{num_answers[0]} answers")
+    assert not wrong
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", ["p", "d"])
+def test_the_other_side_outlives_three_restarts(site, name):
+    restarted, other = getattr(site, name), site.d if name == "p" else site.p
+    works(site)
+    before = usage_of(other.pid)
+    for _ in range(3):
+        restarted.kill()
+        restarted.restart()
+        works(site)
+    after = usage_of(other.pid)
+    print(f"\nbefore {before}\nafter  {after}")
+    # Threads of pools come and go with requests; what would grow with every peer is looked at over a hundred restarts.
+    assert after["fds"] <= before["fds"] + 2
+    assert after["threads"] <= before["threads"] + 2
+    assert after["memory_bytes"] <= before["memory_bytes"] + MAX_GROWTH_BYTES

@@ -15,7 +15,7 @@ __all__ = ["Readiness"]
 
 # Only these say something about the way between the engines. The others are about one reference, which a client may
 # have made up: nobody must be able to close an engine by sending nonsense.
-TELLING = frozenset((Reason.UNREACHABLE, Reason.PEER_LOST, Reason.DEADLINE, Reason.TRANSPORT))
+TELLING = frozenset((Reason.UNREACHABLE, Reason.PEER_LOST, Reason.DEADLINE, Reason.TRANSPORT, Reason.DIGEST))
 
 
 class Readiness:

@@ -75,7 +75,10 @@ class ProcessEngine:
         return self._ask(do="usage")
 
     def notice(self, request_id: str, *kinds: str) -> Facts:
-        """The next notice of one of these kinds about a request. Raises TransportError when it does not come."""
+        """The next notice of one of these kinds about a request: `fetched`, `failed` or `free`.
+
+        Raises TransportError when it does not come.
+        """
         while True:
             for notice in self._notices:
                 if notice["request"] == request_id and notice["notice"] in kinds:
@@ -103,6 +106,8 @@ class ProcessEngine:
         return answer
 
     def _take(self, said: Facts) -> None:
+        if said["notice"] == "stopped":
+            raise TransportError("the agent of the process engine has stopped", hint="its traceback is on stderr")
         self._notices.append(said)
 
     def _line(self) -> Facts:
