@@ -27,14 +27,18 @@ JSON = st.recursive(
 REACHES = st.sampled_from(Reach)
 
 
+def checked(error: TransferError) -> TransferError:
+    assert error.reason == "malformed"
+    str(error).encode()
+    return error
+
+
 def answer(params: object, reach: Reach = Reach.THIS_HOST) -> Remote | TransferError:
     """What comes of parameters; a remote can always travel, and an error can always be answered and logged."""
     try:
         remote = from_params(params, reach)
     except TransferError as error:
-        assert error.reason == "malformed"
-        str(error).encode()
-        return error
+        return checked(error)
     claim = Claim(Party("d0", "e2", 0), "q1", remote.reference, 7, (0,))
     assert decode(encode(claim)) == claim
     assert 1 <= len(set(remote.addresses)) == len(remote.addresses) <= MAX_RANKS
