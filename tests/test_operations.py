@@ -1,0 +1,39 @@
+"""docs/operations.md names every counter and every reason that there is, and no others."""
+
+import re
+from pathlib import Path
+
+from kvferry.wire.messages import Reason
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs/operations.md").read_text()
+COUNTER = r'(?:Counter|_counter|CounterMetricFamily)\(\s*f?"([\w{}]+)"'
+GAUGE = r'(?:Gauge|GaugeMetricFamily|Histogram)\(\s*"(\w+)"'
+
+
+def families():
+    """The names of all metrics of the engine and the router, as they are shown."""
+    files = ("embedded/report.py", "embedded/bridge.py", "router/metrics.py")
+    source = {name: (ROOT / "src/kvferry" / name).read_text() for name in files}
+    for name, text in source.items():
+        prefix = "kvferry_engine_" if name == "embedded/report.py" else ""
+        yield from (f"{prefix}{counter}_total" for counter in re.findall(COUNTER, text) if "{" not in counter)
+        yield from re.findall(GAUGE, text)
+
+
+def test_every_metric_is_documented_and_no_other():
+    written = set(re.findall(r"^\| `(kvferry_\w+)`", TEXT, re.MULTILINE))
+    assert written == set(families())
+    assert len(written) == 21
+
+
+def test_every_reason_of_a_failed_transfer_is_documented_and_no_other():
+    (table,) = re.findall(r"^\| reason \| what it means .*?\n\n", TEXT, re.MULTILINE | re.DOTALL)
+    cells = [line.split("|")[1] for line in table.splitlines()[2:] if line]
+    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == set(Reason)
+
+
+def test_every_option_is_one_of_the_command():
+    main = (ROOT / "src/kvferry/cli/main.py").read_text()
+    for option in set(re.findall(r"`--([a-z-]+)", TEXT)) - {"as-child"}:
+        assert re.search(rf"^    {option.replace('-', '_')}: ", main, re.MULTILINE), option
