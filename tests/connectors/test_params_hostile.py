@@ -104,7 +104,8 @@ def test_with_a_token_an_engine_goes_to_numbers_only(scheme, host, port):
     found = answer(GOOD | {"kvferry": OURS | {"addresses": [f"{scheme}{host}:{port}"]}}, Reach.ANY_HOST)
     if isinstance(found, Remote):
         address = ipaddress.ip_address(host.strip("[]"))
-        assert not (address.is_unspecified or address.is_multicast)
+        assert not address.is_unspecified
+        assert not address.is_multicast
 
 
 @pytest.mark.parametrize("address", ["tcp://10.0.0.1:80", "tcp://[fd00::1]:5600", "tcp://192.168.1.2:65535"])
