@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from kvferry.session.events import Command, FrameArrived, Reply, SourceFree, Timing
+from kvferry.session.events import Command, DropDigest, FrameArrived, Reply, SourceFree, Timing
 from kvferry.session.source import Identity, SourceEvent, SourceSession
 from kvferry.wire.messages import Claim, Hello, Landed, Message, Party, Valid
 
@@ -18,6 +18,7 @@ __all__ = [
     "ByRequest",
     "CountReaders",
     "IgnoreExpiry",
+    "KeepDigest",
     "KeepRecords",
     "NoEpoch",
     "NoExpiry",
@@ -151,6 +152,13 @@ class NoExpiry(SourceSession):
 
     def __init__(self, identity: Identity, timing: Timing) -> None:
         super().__init__(identity, replace(timing, lease_s=FOREVER_S))
+
+
+class KeepDigest(SourceSession):
+    """Never loses interest in a digest."""
+
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        return [command for command in super().handle(event, now) if not isinstance(command, DropDigest)]
 
 
 class KeepRecords(SourceSession):

@@ -43,6 +43,7 @@ _ALL = (
     Plant("any-count", "more tokens are granted than were computed", source=sources.AnyCount),
     Plant("any-claim", "a lease is granted to whoever claims it", source=sources.AnyClaim),
     Plant("twice-freed", "a repeated message is handled again by the source", source=sources.TwiceFreed),
+    Plant("keep-digest", "a digest goes on when its lease has ended", source=sources.KeepDigest),
     Plant("no-expiry", "a lease that nobody asks for never ends", source=sources.NoExpiry),
     Plant("keep-records", "leases that have ended are remembered for ever", source=sources.KeepRecords),
 )
