@@ -8,7 +8,7 @@ from kvferry.wire.messages import Reason
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs/operations.md").read_text()
 COUNTER = r'(?:Counter|_counter|CounterMetricFamily)\(\s*f?"([\w{}]+)"'
-GAUGE = r'(?:Gauge|GaugeMetricFamily|Histogram)\(\s*"(\w+)"'
+GAUGE = r'(?:Gauge|_gauge|GaugeMetricFamily|Histogram)\(\s*"(\w+)"'
 
 
 def families():

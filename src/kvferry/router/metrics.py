@@ -16,61 +16,27 @@ class Metrics:
     """Everything that `/metrics` shows."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            "kvferry_router_requests",
-            "Requests by endpoint, path (disaggregated, decode-only, none) and status; 499: the client left.",
-            ("endpoint", "path", "status"),
-            registry=registry,
+        self._registry = CollectorRegistry()
+        path_words = "Requests by endpoint, path (disaggregated, decode-only, none) and status; 499: the client left."
+        self._requests = self._counter("kvferry_router_requests", path_words, "endpoint", "path", "status")
+        self._retries = self._counter(
+            "kvferry_router_retries", "Legs tried again on another instance.", "role", "reason"
         )
-        self._retries = Counter(
-            "kvferry_router_retries",
-            "Legs tried again on another instance.",
-            ("role", "reason"),
-            registry=registry,
+        self._fallbacks = self._counter("kvferry_router_fallbacks", "Requests served by decode alone.", "reason")
+        self._upstream_errors = self._counter("kvferry_router_upstream_errors", "Legs that failed.", "role", "reason")
+        release_words = "Computed caches that nobody will read; their prefill instance was told. By why nobody will."
+        self._releases = self._counter("kvferry_router_releases", release_words, "reason")
+        self._in_flight = self._gauge(
+            "kvferry_router_in_flight_requests", "Requests assigned to an instance and not finished."
         )
-        self._fallbacks = Counter(
-            "kvferry_router_fallbacks",
-            "Requests served by decode alone.",
-            ("reason",),
-            registry=registry,
-        )
-        self._upstream_errors = Counter(
-            "kvferry_router_upstream_errors",
-            "Legs that failed.",
-            ("role", "reason"),
-            registry=registry,
-        )
-        self._in_flight = Gauge(
-            "kvferry_router_in_flight_requests",
-            "Requests assigned to an instance and not finished.",
-            ("role", "instance"),
-            registry=registry,
-        )
-        self._healthy = Gauge(
-            "kvferry_router_instance_healthy",
-            "1 while an instance answers.",
-            ("role", "instance"),
-            registry=registry,
-        )
-        self._ready = Gauge(
-            "kvferry_router_instance_ready",
-            "1 while an instance wants requests.",
-            ("role", "instance"),
-            registry=registry,
-        )
-        self._releases = Counter(
-            "kvferry_router_releases",
-            "Computed caches that nobody will read; their prefill instance was told. By why nobody will.",
-            ("reason",),
-            registry=registry,
-        )
+        self._healthy = self._gauge("kvferry_router_instance_healthy", "1 while an instance answers.")
+        self._ready = self._gauge("kvferry_router_instance_ready", "1 while an instance wants requests.")
         self._time_to_first_token = Histogram(
             "kvferry_router_time_to_first_token_seconds",
             "From a streamed request's arrival to the first byte of its answer.",
             ("path",),
             buckets=TTFT_BUCKETS_S,
-            registry=registry,
+            registry=self._registry,
         )
 
     def count_request(self, endpoint: str, path: str, status: int) -> None:
@@ -101,3 +67,9 @@ class Metrics:
     def render(self) -> bytes:
         """The text format of Prometheus."""
         return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, ("role", "instance"), registry=self._registry)
