@@ -210,6 +210,7 @@ def test_a_sample_is_a_small_part():
     assert sum(extract.num_bytes for extract in extracts) < pair.copies.num_bytes / 100
 
 
+@settings(deadline=None)
 @given(st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 40), st.integers(0, 2**63 - 1))
 def test_samples_of_all_states_together_look_into_every_stratum(first, count, num_states, seed):
     numbers = range(first, first + count)
@@ -281,3 +282,27 @@ def test_the_value_of_some_bytes_is_part_of_the_protocol():
     (value,) = rank.digest(replace(subject, policy=Policy.FULL), "target", 0)
     assert value == xxhash.xxh3_64_digest(bytes(range(16, 24)))
     assert value.hex() == "b7c621c6fce19fdc"
+
+
+def two_states(token_strides):
+    """Two states with tokens of 4 bytes, each with its own distance between tokens, in blocks of 64 tokens."""
+    states = tuple(State(name, "any", 4, (), per_token=True) for name in "ab")
+    placements = tuple(
+        Placement(name, index, 0, 0, (), (), 64 * stride, stride)
+        for index, (name, stride) in enumerate(zip("ab", token_strides, strict=True))
+    )
+    regions = tuple(Region((index + 1) << 20, 64 * stride, "dram", 0) for index, stride in enumerate(token_strides))
+    return Rank(Layout(states, regions, (CacheGroup(64, 1, 0),), placements), [[0]])
+
+
+def test_states_that_lie_differently_on_one_side_only_are_still_looked_at_in_the_same_tokens():
+    part = Part(("a", "b"), (), ALL_TOKENS, TokenRange(0, 64))
+    values = set()
+    for strides in ((4, 4), (4, 12), (8, 4)):
+        rank = two_states(strides)
+        for placement in rank.layout.placements:
+            where = oracle.element_addresses(rank.layout, placement, rank.tables, TokenRange(0, 64))
+            for token, _, address in where:
+                rank.memory.at(address, 4)[:] = token
+        values.add(rank.digest(Subject(Policy.SAMPLED, 1, (part,)), "target", 64))
+    assert len(values) == 1

@@ -111,6 +111,11 @@ def test_heartbeats_keep_a_lease_while_it_is_digested():
     play(source(), [*DIGESTING, *steps])
 
 
+def test_a_lease_is_renewed_by_its_bytes_having_landed():
+    steps = [(10, LANDED, [Digest]), (19, Tick(), []), (19.5, Digested(KEY, VALUES), [VALID, DONE])]
+    play(source(), [*DIGESTING[:2], *steps])
+
+
 @pytest.mark.parametrize(
     ("event", "freed"),
     [
