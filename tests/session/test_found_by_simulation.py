@@ -17,6 +17,7 @@ from kvferry.session.events import (
     Disconnect,
     Failed,
     FetchWanted,
+    HoldWanted,
     PeerConnected,
     PeerKey,
     Post,
@@ -105,6 +106,30 @@ def test_a_peer_that_nothing_is_fetched_from_is_forgotten_one_day():
     due = target.next_deadline(600.4)
     assert due == 0.5 + TIMING.idle_peer_s
     play(target, [(due, Tick(), [Disconnect(PEER)]), (700.0, replace(WANTED, request_id="q2"), [Send])])
+
+
+def test_two_sources_may_have_leases_of_the_same_id():
+    """Only one of them was held."""
+    target = session()
+    other = m.Party("p1", "epoch-1", 0)
+    reference = m.Reference("p1", "epoch-1", "r1", "l1")
+    met = [*handshake(WANTED)[1:3], (0.3, PeerConnected(PEER, "shm", "shm"), [])]
+    play(target, [(0.0, HoldWanted(REFERENCE, (PEER.address,)), [Send]), *met])
+    address = "tcp://127.0.0.1:2"
+    peer = PeerKey(address, "p1", "epoch-1")
+    layout = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
+    welcome = m.Welcome(1, "0.1.0", other, 1, fingerprint(layout))
+    play(
+        target,
+        [
+            (0.4, HoldWanted(reference, (address,)), [Send]),
+            (0.4, AnswerArrived(peer, welcome), [Send]),
+            (0.4, AnswerArrived(peer, m.Offer(other, layout, (), m.Probe(0, 0, 0))), [Connect]),
+            (0.4, PeerConnected(peer, "shm", "shm"), []),
+        ],
+    )
+    renewed = {command.peer for command in target.handle(Tick(), 1.5) if isinstance(command.message, m.Renew)}
+    assert renewed == {PEER, peer}
 
 
 @pytest.mark.parametrize("digest", Policy)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvferry.session.events import HoldWanted, PeerKey, peers_of
+from kvferry.wire.messages import Reference
 
 __all__ = ["Holds"]
 
@@ -17,12 +18,12 @@ class _Hold:
 
 
 class Holds:
-    """By lease. One ends when its cache is fetched or released, or after `hold_s` seconds: a lost request must not
+    """By reference: a lease's id is its source's own affair. One ends when its cache is fetched or released, or after `hold_s` seconds: a lost request must not
     keep a source's blocks for ever."""
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
-        self._holds: dict[str, _Hold] = {}
+        self._holds: dict[Reference, _Hold] = {}
 
     def __bool__(self) -> bool:
         return bool(self._holds)
@@ -30,18 +31,18 @@ class Holds:
     def add(self, wanted: HoldWanted, now: float) -> None:
         """Hold a lease from now on; again changes nothing."""
         hold = _Hold(peers_of(wanted.reference, wanted.addresses), now + self._hold_s)
-        self._holds.setdefault(wanted.reference.lease_id, hold)
+        self._holds.setdefault(wanted.reference, hold)
 
-    def end(self, lease_id: str) -> None:
+    def end(self, reference: Reference) -> None:
         """Its fetch renews it from now on, or nobody does. Unknown ones are fine."""
-        self._holds.pop(lease_id, None)
+        self._holds.pop(reference, None)
 
     def expire(self, now: float) -> None:
         """End those that have been held for too long."""
-        self._holds = {lease_id: hold for lease_id, hold in self._holds.items() if hold.until > now}
+        self._holds = {reference: hold for reference, hold in self._holds.items() if hold.until > now}
 
     def leases(self) -> Iterator[tuple[PeerKey, str]]:
         """What is held where."""
-        for lease_id, hold in self._holds.items():
+        for reference, hold in self._holds.items():
             for key in hold.peers:
-                yield key, lease_id
+                yield key, reference.lease_id

@@ -146,7 +146,7 @@ class TargetSession:
             yield from self._peers.meet(key, now)
 
     def _fetch(self, event: FetchWanted, now: float) -> Iterator[Command]:
-        self._holds.end(event.reference.lease_id)
+        self._holds.end(event.reference)
         peers = peers_of(event.reference, event.addresses)
         fetch = Fetch(event, peers, began=now)
         self._fetches[event.request_id] = fetch
