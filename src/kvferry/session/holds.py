@@ -18,8 +18,8 @@ class _Hold:
 
 
 class Holds:
-    """By reference: a lease's id is its source's own affair. One ends when its cache is fetched or released, or after `hold_s` seconds: a lost request must not
-    keep a source's blocks for ever."""
+    """By reference: the id of a lease is its source's own affair. One ends when its cache is fetched or released, or
+    after `hold_s` seconds: a lost request must not keep a source's blocks for ever."""
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
