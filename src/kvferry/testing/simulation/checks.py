@@ -116,6 +116,7 @@ class Checks:
             "early messages": len(source._early._waiting),
             "fetches": target.num_open(),
             "farewells": len(target._farewells),
+            "holds": len(target._holds._holds),
             "peers": len(list(target._peers)),
             "bindings": len(target._bindings._known),
         }

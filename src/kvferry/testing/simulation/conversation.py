@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvferry.plan.tokens import TokenRange
-from kvferry.session.events import LeaseWithdrawn
+from kvferry.session.events import HoldWanted, LeaseWithdrawn
 from kvferry.testing.simulation.attempt import Attempt, Wish
 from kvferry.testing.simulation.client import Client
 from kvferry.testing.simulation.engine import Engine
@@ -21,6 +21,7 @@ MAX_PATIENCE = 12
 WAIT_S = 0.4
 MAX_LATE_S = 2.0
 MAX_LINGER_S = 8.0
+MAX_HOLD_S = 15.0
 
 
 class Conversation:
@@ -36,7 +37,7 @@ class Conversation:
         self._num_tokens = site.world.dice.randint(1, MAX_TOKENS)
         self._patience = MAX_PATIENCE
         self._lent_at = 0.0
-        self._disturbed = False
+        self._disturbed = self._is_held = False
 
     # --- prefill ---
 
@@ -56,8 +57,19 @@ class Conversation:
             node.wish(partial(node.handle_source, node.lent[self.reference.request_id].wanted), late_s)
         if self._world.chance(self._faults.withdraw):
             self._world.after(self._world.between(0.0, 3.0), partial(self._withdraw, self._source.nodes))
+        if self._target.runs and self._world.chance(self._faults.hold):
+            self._hold(self._reference())
+            return
         lingers = self._world.chance(self._faults.linger)
         self._world.after(self._world.between(0.0, MAX_LINGER_S if lingers else 0.05), self._fetch)
+
+    def _hold(self, reference: Reference) -> None:
+        """The request waits for its turn, longer than a lease lasts that nobody renews."""
+        self._is_held = True
+        self._site.story.fault("waiting request", self._name, reference)
+        for node in self._target.nodes:
+            node.wish(partial(node.handle_target, HoldWanted(reference, self._source.addresses)))
+        self._world.after(self._world.between(0.0, MAX_HOLD_S), self._fetch)
 
     def _withdraw(self, nodes: tuple[Node, ...]) -> None:
         """The engine takes its blocks back, where they are still lent for this request."""
@@ -104,7 +116,7 @@ class Conversation:
 
     def _wish(self, target: Engine, tokens: TokenRange) -> Wish:
         reference = self._client.reference(self._reference(), self._source)
-        punctual = self._world.now - self._lent_at < self._site.timing.lease_s / 2
+        punctual = self._is_held or self._world.now - self._lent_at < self._site.timing.lease_s / 2
         return Wish(
             target.next_fetch_id(),
             reference,

@@ -18,7 +18,8 @@ class Faults:
     interest), `corrupt` (one bit of what has been read is wrong; only where all of it is digested). `outlives`: the
     memory of a killed process can still be read. `unreachable`: no transport works.
     Requests: `abort` by the client, `withdraw` by the source's engine, `release` (nothing is wanted any more), `retry`
-    of a failed one under the same reference, `late` (a rank hears of the lease after it was claimed).
+    of a failed one under the same reference, `late` (a rank hears of the lease after it was claimed),
+    `hold` (the request waits for its turn at the target, longer than a lease lasts).
     Clients: `mix` (a reference put together from two), `misdirect` (addresses in another order or of another engine),
     `greedy` (more tokens than there are), `contest` (two engines fetch the same), `linger` (a reference arrives late).
     """
@@ -43,6 +44,7 @@ class Faults:
     greedy: float = 0.0
     contest: float = 0.0
     late: float = 0.0
+    hold: float = 0.0
     linger: float = 0.0
     num_kills: int = 0
     num_partitions: int = 0
@@ -54,7 +56,8 @@ class Faults:
         """Calm, a theme, or a mixture in which each fault takes part with one chance in three."""
         theme = dice.choice(["calm", "mixture", "mixture", "mixture", *THEMES])
         if theme == "calm":
-            return replace(CALM, slow=dice.choice([0.0, 0.3]), late=dice.choice([0.0, 0.3]))
+            slow, late, hold = (dice.choice([0.0, 0.3]) for _ in range(3))
+            return replace(CALM, slow=slow, late=late, hold=hold)
         if theme != "mixture":
             return THEMES[theme]
         drawn: dict[str, Any] = {f.name: _drawn(dice, f.name) for f in fields(cls) if dice.random() < 1 / 3}
@@ -63,7 +66,7 @@ class Faults:
     @property
     def is_calm(self) -> bool:
         """Nothing happens that could end a request which its engines still want."""
-        return replace(self, slow=0.0, late=0.0) == CALM
+        return replace(self, slow=0.0, late=0.0, hold=0.0) == CALM
 
 
 CALM = Faults(abort=0.15, release=0.1)
@@ -76,7 +79,16 @@ THEMES = {
 """Faults that make one another worse."""
 
 _PER_RUN = {"num_kills": 3, "num_partitions": 2, "num_stalls": 3, "num_full_pools": 2}
-_LIKELY = {"flip": 0.04, "retry": 0.8, "mix": 0.6, "outlives": 1.0, "slow": 0.5, "late": 0.5, "linger": 0.5}
+_LIKELY = {
+    "flip": 0.04,
+    "retry": 0.8,
+    "mix": 0.6,
+    "outlives": 1.0,
+    "slow": 0.5,
+    "late": 0.5,
+    "linger": 0.5,
+    "hold": 0.5,
+}
 
 
 def _drawn(dice: random.Random, name: str) -> float:

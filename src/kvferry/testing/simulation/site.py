@@ -24,6 +24,7 @@ TIMING = Timing(
     transfer_s=15.0,
     tombstone_s=8.0,
     early_claim_s=3.0,
+    hold_s=30.0,
     idle_peer_s=20.0,
 )
 
