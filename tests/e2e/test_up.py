@@ -58,7 +58,7 @@ def test_a_model_that_is_not_there_is_one_clear_message(run):
 def test_an_unknown_transport_is_one_clear_message(run):
     result = run("--once", "x", "--transport", "pigeon")
     assert (result.returncode, result.stdout) == (2, "")
-    assert "expected: auto or one of shm, nixl, tcp" in result.stderr
+    assert "expected: auto or one of shm, cma, nixl, tcp" in result.stderr
 
 
 def test_a_port_in_use_is_one_clear_message(run):
