@@ -16,7 +16,7 @@ from chaos_support import Asking, Process, get, samples, since, usage_of
 from conftest import DEADLINE_S, eventually, metric, post
 from test_main_job import prompt_of
 
-LEASE_S = 8.0
+LEASE_S = 6.0
 PREFILL_TIMEOUT_S = 6.0
 STALL_S = 6.0
 MAX_GROWTH_BYTES = 32 << 20
@@ -334,7 +334,7 @@ def test_a_client_that_leaves_while_it_waits_for_room(site):
 def test_a_draining_decode_engine_loses_no_request(site):
     """The only one even: what comes until it ends is answered, what runs is finished."""
     prompt = prompt_of(200, seed=17)
-    body = {"prompt": prompt, "max_tokens": 600, "stream": True, "ignore_eos": True}
+    body = {"prompt": prompt, "max_tokens": 300, "stream": True, "ignore_eos": True}
     streams = [Asking(site.router.url, body) for _ in range(2)]
     assert all(stream.began.wait(DEADLINE_S) for stream in streams)
     site.d.signal(signal.SIGTERM)
@@ -344,7 +344,7 @@ def test_a_draining_decode_engine_loses_no_request(site):
     eventually(lambda: get(f"{site.router.url}/ready")[1]["num_ready_decode"] == 0, "the router knows")
     late = Asking(site.router.url, {"prompt": prompt, "max_tokens": 4})
     assert late.answer()["choices"][0]["token_ids"] == alone(site, prompt, 4)
-    expected = alone(site, prompt, 600)
+    expected = alone(site, prompt, 300)
     assert [stream.token_ids() for stream in streams] == [expected, expected]
     assert site.d.ended() == 0
     site.d.restart()
@@ -367,12 +367,12 @@ def test_a_draining_prefill_engine_keeps_its_leases_until_they_are_read(site):
 
 @pytest.mark.chaos
 def test_a_router_that_is_told_to_end_finishes_what_it_has(site):
-    body = {"prompt": prompt_of(60, seed=19), "max_tokens": 600, "stream": True, "ignore_eos": True}
+    body = {"prompt": prompt_of(60, seed=19), "max_tokens": 300, "stream": True, "ignore_eos": True}
     stream = Asking(site.router.url, body)
     assert stream.began.wait(DEADLINE_S)
     site.router.signal(signal.SIGTERM)
     eventually(lambda: get(f"{site.router.url}/ready")[0] == 503, "it says that it is not ready")
-    assert stream.token_ids() == alone(site, body["prompt"], 600)
+    assert stream.token_ids() == alone(site, body["prompt"], 300)
     assert site.router.ended() == 0
     site.router.restart()
 

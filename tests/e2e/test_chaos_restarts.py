@@ -58,6 +58,7 @@ def test_a_target_outlives_a_few_sources(transport):
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_target_outlives_a_hundred_sources(transport):
     """Every other source dies with a cache that the target is about to fetch."""
@@ -81,6 +82,7 @@ def test_a_target_outlives_a_hundred_sources(transport):
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_source_outlives_a_hundred_targets(transport):
     """Every other target dies with a fetch under way: the source gets its blocks back when the lease runs out."""
