@@ -7,7 +7,7 @@ FRAMES ?= 100000
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 
-.PHONY: up test check unit e2e fuzz chaos test-vllm format clean
+.PHONY: up test check unit e2e simulate fuzz chaos test-vllm format clean
 
 up: .venv/engine
 	@$(BIN)/kvferry up $(ARGS)

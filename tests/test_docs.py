@@ -172,3 +172,13 @@ def plan_lines():
 def test_every_plan_in_the_readme_can_be_made(arguments):
     """Save the one with 168 million rows, which takes its time."""
     assert planned(arguments, 110)
+
+
+def test_every_guarantee_names_tests_that_exist():
+    text = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
+    promises = re.split(r"\n(?=\*\*)", text)[1:]
+    assert all("Shown by:" in promise for promise in promises)
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) > len(promises)
+    missing = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text("utf-8")]
+    assert missing == []
