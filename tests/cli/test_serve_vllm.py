@@ -56,6 +56,20 @@ def test_the_command_line_names_our_connector():
     }
 
 
+def test_leases_and_draining_are_vllms_own_unless_chosen():
+    assert "--shutdown-timeout" not in vllm_command(OPTIONS, 1)
+    command = vllm_command(options(lease_s=12.5, drain_s=20.5), 1)
+    assert after(command, "--shutdown-timeout") == "21"
+    assert json.loads(after(command, "--kv-transfer-config"))["kv_connector_extra_config"]["kv_lease_duration"] == 12.5
+
+
+@pytest.mark.parametrize("option", ["--num-blocks", "--max-batch-tokens", "--heartbeat"])
+def test_what_vllm_has_no_place_for_is_not_passed_over(option):
+    result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", option, "7"])
+    assert result.exit_code == 2
+    assert option in result.output
+
+
 def test_the_block_size_is_vllms_own_unless_chosen_and_arguments_come_last():
     assert "--block-size" not in vllm_command(OPTIONS, 1)
     command = vllm_command(options(block_tokens=32, arguments=("--block-size", "64")), 1)

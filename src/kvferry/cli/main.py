@@ -52,10 +52,13 @@ def _check_engine(engine: str, context: typer.Context) -> None:
 
 def _size(context: typer.Context, name: str, engine: str) -> int:
     """A number of the command line; 0, which leaves it to vLLM, where that is the engine and none was given."""
+    return int(context.params[name]) if engine != "vllm" or _is_given(context, name) else 0
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command line has an option, or its default counts."""
     source = context.get_parameter_source(name)
-    if engine == "vllm" and (source is None or source.name != "COMMANDLINE"):
-        return 0
-    return int(context.params[name])
+    return source is not None and source.name == "COMMANDLINE"
 
 
 @app.command(context_settings={"allow_extra_args": True})
@@ -187,10 +190,18 @@ def serve(
 
 
 def _serve_vllm(context: typer.Context, path: str, served_name: str) -> None:
-    """The same options for vLLM. Ends with its exit code."""
+    """The same options for vLLM. Ends with its exit code.
+
+    Raises ConfigurationError for those that vLLM has no place for.
+    """
     from kvferry.cli import environment
     from kvferry.cli.serve_vllm import VllmOptions, serve_vllm
 
+    for name in ("num_blocks", "max_batch_tokens", "heartbeat"):
+        if _is_given(context, name):
+            option = f"--{name.replace('_', '-')}"
+            hint = "what follows -- goes to vllm serve as it is"
+            raise ConfigurationError("this option is not for vLLM", found=option, expected="vLLM's own", hint=hint)
     given = context.params
     options = VllmOptions(
         model=path,
@@ -209,6 +220,8 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str) -> None:
         as_child=given["as_child"],
         transfer_host=given["transfer_host"],
         token_file=given["token_file"] or environment.token_file(),
+        lease_s=given["lease_timeout"] if _is_given(context, "lease_timeout") else 0.0,
+        drain_s=given["drain_timeout"] if _is_given(context, "drain_timeout") else 0.0,
     )
     raise typer.Exit(serve_vllm(options))
 

@@ -14,6 +14,7 @@ import time
 import urllib.request
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import ceil
 
 from kvferry.cli import console, http
 from kvferry.errors import ConfigurationError
@@ -29,7 +30,7 @@ STOP_S = 8.0
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """What to serve and where. `block_tokens` 0 leaves it to vLLM; `arguments` go to `vllm serve` as they are."""
+    """What to serve and where. What is 0 is left to vLLM; `arguments` go to `vllm serve` as they are."""
 
     model: str
     served_name: str
@@ -47,6 +48,8 @@ class VllmOptions:
     transfer_host: str = HERE
     token_file: str = ""
     digest: str = "sampled"
+    lease_s: float = 0.0
+    drain_s: float = 0.0
 
 
 def serve_vllm(options: VllmOptions) -> int:
@@ -72,7 +75,7 @@ def serve_vllm(options: VllmOptions) -> int:
     try:
         return _watch(process, options, f"http://{options.host}:{port}", told)
     finally:
-        _stop(process)
+        _stop(process, options.drain_s + STOP_S)
 
 
 def vllm_command(options: VllmOptions, port: int) -> list[str]:
@@ -80,6 +83,7 @@ def vllm_command(options: VllmOptions, port: int) -> list[str]:
     extra = {"transport": options.transport, "port": options.transfer_port}
     extra |= {"digest": options.digest} if options.digest != "sampled" else {}
     extra |= {"host": options.transfer_host} if options.transfer_host != HERE else {}
+    extra |= {"kv_lease_duration": options.lease_s} if options.lease_s else {}
     extra |= {"token_file": options.token_file} if options.token_file else {}
     transfer = {
         "kv_connector": "FerryConnector",
@@ -93,6 +97,7 @@ def vllm_command(options: VllmOptions, port: int) -> list[str]:
     command += ["--host", options.host, "--port", str(port), "--served-model-name", options.served_name]
     command += ["--dtype", options.dtype, "--kv-transfer-config", json.dumps(transfer)]
     command += ["--block-size", str(options.block_tokens)] if options.block_tokens else []
+    command += ["--shutdown-timeout", str(ceil(options.drain_s))] if options.drain_s else []
     return [*command, *options.arguments]
 
 
@@ -141,11 +146,11 @@ def _input_is_closed() -> bool:
     return bool(readable) and not os.read(sys.stdin.fileno(), 4096)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[bytes], within_s: float) -> None:
     """Politely, then by force; nothing of its session survives."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_S)
+        process.wait(within_s)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(STOP_S)
