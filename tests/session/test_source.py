@@ -309,3 +309,29 @@ def test_before_any_claim_whoever_knows_the_lease_keeps_it_alive():
     stranger = from_peer(m.Renew(STRANGER, ("l1",)))
     assert source.handle(stranger, 33.0) == [Reply("x", m.Renewed(("l1",)))]
     assert SourceFree("r1", m.Reason.EXPIRED) in source.handle(Tick(), 34.1)
+
+
+def test_memory_may_be_read_from_an_offer_to_the_end_of_the_claims():
+    """Some transports need the source's help meanwhile, and only then."""
+    source = session()
+    assert not source.may_be_read(0.0)
+    source.handle(from_peer(m.OfferRequest(READER)), 1.0)
+    assert source.may_be_read(5.9)
+    assert not source.may_be_read(6.1)
+    source.handle(LEASE, 7.0)
+    assert not source.may_be_read(7.0)
+    source.handle(from_peer(CLAIM), 8.0)
+    assert source.may_be_read(8.0)
+    source.handle(from_peer(m.Landed(READER, "c1", "l1")), 9.0)
+    assert not source.may_be_read(9.0)
+
+
+def test_a_claim_says_that_the_tests_are_over():
+    source = session()
+    source.handle(LEASE, 0.0)
+    for party in (READER, STRANGER):
+        source.handle(from_peer(m.OfferRequest(party)), 1.0)
+    source.handle(from_peer(CLAIM), 2.0)
+    source.handle(from_peer(m.Abort(READER, "c1", "l1")), 2.5)
+    assert source.may_be_read(2.5)
+    assert not source.may_be_read(6.1)

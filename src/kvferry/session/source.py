@@ -51,6 +51,9 @@ __all__ = ["Identity", "SourceSession"]
 SourceEvent = LeaseWanted | LeaseWithdrawn | FrameArrived | Digested | Tick
 
 
+MAX_OFFERED = 512
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """Who this rank is and what it tells peers about itself."""
@@ -72,6 +75,7 @@ class SourceSession:
         self._leases: dict[str, Lease] = {}
         self._by_request: dict[str, Lease] = {}
         self._early = EarlyMessages()
+        self._offered: dict[Party, float] = {}
         self._extractor = Extractor(identity.layout, "source")
 
     def handle(self, event: SourceEvent, now: float) -> list[Command]:
@@ -101,6 +105,11 @@ class SourceSession:
     def num_live(self) -> int:
         """Leases whose blocks the engine still keeps."""
         return len(self._by_request)
+
+    def may_be_read(self, now: float) -> bool:
+        """Whether a peer may be reading our memory: it has a claim, or it has our offer and tests transports."""
+        is_tested = any(until > now for until in self._offered.values())
+        return is_tested or any(lease.live and lease.claims for lease in self._leases.values())
 
     # --- how leases end ---
 
@@ -167,6 +176,9 @@ class SourceSession:
 
     def _offer(self, peer: str, request: OfferRequest, now: float) -> list[Command]:
         identity = self._identity
+        self._offered = {party: until for party, until in self._offered.items() if until > now}
+        if len(self._offered) < MAX_OFFERED:
+            self._offered[request.party] = now + self._timing.handshake_s
         return [Reply(peer, Offer(identity.party, identity.layout, identity.transports, identity.probe))]
 
     def _claim(self, peer: str, claim: Claim, now: float) -> list[Command]:
@@ -182,6 +194,7 @@ class SourceSession:
         for refusal in (*lease.refusal_of(claim), *self._refusal_of_state(lease, claim)):
             return _refuse(peer, refusal)
         lease.claim(claim, now + self._timing.lease_s)
+        self._offered.pop(claim.party, None)
         return [Reply(peer, Grant(claim.claim_id, lease.wanted.block_tables))]
 
     def _refusal_of_state(self, lease: Lease, claim: Claim) -> tuple[Refusal, ...]:
