@@ -35,7 +35,7 @@ __all__ = ["Worker"]
 
 logger = logging.getLogger(__name__)
 
-SWITCH_S = 1e-6
+SWITCH_S = 0.0001
 # An agent shares its interpreter and its cores with a rank that computes and polls: a peer may be slow to meet and slow
 # to answer without being lost, and taking it for lost would fail its requests.
 HANDSHAKE_S = 15.0
@@ -93,9 +93,7 @@ class Worker:
         )
         host = Host(layouts, described.memories, self._notices.put)
         agent = Agent(agent_config, host, opened.transports, opened.unavailable)
-        # A worker that waits for its next step lets go of the interpreter and takes it back a million times a second.
-        # Each time Python wakes the agent, which is too late each time, and so never has waited long enough to insist:
-        # it was kept out for up to 70 ms. With the shortest interval it insists at once.
+        # At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.
         sys.setswitchinterval(SWITCH_S)
         agent.start()
         self._started.append(_Started(agent, described, Pages(described.memories)))
