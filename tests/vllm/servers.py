@@ -68,7 +68,7 @@ class PairSpec:
     prefill: ServerSpec = ServerSpec("kv_producer")
     decode: ServerSpec = ServerSpec("kv_consumer")
     failure_policy: str = "fail"
-    lease_s: int = 30
+    lease_s: int = 60
     extra: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -113,6 +113,14 @@ class Server:
             if time.monotonic() > deadline:
                 raise StartError(f"the {self.spec.role} is not ready after {START_S:.0f} s: {self.words()}")
             time.sleep(POLL_S)
+
+    def warm_up(self) -> None:
+        """Answer once. vLLM compiles at its first steps, which on busy cores can take longer than a lease lasts."""
+        body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=START_S) as response:
+            response.read()
 
     def healthy(self) -> bool:
         try:
@@ -208,6 +216,8 @@ class Pair:
                 server.start()
             for server in self.servers:
                 server.wait_until_ready()
+            for server in self.servers:
+                server.warm_up()
         except BaseException:
             self.stop()
             raise
