@@ -8,7 +8,7 @@ from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.model import attention
-from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, ReadKey, TicketEnded
+from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, Post, ReadKey, TicketEnded
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.selftest import fill_probe
 from kvferry.wire.messages import Offer, Party, Probe, TransportOffer
@@ -111,7 +111,7 @@ def connected():
 
 def test_a_read_ends_as_its_ticket_ends(connected):
     carrier, transport = connected
-    carrier.post(KEY, NO_ROWS)
+    carrier.post(Post(KEY, NO_ROWS))
     assert carrier.poll() == []
     transport.ended = [Completion(transport.open[0], "cable cut"), Completion(Ticket(999), "not ours")]
     assert carrier.poll() == [TicketEnded(KEY, "cable cut")]
@@ -120,7 +120,7 @@ def test_a_read_ends_as_its_ticket_ends(connected):
 
 def test_a_cancelled_read_still_ends(connected):
     carrier, transport = connected
-    carrier.post(KEY, NO_ROWS)
+    carrier.post(Post(KEY, NO_ROWS))
     carrier.cancel(KEY)
     assert transport.cancelled == transport.open
     assert carrier.busy
@@ -131,7 +131,7 @@ def test_a_cancelled_read_still_ends(connected):
 def test_a_read_that_cannot_be_posted_ends_with_the_reason(connected):
     carrier, transport = connected
     transport.refuses = ("post",)
-    carrier.post(KEY, NO_ROWS)
+    carrier.post(Post(KEY, NO_ROWS))
     (ended,) = carrier.poll()
     assert "cannot post" in ended.error
 
@@ -140,7 +140,7 @@ def test_a_read_from_a_lost_peer_ends_with_an_error(connected):
     carrier, transport = connected
     carrier.disconnect(PEER)
     assert transport.connected == set()
-    carrier.post(KEY, NO_ROWS)
+    carrier.post(Post(KEY, NO_ROWS))
     (ended,) = carrier.poll()
     assert ended.error
 

@@ -66,7 +66,7 @@ DONE = SourceFree("r1", "done")
 
 
 def source() -> SourceSession:
-    return SourceSession(Identity(SOURCE, 1, "0.1.0", SOURCE_LAYOUT, (), m.Probe(0, 0, 0)), TIMING)
+    return SourceSession(Identity(SOURCE, "0.1.0", (SOURCE_LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
 
 
 DIGESTING = [(0, LEASE, []), (1, CLAIM, [Reply]), (2, LANDED, [Digest])]

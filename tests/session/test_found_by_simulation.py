@@ -66,7 +66,7 @@ def test_a_handshake_that_nobody_waits_for_any_more_does_not_end_the_next_fetch(
         [
             (0.0, WANTED, [Send]),
             (0.1, AbortWanted("q1"), [Count, Failed, Send, TargetFree]),
-            (0.2, AnswerArrived(PEER, m.Aborted("q1")), []),
+            (0.2, AnswerArrived(PEER, m.Aborted("q1", PEER.epoch)), []),
         ],
     )
     due = target.next_deadline(0.2)
@@ -102,7 +102,7 @@ def test_a_peer_that_nothing_is_fetched_from_is_forgotten_one_day():
     """Engines that are gone for good, as after every change of a fleet's size, stayed peers, their memory mapped."""
     target = session()
     play(target, [*handshake(WANTED), (0.4, AbortWanted("q1"), [Count, Failed, Send, TargetFree])])
-    play(target, [(0.5, AnswerArrived(PEER, m.Aborted("q1")), []), (600.4, Tick(), [])])
+    play(target, [(0.5, AnswerArrived(PEER, m.Aborted("q1", PEER.epoch)), []), (600.4, Tick(), [])])
     due = target.next_deadline(600.4)
     assert due == 0.5 + TIMING.idle_peer_s
     play(target, [(due, Tick(), [Disconnect(PEER)]), (700.0, replace(WANTED, request_id="q2"), [Send])])

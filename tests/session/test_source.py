@@ -21,7 +21,7 @@ READER = m.Party("d0", "epoch-9", 0)
 OTHER_READER = m.Party("d0", "epoch-9", 1)
 STRANGER = m.Party("d1", "epoch-5", 0)
 LAYOUT = describe(attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
-IDENTITY = Identity(US, 1, "0.1.0", LAYOUT, (), m.Probe(0, 0, 0))
+IDENTITY = Identity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0))
 LEASE = LeaseWanted("r1", "l1", ((3, 5),), 7)
 REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
 CLAIM = m.Claim(READER, "c1", REFERENCE, 6, (0,))
@@ -29,7 +29,7 @@ GRANT = Reply("x", m.Grant("c1", ((3, 5),)))
 
 
 def session(layout=LAYOUT) -> SourceSession:
-    return SourceSession(replace(IDENTITY, layout=layout), TIMING)
+    return SourceSession(replace(IDENTITY, layouts=(layout,)), TIMING)
 
 
 def from_peer(message, peer="x"):
@@ -104,7 +104,7 @@ def test_a_second_attempt_of_the_same_reader_is_not_the_first_one_repeated():
     source = session()
     play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT]), (1, from_peer(CLAIM), [GRANT])])
     assert refusal(source.handle(from_peer(m.Claim(READER, "c2", REFERENCE, 6, (0,))), 1), m.Reason.ALREADY_CLAIMED)
-    play(source, [(2, from_peer(m.Abort(READER, "c2", "l1")), [Reply("x", m.Aborted("c2"))])])
+    play(source, [(2, from_peer(m.Abort(READER, "c2", "l1")), [Reply("x", m.Aborted("c2", US.epoch))])])
     assert refusal(source.handle(from_peer(m.Landed(READER, "c2", "l1")), 2), m.Reason.NOT_CLAIMED)
     play(source, [(3, from_peer(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), SourceFree("r1", "done")])])
     assert refusal(source.handle(from_peer(m.Landed(READER, "c2", "l1")), 4), m.Reason.NOT_CLAIMED)
@@ -226,7 +226,7 @@ def test_one_peer_does_not_take_the_room_of_others_claims():
 
 
 def test_an_abort_frees_the_blocks_and_is_acknowledged_every_time():
-    aborted = Reply("x", m.Aborted("c1"))
+    aborted = Reply("x", m.Aborted("c1", US.epoch))
     play(
         session(),
         [
@@ -298,7 +298,10 @@ def test_another_incarnation_of_the_reader_is_another_engine():
 
 def test_before_any_claim_whoever_knows_the_lease_may_end_it():
     abort = from_peer(m.Abort(READER, "c1", "l1"))
-    play(session(), [(0, LEASE, []), (1, abort, [Reply("x", m.Aborted("c1")), SourceFree("r1", m.Reason.ABORTED)])])
+    play(
+        session(),
+        [(0, LEASE, []), (1, abort, [Reply("x", m.Aborted("c1", US.epoch)), SourceFree("r1", m.Reason.ABORTED)])],
+    )
 
 
 def test_before_any_claim_whoever_knows_the_lease_keeps_it_alive():

@@ -158,7 +158,7 @@ def test_an_abort_is_repeated_until_the_source_has_noted_it():
             (0.5, AbortWanted("q1"), FAILED),
             (0.5, TicketEnded(KEY, ""), [TargetFree]),
             (1.1, Tick(), [ABORT]),
-            (1.2, answer(m.Aborted("q1")), []),
+            (1.2, answer(m.Aborted("q1", PEER.epoch)), []),
             (1.9, Tick(), []),
         ],
     )
@@ -460,7 +460,7 @@ def test_a_waiting_request_keeps_its_lease_and_then_claims_at_once():
     assert target.next_deadline(3.5) < 4.5
     assert target.handle(WANTED, 3.6) == [CLAIM]
     target.handle(AbortWanted("q1"), 3.7)
-    target.handle(answer(m.Aborted("q1")), 3.8)
+    target.handle(answer(m.Aborted("q1", PEER.epoch)), 3.8)
     assert [c for second in (5, 6, 7) for c in target.handle(Tick(), float(second))] == []
 
 

@@ -32,7 +32,7 @@ EXAMPLES = [
     m.Renew(PARTY, ("l",)),
     m.Renewed(("l",)),
     m.Abort(PARTY, "c", "l"),
-    m.Aborted("c"),
+    m.Aborted("c", "e"),
     m.Refusal(m.Reason.EXPIRED, "what", "found", "expected", "c"),
 ]
 

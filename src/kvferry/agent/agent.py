@@ -12,32 +12,31 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvferry import __version__
 from kvferry.agent.carrier import Carrier
+from kvferry.agent.config import AgentConfig, Host
 from kvferry.agent.control import Arrival, ControlChannel
 from kvferry.agent.digests import Digester, HostBytes
-from kvferry.agent.reach import listening_address
-from kvferry.agent.shared_token import NO_TOKEN, SharedToken
+from kvferry.agent.knocks import Knocks
 from kvferry.agent.wake import Wake
-from kvferry.errors import RequestError, WireError, WireVersionError
-from kvferry.plan.digest import Policy
-from kvferry.plan.layout import Layout
+from kvferry.errors import ConfigurationError, RequestError, WireError, WireVersionError
+from kvferry.plan.copies import Direction
 from kvferry.session import events as e
+from kvferry.session.handshake import Ourselves
 from kvferry.session.source import Identity, SourceSession
-from kvferry.session.target import Ourselves, TargetSession
-from kvferry.transport.base import Memory, Transport
+from kvferry.session.target import TargetSession
+from kvferry.transport.base import Transport
 from kvferry.transport.selftest import fill_probe
 from kvferry.transport.shared_memory import SharedMemory, allocate_shared
-from kvferry.wire.codec import decode, encode
-from kvferry.wire.messages import Message, Party, Probe, Reason, Reference, Refusal
+from kvferry.wire.codec import MAX_REQUEST_BYTES, decode, encode
+from kvferry.wire.messages import Message, Party, Probe, Reason, Reference, Refusal, TargetOffer
 
-__all__ = ["Agent", "AgentConfig", "Host", "Notice", "new_epoch", "new_lease_id"]
+__all__ = ["Agent"]
 
 PROBE_BYTES = 4 << 20
 BUSY_POLL_S = 0.0005
@@ -49,65 +48,9 @@ DIGEST_BYTES = 16 << 20
 
 logger = logging.getLogger(__name__)
 
-Notice = e.Fetched | e.Failed | e.TargetFree | e.SourceFree | e.Stopped
-"""What an engine is told, on the agent's thread."""
-
-_SourceEvent = e.LeaseWanted | e.LeaseWithdrawn | e.FrameArrived
-_TargetEvent = (
-    e.HoldWanted
-    | e.FetchWanted
-    | e.AbortWanted
-    | e.AnswerArrived
-    | e.PeerConnected
-    | e.PeerUnreachable
-    | e.TicketEnded
-    | e.Digested
-)
-
-
-def new_epoch() -> str:
-    """A name that no other start of any engine has."""
-    return f"{time.time_ns():x}-{secrets.token_hex(4)}"
-
-
-def new_lease_id() -> str:
-    """An id that nobody can guess: who knows it has been told."""
-    return secrets.token_hex(16)
-
-
-@dataclass(frozen=True, slots=True)
-class AgentConfig:
-    """One rank of one engine. All ranks of an engine have the same `epoch`, new at every start.
-
-    `port` 0 lets the system choose; `transport` is `auto` or a transport's name. Without a `token` there is nothing but
-    this host to listen on and to connect to. `digest` says how much of what has arrived is compared with the source's
-    own bytes before a request may be decoded.
-    """
-
-    engine_id: str
-    epoch: str = field(default_factory=new_epoch)
-    rank: int = 0
-    host: str = "127.0.0.1"
-    port: int = 0
-    transport: str = "auto"
-    timing: e.Timing = field(default_factory=e.Timing)
-    token: SharedToken = NO_TOKEN
-
-    def __post_init__(self) -> None:
-        """Raises ConfigurationError for a host that must not or cannot be listened on."""
-        listening_address(self.host, self.token)
-
-    digest: Policy = Policy.SAMPLED
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """What an engine brings: the layouts of all its ranks, the memory that this rank's regions lie in, and where
-    notices go. `notify` is called on the agent's thread and must return at once."""
-
-    layouts: tuple[Layout, ...]
-    memories: tuple[Memory, ...]
-    notify: Callable[[Notice], None]
+_SourceEvent = e.LeaseWanted | e.LeaseWithdrawn
+_TargetEvent = e.HoldWanted | e.FetchWanted | e.AbortWanted
+_CommonEvent = e.PeerConnected | e.PeerUnreachable | e.TicketEnded | e.Digested
 
 
 class Agent:
@@ -128,29 +71,28 @@ class Agent:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-agent", daemon=True)
         with ExitStack() as undo:
+            # Closed last: whoever finds nobody at the address knows that nothing of ours moves any more.
+            self._control = ControlChannel(config.host, config.port, config.token)
+            undo.callback(self._control.close)
             self._carrier = Carrier(config.transport, transports, unavailable)
             undo.callback(self._carrier.close)
             probe_memory = allocate_shared(PROBE_BYTES, "kvferry-probe")
             undo.callback(probe_memory.close)
             self._carrier.register([*host.memories, probe_memory.memory])
             self._carrier.check_requested()
-            self._control = ControlChannel(config.host, config.port, config.token)
-            undo.callback(self._control.close)
+            self._knocks = Knocks()
+            undo.callback(self._knocks.close)
             self._wake = Wake()
             undo.callback(self._wake.close)
             self._control.watch(self._wake.fileno())
             self.address = self._control.address
-            identity = Identity(
-                party=self.party,
-                num_ranks=len(host.layouts),
-                product_version=__version__,
-                layout=host.layouts[config.rank],
-                transports=self._carrier.offers(),
-                probe=_filled(probe_memory),
-            )
+            offers, probe = self._carrier.offers(), _filled(probe_memory)
+            ours = Ourselves(self.party, __version__, host.layouts, config.digest, config.direction, offers, probe)
+            _check_offer(ours)
             self._resources = undo.pop_all()
+        identity = Identity(self.party, __version__, host.layouts, offers, probe)
         self._source = SourceSession(identity, config.timing)
-        self._target = TargetSession(Ourselves(self.party, __version__, host.layouts, config.digest), config.timing)
+        self._target = TargetSession(ours, config.timing)
         self._digester = Digester(HostBytes(host.memories, host.layouts[config.rank].regions))
 
     @property
@@ -160,7 +102,7 @@ class Agent:
 
     @property
     def num_open_reads(self) -> int:
-        """Reads that are under way."""
+        """Reads and writes of ours that are under way."""
         return self._carrier.num_open
 
     # --- what engines call ---
@@ -238,7 +180,9 @@ class Agent:
             self._arrived(arrival)
         began = time.monotonic()
         for event in self._carrier.poll():
-            self._feed_target(event)
+            self._feed(event)
+        for peer in self._knocks.unanswered():
+            self._feed_target(e.PeerGone(peer))
         # What has been answered while that took long must be read before somebody is taken for silent.
         for arrival in self._control.receive(0.0):
             self._arrived(arrival)
@@ -249,7 +193,7 @@ class Agent:
         self._obey([*self._source.handle(e.Tick(), now), *self._target.handle(e.Tick(), now)])
         if self._digester.busy:
             return 0.0
-        if self._carrier.busy:
+        if self._carrier.busy or self._knocks.busy:
             # A transport that copies inside `poll` has more to copy; one that works elsewhere is asked again soon.
             return 0.0 if now - began > BUSY_POLL_S else IDLE_POLL_S
         deadline = min(self._source.next_deadline(), self._target.next_deadline(now))
@@ -283,13 +227,15 @@ class Agent:
         if not arrival.link:
             self._obey(self._source.handle(e.FrameArrived(arrival.name, message), time.monotonic()))
 
-    def _feed(self, digested: e.Digested) -> None:
-        if isinstance(digested.key, e.ReadKey):
-            self._feed_target(digested)
+    def _feed(self, event: _CommonEvent) -> None:
+        """News of what both sessions may have asked for: who did can be told from its name."""
+        name = event.peer if isinstance(event, e.PeerConnected | e.PeerUnreachable) else event.key
+        if isinstance(name, e.PeerKey | e.ReadKey):
+            self._feed_target(event)
         else:
-            self._obey(self._source.handle(digested, time.monotonic()))
+            self._obey(self._source.handle(event, time.monotonic()))
 
-    def _feed_target(self, event: _TargetEvent) -> None:
+    def _feed_target(self, event: _TargetEvent | _CommonEvent | e.AnswerArrived | e.PeerGone) -> None:
         self._obey(self._target.handle(event, time.monotonic()))
 
     def _obey(self, commands: Sequence[e.Command]) -> None:
@@ -306,30 +252,45 @@ class Agent:
                 self._carrier.connect(peer, offer)
             case e.Disconnect(peer):
                 self._carrier.disconnect(peer)
-                self._control.forget(peer)
-            case e.Post() | e.Cancel() | e.Digest() | e.DropDigest():
+                if isinstance(peer, e.PeerKey):
+                    self._control.forget(peer)
+            case e.Post() | e.Cancel() | e.Digest() | e.DropDigest() | e.Knock():
                 self._work(command)
             case e.Count(what, reason):
                 self.counts[what, reason] += 1
             case _:
                 self._notify(command)
 
-    def _work(self, command: e.Post | e.Cancel | e.Digest | e.DropDigest) -> None:
+    def _work(self, command: e.Post | e.Cancel | e.Digest | e.DropDigest | e.Knock) -> None:
         """What takes several turns, and how it is ended early."""
         match command:
-            case e.Post(key, copies):
-                self._carrier.post(key, copies)
+            case e.Post():
+                self._carrier.post(command)
             case e.Cancel(key):
                 self._carrier.cancel(key)
             case e.Digest(digest_key, extracts):
                 self._digester.start(digest_key, extracts)
             case e.DropDigest(digest_key):
                 self._digester.drop(digest_key)
+            case e.Knock(peer):
+                self._knocks.start(peer)
 
     def _sent(self, queued: bool, message: Message) -> None:
         """A full queue drops the message: the session repeats what is not answered."""
         if not queued:
             self.counts["messages_dropped", type(message).__name__] += 1
+
+
+def _check_offer(ours: Ourselves) -> None:
+    """Raises ConfigurationError when sources could not take in the offer of a rank that wants to be written to."""
+    size_bytes = len(encode(TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe)))
+    if ours.direction is Direction.WRITE and size_bytes > MAX_REQUEST_BYTES:
+        raise ConfigurationError(
+            "the layouts of this engine are too large for a push",
+            found=f"{size_bytes:,} bytes",
+            expected=f"at most {MAX_REQUEST_BYTES:,}",
+            hint="choose the direction pull",
+        )
 
 
 def _check_id(request_id: str) -> None:

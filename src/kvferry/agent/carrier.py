@@ -1,4 +1,4 @@
-"""The transports of one agent: which peer is reached over which, and which ticket belongs to which read."""
+"""The transports of one agent: which peer is reached over which, and which ticket belongs to what."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvferry.agent.meeting import Meeting
+from kvferry.agent.meeting import Meeting, name_of
 from kvferry.errors import ConfigurationError, TransportError
-from kvferry.plan.copies import Copies
-from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, ReadKey, TicketEnded
-from kvferry.transport.base import Completion, Direction, Memory, Ticket, Transport
+from kvferry.session.events import PeerConnected, PeerUnreachable, Post, Remote, TicketEnded, WorkKey
+from kvferry.transport.base import Completion, Memory, Ticket, Transport
 from kvferry.transport.select import candidates
-from kvferry.wire.messages import Offer, TransportOffer
+from kvferry.wire.messages import Offer, TargetOffer, TransportOffer
 
 __all__ = ["Carrier", "CarrierEvent"]
 
@@ -40,19 +39,19 @@ class Carrier:
         self._requested = requested
         self._transports = {transport.name: transport for transport in transports}
         self._unavailable = dict(unavailable)
-        self._routes: dict[PeerKey, Transport] = {}
-        self._open: dict[ReadKey, _Open] = {}
+        self._routes: dict[Remote, Transport] = {}
+        self._open: dict[WorkKey, _Open] = {}
         self._meetings: list[Meeting] = []
         self._events: list[CarrierEvent] = []
 
     @property
     def busy(self) -> bool:
-        """Whether a read or a self-test is under way."""
+        """Whether a ticket or a self-test is under way."""
         return bool(self._open or self._events or self._meetings)
 
     @property
     def num_open(self) -> int:
-        """Reads that have been posted and have not ended. May be asked from any thread."""
+        """Tickets that have been posted and have not ended. May be asked from any thread."""
         return len(self._open)
 
     @property
@@ -81,7 +80,7 @@ class Carrier:
         missing = [TransportOffer(name, b"", reason) for name, reason in self._unavailable.items()]
         return (*ours, *missing)
 
-    def connect(self, peer: PeerKey, offer: Offer) -> None:
+    def connect(self, peer: Remote, offer: Offer | TargetOffer) -> None:
         """Find out which transport reaches a peer fastest; the outcome comes out of a later `poll`."""
         offered = {each.name: each.unavailable for each in offer.transports}
         try:
@@ -91,33 +90,33 @@ class Carrier:
             return
         self._meetings.append(Meeting(peer, offer, [self._transports[name] for name in names]))
 
-    def disconnect(self, peer: PeerKey) -> None:
-        """Forget a peer; its open reads end with an error in a later `poll`."""
+    def disconnect(self, peer: Remote) -> None:
+        """Forget a peer; its open tickets end with an error in a later `poll`."""
         self._routes.pop(peer, None)
         for meeting in self._meetings:
             if meeting.peer == peer:
                 meeting.abandon()
         for transport in self._transports.values():
-            transport.disconnect(str(peer))
+            transport.disconnect(name_of(peer))
 
-    def post(self, key: ReadKey, copies: Copies) -> None:
-        """Start a read; its end comes out of `poll`, also when it could not be started."""
-        transport = self._routes.get(key.peer)
+    def post(self, post: Post) -> None:
+        """Start a ticket; its end comes out of `poll`, also when it could not be started."""
+        key, transport = post.key, self._routes.get(post.key.remote)
         if transport is None:
             self._events.append(TicketEnded(key, "the peer is not connected any more"))
             return
         try:
-            self._open[key] = _Open(transport, transport.post(str(key.peer), copies, Direction.READ))
+            self._open[key] = _Open(transport, transport.post(name_of(key.remote), post.copies, post.direction))
         except TransportError as error:
             self._events.append(TicketEnded(key, str(error)))
 
-    def cancel(self, key: ReadKey) -> None:
-        """Lose interest in a read; its end still comes out of `poll`."""
+    def cancel(self, key: WorkKey) -> None:
+        """Lose interest in a ticket; its end still comes out of `poll`."""
         if posted := self._open.get(key):
             posted.transport.cancel(posted.ticket)
 
     def poll(self) -> list[CarrierEvent]:
-        """Make progress on every transport; returns the reads that have ended and the outcomes of `connect`."""
+        """Make progress on every transport; returns the tickets that have ended and the outcomes of `connect`."""
         events, self._events = self._events, []
         completions = {name: transport.poll() for name, transport in self._transports.items()}
         keys = {(posted.transport.name, posted.ticket): key for key, posted in self._open.items()}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvferry.plan.extract import Extract
 from kvferry.plan.layout import Region
 from kvferry.plan.parts import Grid
-from kvferry.session.events import Digested, DigestKey
+from kvferry.session.events import Digested, WorkKey
 from kvferry.transport.base import Memory
 from kvferry.transport.pieces import View, view_of
 
@@ -62,7 +62,7 @@ def _lies_in(region: Region, extents: Sequence[tuple[int, int]]) -> bool:
 class _Job:
     """A digest under way. `values` fill up while `work` goes on, which yields how many bytes it has digested."""
 
-    key: DigestKey
+    key: WorkKey
     values: list[bytes]
     work: Iterator[int]
 
@@ -80,7 +80,7 @@ class Digester:
         """Whether there is something to do for `run`."""
         return bool(self._jobs or self._refused)
 
-    def start(self, key: DigestKey, extracts: Sequence[Extract]) -> None:
+    def start(self, key: WorkKey, extracts: Sequence[Extract]) -> None:
         """Begin a digest; its values, or why there are none, come out of `run`."""
         if self._memory.unreadable:
             self._refused.append(Digested(key, (), self._memory.unreadable))
@@ -88,7 +88,7 @@ class Digester:
         values = [b""] * sum(len(extract.numbers) for extract in extracts)
         self._jobs.append(_Job(key, values, self._digest(extracts, values)))
 
-    def drop(self, key: DigestKey) -> None:
+    def drop(self, key: WorkKey) -> None:
         """Nobody wants it any more. Unknown ones are fine."""
         self._jobs = deque(job for job in self._jobs if job.key != key)
 

@@ -6,17 +6,22 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from kvferry.errors import TransportError
-from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable
+from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, Remote
 from kvferry.transport.base import Completion, Transport
 from kvferry.transport.select import choose, is_worth_testing
 from kvferry.transport.selftest import Measurement, Probe, SelfTest
-from kvferry.wire.messages import Offer
+from kvferry.wire.messages import Offer, TargetOffer
 
-__all__ = ["Meeting"]
+__all__ = ["Meeting", "name_of"]
 
 # All tests of a peer together: transports that hang one after the other still leave room in a handshake's five
 # seconds. What one does not need is for the others: on a busy machine a test may take long and be good.
 TESTS_S = 4.5
+
+
+def name_of(peer: Remote) -> str:
+    """What transports call a peer. An engine may read from one that it also writes to: these are two."""
+    return f"source {peer}" if isinstance(peer, PeerKey) else f"target {peer}"
 
 
 class Meeting:
@@ -27,7 +32,7 @@ class Meeting:
     unsettled: its scratch memory may still be written to.
     """
 
-    def __init__(self, peer: PeerKey, offer: Offer, transports: Sequence[Transport]) -> None:
+    def __init__(self, peer: Remote, offer: Offer | TargetOffer, transports: Sequence[Transport]) -> None:
         self.peer = peer
         self.chosen: tuple[Transport, ...] = ()
         self._probe = Probe(offer.probe.address, offer.probe.size_bytes, offer.probe.seed)
@@ -77,13 +82,13 @@ class Meeting:
             self._untested.append(transport.name)
             return
         try:
-            transport.connect(str(self.peer), self._descriptors[transport.name])
+            transport.connect(name_of(self.peer), self._descriptors[transport.name])
         except TransportError as error:
             self._unconnected.append(Measurement(transport.name, 0.0, 0.0, 0.0, str(error)))
             return
         self._until = self._until or now + TESTS_S
         fair_s = (self._until - now) / (1 + len(self._waiting))
-        test = SelfTest(transport, str(self.peer), self._probe, max(fair_s, 0.0))
+        test = SelfTest(transport, name_of(self.peer), self._probe, max(fair_s, 0.0))
         self._tests.append((transport.name, test))
         test.start(now)
 
@@ -95,5 +100,5 @@ class Meeting:
         self.chosen = tuple(each for each in self._transports if each.name == choice.name)
         for transport in self._transports:
             if transport not in self.chosen:
-                transport.disconnect(str(self.peer))
+                transport.disconnect(name_of(self.peer))
         return PeerConnected(self.peer, choice.name, choice.reason)

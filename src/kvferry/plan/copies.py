@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NOTHING", "Column", "Copies", "firsts", "merge"]
+__all__ = ["NOTHING", "Column", "Copies", "Direction", "firsts", "merge"]
 
 Column = NDArray[np.uint64]
 """One unsigned 64-bit integer per row, in bytes."""
+
+
+class Direction(StrEnum):
+    """Who moves the bytes, and so which side of a copy is remote: the target READs (pull), the source WRITEs (push)."""
+
+    READ = "read"
+    WRITE = "write"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

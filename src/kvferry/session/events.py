@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvferry.errors import TransferError
-from kvferry.plan.copies import Copies
+from kvferry.plan.copies import Copies, Direction
 from kvferry.plan.extract import Extract
 from kvferry.plan.tokens import TokenRange
-from kvferry.wire.messages import Message, Offer, Party, Reference
+from kvferry.wire.messages import Message, Offer, Party, Reference, TargetOffer
 
 __all__ = [
     "AbortWanted",
@@ -25,7 +25,6 @@ __all__ = [
     "Connect",
     "Count",
     "Digest",
-    "DigestKey",
     "Digested",
     "Disconnect",
     "DropDigest",
@@ -35,13 +34,16 @@ __all__ = [
     "Fetched",
     "FrameArrived",
     "HoldWanted",
+    "Knock",
     "LeaseWanted",
     "LeaseWithdrawn",
     "PeerConnected",
+    "PeerGone",
     "PeerKey",
     "PeerUnreachable",
     "Post",
     "ReadKey",
+    "Remote",
     "Reply",
     "Send",
     "SourceFree",
@@ -50,6 +52,7 @@ __all__ = [
     "Tick",
     "TicketEnded",
     "Timing",
+    "WorkKey",
     "peers_of",
 ]
 
@@ -62,7 +65,8 @@ class Timing:
     for lost after `missed_heartbeats` without any answer; it repeats an unanswered message every `resend_s`.
     A claim that is faster than the engine's own word waits `early_claim_s` for its lease. A peer that nothing has been
     fetched from for `idle_peer_s` is forgotten. A lease is held for a request that waits for its turn, but no
-    longer than `hold_s`.
+    longer than `hold_s`. What was under way when a peer's write ended badly, or it died, has landed or is lost after
+    `fence_s`.
     """
 
     lease_s: float = 30.0
@@ -75,6 +79,7 @@ class Timing:
     early_claim_s: float = 10.0
     hold_s: float = 600.0
     idle_peer_s: float = 600.0
+    fence_s: float = 10.0
 
     @property
     def silence_s(self) -> float:
@@ -177,11 +182,15 @@ class AbortWanted:
     request_id: str
 
 
+Remote = PeerKey | Party
+"""Whom a transport is connected to: a source rank that we read from, or a target rank that we write to."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
     """A transport to the peer works; `choice` says which and why."""
 
-    peer: PeerKey
+    peer: Remote
     transport: str
     choice: str
 
@@ -190,44 +199,61 @@ class PeerConnected:
 class PeerUnreachable:
     """No transport to the peer works."""
 
-    peer: PeerKey
+    peer: Remote
     error: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    """Nobody listens at the address of a peer, as its host says: its process has ended."""
+
+    peer: PeerKey
 
 
 @dataclass(frozen=True, slots=True)
 class ReadKey:
-    """Names one posted read: a fetch and the peer it reads from."""
+    """Names what a target does for one part of a fetch: the request and the peer that has the bytes."""
 
     request_id: str
     peer: PeerKey
 
-
-@dataclass(frozen=True, slots=True)
-class TicketEnded:
-    """No byte of a posted read moves any more; `error` is empty when all arrived."""
-
-    key: ReadKey
-    error: str
+    @property
+    def remote(self) -> Remote:
+        """Who is on the other side."""
+        return self.peer
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimKey:
-    """Names one claim at a source: whose bytes have landed."""
+    """Names what a source does for one claim: the lease and who has claimed it."""
 
     lease_id: str
     party: Party
     claim_id: str
 
+    @property
+    def remote(self) -> Remote:
+        """Who is on the other side."""
+        return self.party
 
-DigestKey = ReadKey | ClaimKey
-"""Names one digest: a read at a target, a claim at a source."""
+
+WorkKey = ReadKey | ClaimKey
+"""Names a ticket or a digest: of a read at a target, of a claim at a source."""
+
+
+@dataclass(frozen=True, slots=True)
+class TicketEnded:
+    """No byte of a posted ticket moves any more; `error` is empty when all arrived."""
+
+    key: WorkKey
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
 class Digested:
     """A digest is known: one value of 8 bytes per state of its subject. `error` says why not; empty when it is."""
 
-    key: DigestKey
+    key: WorkKey
     values: tuple[bytes, ...]
     error: str = ""
 
@@ -255,37 +281,45 @@ class Reply:
 class Connect:
     """Choose a transport from the offer; answer with PeerConnected or PeerUnreachable."""
 
-    peer: PeerKey
-    offer: Offer
+    peer: Remote
+    offer: Offer | TargetOffer
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
     """Forget a peer."""
 
+    peer: Remote
+
+
+@dataclass(frozen=True, slots=True)
+class Knock:
+    """Find out whether anybody still listens at the address of a silent peer; answer with PeerGone if not."""
+
     peer: PeerKey
 
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Start reading; answer with TicketEnded."""
+    """Start reading or writing; answer with TicketEnded."""
 
-    key: ReadKey
+    key: WorkKey
     copies: Copies
+    direction: Direction = Direction.READ
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Lose interest in a posted read; TicketEnded is still awaited."""
+    """Lose interest in a posted ticket; TicketEnded is still awaited."""
 
-    key: ReadKey
+    key: WorkKey
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
     """Hash these bytes of our own blocks; answer with Digested. The bytes may change after DropDigest only."""
 
-    key: DigestKey
+    key: WorkKey
     extracts: tuple[Extract, ...]
 
 
@@ -293,7 +327,7 @@ class Digest:
 class DropDigest:
     """Lose interest in a digest; Digested is not awaited any more."""
 
-    key: DigestKey
+    key: WorkKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,14 +366,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class TargetFree:
-    """No read touches the blocks of a failed fetch any more: they may be used again."""
+    """No ticket, ours or the source's, touches the blocks of a failed fetch any more: they may be used again."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFree:
-    """Nobody will read the blocks of a leased request any more; `reason` says how it ended."""
+    """Nobody will read the blocks of a leased request any more, nor do we; `reason` says how it ended."""
 
     request_id: str
     reason: str
@@ -363,6 +397,7 @@ Command = (
     | Reply
     | Connect
     | Disconnect
+    | Knock
     | Post
     | Cancel
     | Digest

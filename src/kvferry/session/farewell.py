@@ -1,22 +1,38 @@
-"""Aborts that a source has not acknowledged yet: said again until it has, or until it counts as silent."""
+"""Aborts that a source has not acknowledged yet: said again until it has, or until it counts as silent.
+
+Where the source writes, its word is what the target's blocks wait for: as long as it may still write, they must not be
+anybody else's. Silence proves nothing, since a process that was stopped goes on where it was. What does:
+
+* the source says that no ticket of the claim is open;
+* another incarnation answers at its address, or its host says that nobody listens there: then its process has ended.
+
+What was sent before that may still be in the buffers of a transport, unless the write ended well; so after anything
+else the blocks wait for `fence_s` more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
-from kvferry.session.events import FetchWanted, PeerKey, ReadKey, Send, Timing
+from kvferry.session.events import FetchWanted, Knock, PeerKey, ReadKey, Send, Timing
 from kvferry.session.handshake import Handshakes
-from kvferry.wire.messages import Abort, Party
+from kvferry.wire.messages import Abort, Aborted, Party
 
 __all__ = ["Farewells"]
 
 
 @dataclass(slots=True)
 class _Farewell:
+    """`is_exposed`: the source may still write. `fence_s` is how long blocks have to wait yet, once they need not wait
+    for anybody's word any more."""
+
     abort: Abort
-    until: float
+    said_at: float
     last_sent: float
+    is_exposed: bool
+    fence_s: float = inf
 
 
 class Farewells:
@@ -27,26 +43,66 @@ class Farewells:
         self._peers = peers
         self._timing = timing
         self._open: dict[ReadKey, _Farewell] = {}
+        self._last_turn = 0.0
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def say(self, wanted: FetchWanted, key: PeerKey, now: float) -> Iterator[Send]:
-        """Tell a source that its blocks are not wanted any more; nothing for one that has been lost."""
-        if key in self._peers:
+    def say(self, wanted: FetchWanted, key: PeerKey, is_exposed: bool, now: float) -> Iterator[Send]:
+        """Tell a source that its blocks are not wanted any more; one that has been lost only if it may still write."""
+        if is_exposed or key in self._peers:
             abort = Abort(self._ours, wanted.request_id, wanted.reference.lease_id)
-            self._open[ReadKey(wanted.request_id, key)] = _Farewell(abort, now + self._timing.silence_s, now)
+            self._open[ReadKey(wanted.request_id, key)] = _Farewell(abort, now, now, is_exposed)
             yield Send(key, abort)
 
-    def noted(self, claim_id: str, key: PeerKey) -> None:
-        """The source has acknowledged; again or late is fine."""
-        self._open.pop(ReadKey(claim_id, key), None)
+    def waits_for(self, peer: PeerKey) -> bool:
+        """Whether the word of a peer is still wanted."""
+        return any(key.peer == peer for key in self._open)
 
-    def repeat(self, now: float) -> Iterator[Send]:
-        """Say again what has not been acknowledged for a while, and give up after a peer's time of silence."""
+    def noted(self, peer: PeerKey, aborted: Aborted) -> None:
+        """The source has acknowledged; again or late is fine."""
+        key = ReadKey(aborted.claim_id, peer)
+        if farewell := self._open.get(key):
+            # Another incarnation knows nothing of the claim: its word means that the one we asked has ended.
+            is_clean = aborted.is_clean and aborted.epoch == peer.epoch
+            farewell.fence_s = min(farewell.fence_s, 0.0 if is_clean else self._timing.fence_s)
+
+    def gone(self, peer: PeerKey) -> None:
+        """The process of a peer has ended."""
+        for key, farewell in self._open.items():
+            if key.peer == peer:
+                farewell.fence_s = min(farewell.fence_s, self._timing.fence_s)
+
+    def take_over(self, now: float) -> list[ReadKey]:
+        """Forget those that are over; returns them.
+
+        Time counts in turns of ours: our own buffers only empty while this process runs.
+        """
+        turn_s = min(now - self._last_turn, self._timing.resend_s)
+        self._last_turn = now
+        over = []
         for key, farewell in list(self._open.items()):
-            if now >= farewell.until or key.peer not in self._peers:
+            is_acknowledged = farewell.fence_s < inf
+            farewell.fence_s -= turn_s if farewell.fence_s > 0.0 else 0.0
+            if farewell.is_exposed:
+                ended = farewell.fence_s <= 0.0
+            else:
+                is_silent = now - farewell.said_at >= self._timing.silence_s
+                ended = is_acknowledged or is_silent or key.peer not in self._peers
+            if ended:
                 del self._open[key]
-            elif now - farewell.last_sent >= self._timing.resend_s:
-                farewell.last_sent = now
-                yield Send(key.peer, farewell.abort)
+                over.append(key)
+        return over
+
+    def repeat(self, now: float) -> Iterator[Send | Knock]:
+        """Say again what has not been acknowledged for a while, and look whether a silent source is still there."""
+        silent: dict[PeerKey, None] = {}
+        for key, farewell in self._open.items():
+            if farewell.fence_s < inf or now - farewell.last_sent < self._timing.resend_s:
+                continue
+            farewell.last_sent = now
+            yield Send(key.peer, farewell.abort)
+            if farewell.is_exposed and now - farewell.said_at >= self._timing.silence_s:
+                silent[key.peer] = None
+        for peer in silent:
+            yield Knock(peer)

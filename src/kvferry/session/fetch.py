@@ -1,13 +1,16 @@
-"""One fetch: the reads of one request from all its source ranks, and when each phase began."""
+"""One fetch: the reads of one request from all its source ranks, and when each phase began.
+
+A read is one part of a fetch, whoever moves its bytes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvferry.plan.copies import Copies
+from kvferry.plan.copies import Direction
 from kvferry.plan.digest import NOTHING, Subject
-from kvferry.session.events import FetchReport, FetchWanted, PeerKey
+from kvferry.session.events import FetchReport, FetchWanted, PeerKey, ReadKey
 from kvferry.session.machine import Machine, Table
 
 __all__ = ["READ_TABLE", "Fetch", "Read", "ReadState"]
@@ -15,7 +18,8 @@ __all__ = ["READ_TABLE", "Fetch", "Read", "ReadState"]
 
 class ReadState(StrEnum):
     CLAIMING = "claiming"
-    READING = "reading"
+    EXPOSED = "exposed"
+    MOVING = "moving"
     LANDED = "landed"
     DIGESTED = "digested"
     CONFIRMED = "confirmed"
@@ -25,14 +29,17 @@ class ReadState(StrEnum):
 
 
 READ_TABLE: Table = {
-    (ReadState.CLAIMING, "granted"): ReadState.READING,
-    (ReadState.READING, "ticket ended"): ReadState.LANDED,
+    (ReadState.CLAIMING, "granted"): ReadState.MOVING,
+    (ReadState.EXPOSED, "granted"): ReadState.MOVING,
+    (ReadState.EXPOSED, "ticket ended"): ReadState.LANDED,
+    (ReadState.MOVING, "ticket ended"): ReadState.LANDED,
     (ReadState.LANDED, "digested"): ReadState.DIGESTED,
     (ReadState.LANDED, "valid"): ReadState.CONFIRMED,
     (ReadState.DIGESTED, "valid"): ReadState.VALID,
     (ReadState.CONFIRMED, "digested"): ReadState.VALID,
     (ReadState.CLAIMING, "fail"): ReadState.FAILED,
-    (ReadState.READING, "fail"): ReadState.DRAINING,
+    (ReadState.EXPOSED, "fail"): ReadState.DRAINING,
+    (ReadState.MOVING, "fail"): ReadState.DRAINING,
     (ReadState.LANDED, "fail"): ReadState.FAILED,
     (ReadState.DIGESTED, "fail"): ReadState.FAILED,
     (ReadState.CONFIRMED, "fail"): ReadState.FAILED,
@@ -41,15 +48,24 @@ READ_TABLE: Table = {
 }
 
 
+OPEN = (ReadState.EXPOSED, ReadState.MOVING, ReadState.DRAINING)
+"""States in which bytes may come."""
+
+FIRST = {Direction.READ: ReadState.CLAIMING, Direction.WRITE: ReadState.EXPOSED}
+"""Where a read begins: a source that writes may do so from the moment at which it was asked."""
+
+
 @dataclass(slots=True)
 class Read:
     """What one fetch reads from one source rank.
 
-    `subject` is what is digested of it; `ours` and `theirs` are the values, once they are known.
+    `direction` says whose ticket it is. `subject` is what is digested of it; `ours` and `theirs` are
+    the values, once they are known.
     """
 
     machine: Machine
     last_sent: float
+    direction: Direction
     num_bytes: int = 0
     num_rows: int = 0
     subject: Subject = NOTHING
@@ -60,10 +76,10 @@ class Read:
     def state(self) -> StrEnum:
         return self.machine.state
 
-    def posted(self, copies: Copies) -> None:
-        """Note what was granted and posted."""
-        self.machine.move("granted")
-        self.num_bytes, self.num_rows = copies.num_bytes, len(copies)
+    @property
+    def is_exposed(self) -> bool:
+        """Whether the source may write to our blocks, for all we know."""
+        return self.direction is Direction.WRITE and self.state in OPEN
 
     @property
     def is_digesting(self) -> bool:
@@ -95,12 +111,16 @@ class Fetch:
     posted_at: float = 0.0
     landed_at: float = 0.0
 
-    def start_reads(self, peers: tuple[PeerKey, ...], now: float) -> None:
+    def start_reads(self, peers: dict[PeerKey, Direction], now: float) -> None:
         """One read per source rank that holds something we need."""
         self.claimed_at = now
-        for peer in peers:
-            machine = Machine(f"read of {self.wanted.request_id} from {peer}", READ_TABLE, ReadState.CLAIMING)
-            self.reads[peer] = Read(machine, last_sent=now)
+        for peer, direction in peers.items():
+            machine = Machine(f"read of {self.wanted.request_id} from {peer}", READ_TABLE, FIRST[direction])
+            self.reads[peer] = Read(machine, now, direction)
+
+    def key(self, peer: PeerKey) -> ReadKey:
+        """The name of the read from a peer."""
+        return ReadKey(self.wanted.request_id, peer)
 
     def all_in(self, *states: ReadState) -> bool:
         """Whether the reads have begun and each is in one of these states."""
@@ -108,7 +128,7 @@ class Fetch:
 
     @property
     def has_open_tickets(self) -> bool:
-        return any(read.state in (ReadState.READING, ReadState.DRAINING) for read in self.reads.values())
+        return any(read.state in OPEN for read in self.reads.values())
 
     def report(self, transport: str, choice: str, verified: str, now: float) -> FetchReport:
         """The finished fetch in figures."""

@@ -1,4 +1,7 @@
-"""Meeting source ranks: the two-step hello, then a connected transport; once per incarnation of a rank."""
+"""Meeting source ranks: the two-step hello, then a connected transport; once per incarnation of a rank.
+
+Where bytes are pulled, we connect to the source's memory. Where they are pushed, the source connects to ours.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,46 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvferry.session.events import Connect, PeerKey, Send, Timing
+from kvferry.errors import TransferError
+from kvferry.plan.copies import Direction
+from kvferry.plan.digest import Policy
+from kvferry.plan.layout import Layout, fingerprint
+from kvferry.session.events import Command, Connect, PeerKey, Send, Timing
 from kvferry.session.machine import Machine, Table
-from kvferry.wire.messages import WIRE_VERSION, Hello, Message, Offer, OfferRequest, Party, Welcome
+from kvferry.wire.messages import (
+    WIRE_VERSION,
+    Hello,
+    Message,
+    Offer,
+    OfferRequest,
+    Party,
+    Probe,
+    Reason,
+    TargetOffer,
+    TransportOffer,
+    Welcome,
+)
 
-__all__ = ["PEER_TABLE", "Handshakes", "Peer", "PeerState"]
+__all__ = ["PEER_TABLE", "Handshakes", "Lost", "Ourselves", "Peer", "PeerState"]
+
+NO_PROBE = Probe(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ourselves:
+    """Who this rank is, and the layouts of all ranks of its engine: the route depends on all of them.
+
+    `digest` says how much of what has landed is compared with the source's own, `direction` who moves the bytes;
+    `transports` and `probe` are for sources that write.
+    """
+
+    party: Party
+    product_version: str
+    layouts: tuple[Layout, ...]
+    digest: Policy = Policy.OFF
+    direction: Direction = Direction.READ
+    transports: tuple[TransportOffer, ...] = ()
+    probe: Probe = NO_PROBE
 
 
 class PeerState(StrEnum):
@@ -27,6 +65,18 @@ PEER_TABLE: Table = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A peer that cannot be used, and why."""
+
+    peer: PeerKey
+    error: TransferError
+
+
+Step = Command | Lost
+"""What follows from an answer: a command, or that a peer is lost."""
+
+
 @dataclass(slots=True)
 class Peer:
     """One source rank as its target sees it. `deadline` is when the handshake must be over."""
@@ -36,6 +86,7 @@ class Peer:
     deadline: float
     last_heard: float
     last_sent: float
+    direction: Direction
     num_ranks: int = 0
     fingerprint: str = ""
     offer: Offer | None = None
@@ -51,9 +102,8 @@ class Peer:
 class Handshakes:
     """All peers that have been met, or are being met. Late and repeated answers change nothing."""
 
-    def __init__(self, ours: Party, product_version: str, timing: Timing) -> None:
+    def __init__(self, ours: Ourselves, timing: Timing) -> None:
         self._ours = ours
-        self._product_version = product_version
         self._timing = timing
         self._peers: dict[PeerKey, Peer] = {}
 
@@ -72,26 +122,46 @@ class Handshakes:
             return
         machine = Machine(f"peer {key}", PEER_TABLE, PeerState.GREETED)
         deadline = now + self._timing.handshake_s
-        peer = self._peers[key] = Peer(key, machine, deadline, last_heard=now, last_sent=now)
+        peer = Peer(key, machine, deadline, last_heard=now, last_sent=now, direction=self._ours.direction)
+        self._peers[key] = peer
         yield from self._ask(peer)
 
     def forget(self, key: PeerKey) -> None:
         """The next `meet` begins anew. Unknown peers are fine."""
         self._peers.pop(key, None)
 
-    def welcomed(self, peer: Peer, welcome: Welcome, now: float) -> Iterator[Send]:
-        """First step done: ask for the layout."""
+    def welcomed(self, peer: Peer, welcome: Welcome, now: float) -> Iterator[Step]:
+        """First step done: ask for the layout. Whoever was at this address before is gone."""
+        if wrong := _stranger(peer.key, welcome.party):
+            yield Lost(peer.key, wrong)
+            return
         if peer.machine.allows("welcome"):
             peer.machine.move("welcome")
             peer.num_ranks, peer.fingerprint, peer.last_sent = welcome.num_ranks, welcome.fingerprint, now
             yield from self._ask(peer)
+        for other in self:
+            if _is_replaced(other.key, peer.key):
+                # This incarnation has answered, so that one is gone, and its memory need not be kept mapped.
+                what = f"{other.key} has been replaced by {peer.key}"
+                yield Lost(other.key, TransferError(Reason.PEER_LOST, what))
 
-    def offered(self, peer: Peer, offer: Offer) -> Iterator[Connect]:
-        """Second step done: have a transport chosen."""
-        if peer.machine.allows("offer"):
-            peer.machine.move("offer")
-            peer.offer = offer
+    def offered(self, peer: Peer, offer: Offer, now: float) -> Iterator[Step]:
+        """Second step done: have a transport chosen, by us or by the source."""
+        if not peer.machine.allows("offer"):
+            # Repeated, or late: it answers a handshake that has been given up.
+            return
+        wrong = _stranger(peer.key, offer.party)
+        if wrong is None and fingerprint(offer.layout) != peer.fingerprint:
+            wrong = TransferError(Reason.MALFORMED, f"{peer.key} offers another layout than it has announced")
+        if wrong is not None:
+            yield Lost(peer.key, wrong)
+            return
+        peer.machine.move("offer")
+        peer.offer, peer.last_sent = offer, now
+        if peer.direction is Direction.READ:
             yield Connect(peer.key, offer)
+        else:
+            yield from self._ask(peer)
 
     def connected(self, peer: Peer, transport: str, choice: str, now: float) -> bool:
         """Whether the peer has become ready by this."""
@@ -101,19 +171,40 @@ class Handshakes:
         peer.transport, peer.choice, peer.last_heard = transport, choice, now
         return True
 
-    def repeat(self, peer: Peer, now: float) -> Iterator[Send]:
-        """Ask again what has not been answered for a while."""
-        if not peer.ready and now - peer.last_sent >= self._timing.resend_s:
+    def repeat(self, peer: Peer, now: float) -> Iterator[Step]:
+        """Ask again what has not been answered for a while; a handshake that takes too long is given up."""
+        if now >= peer.deadline:
+            what = f"no handshake with {peer.key} within {self._timing.handshake_s:g} s"
+            hint = "does that engine run, and do both engines have the same --token-file?"
+            yield Lost(peer.key, TransferError(Reason.DEADLINE, what, hint=hint))
+        elif now - peer.last_sent >= self._timing.resend_s:
             peer.last_sent = now
             yield from self._ask(peer)
 
     def _ask(self, peer: Peer) -> Iterator[Send]:
-        """The question of the present state; none while the transport connects."""
+        """The question of the present state; none while we connect."""
+        ours = self._ours
         questions: dict[StrEnum, Message] = {
             PeerState.GREETED: Hello(
-                WIRE_VERSION, self._product_version, self._ours, peer.key.engine_id, peer.key.epoch
+                WIRE_VERSION, ours.product_version, ours.party, peer.key.engine_id, peer.key.epoch
             ),
-            PeerState.WELCOMED: OfferRequest(self._ours),
+            PeerState.WELCOMED: OfferRequest(ours.party),
         }
+        if peer.direction is Direction.WRITE:
+            questions[PeerState.CONNECTING] = TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe)
         if question := questions.get(peer.machine.state):
             yield Send(peer.key, question)
+
+
+def _is_replaced(older: PeerKey, newer: PeerKey) -> bool:
+    """Another start of the same engine, or another engine at the same address: some have a new id at every start."""
+    restarted = older.engine_id == newer.engine_id and older.epoch != newer.epoch
+    return restarted or (older.address == newer.address and older != newer)
+
+
+def _stranger(key: PeerKey, party: Party) -> TransferError | None:
+    """Who answers must be who was addressed."""
+    if (party.engine_id, party.epoch) == (key.engine_id, key.epoch):
+        return None
+    found = f"{party.engine_id}#{party.epoch}"
+    return TransferError(Reason.WRONG_ENGINE, f"somebody else answers at {key.address}", found=found, expected=str(key))

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from kvferry.session.events import ClaimKey, LeaseWanted
 from kvferry.session.machine import Machine, Table
+from kvferry.session.writes import Write
 from kvferry.wire.messages import Claim, Landed, Party, Reason, Refusal
 
 __all__ = ["LEASE_TABLE", "Lease", "LeaseState"]
@@ -40,9 +41,11 @@ LEASE_TABLE: Table = {
 @dataclass(slots=True)
 class Lease:
     """`claims` has the claim of each reader: one attempt per reader, so that two are never taken for one repeated.
-    `completed` has the digests that each reader was told, `digesting` whom to answer when one is known.
+    `completed` has the digests that each reader was told, `digesting` whom to answer when one is known. `writes` are
+    the claims that we carry out ourselves.
 
-    A lease that has ended is kept until `deadline` as a tombstone, to give true answers to late messages.
+    A lease that has ended is kept until `deadline` as a tombstone, to give true answers to late messages. `ended_as`
+    says how it ended; the engine has its blocks back (`is_freed`) once we write nothing out of them any more.
     """
 
     wanted: LeaseWanted
@@ -52,6 +55,9 @@ class Lease:
     claims: dict[Party, str] = field(default_factory=dict)
     completed: dict[Party, tuple[bytes, ...]] = field(default_factory=dict)
     digesting: dict[ClaimKey, str] = field(default_factory=dict)
+    writes: dict[ClaimKey, Write] = field(default_factory=dict)
+    ended_as: str = ""
+    is_freed: bool = False
 
     @classmethod
     def opened(cls, wanted: LeaseWanted, deadline: float) -> Lease:
@@ -60,8 +66,13 @@ class Lease:
 
     @property
     def live(self) -> bool:
-        """The engine still keeps the blocks."""
+        """The blocks hold what the target was promised."""
         return self.machine.state in (LeaseState.OPEN, LeaseState.CLAIMED)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a ticket of ours may still look at the blocks."""
+        return any(write.is_open for write in self.writes.values())
 
     @property
     def finished(self) -> bool:
@@ -104,12 +115,16 @@ class Lease:
         """Why bytes that have landed must not be used; empty when they are the request's own."""
         if not self.holds(landed.party, landed.claim_id):
             return _refusal(landed, Reason.NOT_CLAIMED, "landed without a claim", landed.claim_id, "a claim first")
+        write = self.writes.get(ClaimKey(landed.lease_id, landed.party, landed.claim_id))
+        if write is not None and not write.is_written:
+            what = "landed before it was written"
+            return _refusal(landed, Reason.NOT_CLAIMED, what, write.machine.state, "written")
         if not self.live and landed.party not in self.completed:
             return _refusal(landed, Reason.EXPIRED, TOO_LATE, self.machine.state, "live")
         return ()
 
-    def refusal_of_digest(self, key: ClaimKey) -> Refusal:
-        """What is said of a digest during which the lease has ended: its bytes may be another request's."""
+    def refusal_of_end(self, key: ClaimKey) -> Refusal:
+        """What is said of a write or a digest during which the lease has ended: its bytes may be another request's."""
         return Refusal(Reason.EXPIRED, TOO_LATE, self.machine.state, "live", key.claim_id)
 
 

@@ -1,15 +1,22 @@
-"""The source side: leases on finished prefills. The source's own record is the only authority on who may read what."""
+"""The source side: leases on finished prefills. The source's own record is the only authority on who may read what.
+
+A target reads by itself, or it has us write (`writes`). Then the blocks stay the lease's until our tickets have ended,
+however the lease ended.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.errors import FerryError
+from kvferry.errors import FerryError, TransferError
+from kvferry.plan.copies import Direction
 from kvferry.plan.extract import Extractor
 from kvferry.plan.layout import Layout, fingerprint
+from kvferry.session.aborted import AbortedClaims
 from kvferry.session.early import Early, EarlyMessages
 from kvferry.session.events import (
+    Cancel,
     ClaimKey,
     Command,
     Count,
@@ -19,12 +26,18 @@ from kvferry.session.events import (
     FrameArrived,
     LeaseWanted,
     LeaseWithdrawn,
+    PeerConnected,
+    PeerUnreachable,
+    Post,
     Reply,
     SourceFree,
     Tick,
+    TicketEnded,
     Timing,
 )
 from kvferry.session.lease import Lease
+from kvferry.session.targets import Targets
+from kvferry.session.writes import Write
 from kvferry.wire.messages import (
     WIRE_VERSION,
     Abort,
@@ -41,6 +54,7 @@ from kvferry.wire.messages import (
     Refusal,
     Renew,
     Renewed,
+    TargetOffer,
     TransportOffer,
     Valid,
     Welcome,
@@ -48,7 +62,9 @@ from kvferry.wire.messages import (
 
 __all__ = ["Identity", "SourceSession"]
 
-SourceEvent = LeaseWanted | LeaseWithdrawn | FrameArrived | Digested | Tick
+SourceEvent = (
+    LeaseWanted | LeaseWithdrawn | FrameArrived | PeerConnected | PeerUnreachable | TicketEnded | Digested | Tick
+)
 
 
 MAX_OFFERED = 512
@@ -56,14 +72,18 @@ MAX_OFFERED = 512
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this rank is and what it tells peers about itself."""
+    """Who this rank is and what it tells peers about itself. `layouts` are those of all ranks of its engine."""
 
     party: Party
-    num_ranks: int
     product_version: str
-    layout: Layout
+    layouts: tuple[Layout, ...]
     transports: tuple[TransportOffer, ...]
     probe: Probe
+
+    @property
+    def layout(self) -> Layout:
+        """This rank's own."""
+        return self.layouts[self.party.rank]
 
 
 class SourceSession:
@@ -76,31 +96,29 @@ class SourceSession:
         self._by_request: dict[str, Lease] = {}
         self._early = EarlyMessages()
         self._offered: dict[Party, float] = {}
+        self._aborted = AbortedClaims()
+        self._targets = Targets(identity.layouts, identity.party.rank, timing)
         self._extractor = Extractor(identity.layout, "source")
 
     def handle(self, event: SourceEvent, now: float) -> list[Command]:
         """The commands that follow from an event at time `now`. Expiry is checked first, whatever the event."""
-        commands = self._expire(now)
-        match event:
-            case LeaseWanted():
-                lease = Lease.opened(event, now + self._timing.lease_s)
-                self._leases[event.lease_id] = self._by_request[event.request_id] = lease
-                for early in self._early.opened(event.lease_id):
-                    commands += self._answer(FrameArrived(early.peer, early.message), now)
-            case LeaseWithdrawn():
-                commands += self._withdraw(event, now)
-            case FrameArrived():
-                commands += self._answer(event, now)
-            case Digested():
-                commands += self._digested(event, now)
-            case Tick():
-                pass
-        return commands
+        handlers: dict[type, Callable[..., list[Command]]] = {
+            LeaseWanted: self._lease,
+            LeaseWithdrawn: self._withdraw,
+            FrameArrived: self._answer,
+            PeerConnected: self._connected,
+            PeerUnreachable: self._connected,
+            TicketEnded: self._ticket_ended,
+            Digested: self._digested,
+            Tick: self._tick,
+        }
+        return [*self._expire(now), *handlers[type(event)](event, now)]
 
     def next_deadline(self) -> float:
         """When `handle(Tick())` is due next; infinity when nothing is waited for."""
         first = min((lease.deadline for lease in self._leases.values()), default=float("inf"))
-        return min(first, self._early.next_deadline())
+        waiting = self._early.next_deadline(), self._aborted.next_deadline(), self._targets.next_deadline()
+        return min(first, *waiting)
 
     def num_live(self) -> int:
         """Leases whose blocks the engine still keeps."""
@@ -111,11 +129,23 @@ class SourceSession:
         is_tested = any(until > now for until in self._offered.values())
         return is_tested or any(lease.live and lease.claims for lease in self._leases.values())
 
-    # --- how leases end ---
+    # --- how leases begin and end ---
+
+    def _lease(self, event: LeaseWanted, now: float) -> list[Command]:
+        lease = Lease.opened(event, now + self._timing.lease_s)
+        self._leases[event.lease_id] = self._by_request[event.request_id] = lease
+        early = self._early.opened(event.lease_id)
+        return [command for each in early for command in self._answer(FrameArrived(each.peer, each.message), now)]
+
+    def _tick(self, event: Tick, now: float) -> list[Command]:
+        return []
+
+    def _connected(self, event: PeerConnected | PeerUnreachable, now: float) -> list[Command]:
+        return self._targets.settled(event)
 
     def _withdraw(self, event: LeaseWithdrawn, now: float) -> list[Command]:
         lease = self._by_request.get(event.request_id)
-        return [] if lease is None else self._end(lease, "withdraw", "withdrawn", now)
+        return self._end(lease, "withdraw", "withdrawn", now) if lease is not None and lease.live else []
 
     def _expire(self, now: float) -> list[Command]:
         commands: list[Command] = []
@@ -125,23 +155,38 @@ class SourceSession:
             if lease.live:
                 commands += self._end(lease, "deadline", Reason.EXPIRED, now)
                 commands.append(Count("leases_expired", Reason.EXPIRED))
+            elif lease.is_writing:
+                lease.deadline = now + self._timing.tombstone_s
             else:
                 del self._leases[lease_id]
         for early in self._early.expired(now):
             if isinstance(early.message, Claim):
                 commands += _refuse(early.peer, _unknown(early.message))
-        return commands
+        self._aborted.expire(now)
+        writing = {key.party for lease in self._leases.values() for key in lease.writes if lease.is_writing}
+        return commands + self._targets.expire(writing, now)
 
     def _end(self, lease: Lease, event: str, reason: str, now: float) -> list[Command]:
-        """Move a lease to its terminal state and give the blocks back, exactly once."""
+        """Move a lease to its terminal state, and give the blocks back as soon as nothing looks at them."""
         lease.machine.move(event)
-        lease.deadline = now + self._timing.tombstone_s
-        del self._by_request[lease.wanted.request_id]
-        commands: list[Command] = [SourceFree(lease.wanted.request_id, reason)]
+        lease.deadline, lease.ended_as = now + self._timing.tombstone_s, reason
+        commands: list[Command] = []
+        for key, write in lease.writes.items():
+            if write.is_open:
+                write.machine.move("lease ended")
+                commands += [Cancel(key), *([] if write.is_aborted else _refuse(write.peer, lease.refusal_of_end(key)))]
         for key, peer in lease.digesting.items():
-            commands += [DropDigest(key), *_refuse(peer, lease.refusal_of_digest(key))]
+            commands += [DropDigest(key), *_refuse(peer, lease.refusal_of_end(key))]
         lease.digesting = {}
-        return commands
+        return [*self._free_when_drained(lease), *commands]
+
+    def _free_when_drained(self, lease: Lease) -> list[Command]:
+        """Exactly once."""
+        if lease.live or lease.is_freed or lease.is_writing:
+            return []
+        lease.is_freed = True
+        del self._by_request[lease.wanted.request_id]
+        return [SourceFree(lease.wanted.request_id, lease.ended_as)]
 
     # --- what targets send ---
 
@@ -149,6 +194,7 @@ class SourceSession:
         handlers: dict[type, Callable[..., list[Command]]] = {
             Hello: self._hello,
             OfferRequest: self._offer,
+            TargetOffer: self._target_offer,
             Claim: self._claim,
             Landed: self._landed,
             Renew: self._renew,
@@ -172,7 +218,7 @@ class SourceSession:
                 return _refuse(peer, Refusal(reason, what, found, expected, ""))
         identity = self._identity
         name = fingerprint(identity.layout)
-        return [Reply(peer, Welcome(WIRE_VERSION, identity.product_version, ours, identity.num_ranks, name))]
+        return [Reply(peer, Welcome(WIRE_VERSION, identity.product_version, ours, len(identity.layouts), name))]
 
     def _offer(self, peer: str, request: OfferRequest, now: float) -> list[Command]:
         identity = self._identity
@@ -181,11 +227,16 @@ class SourceSession:
             self._offered[request.party] = now + self._timing.handshake_s
         return [Reply(peer, Offer(identity.party, identity.layout, identity.transports, identity.probe))]
 
+    def _target_offer(self, peer: str, offer: TargetOffer, now: float) -> list[Command]:
+        return self._targets.offered(peer, offer, now)
+
     def _claim(self, peer: str, claim: Claim, now: float) -> list[Command]:
         reference, ours = claim.reference, self._identity.party
         if (reference.engine_id, reference.epoch) != (ours.engine_id, ours.epoch):
             what = "the cache belongs to another incarnation"
             return _refuse(peer, Refusal(Reason.WRONG_EPOCH, what, reference.epoch, ours.epoch, claim.claim_id))
+        if (claim.party, claim.claim_id) in self._aborted:
+            return _refuse(peer, Refusal(Reason.ABORTED, "the claim has been aborted", "", "", claim.claim_id))
         lease = self._leases.get(reference.lease_id)
         if lease is None:
             return self._wait_for_lease(peer, claim, now)
@@ -193,9 +244,44 @@ class SourceSession:
             return _refuse(peer, _unknown(claim))
         for refusal in (*lease.refusal_of(claim), *self._refusal_of_state(lease, claim)):
             return _refuse(peer, refusal)
+        if claim.direction is Direction.WRITE:
+            return self._write(peer, claim, lease, now)
         lease.claim(claim, now + self._timing.lease_s)
         self._offered.pop(claim.party, None)
         return [Reply(peer, Grant(claim.claim_id, lease.wanted.block_tables))]
+
+    def _write(self, peer: str, claim: Claim, lease: Lease, now: float) -> list[Command]:
+        """Carry a claim out, once. Asked again, say how far that is."""
+        self._targets.heard(claim.party, now)
+        key = ClaimKey(claim.reference.lease_id, claim.party, claim.claim_id)
+        if write := lease.writes.get(key):
+            write.peer, lease.deadline = peer, now + self._timing.lease_s
+            return [Reply(peer, write.word())]
+        try:
+            copies = self._targets.copies(claim, lease.wanted)
+        except TransferError as error:
+            # A target that is not known here has to begin anew with its offer.
+            claim_id = "" if error.reason == Reason.UNREACHABLE else claim.claim_id
+            return _refuse(peer, Refusal(Reason(error.reason), error.what, error.found, error.expected, claim_id))
+        lease.claim(claim, now + self._timing.lease_s)
+        write = lease.writes[key] = Write.begun(claim.claim_id, peer, copies)
+        return [Reply(peer, write.word()), Post(key, copies, Direction.WRITE)]
+
+    def _ticket_ended(self, event: TicketEnded, now: float) -> list[Command]:
+        """A write of ours: good news only while the lease is live, else the target has been told when it ended."""
+        key = event.key
+        lease = self._leases.get(key.lease_id) if isinstance(key, ClaimKey) else None
+        if lease is None or not isinstance(key, ClaimKey) or key not in lease.writes:
+            return []
+        write = lease.writes[key]
+        write.ended(event.error)
+        if write.is_aborted:
+            return [Reply(write.peer, self._aborted_of(key.claim_id, write.is_clean)), *self._free_when_drained(lease)]
+        if not lease.live:
+            return self._free_when_drained(lease)
+        lease.deadline = now + self._timing.lease_s
+        word = write.word()
+        return _refuse(write.peer, word) if isinstance(word, Refusal) else [Reply(write.peer, word)]
 
     def _refusal_of_state(self, lease: Lease, claim: Claim) -> tuple[Refusal, ...]:
         """A state of fixed size is that after the last token: it is no good to whoever goes on from another one."""
@@ -270,6 +356,7 @@ class SourceSession:
         return commands
 
     def _renew(self, peer: str, renew: Renew, now: float) -> list[Command]:
+        self._targets.heard(renew.party, now)
         gone = []
         for lease_id in renew.lease_ids:
             lease = self._leases.get(lease_id)
@@ -280,14 +367,27 @@ class SourceSession:
         return [Reply(peer, Renewed(tuple(gone)))]
 
     def _abort(self, peer: str, abort: Abort, now: float) -> list[Command]:
-        """Only a lease's own claim ends it; before any claim, whoever knows its unguessable id."""
+        """Only a lease's own claim ends it; before any claim, whoever knows its unguessable id.
+
+        It is acknowledged when nothing is written for it any more and nothing ever will be.
+        """
         lease = self._leases.get(abort.lease_id)
-        commands: list[Command] = [Reply(peer, Aborted(abort.claim_id))]
+        if not self._aborted.add(abort.party, abort.claim_id, now + self._timing.tombstone_s):
+            return []
+        commands: list[Command] = []
+        write = lease.writes.get(ClaimKey(abort.lease_id, abort.party, abort.claim_id)) if lease is not None else None
+        if write is not None and write.is_open:
+            write.peer, write.is_aborted = peer, True
+        else:
+            commands.append(Reply(peer, self._aborted_of(abort.claim_id, write is None or write.is_clean)))
         if lease is None:
             self._early.add(abort.lease_id, Early(peer, abort, now + self._timing.early_claim_s))
         if lease is not None and lease.live and (not lease.claims or lease.holds(abort.party, abort.claim_id)):
             commands += self._end(lease, "abort", Reason.ABORTED, now)
         return commands
+
+    def _aborted_of(self, claim_id: str, is_clean: bool) -> Aborted:
+        return Aborted(claim_id, self._identity.party.epoch, is_clean)
 
 
 def _unknown(about: Claim | Landed) -> Refusal:

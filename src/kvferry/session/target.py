@@ -1,28 +1,26 @@
 """The target side: fetch a request's cache from every source rank that holds a part, and decode only what is valid.
 
-A fetch goes through: meet the peers (once per incarnation), claim, read, tell that the bytes have landed, be told that
-they are valid. Whatever goes wrong ends the fetch with one typed error; its blocks stay in quarantine until no ticket
-can write to them any more.
+A fetch goes through: meet the peers (once per incarnation), claim, have the bytes moved, tell that they have landed, be
+told that they are valid. Who moves them, we or the source, is a property of the read: what differs is only who says
+that its ticket has ended. Whatever goes wrong ends the fetch with one typed error; its blocks stay in quarantine until
+no ticket can write to them any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from kvferry.errors import FerryError, RequestError, TransferError
-from kvferry.plan.copies import NOTHING
+from kvferry.plan.copies import NOTHING, Direction
 from kvferry.plan.digest import Policy
-from kvferry.plan.extract import Extractor
-from kvferry.plan.layout import Layout, fingerprint
 from kvferry.plan.request import copies_for
+from kvferry.session.claims import ASKING, WAITING, claim_of, overdue, renewals
 from kvferry.session.events import (
     AbortWanted,
     AnswerArrived,
     Cancel,
     Command,
     Count,
-    Digest,
     Digested,
     Disconnect,
     DropDigest,
@@ -31,6 +29,7 @@ from kvferry.session.events import (
     FetchWanted,
     HoldWanted,
     PeerConnected,
+    PeerGone,
     PeerKey,
     PeerUnreachable,
     Post,
@@ -44,23 +43,22 @@ from kvferry.session.events import (
 )
 from kvferry.session.farewell import Farewells
 from kvferry.session.fetch import Fetch, Read, ReadState
-from kvferry.session.handshake import Handshakes, Peer
+from kvferry.session.handshake import Handshakes, Lost, Ourselves, Peer, Step
 from kvferry.session.holds import Holds
 from kvferry.session.programs import Bindings
-from kvferry.session.verify import cannot_digest, no_digest, other_bytes
+from kvferry.session.verify import Verifier, cannot_digest, no_digest, other_bytes
 from kvferry.wire.messages import (
     Aborted,
     Claim,
     Grant,
-    Landed,
     Offer,
-    Party,
+    Reached,
     Reason,
     Refusal,
-    Renew,
     Renewed,
     Valid,
     Welcome,
+    Written,
 )
 
 __all__ = ["Ourselves", "TargetSession"]
@@ -72,30 +70,11 @@ TargetEvent = (
     | AnswerArrived
     | PeerConnected
     | PeerUnreachable
+    | PeerGone
     | TicketEnded
     | Digested
     | Tick
 )
-
-WAITING = (ReadState.CLAIMING, ReadState.READING, ReadState.LANDED, ReadState.DIGESTED)
-"""States in which a read needs its source to be alive."""
-USING = WAITING[1:]
-"""States in which it needs its lease."""
-ASKING = (ReadState.LANDED, ReadState.DIGESTED)
-"""States in which it wants to hear whether its bytes are valid."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ourselves:
-    """Who this rank is, and the layouts of all ranks of its engine: the route depends on all of them.
-
-    `digest` says how much of what has landed is compared with the source's own.
-    """
-
-    party: Party
-    product_version: str
-    layouts: tuple[Layout, ...]
-    digest: Policy = Policy.OFF
 
 
 class TargetSession:
@@ -104,10 +83,9 @@ class TargetSession:
     def __init__(self, ourselves: Ourselves, timing: Timing) -> None:
         self._ours = ourselves.party
         self._timing = timing
-        self._peers = Handshakes(ourselves.party, ourselves.product_version, timing)
-        self._policy = ourselves.digest
+        self._peers = Handshakes(ourselves, timing)
         self._bindings = Bindings(ourselves.layouts, ourselves.party.rank)
-        self._extractor = Extractor(ourselves.layouts[ourselves.party.rank], "target")
+        self._verifier = Verifier(ourselves.party, ourselves.layouts[ourselves.party.rank], ourselves.digest)
         self._fetches: dict[str, Fetch] = {}
         self._farewells = Farewells(ourselves.party, self._peers, timing)
         self._holds = Holds(timing.hold_s)
@@ -122,6 +100,7 @@ class TargetSession:
             AnswerArrived: self._answer,
             PeerConnected: self._connected,
             PeerUnreachable: self._unreachable,
+            PeerGone: self._gone,
             TicketEnded: self._ticket_ended,
             Digested: self._digested,
             Tick: self._tick,
@@ -162,36 +141,33 @@ class TargetSession:
     # --- meeting peers ---
 
     def _welcome(self, peer: Peer, welcome: Welcome, now: float) -> Iterator[Command]:
-        if wrong := _stranger(peer.key, welcome.party):
-            yield from self._lose(peer.key, wrong, now)
-            return
-        yield from self._peers.welcomed(peer, welcome, now)
-        for other in self._peers:
-            if _is_replaced(other.key, peer.key):
-                # This incarnation has answered, so that one is gone, and its memory need not be kept mapped.
-                error = TransferError(Reason.PEER_LOST, f"{other.key} has been replaced by {peer.key}")
-                yield from self._lose(other.key, error, now)
+        yield from self._follow(self._peers.welcomed(peer, welcome, now), now)
 
     def _offer(self, peer: Peer, offer: Offer, now: float) -> Iterator[Command]:
-        if not peer.machine.allows("offer"):
-            # Repeated, or late: it answers a handshake that has been given up.
-            return
-        wrong = _stranger(peer.key, offer.party)
-        if wrong is None and fingerprint(offer.layout) != peer.fingerprint:
-            wrong = TransferError(Reason.MALFORMED, f"{peer.key} offers another layout than it has announced")
-        if wrong is None:
-            yield from self._peers.offered(peer, offer)
-        else:
-            yield from self._lose(peer.key, wrong, now)
+        yield from self._follow(self._peers.offered(peer, offer, now), now)
+
+    def _follow(self, steps: Iterator[Step], now: float) -> Iterator[Command]:
+        for step in steps:
+            if isinstance(step, Lost):
+                yield from self._lose(step.peer, step.error, now)
+            else:
+                yield step
+
+    def _reached(self, peer: Peer, reached: Reached, now: float) -> Iterator[Command]:
+        """The source says the same as a transport of ours would."""
+        if peer.direction is Direction.WRITE:
+            yield from self._connected(PeerConnected(peer.key, reached.transport, reached.choice), now)
 
     def _connected(self, event: PeerConnected, now: float) -> Iterator[Command]:
-        if event.peer not in self._peers:
+        if not isinstance(event.peer, PeerKey) or event.peer not in self._peers:
             return
         if self._peers.connected(self._peers[event.peer], event.transport, event.choice, now):
             for fetch in [fetch for fetch in self._fetches.values() if event.peer in fetch.peers]:
                 yield from self._claim_when_ready(fetch, now)
 
     def _unreachable(self, event: PeerUnreachable, now: float) -> Iterator[Command]:
+        if not isinstance(event.peer, PeerKey):
+            return
         error = TransferError(
             Reason.UNREACHABLE,
             "no transport reaches the source",
@@ -219,46 +195,64 @@ class TargetSession:
         except FerryError as error:
             yield from self._fail(fetch, TransferError(Reason.INCOMPATIBLE, str(error)), now)
             return
-        if binding.unreadable and self._policy is Policy.FULL:
+        if binding.unreadable and self._verifier.policy is Policy.FULL:
             yield from self._fail(fetch, cannot_digest(binding.unreadable), now)
             return
         for key in binding.programs:
             if not self._waiting_for(self._peers[key]):
                 # It had no reason to say anything until now: its silence begins here.
                 self._peers[key].last_heard = now
-        fetch.start_reads(tuple(binding.programs), now)
+        fetch.start_reads({key: self._peers[key].direction for key in binding.programs}, now)
         for key in binding.programs:
-            yield Send(key, self._claim_of(fetch, binding.readers_of(key)))
+            yield Send(key, self._claim_of(fetch, key))
         if not fetch.reads:
             # Other ranks of ours have all the work, and tell the sources.
             fetch.posted_at = fetch.landed_at = now
             del self._fetches[fetch.wanted.request_id]
-            verified = binding.verified_by(self._policy)
+            verified = binding.verified_by(self._verifier.policy)
             yield Fetched(fetch.wanted.request_id, fetch.report("", "", verified, now))
 
-    def _claim_of(self, fetch: Fetch, readers: tuple[int, ...]) -> Claim:
-        wanted = fetch.wanted
-        return Claim(self._ours, wanted.request_id, wanted.reference, wanted.num_tokens, readers)
+    def _claim_of(self, fetch: Fetch, key: PeerKey) -> Claim:
+        readers = self._bindings.to(fetch.peers, self._peers).readers_of(key)
+        return claim_of(self._ours, fetch.wanted, readers, fetch.reads[key].direction)
 
     def _grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Command]:
-        for fetch, read in self._read(peer.key, grant.claim_id, ReadState.CLAIMING):
-            program = self._bindings.to(fetch.peers, self._peers).programs[peer.key]
-            wanted = fetch.wanted
-            try:
-                # Without tokens there is no state of fixed size either: the source is just to be told.
-                copies = NOTHING
-                if wanted.num_tokens:
-                    copies = copies_for(program, grant.block_tables, wanted.block_tables, wanted.ranges)
-            except RequestError as error:
-                yield from self._fail(fetch, TransferError(Reason.OUT_OF_RANGE, str(error)), now)
-                return
-            read.posted(copies)
-            fetch.posted_at = now
-            yield Post(ReadKey(wanted.request_id, peer.key), copies)
+        for fetch, read in self._read(peer.key, grant.claim_id, ReadState.CLAIMING, ReadState.EXPOSED):
+            if read.direction is Direction.READ:
+                yield from self._post(fetch, peer.key, grant, now)
+            else:
+                read.machine.move("granted")
+                fetch.posted_at = now
+
+    def _post(self, fetch: Fetch, key: PeerKey, grant: Grant, now: float) -> Iterator[Command]:
+        program = self._bindings.to(fetch.peers, self._peers).programs[key]
+        wanted, read = fetch.wanted, fetch.reads[key]
+        try:
+            # Without tokens there is no state of fixed size either: the source is just to be told.
+            copies = NOTHING
+            if wanted.num_tokens:
+                copies = copies_for(program, grant.block_tables, wanted.block_tables, wanted.ranges)
+        except RequestError as error:
+            yield from self._fail(fetch, TransferError(Reason.OUT_OF_RANGE, str(error)), now)
+            return
+        read.machine.move("granted")
+        read.num_bytes, read.num_rows = copies.num_bytes, len(copies)
+        fetch.posted_at = now
+        yield Post(fetch.key(key), copies)
+
+    def _written(self, peer: Peer, written: Written, now: float) -> Iterator[Command]:
+        """The source's own ticket has ended well."""
+        for fetch, read in self._read(peer.key, written.claim_id, ReadState.EXPOSED, ReadState.MOVING):
+            if read.direction is Direction.WRITE:
+                read.num_bytes, read.num_rows = written.num_bytes, written.num_rows
+                fetch.posted_at = fetch.posted_at or now
+                read.machine.move("ticket ended")
+                yield from self._landed(fetch, peer.key, now)
 
     def _ticket_ended(self, event: TicketEnded, now: float) -> Iterator[Command]:
-        fetch = self._fetches.get(event.key.request_id)
-        if fetch is None or event.key.peer not in fetch.reads:
+        """A ticket of ours."""
+        fetch = self._fetches.get(event.key.request_id) if isinstance(event.key, ReadKey) else None
+        if fetch is None or not isinstance(event.key, ReadKey) or event.key.peer not in fetch.reads:
             return
         read = fetch.reads[event.key.peer]
         read.machine.move("ticket ended")
@@ -267,25 +261,16 @@ class TargetSession:
         elif event.error:
             yield from self._fail(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=event.error), now)
         else:
-            fetch.landed_at = read.last_sent = now
-            yield from self._landed(fetch, event.key, now)
+            yield from self._landed(fetch, event.key.peer, now)
 
     # --- is it what the source has? ---
 
-    def _landed(self, fetch: Fetch, key: ReadKey, now: float) -> Iterator[Command]:
-        """Ask whether the bytes are valid, and digest them meanwhile."""
-        read, wanted = fetch.reads[key.peer], fetch.wanted
+    def _landed(self, fetch: Fetch, key: PeerKey, now: float) -> Iterator[Command]:
+        fetch.landed_at = fetch.reads[key].last_sent = now
         try:
-            read.subject = self._bindings.to(fetch.peers, self._peers).subject(key.peer, wanted, self._policy)
-            extracts = self._extractor.extracts(read.subject, wanted.block_tables, wanted.num_tokens)
-        except FerryError as error:
-            yield from self._fail(fetch, no_digest(str(error)), now)
-            return
-        yield Send(key.peer, self._landed_of(fetch, read))
-        if extracts:
-            yield Digest(key, extracts)
-        else:
-            read.machine.move("digested")
+            yield from self._verifier.ask(fetch, key, self._bindings.to(fetch.peers, self._peers))
+        except TransferError as error:
+            yield from self._fail(fetch, error, now)
 
     def _digested(self, event: Digested, now: float) -> Iterator[Command]:
         fetch = self._fetches.get(event.key.request_id) if isinstance(event.key, ReadKey) else None
@@ -317,12 +302,8 @@ class TargetSession:
         if fetch.all_in(ReadState.VALID):
             peer, binding = self._peers[key], self._bindings.to(fetch.peers, self._peers)
             del self._fetches[fetch.wanted.request_id]
-            verified = binding.verified_by(self._policy)
+            verified = binding.verified_by(self._verifier.policy)
             yield Fetched(fetch.wanted.request_id, fetch.report(peer.transport, peer.choice, verified, now))
-
-    def _landed_of(self, fetch: Fetch, read: Read) -> Landed:
-        wanted = fetch.wanted
-        return Landed(self._ours, wanted.request_id, wanted.reference.lease_id, read.subject)
 
     def _read(self, key: PeerKey, claim_id: str, *states: ReadState) -> list[tuple[Fetch, Read]]:
         """The read of a claim from a peer, if it is in one of the states; late and repeated answers match none."""
@@ -340,14 +321,29 @@ class TargetSession:
         yield Count("fetches_failed", error.reason)
         yield Failed(request_id, error)
         for key, read in fetch.reads.items():
-            if read.state is ReadState.READING:
+            if read.state is ReadState.MOVING and read.direction is Direction.READ:
                 yield Cancel(ReadKey(request_id, key))
             if read.is_digesting:
                 yield DropDigest(ReadKey(request_id, key))
             read.machine.move("fail")
         for key in fetch.peers:
-            yield from self._farewells.say(fetch.wanted, key, now)
+            is_exposed = key in fetch.reads and fetch.reads[key].is_exposed
+            yield from self._farewells.say(fetch.wanted, key, is_exposed, now)
         yield from self._free_when_drained(fetch)
+
+    def _gone(self, event: PeerGone, now: float) -> Iterator[Command]:
+        self._farewells.gone(event.peer)
+        yield from ()
+
+    def _end_farewells(self, now: float) -> Iterator[Command]:
+        """What sources have acknowledged, or cannot do any more, is over; so is the quarantine that waited for it."""
+        for key in self._farewells.take_over(now):
+            fetch = self._fetches.get(key.request_id)
+            if fetch is not None and key.peer in fetch.reads and fetch.reads[key.peer].is_exposed:
+                fetch.reads[key.peer].machine.move("ticket ended")
+                yield from self._free_when_drained(fetch)
+                if key.peer not in self._peers and not self._farewells.waits_for(key.peer):
+                    yield Disconnect(key.peer)
 
     def _free_when_drained(self, fetch: Fetch) -> Iterator[Command]:
         if not fetch.has_open_tickets:
@@ -360,23 +356,25 @@ class TargetSession:
         handlers: dict[type, Callable[..., Iterator[Command]]] = {
             Welcome: self._welcome,
             Offer: self._offer,
+            Reached: self._reached,
             Grant: self._grant,
+            Written: self._written,
             Valid: self._valid,
             Renewed: self._renewed,
-            Aborted: self._aborted,
             Refusal: self._refused,
         }
         handler = handlers.get(type(event.message))
-        if handler is None:
+        if isinstance(event.message, Aborted):
+            # Wanted also of a peer that counts as lost: it may have woken up.
+            self._farewells.noted(event.peer, event.message)
+            yield from self._end_farewells(now)
+        elif handler is None:
             yield Count("unexpected_messages", type(event.message).__name__)
-        elif event.peer in self._peers:
+            return
+        if event.peer in self._peers:
             peer = self._peers[event.peer]
             peer.last_heard = now
-            yield from handler(peer, event.message, now)
-
-    def _aborted(self, peer: Peer, aborted: Aborted, now: float) -> Iterator[Command]:
-        self._farewells.noted(aborted.claim_id, peer.key)
-        yield from ()
+            yield from handler(peer, event.message, now) if handler else ()
 
     def _refused(self, peer: Peer, refusal: Refusal, now: float) -> Iterator[Command]:
         error = TransferError(
@@ -391,7 +389,7 @@ class TargetSession:
     def _renewed(self, peer: Peer, renewed: Renewed, now: float) -> Iterator[Command]:
         error = TransferError(Reason.EXPIRED, "the lease ended before the bytes were there")
         for fetch in list(self._fetches.values()):
-            reading = peer.key in fetch.reads and fetch.reads[peer.key].state is ReadState.READING
+            reading = peer.key in fetch.reads and fetch.reads[peer.key].state is ReadState.MOVING
             if reading and fetch.wanted.reference.lease_id in renewed.gone:
                 yield from self._fail(fetch, error, now)
 
@@ -402,21 +400,20 @@ class TargetSession:
             yield from self._watch(peer, now)
         for fetch in list(self._fetches.values()):
             yield from self._hurry(fetch, now)
+        yield from self._end_farewells(now)
         yield from self._farewells.repeat(now)
         self._holds.expire(now)
         if now - self._last_heartbeat >= self._timing.heartbeat_s:
             self._last_heartbeat = now
-            yield from self._heartbeats()
+            held = [
+                (key, lease) for key, lease in self._holds.leases() if key in self._peers and self._peers[key].ready
+            ]
+            yield from renewals(self._ours, self._fetches.values(), held)
 
     def _watch(self, peer: Peer, now: float) -> Iterator[Command]:
         """Repeat an unanswered question of the handshake; give a peer up that stays silent while it is needed."""
         if not peer.ready:
-            if now >= peer.deadline:
-                what = f"no handshake with {peer.key} within {self._timing.handshake_s:g} s"
-                hint = "does that engine run, and do both engines have the same --token-file?"
-                yield from self._lose(peer.key, TransferError(Reason.DEADLINE, what, hint=hint), now)
-            else:
-                yield from self._peers.repeat(peer, now)
+            yield from self._follow(self._peers.repeat(peer, now), now)
             return
         if self._waiting_for(peer) and now - peer.last_heard > self._timing.silence_s:
             what = f"{peer.key} has not answered for {self._timing.silence_s:g} s"
@@ -433,47 +430,15 @@ class TargetSession:
 
     def _hurry(self, fetch: Fetch, now: float) -> Iterator[Command]:
         """Repeat what was not answered, and end what takes too long."""
-        limit_s = self._timing.handshake_s + self._timing.transfer_s
-        if not fetch.failed and now - fetch.began > limit_s:
-            what = f"the fetch took longer than {limit_s:g} s"
-            yield from self._fail(fetch, TransferError(Reason.DEADLINE, what), now)
+        for error in overdue(fetch, self._timing, now):
+            yield from self._fail(fetch, error, now)
             return
         for key, read in fetch.reads.items():
-            if read.state is ReadState.READING and now - fetch.posted_at > self._timing.transfer_s:
-                what = f"the read took longer than {self._timing.transfer_s:g} s"
-                yield from self._fail(fetch, TransferError(Reason.DEADLINE, what), now)
-                return
             if now - read.last_sent < self._timing.resend_s:
                 continue
             read.last_sent = now
-            if read.state is ReadState.CLAIMING:
-                readers = self._bindings.to(fetch.peers, self._peers).readers_of(key)
-                yield Send(key, self._claim_of(fetch, readers))
+            if read.state is ReadState.CLAIMING or (read.is_exposed and not fetch.failed):
+                # Asked again, a source that writes says how far it is.
+                yield Send(key, self._claim_of(fetch, key))
             elif read.state in ASKING:
-                yield Send(key, self._landed_of(fetch, read))
-
-    def _heartbeats(self) -> Iterator[Command]:
-        by_peer: dict[PeerKey, list[str]] = {}
-        for fetch in self._fetches.values():
-            for key, read in fetch.reads.items():
-                if read.state in USING:
-                    by_peer.setdefault(key, []).append(fetch.wanted.reference.lease_id)
-        for key, lease_id in self._holds.leases():
-            if key in self._peers and self._peers[key].ready:
-                by_peer.setdefault(key, []).append(lease_id)
-        for key, lease_ids in by_peer.items():
-            yield Send(key, Renew(self._ours, tuple(lease_ids)))
-
-
-def _is_replaced(older: PeerKey, newer: PeerKey) -> bool:
-    """Another start of the same engine, or another engine at the same address: some have a new id at every start."""
-    restarted = older.engine_id == newer.engine_id and older.epoch != newer.epoch
-    return restarted or (older.address == newer.address and older != newer)
-
-
-def _stranger(key: PeerKey, party: Party) -> TransferError | None:
-    """Who answers must be who was addressed."""
-    if (party.engine_id, party.epoch) == (key.engine_id, key.epoch):
-        return None
-    found = f"{party.engine_id}#{party.epoch}"
-    return TransferError(Reason.WRONG_ENGINE, f"somebody else answers at {key.address}", found=found, expected=str(key))
+                yield Send(key, self._verifier.landed_of(fetch, read))

@@ -1,13 +1,47 @@
-"""What a fetch fails with when its bytes cannot be verified, or are not the source's own."""
+"""Are the bytes that have landed the source's own? Both sides digest them, and the fetch fails where they differ."""
 
 from __future__ import annotations
 
-from kvferry.errors import MAX_LISTED, TransferError
-from kvferry.session.events import PeerKey
-from kvferry.session.fetch import Read
-from kvferry.wire.messages import Reason
+from collections.abc import Iterator
 
-__all__ = ["cannot_digest", "no_digest", "other_bytes"]
+from kvferry.errors import MAX_LISTED, FerryError, TransferError
+from kvferry.plan.digest import Policy
+from kvferry.plan.extract import Extractor
+from kvferry.plan.layout import Layout
+from kvferry.session.events import Command, Digest, PeerKey, Send
+from kvferry.session.fetch import Fetch, Read
+from kvferry.session.programs import Binding
+from kvferry.wire.messages import Landed, Party, Reason
+
+__all__ = ["Verifier", "cannot_digest", "no_digest", "other_bytes"]
+
+
+class Verifier:
+    """What is asked of the source, and digested here meanwhile."""
+
+    def __init__(self, ours: Party, layout: Layout, policy: Policy) -> None:
+        self.policy = policy
+        self._ours = ours
+        self._extractor = Extractor(layout, "target")
+
+    def landed_of(self, fetch: Fetch, read: Read) -> Landed:
+        """The question whether what has landed is valid."""
+        wanted = fetch.wanted
+        return Landed(self._ours, wanted.request_id, wanted.reference.lease_id, read.subject)
+
+    def ask(self, fetch: Fetch, peer: PeerKey, binding: Binding) -> Iterator[Command]:
+        """Ask whether the bytes are valid, and digest them meanwhile. Raises TransferError when that cannot be done."""
+        read, wanted = fetch.reads[peer], fetch.wanted
+        try:
+            read.subject = binding.subject(peer, wanted, self.policy)
+            extracts = self._extractor.extracts(read.subject, wanted.block_tables, wanted.num_tokens)
+        except FerryError as error:
+            raise no_digest(str(error)) from error
+        yield Send(peer, self.landed_of(fetch, read))
+        if extracts:
+            yield Digest(fetch.key(peer), extracts)
+        else:
+            read.machine.move("digested")
 
 
 def cannot_digest(kinds: str) -> TransferError:

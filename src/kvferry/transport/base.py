@@ -8,19 +8,11 @@ with an error.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
-from kvferry.plan.copies import Copies
+from kvferry.plan.copies import Copies, Direction
 
 __all__ = ["Completion", "Direction", "Memory", "Ticket", "Transport"]
-
-
-class Direction(StrEnum):
-    """Which side of a copy is remote: READ pulls from a remote source, WRITE pushes to a remote target."""
-
-    READ = "read"
-    WRITE = "write"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ from kvferry.wire.messages import WIRE_VERSION, Message
 __all__ = ["MAX_FRAME_BYTES", "MAX_REQUEST_BYTES", "decode", "encode", "frame_of"]
 
 MAGIC = b"KF"
-# The largest answer is an offer with its layout; what a target asks is much shorter.
+# The largest answer is an offer with its layout. What a target asks is shorter, also where it offers the layouts of all
+# its ranks: 50 KB each for 80 layers.
 MAX_FRAME_BYTES = 16 << 20
-MAX_REQUEST_BYTES = 1 << 20
+MAX_REQUEST_BYTES = 4 << 20
 HEAD_BYTES = 7
 
 _encoder = msgspec.msgpack.Encoder()

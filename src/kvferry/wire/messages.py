@@ -1,8 +1,9 @@
 """The messages of the control channel.
 
 A conversation has two steps. `Hello` and `Welcome` compare versions and identities; only then does the source send
-its `Offer` (layout and transports). After that, per request: `Claim` → `Grant`, bytes move, `Landed` → `Valid`. Every
-request can be answered with a `Refusal`; every message may arrive twice.
+its `Offer` (layout and transports). A target that wants to be written to makes a `TargetOffer` of its own, which is
+answered with `Reached`. After that, per request: `Claim` → `Grant`, bytes move (`Written` says so where the source
+moves them), `Landed` → `Valid`. Every request can be answered with a `Refusal`; every message may arrive twice.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from kvferry.plan.copies import Direction
 from kvferry.plan.digest import NOTHING, Subject
 from kvferry.plan.layout import Layout
+from kvferry.plan.tokens import TokenRange
 
 __all__ = [
     "WIRE_VERSION",
@@ -28,14 +31,17 @@ __all__ = [
     "OfferRequest",
     "Party",
     "Probe",
+    "Reached",
     "Reason",
     "Reference",
     "Refusal",
     "Renew",
     "Renewed",
+    "TargetOffer",
     "TransportOffer",
     "Valid",
     "Welcome",
+    "Written",
 ]
 
 WIRE_VERSION = 1
@@ -46,6 +52,8 @@ Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 Value = Annotated[bytes, Meta(min_length=8, max_length=8)]
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 48)]
+# A target's table may hold anything where nothing is looked at.
+AnyBlockId = Annotated[int, Meta(ge=-(1 << 48), lt=1 << 48)]
 
 
 class Reason(StrEnum):
@@ -137,10 +145,28 @@ class Offer(Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
     probe: Probe
 
 
-class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
-    """A target rank wants to read `num_tokens` tokens; `readers` are all ranks of its engine that read this rank.
+class TargetOffer(Struct, frozen=True, tag="target_offer", forbid_unknown_fields=True):
+    """A target rank's wish to be written to: the layouts of all ranks of its engine, as the route depends on them, and
+    the ways to reach its own memory."""
 
-    `claim_id` is new for every attempt: two attempts must never be taken for one that was repeated.
+    party: Party
+    layouts: Annotated[tuple[Layout, ...], Meta(min_length=1, max_length=1 << 12)]
+    transports: Annotated[tuple[TransportOffer, ...], Meta(max_length=16)]
+    probe: Probe
+
+
+class Reached(Struct, frozen=True, tag="reached", forbid_unknown_fields=True):
+    """The source has connected to the target's memory; `choice` says over what, and why."""
+
+    transport: Name
+    choice: Text
+
+
+class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
+    """A target rank wants `num_tokens` tokens; `readers` are all ranks of its engine that want some of this rank.
+
+    `claim_id` is new for every attempt: two attempts must never be taken for one that was repeated. With the direction
+    `write` the source may write to the target's blocks from now on, one table and one range per cache group.
     """
 
     party: Party
@@ -148,13 +174,27 @@ class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
     reference: Reference
     num_tokens: Count
     readers: Annotated[tuple[Rank, ...], Meta(min_length=1, max_length=1 << 12)]
+    direction: Direction = Direction.READ
+    block_tables: tuple[tuple[AnyBlockId, ...], ...] = ()
+    ranges: tuple[TokenRange, ...] = ()
 
 
 class Grant(Struct, frozen=True, tag="grant", forbid_unknown_fields=True):
-    """The source lets the target read: one block table per cache group, for as long as the lease is renewed."""
+    """The source lets the target read: one block table per cache group, for as long as the lease is renewed.
+
+    Where the source writes: it has begun. There are no tables then.
+    """
 
     claim_id: Name
     block_tables: tuple[tuple[BlockId, ...], ...]
+
+
+class Written(Struct, frozen=True, tag="written", forbid_unknown_fields=True):
+    """The source has written everything, and its lease was live all the time."""
+
+    claim_id: Name
+    num_bytes: Count
+    num_rows: Count
 
 
 class Landed(Struct, frozen=True, tag="landed", forbid_unknown_fields=True):
@@ -201,9 +241,15 @@ class Abort(Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
 
 
 class Aborted(Struct, frozen=True, tag="aborted", forbid_unknown_fields=True):
-    """The source has noted the end of a claim."""
+    """The source has noted the end of a claim, and no ticket of it is open.
+
+    `epoch` is that of who answers, which may be the next incarnation. `is_clean` is false when a write of it has ended
+    badly: what it had sent by then may still be under way.
+    """
 
     claim_id: Name
+    epoch: Name
+    is_clean: bool = True
 
 
 class Refusal(Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):
@@ -221,8 +267,11 @@ Message = (
     | Welcome
     | OfferRequest
     | Offer
+    | TargetOffer
+    | Reached
     | Claim
     | Grant
+    | Written
     | Landed
     | Valid
     | Renew

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.session.events import Command, Count, DigestKey, Failed, ReadKey, SourceFree
+from kvferry.session.events import Command, Count, Failed, ReadKey, SourceFree, WorkKey
 from kvferry.wire.messages import Party, Reason
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Checks:
         if wrong:
             raise Violation(f"{node.name}: {fetching.request_id} is answered from {wrong} bytes that are not its own")
 
-    def digested(self, node: Node, key: DigestKey) -> None:
+    def digested(self, node: Node, key: WorkKey) -> None:
         """A digest only looks at blocks that still belong to its request."""
         lent = {each.wanted.lease_id for each in node.lent.values()}
         held = key.request_id in node.fetching if isinstance(key, ReadKey) else key.lease_id in lent

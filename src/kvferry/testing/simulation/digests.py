@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvferry.plan.extract import Extract
 from kvferry.plan.parts import Grid
-from kvferry.session.events import Digest, Digested, DigestKey
+from kvferry.session.events import Digest, Digested, WorkKey
 from kvferry.testing.simulation.memory import RankMemory
 from kvferry.testing.simulation.site import Site
 
@@ -27,7 +27,7 @@ class Digester:
 
     def __init__(self, site: Site, memory: RankMemory, then: Callable[[Digested], None]) -> None:
         self._site, self._memory, self._then = site, memory, then
-        self._wanted: dict[DigestKey, Digest] = {}
+        self._wanted: dict[WorkKey, Digest] = {}
 
     def start(self, who: str, command: Digest) -> None:
         """Look at the bytes a little later; slow ones take longer than a lease that nobody renews."""
@@ -38,11 +38,11 @@ class Digester:
         self._wanted[command.key] = command
         world.after(world.between(0.0, SLOW_S if slow else QUICK_S), partial(self._finish, command))
 
-    def drop(self, key: DigestKey) -> None:
+    def drop(self, key: WorkKey) -> None:
         """Not wanted any more. Unknown ones are fine."""
         self._wanted.pop(key, None)
 
-    def reads_for(self, key: DigestKey) -> bool:
+    def reads_for(self, key: WorkKey) -> bool:
         """Whether this digest will still look at bytes."""
         return key in self._wanted
 

@@ -68,7 +68,7 @@ class Node:
         self.freed_at: dict[str, float] = {}
         self.counts: Counter[tuple[str, str]] = Counter()
         offers = (TransportOffer("simulated", self.descriptor, ""),)
-        identity = Identity(party, len(side.layouts), PRODUCT_VERSION, layout, offers, PROBE)
+        identity = Identity(party, PRODUCT_VERSION, side.layouts, offers, PROBE)
         timing, plant = self.site.timing, self.site.plant
         self.source = plant.source(identity, timing)
         self.target = plant.target(Ourselves(party, PRODUCT_VERSION, side.layouts, self.site.digest), timing)

@@ -1,0 +1,66 @@
+"""What an agent is told at its start: which rank of which engine it serves, and what the engine brings."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.agent.reach import listening_address
+from kvferry.agent.shared_token import NO_TOKEN, SharedToken
+from kvferry.plan.copies import Direction
+from kvferry.plan.digest import Policy
+from kvferry.plan.layout import Layout
+from kvferry.session import events as e
+from kvferry.transport.base import Memory
+
+__all__ = ["AgentConfig", "Host", "Notice", "new_epoch", "new_lease_id"]
+
+Notice = e.Fetched | e.Failed | e.TargetFree | e.SourceFree | e.Stopped
+"""What an engine is told, on the agent's thread."""
+
+
+def new_epoch() -> str:
+    """A name that no other start of any engine has."""
+    return f"{time.time_ns():x}-{secrets.token_hex(4)}"
+
+
+def new_lease_id() -> str:
+    """An id that nobody can guess: who knows it has been told."""
+    return secrets.token_hex(16)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """One rank of one engine. All ranks of an engine have the same `epoch`, new at every start.
+
+    `port` 0 lets the system choose; `transport` is `auto` or a transport's name. Without a `token` there is nothing but
+    this host to listen on and to connect to. `digest` says how much of what has arrived is compared with the source's
+    own bytes before a request may be decoded, `direction` whether this rank reads them or has the source write them.
+    """
+
+    engine_id: str
+    epoch: str = field(default_factory=new_epoch)
+    rank: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+    transport: str = "auto"
+    timing: e.Timing = field(default_factory=e.Timing)
+    token: SharedToken = NO_TOKEN
+    digest: Policy = Policy.SAMPLED
+    direction: Direction = Direction.READ
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError for a host that must not or cannot be listened on."""
+        listening_address(self.host, self.token)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What an engine brings: the layouts of all its ranks, the memory that this rank's regions lie in, and where
+    notices go. `notify` is called on the agent's thread and must return at once."""
+
+    layouts: tuple[Layout, ...]
+    memories: tuple[Memory, ...]
+    notify: Callable[[Notice], None]

@@ -1,0 +1,66 @@
+"""Whether anybody listens at an address: the host of a process that has ended says at once that nobody does.
+
+A process that was stopped still has its socket, so its host takes the connection; and a host that is gone says nothing.
+Neither is taken for an end.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from kvferry.session.events import PeerKey
+
+__all__ = ["Knocks"]
+
+CONNECTING = (0, errno.EINPROGRESS)
+
+
+class Knocks:
+    """Connections that are tried and closed at once. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._tried: dict[PeerKey, socket.socket] = {}
+        self._unanswered: list[PeerKey] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is ready."""
+        return bool(self._unanswered)
+
+    def start(self, peer: PeerKey) -> None:
+        """Try again; an attempt that is still open is given up."""
+        self._drop(peer)
+        try:
+            address = urlsplit(peer.address)
+            host, port = ip_address(address.hostname or ""), address.port or 0
+        except ValueError:
+            return
+        family = socket.AF_INET6 if host.version == 6 else socket.AF_INET
+        tried = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._tried[peer] = tried
+        self._note(peer, tried.connect_ex((str(host), port)))
+
+    def unanswered(self) -> list[PeerKey]:
+        """Those at whose address nobody listens, each once."""
+        for peer, tried in list(self._tried.items()):
+            self._note(peer, tried.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+        found, self._unanswered = self._unanswered, []
+        return found
+
+    def close(self) -> None:
+        """Give up. Safe to call twice."""
+        for peer in list(self._tried):
+            self._drop(peer)
+
+    def _note(self, peer: PeerKey, error: int) -> None:
+        if error == errno.ECONNREFUSED:
+            self._unanswered.append(peer)
+        if error not in CONNECTING:
+            self._drop(peer)
+
+    def _drop(self, peer: PeerKey) -> None:
+        if tried := self._tried.pop(peer, None):
+            tried.close()

@@ -1,0 +1,142 @@
+"""The target ranks that a source writes to: what they have offered, whether they are reached, what goes where."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kvferry.errors import FerryError, RequestError, TransferError
+from kvferry.plan.copies import NOTHING, Copies
+from kvferry.plan.layout import Layout
+from kvferry.plan.program import Program, bind
+from kvferry.plan.request import copies_for
+from kvferry.plan.route import route
+from kvferry.session.events import (
+    Command,
+    Connect,
+    Count,
+    Disconnect,
+    LeaseWanted,
+    PeerConnected,
+    PeerUnreachable,
+    Reply,
+    Timing,
+)
+from kvferry.wire.messages import Claim, Party, Reached, Reason, Refusal, TargetOffer
+
+__all__ = ["Targets"]
+
+MAX_TARGETS = 512
+# A target forgets an idle source first, and so never claims from one that has forgotten it.
+PATIENCE = 2
+
+
+@dataclass(slots=True)
+class _Target:
+    """`reached` is empty until a transport is connected, `programs` until something has been claimed."""
+
+    peer: str
+    offer: TargetOffer
+    last_heard: float
+    reached: tuple[Reached, ...] = ()
+    programs: tuple[Program, ...] = ()
+
+
+class Targets:
+    """By party. `layouts` are those of all ranks of the source's engine."""
+
+    def __init__(self, layouts: tuple[Layout, ...], rank: int, timing: Timing) -> None:
+        self._layouts = layouts
+        self._rank = rank
+        self._timing = timing
+        self._known: dict[Party, _Target] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def offered(self, peer: str, offer: TargetOffer, now: float) -> list[Command]:
+        """Connect to a target that wants to be written to; say so again when it is repeated."""
+        if known := self._known.get(offer.party):
+            if known.offer != offer:
+                return _refuse(peer, Reason.MALFORMED, "two different offers of one target rank", str(offer.party))
+            known.peer, known.last_heard = peer, now
+            return [Reply(peer, reached) for reached in known.reached]
+        if offer.party.rank >= len(offer.layouts):
+            found = f"rank {offer.party.rank} of {len(offer.layouts)}"
+            return _refuse(peer, Reason.MALFORMED, "an offer of a rank without a layout", found)
+        replaced = [self._forget(party) for party in list(self._known) if _is_replaced(party, offer.party)]
+        if len(self._known) >= MAX_TARGETS:
+            return _refuse(peer, Reason.UNREACHABLE, "too many targets at once", f"{len(self._known)} targets")
+        self._known[offer.party] = _Target(peer, offer, now)
+        return [*replaced, Connect(offer.party, offer)]
+
+    def settled(self, event: PeerConnected | PeerUnreachable) -> list[Command]:
+        """What came of connecting."""
+        known = self._known.get(event.peer) if isinstance(event.peer, Party) else None
+        if known is None or known.reached:
+            return []
+        if isinstance(event, PeerConnected):
+            known.reached = (Reached(event.transport, event.choice[:4096]),)
+            return [Reply(known.peer, known.reached[0])]
+        refusal = _refuse(known.peer, Reason.UNREACHABLE, "no transport reaches the target", event.error)
+        return [self._forget(known.offer.party), *refusal]
+
+    def heard(self, party: Party, now: float) -> None:
+        """A target is there."""
+        if known := self._known.get(party):
+            known.last_heard = now
+
+    def copies(self, claim: Claim, lease: LeaseWanted) -> Copies:
+        """The rows to write for a claim. Raises TransferError when it cannot or must not be carried out."""
+        known = self._known.get(claim.party)
+        if known is None or not known.reached:
+            raise TransferError(Reason.UNREACHABLE, "the target has not been reached", found=str(claim.party))
+        last = max((tokens.last for tokens in claim.ranges), default=0)
+        if last != claim.num_tokens:
+            found, expected = f"tokens up to {last}", f"up to {claim.num_tokens}"
+            raise TransferError(
+                Reason.OUT_OF_RANGE, "ranges of other tokens than are claimed", found=found, expected=expected
+            )
+        if not claim.num_tokens:
+            return NOTHING
+        try:
+            known.programs = known.programs or (self._program(known.offer),)
+        except FerryError as error:
+            raise TransferError(Reason.INCOMPATIBLE, error.what, found=error.found, expected=error.expected) from error
+        try:
+            return copies_for(known.programs[0], lease.block_tables, claim.block_tables, claim.ranges)
+        except RequestError as error:
+            raise TransferError(Reason.OUT_OF_RANGE, error.what, found=error.found, expected=error.expected) from error
+
+    def expire(self, busy: Collection[Party], now: float) -> list[Command]:
+        """Forget those that have said nothing for long and that nothing is written to."""
+        idle = [party for party, known in self._known.items() if self._ends(known) <= now]
+        for party in busy:
+            self.heard(party, now)
+        return [self._forget(party) for party in idle if party not in busy]
+
+    def next_deadline(self) -> float:
+        """When the next one has been idle for long enough; infinity when there is none."""
+        return min(map(self._ends, self._known.values()), default=float("inf"))
+
+    def _program(self, offer: TargetOffer) -> Program:
+        rank, found = offer.party.rank, route(self._layouts, offer.layouts)
+        if self._rank not in found.sources_of(rank):
+            raise TransferError(Reason.INCOMPATIBLE, "the target needs nothing of this rank", found=f"rank {rank}")
+        return bind(found.between(self._rank, rank), self._layouts[self._rank], offer.layouts[rank])
+
+    def _ends(self, known: _Target) -> float:
+        return known.last_heard + PATIENCE * self._timing.idle_peer_s
+
+    def _forget(self, party: Party) -> Disconnect:
+        del self._known[party]
+        return Disconnect(party)
+
+
+def _is_replaced(older: Party, newer: Party) -> bool:
+    """Another start of the same engine: the memory of the one before need not be kept mapped."""
+    return (older.engine_id, older.rank) == (newer.engine_id, newer.rank) and older.epoch != newer.epoch
+
+
+def _refuse(peer: str, reason: Reason, what: str, found: str) -> list[Command]:
+    return [Reply(peer, Refusal(reason, what, found[:4096], "", "")), Count("refusals_sent", reason)]
