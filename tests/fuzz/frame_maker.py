@@ -17,7 +17,9 @@ from kvferry.wire.codec import frame_of
 
 LAYOUT = describe(attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
 PARTY = m.Party("p0", "e1", 0)
-OFFER = m.Offer(PARTY, LAYOUT, (m.TransportOffer("shm", b"\x00\xff", ""),), m.Probe(4096, 64, 7))
+TRANSPORTS = (m.TransportOffer("shm", b"\x00\xff", ""),)
+OFFER = m.Offer(PARTY, LAYOUT, TRANSPORTS, m.Probe(4096, 64, 7))
+TARGET_OFFER = m.TargetOffer(PARTY, (LAYOUT,), TRANSPORTS, m.Probe(4096, 64, 7))
 CLAIM = m.Claim(PARTY, "c", m.Reference("p0", "e1", "r", "l"), 12, (0,))
 EXTREMES = (0, 1, -1, 255, 1 << 16, 1 << 31, 1 << 48, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 # Lengths that are announced and never come: of strings, bytes, arrays and maps.
@@ -50,7 +52,7 @@ class FrameMaker:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self._types = inspect.multi_type_info(list(m.Message.__args__))
-        self._real = [msgspec.msgpack.encode(OFFER), msgspec.msgpack.encode(CLAIM)]
+        self._real = [msgspec.msgpack.encode(real) for real in (OFFER, TARGET_OFFER, CLAIM)]
         self._makers = [getattr(self, kind.make) for kind in KINDS]
         self._weights = [kind.weight for kind in KINDS]
 

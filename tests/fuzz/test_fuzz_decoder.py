@@ -43,7 +43,7 @@ def test_any_bytes_are_a_message_or_a_wire_error(data):
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=20,
+    max_leaves=10,
 )
 TAGS = st.sampled_from([kind.__struct_config__.tag for kind in m.Message.__args__])
 

@@ -24,7 +24,13 @@ EXAMPLES = [
     m.OfferRequest(PARTY),
     m.Offer(PARTY, LAYOUT, (m.TransportOffer("shm", b"\x00\xff", ""),), m.Probe(4096, 64, 7)),
     m.Claim(PARTY, "c", m.Reference("prefill-0", "e1", "r", "l"), 12, (0,)),
+    m.Claim(
+        PARTY, "c", m.Reference("prefill-0", "e1", "r", "l"), 12, (0,), Direction.WRITE, ((1, -1),), (TokenRange(0, 12),)
+    ),
+    m.TargetOffer(PARTY, (LAYOUT,), (m.TransportOffer("shm", b"", "no"),), m.Probe(4096, 64, 7)),
+    m.Reached("shm", "shm 9 GB/s"),
     m.Grant("c", ((1, 2, 3),)),
+    m.Written("c", 1024, 3),
     m.Landed(PARTY, "c", "l"),
     m.Landed(PARTY, "c", "l", SUBJECT),
     m.Valid("c"),

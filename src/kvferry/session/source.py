@@ -154,7 +154,6 @@ class SourceSession:
                 continue
             if lease.live:
                 commands += self._end(lease, "deadline", Reason.EXPIRED, now)
-                commands.append(Count("leases_expired", Reason.EXPIRED))
             elif lease.is_writing:
                 lease.deadline = now + self._timing.tombstone_s
             else:
@@ -186,7 +185,8 @@ class SourceSession:
             return []
         lease.is_freed = True
         del self._by_request[lease.wanted.request_id]
-        return [SourceFree(lease.wanted.request_id, lease.ended_as)]
+        freed = SourceFree(lease.wanted.request_id, lease.ended_as)
+        return [freed, *([Count("leases_expired", Reason.EXPIRED)] if lease.ended_as == Reason.EXPIRED else [])]
 
     # --- what targets send ---
 

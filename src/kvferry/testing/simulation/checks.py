@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.session.events import Command, Count, Failed, ReadKey, SourceFree, WorkKey
+from kvferry.session.events import ClaimKey, Command, Count, Failed, ReadKey, SourceFree, WorkKey
 from kvferry.wire.messages import Party, Reason
 
 if TYPE_CHECKING:
@@ -34,14 +34,23 @@ class Checks:
     # --- bytes ---
 
     def moves(self, ticket: Ticket) -> None:
-        """I9: bytes only move into blocks that still belong to the request they were asked for."""
-        if ticket.key.request_id not in ticket.node.fetching:
-            raise Violation(f"{ticket.node.name}: late bytes of {ticket.key.request_id} move into blocks freed since")
+        """I8, I9: bytes only move into blocks that still belong to the request they were asked for. A source that
+        writes only looks at blocks that it still keeps."""
+        if ticket.node.alive:
+            self.lands(ticket)
+        if ticket.is_write and not _keeps(ticket):
+            raise Violation(f"{ticket.remote.name}: {ticket.request_id} is written from blocks freed since")
+
+    def lands(self, ticket: Ticket) -> None:
+        """I9: bytes that were sent before only land where they were meant to, and before anybody uses them."""
+        fetching = ticket.node.fetching.get(ticket.request_id)
+        if fetching is None or fetching.status == "fetched":
+            raise Violation(f"{ticket.node.name}: late bytes of {ticket.request_id} move into blocks used since")
 
     def ended(self, ticket: Ticket, error: str) -> None:
         """Note what has arrived as a whole."""
         if not error:
-            self._arrived.setdefault((ticket.node, ticket.key.request_id), []).append(ticket)
+            self._arrived.setdefault((ticket.node, ticket.request_id), []).append(ticket)
 
     def fetched(self, node: Node, fetching: Fetching) -> None:
         """A request may be answered: from its own bytes, read while its lease was live (I8)."""
@@ -77,15 +86,16 @@ class Checks:
         if node.open_tickets(request_id):
             raise Violation(f"{node.name}: the blocks of {request_id} are freed while a ticket may write to them")
 
-    def source_freed(self, node: Node, request_id: str, reason: str, reads: Sequence[Ticket]) -> None:
-        """A lease ends once; it is done only when each of its readers has read everything."""
+    def source_freed(self, node: Node, request_id: str, reason: str, open_tickets: Sequence[Ticket]) -> None:
+        """A lease ends once, and not while we write out of it; it is done only when each of its readers has all."""
         lent = node.lent.get(request_id)
         if lent is None:
             raise Violation(f"{node.name}: the lease of {request_id} has ended twice")
         if reason == "done" and not self._readers(node, lent) >= lent.readers:
             raise Violation(f"{node.name}: the lease of {request_id} is done, but not every reader has all bytes")
-        if reason == "done" and any(ticket.remote is node and _claim_of(ticket) in lent.claims for ticket in reads):
-            raise Violation(f"{node.name}: the lease of {request_id} is done, but it is being read")
+        moving = [ticket for ticket in open_tickets if ticket.remote is node and _claim_of(ticket) in lent.claims]
+        if moving and (reason == "done" or any(ticket.is_write for ticket in moving)):
+            raise Violation(f"{node.name}: the lease of {request_id} has ended, but its bytes still move")
 
     def _readers(self, node: Node, lent: Lent) -> set[int]:
         return {
@@ -114,6 +124,8 @@ class Checks:
             "leases": source.num_live(),
             "tombstones": len(source._leases),
             "early messages": len(source._early._waiting),
+            "aborted claims": len(source._aborted),
+            "targets": len(source._targets),
             "fetches": target.num_open(),
             "farewells": len(target._farewells),
             "holds": len(target._holds._holds),
@@ -126,7 +138,13 @@ class Checks:
 
 def _claim_of(ticket: Ticket) -> tuple[Party, str]:
     """By whom and under which id: ids are used again by the next incarnation."""
-    return ticket.node.party, ticket.key.request_id
+    return ticket.node.party, ticket.request_id
+
+
+def _keeps(ticket: Ticket) -> bool:
+    """Whether the source still keeps the blocks of a write."""
+    leases = {lent.wanted.lease_id for lent in ticket.remote.lent.values()}
+    return isinstance(ticket.key, ClaimKey) and ticket.key.lease_id in leases
 
 
 def _labels(command: Command) -> list[tuple[str, str]]:

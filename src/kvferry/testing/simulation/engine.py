@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry.plan.copies import Direction
 from kvferry.session.events import LeaseWanted
 from kvferry.testing.simulation.memory import Tables
 from kvferry.testing.simulation.node import Lent, Node, Wiring
@@ -14,10 +15,14 @@ NUM_NAMES = 4
 
 
 class Engine:
-    """All ranks of one engine. Ids start again with every incarnation, and those of requests are used again."""
+    """All ranks of one engine. `direction` says who moves the bytes that it fetches.
+
+    Ids start again with every incarnation, and those of requests are used again.
+    """
 
     def __init__(self, wiring: Wiring, name: str, side: Side) -> None:
         self.name = name
+        self.direction = wiring.site.world.dice.choice(list(Direction))
         self.nodes: tuple[Node, ...] = ()
         self._wiring = wiring
         self._side = side
@@ -34,7 +39,7 @@ class Engine:
         engine_id = f"{self.name}-{self._num_starts}" if renamed else self.name
         epoch = f"e{self._num_starts}"
         parties = [Party(engine_id, epoch, rank) for rank in range(len(self._side.layouts))]
-        self.nodes = tuple(Node(self._wiring, self.name, party, self._side) for party in parties)
+        self.nodes = tuple(Node(self._wiring, self.name, party, self._side, self.direction) for party in parties)
 
     @property
     def addresses(self) -> tuple[str, ...]:

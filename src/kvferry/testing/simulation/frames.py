@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvferry.session.events import PeerKey
+from kvferry.session.events import PeerGone, PeerKey
 from kvferry.testing.simulation.site import Site
 from kvferry.wire.codec import encode
 from kvferry.wire.messages import Message
@@ -51,6 +51,13 @@ class FrameFabric:
             target.inbox.put(0, lambda: target.answer_arrived(peer, frame))
 
         self._travel((node.engine_name, target.engine_name), encode(message), deliver)
+
+    def knock(self, node: Node, peer: PeerKey) -> None:
+        """Ask the host of a peer whether anybody listens there; nobody answers across a partition."""
+        listener = self._listeners.get(peer.address)
+        cut = self._site.is_cut(node.engine_name, _engine_at(peer.address))
+        if not cut and (listener is None or not listener.alive):
+            node.carried(PeerGone(peer))
 
     def _travel(self, way: tuple[str, str], frame: bytes, deliver: Callable[[bytes], None]) -> None:
         site, world, faults = self._site, self._site.world, self._site.faults

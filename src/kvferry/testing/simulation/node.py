@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from kvferry.errors import WireError, WireVersionError
+from kvferry.plan.copies import Direction
 from kvferry.session import events as e
+from kvferry.session.handshake import Ourselves
 from kvferry.session.source import Identity, SourceEvent
-from kvferry.session.target import Ourselves, TargetEvent
+from kvferry.session.target import TargetEvent
 from kvferry.testing.simulation.attempt import Fetching
 from kvferry.testing.simulation.checks import Violation
 from kvferry.testing.simulation.digests import Digester
@@ -52,7 +55,7 @@ class Lent:
 class Node:
     """One rank of one incarnation of an engine. `engine_name` is the machine, `party.engine_id` who it says it is."""
 
-    def __init__(self, wiring: Wiring, engine_name: str, party: Party, side: Side) -> None:
+    def __init__(self, wiring: Wiring, engine_name: str, party: Party, side: Side, direction: Direction) -> None:
         self.site, self._frames, self._tickets = wiring.site, wiring.frames, wiring.tickets
         self.engine_name, self.party, self.rank = engine_name, party, party.rank
         self.name, self.epoch = f"{engine_name}.{party.rank}", party.epoch
@@ -71,8 +74,9 @@ class Node:
         identity = Identity(party, PRODUCT_VERSION, side.layouts, offers, PROBE)
         timing, plant = self.site.timing, self.site.plant
         self.source = plant.source(identity, timing)
-        self.target = plant.target(Ourselves(party, PRODUCT_VERSION, side.layouts, self.site.digest), timing)
-        remember_programs(self.target, side.layouts, party.rank)
+        ours = Ourselves(party, PRODUCT_VERSION, side.layouts, self.site.digest, direction, offers, PROBE)
+        self.target = plant.target(ours, timing)
+        remember_programs(self.source, self.target, side.layouts, party.rank)
         self._wakes_at, self._wished_at = float("inf"), 0.0
         self._frames.listen(self)
         self._tickets.register(self)
@@ -99,14 +103,19 @@ class Node:
         self._wished_at = max(self._wished_at, world.now + delay_s + world.between(0.0, 0.01))
         world.at(self._wished_at, lambda: self.inbox.put(1, action))
 
-    def carried(self, event: e.PeerConnected | e.PeerUnreachable | e.TicketEnded) -> None:
+    def carried(self, event: e.PeerConnected | e.PeerUnreachable | e.PeerGone | e.TicketEnded) -> None:
         """News from the transport: handled in a later turn, never in the middle of this one."""
-        self.site.world.after(0.0, lambda: self.inbox.put(2, lambda: self.handle_target(event)))
+        name = event.key if isinstance(event, e.TicketEnded) else event.peer
+        self.site.world.after(0.0, lambda: self.inbox.put(2, partial(self._handle, name, event)))
 
     def _digested(self, event: e.Digested) -> None:
         self.site.checks.digested(self, event.key)
-        is_ours = isinstance(event.key, e.ReadKey)
-        self.inbox.put(2, partial(self.handle_target if is_ours else self.handle_source, event))
+        self.inbox.put(2, partial(self._handle, event.key, event))
+
+    def _handle(self, name: e.WorkKey | e.Remote, event: Any) -> None:
+        """For the session that has asked for something under this name."""
+        is_ours = isinstance(name, e.ReadKey | e.PeerKey)
+        (self.handle_target if is_ours else self.handle_source)(event)
 
     def handle_source(self, event: SourceEvent) -> None:
         """One event for the source session."""
@@ -167,8 +176,10 @@ class Node:
                 self._tickets.connect(self, peer, offer)
             case e.Disconnect(peer):
                 self._tickets.disconnect(self, peer)
-            case e.Post(key, copies):
-                self._tickets.post(self, key, copies)
+            case e.Knock(peer):
+                self._frames.knock(self, peer)
+            case e.Post():
+                self._tickets.post(self, command)
             case e.Cancel(key):
                 self._tickets.cancel(self, key)
             case _:

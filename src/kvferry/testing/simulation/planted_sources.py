@@ -8,8 +8,9 @@ from dataclasses import replace
 from msgspec import structs
 
 from kvferry.session.events import Command, DropDigest, FrameArrived, Reply, SourceFree, Timing
+from kvferry.session.lease import Lease
 from kvferry.session.source import Identity, SourceEvent, SourceSession
-from kvferry.wire.messages import Claim, Hello, Landed, Message, Party, Valid
+from kvferry.wire.messages import Abort, Claim, Hello, Landed, Message, Party, Valid
 
 __all__ = [
     "AnyClaim",
@@ -17,6 +18,8 @@ __all__ = [
     "ByLease",
     "ByRequest",
     "CountReaders",
+    "EarlyFree",
+    "EarlyWord",
     "IgnoreExpiry",
     "KeepDigest",
     "KeepRecords",
@@ -144,6 +147,26 @@ class TwiceFreed(SourceSession):
             freed = any(isinstance(command, SourceFree) for command in commands)
             if lease is not None and not lease.live and not freed:
                 commands.append(SourceFree(lease.wanted.request_id, "done"))
+        return commands
+
+
+class EarlyFree(SourceSession):
+    """Gives the blocks back when a lease ends, though it writes out of them."""
+
+    def _free_when_drained(self, lease: Lease) -> list[Command]:
+        writes, lease.writes = lease.writes, {}
+        commands = super()._free_when_drained(lease)
+        lease.writes = writes
+        return commands
+
+
+class EarlyWord(SourceSession):
+    """Acknowledges an abort at once, though it still writes."""
+
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        commands = super().handle(event, now)
+        if isinstance(event, FrameArrived) and isinstance(event.message, Abort):
+            commands.append(Reply(event.peer, self._aborted_of(event.message.claim_id, True)))
         return commands
 
 

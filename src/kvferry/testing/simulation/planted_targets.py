@@ -13,12 +13,14 @@ from kvferry.session.events import (
     Digested,
     Failed,
     Fetched,
+    ReadKey,
     Send,
     TargetFree,
     TicketEnded,
     Timing,
 )
-from kvferry.session.target import Ourselves, TargetEvent, TargetSession
+from kvferry.session.handshake import Ourselves
+from kvferry.session.target import TargetEvent, TargetSession
 from kvferry.wire.messages import Landed, Offer, Party, Renew, Valid, Welcome
 
 __all__ = [
@@ -28,7 +30,10 @@ __all__ = [
     "NoDeadline",
     "NoEpoch",
     "NoFence",
+    "NoGrace",
     "NoHeartbeat",
+    "NoWord",
+    "SilenceEnds",
     "SkipValid",
     "TwiceFetched",
     "Uncounted",
@@ -47,15 +52,45 @@ class NoFence(TargetSession):
         return commands + [TargetFree(request_id) for request_id in failed]
 
 
+class NoWord(TargetSession):
+    """Where the source writes, does not wait for its word that it has stopped."""
+
+    def handle(self, event: TargetEvent, now: float) -> list[Command]:
+        commands = super().handle(event, now)
+        for command in [each for each in commands if isinstance(each, Failed)]:
+            fetch = self._fetches.get(command.request_id)
+            if fetch is not None and any(read.is_exposed for read in fetch.reads.values()):
+                del self._fetches[command.request_id]
+                commands.append(TargetFree(command.request_id))
+        return commands
+
+
+class SilenceEnds(TargetSession):
+    """Takes a source that says nothing for long for one that has ended."""
+
+    def handle(self, event: TargetEvent, now: float) -> list[Command]:
+        for key, farewell in list(self._farewells._open.items()):
+            if now - farewell.said_at >= self._timing.silence_s:
+                self._farewells.gone(key.peer)
+        return super().handle(event, now)
+
+
+class NoGrace(TargetSession):
+    """Forgets what was under way when a source ended."""
+
+    def __init__(self, ourselves: Ourselves, timing: Timing) -> None:
+        super().__init__(ourselves, replace(timing, fence_s=0.0))
+
+
 class FirstError(TargetSession):
     """The first ticket that fails frees the blocks, whatever the others do."""
 
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
         commands = super().handle(event, now)
-        if isinstance(event, TicketEnded) and event.error and event.key.request_id in self._fetches:
-            del self._fetches[event.key.request_id]
-            commands.append(TargetFree(event.key.request_id))
-        return commands
+        if not (isinstance(event, TicketEnded) and isinstance(event.key, ReadKey) and event.error):
+            return commands
+        freed = self._fetches.pop(event.key.request_id, None) is not None
+        return [*commands, TargetFree(event.key.request_id)] if freed else commands
 
 
 class SkipValid(TargetSession):

@@ -9,16 +9,28 @@ from kvferry.plan.program import Program, bind
 from kvferry.plan.route import Route, route
 from kvferry.session.events import PeerKey
 from kvferry.session.programs import Binding, Bindings
+from kvferry.session.source import SourceSession
 from kvferry.session.target import TargetSession
+from kvferry.session.targets import Targets
+from kvferry.wire.messages import TargetOffer
 
 __all__ = ["remember_programs"]
 
 Layouts = tuple[Layout, ...]
 
 
-def remember_programs(session: TargetSession, layouts: Layouts, rank: int) -> None:
-    """Let a session find the programs of earlier runs between the same layouts."""
-    session._bindings = _RememberedBindings(layouts, rank)
+def remember_programs(source: SourceSession, target: TargetSession, layouts: Layouts, rank: int) -> None:
+    """Let the sessions of a rank find the programs of earlier runs between the same layouts."""
+    source._targets = _RememberedTargets(layouts, rank, source._timing)
+    target._bindings = _RememberedBindings(layouts, rank)
+
+
+class _RememberedTargets(Targets):
+    def _program(self, offer: TargetOffer) -> Program:
+        _, programs = _bound(self._layouts, offer.layouts, offer.party.rank)
+        if self._rank not in programs:
+            return super()._program(offer)
+        return programs[self._rank]
 
 
 class _RememberedBindings(Bindings):

@@ -26,6 +26,7 @@ TIMING = Timing(
     early_claim_s=3.0,
     hold_s=30.0,
     idle_peer_s=20.0,
+    fence_s=5.0,
 )
 
 

@@ -15,7 +15,7 @@ from kvferry.plan.digest import Subject
 from kvferry.plan.extract import Extract
 from kvferry.session.events import PeerKey
 from kvferry.testing.simulation.clock import World
-from kvferry.wire.messages import Offer, Party, Reference
+from kvferry.wire.messages import Offer, Party, Reference, TargetOffer
 
 __all__ = ["Story", "worded"]
 
@@ -60,6 +60,7 @@ def _struct_fields(value: Any) -> list[str]:
 
 _SHORT: Mapping[type, Callable[[Any], str]] = {
     Offer: lambda offer: f"Offer({worded(offer.party)})",
+    TargetOffer: lambda offer: f"TargetOffer({worded(offer.party)})",
     bytes: lambda value: value.hex(),
     Extract: lambda extract: f"{len(extract.numbers)} states, {extract.num_bytes} bytes",
     Subject: lambda subject: f"{subject.policy} of {len(subject.parts)} parts",

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.plan.copies import Copies
+from kvferry.plan.copies import Copies, Direction
 from kvferry.plan.digest import Policy
-from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, ReadKey, TicketEnded
+from kvferry.session.events import PeerConnected, PeerUnreachable, Post, ReadKey, Remote, TicketEnded, WorkKey
 from kvferry.testing.simulation.site import Site
-from kvferry.wire.messages import Offer
+from kvferry.wire.messages import Offer, TargetOffer
 
 if TYPE_CHECKING:
     from kvferry.testing.simulation.node import Node
@@ -23,25 +23,40 @@ NUM_STEPS = 4
 FAST_S = 0.01
 MAX_SLOW_S = 9.0
 MAX_DRAIN_S = 4.0
+MAX_ECHO_S = 4.0
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A posted read. `source` and `target` are indices of bytes, of which `moved` have moved. `fails_at` is the number
-    of bytes after which it ends with an error; a hanging one moves nothing until somebody loses interest in it."""
+    """Bytes on their way from `remote`, the source, to `node`, the target; `owner` is the one that has posted it.
 
+    `source` and `target` are indices of bytes, of which `moved` have moved. `fails_at` is the number of bytes after
+    which it ends with an error; a hanging one moves nothing until somebody loses interest in it.
+    """
+
+    owner: Node
     node: Node
     remote: Node
-    key: ReadKey
+    key: WorkKey
     source: NDArray[np.int64]
     target: NDArray[np.int64]
-    step_s: float
-    fails_at: int
-    hangs: bool
+    step_s: float = 0.0
+    fails_at: int = 0
+    hangs: bool = False
     moved: int = 0
     is_open: bool = True
     unwanted: bool = False
     ended_at: float = 0.0
+
+    @property
+    def is_write(self) -> bool:
+        """Whether the source has posted it."""
+        return self.owner is self.remote
+
+    @property
+    def request_id(self) -> str:
+        """What the target calls its request."""
+        return self.key.request_id if isinstance(self.key, ReadKey) else self.key.claim_id
 
 
 class TicketFabric:
@@ -50,14 +65,14 @@ class TicketFabric:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._nodes: dict[bytes, Node] = {}
-        self._routes: dict[tuple[Node, PeerKey], Node] = {}
+        self._routes: dict[tuple[Node, Remote], Node] = {}
         self.open: list[Ticket] = []
 
     def register(self, node: Node) -> None:
         """The memory of this node can be reached by its descriptor."""
         self._nodes[node.descriptor] = node
 
-    def connect(self, node: Node, peer: PeerKey, offer: Offer) -> None:
+    def connect(self, node: Node, peer: Remote, offer: Offer | TargetOffer) -> None:
         """Answered a little later."""
         site = self._site
         fails = site.world.chance(site.faults.unreachable)
@@ -74,51 +89,57 @@ class TicketFabric:
 
         site.world.after(site.world.between(0.001, 0.05), answer)
 
-    def disconnect(self, node: Node, peer: PeerKey) -> None:
-        """Its open reads end with an error before long; until then their bytes may still move."""
+    def disconnect(self, node: Node, peer: Remote) -> None:
+        """Its open tickets end with an error before long; until then their bytes may still move."""
         self._routes.pop((node, peer), None)
         for ticket in self.open:
-            if ticket.node is node and ticket.key.peer == peer:
+            if ticket.owner is node and ticket.key.remote == peer:
                 self._let_go(ticket)
 
-    def post(self, node: Node, key: ReadKey, copies: Copies) -> None:
-        """Start a read."""
-        world, faults = self._site.world, self._site.faults
-        remote = self._routes.get((node, key.peer))
-        if remote is None:
-            node.carried(TicketEnded(key, "the peer is not connected any more"))
+    def post(self, owner: Node, post: Post) -> None:
+        """Start to read or to write."""
+        key, copies = post.key, post.copies
+        far = self._routes.get((owner, key.remote))
+        if far is None:
+            owner.carried(TicketEnded(key, "the peer is not connected any more"))
             return
+        remote, node = (far, owner) if post.direction is Direction.READ else (owner, far)
         source, target = _indices(copies.source, copies, remote), _indices(copies.target, copies, node)
         if _outside(source, remote) or _outside(target, node):
-            node.carried(TicketEnded(key, "a row leaves registered memory"))
+            owner.carried(TicketEnded(key, "a row leaves registered memory"))
             return
+        self._begin(Ticket(owner, node, remote, key, source, target))
+
+    def _begin(self, ticket: Ticket) -> None:
+        world, faults, num_bytes = self._site.world, self._site.faults, len(ticket.source)
         slow, hangs, fails = (world.chance(chance) for chance in (faults.slow, faults.hang, faults.fail))
-        step_s = world.between(0.0, MAX_SLOW_S if slow else FAST_S) / NUM_STEPS
-        fails_at = world.dice.randint(0, len(source)) if fails else len(source) + 1
-        ticket = Ticket(node, remote, key, source, target, step_s, fails_at, hangs)
+        ticket.step_s = world.between(0.0, MAX_SLOW_S if slow else FAST_S) / NUM_STEPS
+        ticket.fails_at = world.dice.randint(0, num_bytes) if fails else num_bytes + 1
+        ticket.hangs = hangs
         for name, chosen in (("slow ticket", slow), ("hanging ticket", hangs), ("failing ticket", fails)):
             if chosen:
-                self._site.story.fault(name, node.name, key.request_id)
+                self._site.story.fault(name, ticket.owner.name, ticket.request_id)
         self.open.append(ticket)
         if not hangs:
-            world.after(step_s, lambda: self._step(ticket))
+            world.after(ticket.step_s, lambda: self._step(ticket))
 
-    def cancel(self, node: Node, key: ReadKey) -> None:
+    def cancel(self, node: Node, key: WorkKey) -> None:
         """Nobody wants it any more, which stops no byte: it ends when it is done, or some time later."""
         for ticket in self.open:
-            if ticket.node is node and ticket.key == key:
+            if ticket.owner is node and ticket.key == key:
                 self._let_go(ticket)
 
     def node_died(self, node: Node) -> None:
-        """Reads of a dead process are over; reads from it fail, now or when somebody loses interest."""
+        """Tickets of a dead process are over; those that need it fail, now or when somebody loses interest."""
         for ticket in list(self.open):
-            if ticket.node is node:
+            if ticket.owner is node:
                 self.open.remove(ticket)
                 ticket.is_open = False
+                self._echo(ticket)
 
     def open_of(self, node: Node, request_id: str) -> list[Ticket]:
         """The tickets of a request of this node that may still move bytes."""
-        return [ticket for ticket in self.open if ticket.node is node and ticket.key.request_id == request_id]
+        return [ticket for ticket in self.open if ticket.node is node and ticket.request_id == request_id]
 
     def _let_go(self, ticket: Ticket) -> None:
         if ticket.unwanted:
@@ -126,7 +147,7 @@ class TicketFabric:
         ticket.unwanted = True
         world = self._site.world
         if ticket.hangs and world.chance(0.5):
-            self._site.story.say(ticket.node.name, "the bytes of", ticket.key.request_id, "begin to move after all")
+            self._site.story.say(ticket.owner.name, "the bytes of", ticket.request_id, "begin to move after all")
             world.after(world.between(0.0, MAX_DRAIN_S), lambda: self._step(ticket))
         world.after(world.between(0.0, MAX_DRAIN_S), lambda: self._end(ticket, "cancelled"))
 
@@ -138,7 +159,7 @@ class TicketFabric:
         if site.is_cut(node.engine_name, remote.engine_name):
             site.world.after(0.2, lambda: self._step(ticket))
             return
-        if not remote.alive and not remote.outlived:
+        if not all(each.alive or each.outlived for each in (node, remote)):
             self._broken(ticket)
             return
         end = min(len(ticket.source), ticket.moved + max(1, -(-len(ticket.source) // NUM_STEPS)), ticket.fails_at)
@@ -146,7 +167,7 @@ class TicketFabric:
         site.checks.moves(ticket)
         node.memory.bytes[ticket.target[part]] = remote.memory.bytes[ticket.source[part]]
         if end > ticket.moved and site.digest is Policy.FULL and site.world.chance(site.faults.corrupt / NUM_STEPS):
-            site.story.fault("corrupted byte", node.name, ticket.key.request_id)
+            site.story.fault("corrupted byte", node.name, ticket.request_id)
             node.memory.bytes[ticket.target[site.world.dice.randrange(ticket.moved, end)]] ^= (
                 1 << site.world.dice.randrange(8)
             )
@@ -172,7 +193,22 @@ class TicketFabric:
             ticket.ended_at = self._site.world.now
             self.open.remove(ticket)
             self._site.checks.ended(ticket, error)
-            ticket.node.carried(TicketEnded(ticket.key, error))
+            ticket.owner.carried(TicketEnded(ticket.key, error))
+            if error:
+                self._echo(ticket)
+
+    def _echo(self, ticket: Ticket) -> None:
+        """What a source had sent by the end of a write that went wrong is still in somebody's buffers."""
+        world = self._site.world
+        if ticket.is_write and world.chance(0.5):
+            sent = ticket.remote.memory.bytes[ticket.source[ticket.moved :]].copy()
+            world.after(world.between(0.0, MAX_ECHO_S), lambda: self._land(ticket, sent))
+
+    def _land(self, ticket: Ticket, sent: NDArray[np.uint8]) -> None:
+        if ticket.node.alive:
+            self._site.story.say(ticket.node.name, "late bytes of", ticket.request_id)
+            self._site.checks.lands(ticket)
+            ticket.node.memory.bytes[ticket.target[ticket.moved :]] = sent
 
 
 def _indices(starts: NDArray[np.uint64], copies: Copies, node: Node) -> NDArray[np.int64]:
