@@ -6,7 +6,7 @@ from kvferry.agent import new_lease_id
 from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape
 from kvferry.plan.tokens import TokenRange
-from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree
+from kvferry.session.events import Fetched, LeaseWanted, SourceFree
 from kvferry.testing import oracle
 
 SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")

@@ -43,6 +43,15 @@ def test_once_answers_proves_and_stops(run, transport):
     assert (facts["transport"], facts["strategy"], facts["tokens_computed"]) == (transport, "direct", 1)
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_prefill_may_write_instead_of_decode_reading(run, transport):
+    arguments = ("--transport", transport, "--prefill-block-tokens", "16", "--decode-block-tokens", "12", "--json")
+    result = run("--once", "The ferry leaves at dawn", "--transfer-direction", "push", *arguments)
+    assert result.returncode == 0, result.stderr
+    facts = json.loads(result.stdout)
+    assert (facts["equal"], facts["transport"], facts["tokens_computed"]) == (True, transport, 1)
+
+
 def test_once_with_two_of_each_prints_a_table(run):
     result = run("--once", "x", "--prefill", "2", "--decode", "2", "--max-tokens", "4")
     assert result.returncode == 0, result.stderr

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import WireError
+from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.digest import Part, Policy, Subject
 from kvferry.plan.model import attention
@@ -25,7 +26,14 @@ EXAMPLES = [
     m.Offer(PARTY, LAYOUT, (m.TransportOffer("shm", b"\x00\xff", ""),), m.Probe(4096, 64, 7)),
     m.Claim(PARTY, "c", m.Reference("prefill-0", "e1", "r", "l"), 12, (0,)),
     m.Claim(
-        PARTY, "c", m.Reference("prefill-0", "e1", "r", "l"), 12, (0,), Direction.WRITE, ((1, -1),), (TokenRange(0, 12),)
+        PARTY,
+        "c",
+        m.Reference("prefill-0", "e1", "r", "l"),
+        12,
+        (0,),
+        Direction.WRITE,
+        ((1, -1),),
+        (TokenRange(0, 12),),
     ),
     m.TargetOffer(PARTY, (LAYOUT,), (m.TransportOffer("shm", b"", "no"),), m.Probe(4096, 64, 7)),
     m.Reached("shm", "shm 9 GB/s"),

@@ -197,8 +197,9 @@ class Agent:
             # A transport that copies inside `poll` has more to copy; one that works elsewhere is asked again soon.
             return 0.0 if now - began > BUSY_POLL_S else IDLE_POLL_S
         deadline = min(self._source.next_deadline(), self._target.next_deadline(now))
-        # Only for peers that read from us: an agent that wakes for nothing takes the interpreter from its engine.
-        progress_s = self._carrier.progress_interval_s if self._source.may_be_read(now) else MAX_WAIT_S
+        # Only for peers that use our memory: an agent that wakes for nothing takes the interpreter from its engine.
+        is_reached = self._source.may_be_read(now) or self._target.may_be_written()
+        progress_s = self._carrier.progress_interval_s if is_reached else MAX_WAIT_S
         return max(0.0, min(deadline - now, progress_s, MAX_WAIT_S))
 
     def _take_wishes(self) -> None:

@@ -30,6 +30,7 @@ Drain = Annotated[float, typer.Option(min=0.0, help="Seconds that open requests 
 HERE = "127.0.0.1"
 Digest = Annotated[str, typer.Option(help="Compare what has arrived: sampled, full (every byte) or off.")]
 Transport = Annotated[str, typer.Option(help="auto, shm, cma, tcp or nixl.")]
+TransferDirection = Annotated[str, typer.Option(help="Who moves a cache: pull (its reader) or push (its owner).")]
 
 
 @contextmanager
@@ -69,6 +70,7 @@ def up(
     decode: Annotated[int, typer.Option(min=1, help="Number of decode engines.")] = 1,
     transport: Transport = "auto",
     digest: Digest = "sampled",
+    transfer_direction: TransferDirection = "pull",
     once: Annotated[
         str | None, typer.Option(help="Answer this prompt and stop; exit code 0 if the answers are equal.")
     ] = None,
@@ -88,11 +90,13 @@ def up(
     with _friendly():
         from kvferry.cli.up import UpOptions
         from kvferry.cli.up import up as run
+        from kvferry.plan.copies import direction_named
         from kvferry.plan.digest import policy_named
         from kvferry.transport.opening import check_name
 
         check_name(transport)
         policy_named(digest)
+        direction_named(transfer_direction)
         _check_engine(engine, context)
         if once == "":
             raise ConfigurationError("a prompt needs a token", found="--once with an empty text")
@@ -104,6 +108,7 @@ def up(
             num_decode=decode,
             transport=transport,
             digest=digest,
+            direction=transfer_direction,
             prompts=() if once is None else (once,),
             max_tokens=max_tokens,
             prefill_block_tokens=_size(context, "prefill_block_tokens", engine),
@@ -125,6 +130,7 @@ def serve(
     served_name: Annotated[str, typer.Option(help="Model name in the API; the model's own if empty.")] = "",
     transport: Transport = "auto",
     digest: Digest = "sampled",
+    transfer_direction: TransferDirection = "pull",
     block_tokens: Annotated[int, typer.Option(min=4, help="Tokens per block.")] = 16,
     num_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the cache.")] = 1024,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step; longer prompts go in chunks.")] = 512,
@@ -148,11 +154,12 @@ def serve(
     """
     with _friendly():
         from kvferry.cli.models import resolve
+        from kvferry.plan.copies import direction_named
         from kvferry.plan.digest import policy_named
         from kvferry.transport.opening import check_name
 
         check_name(transport)
-        policy = policy_named(digest)
+        policy, direction = policy_named(digest), direction_named(transfer_direction)
         _check_engine(engine, context)
         path, name = resolve(model)
         if engine == "vllm":
@@ -173,6 +180,7 @@ def serve(
             timing=timing,
             token=token,
             digest=policy,
+            direction=direction,
         )
         command.serve(
             command.ServeOptions(
@@ -197,7 +205,7 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str) -> None:
     from kvferry.cli import environment
     from kvferry.cli.serve_vllm import VllmOptions, serve_vllm
 
-    for name in ("num_blocks", "max_batch_tokens", "heartbeat"):
+    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "transfer_direction"):
         if _is_given(context, name):
             option = f"--{name.replace('_', '-')}"
             hint = "what follows -- goes to vllm serve as it is"

@@ -54,6 +54,7 @@ class UpOptions:
     num_decode: int
     transport: str
     digest: str
+    direction: str
     prompts: tuple[str, ...]
     max_tokens: int
     prefill_block_tokens: int
@@ -72,6 +73,7 @@ def up(options: UpOptions) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     arguments: tuple[str, ...] = ("--model", path, "--served-name", name, "--transport", options.transport)
     arguments += ("--engine", options.engine, "--digest", options.digest)
+    arguments += ("--transfer-direction", options.direction) if options.direction != "pull" else ()
     # Left to itself, vLLM makes bfloat16 of the tiny model's float32.
     arguments += ("--dtype", "float32") if (options.engine, name) == ("vllm", TINY) else ()
     arguments += ("--", *options.engine_arguments) if options.engine_arguments else ()

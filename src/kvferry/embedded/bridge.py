@@ -14,6 +14,7 @@ from kvferry.agent import Agent, AgentConfig, Host, Notice, new_lease_id
 from kvferry.connectors.params import Reach, Remote, from_params, to_params
 from kvferry.embedded.transfer import TransferReport
 from kvferry.errors import TransferError
+from kvferry.plan.copies import Direction
 from kvferry.plan.layout import Layout
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import Failed, Fetched, FetchWanted, LeaseWanted, SourceFree, Stopped, TargetFree
@@ -44,6 +45,7 @@ class AgentTransfer:
         self._waiting: dict[str, asyncio.Future[Settled]] = {}
         # Requests whose blocks the agent will give back by a notice, unless it stops before.
         self._owed: set[str] = set()
+        self._is_written = config.direction is Direction.WRITE
         # The lease of each offered request: only who knows its id may end it.
         self._lease_ids: dict[str, str] = {}
         self.leases_ended: Counter[str] = Counter()
@@ -174,11 +176,11 @@ class AgentTransfer:
                 self._loop.call_soon_threadsafe(self._settle, notice)
 
     def _stopped(self) -> None:
-        """The transports are closed, so no byte can land any more: whoever waits gets an error and its blocks back."""
+        """Our transports are closed: whoever waits gets an error, and its blocks back where no source may write."""
         self._over.set()
         for request_id in list(self._waiting):
             self._settle(Failed(request_id, _gone()))
-        for request_id in list(self._owed):
+        for request_id in [owed for owed in self._owed if owed in self._lease_ids or not self._is_written]:
             self._free(request_id)
 
     def _lease_ended(self, request_id: str, how: str) -> None:

@@ -8,7 +8,9 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NOTHING", "Column", "Copies", "Direction", "firsts", "merge"]
+from kvferry.errors import ConfigurationError
+
+__all__ = ["NOTHING", "Column", "Copies", "Direction", "direction_named", "firsts", "merge"]
 
 Column = NDArray[np.uint64]
 """One unsigned 64-bit integer per row, in bytes."""
@@ -19,6 +21,16 @@ class Direction(StrEnum):
 
     READ = "read"
     WRITE = "write"
+
+
+NAMES = {"pull": Direction.READ, "push": Direction.WRITE}
+
+
+def direction_named(name: str) -> Direction:
+    """What users call it. Raises ConfigurationError for a direction that does not exist."""
+    if name not in NAMES:
+        raise ConfigurationError("no such direction", found=name, expected=" or ".join(NAMES))
+    return NAMES[name]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -381,7 +381,11 @@ class SourceFree:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Not from a session but from its owner: nothing moves any more, and no further notice will come."""
+    """Not from a session but from its owner: we move nothing any more, and no further notice will come.
+
+    A source that was writing when this happened may still do so: the blocks of such fetches stay in quarantine for
+    the rest of the process's life.
+    """
 
 
 @dataclass(frozen=True, slots=True)

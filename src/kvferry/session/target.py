@@ -117,6 +117,11 @@ class TargetSession:
         """Fetches that are not over, quarantined ones included."""
         return len(self._fetches)
 
+    def may_be_written(self) -> bool:
+        """Whether a peer may be reaching into our memory: it writes, or tests how it could."""
+        testing = any(not peer.ready and peer.direction is Direction.WRITE for peer in self._peers)
+        return testing or any(read.is_exposed for fetch in self._fetches.values() for read in fetch.reads.values())
+
     # --- the engine's side ---
 
     def _hold(self, event: HoldWanted, now: float) -> Iterator[Command]:

@@ -86,6 +86,8 @@ class Connection:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Also after the process is gone: what the kernel has not delivered by then must not be delivered later.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_timeout_s * 1000))
 
     def send(self, data: memoryview | bytes) -> None:
         """Raises OSError when the peer is gone or takes nothing for too long."""
@@ -147,6 +149,11 @@ class Connection:
 
     def close(self) -> None:
         """Give the socket back; by the thread that uses it."""
+        self._socket.close()
+
+    def abort(self) -> None:
+        """Give the socket back; what has not been sent yet never will be."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._socket.close()
 
     def _stalled(self, verb: str) -> TimeoutError:

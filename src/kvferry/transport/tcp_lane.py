@@ -166,7 +166,7 @@ class Lane:
         with self._lock:
             connection, self._connection = self._connection, None
         if connection is not None:
-            connection.close()
+            connection.abort()
         while True:
             try:
                 order = self._orders.get_nowait()
