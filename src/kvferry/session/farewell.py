@@ -25,14 +25,20 @@ __all__ = ["Farewells"]
 
 @dataclass(slots=True)
 class _Farewell:
-    """`is_exposed`: the source may still write. `fence_s` is how long blocks have to wait yet, once they need not wait
-    for anybody's word any more."""
+    """`is_exposed`: the source may still write. `fence_s` is how long blocks have to wait yet, since `fenced_at`, once
+    they need not wait for anybody's word any more."""
 
     abort: Abort
     said_at: float
     last_sent: float
     is_exposed: bool
     fence_s: float = inf
+    fenced_at: float = 0.0
+
+    def fence(self, fence_s: float, now: float) -> None:
+        """Nobody's word is needed any more; said again, it counts from the first time."""
+        if fence_s < self.fence_s:
+            self.fence_s, self.fenced_at = fence_s, now
 
 
 class Farewells:
@@ -59,40 +65,37 @@ class Farewells:
         """Whether the word of a peer is still wanted."""
         return any(key.peer == peer for key in self._open)
 
-    def noted(self, peer: PeerKey, aborted: Aborted) -> None:
+    def noted(self, peer: PeerKey, aborted: Aborted, now: float) -> None:
         """The source has acknowledged; again or late is fine."""
         key = ReadKey(aborted.claim_id, peer)
         if farewell := self._open.get(key):
             # Another incarnation knows nothing of the claim: its word means that the one we asked has ended.
             is_clean = aborted.is_clean and aborted.epoch == peer.epoch
-            farewell.fence_s = min(farewell.fence_s, 0.0 if is_clean else self._timing.fence_s)
+            farewell.fence(0.0 if is_clean else self._timing.fence_s, now)
 
-    def gone(self, peer: PeerKey) -> None:
+    def gone(self, peer: PeerKey, now: float) -> None:
         """The process of a peer has ended."""
         for key, farewell in self._open.items():
             if key.peer == peer:
-                farewell.fence_s = min(farewell.fence_s, self._timing.fence_s)
+                farewell.fence(self._timing.fence_s, now)
 
     def take_over(self, now: float) -> list[ReadKey]:
         """Forget those that are over; returns them.
 
         Time counts in turns of ours: our own buffers only empty while this process runs.
         """
-        turn_s = min(now - self._last_turn, self._timing.resend_s)
+        over = [key for key, farewell in self._open.items() if self._is_over(key, farewell, now)]
         self._last_turn = now
-        over = []
-        for key, farewell in list(self._open.items()):
-            is_acknowledged = farewell.fence_s < inf
-            farewell.fence_s -= turn_s if farewell.fence_s > 0.0 else 0.0
-            if farewell.is_exposed:
-                ended = farewell.fence_s <= 0.0
-            else:
-                is_silent = now - farewell.said_at >= self._timing.silence_s
-                ended = is_acknowledged or is_silent or key.peer not in self._peers
-            if ended:
-                del self._open[key]
-                over.append(key)
+        for key in over:
+            del self._open[key]
         return over
+
+    def _is_over(self, key: ReadKey, farewell: _Farewell, now: float) -> bool:
+        if not farewell.is_exposed:
+            is_silent = now - farewell.said_at >= self._timing.silence_s
+            return farewell.fence_s < inf or is_silent or key.peer not in self._peers
+        farewell.fence_s -= min(now - max(self._last_turn, farewell.fenced_at), self._timing.resend_s)
+        return farewell.fence_s <= 0.0
 
     def repeat(self, now: float) -> Iterator[Send | Knock]:
         """Say again what has not been acknowledged for a while, and look whether a silent source is still there."""

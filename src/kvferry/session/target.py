@@ -337,7 +337,7 @@ class TargetSession:
         yield from self._free_when_drained(fetch)
 
     def _gone(self, event: PeerGone, now: float) -> Iterator[Command]:
-        self._farewells.gone(event.peer)
+        self._farewells.gone(event.peer, now)
         yield from ()
 
     def _end_farewells(self, now: float) -> Iterator[Command]:
@@ -371,7 +371,7 @@ class TargetSession:
         handler = handlers.get(type(event.message))
         if isinstance(event.message, Aborted):
             # Wanted also of a peer that counts as lost: it may have woken up.
-            self._farewells.noted(event.peer, event.message)
+            self._farewells.noted(event.peer, event.message, now)
             yield from self._end_farewells(now)
         elif handler is None:
             yield Count("unexpected_messages", type(event.message).__name__)

@@ -71,7 +71,7 @@ class SilenceEnds(TargetSession):
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
         for key, farewell in list(self._farewells._open.items()):
             if now - farewell.said_at >= self._timing.silence_s:
-                self._farewells.gone(key.peer)
+                self._farewells.gone(key.peer, now)
         return super().handle(event, now)
 
 

@@ -1,0 +1,219 @@
+"""The source of a push: it writes once, says how far it is, and keeps its blocks until its ticket has ended."""
+
+import pytest
+
+from kvferry.plan.copies import Direction
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.model import attention
+from kvferry.plan.tokens import TokenRange
+from kvferry.session.aborted import MAX_ABORTED
+from kvferry.session.events import (
+    Cancel,
+    ClaimKey,
+    Connect,
+    Count,
+    Disconnect,
+    FrameArrived,
+    LeaseWanted,
+    LeaseWithdrawn,
+    PeerConnected,
+    PeerUnreachable,
+    Post,
+    Reply,
+    SourceFree,
+    Tick,
+    TicketEnded,
+    Timing,
+)
+from kvferry.session.source import Identity, SourceSession
+from kvferry.testing.playbook import play
+from kvferry.wire import messages as m
+
+TIMING = Timing(lease_s=10.0, tombstone_s=60.0, idle_peer_s=100.0)
+MODEL = attention(2, 2, 4, "float32", 4)
+LAYOUT = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
+TARGETS = describe(MODEL, EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
+US, THEM = m.Party("p0", "epoch-1", 0), m.Party("d0", "epoch-9", 0)
+LEASE = LeaseWanted("r1", "l1", ((3, 5),), 7)
+REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
+OFFER = m.TargetOffer(THEM, TARGETS, (m.TransportOffer("shm", b"there", ""),), m.Probe(4096, 64, 7))
+CLAIM = m.Claim(THEM, "c1", REFERENCE, 6, (0,), Direction.WRITE, ((2,),), (TokenRange(0, 6),))
+KEY = ClaimKey("l1", THEM, "c1")
+GRANT, CANCEL = Reply("x", m.Grant("c1", ())), Cancel(KEY)
+ABORT = m.Abort(THEM, "c1", "l1")
+CLEAN, UNCLEAN = Reply("x", m.Aborted("c1", "epoch-1")), Reply("x", m.Aborted("c1", "epoch-1", is_clean=False))
+LANDED = m.Landed(THEM, "c1", "l1")
+NUM_BYTES = 6 * MODEL.bytes_per_token
+
+
+def said(message, peer="x"):
+    return FrameArrived(peer, message)
+
+
+@pytest.fixture
+def source() -> SourceSession:
+    return SourceSession(Identity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
+
+
+MET = [
+    (0, LEASE, []),
+    (0, said(OFFER), [Connect(THEM, OFFER)]),
+    (0, PeerConnected(THEM, "shm", "shm 9 GB/s"), [Reply("x", m.Reached("shm", "shm 9 GB/s"))]),
+]
+WRITING = [*MET, (1, said(CLAIM), [GRANT, Post])]
+FREE = SourceFree("r1", "done")
+
+
+def reason(commands):
+    (refusal,) = (command.message for command in commands if isinstance(command, Reply))
+    return str(refusal.reason)
+
+
+def test_a_cache_is_written_and_valid(source):
+    _, post = play(source, WRITING)
+    assert (post.key, post.direction, post.copies.num_bytes) == (KEY, Direction.WRITE, NUM_BYTES)
+    written = m.Written("c1", NUM_BYTES, len(post.copies))
+    play(source, [(2, TicketEnded(KEY, ""), [Reply("x", written)]), (3, said(CLAIM, "y"), [Reply("y", written)])])
+    play(source, [(4, said(LANDED), [Reply("x", m.Valid("c1")), FREE]), (5, said(LANDED), [Reply("x", m.Valid("c1"))])])
+    assert source.num_live() == 0
+
+
+def test_a_claim_said_twice_is_written_once(source):
+    play(source, [*WRITING, (2, said(CLAIM, "y"), [Reply("y", GRANT.message)]), (3, TicketEnded(KEY, ""), [Reply])])
+
+
+def test_an_offer_said_twice_connects_once(source):
+    again = Reply("y", m.Reached("shm", "shm 9 GB/s"))
+    play(source, [*MET[:2], (0, said(OFFER), []), *MET[2:], (1, said(OFFER, "y"), [again])])
+
+
+def test_a_target_that_cannot_be_reached_is_told_and_forgotten(source):
+    steps = [*MET[:2], (1, PeerUnreachable(THEM, "shm: other host"), [Disconnect(THEM), Reply, Count])]
+    assert reason(play(source, steps)) == "unreachable"
+    play(source, [(2, said(OFFER), [Connect(THEM, OFFER)])])
+
+
+def test_a_failed_write_is_told_again_and_again(source):
+    failed = [(2, TicketEnded(KEY, "peer reset"), [Reply, Count]), (3, said(CLAIM), [Reply])]
+    assert reason(play(source, [*WRITING, *failed])) == "transport"
+    play(source, [(4, said(ABORT), [UNCLEAN, SourceFree("r1", m.Reason.ABORTED)])])
+
+
+@pytest.mark.parametrize("error", ["", "cancelled"])
+def test_an_abort_is_acknowledged_and_the_blocks_come_back_when_the_ticket_has_ended(source, error):
+    play(source, [*WRITING, (2, said(ABORT), [CANCEL]), (3, said(ABORT), []), (4, said(CLAIM), [Reply, Count])])
+    assert source.num_live() == 1
+    word = UNCLEAN if error else CLEAN
+    play(source, [(5, TicketEnded(KEY, error), [word, SourceFree("r1", m.Reason.ABORTED)]), (6, said(ABORT), [word])])
+    assert source.num_live() == 0
+
+
+ENDS = {
+    "withdrawn": (2, LeaseWithdrawn("r1")),
+    "expired": (11.5, Tick()),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_lease_that_ends_while_it_is_written_keeps_its_blocks_and_is_never_valid(source, how):
+    play(source, WRITING)
+    commands = play(source, [(*ENDS[how], [CANCEL, Reply, Count])])
+    assert reason(commands) == "expired"
+    play(source, [(12, LeaseWithdrawn("r1"), []), (12, said(LANDED), [Reply, Count])])
+    # Longer than its record would be kept.
+    play(source, [(100, Tick(), []), (200, Tick(), [])])
+    assert source.num_live() == 1
+    freed, *counted = source.handle(TicketEnded(KEY, ""), 201)
+    assert freed == SourceFree("r1", how)
+    assert counted == ([Count("leases_expired", "expired")] if how == "expired" else [])
+    play(source, [(202, said(ABORT), [CLEAN]), (203, said(CLAIM), [Reply, Count])])
+
+
+def test_a_claim_that_arrives_after_its_abort_is_never_written(source):
+    """Another reader has claimed the lease, so the abort does not end it."""
+    other = m.Claim(m.Party("d0", "epoch-9", 1), "c2", REFERENCE, 6, (0, 1))
+    play(source, [*MET, (1, said(other), [Reply]), (2, said(ABORT), [CLEAN])])
+    assert reason(play(source, [(3, said(CLAIM), [Reply, Count])])) == "aborted"
+
+
+def test_an_abort_that_arrives_before_the_lease_is_known_is_remembered(source):
+    play(source, [*MET[1:], (1, said(ABORT), [CLEAN]), (2, said(CLAIM), [Reply, Count])])
+    play(source, [(3, LEASE, [CLEAN, SourceFree("r1", m.Reason.ABORTED)]), (4, said(CLAIM), [Reply, Count])])
+
+
+def test_no_abort_is_acknowledged_that_cannot_be_remembered(source):
+    for number in range(MAX_ABORTED):
+        assert source.handle(said(m.Abort(THEM, f"c{number}", "l9")), 0)
+    assert source.handle(said(m.Abort(THEM, "one more", "l9")), 1) == []
+    assert source.handle(said(m.Abort(THEM, "one more", "l9")), 61) != []
+
+
+def test_landed_before_it_is_written_is_a_lie(source):
+    assert reason(play(source, [*WRITING, (2, said(LANDED), [Reply, Count])])) == "not_claimed"
+
+
+HOSTILE = {
+    "out of range": ({"block_tables": ((99,),)}, "out_of_range"),
+    "negative": ({"block_tables": ((-1,),)}, "out_of_range"),
+    "too few": ({"block_tables": ((),)}, "out_of_range"),
+    "no tables": ({"block_tables": ()}, "out_of_range"),
+    "no ranges": ({"ranges": ()}, "out_of_range"),
+    "more tokens than claimed": ({"ranges": (TokenRange(0, 7),)}, "out_of_range"),
+    "backwards": ({"ranges": (TokenRange(9, 6),)}, "out_of_range"),
+    "negative range": ({"ranges": (TokenRange(-4, 6),)}, "out_of_range"),
+    "more tokens than there are": ({"num_tokens": 8, "ranges": (TokenRange(0, 8),)}, "out_of_range"),
+    "another rank": ({"party": m.Party("d0", "epoch-9", 1)}, "unreachable"),
+    "another start": ({"party": m.Party("d0", "epoch-8", 0)}, "unreachable"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_claim_that_makes_no_sense_writes_nothing(source, name):
+    changes, why = HOSTILE[name]
+    fields = {each: getattr(CLAIM, each) for each in CLAIM.__struct_fields__} | changes
+    assert reason(play(source, [*MET, (1, said(m.Claim(**fields)), [Reply, Count])])) == why
+    play(source, [(2, said(CLAIM), [GRANT, Post])])
+
+
+def test_offers_that_make_no_sense_are_refused(source):
+    no_such_rank = m.TargetOffer(m.Party("d0", "epoch-9", 1), TARGETS, (), m.Probe(0, 0, 0))
+    assert reason(play(source, [(0, said(no_such_rank), [Reply, Count])])) == "malformed"
+    other = m.TargetOffer(THEM, TARGETS, (), m.Probe(0, 0, 0))
+    assert reason(play(source, [*MET, (1, said(other), [Reply, Count])])) == "malformed"
+    play(source, [(2, said(CLAIM), [GRANT, Post])])
+
+
+def test_another_model_is_refused_with_every_difference(source):
+    layouts = describe(attention(2, 4, 4, "float16", 4), EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
+    offer = m.TargetOffer(THEM, layouts, OFFER.transports, OFFER.probe)
+    play(source, [MET[0], (0, said(offer), [Connect(THEM, offer)]), MET[2]])
+    commands = play(source, [(1, said(CLAIM), [Reply, Count])])
+    assert reason(commands) == "incompatible"
+    assert "float32 at the source, float16 at the target" in commands[0].message.found
+
+
+def test_a_claim_without_a_connection_begins_anew(source):
+    commands = play(source, [MET[0], (1, said(CLAIM), [Reply, Count])])
+    assert reason(commands) == "unreachable"
+    assert commands[0].message.claim_id == ""
+
+
+def test_the_next_start_of_a_target_takes_its_place(source):
+    newer = m.TargetOffer(m.Party("d0", "epoch-10", 0), TARGETS, OFFER.transports, OFFER.probe)
+    play(source, [*WRITING, (2, said(newer), [Disconnect(THEM), Connect(newer.party, newer)])])
+
+
+def test_an_idle_target_is_forgotten_but_not_while_it_is_written_to(source):
+    play(source, [*MET, (150, Tick(), [SourceFree, Count]), (201, Tick(), [Disconnect(THEM)])])
+    play(source, [(211, Tick(), [])])
+    assert source.next_deadline() == float("inf")
+
+
+def test_a_target_that_is_written_to_is_not_idle(source):
+    play(source, [*WRITING, (12, Tick(), [CANCEL, Reply, Count]), (300, Tick(), []), (600, Tick(), [])])
+
+
+def test_nothing_to_write_is_written_at_once(source):
+    nothing = m.Claim(THEM, "c1", REFERENCE, 0, (0,), Direction.WRITE, ((),), (TokenRange(0, 0),))
+    _, post = play(source, [*MET, (1, said(nothing), [GRANT, Post])])
+    assert len(post.copies) == 0

@@ -1,0 +1,216 @@
+"""The target of a push: its blocks wait for the word of the source, whatever happens."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.plan.copies import Direction
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.layout import fingerprint
+from kvferry.plan.model import attention
+from kvferry.plan.tokens import TokenRange
+from kvferry.session.events import (
+    AbortWanted,
+    AnswerArrived,
+    Count,
+    Disconnect,
+    Failed,
+    Fetched,
+    FetchWanted,
+    Knock,
+    PeerGone,
+    PeerKey,
+    Send,
+    TargetFree,
+    Tick,
+    Timing,
+)
+from kvferry.session.handshake import Ourselves
+from kvferry.session.target import TargetSession
+from kvferry.testing.playbook import play
+from kvferry.wire import messages as m
+
+TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, fence_s=4.0)
+MODEL = attention(2, 2, 4, "float32", 4)
+SOURCE_LAYOUT = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
+TARGET_LAYOUTS = describe(MODEL, EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
+US, SOURCE = m.Party("d0", "epoch-9", 0), m.Party("p0", "epoch-1", 0)
+PEER = PeerKey("tcp://127.0.0.1:1", "p0", "epoch-1")
+REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
+TABLES, RANGES = ((0,),), (TokenRange(0, 6),)
+WANTED = FetchWanted("q1", REFERENCE, (PEER.address,), TABLES, RANGES)
+TRANSPORTS, PROBE = (m.TransportOffer("shm", b"here", ""),), m.Probe(4096, 64, 7)
+OFFER = m.Offer(SOURCE, SOURCE_LAYOUT, (), m.Probe(0, 0, 0))
+HELLO = Send(PEER, m.Hello(1, "0.1.0", US, "p0", "epoch-1"))
+OURS = Send(PEER, m.TargetOffer(US, TARGET_LAYOUTS, TRANSPORTS, PROBE))
+CLAIM = Send(PEER, m.Claim(US, "q1", REFERENCE, 6, (0,), Direction.WRITE, TABLES, RANGES))
+LANDED, ABORT = Send(PEER, m.Landed(US, "q1", "l1")), Send(PEER, m.Abort(US, "q1", "l1"))
+RENEW = Send(PEER, m.Renew(US, ("l1",)))
+
+
+def answer(message):
+    return AnswerArrived(PEER, message)
+
+
+GRANT, WRITTEN, VALID = answer(m.Grant("q1", ())), answer(m.Written("q1", 1536, 12)), answer(m.Valid("q1"))
+CLEAN, UNCLEAN = answer(m.Aborted("q1", "epoch-1")), answer(m.Aborted("q1", "epoch-1", is_clean=False))
+NEXT_START = answer(m.Aborted("q1", "epoch-2"))
+REFUSED = answer(m.Refusal(m.Reason.TRANSPORT, "the write failed", "peer reset", "", "q1"))
+HANDSHAKE = [
+    (0.0, WANTED, [HELLO]),
+    (0.1, answer(m.Welcome(1, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT))), [Send(PEER, m.OfferRequest(US))]),
+    (0.2, answer(OFFER), [OURS]),
+    (0.3, answer(m.Reached("shm", "shm 9 GB/s")), [CLAIM]),
+]
+GRANTED = [*HANDSHAKE, (0.4, GRANT, [])]
+FAILED = [Count, Failed, ABORT]
+
+
+@pytest.fixture
+def target() -> TargetSession:
+    ours = Ourselves(US, "0.1.0", TARGET_LAYOUTS, direction=Direction.WRITE, transports=TRANSPORTS, probe=PROBE)
+    return TargetSession(ours, TIMING)
+
+
+def failure(commands):
+    return next(command.error for command in commands if isinstance(command, Failed))
+
+
+def test_a_push_from_the_first_hello_to_the_decoded_request(target):
+    (fetched,) = play(target, [*GRANTED, (0.6, WRITTEN, [LANDED]), (0.7, VALID, [Fetched])])
+    report = fetched.report
+    assert (report.num_bytes, report.num_rows, report.transport, report.choice) == (1536, 12, "shm", "shm 9 GB/s")
+    assert {name: round(value, 6) for name, value in report.phases_s.items()} == {
+        "handshake": 0.3,
+        "claim": 0.1,
+        "wire": 0.2,
+        "verify": 0.1,
+    }
+    assert target.num_open() == 0
+    assert not target.may_be_written()
+
+
+def test_the_offer_is_repeated_and_a_source_that_cannot_connect_ends_the_fetch(target):
+    refusal = answer(m.Refusal(m.Reason.UNREACHABLE, "no transport reaches the target", "shm: other host", "", ""))
+    steps = [*HANDSHAKE[:3], (0.8, Tick(), [OURS]), (0.9, refusal, [Count, Failed, TargetFree, Disconnect])]
+    assert failure(play(target, steps)).reason == "unreachable"
+
+
+def test_the_word_may_overtake_the_grant(target):
+    play(target, [*HANDSHAKE, (0.6, WRITTEN, [LANDED]), (0.6, GRANT, []), (0.7, VALID, [Fetched])])
+
+
+def test_asked_again_the_source_says_how_far_it_is(target):
+    steps = [*HANDSHAKE, (0.9, Tick(), [CLAIM]), (1.0, GRANT, []), (1.5, Tick(), [CLAIM, RENEW])]
+    play(target, [*steps, (1.6, WRITTEN, [LANDED]), (1.7, WRITTEN, []), (2.2, Tick(), [LANDED])])
+
+
+@pytest.mark.parametrize("steps", [HANDSHAKE, GRANTED], ids=["claimed", "granted"])
+def test_an_aborted_push_waits_for_the_word_of_the_source(target, steps):
+    """Also one that has only been claimed: the source may be faster than its grant."""
+    play(target, [*steps, (0.5, AbortWanted("q1"), FAILED)])
+    assert target.num_open() == 1
+    assert target.may_be_written()
+    play(target, [(1.1, Tick(), [ABORT]), (1.2, GRANT, []), (1.3, WRITTEN, []), (1.4, CLEAN, [TargetFree("q1")])])
+    play(target, [(1.5, CLEAN, []), (1.6, AbortWanted("q1"), []), (9.0, Tick(), [])])
+    assert target.num_open() == 0
+
+
+def test_a_failed_write_is_a_failure_that_still_waits(target):
+    """What had been sent before may be under way."""
+    assert failure(play(target, [*GRANTED, (0.6, REFUSED, FAILED)])).reason == "transport"
+    play(target, [(0.7, UNCLEAN, []), (1.5, Tick(), []), (2.5, Tick(), [])])
+    freed = [now for now in range(3, 20) if target.handle(Tick(), float(now))]
+    assert freed[0] >= 5
+    assert target.num_open() == 0
+
+
+@pytest.mark.parametrize("reason", [m.Reason.EXPIRED, m.Reason.OUT_OF_RANGE, m.Reason.ALREADY_CLAIMED])
+def test_a_refusal_is_not_the_end_of_a_ticket(target, reason):
+    refused = answer(m.Refusal(reason, "no", "", "", "q1"))
+    play(target, [*HANDSHAKE, (0.5, refused, FAILED), (0.6, CLEAN, [TargetFree("q1")])])
+
+
+def silent(target):
+    """A source that stops answering once it has granted; returns after it has been given up."""
+    play(target, GRANTED)
+    said = [target.handle(Tick(), float(now)) for now in range(1, 8)]
+    commands = [command for each in said for command in each]
+    assert failure(commands).reason == "peer_lost"
+    assert Disconnect(PEER) in commands
+    assert TargetFree("q1") not in commands
+    return commands
+
+
+def test_a_silent_source_is_asked_for_ever_and_never_taken_for_dead(target):
+    assert Knock(PEER) in silent(target)
+    for now in range(8, 2000):
+        assert target.handle(Tick(), float(now)) == [ABORT, Knock(PEER)]
+    play(target, [(2000.5, CLEAN, [TargetFree("q1"), Disconnect(PEER)])])
+    assert target.next_deadline(2001.0) == float("inf")
+
+
+@pytest.mark.parametrize("word", [PeerGone(PEER), NEXT_START, UNCLEAN], ids=["gone", "another start", "not clean"])
+def test_what_a_dead_source_had_sent_is_waited_for(target, word):
+    silent(target)
+    play(target, [(10.0, word, [])])
+    first = next(now for now in range(1, 100) if TargetFree("q1") in target.handle(Tick(), 10.0 + now / 10))
+    assert first >= 10 * TIMING.fence_s
+
+
+def test_the_wait_for_what_was_sent_only_counts_while_we_run(target):
+    """A target that was stopped has not emptied its own buffers meanwhile."""
+    silent(target)
+    play(target, [(10.0, PeerGone(PEER), []), (1000.0, Tick(), []), (1001.0, Tick(), [])])
+    assert target.num_open() == 1
+
+
+def test_nobody_else_at_another_address_ends_the_wait(target):
+    silent(target)
+    elsewhere = PeerKey("tcp://127.0.0.1:2", "p0", "epoch-1")
+    play(target, [(8.0, PeerGone(elsewhere), []), (8.1, AnswerArrived(elsewhere, m.Aborted("q1", "epoch-1")), [])])
+    play(target, [(8.2, answer(m.Aborted("q2", "epoch-1")), [])])
+    assert target.num_open() == 1
+
+
+def test_a_source_that_has_restarted_elsewhere_may_still_write_from_where_it_was(target):
+    play(target, GRANTED)
+    newer = PeerKey("tcp://127.0.0.1:7", "p0", "epoch-2")
+    reference = m.Reference("p0", "epoch-2", "r2", "l2")
+    target.handle(replace(WANTED, request_id="q2", reference=reference, addresses=(newer.address,)), 0.5)
+    welcome = m.Welcome(1, "0.1.0", m.Party("p0", "epoch-2", 0), 1, fingerprint(SOURCE_LAYOUT))
+    commands = target.handle(AnswerArrived(newer, welcome), 0.6)
+    assert failure(commands).reason == "peer_lost"
+    assert TargetFree("q1") not in commands
+    assert TargetFree("q1") in target.handle(CLEAN, 0.7)
+
+
+def test_a_push_has_the_deadline_of_a_pull(target):
+    play(target, GRANTED)
+    for second in range(1, 20):
+        target.handle(Tick(), float(second))
+        target.handle(answer(m.Renewed(())), second + 0.1)
+    commands = target.handle(Tick(), 20.5)
+    assert failure(commands).reason == "deadline"
+    assert ABORT in commands
+
+
+def test_a_lease_that_is_gone_ends_a_push(target):
+    gone = answer(m.Renewed(("l1",)))
+    assert failure(play(target, [*GRANTED, (0.5, gone, FAILED)])).reason == "expired"
+
+
+def test_a_lease_that_the_source_has_not_heard_of_yet_does_not_end_it(target):
+    play(target, [*HANDSHAKE, (0.5, answer(m.Renewed(("l1",))), []), (0.6, GRANT, [])])
+
+
+def test_words_of_a_push_mean_nothing_to_a_pull():
+    pull = TargetSession(Ourselves(US, "0.1.0", TARGET_LAYOUTS), TIMING)
+    play(pull, [(0.0, WANTED, [HELLO]), (0.1, answer(m.Reached("shm", "")), []), (0.2, WRITTEN, [])])
+
+
+def test_nothing_to_receive_is_still_claimed_and_released(target):
+    empty = replace(WANTED, ranges=(TokenRange(0, 0),))
+    claim = Send(PEER, m.Claim(US, "q1", REFERENCE, 0, (0,), Direction.WRITE, TABLES, empty.ranges))
+    play(target, [(0.0, empty, [HELLO]), *HANDSHAKE[1:3], (0.3, answer(m.Reached("shm", "")), [claim])])
+    play(target, [(0.4, answer(m.Written("q1", 0, 0)), [LANDED]), (0.5, VALID, [Fetched])])
