@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvferry.agent import Agent, AgentConfig, Host
+from kvferry.agent import Agent, AgentConfig, Host, new_epoch
+from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.model import attention
 from kvferry.plan.tokens import TokenRange
@@ -70,3 +71,41 @@ def make_rank() -> Iterator[Callable[..., Rank]]:
         agent.close()
     for shared in memories:
         shared.close()
+
+
+def lying_at(shape, rank, address):
+    """One rank's layout. `describe` puts the ranks of an engine far from one another."""
+    shift = describe(MODEL, shape, 0)[rank].regions[0].address
+    return describe(MODEL, shape, address - shift)[rank]
+
+
+@pytest.fixture
+def make_engine():
+    """All ranks of an engine, each with its own memory and agent."""
+    made, memories = [], []
+
+    def make(engine_id, shape, direction=Direction.READ):
+        size_bytes = sum(region.size_bytes for region in describe(MODEL, shape, 0)[0].regions)
+        shared = [allocate_shared(size_bytes, engine_id) for _ in range(shape.num_ranks)]
+        memories.extend(shared)
+        layouts = tuple(lying_at(shape, rank, each.memory.address) for rank, each in enumerate(shared))
+        ranks, epoch = [], new_epoch()
+        for rank, (layout, each) in enumerate(zip(layouts, shared, strict=True)):
+            view = np.frombuffer(each.buffer, np.uint8)
+            starts = [region.address - each.memory.address for region in layout.regions]
+            view[:] = oracle.POISON
+            parts = zip(layout.regions, starts, strict=True)
+            buffers = {region.address: view[start : start + region.size_bytes] for region, start in parts}
+            opened, notices = open_transports("shm"), queue.SimpleQueue()
+            config = AgentConfig(engine_id, epoch, rank, transport="shm", timing=TIMING, direction=direction)
+            agent = Agent(config, Host(layouts, (each.memory,), notices.put), opened.transports, opened.unavailable)
+            agent.start()
+            made.append(agent)
+            ranks.append(Rank(agent, oracle.Memory(layout, buffers), notices))
+        return ranks
+
+    yield make
+    for agent in made:
+        agent.close()
+    for each in memories:
+        each.close()

@@ -1,23 +1,42 @@
-"""Push: two real agents over real transports; the source writes into the target's blocks."""
+"""Push: real agents over real transports; the sources write into the target's blocks."""
 
+import threading
+
+import numpy as np
 import pytest
 
 from kvferry.agent import new_lease_id
 from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape
 from kvferry.plan.tokens import TokenRange
-from kvferry.session.events import Fetched, LeaseWanted, SourceFree
+from kvferry.session.events import Failed, Fetched, FetchWanted, LeaseWanted, SourceFree, TargetFree, Timing
 from kvferry.testing import oracle
+from kvferry.testing.gated import GatedTransport
 
 SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
 TARGET = EngineShape(1, 1, block_tokens=6, num_blocks=9, format="block-head-major")
 SOURCE_TABLES, TARGET_TABLES = ((3, 9, 1, 15, 0, 7),), ((8, 0, 5, 2),)
 NUM_TOKENS = 21
+# Keys and values of two layers with four heads of eight 4-byte elements.
+BYTES_PER_TOKEN = 2 * 2 * 4 * 8 * 4
+DEADLINE_S = 30.0
+SOON = Timing(lease_s=20.0, heartbeat_s=0.2, resend_s=0.1, handshake_s=5.0, transfer_s=20.0, fence_s=0.3)
 
 
-def leased(source, request_id="r1"):
+def leased(source, request_id="r1", lease_id=""):
     oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS))
-    return source.agent.lease(LeaseWanted(request_id, new_lease_id(), SOURCE_TABLES, NUM_TOKENS))
+    return source.agent.lease(LeaseWanted(request_id, lease_id or new_lease_id(), SOURCE_TABLES, NUM_TOKENS))
+
+
+def check(target, num_tokens=NUM_TOKENS):
+    """Every requested element is right and nothing else was touched."""
+    wanted = {start: np.zeros(len(buffer), np.uint8) for start, buffer in target.memory.buffers.items()}
+    layout, tokens = target.memory.layout, TokenRange(0, num_tokens)
+    for placement in layout.placements:
+        for _, _, address in oracle.element_addresses(layout, placement, TARGET_TABLES, tokens):
+            start = layout.regions[placement.region].address
+            wanted[start][address - start : address - start + 4] = 1
+    oracle.expect(target.memory, TARGET_TABLES, [tokens], wanted)
 
 
 @pytest.mark.parametrize("transport", ["shm", "cma", "tcp", "nixl", "auto"])
@@ -26,11 +45,82 @@ def test_a_source_writes_into_another_layout(make_rank, transport):
         pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
     source = make_rank("p0", SOURCE, transport)
     target = make_rank("d0", TARGET, transport, direction=Direction.WRITE)
-    for request_id in ("1", "2"):
-        reference = leased(source, f"r{request_id}")
-        target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, f"q{request_id}"))
+    for number in (1, 2):
+        reference = leased(source, f"r{number}")
+        target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, f"q{number}"))
         report = target.next_notice(Fetched).report
-        assert report.num_bytes == NUM_TOKENS * 2 * 2 * 4 * 8 * 4
-        assert report.verified == "sampled"
+        check(target)
+        assert (report.num_bytes, report.verified) == (NUM_TOKENS * BYTES_PER_TOKEN, "sampled")
         assert transport in (report.transport, "auto")
-        assert source.next_notice(SourceFree) == SourceFree(f"r{request_id}", "done")
+        assert source.next_notice(SourceFree) == SourceFree(f"r{number}", "done")
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [(1, 2), (2, 1), (4, 2), (1, 4)])
+def test_ranks_of_another_parallelism_write_what_each_target_rank_needs(make_engine, wide, narrow):
+    sources = make_engine("p0", EngineShape(wide, 1, 4, 16, "token-major"))
+    targets = make_engine("d0", EngineShape(narrow, 1, 6, 9, "block-head-major"), Direction.WRITE)
+    lease_id = new_lease_id()
+    reference, *_ = [leased(source, lease_id=lease_id) for source in sources]
+    addresses = tuple(source.agent.address for source in sources)
+    for target in targets:
+        target.agent.fetch(FetchWanted("q1", reference, addresses, TARGET_TABLES, (TokenRange(0, NUM_TOKENS),)))
+    for target in targets:
+        assert target.next_notice(Fetched).report.verified == "sampled"
+        check(target)
+    assert [source.next_notice(SourceFree).reason for source in sources] == ["done"] * wide
+
+
+@pytest.mark.parametrize("tables", [((7,),), ((8, 0, 5, 99),)], ids=["too few", "out of range"])
+def test_blocks_that_do_not_fit_fail_only_that_request(make_rank, tables):
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, direction=Direction.WRITE)
+    target.agent.fetch(target.wanted(source, leased(source), tables, NUM_TOKENS))
+    assert target.next_notice(Failed).error.reason == "out_of_range"
+    target.next_notice(TargetFree)
+    check(target, num_tokens=0)
+    source.next_notice(SourceFree)
+    target.agent.fetch(target.wanted(source, leased(source, "r2"), TARGET_TABLES, NUM_TOKENS, "q2"))
+    target.next_notice(Fetched)
+
+
+@pytest.fixture
+def gated(make_rank, tmp_path):
+    """A source whose writes wait while the gate is shut, and a target to which one is under way."""
+    gate, posted = tmp_path / "gate", threading.Event()
+
+    class Telling(GatedTransport):
+        def post(self, peer, copies, direction):
+            ticket = super().post(peer, copies, direction)
+            posted.set()
+            return ticket
+
+    source = make_rank("p0", SOURCE, timing=SOON, wrap=lambda transport: Telling(transport, gate))
+    target = make_rank("d0", TARGET, timing=SOON, direction=Direction.WRITE)
+    target.agent.fetch(target.wanted(source, leased(source, "r0"), TARGET_TABLES, NUM_TOKENS, "q0"))
+    target.next_notice(Fetched)
+    source.next_notice(SourceFree)
+    gate.touch()
+    posted.clear()
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    assert posted.wait(DEADLINE_S)
+    return source, target, gate
+
+
+def test_both_sides_keep_their_blocks_until_the_ticket_of_an_aborted_push_has_ended(gated):
+    source, target, gate = gated
+    target.agent.abort("q1")
+    assert target.next_notice(Failed).error.reason == "aborted"
+    assert source.next_notice(SourceFree).reason == "aborted"
+    assert target.next_notice(TargetFree) == TargetFree("q1")
+    assert source.agent.num_open_reads == 0
+    gate.unlink()
+    target.agent.fetch(target.wanted(source, leased(source, "r2"), TARGET_TABLES, NUM_TOKENS, "q2"))
+    target.next_notice(Fetched)
+    check(target)
+
+
+def test_a_source_that_has_gone_is_noticed_at_its_address(gated):
+    source, target, _ = gated
+    source.agent.close()
+    assert target.next_notice(Failed).error.reason == "peer_lost"
+    assert target.next_notice(TargetFree) == TargetFree("q1")
+    check(target, num_tokens=NUM_TOKENS)
