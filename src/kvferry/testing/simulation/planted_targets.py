@@ -69,9 +69,9 @@ class SilenceEnds(TargetSession):
     """Takes a source that says nothing for long for one that has ended."""
 
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
-        for key, farewell in list(self._farewells._open.items()):
+        for farewell in self._farewells._open.values():
             if now - farewell.said_at >= self._timing.silence_s:
-                self._farewells.gone(key.peer, now)
+                farewell.fence(0.0, now)
         return super().handle(event, now)
 
 
