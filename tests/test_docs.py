@@ -25,7 +25,9 @@ from kvferry.session.writes import WRITE_TABLE
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("table", [LEASE_TABLE, READ_TABLE, WRITE_TABLE, PEER_TABLE], ids=["lease", "read", "write", "peer"])
+@pytest.mark.parametrize(
+    "table", [LEASE_TABLE, READ_TABLE, WRITE_TABLE, PEER_TABLE], ids=["lease", "read", "write", "peer"]
+)
 def test_the_diagrams_are_those_of_the_tables(table):
     assert diagram(table) in (ROOT / "docs/design.md").read_text()
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvferry.errors import FerryError, RequestError, TransferError
-from kvferry.plan.copies import NOTHING, Direction
-from kvferry.plan.digest import Policy
-from kvferry.plan.request import copies_for
-from kvferry.session.claims import ASKING, WAITING, claim_of, overdue, renewals
+from kvferry.errors import TransferError
+from kvferry.plan.copies import Direction
+from kvferry.session.claims import WAITING, renewals
 from kvferry.session.events import (
     AbortWanted,
     AnswerArrived,
@@ -25,16 +23,13 @@ from kvferry.session.events import (
     Disconnect,
     DropDigest,
     Failed,
-    Fetched,
     FetchWanted,
     HoldWanted,
     PeerConnected,
     PeerGone,
     PeerKey,
     PeerUnreachable,
-    Post,
     ReadKey,
-    Send,
     TargetFree,
     Tick,
     TicketEnded,
@@ -42,14 +37,12 @@ from kvferry.session.events import (
     peers_of,
 )
 from kvferry.session.farewell import Farewells
-from kvferry.session.fetch import Fetch, Read, ReadState
-from kvferry.session.handshake import Handshakes, Lost, Ourselves, Peer, Step
+from kvferry.session.fetch import Fetch, ReadState
+from kvferry.session.handshake import Handshakes, Lost, Ourselves, Peer
 from kvferry.session.holds import Holds
-from kvferry.session.programs import Bindings
-from kvferry.session.verify import Verifier, cannot_digest, no_digest, other_bytes
+from kvferry.session.reading import Broken, Reads
 from kvferry.wire.messages import (
     Aborted,
-    Claim,
     Grant,
     Offer,
     Reached,
@@ -84,9 +77,8 @@ class TargetSession:
         self._ours = ourselves.party
         self._timing = timing
         self._peers = Handshakes(ourselves, timing)
-        self._bindings = Bindings(ourselves.layouts, ourselves.party.rank)
-        self._verifier = Verifier(ourselves.party, ourselves.layouts[ourselves.party.rank], ourselves.digest)
         self._fetches: dict[str, Fetch] = {}
+        self._reads = Reads(ourselves, self._peers, self._fetches, timing)
         self._farewells = Farewells(ourselves.party, self._peers, timing)
         self._holds = Holds(timing.hold_s)
         self._last_heartbeat = 0.0
@@ -136,7 +128,7 @@ class TargetSession:
         self._fetches[event.request_id] = fetch
         for key in peers:
             yield from self._peers.meet(key, now)
-        yield from self._claim_when_ready(fetch, now)
+        yield from self._follow(self._reads.claim_when_ready(fetch, now), now)
 
     def _abort(self, event: AbortWanted, now: float) -> Iterator[Command]:
         fetch = self._fetches.get(event.request_id)
@@ -151,10 +143,12 @@ class TargetSession:
     def _offer(self, peer: Peer, offer: Offer, now: float) -> Iterator[Command]:
         yield from self._follow(self._peers.offered(peer, offer, now), now)
 
-    def _follow(self, steps: Iterator[Step], now: float) -> Iterator[Command]:
+    def _follow(self, steps: Iterator[Command | Lost | Broken], now: float) -> Iterator[Command]:
         for step in steps:
             if isinstance(step, Lost):
                 yield from self._lose(step.peer, step.error, now)
+            elif isinstance(step, Broken):
+                yield from self._fail(step.fetch, step.error, now)
             else:
                 yield step
 
@@ -168,7 +162,7 @@ class TargetSession:
             return
         if self._peers.connected(self._peers[event.peer], event.transport, event.choice, now):
             for fetch in [fetch for fetch in self._fetches.values() if event.peer in fetch.peers]:
-                yield from self._claim_when_ready(fetch, now)
+                yield from self._follow(self._reads.claim_when_ready(fetch, now), now)
 
     def _unreachable(self, event: PeerUnreachable, now: float) -> Iterator[Command]:
         if not isinstance(event.peer, PeerKey):
@@ -184,138 +178,35 @@ class TargetSession:
     def _lose(self, key: PeerKey, error: TransferError, now: float) -> Iterator[Command]:
         """Forget a peer and fail everything that depends on it. The next fetch meets it anew."""
         self._peers.forget(key)
-        self._bindings.forget(key)
+        self._reads.bindings.forget(key)
         for fetch in list(self._fetches.values()):
             if key in fetch.peers and not fetch.failed:
                 yield from self._fail(fetch, error, now)
         yield Disconnect(key)
 
-    # --- claiming and reading ---
-
-    def _claim_when_ready(self, fetch: Fetch, now: float) -> Iterator[Command]:
-        if fetch.failed or fetch.reads or not all(self._peers[key].ready for key in fetch.peers):
-            return
-        try:
-            binding = self._bindings.to(fetch.peers, self._peers)
-        except FerryError as error:
-            yield from self._fail(fetch, TransferError(Reason.INCOMPATIBLE, str(error)), now)
-            return
-        if binding.unreadable and self._verifier.policy is Policy.FULL:
-            yield from self._fail(fetch, cannot_digest(binding.unreadable), now)
-            return
-        for key in binding.programs:
-            if not self._waiting_for(self._peers[key]):
-                # It had no reason to say anything until now: its silence begins here.
-                self._peers[key].last_heard = now
-        fetch.start_reads({key: self._peers[key].direction for key in binding.programs}, now)
-        for key in binding.programs:
-            yield Send(key, self._claim_of(fetch, key))
-        if not fetch.reads:
-            # Other ranks of ours have all the work, and tell the sources.
-            fetch.posted_at = fetch.landed_at = now
-            del self._fetches[fetch.wanted.request_id]
-            verified = binding.verified_by(self._verifier.policy)
-            yield Fetched(fetch.wanted.request_id, fetch.report("", "", verified, now))
-
-    def _claim_of(self, fetch: Fetch, key: PeerKey) -> Claim:
-        readers = self._bindings.to(fetch.peers, self._peers).readers_of(key)
-        return claim_of(self._ours, fetch.wanted, readers, fetch.reads[key].direction)
+    # --- reading ---
 
     def _grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Command]:
-        for fetch, read in self._read(peer.key, grant.claim_id, ReadState.CLAIMING, ReadState.EXPOSED):
-            if read.direction is Direction.READ:
-                yield from self._post(fetch, peer.key, grant, now)
-            else:
-                read.machine.move("granted")
-                fetch.posted_at = now
-
-    def _post(self, fetch: Fetch, key: PeerKey, grant: Grant, now: float) -> Iterator[Command]:
-        program = self._bindings.to(fetch.peers, self._peers).programs[key]
-        wanted, read = fetch.wanted, fetch.reads[key]
-        try:
-            # Without tokens there is no state of fixed size either: the source is just to be told.
-            copies = NOTHING
-            if wanted.num_tokens:
-                copies = copies_for(program, grant.block_tables, wanted.block_tables, wanted.ranges)
-        except RequestError as error:
-            yield from self._fail(fetch, TransferError(Reason.OUT_OF_RANGE, str(error)), now)
-            return
-        read.machine.move("granted")
-        read.num_bytes, read.num_rows = copies.num_bytes, len(copies)
-        fetch.posted_at = now
-        yield Post(fetch.key(key), copies)
+        yield from self._follow(self._reads.grant(peer, grant, now), now)
 
     def _written(self, peer: Peer, written: Written, now: float) -> Iterator[Command]:
-        """The source's own ticket has ended well."""
-        for fetch, read in self._read(peer.key, written.claim_id, ReadState.EXPOSED, ReadState.MOVING):
-            if read.direction is Direction.WRITE:
-                read.num_bytes, read.num_rows = written.num_bytes, written.num_rows
-                fetch.posted_at = fetch.posted_at or now
-                read.machine.move("ticket ended")
-                yield from self._landed(fetch, peer.key, now)
-
-    def _ticket_ended(self, event: TicketEnded, now: float) -> Iterator[Command]:
-        """A ticket of ours."""
-        fetch = self._fetches.get(event.key.request_id) if isinstance(event.key, ReadKey) else None
-        if fetch is None or not isinstance(event.key, ReadKey) or event.key.peer not in fetch.reads:
-            return
-        read = fetch.reads[event.key.peer]
-        read.machine.move("ticket ended")
-        if fetch.failed:
-            yield from self._free_when_drained(fetch)
-        elif event.error:
-            yield from self._fail(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=event.error), now)
-        else:
-            yield from self._landed(fetch, event.key.peer, now)
-
-    # --- is it what the source has? ---
-
-    def _landed(self, fetch: Fetch, key: PeerKey, now: float) -> Iterator[Command]:
-        fetch.landed_at = fetch.reads[key].last_sent = now
-        try:
-            yield from self._verifier.ask(fetch, key, self._bindings.to(fetch.peers, self._peers))
-        except TransferError as error:
-            yield from self._fail(fetch, error, now)
-
-    def _digested(self, event: Digested, now: float) -> Iterator[Command]:
-        fetch = self._fetches.get(event.key.request_id) if isinstance(event.key, ReadKey) else None
-        if fetch is None or not isinstance(event.key, ReadKey) or event.key.peer not in fetch.reads:
-            return
-        read = fetch.reads[event.key.peer]
-        if not read.is_digesting:
-            return
-        if event.error:
-            yield from self._fail(fetch, no_digest(event.error), now)
-            return
-        read.ours = event.values
-        read.machine.move("digested")
-        yield from self._compare(fetch, event.key.peer, now)
+        yield from self._follow(self._reads.written(peer, written, now), now)
 
     def _valid(self, peer: Peer, valid: Valid, now: float) -> Iterator[Command]:
-        for fetch, read in self._read(peer.key, valid.claim_id, *ASKING):
-            read.theirs = valid.digests
-            read.machine.move("valid")
-            yield from self._compare(fetch, peer.key, now)
+        yield from self._follow(self._reads.valid(peer, valid, now), now)
 
-    def _compare(self, fetch: Fetch, key: PeerKey, now: float) -> Iterator[Command]:
-        """Once both sides have spoken: the bytes of this read are the source's own, or the fetch fails."""
-        read = fetch.reads[key]
-        if read.state is not ReadState.VALID:
+    def _digested(self, event: Digested, now: float) -> Iterator[Command]:
+        yield from self._follow(self._reads.digested(event, now), now)
+
+    def _ticket_ended(self, event: TicketEnded, now: float) -> Iterator[Command]:
+        fetch = self._fetches.get(event.key.request_id) if isinstance(event.key, ReadKey) else None
+        if fetch is None or not isinstance(event.key, ReadKey) or event.key.peer not in fetch.reads:
             return
-        for error in other_bytes(key, read):
-            yield from self._fail(fetch, error, now)
-        if fetch.all_in(ReadState.VALID):
-            peer, binding = self._peers[key], self._bindings.to(fetch.peers, self._peers)
-            del self._fetches[fetch.wanted.request_id]
-            verified = binding.verified_by(self._verifier.policy)
-            yield Fetched(fetch.wanted.request_id, fetch.report(peer.transport, peer.choice, verified, now))
-
-    def _read(self, key: PeerKey, claim_id: str, *states: ReadState) -> list[tuple[Fetch, Read]]:
-        """The read of a claim from a peer, if it is in one of the states; late and repeated answers match none."""
-        fetch = self._fetches.get(claim_id)
-        if fetch is None or key not in fetch.reads or fetch.reads[key].state not in states:
-            return []
-        return [(fetch, fetch.reads[key])]
+        fetch.reads[event.key.peer].machine.move("ticket ended")
+        if fetch.failed:
+            yield from self._free_when_drained(fetch)
+        else:
+            yield from self._follow(self._reads.ticket_ended(fetch, event.key.peer, event.error, now), now)
 
     # --- failing ---
 
@@ -388,7 +279,7 @@ class TargetSession:
         if not refusal.claim_id:
             yield from self._lose(peer.key, error, now)
             return
-        for fetch, _ in self._read(peer.key, refusal.claim_id, *WAITING):
+        for fetch, _ in self._reads.of(peer.key, refusal.claim_id, *WAITING):
             yield from self._fail(fetch, error, now)
 
     def _renewed(self, peer: Peer, renewed: Renewed, now: float) -> Iterator[Command]:
@@ -404,7 +295,7 @@ class TargetSession:
         for peer in self._peers:
             yield from self._watch(peer, now)
         for fetch in list(self._fetches.values()):
-            yield from self._hurry(fetch, now)
+            yield from self._follow(self._reads.hurry(fetch, now), now)
         yield from self._end_farewells(now)
         yield from self._farewells.repeat(now)
         self._holds.expire(now)
@@ -420,7 +311,7 @@ class TargetSession:
         if not peer.ready:
             yield from self._follow(self._peers.repeat(peer, now), now)
             return
-        if self._waiting_for(peer) and now - peer.last_heard > self._timing.silence_s:
+        if self._reads.wait_for(peer.key) and now - peer.last_heard > self._timing.silence_s:
             what = f"{peer.key} has not answered for {self._timing.silence_s:g} s"
             yield from self._lose(peer.key, TransferError(Reason.PEER_LOST, what), now)
         elif now >= peer.last_heard + self._timing.idle_peer_s and not self._is_needed(peer):
@@ -429,21 +320,3 @@ class TargetSession:
 
     def _is_needed(self, peer: Peer) -> bool:
         return any(peer.key in fetch.peers for fetch in self._fetches.values())
-
-    def _waiting_for(self, peer: Peer) -> bool:
-        return any(f.reads[peer.key].state in WAITING for f in self._fetches.values() if peer.key in f.reads)
-
-    def _hurry(self, fetch: Fetch, now: float) -> Iterator[Command]:
-        """Repeat what was not answered, and end what takes too long."""
-        for error in overdue(fetch, self._timing, now):
-            yield from self._fail(fetch, error, now)
-            return
-        for key, read in fetch.reads.items():
-            if now - read.last_sent < self._timing.resend_s:
-                continue
-            read.last_sent = now
-            if read.state is ReadState.CLAIMING or (read.is_exposed and not fetch.failed):
-                # Asked again, a source that writes says how far it is.
-                yield Send(key, self._claim_of(fetch, key))
-            elif read.state in ASKING:
-                yield Send(key, self._verifier.landed_of(fetch, read))

@@ -130,7 +130,7 @@ class Checks:
             "farewells": len(target._farewells),
             "holds": len(target._holds._holds),
             "peers": len(list(target._peers)),
-            "bindings": len(target._bindings._known),
+            "bindings": len(target._reads.bindings._known),
         }
         if found := {name: number for name, number in left.items() if number}:
             raise Violation(f"{node.name}: left at the end: {found}")

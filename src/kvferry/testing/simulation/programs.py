@@ -22,7 +22,7 @@ Layouts = tuple[Layout, ...]
 def remember_programs(source: SourceSession, target: TargetSession, layouts: Layouts, rank: int) -> None:
     """Let the sessions of a rank find the programs of earlier runs between the same layouts."""
     source._targets = _RememberedTargets(layouts, rank, source._timing)
-    target._bindings = _RememberedBindings(layouts, rank)
+    target._reads.bindings = _RememberedBindings(layouts, rank)
 
 
 class _RememberedTargets(Targets):
