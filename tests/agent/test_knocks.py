@@ -1,0 +1,40 @@
+"""Nobody listens: only the host of a process that has ended says so."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.agent.knocks import Knocks
+from kvferry.session.events import PeerKey
+
+
+@pytest.fixture
+def knocks() -> Iterator[Knocks]:
+    made = Knocks()
+    yield made
+    made.close()
+
+
+def test_whoever_listens_is_there_though_it_never_answers(knocks):
+    """As a process that was stopped: its kernel takes the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for _ in range(3):
+            knocks.start(PeerKey(f"tcp://127.0.0.1:{listener.getsockname()[1]}", "p0", "e1"))
+            assert knocks.unanswered() == []
+    assert not knocks.busy
+
+
+def test_where_nobody_listens_the_process_has_ended(knocks):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = PeerKey(f"tcp://127.0.0.1:{listener.getsockname()[1]}", "p0", "e1")
+    knocks.start(peer)
+    assert knocks.unanswered() == [peer]
+    assert not knocks.busy
+    assert knocks.unanswered() == []
+
+
+@pytest.mark.parametrize("address", ["", "tcp://nowhere.example:1", "ipc:///tmp/x", "tcp://127.0.0.1:99999"])
+def test_an_address_that_makes_no_sense_proves_nothing(knocks, address):
+    knocks.start(PeerKey(address, "p0", "e1"))
+    assert knocks.unanswered() == []
