@@ -335,6 +335,18 @@ def test_a_claim_says_that_the_tests_are_over():
     for party in (READER, STRANGER):
         source.handle(from_peer(m.OfferRequest(party)), 1.0)
     source.handle(from_peer(CLAIM), 2.0)
-    source.handle(from_peer(m.Abort(READER, "c1", "l1")), 2.5)
+    source.handle(from_peer(m.Landed(READER, "c1", "l1")), 2.5)
     assert source.may_be_read(2.5)
     assert not source.may_be_read(6.1)
+
+
+@pytest.mark.parametrize("end", [from_peer(m.Abort(READER, "c1", "l1")), LeaseWithdrawn("r1"), Tick()])
+def test_a_read_goes_on_after_its_lease_until_the_record_is_forgotten(end):
+    """Some tickets end only with the source's help, and the reader's blocks are in quarantine until then."""
+    source = session()
+    play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT])])
+    source.handle(end, 11.5)
+    assert source.num_live() == 0
+    assert source.may_be_read(12.0)
+    source.handle(Tick(), 72.0)
+    assert not source.may_be_read(72.0)

@@ -24,7 +24,6 @@ from kvferry.errors import TransferError
 from kvferry.plan.layout import Layout
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, Stopped, TargetFree
-from kvferry.transport.pages import Pages
 from kvferry.wire.messages import Reason, Reference
 
 SETTINGS = Settings("ours", "127.0.0.1", 0, "auto", 30.0, "")
@@ -58,7 +57,7 @@ class Rank:
         self.agent = FakeAgent()
         self.worker = Worker(None, SETTINGS, None)
         described = Described(Layout((), (), (), ()), (), (GroupFacts(0, "tokens", 16),), (0,))
-        self.worker._started.append(_Started(self.agent, described, Pages(())))
+        self.worker._started.append(_Started(self.agent, described))
 
     def says(self, *notices):
         for notice in notices:

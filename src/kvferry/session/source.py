@@ -125,9 +125,12 @@ class SourceSession:
         return len(self._by_request)
 
     def may_be_read(self, now: float) -> bool:
-        """Whether a peer may be reading our memory: it has a claim, or it has our offer and tests transports."""
+        """Whether a peer may be reading our memory: it tests transports with our offer, or has a claim and not all bytes.
+
+        Also of a lease that has ended: its reader can use its own blocks again only when its ticket has ended.
+        """
         is_tested = any(until > now for until in self._offered.values())
-        return is_tested or any(lease.live and lease.claims for lease in self._leases.values())
+        return is_tested or any(lease.claims.keys() - lease.completed.keys() for lease in self._leases.values())
 
     # --- how leases begin and end ---
 

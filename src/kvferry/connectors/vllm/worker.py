@@ -29,7 +29,6 @@ from kvferry.errors import ConfigurationError
 from kvferry.plan.layout import Layout
 from kvferry.session.events import FetchWanted, HoldWanted, LeaseWanted, SourceFree, Timing
 from kvferry.transport.opening import open_transports
-from kvferry.transport.pages import Pages
 
 __all__ = ["Worker"]
 
@@ -52,11 +51,10 @@ class _Introduction:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """The agent, the description by which vLLM's block tables become its own, and what readies the memory."""
+    """The agent, and the description by which vLLM's block tables become its own."""
 
     agent: Agent
     described: Described
-    pages: Pages
 
 
 class Worker:
@@ -96,7 +94,7 @@ class Worker:
         # At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.
         sys.setswitchinterval(SWITCH_S)
         agent.start()
-        self._started.append(_Started(agent, described, Pages(described.memories)))
+        self._started.append(_Started(agent, described))
         logger.info("kvferry rank %d of %d listens at %s", rank, len(layouts), agent.address)
 
     def address(self) -> RankAddress:
@@ -160,7 +158,6 @@ class Worker:
     def close(self) -> None:
         """Stop the agent. Safe to call twice."""
         for started in self._started:
-            started.pages.close()
             started.agent.close()
         self._started = []
 
