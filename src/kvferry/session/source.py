@@ -125,7 +125,7 @@ class SourceSession:
         return len(self._by_request)
 
     def may_be_read(self, now: float) -> bool:
-        """Whether a peer may be reading our memory: it tests transports with our offer, or has a claim and not all bytes.
+        """Whether a peer may be reading our memory: it tests transports with our offer, or a claim lacks its end.
 
         Also of a lease that has ended: its reader can use its own blocks again only when its ticket has ended.
         """
