@@ -17,6 +17,7 @@ PEER = PeerKey("tcp://127.0.0.1:1", "p0", "e1")
 KEY = ReadKey("q1", PEER)
 NO_ROWS = Copies(*(np.empty(0, np.uint64) for _ in range(3)), pieces=0)
 PROBE = np.empty(1 << 16, np.uint8)
+TESTS_S = 4.5
 fill_probe(PROBE, 7)
 (LAYOUT,) = describe(attention(1, 1, 1, "int8", 1), EngineShape(1, 1, 1, 1, "token-major"), 1 << 20)
 
@@ -102,7 +103,7 @@ def outcomes(carrier):
 @pytest.fixture
 def connected():
     transport = Scripted("shm")
-    carrier = Carrier("shm", [transport], {})
+    carrier = Carrier("shm", [transport], {}, TESTS_S)
     carrier.connect(PEER, offer("shm"))
     (event,) = outcomes(carrier)
     assert isinstance(event, PeerConnected)
@@ -147,7 +148,7 @@ def test_a_read_from_a_lost_peer_ends_with_an_error(connected):
 
 def test_only_the_chosen_transport_stays_connected():
     transports = [Scripted("nixl"), Scripted("tcp"), Scripted("shm", refuses=("connect",))]
-    carrier = Carrier("auto", transports, {})
+    carrier = Carrier("auto", transports, {}, TESTS_S)
     carrier.connect(PEER, offer("shm", "tcp", "nixl"))
     (event,) = outcomes(carrier)
     assert "shm failed (cannot connect)" in event.choice
@@ -157,14 +158,14 @@ def test_only_the_chosen_transport_stays_connected():
 
 def test_what_cannot_be_better_is_never_connected():
     transports = [Scripted("cma"), Scripted("tcp", refuses=("connect",))]
-    carrier = Carrier("auto", transports, {})
+    carrier = Carrier("auto", transports, {}, TESTS_S)
     carrier.connect(PEER, offer("cma", "tcp"))
     (event,) = outcomes(carrier)
     assert (event.transport, "tcp not tested" in event.choice, "tcp failed" in event.choice) == ("cma", True, False)
 
 
 def test_no_transport_that_works_is_an_outcome():
-    carrier = Carrier("auto", [Scripted("shm", refuses=("connect",))], {"tcp": "no sockets today"})
+    carrier = Carrier("auto", [Scripted("shm", refuses=("connect",))], {"tcp": "no sockets today"}, TESTS_S)
     carrier.connect(PEER, offer("shm", "tcp"))
     (event,) = outcomes(carrier)
     assert isinstance(event, PeerUnreachable)
@@ -175,7 +176,7 @@ def test_no_transport_that_works_is_an_outcome():
 
 def test_a_peer_that_is_lost_while_it_is_being_tested_has_no_outcome():
     first, second = Scripted("shm"), Scripted("tcp")
-    carrier = Carrier("auto", [first, second], {})
+    carrier = Carrier("auto", [first, second], {}, TESTS_S)
     carrier.connect(PEER, offer("shm", "tcp"))
     assert carrier.poll() == []
     carrier.disconnect(PEER)
@@ -187,14 +188,14 @@ def test_a_peer_that_is_lost_while_it_is_being_tested_has_no_outcome():
 def test_a_transport_that_cannot_be_described_is_not_offered_but_still_used():
     """Memory that peers cannot reach in this way can still be filled by it."""
     silent = Scripted("shm", refuses=("descriptor",))
-    carrier = Carrier("auto", [silent], {})
+    carrier = Carrier("auto", [silent], {}, TESTS_S)
     assert [(offer.name, offer.unavailable) for offer in carrier.offers()] == [("shm", "cannot describe")]
     assert not silent.is_closed
 
 
 def test_a_transport_that_cannot_take_the_memory_is_not_offered():
     broken = Scripted("nixl", refuses=("register",))
-    carrier = Carrier("auto", [broken, Scripted("tcp")], {"shm": "other host"})
+    carrier = Carrier("auto", [broken, Scripted("tcp")], {"shm": "other host"}, TESTS_S)
     carrier.register([Memory(4096, 4096, -1)])
     assert broken.is_closed
     assert {o.name: o.unavailable for o in carrier.offers()} == {

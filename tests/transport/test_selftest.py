@@ -83,13 +83,24 @@ def test_scratch_memory_stays_registered_until_the_late_ticket_has_ended(worlds:
     transport = world.near.transport
     test = SelfTest(transport, "far", probe_of(world))
     test.start(0.0)
-    test.advance([], 2.0)
+    for turn in range(40):
+        test.advance([], 0.05 * turn)
     assert test.result is not None
     assert "no answer" in test.result.error
     assert len(transport._inner._registry.memories) == 3
     while not test.is_settled:
         test.advance(transport.poll(), 3.0)
     assert len(transport._inner._registry.memories) == 2
+
+
+def test_a_test_whose_thread_had_no_turn_goes_on(worlds: Callable[..., World]) -> None:
+    transport = (world := worlds()).near.transport
+    test = SelfTest(transport, "far", probe_of(world))
+    test.start(0.0)
+    test.advance([], 60.0)
+    while test.result is None:
+        test.advance(transport.poll(), 60.0)
+    assert test.result.error == ""
 
 
 @pytest.mark.parametrize("empty", [0, 3, 6])

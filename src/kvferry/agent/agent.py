@@ -43,6 +43,8 @@ BUSY_POLL_S = 0.0005
 IDLE_POLL_S = 0.001
 MAX_WAIT_S = 60.0
 MAX_ID_LENGTH = 256
+# Of a handshake, for finding a transport: those that hang one after the other still leave room for the rest.
+TESTS_SHARE = 0.9
 # A turn digests about this much: a few milliseconds.
 DIGEST_BYTES = 16 << 20
 
@@ -74,7 +76,8 @@ class Agent:
             # Closed last: whoever finds nobody at the address knows that nothing of ours moves any more.
             self._control = ControlChannel(config.host, config.port, config.token)
             undo.callback(self._control.close)
-            self._carrier = Carrier(config.transport, transports, unavailable)
+            tests_s = TESTS_SHARE * config.timing.handshake_s
+            self._carrier = Carrier(config.transport, transports, unavailable, tests_s)
             undo.callback(self._carrier.close)
             probe_memory = allocate_shared(PROBE_BYTES, "kvferry-probe")
             undo.callback(probe_memory.close)

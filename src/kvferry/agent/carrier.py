@@ -33,10 +33,14 @@ def _offer(name: str, transport: Transport) -> TransportOffer:
 
 
 class Carrier:
-    """Belongs to one thread. `unavailable` says why a transport that users know is not there."""
+    """Belongs to one thread. `unavailable` says why a transport that users know is not there; all tests of a peer's
+    transports together may take `tests_s`."""
 
-    def __init__(self, requested: str, transports: Sequence[Transport], unavailable: Mapping[str, str]) -> None:
+    def __init__(
+        self, requested: str, transports: Sequence[Transport], unavailable: Mapping[str, str], tests_s: float
+    ) -> None:
         self._requested = requested
+        self._tests_s = tests_s
         self._transports = {transport.name: transport for transport in transports}
         self._unavailable = dict(unavailable)
         self._routes: dict[Remote, Transport] = {}
@@ -88,7 +92,7 @@ class Carrier:
         except ConfigurationError as error:
             self._events.append(PeerUnreachable(peer, str(error)))
             return
-        self._meetings.append(Meeting(peer, offer, [self._transports[name] for name in names]))
+        self._meetings.append(Meeting(peer, offer, [self._transports[name] for name in names], self._tests_s))
 
     def disconnect(self, peer: Remote) -> None:
         """Forget a peer; its open tickets end with an error in a later `poll`."""

@@ -8,15 +8,12 @@ from collections.abc import Mapping, Sequence
 from kvferry.errors import TransportError
 from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, Remote
 from kvferry.transport.base import Completion, Transport
+from kvferry.transport.patience import Patience
 from kvferry.transport.select import choose, is_worth_testing
 from kvferry.transport.selftest import Measurement, Probe, SelfTest
 from kvferry.wire.messages import Offer, TargetOffer
 
 __all__ = ["Meeting", "name_of"]
-
-# All tests of a peer together: transports that hang one after the other still leave room in a handshake's five
-# seconds. What one does not need is for the others: on a busy machine a test may take long and be good.
-TESTS_S = 4.5
 
 
 def name_of(peer: Remote) -> str:
@@ -32,7 +29,10 @@ class Meeting:
     unsettled: its scratch memory may still be written to.
     """
 
-    def __init__(self, peer: Remote, offer: Offer | TargetOffer, transports: Sequence[Transport]) -> None:
+    def __init__(
+        self, peer: Remote, offer: Offer | TargetOffer, transports: Sequence[Transport], tests_s: float
+    ) -> None:
+        """All tests together may take `tests_s`; what one does not need is for the others."""
         self.peer = peer
         self.chosen: tuple[Transport, ...] = ()
         self._probe = Probe(offer.probe.address, offer.probe.size_bytes, offer.probe.seed)
@@ -43,8 +43,9 @@ class Meeting:
         self._unconnected: list[Measurement] = []
         self._untested: list[str] = []
         self._is_over = False
-        # When all tests must be over; 0 before the first one.
-        self._until = 0.0
+        self._tests_s = tests_s
+        # Empty before the first test.
+        self._patience: list[Patience] = []
 
     @property
     def is_settled(self) -> bool:
@@ -60,6 +61,8 @@ class Meeting:
         self, completions: Mapping[str, Sequence[Completion]], now: float
     ) -> tuple[PeerConnected | PeerUnreachable, ...]:
         """Go on with what has completed, by transport name; returns the outcome once, when it is known."""
+        for patience in self._patience:
+            patience.spend(now)
         for name, test in self._tests:
             test.advance(completions.get(name, ()), now)
         while self._waiting and not self._is_testing:
@@ -86,8 +89,8 @@ class Meeting:
         except TransportError as error:
             self._unconnected.append(Measurement(transport.name, 0.0, 0.0, 0.0, str(error)))
             return
-        self._until = self._until or now + TESTS_S
-        fair_s = (self._until - now) / (1 + len(self._waiting))
+        self._patience = self._patience or [Patience(self._tests_s, now)]
+        fair_s = self._patience[0].left_s / (1 + len(self._waiting))
         test = SelfTest(transport, name_of(self.peer), self._probe, max(fair_s, 0.0))
         self._tests.append((transport.name, test))
         test.start(now)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvferry.errors import FerryError
 from kvferry.plan.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket, Transport
+from kvferry.transport.patience import Patience
 from kvferry.transport.pieces import View
 from kvferry.transport.select import Measurement
 
@@ -78,7 +79,7 @@ class SelfTest:
     """
 
     def __init__(self, transport: Transport, peer: str, probe: Probe, deadline_s: float = DEADLINE_S) -> None:
-        """A test that is not over after `deadline_s` has failed."""
+        """A test that is not over after `deadline_s`, in which it had turns, has failed."""
         self._deadline_s = deadline_s
         self._transport = transport
         self._peer = peer
@@ -86,7 +87,7 @@ class SelfTest:
         self._scratch: View = np.empty(0, np.uint8)
         self._memory: Memory | None = None
         self._ticket: Ticket | None = None
-        self._deadline = 0.0
+        self._patience = Patience(deadline_s, 0.0)
         self._posted_at = 0.0
         self._latency_s = float("inf")
         self._steps: list[Step] = []
@@ -95,7 +96,7 @@ class SelfTest:
 
     def start(self, now: float) -> None:
         """Post the first read; `now` is in seconds of any clock. Failures are in `result`."""
-        self._deadline = now + self._deadline_s
+        self._patience = Patience(self._deadline_s, now)
         if not 2 * ROW_BYTES <= self._probe.size_bytes <= MAX_PROBE_BYTES:
             self._end(f"a probe of {self._probe.size_bytes} bytes")
             return
@@ -120,7 +121,8 @@ class SelfTest:
             if completion.ticket == self._ticket:
                 self._ticket = None
                 self._take(completion, now)
-        if self.result is None and now >= self._deadline:
+        self._patience.spend(now)
+        if self.result is None and self._patience.is_over:
             self._end(f"no answer within {self._deadline_s:.2g} s")
 
     def _take(self, completion: Completion, now: float) -> None:
