@@ -17,7 +17,9 @@ from kvferry.session.events import (
     Fetched,
     FetchWanted,
     HoldWanted,
+    Knock,
     PeerConnected,
+    PeerGone,
     PeerKey,
     PeerUnreachable,
     Post,
@@ -205,12 +207,25 @@ def test_a_lease_that_is_gone_ends_the_read_at_once():
 
 def test_unanswered_messages_are_repeated():
     target = session()
-    play(target, [(0.0, WANTED, [HELLO]), (0.3, Tick(), []), (0.6, Tick(), [HELLO])])
+    play(target, [(0.0, WANTED, [HELLO]), (0.3, Tick(), []), (0.6, Tick(), [HELLO, Knock(PEER)])])
     target = session()
     play(target, [*HANDSHAKE, (0.9, Tick(), [CLAIM])])
     target = session()
     play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED])])
     assert LANDED in target.handle(Tick(), 1.2)
+
+
+def test_a_source_whose_process_has_ended_is_not_waited_for():
+    target = session()
+    play(target, [(0.0, WANTED, [HELLO]), (0.6, Tick(), [HELLO, Knock(PEER)])])
+    commands = play(target, [(0.7, PeerGone(PEER), [Count, Failed, TargetFree, Disconnect(PEER)])])
+    assert failure(commands).reason == "peer_lost"
+    play(target, [(0.8, PeerGone(PEER), []), (1.0, replace(WANTED, request_id="q2"), [HELLO])])
+
+
+def test_a_source_that_is_connected_is_not_lost_by_a_knock():
+    """Its sockets may be exhausted; whether it is there is seen by its answers."""
+    play(session(), [*POSTED, (0.5, PeerGone(PEER), [])])
 
 
 def test_a_handshake_has_a_deadline():

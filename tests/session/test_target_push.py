@@ -92,7 +92,11 @@ def test_a_push_from_the_first_hello_to_the_decoded_request(target):
 
 def test_the_offer_is_repeated_and_a_source_that_cannot_connect_ends_the_fetch(target):
     refusal = answer(m.Refusal(m.Reason.UNREACHABLE, "no transport reaches the target", "shm: other host", "", ""))
-    steps = [*HANDSHAKE[:3], (0.8, Tick(), [OURS]), (0.9, refusal, [Count, Failed, TargetFree, Disconnect])]
+    steps = [
+        *HANDSHAKE[:3],
+        (0.8, Tick(), [OURS, Knock(PEER)]),
+        (0.9, refusal, [Count, Failed, TargetFree, Disconnect]),
+    ]
     assert failure(play(target, steps)).reason == "unreachable"
 
 

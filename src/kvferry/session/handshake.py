@@ -13,7 +13,7 @@ from kvferry.errors import TransferError
 from kvferry.plan.copies import Direction
 from kvferry.plan.digest import Policy
 from kvferry.plan.layout import Layout, fingerprint
-from kvferry.session.events import Command, Connect, PeerKey, Send, Timing
+from kvferry.session.events import Command, Connect, Knock, PeerKey, Send, Timing
 from kvferry.session.machine import Machine, Table
 from kvferry.wire.messages import (
     WIRE_VERSION,
@@ -172,7 +172,8 @@ class Handshakes:
         return True
 
     def repeat(self, peer: Peer, now: float) -> Iterator[Step]:
-        """Ask again what has not been answered for a while; a handshake that takes too long is given up."""
+        """Ask again what has not been answered for a while, and look whether anybody is there: a busy peer may take its
+        time, one whose process has ended need not be waited for. A handshake that takes too long is given up."""
         if now >= peer.deadline:
             what = f"no handshake with {peer.key} within {self._timing.handshake_s:g} s"
             hint = "does that engine run, and do both engines have the same --token-file?"
@@ -180,6 +181,7 @@ class Handshakes:
         elif now - peer.last_sent >= self._timing.resend_s:
             peer.last_sent = now
             yield from self._ask(peer)
+            yield Knock(peer.key)
 
     def _ask(self, peer: Peer) -> Iterator[Send]:
         """The question of the present state; none while we connect."""

@@ -229,7 +229,9 @@ class TargetSession:
 
     def _gone(self, event: PeerGone, now: float) -> Iterator[Command]:
         self._farewells.gone(event.peer, now)
-        yield from ()
+        if event.peer in self._peers and not self._peers[event.peer].ready:
+            what, hint = f"nobody listens at {event.peer.address} any more", "has that engine ended?"
+            yield from self._lose(event.peer, TransferError(Reason.PEER_LOST, what, hint=hint), now)
 
     def _end_farewells(self, now: float) -> Iterator[Command]:
         """What sources have acknowledged, or cannot do any more, is over; so is the quarantine that waited for it."""

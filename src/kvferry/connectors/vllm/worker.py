@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 SWITCH_S = 0.0001
 # An agent shares its interpreter and its cores with a rank that computes and polls: a peer may be slow to meet and slow
 # to answer without being lost, and taking it for lost would fail its requests.
-HANDSHAKE_S = 15.0
+HANDSHAKE_S = 45.0
 MISSED_HEARTBEATS = 10
 
 
