@@ -16,7 +16,7 @@ from kvferry.cli.serve_vllm import VllmOptions, vllm_command
 
 DEADLINE_S = 60.0
 STAND_IN = """
-import http.server, json, os, pathlib, subprocess, sys
+import http.server, json, os, pathlib, signal, subprocess, sys
 folder = pathlib.Path(__file__).parents[3]
 if "--fail" in sys.argv:
     sys.exit("RuntimeError: no such model")
@@ -28,6 +28,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.path == "/die":
             os._exit(3)
+def finish_requests(*_):
+    subprocess.run([sys.executable, "-c", ""])
+    (folder / "drained").touch()
+    os._exit(0)
+if "--shutdown-timeout" in sys.argv:
+    signal.signal(signal.SIGTERM, finish_requests)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
 OPTIONS = VllmOptions("m", "name", "e-1", "shm", 0, "auto", "recompute", "127.0.0.1", 0, 0, (), False, False)
@@ -97,8 +103,8 @@ def start(tmp_path):
     (module / "main.py").write_text(STAND_IN)
     started = []
 
-    def start(*arguments: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "kvferry.cli.main", "serve", "--engine", "vllm", "--port", "0", "--json"]
+    def start(*arguments: str, program: tuple[str, ...] = ("-m", "kvferry.cli.main")) -> subprocess.Popen:
+        command = [sys.executable, *program, "serve", "--engine", "vllm", "--port", "0", "--json"]
         pipe = subprocess.PIPE
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
         process = subprocess.Popen(
@@ -144,6 +150,19 @@ def test_as_a_child_it_ends_when_its_parent_is_gone(start, tmp_path):
     process.stdout.readline()
     process.stdin.close()
     assert process.wait(DEADLINE_S) == 0
+    assert_gone(seen(tmp_path)[1])
+
+
+# Without the seconds that vLLM has in any case.
+NO_GRACE = "from kvferry.cli import main, serve_vllm; serve_vllm.STOP_S = 0.0; main.main()"
+
+
+def test_vllm_has_its_time_to_drain_before_it_is_killed(start, tmp_path):
+    process = start("--drain-timeout", str(DEADLINE_S), program=("-c", NO_GRACE))
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE_S) == 0
+    assert (tmp_path / "drained").exists()
     assert_gone(seen(tmp_path)[1])
 
 

@@ -141,6 +141,20 @@ def test_heartbeats_keep_a_lease_and_say_which_are_gone():
     )
 
 
+@pytest.mark.parametrize(
+    "end",
+    [from_peer(m.Landed(READER, "c1", "l1")), from_peer(m.Abort(READER, "c1", "l1")), LeaseWithdrawn("r1"), Tick()],
+)
+def test_a_heartbeat_does_not_keep_what_has_ended(end):
+    """Else a reader goes on with blocks that the engine has given away, and the record of their end stays for ever."""
+    source = session()
+    play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT])])
+    source.handle(end, 11.5 if isinstance(end, Tick) else 2)
+    forgotten = source.next_deadline()
+    play(source, [(30, from_peer(m.Renew(READER, ("l1",))), [Reply("x", m.Renewed(("l1",)))])])
+    assert source.next_deadline() == forgotten
+
+
 def test_completions_are_identified_and_idempotent():
     """The same reader saying it twice is one completion: the blocks wait for the other reader."""
     source = session()
@@ -330,6 +344,15 @@ def test_memory_may_be_read_from_an_offer_to_the_end_of_the_claims():
 
 
 def test_a_claim_says_that_the_tests_are_over():
+    source = session()
+    source.handle(from_peer(m.OfferRequest(READER)), 0.0)
+    source.handle(LEASE, 0.0)
+    source.handle(from_peer(CLAIM), 0.5)
+    source.handle(from_peer(m.Landed(READER, "c1", "l1")), 1.0)
+    assert not source.may_be_read(1.0)
+
+
+def test_one_readers_claim_does_not_say_that_anothers_tests_are_over():
     source = session()
     source.handle(LEASE, 0.0)
     for party in (READER, STRANGER):

@@ -90,6 +90,22 @@ def test_what_is_unmapped_during_a_read_is_an_error(transport):
     assert finish(transport, [ticket])[ticket].error == "Bad address"
 
 
+def test_a_part_of_what_was_asked_for_is_an_error(transport):
+    """The kernel copies the rows up to the first that it cannot, and calls that a success."""
+    page = mmap.PAGESIZE
+    buffer = np.zeros(2 * page, np.uint8)
+    source = np.frombuffer(mmap.mmap(-1, 2 * page), np.uint8)
+    known = descriptor_of(memory_of(source))
+    transport.register(memory_of(buffer))
+    transport.connect("peer", msgspec.msgpack.encode(known))
+    # Swapped, so that they are two rows.
+    near, far = int(buffer.ctypes.data), int(source.ctypes.data)
+    rows = np.array([far, far + page]), np.array([near + page, near]), np.array([page, page])
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(far + page), ctypes.c_size_t(page), 0) == 0
+    ticket = transport.post("peer", Copies(*(column.astype(np.uint64) for column in rows), 2), Direction.READ)
+    assert finish(transport, [ticket])[ticket].error.startswith(f"{page} of {2 * page} bytes")
+
+
 def test_a_long_ticket_is_copied_in_slices_and_does_not_hold_up_a_short_one(transport):
     with PeerProcess("cma", SIZE_BYTES, 3) as peer:
         buffer = np.zeros(SIZE_BYTES + 8, np.uint8)
