@@ -25,6 +25,7 @@ from kvferry.session.events import (
     Failed,
     FetchWanted,
     HoldWanted,
+    Knock,
     PeerConnected,
     PeerGone,
     PeerKey,
@@ -55,6 +56,9 @@ from kvferry.wire.messages import (
 )
 
 __all__ = ["Ourselves", "TargetSession"]
+
+# Each is answered: after two of them without a word it is worth looking whether the source's process has ended.
+QUIET_HEARTBEATS = 2
 
 TargetEvent = (
     HoldWanted
@@ -229,7 +233,7 @@ class TargetSession:
 
     def _gone(self, event: PeerGone, now: float) -> Iterator[Command]:
         self._farewells.gone(event.peer, now)
-        if event.peer in self._peers and not self._peers[event.peer].ready:
+        if event.peer in self._peers and (not self._peers[event.peer].ready or self._reads.wait_for(event.peer)):
             what, hint = f"nobody listens at {event.peer.address} any more", "has that engine ended?"
             yield from self._lose(event.peer, TransferError(Reason.PEER_LOST, what, hint=hint), now)
 
@@ -309,11 +313,16 @@ class TargetSession:
             yield from renewals(self._ours, self._fetches.values(), held)
 
     def _watch(self, peer: Peer, now: float) -> Iterator[Command]:
-        """Repeat an unanswered question of the handshake; give a peer up that stays silent while it is needed."""
+        """Repeat an unanswered question of the handshake; give a peer up that stays silent while it is needed, sooner
+        when nobody listens there any more."""
         if not peer.ready:
             yield from self._follow(self._peers.repeat(peer, now), now)
             return
-        if self._reads.wait_for(peer.key) and now - peer.last_heard > self._timing.silence_s:
+        silent_s = now - peer.last_heard if self._reads.wait_for(peer.key) else 0.0
+        if silent_s > QUIET_HEARTBEATS * self._timing.heartbeat_s and now - peer.last_sent >= self._timing.resend_s:
+            peer.last_sent = now
+            yield Knock(peer.key)
+        if silent_s > self._timing.silence_s:
             what = f"{peer.key} has not answered for {self._timing.silence_s:g} s"
             yield from self._lose(peer.key, TransferError(Reason.PEER_LOST, what), now)
         elif now >= peer.last_heard + self._timing.idle_peer_s and not self._is_needed(peer):
