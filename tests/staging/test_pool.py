@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -76,7 +77,7 @@ class Model(RuleBasedStateMachine):
         assert all(slot.offset % self.alignment == 0 for slot in ordered)
         ends = [slot.offset + slot.num_bytes for slot in ordered]
         assert all(end <= slot.offset for end, slot in zip(ends, ordered[1:], strict=False))
-        assert all(0 <= slot.offset for slot in ordered)
+        assert all(slot.offset >= 0 for slot in ordered)
         assert all(end <= self.size for end in ends)
 
     @invariant()
@@ -278,7 +279,7 @@ def test_a_key_is_asked_once_and_released_once():
 def test_the_emptiest_stretch_is_the_emptiest(cuts, taken, num_bytes):
     room = Room(40)
     edges = [0, *sorted(cuts), 40]
-    used = [Stretch(a, b) for i, (a, b) in enumerate(zip(edges, edges[1:], strict=False)) if i in taken]
+    used = [Stretch(a, b) for i, (a, b) in enumerate(pairwise(edges)) if i in taken]
     for stretch in used:
         room.take(stretch)
     bitmap = [any(a <= i < b for a, b in used) for i in range(40)]
