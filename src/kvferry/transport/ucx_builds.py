@@ -7,15 +7,16 @@ may hold only one of its two transports, so the names are looked for inside.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from kvferry.transport.nics import ROOT
 from kvferry.transport.situation import UcxBuild
 
-__all__ = ["build_at", "build_to_load", "installed_builds", "loaded_directories"]
+__all__ = ["build_at", "build_to_load", "installed_builds", "loaded_directories", "loaded_files"]
 
+MAPS: Final = ROOT / "proc/self/maps"
 BUILT_IN: Final = frozenset({"self", "tcp", "posix", "sysv"})
 MODULES: Final = {
     "cma": ("cma",),
@@ -60,18 +61,20 @@ def build_to_load(builds: Sequence[UcxBuild], packages: Sequence[str]) -> UcxBui
     return wanted[0] if wanted else UcxBuild()
 
 
-def loaded_directories(maps: Path = ROOT / "proc/self/maps") -> tuple[Path, ...]:
+def loaded_directories(maps: Path = MAPS) -> tuple[Path, ...]:
     """Where the copies lie that this process has loaded, each once."""
-    return tuple(dict.fromkeys(Path(name).parent for name in _mapped(maps, "libucp")))
+    return tuple(dict.fromkeys(file.parent for file in loaded_files("libucp", maps)))
 
 
-def _mapped(maps: Path, prefix: str) -> Iterable[str]:
+def loaded_files(library: str, maps: Path = MAPS) -> tuple[Path, ...]:
+    """The files of a library, such as `libucp`, that this process has loaded, each once."""
     try:
         lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ()
-    files = (line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6)
-    return [name for name in files if Path(name).name.startswith((f"{prefix}.", f"{prefix}-"))]
+    words = (line.split(maxsplit=5) for line in lines)
+    files = (Path(parts[5]) for parts in words if len(parts) == 6)
+    return tuple(dict.fromkeys(file for file in files if file.name.startswith((f"{library}.", f"{library}-"))))
 
 
 def _has_ucx(folder: Path) -> bool:
