@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.model import attention
 from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for, num_rows
+from kvferry.plan.request import copies_for, num_rows, volume
 from kvferry.plan.route import route
 from kvferry.plan.stretch import WHOLE, Stretch, stretch_tokens, stretches
 from kvferry.plan.tokens import TokenRange
@@ -39,6 +39,7 @@ def test_the_stretches_of_a_request_move_each_byte_of_it_once(scenario, most_byt
         whole = copies_for(program, *tables, scenario.ranges)
         copies = [copies_for(program, *tables, scenario.ranges, part) for part in parts]
         assert moved(*copies) == moved(whole)
+        assert volume(program, scenario.ranges) == (num_rows(program, scenario.ranges), whole.num_bytes)
         assert sum(num_rows(program, scenario.ranges, part) for part in parts) == num_rows(program, scenario.ranges)
 
 

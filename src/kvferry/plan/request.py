@@ -16,7 +16,7 @@ from kvferry.plan.span import MAX_STOP
 from kvferry.plan.stretch import WHOLE, Stretch
 from kvferry.plan.tokens import TokenRange
 
-__all__ = ["MAX_ROWS", "Ranges", "copies_for", "num_rows"]
+__all__ = ["MAX_ROWS", "Ranges", "copies_for", "num_rows", "volume"]
 
 Ranges = Sequence[TokenRange]
 """One range per cache group of the target."""
@@ -99,14 +99,23 @@ def _all_checked(
 
 def num_rows(program: Program, ranges: Ranges, stretch: Stretch = WHOLE) -> int:
     """How many rows a request takes before neighbours are merged; tells without listing them."""
-    total = 0
+    return sum(len(section) * times for section, times in _counted(program, ranges, stretch))
+
+
+def volume(program: Program, ranges: Ranges) -> tuple[int, int]:
+    """(rows, bytes) of a request before neighbours are merged; tells without listing them."""
+    counted = [(len(section) * times, section.length) for section, times in _counted(program, ranges, WHOLE)]
+    return sum(rows for rows, _ in counted), sum(rows * length for rows, length in counted)
+
+
+def _counted(program: Program, ranges: Ranges, stretch: Stretch) -> Iterator[tuple[Section, int]]:
+    """Every section, with the number of places at which its rows begin."""
     for group in program.groups:
         numbers = _numbers(group, _range_of(group, ranges), stretch)
-        inner = _inner(group, numbers)
-        num_units = len(inner) // group.unit_tokens
-        total += num_units * sum(map(len, group.units)) + (len(numbers) - len(inner)) * sum(map(len, group.singles))
-        total += sum(map(len, group.fixed)) if stretch.is_last else 0
-    return total
+        inner = len(_inner(group, numbers))
+        yield from ((section, inner // group.unit_tokens) for section in group.units)
+        yield from ((section, len(numbers) - inner) for section in group.singles)
+        yield from ((section, int(stretch.is_last)) for section in group.fixed)
 
 
 def _range_of(group: GroupProgram, ranges: Ranges) -> TokenRange:
