@@ -134,11 +134,17 @@ class TransportOffer(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Probe(Struct, frozen=True, forbid_unknown_fields=True):
-    """Memory with a known pattern that a peer may read to test and measure a transport."""
+    """Memory with a known pattern that a peer may read to test and measure a transport.
+
+    It may also write the pattern where it is, and what it likes into the `num_marks` pages behind it. `host` is equal
+    for peers on one host, and empty where the system does not say.
+    """
 
     address: Count
     size_bytes: Count
     seed: Count
+    num_marks: Count = 0
+    host: Name = ""
 
 
 class Offer(Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
