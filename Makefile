@@ -7,7 +7,7 @@ FRAMES ?= 100000
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 
-.PHONY: up test check unit e2e simulate fuzz chaos test-vllm format clean
+.PHONY: up test check unit e2e simulate fuzz chaos test-vllm test-kernels format clean
 
 up: .venv/engine
 	@$(BIN)/kvferry up $(ARGS)
@@ -45,6 +45,11 @@ fuzz: .venv/dev
 # Real vLLM processes on the CPU: a representative part by default, every model and shape with ARGS='-m full'.
 test-vllm: .venv-vllm/ready
 	$(VLLM_BIN)/python -m pytest tests/vllm -o faulthandler_timeout=600 -m "not full" $(ARGS)
+
+# Copies on devices: what this machine has, and Triton's interpreter; brings Triton, 290 MB.
+test-kernels: .venv/dev
+	$(BIN)/pip install --quiet --editable ".[kernels]"
+	$(BIN)/pytest tests/staging $(ARGS)
 
 format: .venv/dev
 	$(BIN)/ruff format

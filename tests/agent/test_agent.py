@@ -126,12 +126,12 @@ def test_a_restarted_source_is_refused_and_the_new_one_works(make_rank):
     check(target)
 
 
-def test_a_source_that_is_gone_is_a_deadline_not_a_hang(make_rank):
+def test_a_source_that_is_gone_is_noticed(make_rank):
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET)
     reference = leased(source)
     source.agent.close()
     target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
-    assert target.next_notice(Failed).error.reason == "deadline"
+    assert target.next_notice(Failed).error.reason == "peer_lost"
     target.next_notice(TargetFree)
 
 

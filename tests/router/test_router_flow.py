@@ -27,8 +27,10 @@ from kvferry.router.events import (
     Refuse,
     Relay,
     Send,
+    Skipped,
+    TurnedAway,
 )
-from kvferry.router.flow import TRANSITIONS, Flow, State
+from kvferry.router.flow import TRANSITIONS, Flow, State, lost_cache
 from kvferry.router.policy import Instance, Role
 from kvferry.router.request import Endpoint, decode_body, parse_request, prefill_body
 
@@ -168,7 +170,7 @@ def test_a_failed_prefill_with_no_other_instance_falls_back_without_a_retry():
     )
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
 def test_a_4xx_of_prefill_goes_to_the_client_and_is_not_tried_again(status):
     flow = new_flow()
     play(flow, *to_prefilling(), (Answered(status, b"{}"), [Forward()]))
@@ -387,3 +389,106 @@ def test_the_prefill_body_asks_for_one_token_and_no_stream():
         },
     }
     assert b"max_completion_tokens" not in PREFILL_BODY
+
+
+def to_other_prefill():
+    """P0 has too much to do, so P1 is asked for."""
+    counted = failed(Role.PREFILL, "status_429")
+    return (*to_prefilling(), (Answered(429, b"{}"), [counted, pick(Role.PREFILL, P0)]))
+
+
+def test_a_prefill_with_too_much_to_do_is_replaced():
+    flow = new_flow()
+    again = [retry(Role.PREFILL, "status_429"), Send(P1, PREFILL_BODY)]
+    play(flow, *to_other_prefill(), (Picked(P1), again), (PREFILLED, [Send(D0, DIVIDED)]))
+
+
+def test_where_every_prefill_has_too_much_to_do_the_client_hears_it():
+    flow = new_flow()
+    play(flow, *to_other_prefill(), (NobodyPicked(), [Forward()]))
+    assert flow.state is State.DONE
+    flow = new_flow()
+    again = [retry(Role.PREFILL, "status_429"), Send(P1, PREFILL_BODY)]
+    play(flow, *to_other_prefill(), (Picked(P1), again), (Answered(429, b"{}"), [Forward()]))
+
+
+def test_a_busy_prefill_and_a_broken_one_leave_decode_alone():
+    flow = new_flow()
+    again = [retry(Role.PREFILL, "status_429"), Send(P1, PREFILL_BODY)]
+    then = [failed(Role.PREFILL, "reset"), fallback("prefill_failed"), Send(D0, RAW)]
+    play(flow, *to_other_prefill(), (Picked(P1), again), (Failed("reset", ""), then))
+
+
+def test_a_policy_may_skip_prefill_and_the_client_is_told_why():
+    flow = new_flow()
+    skipped = Skipped("short_prompt", "tokens=3; threshold=9")
+    picking = (Picked(D0), [pick(Role.PREFILL)])
+    play(flow, (Began(), [pick(Role.DECODE)]), picking, (skipped, [fallback("short_prompt"), Send(D0, RAW)]))
+    assert flow.path is Path.DECODE_ONLY
+    assert flow.reason == "short_prompt; tokens=3; threshold=9"
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["decode", "prefill"])
+def test_a_policy_may_turn_a_request_away(steps):
+    flow = new_flow()
+    play(flow, *to_prefilling()[:steps])
+    counted, refusal = flow.handle(TurnedAway("ttft", 7))
+    assert counted == Count(Counted.TURNED_AWAY, Role.DECODE, "ttft")
+    assert (refusal.status, refusal.retry_after_s) == (429, 7)
+    assert refusal.body["error"]["reason"] == "ttft"
+    assert flow.state is State.DONE
+
+
+LOST = Answered(502, b'{"error": {"message": "x", "code": "peer_lost"}}')
+
+
+def test_a_cache_that_did_not_arrive_is_computed_anew_elsewhere_for_the_same_decode_instance():
+    flow = new_flow()
+    play(
+        flow,
+        *to_decoding(),
+        (LOST, [failed(Role.DECODE, "peer_lost"), pick(Role.DECODE, P0)]),
+        (Picked(D0), [retry(Role.DECODE, "peer_lost"), pick(Role.PREFILL, P0)]),
+        (Picked(P1), [Send(P1, PREFILL_BODY)]),
+        (PREFILLED, [Send(D0, DIVIDED)]),
+    )
+
+
+def test_a_cache_that_did_not_arrive_and_no_other_prefill_leaves_decode_alone():
+    flow = new_flow()
+    play(
+        flow,
+        *to_decoding(),
+        (LOST, [failed(Role.DECODE, "peer_lost"), pick(Role.DECODE, P0)]),
+        (Picked(D0), [retry(Role.DECODE, "peer_lost"), pick(Role.PREFILL, P0)]),
+        (NobodyPicked(), [fallback("prefill_failed"), Send(D0, RAW)]),
+    )
+
+
+def test_a_cache_that_is_lost_twice_ends_the_request():
+    flow = new_flow()
+    play(
+        flow,
+        *to_decoding(),
+        (LOST, [failed(Role.DECODE, "peer_lost"), pick(Role.DECODE, P0)]),
+        (Picked(D0), [retry(Role.DECODE, "peer_lost"), pick(Role.PREFILL, P0)]),
+        (Picked(P1), [Send(P1, PREFILL_BODY)]),
+        (PREFILLED, [Send(D0, DIVIDED)]),
+        (LOST, [failed(Role.DECODE, "peer_lost"), Forward()]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"error": {"code": "digest"}}', "digest"),
+        (b'{"error": {"code": "internal_error"}}', ""),
+        (b'{"error": {"code": 500}}', ""),
+        (b'{"error": {}}', ""),
+        (b'{"error": "x"}', ""),
+        (b"no json", ""),
+        (b"[" * 100_000, ""),
+    ],
+)
+def test_only_the_reason_of_a_transfer_is_one(body, reason):
+    assert lost_cache(body) == reason

@@ -7,11 +7,28 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.membership import Membership
+from kvferry.router.choice import choose
+from kvferry.router.member import Verdict
+from kvferry.router.membership import Membership, Wanted
 from kvferry.router.metrics import Metrics
-from kvferry.router.policy import Instance, Load, Role, choose
+from kvferry.router.policy import Instance, Load, Nobody, Role
+from kvferry.router.reservation import Reservation
 
 INSTANCES = tuple(Instance(f"http://h{i}", Role.DECODE) for i in range(6))
+
+
+def membership_of(*instances) -> Membership:
+    """A membership in which all of these are ready."""
+    membership = Membership(instances, Metrics())
+    for instance in instances:
+        membership.probed(instance, Verdict.READY, "")
+    return membership
+
+
+def reserve(membership, role=Role.DECODE, *excluded) -> Reservation:
+    found = membership.reserve(Wanted(role, excluded=frozenset(excluded)))
+    assert isinstance(found, Reservation)
+    return found
 
 
 @st.composite
@@ -51,56 +68,50 @@ def test_a_tie_from_the_start_goes_to_the_first():
 @given(st.integers(1, 6), st.lists(st.booleans(), max_size=60))
 def test_idle_instances_take_turns_and_busy_ones_stay_level(num, finishes):
     """Requests arrive, or the oldest one ends: loads differ by at most what the endings took away."""
-    membership = Membership(INSTANCES[:num], Metrics())
-    for instance in INSTANCES[:num]:
-        membership.mark_up(instance)
+    membership = membership_of(*INSTANCES[:num])
     outstanding = {instance: 0 for instance in INSTANCES[:num]}
     running = []
     for finish in finishes:
         if finish and running:
             ended = running.pop(0)
-            membership.release(ended)
-            outstanding[ended] -= 1
+            ended.release()
+            outstanding[ended.instance] -= 1
         else:
-            chosen = membership.reserve(Role.DECODE, frozenset())
-            assert outstanding[chosen] == min(outstanding.values())
+            chosen = reserve(membership)
+            assert outstanding[chosen.instance] == min(outstanding.values())
             running.append(chosen)
-            outstanding[chosen] += 1
+            outstanding[chosen.instance] += 1
     assert max(outstanding.values()) - min(outstanding.values()) <= 1
 
 
+def turns(membership, num):
+    """The numbers of the instances that get `num` requests one after the other."""
+    found = []
+    for _ in range(num):
+        reservation = reserve(membership)
+        found.append(INSTANCES.index(reservation.instance))
+        reservation.release()
+    return found
+
+
 def test_sequential_requests_go_round():
-    membership = Membership(INSTANCES[:3], Metrics())
-    for instance in INSTANCES[:3]:
-        membership.mark_up(instance)
-    turns = []
-    for _ in range(7):
-        instance = membership.reserve(Role.DECODE, frozenset())
-        turns.append(INSTANCES.index(instance))
-        membership.release(instance)
-    assert turns == [0, 1, 2, 0, 1, 2, 0]
+    assert turns(membership_of(*INSTANCES[:3]), 7) == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_an_instance_back_from_an_outage_gets_its_share_and_not_more():
     membership = Membership(INSTANCES[:2], Metrics())
-    membership.mark_up(INSTANCES[0])
-    for _ in range(5):
-        membership.release(membership.reserve(Role.DECODE, frozenset()))
-    membership.mark_up(INSTANCES[1])
-    turns = []
-    for _ in range(4):
-        instance = membership.reserve(Role.DECODE, frozenset())
-        turns.append(INSTANCES.index(instance))
-        membership.release(instance)
-    assert turns == [1, 0, 1, 0]
+    membership.probed(INSTANCES[0], Verdict.READY, "")
+    assert turns(membership, 5) == [0] * 5
+    membership.probed(INSTANCES[1], Verdict.READY, "")
+    assert turns(membership, 4) == [1, 0, 1, 0]
 
 
 def test_excluded_unhealthy_and_other_roles_are_not_chosen():
     prefill = dataclasses.replace(INSTANCES[3], role=Role.PREFILL)
     membership = Membership((*INSTANCES[:2], prefill), Metrics())
-    assert membership.reserve(Role.DECODE, frozenset()) is None
-    membership.mark_up(prefill)
-    membership.mark_up(INSTANCES[0])
-    assert membership.reserve(Role.DECODE, frozenset()) == INSTANCES[0]
-    assert membership.reserve(Role.DECODE, frozenset(INSTANCES[:1])) is None
-    assert membership.reserve(Role.PREFILL, frozenset()) == prefill
+    assert membership.reserve(Wanted(Role.DECODE)) == Nobody()
+    membership.probed(prefill, Verdict.READY, "")
+    membership.probed(INSTANCES[0], Verdict.READY, "")
+    assert reserve(membership).instance == INSTANCES[0]
+    assert membership.reserve(Wanted(Role.DECODE, excluded=frozenset(INSTANCES[:1]))) == Nobody()
+    assert reserve(membership, Role.PREFILL).instance == prefill

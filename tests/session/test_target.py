@@ -223,9 +223,19 @@ def test_a_source_whose_process_has_ended_is_not_waited_for():
     play(target, [(0.8, PeerGone(PEER), []), (1.0, replace(WANTED, request_id="q2"), [HELLO])])
 
 
-def test_a_source_that_is_connected_is_not_lost_by_a_knock():
-    """Its sockets may be exhausted; whether it is there is seen by its answers."""
-    play(session(), [*POSTED, (0.5, PeerGone(PEER), [])])
+def test_a_silent_source_whose_process_has_ended_is_not_waited_for_either():
+    target = session()
+    play(target, POSTED)
+    assert Knock(PEER) not in target.handle(Tick(), 2.3)
+    assert Knock(PEER) in target.handle(Tick(), 2.5)
+    assert Knock(PEER) not in target.handle(Tick(), 2.9)
+    assert failure(target.handle(PeerGone(PEER), 3.0)).reason == "peer_lost"
+
+
+def test_a_source_that_nobody_waits_for_is_not_lost_by_a_knock():
+    target = session()
+    play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q1")), [Fetched])])
+    play(target, [(0.8, PeerGone(PEER), [])])
 
 
 def test_a_handshake_has_a_deadline():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import ConfigurationError, TransportError
-from kvferry.transport.select import TRANSPORTS, Choice, Measurement, candidates, choose, is_worth_testing
+from kvferry.plan.copies import Direction
+from kvferry.transport.measurement import Measurement, Rates
+from kvferry.transport.select import TRANSPORTS, Choice, candidates, choose, is_worth_testing
 
 ALL = dict.fromkeys(TRANSPORTS, "")
 
@@ -70,3 +72,21 @@ def test_what_takes_more_steps_is_not_tested_where_one_copy_does():
     choice = choose([failed, passed], ["nixl", "tcp"])
     assert choice.name == "cma"
     assert choice.reason.endswith("in rows of 4 KiB; nixl, tcp not tested: the same host needs only one copy")
+
+
+def test_writes_are_told_and_decide_where_bytes_are_pushed():
+    found = [
+        Measurement("shm", 9.0, 4.0, 1e-5, "", Rates(1.0, 0.5, 1e-5), ("shm",)),
+        Measurement("nixl", 6.0, 3.0, 1e-5, "", Rates(8.0, 4.0, 1e-5), ("cma/memory", "tcp/eth0")),
+        Measurement("tcp", 7.0, 3.0, 1e-5, "", Rates(0.0, 0.0, 1e-5, "no answer within 1 s")),
+    ]
+    assert choose(found).name == "shm"
+    choice = choose(found, direction=Direction.WRITE)
+    assert choice.name == "nixl"
+    assert choice.reason.split("; ") == [
+        "shm 9.0 GB/s, 4.0 in rows of 4 KiB, writing 1.0 GB/s, 0.5 in rows of 4 KiB",
+        "nixl over cma/memory and tcp/eth0 6.0 GB/s, 3.0 in rows of 4 KiB, writing 8.0 GB/s, 4.0 in rows of 4 KiB",
+        "tcp 7.0 GB/s, 3.0 in rows of 4 KiB, writing failed (no answer within 1 s)",
+    ]
+    with pytest.raises(TransportError, match="no transport passed"):
+        choose(found[2:], direction=Direction.WRITE)

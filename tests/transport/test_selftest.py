@@ -10,10 +10,11 @@ import pytest
 
 from kvferry.plan.copies import Copies
 from kvferry.testing.contract import World
-from kvferry.testing.transport_peer import PeerProcess, make_transport
+from kvferry.testing.transport_peer import PeerProcess, digest, make_transport
 from kvferry.transport.base import Direction, Ticket
 from kvferry.transport.faulty import Fault, FaultKind, FaultyTransport
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
+from kvferry.transport.probe import MARK_BYTES, pattern
 from kvferry.transport.selftest import PROBE_BYTES, Probe, SelfTest, fill_probe, measure
 
 
@@ -144,7 +145,92 @@ def test_the_pattern_depends_on_seed_and_position() -> None:
     assert first[:8].tobytes().hex() == "2f0f5b940a2cdd00"
 
 
-@pytest.mark.parametrize("name", ["shm", "tcp", "nixl"])
+MARKS = 4
+
+
+def writable_probe_of(world: World) -> Probe:
+    """The near part of the far memory, with marks behind it."""
+    view = world.far.views[0]
+    size = view.size - MARKS * MARK_BYTES
+    fill_probe(view[:size], 9)
+    view[size:] = 0
+    return Probe(world.far.address(0, 0), size, 9, MARKS)
+
+
+def test_a_writable_probe_is_measured_in_both_directions(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    probe = writable_probe_of(world)
+    before = world.far.views[1].copy()
+    found = measure(world.near.transport, "far", probe, ticking(0.001))
+    assert (found.error, found.writing.error) == ("", "")
+    assert found.writing.latency_s == pytest.approx(0.001)
+    assert found.writing.gigabytes_per_s == pytest.approx(probe.size_bytes / 0.001 / 1e9)
+    assert found.carriers == ("memory",)
+    # The pattern is as it was, one mark has been written, and nothing else.
+    assert np.array_equal(world.far.views[0][: probe.size_bytes], pattern(probe.size_bytes, 9))
+    marks = world.far.views[0][probe.size_bytes :].reshape(MARKS, MARK_BYTES)
+    assert np.count_nonzero(marks.any(axis=1)) == 1
+    assert np.array_equal(world.far.views[1], before)
+
+
+def test_two_tests_of_one_probe_at_the_same_time_both_pass(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    probe, transport = writable_probe_of(world), world.near.transport
+    tests = [SelfTest(transport, "far", probe, deadline_s=1e9) for _ in range(3)]
+    for test in tests:
+        test.start(0.0)
+    while not all(test.is_settled for test in tests):
+        completions = transport.poll()
+        for test in tests:
+            test.advance(completions, 0.0)
+    assert [(test.result.error, test.result.writing.error) for test in tests if test.result] == [("", "")] * 3
+
+
+@pytest.mark.parametrize("post", [7, 9, 11, 13])
+@pytest.mark.parametrize("kind", [FaultKind.FAIL, FaultKind.DROP])
+def test_what_fails_in_writing_leaves_reading(worlds: Callable[..., World], kind: FaultKind, post: int) -> None:
+    world = worlds(Fault(post, kind, polls=10_000))
+    found = measure(world.near.transport, "far", writable_probe_of(world), ticking(0.01))
+    assert found.error == ""
+    assert found.gigabytes_per_s > 0
+    assert found.writing.error
+
+
+def test_writes_that_bring_nothing_are_noticed(worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+    world = worlds()
+    transport, post, num_writes = world.near.transport, world.near.transport.post, count(1)
+
+    def post_no_writes(peer: str, copies: Copies, direction: Direction) -> Ticket:
+        rows = slice(0, len(copies) if direction is Direction.READ else 0)
+        next(num_writes)
+        return post(peer, Copies(copies.source[rows], copies.target[rows], copies.length[rows], 1), direction)
+
+    monkeypatch.setattr(transport, "post", post_no_writes)
+    found = measure(transport, "far", writable_probe_of(world), ticking(1e-6))
+    assert found.error == ""
+    assert f"of {MARK_BYTES} bytes are wrong" in found.writing.error
+
+
+def test_a_mark_that_somebody_else_has_overwritten_is_drawn_again(
+    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds()
+    probe, transport = writable_probe_of(world), world.near.transport
+    post, reads_of_marks = transport.post, count()
+
+    def overwrite_the_first(peer: str, copies: Copies, direction: Direction) -> Ticket:
+        is_mark = len(copies) == 1 and int(copies.source[0]) >= probe.mark(0)
+        if direction is Direction.READ and is_mark and next(reads_of_marks) == 0:
+            world.far.views[0][probe.size_bytes :] = 0
+        return post(peer, copies, direction)
+
+    monkeypatch.setattr(transport, "post", overwrite_the_first)
+    found = measure(transport, "far", probe, ticking(1e-6))
+    assert (found.error, found.writing.error) == ("", "")
+    assert next(reads_of_marks) == 2
+
+
+@pytest.mark.parametrize("name", ["shm", "cma", "tcp", "nixl"])
 def test_real_peers_are_measured(name: str) -> None:
     if name == "nixl":
         pytest.importorskip("nixl_cu13")
@@ -155,4 +241,8 @@ def test_real_peers_are_measured(name: str) -> None:
         found = measure(transport, "peer", peer.probe, ticking(1e-7))
         assert found.error == ""
         assert found.gigabytes_per_s > 0
+        assert found.writing.error == ""
+        assert found.writing.gigabytes_per_s > 0
+        assert found.carriers
+        assert peer.digest() == digest(pattern(PROBE_BYTES, 3))
     transport.close()

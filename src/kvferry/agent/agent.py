@@ -23,6 +23,7 @@ from kvferry.agent.config import AgentConfig, Host
 from kvferry.agent.control import Arrival, ControlChannel
 from kvferry.agent.digests import Digester, HostBytes
 from kvferry.agent.knocks import Knocks
+from kvferry.agent.stager import Stager
 from kvferry.agent.wake import Wake
 from kvferry.errors import ConfigurationError, RequestError, WireError, WireVersionError
 from kvferry.plan.copies import Direction
@@ -30,6 +31,7 @@ from kvferry.session import events as e
 from kvferry.session.handshake import Ourselves
 from kvferry.session.source import Identity, SourceSession
 from kvferry.session.target import TargetSession
+from kvferry.staging.host_mover import HostMover, host_pieces
 from kvferry.transport.base import Transport
 from kvferry.transport.selftest import fill_probe
 from kvferry.transport.shared_memory import SharedMemory, allocate_shared
@@ -52,7 +54,8 @@ logger = logging.getLogger(__name__)
 
 _SourceEvent = e.LeaseWanted | e.LeaseWithdrawn
 _TargetEvent = e.HoldWanted | e.FetchWanted | e.AbortWanted
-_CommonEvent = e.PeerConnected | e.PeerUnreachable | e.TicketEnded | e.Digested
+_Work = e.Post | e.Cancel | e.Digest | e.DropDigest | e.Knock | e.Acquire | e.Release | e.Stage
+_CommonEvent = e.PeerConnected | e.PeerUnreachable | e.TicketEnded | e.Digested | e.Acquired | e.Staged
 
 
 class Agent:
@@ -81,7 +84,9 @@ class Agent:
             undo.callback(self._carrier.close)
             probe_memory = allocate_shared(PROBE_BYTES, "kvferry-probe")
             undo.callback(probe_memory.close)
-            self._carrier.register([*host.memories, probe_memory.memory])
+            arena = allocate_shared(config.staging_bytes, "kvferry-staging")
+            undo.callback(arena.close)
+            self._carrier.register([*host.memories, probe_memory.memory, arena.memory])
             self._carrier.check_requested()
             self._knocks = Knocks()
             undo.callback(self._knocks.close)
@@ -90,7 +95,12 @@ class Agent:
             self._control.watch(self._wake.fileno())
             self.address = self._control.address
             offers, probe = self._carrier.offers(), _filled(probe_memory)
-            ours = Ourselves(self.party, __version__, host.layouts, config.digest, config.direction, offers, probe)
+            mover = HostMover(host_pieces([*host.memories, arena.memory]), self._wake.ring)
+            self._stager = Stager(arena.memory, mover)
+            undo.callback(self._stager.close)
+            ours = Ourselves(
+                self.party, __version__, host.layouts, config.digest, config.direction, offers, probe, config.staging
+            )
             _check_offer(ours)
             self._resources = undo.pop_all()
         identity = Identity(self.party, __version__, host.layouts, offers, probe)
@@ -107,6 +117,11 @@ class Agent:
     def num_open_reads(self) -> int:
         """Reads and writes of ours that are under way."""
         return self._carrier.num_open
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of staging memory that are held or waited for."""
+        return self._stager.num_slots
 
     # --- what engines call ---
 
@@ -182,21 +197,16 @@ class Agent:
         for arrival in arrivals:
             self._arrived(arrival)
         began = time.monotonic()
-        for event in self._carrier.poll():
-            self._feed(event)
-        for peer in self._knocks.unanswered():
-            self._feed_target(e.PeerGone(peer))
+        self._progress()
         # What has been answered while that took long must be read before somebody is taken for silent.
         for arrival in self._control.receive(0.0):
             self._arrived(arrival)
-        for digested in self._digester.run(DIGEST_BYTES):
-            self._feed(digested)
         self.counts.update(self._control.take_counts())
         now = time.monotonic()
         self._obey([*self._source.handle(e.Tick(), now), *self._target.handle(e.Tick(), now)])
         if self._digester.busy:
             return 0.0
-        if self._carrier.busy or self._knocks.busy:
+        if self._carrier.busy or self._knocks.busy or self._stager.busy:
             # A transport that copies inside `poll` has more to copy; one that works elsewhere is asked again soon.
             return 0.0 if now - began > BUSY_POLL_S else IDLE_POLL_S
         deadline = min(self._source.next_deadline(), self._target.next_deadline(now))
@@ -204,6 +214,17 @@ class Agent:
         is_reached = self._source.may_be_read(now) or self._target.may_be_written()
         progress_s = self._carrier.progress_interval_s if is_reached else MAX_WAIT_S
         return max(0.0, min(deadline - now, progress_s, MAX_WAIT_S))
+
+    def _progress(self) -> None:
+        """What has happened to work that takes several turns."""
+        for event in self._carrier.poll():
+            self._feed(event)
+        for slot_event in self._stager.poll():
+            self._feed(slot_event)
+        for digested in self._digester.run(DIGEST_BYTES):
+            self._feed(digested)
+        for peer in self._knocks.unanswered():
+            self._feed_target(e.PeerGone(peer))
 
     def _take_wishes(self) -> None:
         if not self._wake.rang():
@@ -234,6 +255,7 @@ class Agent:
     def _feed(self, event: _CommonEvent) -> None:
         """News of what both sessions may have asked for: who did can be told from its name."""
         name = event.peer if isinstance(event, e.PeerConnected | e.PeerUnreachable) else event.key
+        name = name.work if isinstance(name, e.SlotKey) else name
         if isinstance(name, e.PeerKey | e.ReadKey):
             self._feed_target(event)
         else:
@@ -258,14 +280,14 @@ class Agent:
                 self._carrier.disconnect(peer)
                 if isinstance(peer, e.PeerKey):
                     self._control.forget(peer)
-            case e.Post() | e.Cancel() | e.Digest() | e.DropDigest() | e.Knock():
-                self._work(command)
             case e.Count(what, reason):
                 self.counts[what, reason] += 1
-            case _:
+            case e.Fetched() | e.Failed() | e.TargetFree() | e.SourceFree():
                 self._notify(command)
+            case _:
+                self._work(command)
 
-    def _work(self, command: e.Post | e.Cancel | e.Digest | e.DropDigest | e.Knock) -> None:
+    def _work(self, command: _Work) -> None:
         """What takes several turns, and how it is ended early."""
         match command:
             case e.Post():
@@ -278,6 +300,17 @@ class Agent:
                 self._digester.drop(digest_key)
             case e.Knock(peer):
                 self._knocks.start(peer)
+            case _:
+                self._slot(command)
+
+    def _slot(self, command: e.Acquire | e.Release | e.Stage) -> None:
+        match command:
+            case e.Acquire():
+                self._stager.acquire(command)
+            case e.Release(key):
+                self._stager.release(key)
+            case e.Stage():
+                self._stager.stage(command)
 
     def _sent(self, queued: bool, message: Message) -> None:
         """A full queue drops the message: the session repeats what is not answered."""

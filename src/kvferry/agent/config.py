@@ -9,13 +9,18 @@ from dataclasses import dataclass, field
 
 from kvferry.agent.reach import listening_address
 from kvferry.agent.shared_token import NO_TOKEN, SharedToken
+from kvferry.errors import ConfigurationError
 from kvferry.plan.copies import Direction
 from kvferry.plan.digest import Policy
 from kvferry.plan.layout import Layout
 from kvferry.session import events as e
+from kvferry.session.ways import AUTO, StagingPolicy
 from kvferry.transport.base import Memory
 
 __all__ = ["AgentConfig", "Host", "Notice", "new_epoch", "new_lease_id"]
+
+STAGING_BYTES = 64 << 20
+SLOT_BYTES = 4 << 20
 
 Notice = e.Fetched | e.Failed | e.TargetFree | e.SourceFree | e.Stopped
 """What an engine is told, on the agent's thread."""
@@ -38,6 +43,7 @@ class AgentConfig:
     `port` 0 lets the system choose; `transport` is `auto` or a transport's name. Without a `token` there is nothing but
     this host to listen on and to connect to. `digest` says how much of what has arrived is compared with the source's
     own bytes before a request may be decoded, `direction` whether this rank reads them or has the source write them.
+    Bytes may go through `staging_bytes` of memory, half of it for each way, where `staging` says that this is cheaper.
     """
 
     engine_id: str
@@ -50,10 +56,18 @@ class AgentConfig:
     token: SharedToken = NO_TOKEN
     digest: Policy = Policy.SAMPLED
     direction: Direction = Direction.READ
+    staging_bytes: int = STAGING_BYTES
+    staging: StagingPolicy = field(default_factory=lambda: StagingPolicy(AUTO, SLOT_BYTES))
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError for a host that must not or cannot be listened on."""
+        """Raises ConfigurationError for a host that must not or cannot be listened on, and for too little staging."""
         listening_address(self.host, self.token)
+        if self.staging_bytes < 4 * self.staging.slot_bytes:
+            raise ConfigurationError(
+                "staging memory is too small for its slots",
+                found=f"{self.staging_bytes:,} bytes, slots of {self.staging.slot_bytes:,}",
+                expected="room for two slots that come in and two that go out",
+            )
 
 
 @dataclass(frozen=True, slots=True)

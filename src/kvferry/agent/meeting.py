@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from kvferry.agent.costs import costs_of
 from kvferry.errors import TransportError
 from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, Remote
 from kvferry.transport.base import Completion, Transport
@@ -104,4 +105,5 @@ class Meeting:
         for transport in self._transports:
             if transport not in self.chosen:
                 transport.disconnect(name_of(self.peer))
-        return PeerConnected(self.peer, choice.name, choice.reason)
+        (measured,) = [each for each in self._measured if each.name == choice.name]
+        return PeerConnected(self.peer, choice.name, choice.reason, costs_of(measured))

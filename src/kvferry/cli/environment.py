@@ -1,4 +1,4 @@
-"""The only place that reads the environment."""
+"""The only place that reads the environment (UCX's own variables are those of `transport.preparing`)."""
 
 from __future__ import annotations
 

@@ -243,21 +243,42 @@ def route(
     prefill_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a whole prefill.")] = 300.0,
     decode_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until an answer begins.")] = 1800.0,
     stall_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds of silence inside an answer.")] = 120.0,
+    members_file: Annotated[str, typer.Option(help="JSON file with more engines; it may change.")] = "",
+    accept_registrations: Annotated[bool, typer.Option("--accept-registrations", help="Engines may register.")] = False,
+    token_file: Annotated[str, typer.Option(help="The token that they must share; else KVFERRY_TOKEN_FILE.")] = "",
+    policy: Annotated[str, typer.Option(help="balanced, an entry point's name, or module:function.")] = "balanced",
+    ttft_slo: Annotated[float, typer.Option(min=0, help="Turn away what would start later; seconds, 0: never.")] = 0.0,
+    max_requests: Annotated[int, typer.Option(min=0, help="Per decode engine at a time; 0: any number.")] = 0,
+    skip_prefill_below: Annotated[
+        str, typer.Option(help="Tokens that decode computes itself: a number, or auto.")
+    ] = "0",
+    require_prefill: Annotated[bool, typer.Option("--require-prefill", help="Not ready without a pair.")] = False,
     drain_timeout: Drain = 30.0,
     as_json: Json = False,
     as_child: Child = False,
 ) -> None:
     """Route OpenAI requests over prefill and decode engines."""
     with _friendly():
+        from kvferry.agent.shared_token import read_token
+        from kvferry.cli import environment
         from kvferry.cli import route as command
-        from kvferry.router.config import RouterConfig
+        from kvferry.registration import KEY_PURPOSE
+        from kvferry.router.config import Registration, RouterConfig
+        from kvferry.router.judgement import Judgement
+        from kvferry.router.plugins import policy_named
 
+        token = read_token(token_file or environment.token_file()) if accept_registrations else None
+        limits = command.limits_of(ttft_slo, max_requests, skip_prefill_below)
         router = RouterConfig(
             prefill_urls=tuple(prefill),
             decode_urls=tuple(decode),
             prefill_timeout_s=prefill_timeout,
             decode_timeout_s=decode_timeout,
             stall_timeout_s=stall_timeout,
+            members_file=members_file,
+            registration=Registration(accept_registrations, token.derived(KEY_PURPOSE) if token else b""),
+            judgement=Judgement(policy_named(policy), limits),
+            require_prefill=require_prefill,
         )
         command.route(command.RouteOptions(router, host, port, drain_timeout, as_json, as_child))
 

@@ -7,10 +7,12 @@ import socket
 from dataclasses import dataclass
 
 from kvferry.cli import console, http
+from kvferry.errors import ConfigurationError
 from kvferry.router.app import create_app
 from kvferry.router.config import RouterConfig
+from kvferry.router.policy import Limits
 
-__all__ = ["RouteOptions", "route"]
+__all__ = ["RouteOptions", "limits_of", "route"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,14 @@ class RouteOptions:
     drain_s: float
     as_json: bool
     as_child: bool
+
+
+def limits_of(ttft_s: float, max_requests: int, skip_below: str) -> Limits:
+    """The limits of the command line. Raises ConfigurationError when `skip_below` is no number and not `auto`."""
+    if skip_below != "auto" and not skip_below.isdecimal():
+        raise ConfigurationError("--skip-prefill-below has no meaning", found=skip_below, expected="a number, or auto")
+    below = 0 if skip_below == "auto" else int(skip_below)
+    return Limits(ttft_s, max_requests, below, skip_by_cost=skip_below == "auto")
 
 
 def route(options: RouteOptions) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,9 +13,10 @@ from kvferry.plan.copies import Column, Copies
 from kvferry.plan.program import GroupProgram, Program, Section
 from kvferry.plan.selection import Indices
 from kvferry.plan.span import MAX_STOP
+from kvferry.plan.stretch import WHOLE, Stretch
 from kvferry.plan.tokens import TokenRange
 
-__all__ = ["MAX_ROWS", "Ranges", "copies_for", "num_rows"]
+__all__ = ["MAX_ROWS", "Ranges", "copies_for", "num_rows", "volume"]
 
 Ranges = Sequence[TokenRange]
 """One range per cache group of the target."""
@@ -35,10 +36,13 @@ class _Tile:
     pieces: int
 
 
-def copies_for(program: Program, source: BlockTables, target: BlockTables, ranges: Ranges) -> Copies:
+def copies_for(
+    program: Program, source: BlockTables, target: BlockTables, ranges: Ranges, stretch: Stretch = WHOLE
+) -> Copies:
     """The rows that bring tokens `first <= t < last` (and every fixed-size state) to the target's blocks.
 
-    `ranges` has one range per cache group of the target. Only the blocks of tokens that move are looked at.
+    `ranges` has one range per cache group of the target, `stretch` says which part of all that is wanted. Only the
+    blocks of tokens that move are looked at.
 
     Raises BlockTableError when a range runs backwards or block ids are no integers, out of range, repeated or too few,
     on either side, and TooManyRowsError when there would be more than MAX_ROWS rows.
@@ -47,38 +51,43 @@ def copies_for(program: Program, source: BlockTables, target: BlockTables, range
         if not 0 <= tokens.first <= tokens.last <= MAX_STOP:
             expected = f"0 <= first <= last <= {MAX_STOP}"
             raise BlockTableError("not a token range", found=f"[{tokens.first}, {tokens.last})", expected=expected)
-    if (found := num_rows(program, ranges)) > MAX_ROWS:
+    if (found := num_rows(program, ranges, stretch)) > MAX_ROWS:
         raise TooManyRowsError(
             "the request would move in too many small rows",
             found=f"{found:,}",
             expected=f"at most {MAX_ROWS:,}",
             hint="fewer tokens, or memory formats that are more alike",
         )
-    numbers = [_numbers(group, _range_of(group, ranges)) for group in program.groups]
-    blocks = _all_checked(program, source, target, numbers)
+    groups = program.groups if stretch.is_last else tuple(_without_fixed(group) for group in program.groups)
+    numbers = [_numbers(group, _range_of(group, ranges), stretch) for group in groups]
+    blocks = _all_checked(groups, (source, target), numbers)
     tiles = [
         tile
-        for group, at, (left, right) in zip(program.groups, numbers, blocks, strict=True)
+        for group, at, (left, right) in zip(groups, numbers, blocks, strict=True)
         for tile in _group_tiles(group, left, right, at)
     ]
     return _listed(tiles)
 
 
+def _without_fixed(group: GroupProgram) -> GroupProgram:
+    return replace(group, fixed=())
+
+
 def _all_checked(
-    program: Program, source: BlockTables, target: BlockTables, numbers: list[range]
+    groups: Sequence[GroupProgram], tables: tuple[BlockTables, BlockTables], numbers: list[range]
 ) -> list[tuple[Blocks, Blocks]]:
     """Both sides' blocks of every group. Raises one error that names everything that is wrong with them."""
     found: list[Blocks] = []
     wrong: list[BlockTableError] = []
-    for group, at in zip(program.groups, numbers, strict=True):
+    for group, at in zip(groups, numbers, strict=True):
         ends = _ends(group, at)
         owners = (
-            (source, Owner("source", group.source_group, group.source)),
-            (target, Owner("target", group.target_group, group.target)),
+            Owner("source", group.source_group, group.source),
+            Owner("target", group.target_group, group.target),
         )
-        for tables, owner in owners:
+        for side, owner in zip(tables, owners, strict=True):
             try:
-                found.append(checked(tables, owner, ends))
+                found.append(checked(side, owner, ends))
             except BlockTableError as error:
                 wrong.append(error)
     if len(wrong) == 1:
@@ -88,16 +97,25 @@ def _all_checked(
     return list(zip(found[::2], found[1::2], strict=True))
 
 
-def num_rows(program: Program, ranges: Ranges) -> int:
+def num_rows(program: Program, ranges: Ranges, stretch: Stretch = WHOLE) -> int:
     """How many rows a request takes before neighbours are merged; tells without listing them."""
-    total = 0
+    return sum(len(section) * times for section, times in _counted(program, ranges, stretch))
+
+
+def volume(program: Program, ranges: Ranges) -> tuple[int, int]:
+    """(rows, bytes) of a request before neighbours are merged; tells without listing them."""
+    counted = [(len(section) * times, section.length) for section, times in _counted(program, ranges, WHOLE)]
+    return sum(rows for rows, _ in counted), sum(rows * length for rows, length in counted)
+
+
+def _counted(program: Program, ranges: Ranges, stretch: Stretch) -> Iterator[tuple[Section, int]]:
+    """Every section, with the number of places at which its rows begin."""
     for group in program.groups:
-        numbers = _numbers(group, _range_of(group, ranges))
-        inner = _inner(group, numbers)
-        num_units = len(inner) // group.unit_tokens
-        total += num_units * sum(map(len, group.units)) + (len(numbers) - len(inner)) * sum(map(len, group.singles))
-        total += sum(map(len, group.fixed))
-    return total
+        numbers = _numbers(group, _range_of(group, ranges), stretch)
+        inner = len(_inner(group, numbers))
+        yield from ((section, inner // group.unit_tokens) for section in group.units)
+        yield from ((section, len(numbers) - inner) for section in group.singles)
+        yield from ((section, int(stretch.is_last)) for section in group.fixed)
 
 
 def _range_of(group: GroupProgram, ranges: Ranges) -> TokenRange:
@@ -107,10 +125,13 @@ def _range_of(group: GroupProgram, ranges: Ranges) -> TokenRange:
     return ranges[group.target_group]
 
 
-def _numbers(group: GroupProgram, tokens: TokenRange) -> range:
+def _numbers(group: GroupProgram, tokens: TokenRange, stretch: Stretch) -> range:
     """The numbers, within the group's selection, of the tokens that must move: those that later ones still see."""
-    seen = group.state.seen_by_next(tokens)
-    start, stop = group.tokens.num_before(seen.first), group.tokens.num_before(seen.last)
+    seen, part = group.state.seen_by_next(tokens), stretch.tokens
+    first, last = max(seen.first, part.first), min(seen.last, part.last)
+    start, stop = group.tokens.num_before(first), group.tokens.num_before(max(first, last))
+    if last < seen.last:
+        return range(start, stop)
     if start < stop and group.target.tail_is_free and not (group.source.ring_tokens or group.target.ring_tokens):
         # A unit lies in one block on either side, so this asks for no further block. In a ring it would wrap around.
         stop = -(-stop // group.unit_tokens) * group.unit_tokens
@@ -146,7 +167,8 @@ def _group_tiles(group: GroupProgram, source: Blocks, target: Blocks, numbers: r
 
 def _ends(group: GroupProgram, numbers: range) -> Indices:
     """The first and the last token that moves; token 0 stands for states of fixed size."""
-    ends = [0] if group.fixed else [numbers[0], numbers[-1]] if numbers else []
+    has_tokens = bool(numbers and (group.units or group.singles))
+    ends = [0] if group.fixed else [numbers[0], numbers[-1]] if has_tokens else []
     return group.tokens.token(np.array(ends, np.int64))
 
 

@@ -18,31 +18,39 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry.errors import FerryError
 from kvferry.openai import INVALID_REQUEST, SERVER_ERROR, error_body, error_of
+from kvferry.registration import MEMBERS_PATH
 from kvferry.router.client import Client
 from kvferry.router.config import RouterConfig
 from kvferry.router.driver import Call, Driver
 from kvferry.router.errands import Errands
 from kvferry.router.headers import prefill_headers, request_id_of
 from kvferry.router.health import Prober
+from kvferry.router.members import MembersFile, Registry
 from kvferry.router.membership import Membership
 from kvferry.router.metrics import Metrics
 from kvferry.router.models import find_model, list_models
-from kvferry.router.policy import Role
+from kvferry.router.prompt import task_of
+from kvferry.router.readiness import readiness
 from kvferry.router.request import Endpoint, parse_request
 from kvferry.router.services import Services
+from kvferry.router.status import status_of
 from kvferry.router.upstream import open_session
 
 __all__ = ["create_app"]
 
 logger = logging.getLogger(__name__)
 
+MAX_ANNOUNCEMENT_BYTES = 4096
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
 def create_app(config: RouterConfig) -> Starlette:
     """The router for these instances. Its lifespan owns the connections and the health probe."""
     metrics = Metrics()
-    membership = Membership(config.instances, metrics)
+    membership = Membership(config.instances, metrics, config.judgement)
+    watched = [MembersFile(path, membership, config.probe_interval_s) for path in (config.members_file,) if path]
+    for file in watched:
+        file.look()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -51,12 +59,14 @@ def create_app(config: RouterConfig) -> Starlette:
             app.state.services = Services(config, membership, metrics, session, errands)
             prober = Prober(session, membership, config)
             await prober.probe_all()
-            probing = asyncio.create_task(prober.run())
+            runs = [prober.run(), *(file.run() for file in watched)]
+            tasks = {asyncio.create_task(run) for run in runs}
             try:
                 yield
             finally:
-                probing.cancel()
-                await asyncio.wait({probing})
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
                 await errands.close()
 
     routes = [
@@ -66,10 +76,13 @@ def create_app(config: RouterConfig) -> Starlette:
         Route("/health", health, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),
         Route("/metrics", show_metrics, methods=["GET"]),
+        Route(MEMBERS_PATH, show_members, methods=["GET"]),
+        Route(MEMBERS_PATH, take_member, methods=["POST"]),
     ]
     handlers = {HTTPException: on_http_error, FerryError: on_ferry_error, Exception: on_defect}
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
-    app.state.membership, app.state.metrics = membership, metrics
+    app.state.membership, app.state.metrics, app.state.config = membership, metrics, config
+    app.state.registry = Registry(config, membership, metrics)
     return app
 
 
@@ -89,7 +102,7 @@ class Generate:
         except ClientDisconnect:
             return
         request = parse_request(body, self._endpoint)
-        call = Call(_target(http), scope["headers"], request_id, request, started_s)
+        call = Call(_target(http), scope["headers"], request_id, request, task_of(request), started_s)
         client = Client(receive, send)
         driver = Driver(services, call, client)
         try:
@@ -119,21 +132,25 @@ async def health(http: Request) -> Response:
 
 
 async def ready(http: Request) -> Response:
-    membership: Membership = http.app.state.membership
-    num_decode = len(membership.healthy(Role.DECODE))
-    reason = "" if num_decode else "no decode instance is healthy"
-    reason = "it is draining: it finishes what it has and ends then" if membership.draining else reason
-    body = {
-        "status": reason or "ready",
-        "num_healthy_prefill": len(membership.healthy(Role.PREFILL)),
-        "num_healthy_decode": num_decode,
-        "num_ready_prefill": len(membership.ready(Role.PREFILL)),
-        "num_ready_decode": len(membership.ready(Role.DECODE)),
-    }
-    return _json(503 if reason else 200, body, {})
+    status, body = readiness(http.app.state.membership, http.app.state.config.require_prefill)
+    return _json(status, body, {})
+
+
+async def show_members(http: Request) -> Response:
+    return _json(200, status_of(http.app.state.membership), {})
+
+
+async def take_member(http: Request) -> Response:
+    """An engine registers itself, renews that, or leaves."""
+    body = await _read(http, MAX_ANNOUNCEMENT_BYTES)
+    host = http.client.host if http.client else ""
+    status, answer = http.app.state.registry.take(body, dict(http.headers), host)
+    return _json(status, answer, {})
 
 
 async def show_metrics(http: Request) -> Response:
+    state = http.app.state
+    state.metrics.show_ready(readiness(state.membership, state.config.require_prefill)[0] == 200)
     return Response(http.app.state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 

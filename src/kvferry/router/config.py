@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigurationError
+from kvferry.router.judgement import DEFAULT_JUDGEMENT, Judgement
 from kvferry.router.policy import Instance, Role
 
-__all__ = ["RouterConfig"]
+__all__ = ["NO_REGISTRATION", "Registration", "RouterConfig", "check_urls"]
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """Whether engines may register themselves, and the key that they must know to; without one only on this host.
+
+    A registration that is not renewed for `lease_s` is over.
+    """
+
+    is_open: bool = False
+    key: bytes = field(default=b"", repr=False)
+    lease_s: float = 15.0
+
+
+NO_REGISTRATION = Registration()
 
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """The addresses of the engines, and how long and how large anything may get.
 
-    `prefill_urls` may be empty: then D serves alone. `prefill_timeout_s` is for a whole prefill leg;
-    `decode_timeout_s` ends with the first byte of the answer's body, which without streaming is the whole
-    generation. After it only silence is limited: `stall_timeout_s` between two pieces. Raises ConfigurationError.
+    `prefill_urls` may be empty: then D serves alone; with `takes_members` there may be no decode instance yet either.
+    `prefill_timeout_s` is for a whole prefill leg; `decode_timeout_s` ends with the first byte of the answer's body,
+    which without streaming is the whole generation. After it only silence is limited: `stall_timeout_s` between two
+    pieces. With `require_prefill` the router is not ready while no pair of instances is. Raises ConfigurationError.
     """
 
     prefill_urls: tuple[str, ...]
@@ -30,20 +47,29 @@ class RouterConfig:
     probe_timeout_s: float = 5.0
     max_body_bytes: int = 32 * 2**20
     max_answer_bytes: int = 32 * 2**20
+    members_file: str = ""
+    registration: Registration = NO_REGISTRATION
+    judgement: Judgement = DEFAULT_JUDGEMENT
+    require_prefill: bool = False
 
     def __post_init__(self) -> None:
-        if not self.decode_urls:
+        if not self.decode_urls and not self.takes_members:
             raise ConfigurationError(
                 "a router needs a decode instance",
                 found="no decode URL",
                 expected="one or more, such as http://127.0.0.1:8200",
-                hint="prefill instances are optional, decode instances are not",
+                hint="prefill instances are optional; or let them come: --members-file, --accept-registrations",
             )
         for role, urls in ((Role.PREFILL, self.prefill_urls), (Role.DECODE, self.decode_urls)):
-            _check_urls(role, urls)
+            check_urls(role, urls)
         for name, value in self._limits().items():
             if not value > 0:
                 raise ConfigurationError(f"{name} must be positive", found=str(value), expected="a number above 0")
+
+    @property
+    def takes_members(self) -> bool:
+        """Whether instances may come while the router serves."""
+        return bool(self.members_file) or self.registration.is_open
 
     @property
     def instances(self) -> tuple[Instance, ...]:
@@ -65,7 +91,7 @@ class RouterConfig:
         }
 
 
-def _check_urls(role: Role, urls: tuple[str, ...]) -> None:
+def check_urls(role: Role, urls: tuple[str, ...]) -> None:
     seen: set[str] = set()
     for url in urls:
         plain = url.rstrip("/")

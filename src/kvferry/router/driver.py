@@ -27,19 +27,27 @@ from kvferry.router.events import (
     Forward,
     NobodyPicked,
     Opened,
+    Path,
     Pick,
     Picked,
     Refuse,
     Relay,
     Release,
     Send,
+    Skipped,
+    TurnedAway,
 )
 from kvferry.router.flow import Flow
 from kvferry.router.headers import Headers, decode_headers, prefill_headers, response_headers
+from kvferry.router.judge import Judge
 from kvferry.router.leg import Head, Leg
-from kvferry.router.policy import Instance, Role
+from kvferry.router.membership import Wanted
+from kvferry.router.pace import Pace
+from kvferry.router.policy import Busy, Instance, Role, Skip, Task
 from kvferry.router.request import ClientRequest
+from kvferry.router.reservation import Reservation
 from kvferry.router.services import Services
+from kvferry.router.timing import server_timing
 from kvferry.router.upstream import Outgoing
 
 __all__ = ["Call", "Driver"]
@@ -57,6 +65,7 @@ class Call:
     headers: Headers
     request_id: str
     request: ClientRequest
+    task: Task
     started_s: float
 
 
@@ -68,11 +77,13 @@ class Driver:
         self._services = services
         self._call = call
         self._client = client
-        self._held: dict[Role, Instance] = {}
+        self._held: dict[Role, Reservation] = {}
         # All legs so far; the last one is in flight.
         self._legs: list[Leg] = []
         self._work: asyncio.Task[Event] | None = None
         self._answer = (Head(0, []), b"")
+        self._judge = Judge(services.membership, call.task, call.request.streams)
+        self.pace = Pace(call.started_s)
 
     async def run(self) -> None:
         """Serve the request. Cancelling it closes the upstream connection."""
@@ -84,6 +95,7 @@ class Driver:
             await self._stop()
             for role in tuple(self._held):
                 self._let_go(role)
+            self._judge.end()
 
     async def _carry_out(self, commands: list[Command]) -> Event | None:
         event = None
@@ -102,26 +114,43 @@ class Driver:
                 leg.instance.url,
                 command.reason,
                 leg.trouble,
+                extra={"request_id": self._call.request_id},
             )
 
     async def pick(self, command: Pick) -> Event:
         self._let_go(command.role)
-        instance = self._services.membership.reserve(command.role, command.excluded)
-        if instance is None:
-            return NobodyPicked()
-        self._held[command.role] = instance
-        return Picked(instance)
+        decode = self._held.get(Role.DECODE)
+        partners = (decode.instance,) if command.role is Role.PREFILL and decode else ()
+        wanted = Wanted(command.role, self._call.task, command.excluded, partners)
+        found = self._services.membership.reserve(wanted)
+        if isinstance(found, Reservation):
+            self._held[command.role] = found
+            self._judge.chosen(found.instance, partners)
+            return Picked(found.instance)
+        match found:
+            case Skip(reason, detail):
+                return Skipped(reason, detail)
+            case Busy(reason, retry_after_s):
+                return TurnedAway(reason, retry_after_s)
+            case _:
+                return NobodyPicked()
 
     async def send(self, command: Send) -> Event:
+        role = command.instance.role
         leg = Leg(self._services, command.instance, self._outgoing(command))
         self._legs.append(leg)
+        divided = self.flow.path is Path.DISAGGREGATED
+        reservation = self._held[role]
+        self._judge.sends(reservation, divided)
+        self.pace.leg_began(role, self._now())
         event = await self._unless_client_leaves(leg.ask())
+        self.pace.leg_answered(role, self._now(), leg.head.headers)
+        self._judge.hears(event, leg.head.headers, self.pace.decode_s)
         if isinstance(event, Answered):
             self._answer = (leg.head, event.body)
         if isinstance(event, Opened) and event.can_append:
-            waited_s = asyncio.get_running_loop().time() - self._call.started_s
-            self._services.metrics.observe_first_token(self.flow.path, waited_s)
-        if command.instance.role is Role.PREFILL:
+            self._tell_phases(command.instance)
+        if role is Role.PREFILL:
             self._let_go(Role.PREFILL)
         return event
 
@@ -146,6 +175,8 @@ class Driver:
     async def refuse(self, command: Refuse) -> None:
         body = msgspec.json.encode(command.body)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        if command.retry_after_s:
+            headers.append((b"retry-after", str(command.retry_after_s).encode()))
         await self._client.start(command.status, self._response_headers(Head(command.status, headers)))
         await self._client.finish(body)
 
@@ -157,9 +188,14 @@ class Driver:
 
     async def _pass_on(self, leg: Leg) -> Event:
         await self._client.start(leg.head.status, self._response_headers(leg.head))
+        reservation = self._held[Role.DECODE]
+        observe = self._services.metrics.inter_token(leg.instance).observe if leg.is_event_stream else None
         while piece := await leg.piece():
             if isinstance(piece, Failed):
+                self._judge.hears(piece, [], 0.0)
                 return piece
+            if observe is not None:
+                self.pace.piece(piece, self._now(), observe, reservation)
             await self._client.pass_on(piece)
         await self._client.finish(b"")
         return Ended()
@@ -177,9 +213,14 @@ class Driver:
             leg.close()
 
     def _let_go(self, role: Role) -> None:
-        instance = self._held.pop(role, None)
-        if instance is not None:
-            self._services.membership.release(instance)
+        reservation = self._held.pop(role, None)
+        if reservation is not None:
+            reservation.release()
+
+    def _tell_phases(self, decode: Instance) -> None:
+        metrics = self._services.metrics
+        metrics.observe_first_token(self.flow.path, self._now() - self._call.started_s)
+        metrics.observe_phases(self.pace.phases, self._judge.prefill_url, decode.url)
 
     def _outgoing(self, command: Send) -> Outgoing:
         select = prefill_headers if command.instance.role is Role.PREFILL else decode_headers
@@ -187,8 +228,13 @@ class Driver:
         return Outgoing("POST", command.instance.url + self._call.target, headers, command.body)
 
     def _response_headers(self, head: Head) -> Headers:
-        own = {"x-request-id": self._call.request_id, "x-kvferry-path": self.flow.path}
+        own = {"x-request-id": self._call.request_id, "x-kvferry-path": str(self.flow.path)}
+        own |= {"x-kvferry-reason": self.flow.reason} if self.flow.reason else {}
+        own |= {"server-timing": server_timing(self.pace.phases)} if head.status and self.pace.decode_s else {}
         return response_headers(head.headers, own)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
 
 ACTIONS: Mapping[type[Command], Callable[[Driver, Any], Awaitable[Event | None]]] = {

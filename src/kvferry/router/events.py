@@ -31,6 +31,8 @@ __all__ = [
     "Relay",
     "Release",
     "Send",
+    "Skipped",
+    "TurnedAway",
 ]
 
 
@@ -47,6 +49,7 @@ class Counted(StrEnum):
     RETRY = "retry"
     FALLBACK = "fallback"
     UPSTREAM_ERROR = "upstream_error"
+    TURNED_AWAY = "turned_away"
 
 
 # Events
@@ -67,6 +70,22 @@ class Picked:
 @dataclass(frozen=True, slots=True)
 class NobodyPicked:
     """No healthy instance is left that a `Pick` allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """The policy wants no prefill leg for this request; `detail` has its figures."""
+
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedAway:
+    """The policy wants no more requests for `retry_after_s`."""
+
+    reason: str
+    retry_after_s: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +121,7 @@ class ClientGone:
     """The client closed its connection."""
 
 
-Event = Began | Picked | NobodyPicked | Answered | Opened | Ended | Failed | ClientGone
+Event = Began | Picked | NobodyPicked | Skipped | TurnedAway | Answered | Opened | Ended | Failed | ClientGone
 
 
 # Commands
@@ -110,7 +129,10 @@ Event = Began | Picked | NobodyPicked | Answered | Opened | Ended | Failed | Cli
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """Choose a healthy instance of `role` outside `excluded`; answered by `Picked` or `NobodyPicked`."""
+    """Choose a healthy instance of `role` outside `excluded`.
+
+    Answered by `Picked`, `NobodyPicked`, `Skipped` (prefill only) or `TurnedAway`.
+    """
 
     role: Role
     excluded: frozenset[Instance]
@@ -150,10 +172,11 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Answer with an error object of our own."""
+    """Answer with an error object of our own, and with `Retry-After` if it is not 0."""
 
     status: int
     body: dict[str, Any]
+    retry_after_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)

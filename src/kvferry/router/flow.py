@@ -5,7 +5,9 @@ The last command of a batch is the one that is answered by the next event. Rules
 * P gets one retry on another P per request, then the request is served by D alone;
 * D gets one retry on another D, only before its first byte, and with a fresh prefill: the cache of the first
   one may be half read and its lease spent;
-* a 4xx is about the request, so it goes to the client as it is and nothing is tried again;
+* a 4xx is about the request, so it goes to the client as it is and nothing is tried again. Only a P that has too much
+  to do (429) is replaced by another one if there is one: D alone would be worse off still;
+* a D that answers that the cache did not arrive is not at fault alone: it stays, and P is another one, or none;
 * a computed cache that D will not answer from is released: P would keep it until its lease runs out.
 """
 
@@ -43,11 +45,14 @@ from kvferry.router.events import (
     Relay,
     Release,
     Send,
+    Skipped,
+    TurnedAway,
 )
 from kvferry.router.policy import Instance, Role
 from kvferry.router.request import ClientRequest, decode_body, prefill_body
+from kvferry.wire.messages import Reason
 
-__all__ = ["TRANSITIONS", "Flow", "State", "Transition"]
+__all__ = ["TRANSITIONS", "Flow", "State", "Transition", "lost_cache"]
 
 
 class State(StrEnum):
@@ -68,6 +73,16 @@ class PrefillAnswer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class ErrorCode(msgspec.Struct):
+    code: str | int | None = None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """What an engine says went wrong; `code` is the reason of a transfer that failed, if one did."""
+
+    error: ErrorCode
+
+
 class FerryParams(msgspec.Struct):
     """`kv_transfer_params` of an engine that can be told to release them: those of kvferry."""
 
@@ -75,11 +90,12 @@ class FerryParams(msgspec.Struct):
 
 
 class Flow:
-    """The state of one request. `path` is how it is being served so far."""
+    """The state of one request. `path` is how it is being served so far, `reason` why not by two instances."""
 
     def __init__(self, request: ClientRequest) -> None:
         self.state = State.NEW
         self.path = Path.DISAGGREGATED
+        self.reason = ""
         self._request = request
         self._history: list[str] = []
         self._picked: dict[Role, Instance] = {}
@@ -91,6 +107,8 @@ class Flow:
         nobody = "no decode instance is healthy"
         self._last_word: Command = _refusal(503, "no_decode_instance", nobody, "no_decode_instance")
         self._can_append = False
+        # A P had too much to do: the client hears it if there is no other one.
+        self._overloaded = False
         # What P keeps for D, until D answers.
         self._kept: tuple[bytes, ...] = ()
 
@@ -122,16 +140,31 @@ class Flow:
     def give_up(self, event: NobodyPicked) -> list[Command]:
         return self._finish(self._last_word)
 
+    def turn_away(self, event: TurnedAway) -> list[Command]:
+        words = f"there is too much to do; hint: try again in {event.retry_after_s} s"
+        body = error_body(words, "rate_limit_error", "overloaded", None)
+        body["error"]["reason"] = event.reason
+        counts = [Count(Counted.TURNED_AWAY, Role.DECODE, event.reason)]
+        return [*counts, *self._finish(Refuse(429, body, event.retry_after_s))]
+
     def take_prefill(self, event: Picked) -> list[Command]:
         self.state = State.PREFILLING
         self._picked[Role.PREFILL] = event.instance
         return [*self._count_retry(Role.PREFILL), Send(event.instance, prefill_body(self._request))]
 
     def do_without_prefill(self, event: NobodyPicked) -> list[Command]:
-        reason = "prefill_failed" if Role.PREFILL in self._second_try else "no_prefill_instance"
-        return [*self._fall_back(reason), *self._send_decode(self._request.raw)]
+        if self._overloaded:
+            return self._finish(Forward())
+        failed = any(instance.role is Role.PREFILL for instance in self._failed)
+        return self._decode_alone("prefill_failed" if failed else "no_prefill_instance")
+
+    def skip_prefill(self, event: Skipped) -> list[Command]:
+        return self._decode_alone(event.reason, event.detail)
 
     def take_prefill_answer(self, event: Answered) -> list[Command]:
+        self._overloaded = event.status == 429
+        if self._overloaded and self._may_try_again(Role.PREFILL, "status_429"):
+            return [Count(Counted.UPSTREAM_ERROR, Role.PREFILL, "status_429"), *self._pick(Role.PREFILL)]
         if 400 <= event.status < 500:
             return self._finish(Forward())
         if not 200 <= event.status < 300:
@@ -141,7 +174,7 @@ class Flow:
         except (msgspec.DecodeError, RecursionError):
             return self._lose_prefill("malformed")
         if not transfer.startswith(b"{"):
-            return [*self._fall_back("no_kv_transfer_params"), *self._send_decode(self._request.raw)]
+            return self._decode_alone("no_kv_transfer_params")
         self._kept = (transfer,)
         return self._send_decode(decode_body(self._request, transfer))
 
@@ -151,6 +184,8 @@ class Flow:
     def take_decode_answer(self, event: Answered) -> list[Command]:
         if event.status < 500:
             return [*self._release("decode_refused"), *self._finish(Forward())]
+        if self.path is Path.DISAGGREGATED and (reason := lost_cache(event.body)):
+            return self._lose_decode(reason, Forward(), self._picked[Role.PREFILL])
         return self._lose_decode(f"status_{event.status}", Forward())
 
     def lose_decode(self, event: Failed) -> list[Command]:
@@ -189,21 +224,24 @@ class Flow:
         self.state = State.DONE
         return [last]
 
-    def _fall_back(self, reason: str) -> list[Command]:
+    def _fall_back(self, reason: str, detail: str = "") -> list[Command]:
         self.path = Path.DECODE_ONLY
+        self.reason = f"{reason}; {detail}" if detail else reason
         return [Count(Counted.FALLBACK, Role.PREFILL, reason)]
 
+    def _decode_alone(self, reason: str, detail: str = "") -> list[Command]:
+        return [*self._fall_back(reason, detail), *self._send_decode(self._request.raw)]
+
     def _lose_prefill(self, reason: str) -> list[Command]:
-        if self._may_try_again(Role.PREFILL, reason):
-            then = self._pick(Role.PREFILL)
-        else:
-            then = [*self._fall_back("prefill_failed"), *self._send_decode(self._request.raw)]
+        again = self._may_try_again(Role.PREFILL, reason)
+        then = self._pick(Role.PREFILL) if again else self._decode_alone("prefill_failed")
         return [Count(Counted.UPSTREAM_ERROR, Role.PREFILL, reason), *then]
 
-    def _lose_decode(self, reason: str, last_word: Command) -> list[Command]:
+    def _lose_decode(self, reason: str, last_word: Command, culprit: Instance | None = None) -> list[Command]:
+        """`culprit` is who must not be chosen again, if it is not the decode instance."""
         self._last_word = last_word
         releases = self._release("decode_failed")
-        again = self._may_try_again(Role.DECODE, reason)
+        again = self._may_try_again(Role.DECODE, reason, culprit)
         then = self._pick(Role.DECODE) if again else self._finish(last_word)
         return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *releases, *then]
 
@@ -215,8 +253,8 @@ class Flow:
             if _can_be_released(transfer)
         ]
 
-    def _may_try_again(self, role: Role, reason: str) -> bool:
-        self._failed |= {self._picked[role]}
+    def _may_try_again(self, role: Role, reason: str, culprit: Instance | None = None) -> bool:
+        self._failed |= {culprit or self._picked[role]}
         if role in self._retried:
             return False
         self._retried.add(role)
@@ -251,8 +289,11 @@ TRANSITIONS: Mapping[tuple[State, type[Event]], Transition] = {
     (State.NEW, Began): _to(Flow.begin, State.PICKING_DECODE),
     (State.PICKING_DECODE, Picked): _to(Flow.take_decode, *PICKED),
     (State.PICKING_DECODE, NobodyPicked): _to(Flow.give_up, State.DONE),
+    (State.PICKING_DECODE, TurnedAway): _to(Flow.turn_away, State.DONE),
     (State.PICKING_PREFILL, Picked): _to(Flow.take_prefill, State.PREFILLING),
-    (State.PICKING_PREFILL, NobodyPicked): _to(Flow.do_without_prefill, State.DECODING),
+    (State.PICKING_PREFILL, NobodyPicked): _to(Flow.do_without_prefill, State.DECODING, State.DONE),
+    (State.PICKING_PREFILL, Skipped): _to(Flow.skip_prefill, State.DECODING),
+    (State.PICKING_PREFILL, TurnedAway): _to(Flow.turn_away, State.DONE),
     (State.PREFILLING, Answered): _to(Flow.take_prefill_answer, *AFTER_LOST_PREFILL, State.DONE),
     (State.PREFILLING, Failed): _to(Flow.lose_prefill, *AFTER_LOST_PREFILL),
     (State.PREFILLING, ClientGone): _to(Flow.abandon, State.DONE),
@@ -271,6 +312,15 @@ def _refusal(status: int, code: str, message: str, reason: str) -> Refuse:
     body = error_body(message, SERVER_ERROR, code, None)
     body["error"]["reason"] = reason
     return Refuse(status, body)
+
+
+def lost_cache(body: bytes) -> str:
+    """The reason why a cache did not arrive, if that is what the error object of an engine is about; else empty."""
+    try:
+        code = msgspec.json.decode(body, type=ErrorAnswer).error.code
+    except (msgspec.DecodeError, RecursionError):
+        return ""
+    return code if isinstance(code, str) and code in frozenset(Reason) else ""
 
 
 def _can_be_released(transfer: bytes) -> bool:

@@ -27,8 +27,18 @@ HOP_BY_HOP = frozenset(
 )
 # The HTTP client on each leg writes its own.
 OWN_OF_REQUEST = frozenset((b"host", b"content-length", b"expect", b"x-request-id"))
-# The HTTP server of the router writes its own date and server.
-OWN_OF_RESPONSE = frozenset((b"date", b"server", b"x-request-id", b"x-kvferry-path"))
+# The HTTP server of the router writes its own date and server; the timing is told with the router's part in it.
+OWN_OF_RESPONSE = frozenset(
+    (
+        b"date",
+        b"server",
+        b"server-timing",
+        b"x-request-id",
+        b"x-kvferry-path",
+        b"x-kvferry-reason",
+        b"x-kvferry-cache-reason",
+    )
+)
 
 # Engines put the id into comma- and colon-separated lists of their own, where a separator in it is taken for two
 # ids and the lease of the first is never renewed.

@@ -7,13 +7,19 @@ import asyncio
 import aiohttp
 
 from kvferry.router.config import RouterConfig
+from kvferry.router.info import ask_facts
+from kvferry.router.member import Member, Verdict
 from kvferry.router.membership import Membership
 from kvferry.router.policy import Instance
-from kvferry.router.upstream import DEADLINE, FAILURES, Exchange, Outgoing, reason_of
+from kvferry.router.upstream import CONNECT_TIMEOUT, DEADLINE, FAILURES, Exchange, Outgoing, reason_of
 
 __all__ = ["Prober"]
 
 UNREADY = 503
+# Whoever does not answer in time may only be busy.
+SLOW = frozenset((DEADLINE, CONNECT_TIMEOUT))
+# An instance says who it is when it comes up, and again every so many rounds.
+ROUNDS_PER_INFO = 15
 
 
 class Prober:
@@ -23,6 +29,7 @@ class Prober:
         self._session = session
         self._membership = membership
         self._config = config
+        self._round = 0
 
     async def run(self) -> None:
         """Probe for ever: at each interval, and at once when traffic doubts an instance."""
@@ -37,23 +44,31 @@ class Prober:
     async def probe_all(self) -> None:
         """One round, all instances at the same time."""
         self._membership.doubted.clear()
-        await asyncio.gather(*(self._probe(instance) for instance in self._membership.instances))
+        self._membership.expire()
+        self._round += 1
+        await asyncio.gather(*(self._probe(member) for member in self._membership.members))
 
-    async def _probe(self, instance: Instance) -> None:
+    async def _probe(self, member: Member) -> None:
+        instance = member.instance
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
                 ready = await self._ask(instance, "/ready")
                 healthy = 200 if ready == 200 else await self._ask(instance, "/health")
+                if healthy == 200 and (not member.healthy or self._round % ROUNDS_PER_INFO == 0):
+                    self._membership.introduce(instance, await ask_facts(self._session, instance))
         except FAILURES as error:
-            self._membership.mark_down(instance, f"its probe failed ({reason_of(error, DEADLINE)})")
+            reason = reason_of(error, DEADLINE)
+            verdict = Verdict.SILENT if reason in SLOW else Verdict.DOWN
+            self._membership.probed(instance, verdict, f"its probe failed ({reason})")
             return
         if healthy != 200:
-            self._membership.mark_down(instance, f"its probe was answered with {healthy}")
+            self._membership.probed(instance, Verdict.DOWN, f"its probe was answered with {healthy}")
         elif ready == UNREADY:
-            self._membership.mark_unready(instance, "it drains, or its transfers fail: ask its /ready")
+            words = "it drains, or its transfers fail: ask its /ready"
+            self._membership.probed(instance, Verdict.UNREADY, words)
         else:
             # Other engines have no /ready: they are ready when they are healthy.
-            self._membership.mark_up(instance)
+            self._membership.probed(instance, Verdict.READY, "it is ready")
 
     async def _ask(self, instance: Instance, path: str) -> int:
         exchange = await Exchange.open(self._session, Outgoing("GET", instance.url + path, [], b""))

@@ -50,6 +50,11 @@ class Leg:
             return Head(0, [])
         return Head(self._exchange.status, list(self._exchange.headers))
 
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether tokens can be told apart as they come."""
+        return self._exchange is not None and self._exchange.is_plain_event_stream
+
     async def ask(self) -> Answered | Opened | Failed:
         """Send the request and wait for the answer: D's success up to its first byte, all others whole."""
         try:

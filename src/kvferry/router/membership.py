@@ -1,86 +1,176 @@
-"""Which instances there are, which of them answer, and how much each has to do."""
+"""Which instances there are, which of them answer, how much each has to do, and which get on with each other."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvferry.router.breaker import Fuse
+from kvferry.router.compatibility import Facts, differences
+from kvferry.router.judgement import DEFAULT_JUDGEMENT, Judgement
+from kvferry.router.member import Member, Origin, Verdict
 from kvferry.router.metrics import Metrics
-from kvferry.router.policy import Instance, Load, Role, choose
+from kvferry.router.pairs import Pair, Pairs
+from kvferry.router.policy import NO_TASK, Decision, Instance, Load, Question, Role, Task, Use
+from kvferry.router.prefixes import PrefixIndex
+from kvferry.router.reservation import Reservation
+from kvferry.router.speed import Mean
+from kvferry.router.threshold import threshold_tokens
 
-__all__ = ["Membership"]
+__all__ = ["PAIR_FUSE", "Membership", "Wanted"]
+
+PAIR_FUSE = Fuse(num_failures=3, open_s=30.0, max_open_s=600.0)
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Member:
-    """The mutable facts of one instance. Unproven instances are not healthy: the first probe decides."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A leg that needs an instance. `partners` is the decode instance that a prefill instance must get on with."""
 
-    healthy: bool = False
-    ready: bool = False
-    num_outstanding: int = 0
-    last_chosen: int = 0
+    role: Role
+    task: Task = NO_TASK
+    excluded: frozenset[Instance] = frozenset()
+    partners: tuple[Instance, ...] = ()
 
 
 class Membership:
-    """Loads and health of all instances. Belongs to the app's event loop.
+    """All instances. Belongs to the app's event loop.
 
     `changed` is set at each change of health, for whoever clears it and waits. `doubted` is set when traffic
-    found an instance dead, so that the prober looks at once and a hiccup does not cost a whole interval.
+    found an instance dead or a new one came, so that the prober looks at once and does not wait for its interval.
     """
 
-    def __init__(self, instances: tuple[Instance, ...], metrics: Metrics) -> None:
+    def __init__(
+        self, instances: Iterable[Instance], metrics: Metrics, judgement: Judgement = DEFAULT_JUDGEMENT
+    ) -> None:
         self.changed = asyncio.Event()
         self.doubted = asyncio.Event()
         self.draining = False
-        self._members = {instance: Member() for instance in instances}
+        self.handover = Mean()
+        self.pairs = Pairs(PAIR_FUSE)
+        self.prefixes = PrefixIndex()
+        self._members: dict[Instance, Member] = {}
         self._metrics = metrics
+        self._judgement = judgement
         self._num_choices = 0
+        # Pairs that are not made of one kind; found when an instance says who it is, not for each request.
+        self._strangers: frozenset[Pair] = frozenset()
         for instance in instances:
-            metrics.show_health(instance, False, False)
-            metrics.show_in_flight(instance, 0)
+            self.add(instance, Origin.COMMAND_LINE)
 
     @property
     def instances(self) -> tuple[Instance, ...]:
         return tuple(self._members)
 
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return tuple(self._members.values())
+
+    @property
+    def strangers(self) -> tuple[Pair, ...]:
+        """Pairs whose instances do not hold the same cache, or do not understand each other."""
+        return tuple(self._strangers)
+
+    @property
+    def now(self) -> float:
+        return self._judgement.clock()
+
+    def add(self, instance: Instance, origin: Origin, lease_s: float = math.inf) -> bool:
+        """Take an instance in, or renew its registration; whether it is new. It is probed before it is used."""
+        member = self._members.get(instance)
+        if member is not None:
+            if member.origin is origin:
+                member.expires_at = self.now + lease_s
+            return False
+        self._members[instance] = Member(instance, origin, self.now + lease_s)
+        self._metrics.show_health(instance, False, False)
+        self._metrics.show_load(instance, 0, 0)
+        if origin is not Origin.COMMAND_LINE:
+            logger.info("%s instance %s has come: %s", instance.role, instance.url, origin)
+        self.doubted.set()
+        return True
+
+    def remove(self, instance: Instance, origin: Origin) -> bool:
+        """Take it out if it came this way; whether it was there. What it is doing goes on."""
+        member = self._members.get(instance)
+        if member is None or member.origin is not origin:
+            return False
+        del self._members[instance]
+        self.pairs.forget(instance)
+        self.prefixes.forget(instance)
+        self._strangers = frozenset(pair for pair in self._strangers if instance not in pair)
+        self._metrics.forget(instance)
+        logger.info("%s instance %s has left: %s", instance.role, instance.url, origin)
+        self.changed.set()
+        return True
+
+    def expire(self) -> None:
+        """Take out those whose registration was not renewed."""
+        for member in self.members:
+            if member.expires_at <= self.now:
+                self.remove(member.instance, member.origin)
+
     def healthy(self, role: Role) -> list[Instance]:
         """The instances of a role that answer."""
-        return [instance for instance, member in self._members.items() if instance.role is role and member.healthy]
+        return [m.instance for m in self.members if m.instance.role is role and m.healthy]
 
     def ready(self, role: Role) -> list[Instance]:
-        """The healthy instances of a role that want requests."""
-        return [instance for instance in self.healthy(role) if self._members[instance].ready]
+        """The healthy instances of a role that want requests and did not fail again and again."""
+        now = self.now
+        return [m.instance for m in self.members if m.instance.role is role and m.ready and m.can_serve(now)]
 
-    def reserve(self, role: Role, excluded: frozenset[Instance]) -> Instance | None:
-        """Choose an instance and count one request to it until `release`; None when nobody is left."""
-        loads = [
-            Load(instance, member.healthy, member.num_outstanding, member.last_chosen, member.ready)
-            for instance, member in self._members.items()
-            if instance.role is role and instance not in excluded
-        ]
-        instance = choose(loads)
-        if instance is not None:
-            self._num_choices += 1
-            self._members[instance].last_chosen = self._num_choices
-            self._change_outstanding(instance, +1)
-        return instance
+    def usable_pairs(self) -> list[Pair]:
+        """Pairs of ready instances that a request can be served by now."""
+        decode = self.ready(Role.DECODE)
+        return [(p, d) for p in self.ready(Role.PREFILL) for d in decode if self._gets_on((p, d))]
 
-    def release(self, instance: Instance) -> None:
-        """A request that was assigned to `instance` is no longer its work."""
-        self._change_outstanding(instance, -1)
+    def can_serve(self) -> bool:
+        """Whether there is a decode instance that a request could be sent to now."""
+        return any(m.instance.role is Role.DECODE and m.can_serve(self.now) for m in self.members)
 
-    def mark_up(self, instance: Instance) -> None:
-        self._set_health(instance, (True, True), "it is ready")
+    def reserve(self, wanted: Wanted) -> Reservation | Decision:
+        """Have the policy choose; an instance that it chose is reserved, everything else is its decision."""
+        question = self._question(wanted)
+        decision = self._judgement.policy(question)
+        if wanted.role is Role.PREFILL:
+            self._metrics.show_threshold(threshold_tokens(question))
+        if not isinstance(decision, Use):
+            return decision
+        member = self._members[decision.instance]
+        self._num_choices += 1
+        member.last_chosen = self._num_choices
+        if wanted.role is Role.PREFILL:
+            for partner in wanted.partners:
+                self.pairs.begin((member.instance, partner), self.now)
+        return Reservation(member, wanted.task, self._show_load, self._judgement.clock)
 
-    def mark_unready(self, instance: Instance, reason: str) -> None:
-        """It answers, but wants no requests: it drains, or its transfers fail."""
-        self._set_health(instance, (True, False), reason)
+    def probed(self, instance: Instance, verdict: Verdict, reason: str) -> None:
+        """What a probe, or traffic, found out about an instance; one that has left meanwhile is left alone."""
+        member = self._members.get(instance)
+        if member is None or not member.probed(verdict):
+            return
+        self._metrics.show_health(instance, member.healthy, member.ready)
+        level, word = (logging.INFO, "up") if member.ready else (logging.WARNING, "not ready")
+        word = word if member.healthy else "down"
+        logger.log(level, "%s instance %s is %s: %s", instance.role, instance.url, word, reason)
+        self.changed.set()
 
-    def mark_down(self, instance: Instance, reason: str) -> None:
-        self._set_health(instance, (False, False), reason)
+    def introduce(self, instance: Instance, facts: Facts) -> None:
+        """An instance has said who it is."""
+        member = self._members.get(instance)
+        if member is None or member.facts == facts:
+            return
+        if member.introduce(facts):
+            self.pairs.forget(instance)
+            self.prefixes.forget(instance)
+        self._strangers = frozenset(pair for pair in self._strangers if instance not in pair)
+        for pair, found in self._found_strange(instance):
+            self._strangers |= {pair}
+            logger.warning("%s and %s are never paired: %s", *_urls(pair), "; ".join(found))
 
     def drain(self) -> None:
         """This router has been told to end: it is not ready any more, but it answers what comes."""
@@ -88,21 +178,72 @@ class Membership:
 
     def doubt(self, instance: Instance, reason: str) -> None:
         """Traffic found it dead: down until a probe says otherwise, and that soon."""
-        self.mark_down(instance, reason)
+        self.probed(instance, Verdict.DOWN, reason)
         self.doubted.set()
 
-    def _change_outstanding(self, instance: Instance, step: int) -> None:
-        member = self._members[instance]
-        member.num_outstanding += step
-        self._metrics.show_in_flight(instance, member.num_outstanding)
+    def arrived(self, pair: Pair) -> None:
+        """A cache got from one to the other."""
+        if self.pairs.succeeded(pair):
+            logger.info("caches arrive again from %s at %s", pair[0].url, pair[1].url)
 
-    def _set_health(self, instance: Instance, state: tuple[bool, bool], reason: str) -> None:
-        member = self._members[instance]
-        if (member.healthy, member.ready) == state:
-            return
-        member.healthy, member.ready = state
-        self._metrics.show_health(instance, member.healthy, member.ready)
-        level, word = (logging.INFO, "up") if member.ready else (logging.WARNING, "not ready")
-        word = word if member.healthy else "down"
-        logger.log(level, "%s instance %s is %s: %s", instance.role, instance.url, word, reason)
-        self.changed.set()
+    def lost(self, pair: Pair, reason: str) -> None:
+        """A cache did not."""
+        self._metrics.count_lost(pair, reason)
+        if self.pairs.failed(pair, self.now):
+            logger.warning("caches of %s keep not arriving at %s (%s): not paired for a while", *_urls(pair), reason)
+
+    def _question(self, wanted: Wanted) -> Question:
+        is_prefill = wanted.role is Role.PREFILL
+        prefill = self._loads(Role.PREFILL, wanted)
+        decode = self._loads(Role.DECODE, wanted)
+        if is_prefill:
+            decode = tuple(load for load in decode if load.instance in wanted.partners)
+        return Question(
+            role=wanted.role,
+            task=wanted.task,
+            prefill=prefill,
+            decode=decode,
+            limits=self._judgement.limits,
+            handover_s=self.handover.value,
+            is_retry=bool(wanted.excluded),
+        )
+
+    def _loads(self, role: Role, wanted: Wanted) -> tuple[Load, ...]:
+        allowed = [m for m in self.members if m.instance.role is role and m.instance not in wanted.excluded]
+        if role is Role.PREFILL:
+            allowed = [m for m in allowed if all(self._gets_on((m.instance, d)) for d in wanted.partners)]
+        task, now = wanted.task, self.now
+        serving = [m for m in allowed if m.serves(task.model)]
+        # A decode instance refuses a model that it does not have better than we could.
+        members = serving or (allowed if role is Role.DECODE else [])
+        return tuple(
+            m.load(task, self.prefixes.num_known(m.instance, task.prefixes), self._num_partners(m, wanted), now)
+            for m in members
+        )
+
+    def _num_partners(self, member: Member, wanted: Wanted) -> int:
+        """Prefill instances that a decode instance could work with; a prefill instance was asked for its own."""
+        if member.instance.role is Role.PREFILL or not wanted.task.is_divisible or wanted.role is Role.PREFILL:
+            return 1
+        now = self.now
+        prefill = (m for m in self.members if m.instance.role is Role.PREFILL and m.ready and m.can_serve(now))
+        return sum(self._gets_on((m.instance, member.instance)) for m in prefill)
+
+    def _gets_on(self, pair: Pair) -> bool:
+        return pair not in self._strangers and self.pairs.may_begin(pair, self.now)
+
+    def _found_strange(self, instance: Instance) -> Iterable[tuple[Pair, tuple[str, ...]]]:
+        for other in self.members:
+            if other.instance.role is not instance.role:
+                pair = (instance, other.instance) if instance.role is Role.PREFILL else (other.instance, instance)
+                found = differences(*(self._members[one].facts for one in pair))
+                if found:
+                    yield pair, found
+
+    def _show_load(self, member: Member) -> None:
+        if member.instance in self._members:
+            self._metrics.show_load(member.instance, member.num_outstanding, member.outstanding_tokens)
+
+
+def _urls(pair: Pair) -> tuple[str, str]:
+    return pair[0].url, pair[1].url

@@ -1,12 +1,25 @@
-"""Which instance serves a leg: a pure function of what is known about all of them."""
+"""What a policy is asked and what it may answer: pure records. `balanced` is the policy that comes with the router."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Instance", "Load", "Role", "choose"]
+__all__ = [
+    "Busy",
+    "Decision",
+    "Instance",
+    "Limits",
+    "Load",
+    "Nobody",
+    "Policy",
+    "Question",
+    "Role",
+    "Skip",
+    "Task",
+    "Use",
+]
 
 
 class Role(StrEnum):
@@ -25,11 +38,37 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
+class Task:
+    """What a request will cost, as far as one can tell without a tokenizer.
+
+    `prefixes` are names of the prompt's beginnings, the shortest first: two prompts that share a name begin alike.
+    Each stands for `prefix_tokens` more tokens. `is_divisible` says whether a prefill leg can stand for the request.
+    """
+
+    prompt_tokens: int = 1
+    new_tokens: int = 1
+    prefixes: tuple[int, ...] = ()
+    prefix_tokens: int = 0
+    model: str = ""
+    is_divisible: bool = True
+
+    def work(self, role: Role) -> int:
+        """Tokens of work for an instance: to compute, or to write. Each written token reads the prompt's cache."""
+        return self.prompt_tokens if role is Role.PREFILL else self.new_tokens + self.prompt_tokens // 8
+
+
+NO_TASK = Task()
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """What is known about one instance at the moment of a choice.
 
-    One that is `healthy` answers; one that is also `ready` wants requests. `num_outstanding` requests are assigned
-    to it and not finished. `last_chosen` is the serial number of the choice that took it last, 0 when none did yet.
+    One that is `healthy` answers; one that is also `ready` wants requests. `num_outstanding` requests of
+    `outstanding_tokens` tokens of work are assigned to it and not finished. `last_chosen` is the serial number of
+    the choice that took it last, 0 when none did yet. `tokens_per_s` is how fast it was seen to compute prompts, 0
+    when that is not known. `cached_tokens` of the prompt were sent to it before. `num_partners` instances of the other
+    role can work with it.
     """
 
     instance: Instance
@@ -37,18 +76,79 @@ class Load:
     num_outstanding: int
     last_chosen: int
     ready: bool = True
+    outstanding_tokens: int = 0
+    tokens_per_s: float = 0.0
+    cached_tokens: int = 0
+    num_partners: int = 1
 
 
-def choose(loads: Sequence[Load]) -> Instance | None:
-    """The ready instance with the least outstanding work; None when there is none.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the operator wants of a policy; 0 means no limit.
 
-    Where no decode instance is ready, one that answers at all is better than no answer. There is no such need for
-    prefill: the decode instance can do without. Among equals the one that was chosen longest ago, which is round
-    robin; then the first in order. A count of choices would not do: an instance back from an outage would get every
-    request until it had caught up.
+    A first token may take `ttft_s`; a decode instance takes `max_requests` at a time. Prompts of which fewer than
+    `skip_below_tokens` are to be computed are left to the decode instance; with `skip_by_cost` that number is the one
+    that is computed from measured times, if it is higher.
     """
-    healthy = [load for load in loads if load.healthy]
-    able = [load for load in healthy if load.ready] or [load for load in healthy if load.instance.role is Role.DECODE]
-    if not able:
-        return None
-    return min(able, key=lambda load: (load.num_outstanding, load.last_chosen)).instance
+
+    ttft_s: float = 0.0
+    max_requests: int = 0
+    skip_below_tokens: int = 0
+    skip_by_cost: bool = False
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Who takes the leg of `role`? `prefill` and `decode` are the instances that may be chosen and their loads.
+
+    When the prefill leg is asked for, `decode` is only the instance that was chosen. `handover_s` is what it usually
+    takes from a computed prompt to the first token elsewhere, 0 when that is not known. A request that is tried again
+    has been admitted before.
+    """
+
+    role: Role
+    task: Task
+    prefill: tuple[Load, ...]
+    decode: tuple[Load, ...]
+    limits: Limits = NO_LIMITS
+    handover_s: float = 0.0
+    is_retry: bool = False
+
+    @property
+    def candidates(self) -> tuple[Load, ...]:
+        return self.prefill if self.role is Role.PREFILL else self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """This instance."""
+
+    instance: Instance
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """No prefill leg: the decode instance computes the prompt. `reason` is a stable label, `detail` words."""
+
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Nobody now: the client is told to come back after `retry_after_s`."""
+
+    reason: str
+    retry_after_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Nobody:
+    """No instance can take it."""
+
+
+Decision = Use | Skip | Busy | Nobody
+Policy = Callable[[Question], Decision]

@@ -31,11 +31,12 @@ class Endpoint(StrEnum):
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
     """`raw` is the body as it came, `fields` its top level. `undivided_reason` is empty when the request can be
-    split into a prefill and a decode leg, else the label of what stands against it."""
+    split into a prefill and a decode leg, else the label of what stands against it. `streams`: as it is written."""
 
     raw: bytes
     fields: Fields
     undivided_reason: str
+    streams: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
             hint=f"{endpoint} needs {content.field}",
         )
     values = {rule.field: _value(fields, rule) for rule in (*COMMON_RULES, content) if rule.field in fields}
-    return ClientRequest(raw, fields, _undivided_reason(fields, values))
+    return ClientRequest(raw, fields, _undivided_reason(fields, values), bool(values.get("stream")))
 
 
 def prefill_body(request: ClientRequest) -> bytes:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from msgspec.structs import replace
+
 from kvferry.errors import TransferError
 from kvferry.plan.copies import Direction
+from kvferry.plan.staged import Strategy
 from kvferry.session.events import FetchWanted, PeerKey, Send, Timing
-from kvferry.session.fetch import Fetch, ReadState
+from kvferry.session.fetch import Fetch, Read, ReadState
 from kvferry.wire.messages import Claim, Party, Reason, Renew
 
 __all__ = ["ASKING", "USING", "WAITING", "claim_of", "overdue", "renewals"]
@@ -20,10 +23,13 @@ ASKING = (ReadState.LANDED, ReadState.DIGESTED)
 """States in which it wants to hear whether its bytes are valid."""
 
 
-def claim_of(ours: Party, wanted: FetchWanted, readers: tuple[int, ...], direction: Direction) -> Claim:
-    """The claim of a fetch. A source that writes has to know where."""
-    tables, ranges = (wanted.block_tables, wanted.ranges) if direction is Direction.WRITE else ((), ())
-    return Claim(ours, wanted.request_id, wanted.reference, wanted.num_tokens, readers, direction, tables, ranges)
+def claim_of(ours: Party, wanted: FetchWanted, readers: tuple[int, ...], read: Read, slot_bytes: int) -> Claim:
+    """The claim of a read. A source that writes has to know where; one that packs, how it is cut."""
+    is_written, is_packed = read.direction is Direction.WRITE, read.strategy is Strategy.PACK
+    claim = Claim(ours, wanted.request_id, wanted.reference, wanted.num_tokens, readers)
+    if is_written:
+        claim = replace(claim, direction=read.direction, block_tables=wanted.block_tables, ranges=wanted.ranges)
+    return replace(claim, strategy=read.strategy, slot_bytes=slot_bytes) if is_packed else claim
 
 
 def overdue(fetch: Fetch, timing: Timing, now: float) -> tuple[TransferError, ...]:
@@ -31,9 +37,11 @@ def overdue(fetch: Fetch, timing: Timing, now: float) -> tuple[TransferError, ..
     limit_s = timing.handshake_s + timing.transfer_s
     if fetch.failed:
         return ()
-    if now - fetch.began > limit_s:
+    if now - max(fetch.began, fetch.moved_at) > limit_s:
         return (TransferError(Reason.DEADLINE, f"the fetch took longer than {limit_s:g} s"),)
-    if now - fetch.posted_at > timing.transfer_s and any(r.state is ReadState.MOVING for r in fetch.reads.values()):
+    if now - max(fetch.posted_at, fetch.moved_at) > timing.transfer_s and any(
+        r.state is ReadState.MOVING for r in fetch.reads.values()
+    ):
         return (TransferError(Reason.DEADLINE, f"the read took longer than {timing.transfer_s:g} s"),)
     return ()
 

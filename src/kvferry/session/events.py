@@ -13,11 +13,15 @@ from dataclasses import dataclass, field
 from kvferry.errors import TransferError
 from kvferry.plan.copies import Copies, Direction
 from kvferry.plan.extract import Extract
+from kvferry.plan.strategy import TYPICAL_HOST, Costs
 from kvferry.plan.tokens import TokenRange
-from kvferry.wire.messages import Message, Offer, Party, Reference, TargetOffer
+from kvferry.session.keys import ClaimKey, PeerKey, ReadKey, Remote, SlotKey, WorkKey, peers_of
+from kvferry.wire.messages import Message, Offer, Reference, TargetOffer
 
 __all__ = [
     "AbortWanted",
+    "Acquire",
+    "Acquired",
     "AnswerArrived",
     "Cancel",
     "ClaimKey",
@@ -43,10 +47,14 @@ __all__ = [
     "PeerUnreachable",
     "Post",
     "ReadKey",
+    "Release",
     "Remote",
     "Reply",
     "Send",
+    "SlotKey",
     "SourceFree",
+    "Stage",
+    "Staged",
     "Stopped",
     "TargetFree",
     "Tick",
@@ -96,18 +104,6 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerKey:
-    """One incarnation of one source rank: where it listens and who we expect there."""
-
-    address: str
-    engine_id: str
-    epoch: str
-
-    def __str__(self) -> str:
-        return f"{self.engine_id}@{self.address}#{self.epoch}"
-
-
-@dataclass(frozen=True, slots=True)
 class FrameArrived:
     """A message from somebody who addresses us: `peer` names whom to answer."""
 
@@ -138,11 +134,6 @@ class LeaseWithdrawn:
     """The engine does not want to serve this request's cache any more."""
 
     request_id: str
-
-
-def peers_of(reference: Reference, addresses: tuple[str, ...]) -> tuple[PeerKey, ...]:
-    """The source ranks that a reference means, in their order."""
-    return tuple(PeerKey(address, reference.engine_id, reference.epoch) for address in addresses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,17 +173,14 @@ class AbortWanted:
     request_id: str
 
 
-Remote = PeerKey | Party
-"""Whom a transport is connected to: a source rank that we read from, or a target rank that we write to."""
-
-
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
-    """A transport to the peer works; `choice` says which and why."""
+    """A transport to the peer works; `choice` says which and why, `costs` what moving over it costs."""
 
     peer: Remote
     transport: str
     choice: str
+    costs: Costs = TYPICAL_HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,37 +199,6 @@ class PeerGone:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadKey:
-    """Names what a target does for one part of a fetch: the request and the peer that has the bytes."""
-
-    request_id: str
-    peer: PeerKey
-
-    @property
-    def remote(self) -> Remote:
-        """Who is on the other side."""
-        return self.peer
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimKey:
-    """Names what a source does for one claim: the lease and who has claimed it."""
-
-    lease_id: str
-    party: Party
-    claim_id: str
-
-    @property
-    def remote(self) -> Remote:
-        """Who is on the other side."""
-        return self.party
-
-
-WorkKey = ReadKey | ClaimKey
-"""Names a ticket or a digest: of a read at a target, of a claim at a source."""
-
-
-@dataclass(frozen=True, slots=True)
 class TicketEnded:
     """No byte of a posted ticket moves any more; `error` is empty when all arrived."""
 
@@ -256,6 +213,23 @@ class Digested:
     key: WorkKey
     values: tuple[bytes, ...]
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """A slot of staging memory is ours until Release. `error` says why it can never be; empty when it is."""
+
+    key: SlotKey
+    address: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A gather or a scatter has ended; `error` is empty when every byte is where it should be."""
+
+    key: SlotKey
+    error: str
 
 
 # --- commands ------------------------------------------------------------------------------------------------------
@@ -313,6 +287,29 @@ class Cancel:
     """Lose interest in a posted ticket; TicketEnded is still awaited."""
 
     key: WorkKey
+
+
+@dataclass(frozen=True, slots=True)
+class Acquire:
+    """Get in line for a slot of staging memory; answer with Acquired."""
+
+    key: SlotKey
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give a slot back, or leave the line: Acquired is not awaited any more."""
+
+    key: SlotKey
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Gather from our blocks into a slot, or scatter from a slot into our blocks; answer with Staged."""
+
+    key: SlotKey
+    copies: Copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +401,9 @@ Command = (
     | Knock
     | Post
     | Cancel
+    | Acquire
+    | Release
+    | Stage
     | Digest
     | DropDigest
     | Fetched

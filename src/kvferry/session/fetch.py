@@ -8,12 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvferry.errors import TransferError
 from kvferry.plan.copies import Direction
 from kvferry.plan.digest import NOTHING, Subject
-from kvferry.session.events import FetchReport, FetchWanted, PeerKey, ReadKey
+from kvferry.plan.staged import Strategy
+from kvferry.session.events import Command, FetchReport, FetchWanted, PeerKey, ReadKey
 from kvferry.session.machine import Machine, Table
+from kvferry.session.unpacking import Unpacking
 
-__all__ = ["READ_TABLE", "Fetch", "Read", "ReadState"]
+__all__ = ["READ_TABLE", "Broken", "Fetch", "Read", "ReadState", "Step", "Way"]
 
 
 class ReadState(StrEnum):
@@ -51,21 +54,31 @@ READ_TABLE: Table = {
 OPEN = (ReadState.EXPOSED, ReadState.MOVING, ReadState.DRAINING)
 """States in which bytes may come."""
 
-FIRST = {Direction.READ: ReadState.CLAIMING, Direction.WRITE: ReadState.EXPOSED}
-"""Where a read begins: a source that writes may do so from the moment at which it was asked."""
+
+def _first(direction: Direction, strategy: Strategy) -> ReadState:
+    """Where a read begins: a source that writes to blocks may do so from the moment at which it was asked."""
+    is_exposed = direction is Direction.WRITE and strategy is Strategy.DIRECT
+    return ReadState.EXPOSED if is_exposed else ReadState.CLAIMING
+
+
+Way = tuple[Direction, Strategy]
+"""Who moves a read's bytes, and how."""
 
 
 @dataclass(slots=True)
 class Read:
     """What one fetch reads from one source rank.
 
-    `direction` says whose ticket it is. `subject` is what is digested of it; `ours` and `theirs` are
-    the values, once they are known.
+    `direction` says whose ticket it is. With a `strategy` other than direct the bytes go through staging memory, which
+    `unpacking` has once it is known where from. `subject` is what is digested of it; `ours` and `theirs` are the
+    values, once they are known.
     """
 
     machine: Machine
     last_sent: float
     direction: Direction
+    strategy: Strategy = Strategy.DIRECT
+    unpacking: tuple[Unpacking, ...] = ()
     num_bytes: int = 0
     num_rows: int = 0
     subject: Subject = NOTHING
@@ -78,8 +91,15 @@ class Read:
 
     @property
     def is_exposed(self) -> bool:
-        """Whether the source may write to our blocks, for all we know."""
+        """Whether the source may write to our blocks, or to our staging memory, for all we know."""
+        if self.strategy is not Strategy.DIRECT:
+            return any(unpacking.is_exposed for unpacking in self.unpacking)
         return self.direction is Direction.WRITE and self.state in OPEN
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it only waits for staging memory."""
+        return any(unpacking.is_waiting for unpacking in self.unpacking)
 
     @property
     def is_digesting(self) -> bool:
@@ -99,6 +119,8 @@ class Read:
 class Fetch:
     """One wanted cache. `reads` is empty until every source rank has been met and the route is known.
 
+    `moved_at` is when it last got on, where that takes several steps.
+
     A failed fetch is forgotten when no ticket of it is open any more: until then its blocks are in quarantine.
     """
 
@@ -109,14 +131,15 @@ class Fetch:
     reads: dict[PeerKey, Read] = field(default_factory=dict)
     claimed_at: float = 0.0
     posted_at: float = 0.0
+    moved_at: float = 0.0
     landed_at: float = 0.0
 
-    def start_reads(self, peers: dict[PeerKey, Direction], now: float) -> None:
+    def start_reads(self, ways: dict[PeerKey, Way], now: float) -> None:
         """One read per source rank that holds something we need."""
         self.claimed_at = now
-        for peer, direction in peers.items():
-            machine = Machine(f"read of {self.wanted.request_id} from {peer}", READ_TABLE, FIRST[direction])
-            self.reads[peer] = Read(machine, now, direction)
+        for peer, way in ways.items():
+            machine = Machine(f"read of {self.wanted.request_id} from {peer}", READ_TABLE, _first(*way))
+            self.reads[peer] = Read(machine, now, *way)
 
     def key(self, peer: PeerKey) -> ReadKey:
         """The name of the read from a peer."""
@@ -138,7 +161,7 @@ class Fetch:
             num_rows=sum(read.num_rows for read in self.reads.values()),
             transport=transport,
             choice=choice,
-            strategy="direct",
+            strategy="+".join(sorted({read.strategy for read in self.reads.values()})) or Strategy.DIRECT,
             phases_s={
                 "handshake": self.claimed_at - self.began,
                 "claim": self.posted_at - self.claimed_at,
@@ -147,3 +170,15 @@ class Fetch:
             },
             verified=verified,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A fetch that cannot go on, and why."""
+
+    fetch: Fetch
+    error: TransferError
+
+
+Step = Command | Broken
+"""What follows from a word: a command, or that a fetch cannot go on."""

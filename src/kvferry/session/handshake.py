@@ -13,8 +13,10 @@ from kvferry.errors import TransferError
 from kvferry.plan.copies import Direction
 from kvferry.plan.digest import Policy
 from kvferry.plan.layout import Layout, fingerprint
-from kvferry.session.events import Command, Connect, Knock, PeerKey, Send, Timing
+from kvferry.plan.strategy import TYPICAL_HOST, Costs
+from kvferry.session.events import Command, Connect, Count, Knock, PeerConnected, PeerKey, Send, Timing
 from kvferry.session.machine import Machine, Table
+from kvferry.session.ways import NO_STAGING, StagingPolicy
 from kvferry.wire.messages import (
     WIRE_VERSION,
     Hello,
@@ -29,7 +31,7 @@ from kvferry.wire.messages import (
     Welcome,
 )
 
-__all__ = ["PEER_TABLE", "Handshakes", "Lost", "Ourselves", "Peer", "PeerState"]
+__all__ = ["PEER_TABLE", "Handshakes", "Lost", "Ourselves", "Packs", "Peer", "PeerState"]
 
 NO_PROBE = Probe(0, 0, 0)
 
@@ -38,8 +40,8 @@ NO_PROBE = Probe(0, 0, 0)
 class Ourselves:
     """Who this rank is, and the layouts of all ranks of its engine: the route depends on all of them.
 
-    `digest` says how much of what has landed is compared with the source's own, `direction` who moves the bytes;
-    `transports` and `probe` are for sources that write.
+    `digest` says how much of what has landed is compared with the source's own, `direction` who moves the bytes, and
+    `staging` whether they may go through staging memory; `transports` and `probe` are for sources that write.
     """
 
     party: Party
@@ -49,6 +51,7 @@ class Ourselves:
     direction: Direction = Direction.READ
     transports: tuple[TransportOffer, ...] = ()
     probe: Probe = NO_PROBE
+    staging: StagingPolicy = NO_STAGING
 
 
 class PeerState(StrEnum):
@@ -56,12 +59,16 @@ class PeerState(StrEnum):
     WELCOMED = "welcomed"
     CONNECTING = "connecting"
     READY = "ready"
+    OFFERING = "offering"
 
 
 PEER_TABLE: Table = {
     (PeerState.GREETED, "welcome"): PeerState.WELCOMED,
     (PeerState.WELCOMED, "offer"): PeerState.CONNECTING,
     (PeerState.CONNECTING, "connected"): PeerState.READY,
+    (PeerState.READY, "to be written to"): PeerState.OFFERING,
+    (PeerState.OFFERING, "connected"): PeerState.READY,
+    (PeerState.OFFERING, "refused"): PeerState.READY,
 }
 
 
@@ -75,6 +82,14 @@ class Lost:
 
 Step = Command | Lost
 """What follows from an answer: a command, or that a peer is lost."""
+
+
+class Packs(StrEnum):
+    """Whether a source can write to our staging memory."""
+
+    UNKNOWN = "unknown"
+    YES = "yes"
+    NO = "no"
 
 
 @dataclass(slots=True)
@@ -92,6 +107,8 @@ class Peer:
     offer: Offer | None = None
     transport: str = ""
     choice: str = ""
+    costs: Costs = TYPICAL_HOST
+    packs: Packs = Packs.UNKNOWN
 
     @property
     def ready(self) -> bool:
@@ -163,18 +180,38 @@ class Handshakes:
         else:
             yield from self._ask(peer)
 
-    def connected(self, peer: Peer, transport: str, choice: str, now: float) -> bool:
+    def connected(self, peer: Peer, event: PeerConnected, now: float) -> bool:
         """Whether the peer has become ready by this."""
         if not peer.machine.allows("connected"):
             return False
+        is_reached = peer.machine.state is PeerState.OFFERING or peer.direction is Direction.WRITE
+        peer.packs = Packs.YES if is_reached else peer.packs
+        if peer.machine.state is PeerState.CONNECTING:
+            peer.transport, peer.choice, peer.costs = event.transport, event.choice, event.costs
         peer.machine.move("connected")
-        peer.transport, peer.choice, peer.last_heard = transport, choice, now
+        peer.last_heard = now
+        return True
+
+    def offer_ourselves(self, peer: Peer, now: float) -> Iterator[Command]:
+        """Have a source that we read from connect to our memory too, so that it can write to it."""
+        peer.machine.move("to be written to")
+        peer.deadline, peer.last_sent = now + self._timing.handshake_s, now
+        yield from self._ask(peer)
+
+    def not_reached(self, peer: Peer) -> bool:
+        """A source cannot connect to our memory; whether that is no reason to give it up."""
+        if not peer.machine.allows("refused"):
+            return False
+        peer.machine.move("refused")
+        peer.packs = Packs.NO
         return True
 
     def repeat(self, peer: Peer, now: float) -> Iterator[Step]:
         """Ask again what has not been answered for a while, and look whether anybody is there: a busy peer may take its
         time, one whose process has ended need not be waited for. A handshake that takes too long is given up."""
-        if now >= peer.deadline:
+        if now >= peer.deadline and self.not_reached(peer):
+            yield Count("targets_not_reached", Reason.DEADLINE)
+        elif now >= peer.deadline:
             what = f"no handshake with {peer.key} within {self._timing.handshake_s:g} s"
             hint = "does that engine run, and do both engines have the same --token-file?"
             yield Lost(peer.key, TransferError(Reason.DEADLINE, what, hint=hint))
@@ -192,8 +229,10 @@ class Handshakes:
             ),
             PeerState.WELCOMED: OfferRequest(ours.party),
         }
+        offer = TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe)
+        questions[PeerState.OFFERING] = offer
         if peer.direction is Direction.WRITE:
-            questions[PeerState.CONNECTING] = TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe)
+            questions[PeerState.CONNECTING] = offer
         if question := questions.get(peer.machine.state):
             yield Send(peer.key, question)
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from kvferry.session.events import ClaimKey, LeaseWanted
 from kvferry.session.machine import Machine, Table
+from kvferry.session.packing import Packing
 from kvferry.session.writes import Write
 from kvferry.wire.messages import Claim, Landed, Party, Reason, Refusal
 
@@ -55,7 +56,7 @@ class Lease:
     claims: dict[Party, str] = field(default_factory=dict)
     completed: dict[Party, tuple[bytes, ...]] = field(default_factory=dict)
     digesting: dict[ClaimKey, str] = field(default_factory=dict)
-    writes: dict[ClaimKey, Write] = field(default_factory=dict)
+    writes: dict[ClaimKey, Write | Packing] = field(default_factory=dict)
     ended_as: str = ""
     is_freed: bool = False
 
@@ -118,7 +119,7 @@ class Lease:
         write = self.writes.get(ClaimKey(landed.lease_id, landed.party, landed.claim_id))
         if write is not None and not write.is_written:
             what = "landed before it was written"
-            return _refusal(landed, Reason.NOT_CLAIMED, what, write.machine.state, "written")
+            return _refusal(landed, Reason.NOT_CLAIMED, what, "still being written", "written")
         if not self.live and landed.party not in self.completed:
             return _refusal(landed, Reason.EXPIRED, TOO_LATE, self.machine.state, "live")
         return ()

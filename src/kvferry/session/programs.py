@@ -9,6 +9,8 @@ from kvferry.plan.digest import NOTHING, Policy, Portion, Subject, portions_of, 
 from kvferry.plan.layout import Layout
 from kvferry.plan.program import Program, bind
 from kvferry.plan.route import Route, route
+from kvferry.plan.slots import region_starts
+from kvferry.plan.staged import RegionStarts
 from kvferry.session.events import FetchWanted, PeerKey
 from kvferry.session.handshake import Handshakes
 
@@ -22,13 +24,15 @@ READABLE_KINDS = frozenset(["dram"])
 class Binding:
     """The programs of this target rank, one per source rank that it reads or tells that the request is done.
 
-    The program of a rank that is only told moves nothing. `portions` is what can be digested of each; `unreadable`
+    The program of a rank that is only told moves nothing. `starts` says where the regions of both begin, `portions` is
+    what can be digested of each; `unreadable`
     names the kinds of memory, on either side, that the CPU cannot read: empty when digests can be made.
     """
 
     peers: tuple[PeerKey, ...]
     route: Route
     programs: dict[PeerKey, Program]
+    starts: dict[PeerKey, RegionStarts]
     portions: dict[PeerKey, tuple[Portion, ...]] = field(default_factory=dict)
     unreadable: str = ""
 
@@ -77,7 +81,8 @@ class Bindings:
             peers[source]: bind(found.between(source, self._rank), sources[source], own)
             for source in found.sources_of(self._rank)
         }
-        return Binding(peers, found, programs)
+        starts = {peers[source]: region_starts(sources[source], own) for source in found.sources_of(self._rank)}
+        return Binding(peers, found, programs, starts)
 
     def _with_digests(self, binding: Binding, sources: list[Layout]) -> Binding:
         own, between = self._layouts[self._rank], binding.route.between

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvferry.errors import FerryError, RequestError, TransferError
 from kvferry.plan.copies import NOTHING, Direction
 from kvferry.plan.digest import Policy
+from kvferry.plan.program import Program
 from kvferry.plan.request import copies_for
+from kvferry.plan.slots import SlotPlan, StagedRequest
+from kvferry.plan.staged import Strategy
 from kvferry.session.claims import ASKING, WAITING, claim_of, overdue
-from kvferry.session.events import Command, Digested, Fetched, PeerKey, Post, ReadKey, Send, Timing
-from kvferry.session.fetch import Fetch, Read, ReadState
-from kvferry.session.handshake import Handshakes, Ourselves, Peer
-from kvferry.session.programs import Bindings
+from kvferry.session.events import Digested, Fetched, FetchWanted, PeerKey, Post, ReadKey, Send, SlotKey, Timing
+from kvferry.session.fetch import Broken, Fetch, Read, ReadState, Step, Way
+from kvferry.session.handshake import Handshakes, Ourselves, Packs, Peer
+from kvferry.session.programs import Binding, Bindings
+from kvferry.session.staged_reads import StagedReads
 from kvferry.session.verify import Verifier, cannot_digest, no_digest, other_bytes
-from kvferry.wire.messages import Claim, Grant, Reason, Valid, Written
+from kvferry.wire.messages import Claim, Grant, Packed, Queued, Reason, Valid, Written
 
-__all__ = ["Broken", "Reads"]
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A fetch that cannot go on, and why."""
-
-    fetch: Fetch
-    error: TransferError
-
-
-Step = Command | Broken
-"""What follows from a word: a command, or that a fetch cannot go on."""
+__all__ = ["Reads"]
 
 
 class Reads:
@@ -40,6 +31,8 @@ class Reads:
         self._timing = timing
         self._peers = peers
         self._fetches = fetches
+        self._staging = ours.staging
+        self.staged = StagedReads(ours.party, fetches, self._landed)
         self._verifier = Verifier(ours.party, ours.layouts[ours.party.rank], ours.digest)
         self.bindings = Bindings(ours.layouts, ours.party.rank)
 
@@ -52,18 +45,35 @@ class Reads:
         if fetch.failed or fetch.reads or not all(self._peers[key].ready for key in fetch.peers):
             return
         try:
+            binding = self._binding(fetch)
+            ways = {
+                key: self._way(fetch.wanted, self._peers[key], program) for key, program in binding.programs.items()
+            }
+        except TransferError as error:
+            yield Broken(fetch, error)
+            return
+        offering = [self._peers[key] for key, way in ways.items() if _needs_offer(self._peers[key], way)]
+        for peer in offering:
+            yield from self._peers.offer_ourselves(peer, now)
+        if not offering:
+            yield from self._claim(fetch, binding, ways, now)
+
+    def _binding(self, fetch: Fetch) -> Binding:
+        """Raises TransferError when the two engines do not fit together."""
+        try:
             binding = self.bindings.to(fetch.peers, self._peers)
         except FerryError as error:
-            yield Broken(fetch, TransferError(Reason.INCOMPATIBLE, str(error)))
-            return
+            raise TransferError(Reason.INCOMPATIBLE, str(error)) from error
         if binding.unreadable and self._verifier.policy is Policy.FULL:
-            yield Broken(fetch, cannot_digest(binding.unreadable))
-            return
+            raise cannot_digest(binding.unreadable)
+        return binding
+
+    def _claim(self, fetch: Fetch, binding: Binding, ways: dict[PeerKey, Way], now: float) -> Iterator[Step]:
         for key in binding.programs:
             if not self.wait_for(key):
                 # It had no reason to say anything until now: its silence begins here.
                 self._peers[key].last_heard = now
-        fetch.start_reads({key: self._peers[key].direction for key in binding.programs}, now)
+        fetch.start_reads(ways, now)
         for key in binding.programs:
             yield Send(key, self._claim_of(fetch, key))
         if not fetch.reads:
@@ -73,34 +83,74 @@ class Reads:
             verified = binding.verified_by(self._verifier.policy)
             yield Fetched(fetch.wanted.request_id, fetch.report("", "", verified, now))
 
+    def _way(self, wanted: FetchWanted, peer: Peer, program: Program) -> Way:
+        """Who moves the bytes from one source, and how. Raises TransferError when it cannot be as it has to be."""
+        strategy = Strategy.DIRECT
+        if wanted.num_tokens:
+            strategy = self._staging.before_claim(program, wanted.ranges, peer.costs, peer.direction)
+        if strategy is Strategy.PACK and peer.packs is Packs.NO:
+            strategy = self._staging.without_packing(str(peer.key))
+        # What a target reads may go through its own staging memory: that is decided when the rows are known.
+        return (Direction.WRITE, strategy) if strategy is Strategy.PACK else (peer.direction, Strategy.DIRECT)
+
     def _claim_of(self, fetch: Fetch, key: PeerKey) -> Claim:
         readers = self.bindings.to(fetch.peers, self._peers).readers_of(key)
-        return claim_of(self._ours, fetch.wanted, readers, fetch.reads[key].direction)
+        return claim_of(self._ours, fetch.wanted, readers, fetch.reads[key], self._staging.slot_bytes)
 
     def grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
         """A source lets us read, or has begun to write."""
         for fetch, read in self.of(peer.key, grant.claim_id, ReadState.CLAIMING, ReadState.EXPOSED):
-            if read.direction is Direction.READ:
-                yield from self._post(fetch, peer.key, grant, now)
+            if read.strategy is Strategy.PACK:
+                fetch.posted_at = now
+                read.machine.move("granted")
+                yield from self._stage(fetch, peer.key, grant, now)
+            elif read.direction is Direction.READ:
+                yield from self._post(fetch, peer, grant, now)
             else:
                 read.machine.move("granted")
                 fetch.posted_at = now
 
-    def _post(self, fetch: Fetch, key: PeerKey, grant: Grant, now: float) -> Iterator[Step]:
-        program = self.bindings.to(fetch.peers, self._peers).programs[key]
-        wanted, read = fetch.wanted, fetch.reads[key]
+    def _post(self, fetch: Fetch, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
+        binding = self.bindings.to(fetch.peers, self._peers)
+        wanted, read = fetch.wanted, fetch.reads[peer.key]
         try:
             # Without tokens there is no state of fixed size either: the source is just to be told.
             copies = NOTHING
             if wanted.num_tokens:
-                copies = copies_for(program, grant.block_tables, wanted.block_tables, wanted.ranges)
+                copies = copies_for(binding.programs[peer.key], grant.block_tables, wanted.block_tables, wanted.ranges)
         except RequestError as error:
             yield Broken(fetch, TransferError(Reason.OUT_OF_RANGE, str(error)))
             return
         read.machine.move("granted")
-        read.num_bytes, read.num_rows = copies.num_bytes, len(copies)
         fetch.posted_at = now
-        yield Post(fetch.key(key), copies)
+        if len(copies):
+            read.strategy = self._staging.before_read(copies, peer.costs, binding.starts[peer.key])
+        if read.strategy is Strategy.SCATTER:
+            yield from self._stage(fetch, peer.key, grant, now)
+            return
+        read.num_bytes, read.num_rows = copies.num_bytes, len(copies)
+        yield Post(fetch.key(peer.key), copies)
+
+    def _stage(self, fetch: Fetch, key: PeerKey, grant: Grant, now: float) -> Iterator[Step]:
+        """Through slots of staging memory, from now on."""
+        binding, wanted, strategy = self.bindings.to(fetch.peers, self._peers), fetch.wanted, fetch.reads[key].strategy
+        tables, slot_bytes = (grant.block_tables, wanted.block_tables), self._staging.slot_bytes
+        request = StagedRequest(
+            binding.programs[key], *tables, wanted.ranges, strategy, slot_bytes, binding.starts[key]
+        )
+        yield from self.staged.begin(fetch, key, SlotPlan(request), now)
+
+    def packed(self, peer: Peer, packed: Packed, now: float) -> Iterator[Step]:
+        """The source has written a slot."""
+        yield from self.staged.filled(
+            SlotKey(ReadKey(packed.claim_id, peer.key), packed.stretch, packed.number), "", now
+        )
+
+    def queued(self, peer: Peer, queued: Queued, now: float) -> Iterator[Step]:
+        """The source will write one later: it has its reasons, and is there."""
+        for fetch, _ in self.of(peer.key, queued.claim_id, ReadState.MOVING):
+            fetch.moved_at = now
+        yield from ()
 
     def written(self, peer: Peer, written: Written, now: float) -> Iterator[Step]:
         """The source's own ticket has ended well."""
@@ -173,11 +223,18 @@ class Reads:
             yield Broken(fetch, error)
             return
         for key, read in fetch.reads.items():
+            yield from self.staged.hurry(fetch, read, now, self._timing.resend_s)
             if now - read.last_sent < self._timing.resend_s:
                 continue
             read.last_sent = now
-            if read.state is ReadState.CLAIMING or (read.is_exposed and not fetch.failed):
+            is_writing = read.is_exposed and read.strategy is Strategy.DIRECT
+            if read.state is ReadState.CLAIMING or (is_writing and not fetch.failed):
                 # Asked again, a source that writes says how far it is.
                 yield Send(key, self._claim_of(fetch, key))
             elif read.state in ASKING:
                 yield Send(key, self._verifier.landed_of(fetch, read))
+
+
+def _needs_offer(peer: Peer, way: Way) -> bool:
+    """Whether a source has to connect to our staging memory first."""
+    return way[1] is Strategy.PACK and peer.packs is Packs.UNKNOWN

@@ -14,9 +14,10 @@ from kvferry.plan.copies import Direction
 from kvferry.plan.extract import Extractor
 from kvferry.plan.layout import Layout, fingerprint
 from kvferry.session.aborted import AbortedClaims
+from kvferry.session.carrying import Carrying
 from kvferry.session.early import Early, EarlyMessages
 from kvferry.session.events import (
-    Cancel,
+    Acquired,
     ClaimKey,
     Command,
     Count,
@@ -28,16 +29,16 @@ from kvferry.session.events import (
     LeaseWithdrawn,
     PeerConnected,
     PeerUnreachable,
-    Post,
     Reply,
+    SlotKey,
     SourceFree,
+    Staged,
     Tick,
     TicketEnded,
     Timing,
 )
 from kvferry.session.lease import Lease
 from kvferry.session.targets import Targets
-from kvferry.session.writes import Write
 from kvferry.wire.messages import (
     WIRE_VERSION,
     Abort,
@@ -48,6 +49,7 @@ from kvferry.wire.messages import (
     Landed,
     Offer,
     OfferRequest,
+    Pack,
     Party,
     Probe,
     Reason,
@@ -63,7 +65,16 @@ from kvferry.wire.messages import (
 __all__ = ["Identity", "SourceSession"]
 
 SourceEvent = (
-    LeaseWanted | LeaseWithdrawn | FrameArrived | PeerConnected | PeerUnreachable | TicketEnded | Digested | Tick
+    LeaseWanted
+    | LeaseWithdrawn
+    | FrameArrived
+    | PeerConnected
+    | PeerUnreachable
+    | TicketEnded
+    | Acquired
+    | Staged
+    | Digested
+    | Tick
 )
 
 
@@ -98,6 +109,7 @@ class SourceSession:
         self._offered: dict[Party, float] = {}
         self._aborted = AbortedClaims()
         self._targets = Targets(identity.layouts, identity.party.rank, timing)
+        self._carrying = Carrying(self._targets, identity.party.epoch)
         self._extractor = Extractor(identity.layout, "source")
 
     def handle(self, event: SourceEvent, now: float) -> list[Command]:
@@ -109,6 +121,8 @@ class SourceSession:
             PeerConnected: self._connected,
             PeerUnreachable: self._connected,
             TicketEnded: self._ticket_ended,
+            Acquired: self._slot_changed,
+            Staged: self._slot_changed,
             Digested: self._digested,
             Tick: self._tick,
         }
@@ -172,11 +186,7 @@ class SourceSession:
         """Move a lease to its terminal state, and give the blocks back as soon as nothing looks at them."""
         lease.machine.move(event)
         lease.deadline, lease.ended_as = now + self._timing.tombstone_s, reason
-        commands: list[Command] = []
-        for key, write in lease.writes.items():
-            if write.is_open:
-                write.machine.move("lease ended")
-                commands += [Cancel(key), *([] if write.is_aborted else _refuse(write.peer, lease.refusal_of_end(key)))]
+        commands = list(self._carrying.end(lease))
         for key, peer in lease.digesting.items():
             commands += [DropDigest(key), *_refuse(peer, lease.refusal_of_end(key))]
         lease.digesting = {}
@@ -199,6 +209,7 @@ class SourceSession:
             OfferRequest: self._offer,
             TargetOffer: self._target_offer,
             Claim: self._claim,
+            Pack: self._pack,
             Landed: self._landed,
             Renew: self._renew,
             Abort: self._abort,
@@ -254,37 +265,55 @@ class SourceSession:
         return [Reply(peer, Grant(claim.claim_id, lease.wanted.block_tables))]
 
     def _write(self, peer: str, claim: Claim, lease: Lease, now: float) -> list[Command]:
-        """Carry a claim out, once. Asked again, say how far that is."""
+        """Carry a claim out."""
         self._targets.heard(claim.party, now)
-        key = ClaimKey(claim.reference.lease_id, claim.party, claim.claim_id)
-        if write := lease.writes.get(key):
-            write.peer, lease.deadline = peer, now + self._timing.lease_s
-            return [Reply(peer, write.word())]
+        is_known = lease.holds(claim.party, claim.claim_id)
         try:
-            copies = self._targets.copies(claim, lease.wanted)
+            commands = list(self._carrying.begin(peer, claim, lease))
         except TransferError as error:
             # A target that is not known here has to begin anew with its offer.
             claim_id = "" if error.reason == Reason.UNREACHABLE else claim.claim_id
-            return _refuse(peer, Refusal(Reason(error.reason), error.what, error.found, error.expected, claim_id))
-        lease.claim(claim, now + self._timing.lease_s)
-        write = lease.writes[key] = Write.begun(claim.claim_id, peer, copies)
-        return [Reply(peer, write.word()), Post(key, copies, Direction.WRITE)]
+            return _refuse(peer, _refusal_of(error, claim_id))
+        if is_known:
+            lease.deadline = now + self._timing.lease_s
+        else:
+            lease.claim(claim, now + self._timing.lease_s)
+        return commands
+
+    def _pack(self, peer: str, pack: Pack, now: float) -> list[Command]:
+        """Write one slot of a claim. A question that arrives after the end of its claim must not be answered by
+        writing: the target's slot may be somebody else's."""
+        self._targets.heard(pack.party, now)
+        lease = self._leases.get(pack.lease_id)
+        if lease is None:
+            return _refuse(peer, _unknown(pack))
+        if (pack.party, pack.claim_id) in self._aborted or not lease.live:
+            return _refuse(peer, lease.refusal_of_end(ClaimKey(pack.lease_id, pack.party, pack.claim_id)))
+        try:
+            commands = list(self._carrying.pack(peer, pack, lease))
+        except TransferError as error:
+            return _refuse(peer, _refusal_of(error, pack.claim_id))
+        lease.deadline = now + self._timing.lease_s
+        return commands
+
+    def _slot_changed(self, event: Acquired | Staged, now: float) -> list[Command]:
+        lease = self._leases.get(event.key.work.lease_id) if isinstance(event.key.work, ClaimKey) else None
+        if lease is None:
+            return []
+        return [*self._carrying.slot_changed(event, lease), *self._free_when_drained(lease)]
 
     def _ticket_ended(self, event: TicketEnded, now: float) -> list[Command]:
-        """A write of ours: good news only while the lease is live, else the target has been told when it ended."""
-        key = event.key
+        key = event.key.work if isinstance(event.key, SlotKey) else event.key
         lease = self._leases.get(key.lease_id) if isinstance(key, ClaimKey) else None
-        if lease is None or not isinstance(key, ClaimKey) or key not in lease.writes:
+        if lease is None:
             return []
-        write = lease.writes[key]
-        write.ended(event.error)
-        if write.is_aborted:
-            return [Reply(write.peer, self._aborted_of(key.claim_id, write.is_clean)), *self._free_when_drained(lease)]
-        if not lease.live:
-            return self._free_when_drained(lease)
-        lease.deadline = now + self._timing.lease_s
-        word = write.word()
-        return _refuse(write.peer, word) if isinstance(word, Refusal) else [Reply(write.peer, word)]
+        if isinstance(event.key, SlotKey):
+            commands = list(self._carrying.slot_changed(event, lease))
+        else:
+            commands = list(self._carrying.ticket_ended(event, lease))
+        if lease.live:
+            lease.deadline = now + self._timing.lease_s
+        return [*commands, *self._free_when_drained(lease)]
 
     def _refusal_of_state(self, lease: Lease, claim: Claim) -> tuple[Refusal, ...]:
         """A state of fixed size is that after the last token: it is no good to whoever goes on from another one."""
@@ -377,23 +406,23 @@ class SourceSession:
         lease = self._leases.get(abort.lease_id)
         if not self._aborted.add(abort.party, abort.claim_id, now + self._timing.tombstone_s):
             return []
-        commands: list[Command] = []
-        write = lease.writes.get(ClaimKey(abort.lease_id, abort.party, abort.claim_id)) if lease is not None else None
-        if write is not None and write.is_open:
-            write.peer, write.is_aborted = peer, True
+        key = ClaimKey(abort.lease_id, abort.party, abort.claim_id)
+        if lease is None:
+            commands: list[Command] = [Reply(peer, Aborted(abort.claim_id, self._identity.party.epoch, is_clean=True))]
         else:
-            commands.append(Reply(peer, self._aborted_of(abort.claim_id, write is None or write.is_clean)))
+            commands = list(self._carrying.abort(peer, key, lease))
         if lease is None:
             self._early.add(abort.lease_id, Early(peer, abort, now + self._timing.early_claim_s))
         if lease is not None and lease.live and (not lease.claims or lease.holds(abort.party, abort.claim_id)):
             commands += self._end(lease, "abort", Reason.ABORTED, now)
         return commands
 
-    def _aborted_of(self, claim_id: str, is_clean: bool) -> Aborted:
-        return Aborted(claim_id, self._identity.party.epoch, is_clean)
+
+def _refusal_of(error: TransferError, claim_id: str) -> Refusal:
+    return Refusal(Reason(error.reason), error.what, error.found, error.expected, claim_id)
 
 
-def _unknown(about: Claim | Landed) -> Refusal:
+def _unknown(about: Claim | Landed | Pack) -> Refusal:
     lease_id = about.reference.lease_id if isinstance(about, Claim) else about.lease_id
     return Refusal(Reason.UNKNOWN_LEASE, "no such lease", lease_id, "a live lease", about.claim_id)
 

@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator
 
 from kvferry.errors import TransferError
 from kvferry.plan.copies import Direction
+from kvferry.plan.staged import Strategy
 from kvferry.session.claims import WAITING, renewals
 from kvferry.session.events import (
     AbortWanted,
+    Acquired,
     AnswerArrived,
     Cancel,
+    ClaimKey,
     Command,
     Count,
     Digested,
@@ -25,11 +28,14 @@ from kvferry.session.events import (
     Failed,
     FetchWanted,
     HoldWanted,
+    Knock,
     PeerConnected,
     PeerGone,
     PeerKey,
     PeerUnreachable,
     ReadKey,
+    SlotKey,
+    Staged,
     TargetFree,
     Tick,
     TicketEnded,
@@ -37,14 +43,16 @@ from kvferry.session.events import (
     peers_of,
 )
 from kvferry.session.farewell import Farewells
-from kvferry.session.fetch import Fetch, ReadState
-from kvferry.session.handshake import Handshakes, Lost, Ourselves, Peer
+from kvferry.session.fetch import Broken, Fetch, ReadState
+from kvferry.session.handshake import Handshakes, Lost, Ourselves, Peer, PeerState
 from kvferry.session.holds import Holds
-from kvferry.session.reading import Broken, Reads
+from kvferry.session.reading import Reads
 from kvferry.wire.messages import (
     Aborted,
     Grant,
     Offer,
+    Packed,
+    Queued,
     Reached,
     Reason,
     Refusal,
@@ -56,6 +64,9 @@ from kvferry.wire.messages import (
 
 __all__ = ["Ourselves", "TargetSession"]
 
+# Each is answered: after two of them without a word it is worth looking whether the source's process has ended.
+QUIET_HEARTBEATS = 2
+
 TargetEvent = (
     HoldWanted
     | FetchWanted
@@ -65,6 +76,8 @@ TargetEvent = (
     | PeerUnreachable
     | PeerGone
     | TicketEnded
+    | Acquired
+    | Staged
     | Digested
     | Tick
 )
@@ -94,6 +107,8 @@ class TargetSession:
             PeerUnreachable: self._unreachable,
             PeerGone: self._gone,
             TicketEnded: self._ticket_ended,
+            Acquired: self._acquired,
+            Staged: self._staged,
             Digested: self._digested,
             Tick: self._tick,
         }
@@ -111,7 +126,10 @@ class TargetSession:
 
     def may_be_written(self) -> bool:
         """Whether a peer may be reaching into our memory: it writes, or tests how it could."""
-        testing = any(not peer.ready and peer.direction is Direction.WRITE for peer in self._peers)
+        testing = any(
+            not peer.ready and (peer.direction is Direction.WRITE or peer.machine.state is PeerState.OFFERING)
+            for peer in self._peers
+        )
         return testing or any(read.is_exposed for fetch in self._fetches.values() for read in fetch.reads.values())
 
     # --- the engine's side ---
@@ -156,13 +174,18 @@ class TargetSession:
         """The source says the same as a transport of ours would."""
         if peer.direction is Direction.WRITE:
             yield from self._connected(PeerConnected(peer.key, reached.transport, reached.choice), now)
+        elif peer.machine.state is PeerState.OFFERING:
+            yield from self._connected(PeerConnected(peer.key, peer.transport, peer.choice), now)
 
     def _connected(self, event: PeerConnected, now: float) -> Iterator[Command]:
         if not isinstance(event.peer, PeerKey) or event.peer not in self._peers:
             return
-        if self._peers.connected(self._peers[event.peer], event.transport, event.choice, now):
-            for fetch in [fetch for fetch in self._fetches.values() if event.peer in fetch.peers]:
-                yield from self._follow(self._reads.claim_when_ready(fetch, now), now)
+        if self._peers.connected(self._peers[event.peer], event, now):
+            yield from self._claim_what_waits(event.peer, now)
+
+    def _claim_what_waits(self, key: PeerKey, now: float) -> Iterator[Command]:
+        for fetch in [fetch for fetch in self._fetches.values() if key in fetch.peers]:
+            yield from self._follow(self._reads.claim_when_ready(fetch, now), now)
 
     def _unreachable(self, event: PeerUnreachable, now: float) -> Iterator[Command]:
         if not isinstance(event.peer, PeerKey):
@@ -189,6 +212,13 @@ class TargetSession:
     def _grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Command]:
         yield from self._follow(self._reads.grant(peer, grant, now), now)
 
+    def _packed(self, peer: Peer, packed: Packed, now: float) -> Iterator[Command]:
+        yield from self._follow(self._reads.packed(peer, packed, now), now)
+        yield from self._drained(ReadKey(packed.claim_id, peer.key))
+
+    def _queued(self, peer: Peer, queued: Queued, now: float) -> Iterator[Command]:
+        yield from self._follow(self._reads.queued(peer, queued, now), now)
+
     def _written(self, peer: Peer, written: Written, now: float) -> Iterator[Command]:
         yield from self._follow(self._reads.written(peer, written, now), now)
 
@@ -199,6 +229,10 @@ class TargetSession:
         yield from self._follow(self._reads.digested(event, now), now)
 
     def _ticket_ended(self, event: TicketEnded, now: float) -> Iterator[Command]:
+        if isinstance(event.key, SlotKey):
+            yield from self._follow(self._reads.staged.filled(event.key, event.error, now), now)
+            yield from self._drained(event.key.work)
+            return
         fetch = self._fetches.get(event.key.request_id) if isinstance(event.key, ReadKey) else None
         if fetch is None or not isinstance(event.key, ReadKey) or event.key.peer not in fetch.reads:
             return
@@ -207,6 +241,22 @@ class TargetSession:
             yield from self._free_when_drained(fetch)
         else:
             yield from self._follow(self._reads.ticket_ended(fetch, event.key.peer, event.error, now), now)
+
+    def _acquired(self, event: Acquired, now: float) -> Iterator[Command]:
+        yield from self._follow(self._reads.staged.acquired(event, now), now)
+
+    def _staged(self, event: Staged, now: float) -> Iterator[Command]:
+        yield from self._follow(self._reads.staged.staged(event, now), now)
+        yield from self._drained(event.key.work)
+
+    def _drained(self, work: ReadKey | ClaimKey) -> Iterator[Command]:
+        """A failed read through staging memory is over when all its slots are."""
+        fetch = self._fetches.get(work.request_id) if isinstance(work, ReadKey) else None
+        if fetch is not None and isinstance(work, ReadKey) and fetch.failed and work.peer in fetch.reads:
+            read = fetch.reads[work.peer]
+            if read.state is ReadState.DRAINING and not any(unpacking.is_open for unpacking in read.unpacking):
+                read.machine.move("ticket ended")
+                yield from self._free_when_drained(fetch)
 
     # --- failing ---
 
@@ -217,19 +267,23 @@ class TargetSession:
         yield Count("fetches_failed", error.reason)
         yield Failed(request_id, error)
         for key, read in fetch.reads.items():
-            if read.state is ReadState.MOVING and read.direction is Direction.READ:
+            if read.state is ReadState.MOVING and (read.direction, read.strategy) == (Direction.READ, Strategy.DIRECT):
                 yield Cancel(ReadKey(request_id, key))
+            for unpacking in read.unpacking:
+                yield from unpacking.fail()
             if read.is_digesting:
                 yield DropDigest(ReadKey(request_id, key))
             read.machine.move("fail")
         for key in fetch.peers:
             is_exposed = key in fetch.reads and fetch.reads[key].is_exposed
             yield from self._farewells.say(fetch.wanted, key, is_exposed, now)
+        for key in [key for key, read in fetch.reads.items() if read.strategy is not Strategy.DIRECT]:
+            yield from self._drained(fetch.key(key))
         yield from self._free_when_drained(fetch)
 
     def _gone(self, event: PeerGone, now: float) -> Iterator[Command]:
         self._farewells.gone(event.peer, now)
-        if event.peer in self._peers and not self._peers[event.peer].ready:
+        if event.peer in self._peers and (not self._peers[event.peer].ready or self._reads.wait_for(event.peer)):
             what, hint = f"nobody listens at {event.peer.address} any more", "has that engine ended?"
             yield from self._lose(event.peer, TransferError(Reason.PEER_LOST, what, hint=hint), now)
 
@@ -238,14 +292,19 @@ class TargetSession:
         for key in self._farewells.take_over(now):
             fetch = self._fetches.get(key.request_id)
             if fetch is not None and key.peer in fetch.reads and fetch.reads[key.peer].is_exposed:
-                fetch.reads[key.peer].machine.move("ticket ended")
+                read = fetch.reads[key.peer]
+                if read.strategy is Strategy.DIRECT:
+                    read.machine.move("ticket ended")
+                for unpacking in read.unpacking:
+                    yield from unpacking.fenced()
+                yield from self._drained(key)
                 yield from self._free_when_drained(fetch)
                 if key.peer not in self._peers and not self._farewells.waits_for(key.peer):
                     yield Disconnect(key.peer)
 
     def _free_when_drained(self, fetch: Fetch) -> Iterator[Command]:
-        if not fetch.has_open_tickets:
-            self._fetches.pop(fetch.wanted.request_id, None)
+        if not fetch.has_open_tickets and self._fetches.get(fetch.wanted.request_id) is fetch:
+            del self._fetches[fetch.wanted.request_id]
             yield TargetFree(fetch.wanted.request_id)
 
     # --- answers ---
@@ -256,6 +315,8 @@ class TargetSession:
             Offer: self._offer,
             Reached: self._reached,
             Grant: self._grant,
+            Packed: self._packed,
+            Queued: self._queued,
             Written: self._written,
             Valid: self._valid,
             Renewed: self._renewed,
@@ -278,6 +339,10 @@ class TargetSession:
         error = TransferError(
             refusal.reason, f"the source refused: {refusal.what}", found=refusal.found, expected=refusal.expected
         )
+        if not refusal.claim_id and refusal.reason == Reason.UNREACHABLE and self._peers.not_reached(peer):
+            yield Count("targets_not_reached", refusal.reason)
+            yield from self._claim_what_waits(peer.key, now)
+            return
         if not refusal.claim_id:
             yield from self._lose(peer.key, error, now)
             return
@@ -309,11 +374,18 @@ class TargetSession:
             yield from renewals(self._ours, self._fetches.values(), held)
 
     def _watch(self, peer: Peer, now: float) -> Iterator[Command]:
-        """Repeat an unanswered question of the handshake; give a peer up that stays silent while it is needed."""
+        """Repeat an unanswered question of the handshake; give a peer up that stays silent while it is needed, sooner
+        when nobody listens there any more."""
         if not peer.ready:
             yield from self._follow(self._peers.repeat(peer, now), now)
+            if peer.ready:
+                yield from self._claim_what_waits(peer.key, now)
             return
-        if self._reads.wait_for(peer.key) and now - peer.last_heard > self._timing.silence_s:
+        silent_s = now - peer.last_heard if self._reads.wait_for(peer.key) else 0.0
+        if silent_s > QUIET_HEARTBEATS * self._timing.heartbeat_s and now - peer.last_sent >= self._timing.resend_s:
+            peer.last_sent = now
+            yield Knock(peer.key)
+        if silent_s > self._timing.silence_s:
             what = f"{peer.key} has not answered for {self._timing.silence_s:g} s"
             yield from self._lose(peer.key, TransferError(Reason.PEER_LOST, what), now)
         elif now >= peer.last_heard + self._timing.idle_peer_s and not self._is_needed(peer):

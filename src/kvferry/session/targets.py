@@ -11,6 +11,7 @@ from kvferry.plan.layout import Layout
 from kvferry.plan.program import Program, bind
 from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
+from kvferry.plan.slots import StagedRequest, region_starts
 from kvferry.session.events import (
     Command,
     Connect,
@@ -88,6 +89,27 @@ class Targets:
 
     def copies(self, claim: Claim, lease: LeaseWanted) -> Copies:
         """The rows to write for a claim. Raises TransferError when it cannot or must not be carried out."""
+        program = self._program_of(claim)
+        if not claim.num_tokens:
+            return NOTHING
+        try:
+            return copies_for(program, lease.block_tables, claim.block_tables, claim.ranges)
+        except RequestError as error:
+            raise TransferError(Reason.OUT_OF_RANGE, error.what, found=error.found, expected=error.expected) from error
+
+    def request(self, claim: Claim, lease: LeaseWanted) -> StagedRequest:
+        """What moves for a claim through staging memory. Raises TransferError when it must not be carried out."""
+        program, offer = self._program_of(claim), self._known[claim.party].offer
+        if not claim.slot_bytes:
+            raise TransferError(
+                Reason.MALFORMED, "slots that hold nothing", found="0 bytes", expected="at least 1 byte"
+            )
+        starts = region_starts(self._layouts[self._rank], offer.layouts[claim.party.rank])
+        return StagedRequest(
+            program, lease.block_tables, claim.block_tables, claim.ranges, claim.strategy, claim.slot_bytes, starts
+        )
+
+    def _program_of(self, claim: Claim) -> Program:
         known = self._known.get(claim.party)
         if known is None or not known.reached:
             raise TransferError(Reason.UNREACHABLE, "the target has not been reached", found=str(claim.party))
@@ -97,16 +119,11 @@ class Targets:
             raise TransferError(
                 Reason.OUT_OF_RANGE, "ranges of other tokens than are claimed", found=found, expected=expected
             )
-        if not claim.num_tokens:
-            return NOTHING
         try:
             known.programs = known.programs or (self._program(known.offer),)
         except FerryError as error:
             raise TransferError(Reason.INCOMPATIBLE, error.what, found=error.found, expected=error.expected) from error
-        try:
-            return copies_for(known.programs[0], lease.block_tables, claim.block_tables, claim.ranges)
-        except RequestError as error:
-            raise TransferError(Reason.OUT_OF_RANGE, error.what, found=error.found, expected=error.expected) from error
+        return known.programs[0]
 
     def expire(self, busy: Collection[Party], now: float) -> list[Command]:
         """Forget those that have said nothing for long and that nothing is written to."""

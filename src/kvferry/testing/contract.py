@@ -338,6 +338,13 @@ def garbage_descriptors_are_refused(world: World) -> None:
     expect_copied(world, [Row((0, 0), (0, 0), 100)], Direction.READ)
 
 
+def says_what_carries_the_bytes(world: World) -> None:
+    copies_one_row(world)
+    carriers = world.near.transport.carriers("far")
+    assert carriers
+    assert all(carriers)
+
+
 def closing_ends_open_tickets(world: World) -> None:
     copies = copies_of(world, random_rows(SEED, 200, 900), Direction.READ)
     tickets = [world.post(copies, Direction.READ) for _ in range(3)]
@@ -365,6 +372,7 @@ CONTRACT: tuple[Check, ...] = (
     a_peer_can_register_more_and_be_connected_again,
     both_sides_can_copy_at_once,
     garbage_descriptors_are_refused,
+    says_what_carries_the_bytes,
     closing_ends_open_tickets,
 )
 

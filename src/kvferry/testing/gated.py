@@ -50,6 +50,9 @@ class GatedTransport:
     def connect(self, peer: str, descriptor: bytes) -> None:
         self._inner.connect(peer, descriptor)
 
+    def carriers(self, peer: str) -> tuple[str, ...]:
+        return self._inner.carriers(peer)
+
     def disconnect(self, peer: str) -> None:
         self._drop(lambda ticket: self._waiting[ticket][0] == peer, f"peer {peer!r} was disconnected")
         self._inner.disconnect(peer)

@@ -24,7 +24,7 @@ from kvferry.transport.base import Transport
 from kvferry.transport.cma import CrossMemoryTransport
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.pieces import View
-from kvferry.transport.selftest import Probe, fill_probe
+from kvferry.transport.probe import NUM_MARKS, Probe, fill_probe, room_bytes
 from kvferry.transport.shm import SharedMemoryTransport, allocate_shared
 from kvferry.transport.tcp import TcpTransport
 
@@ -63,7 +63,7 @@ class PeerProcess:
             self.kill()
             raise
         self.descriptor = base64.b64decode(said["descriptor"])
-        self.probe = Probe(int(said["address"]), size_bytes, seed)
+        self.probe = Probe(int(said["address"]), size_bytes, seed, NUM_MARKS)
 
     def __enter__(self) -> PeerProcess:
         return self
@@ -99,8 +99,8 @@ class PeerProcess:
 def main(arguments: list[str]) -> None:
     """Serve until standard input ends."""
     name, size_bytes, seed = arguments[0], int(arguments[1]), int(arguments[2])
-    shared = allocate_shared(size_bytes, "kvferry-peer")
-    view = np.frombuffer(shared.buffer, np.uint8)
+    shared = allocate_shared(room_bytes(size_bytes), "kvferry-peer")
+    view = np.frombuffer(shared.buffer, np.uint8)[:size_bytes]
     fill_probe(view, seed)
     transport = make_transport(name)
     transport.register(shared.memory)

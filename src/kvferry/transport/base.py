@@ -78,6 +78,13 @@ class Transport(Protocol):
         """Get ready to copy from and to a peer's memory. Raises TransportError with the reason if that cannot work."""
         ...
 
+    def carriers(self, peer: str) -> tuple[str, ...]:
+        """What really moves the bytes to and from a connected peer, in the words of whoever does: `cma`, `tcp/eth0`.
+
+        Known for sure only after a copy; empty while it is not.
+        """
+        ...
+
     def disconnect(self, peer: str) -> None:
         """Forget a peer; its open tickets end with an error. Unknown peers are fine."""
         ...

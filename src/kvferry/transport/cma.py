@@ -136,6 +136,9 @@ class CrossMemoryTransport:
             raise
         self._peers[peer] = held
 
+    def carriers(self, peer: str) -> tuple[str, ...]:
+        return (self.name,)
+
     def disconnect(self, peer: str) -> None:
         self._drop(lambda job: job.name == peer, f"peer {peer!r} was disconnected")
         if known := self._peers.pop(peer, None):

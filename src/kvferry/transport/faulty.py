@@ -113,6 +113,9 @@ class FaultyTransport:
     def connect(self, peer: str, descriptor: bytes) -> None:
         self._inner.connect(peer, descriptor)
 
+    def carriers(self, peer: str) -> tuple[str, ...]:
+        return self._inner.carriers(peer)
+
     def disconnect(self, peer: str) -> None:
         self._inner.disconnect(peer)
         self._drop_held(lambda posted: posted.peer == peer, f"peer {peer!r} was disconnected")

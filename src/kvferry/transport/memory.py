@@ -77,6 +77,9 @@ class MemoryTransport:
                 )
             self._peers[peer] = bytes(descriptor)
 
+    def carriers(self, peer: str) -> tuple[str, ...]:
+        return (self.name,)
+
     def disconnect(self, peer: str) -> None:
         with self._fabric.lock:
             self._peers.pop(peer, None)

@@ -42,12 +42,13 @@ from kvferry.transport.nixl_parts import (
     unseal,
 )
 from kvferry.transport.pieces import Pieces, Registry
+from kvferry.transport.preparing import PACKAGES
 from kvferry.transport.rows import split
+from kvferry.transport.ucx_report import UcxReport
 
 __all__ = ["NixlTransport"]
 
 
-_PACKAGES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
 _ERROR_NAMES: Final = (
     "nixlBackendError",
     "nixlCancelledError",
@@ -112,13 +113,17 @@ class NixlTransport:
             self._agent: Any = api.nixl_agent(self._name, config)
         except self._errors as error:
             raise TransportError(
-                "NIXL cannot create its UCX backend", found=repr(error), hint="look at UCX_TLS and UCX_NET_DEVICES"
+                "NIXL cannot create its UCX backend",
+                found=repr(error),
+                hint="kvferry doctor looks at UCX and its settings",
             ) from error
         self._numbers = count(1)
         self._registry = Registry()
         self._registered: dict[Memory, Any] = {}
         self._peers: dict[str, Peer] = {}
         self._loaded: dict[str, bytes] = {}
+        self._report = UcxReport()
+        self._endpoints: dict[str, frozenset[int]] = {}
         self._jobs: list[Job] = []
         self._is_closed = False
 
@@ -164,6 +169,12 @@ class NixlTransport:
         digest = digest_of(known.metadata)
         self._load_agent(known, digest)
         self._peers[peer] = Peer(known.agent, digest, pieces)
+
+    def carriers(self, peer: str) -> tuple[str, ...]:
+        """By UCX's own report on the endpoints of this peer; UCX settles them with the first copy."""
+        known = self._peers.get(peer)
+        endpoints = self._endpoints.get(known.agent, frozenset()) if known else frozenset()
+        return tuple(dict.fromkeys(name for each in sorted(endpoints) for name in self._report.carriers(each)))
 
     def disconnect(self, peer: str) -> None:
         """Its open tickets end with an error as soon as NIXL says that their bytes do not move any more."""
@@ -273,12 +284,14 @@ class NixlTransport:
             return  # It left while transfers were in progress, and is back unchanged.
         if known.agent in self._loaded:
             self._unload(known.agent)
+        before = self._report.endpoints()
         try:
             loaded = self._agent.add_remote_agent(known.metadata)
         except self._errors as error:
             raise TransportError("NIXL cannot load the peer's metadata", found=repr(error)) from error
         name = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
         self._loaded[name] = digest
+        self._endpoints[name] = self._report.endpoints() - before
         if name != known.agent:
             self._unload(name)
             raise TransportError("metadata of another agent", found=repr(name), expected=repr(known.agent))
@@ -289,6 +302,7 @@ class NixlTransport:
                 "the peer's memory changed while transfers with it are in progress", hint="wait for their end"
             )
         del self._loaded[agent]
+        del self._endpoints[agent]
         self._quietly(self._agent.remove_remote_agent, agent)
 
     def _unload_idle_agents(self) -> None:
@@ -308,7 +322,7 @@ class NixlTransport:
 def _load() -> tuple[ModuleType, ModuleType]:
     """NIXL's Python interface and its bindings."""
     reasons = []
-    for package in _PACKAGES:
+    for package in PACKAGES:
         try:
             api = importlib.import_module(f"{package}._api")
             bindings = importlib.import_module(f"{package}._bindings")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.transport.base import Transport
 from kvferry.transport.cma import CrossMemoryTransport
+from kvferry.transport.finding import Finding
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.preparing import prepare
 from kvferry.transport.select import AUTO
 from kvferry.transport.shm import SharedMemoryTransport
 from kvferry.transport.tcp import TcpTransport
@@ -21,6 +24,8 @@ OPENERS: dict[str, Callable[[str], Transport]] = {
     "nixl": lambda host: NixlTransport(),
     "tcp": TcpTransport,
 }
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +47,11 @@ def check_name(requested: str) -> None:
         )
 
 
-def open_transports(requested: str, host: str = "127.0.0.1") -> Opened:
+def open_transports(requested: str, host: str = "127.0.0.1", device: str = "cpu", buffer_device: str = "cpu") -> Opened:
     """Open one transport by name, or with `auto` all of them; those that listen do so on `host`.
 
-    Raises ConfigurationError for an unknown name.
+    UCX's environment is chosen first, for an engine that computes on `device` and registers memory of `buffer_device`.
+    Raises ConfigurationError for an unknown name, and for settings of the user's with which `requested` cannot work.
     """
     check_name(requested)
     transports: list[Transport] = []
@@ -55,7 +61,19 @@ def open_transports(requested: str, host: str = "127.0.0.1") -> Opened:
             unavailable[name] = f"this engine was started with --transport {requested}"
             continue
         try:
+            if name == "nixl":
+                _prepare(device, buffer_device, is_wanted=requested == name)
             transports.append(opener(host))
-        except TransportError as error:
+        except (ConfigurationError, TransportError) as error:
+            if isinstance(error, ConfigurationError) and requested == name:
+                raise
             unavailable[name] = str(error)
     return Opened(tuple(transports), unavailable)
+
+
+def _prepare(device: str, buffer_device: str, is_wanted: bool) -> None:
+    """Where nixl is one of several, what may be wrong with it is no reason for alarm yet."""
+    prepared = prepare(device, buffer_device)
+    findings: tuple[Finding, ...] = (*prepared.late, *prepared.environment.warnings)
+    for finding in findings:
+        logger.log(logging.WARNING if is_wanted else logging.INFO, "nixl: %s", finding)

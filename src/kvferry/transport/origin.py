@@ -11,7 +11,7 @@ from msgspec import Meta
 from kvferry.errors import TransportError
 from kvferry.transport.descriptors import Natural
 
-__all__ = ["Origin", "check_same", "origin_here"]
+__all__ = ["Origin", "check_same", "host_here", "origin_here"]
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
@@ -32,6 +32,14 @@ def origin_here() -> Origin:
         return Origin(boot_id, os.stat("/proc/self/ns/pid").st_ino)
     except OSError as error:
         raise TransportError("memory of other processes needs Linux with /proc", found=str(error)) from error
+
+
+def host_here() -> str:
+    """A name that the processes of one host have in common, whatever their containers; empty where there is none."""
+    try:
+        return origin_here().boot_id
+    except TransportError:
+        return ""
 
 
 def check_same(peer: str, theirs: Origin, ours: Origin) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigurationError, TransportError
+from kvferry.plan.copies import Direction
+from kvferry.transport.measurement import UNMEASURED, Measurement
 
 __all__ = ["AUTO", "ONE_COPY", "TRANSPORTS", "Choice", "Measurement", "candidates", "choose", "is_worth_testing"]
 
@@ -14,21 +16,6 @@ AUTO = "auto"
 TRANSPORTS = ("memory", "shm", "cma", "nixl", "tcp")
 ONE_COPY = ("memory", "shm", "cma")
 """They copy once, from where the bytes are to where they shall be, and the peer has no part in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """What a self-test found, or why it failed: two rates in 10⁹ bytes per second and the time of a small read.
-
-    `gigabytes_per_s` is that of one long row, `row_gigabytes_per_s` that of many rows of 4 KiB, which shows what a
-    descriptor costs.
-    """
-
-    name: str
-    gigabytes_per_s: float
-    row_gigabytes_per_s: float
-    latency_s: float
-    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +63,23 @@ def is_worth_testing(name: str, measurements: Sequence[Measurement]) -> bool:
     return name in ONE_COPY or not any(each.name in ONE_COPY and not each.error for each in measurements)
 
 
-def choose(measurements: Sequence[Measurement], untested: Sequence[str] = ()) -> Choice:
-    """The transport that passed its self-test and is fastest over long and short rows together.
+def choose(
+    measurements: Sequence[Measurement], untested: Sequence[str] = (), direction: Direction = Direction.READ
+) -> Choice:
+    """The transport that passed its self-test and is fastest in a direction, over long and short rows together.
 
     `untested` are those that were not worth it. Raises TransportError with all errors when none passed.
     """
-    passed = [measurement for measurement in measurements if not measurement.error]
+    passed = [measurement for measurement in measurements if not measurement.why_not(direction)]
     if not passed:
         raise TransportError(
             "no transport passed its self-test",
             found="; ".join(_describe(measurement) for measurement in measurements) or "nothing was tested",
             hint="start both engines with --transport tcp, which needs nothing but sockets",
         )
-    best = min(passed, key=_seconds_per_gigabyte)
+    best = min(passed, key=lambda measurement: measurement.rates(direction).seconds_per_gigabyte)
     rest = [f"{', '.join(untested)} not tested: the same host needs only one copy"] if untested else []
     return Choice(best.name, "; ".join([*(_describe(measurement) for measurement in measurements), *rest]))
-
-
-def _seconds_per_gigabyte(measurement: Measurement) -> float:
-    """For half of the bytes in long rows and half in short ones: caches move in both."""
-    return 0.5 / measurement.gigabytes_per_s + 0.5 / measurement.row_gigabytes_per_s
 
 
 def _obstacle(name: str, offered: Mapping[str, str], available: Mapping[str, str]) -> str:
@@ -113,7 +97,11 @@ def _available(offered: Mapping[str, str], available: Mapping[str, str]) -> str:
 def _describe(measurement: Measurement) -> str:
     if measurement.error:
         return f"{measurement.name} failed ({measurement.error})"
-    return (
-        f"{measurement.name} {measurement.gigabytes_per_s:.1f} GB/s, "
-        f"{measurement.row_gigabytes_per_s:.1f} in rows of 4 KiB"
-    )
+    # Only nixl has several ways, of which it takes one without a word.
+    ways = [name for name in measurement.carriers if name != measurement.name]
+    name = f"{measurement.name} over {' and '.join(ways)}" if ways else measurement.name
+    written = measurement.writing
+    if written == UNMEASURED:
+        return f"{name} {measurement.rates(Direction.READ)}"
+    writes = f"writing failed ({written.error})" if written.error else f"writing {written}"
+    return f"{name} {measurement.rates(Direction.READ)}, {writes}"

@@ -1,74 +1,30 @@
-"""A small read from a peer that shows whether a transport really works, and how fast.
-
-Every engine registers a little probe memory filled with a known pattern and tells its peers where it is.
-"""
+"""Small copies from and to a peer that show whether a transport really works, and how fast, in both directions."""
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import StrEnum
-from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.errors import FerryError
 from kvferry.plan.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket, Transport
+from kvferry.transport.measurement import UNMEASURED, Measurement, Rates
 from kvferry.transport.patience import Patience
 from kvferry.transport.pieces import View
-from kvferry.transport.select import Measurement
+from kvferry.transport.probe import MARK_BYTES, MAX_PROBE_BYTES, PROBE_BYTES, Probe, fill_probe, pattern
+from kvferry.transport.steps import READS, ROW_BYTES, WRITES, Kind, Step, num_row_bytes, reading, writing
 
-__all__ = ["PROBE_BYTES", "Measurement", "Probe", "SelfTest", "fill_probe", "measure"]
+__all__ = ["PROBE_BYTES", "ROW_BYTES", "Measurement", "Probe", "SelfTest", "fill_probe", "measure"]
 
-PROBE_BYTES = 4 << 20
-MAX_PROBE_BYTES = 64 << 20
-LATENCY_BYTES = 4096
-ROW_BYTES = 4096
-NUM_READS = 3
 # For a transport that is tested alone.
 DEADLINE_S = 1.5
 # Until then polls follow each other at once; a peer that has not answered by then is not worth a busy processor.
 NUM_EAGER_POLLS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """A peer's probe memory: its address there, its size, and the seed of the pattern in it."""
-
-    address: int
-    size_bytes: int
-    seed: int
-
-
-def fill_probe(buffer: View, seed: int) -> None:
-    """Fill with bytes that depend on `seed` and position: the same on every machine and with every numpy."""
-    num_words = -(-buffer.size // 8)
-    with np.errstate(over="ignore"):
-        words = np.arange(num_words, dtype=np.uint64) + np.uint64(seed & 0xFFFF_FFFF)
-        words *= np.uint64(0x9E37_79B9_7F4A_7C15)
-        words ^= words >> np.uint64(31)
-        words *= np.uint64(0xD6E8_FEB8_6659_FD93)
-        words ^= words >> np.uint64(32)
-    buffer[:] = words.astype("<u8", copy=False).view(np.uint8)[: buffer.size]
-
-
-class Kind(StrEnum):
-    """What a read of the self-test is for."""
-
-    LATENCY = "latency"
-    WHOLE = "whole"
-    ROWS = "rows"
-
-
-class Step(NamedTuple):
-    """One read of the self-test."""
-
-    kind: Kind
-    copies: Copies
+# Another test may have drawn the same mark at the same time, which says nothing about the transport.
+MAX_DRAWS = 3
 
 
 class SelfTest:
@@ -89,9 +45,10 @@ class SelfTest:
         self._ticket: Ticket | None = None
         self._patience = Patience(deadline_s, 0.0)
         self._posted_at = 0.0
-        self._latency_s = float("inf")
         self._steps: list[Step] = []
-        self._best_s = {Kind.WHOLE: float("inf"), Kind.ROWS: float("inf")}
+        self._draws_left = MAX_DRAWS
+        self._mark: View = np.empty(0, np.uint8)
+        self._best_s: dict[Kind, float] = {}
         self.result: Measurement | None = None
 
     def start(self, now: float) -> None:
@@ -105,7 +62,9 @@ class SelfTest:
         try:
             self._transport.register(memory)
             self._memory = memory
-            self._steps = _steps(self._probe, memory.address)
+            self._steps = reading(self._probe, memory.address)
+            if self._probe.is_writable:
+                self._steps += [*self._marking(), *writing(self._probe, memory.address)]
             self._post(now)
         except FerryError as error:
             self._end(str(error))
@@ -134,17 +93,22 @@ class SelfTest:
             self._evaluate(now)
 
     def _evaluate(self, now: float) -> None:
-        """Note the time of a read; compare the bytes of the last read of each kind, whose turn it is to be seen."""
+        """Note the time of a copy; compare the bytes of the last read of each kind, whose turn it is to be seen."""
         elapsed = max(now - self._posted_at, 1e-9)
-        done = self._steps.pop(0)
-        if done.kind is Kind.LATENCY:
-            self._latency_s = elapsed
-        else:
-            self._best_s[done.kind] = min(self._best_s[done.kind], elapsed)
-        is_last = not self._steps or self._steps[0].kind is not done.kind
-        if is_last and (num_wrong := self._num_wrong(done.copies)):
+        done = self._steps[0]
+        self._best_s[done.kind] = min(self._best_s.get(done.kind, elapsed), elapsed)
+        is_last = len(self._steps) == 1 or self._steps[1].kind is not done.kind
+        num_wrong = self._num_wrong(done) if is_last else 0
+        if num_wrong and done.kind is Kind.MARK_BACK and self._draws_left:
+            self._steps[:1] = self._marking()
+        elif num_wrong:
             self._end(f"{num_wrong} of {done.copies.num_bytes} bytes are wrong")
             return
+        else:
+            self._steps.pop(0)
+        self._go_on(now)
+
+    def _go_on(self, now: float) -> None:
         if not self._steps:
             self._end("")
             return
@@ -153,63 +117,63 @@ class SelfTest:
         except FerryError as error:
             self._end(str(error))
 
-    def _num_wrong(self, copies: Copies) -> int:
-        wrong = _pattern(self._probe.size_bytes, self._probe.seed) != self._scratch
-        starts = (copies.target - np.uint64(self._scratch.ctypes.data)).tolist()
-        ends = zip(starts, copies.length.tolist(), strict=True)
+    def _marking(self) -> list[Step]:
+        """Write something new into a mark that was drawn by lot, and read it back."""
+        self._draws_left -= 1
+        place = np.array([self._probe.mark(secrets.randbelow(self._probe.num_marks))], np.uint64)
+        self._mark = np.frombuffer(secrets.token_bytes(MARK_BYTES), np.uint8)
+        here, length = np.array([self._scratch.ctypes.data], np.uint64), np.array([MARK_BYTES], np.uint64)
+        return [Step(Kind.MARK, Copies(here, place, length, 1)), Step(Kind.MARK_BACK, Copies(place, here, length, 1))]
+
+    def _num_wrong(self, done: Step) -> int:
+        """How many bytes are not what they should be; what was written is seen when it is read back."""
+        if done.direction is Direction.WRITE:
+            return 0
+        if done.kind is Kind.MARK_BACK:
+            return int(np.count_nonzero(self._scratch[:MARK_BYTES] != self._mark))
+        wrong = pattern(self._probe.size_bytes, self._probe.seed) != self._scratch
+        starts = (done.copies.target - np.uint64(self._scratch.ctypes.data)).tolist()
+        ends = zip(starts, done.copies.length.tolist(), strict=True)
         return sum(int(np.count_nonzero(wrong[start : start + length])) for start, length in ends)
 
     def _post(self, now: float) -> None:
-        # Cleared, so that a read that brings nothing does not pass for the one before it.
-        self._scratch[:] = 0
+        step = self._steps[0]
+        if step.kind is Kind.MARK:
+            self._scratch[:MARK_BYTES] = self._mark
+        elif step.direction is Direction.WRITE:
+            self._scratch[:] = pattern(self._probe.size_bytes, self._probe.seed)
+        else:
+            # Cleared, so that a read that brings nothing does not pass for the one before it.
+            self._scratch[:] = 0
         self._posted_at = now
-        self._ticket = self._transport.post(self._peer, self._steps[0].copies, Direction.READ)
+        self._ticket = self._transport.post(self._peer, step.copies, step.direction)
 
     def _end(self, error: str) -> None:
-        rates = dict.fromkeys(self._best_s, 0.0)
-        if not error:
-            sizes = {Kind.WHOLE: self._scratch.size, Kind.ROWS: _num_row_bytes(self._scratch.size)}
-            rates = {kind: sizes[kind] / best_s / 1e9 for kind, best_s in self._best_s.items()}
-        self.result = Measurement(self._transport.name, rates[Kind.WHOLE], rates[Kind.ROWS], self._latency_s, error)
+        """What fails in writing alone leaves a transport that can be read over."""
+        has_read = bool(self._steps) and self._steps[0].is_for_writing
+        failed = Rates(0.0, 0.0, self._best_s.get(Kind.LATENCY, float("inf")), error)
+        read = self._rates(*READS) if has_read or not error else failed
+        written = UNMEASURED
+        if has_read:
+            written = Rates(0.0, 0.0, float("inf"), error)
+        elif self._probe.is_writable and not error:
+            written = self._rates(*WRITES)
+        figures = (read.gigabytes_per_s, read.row_gigabytes_per_s, read.latency_s, read.error)
+        self.result = Measurement(self._transport.name, *figures, written, self._transport.carriers(self._peer))
         if self._ticket is None:
             self._release()
         else:
             self._transport.cancel(self._ticket)
 
+    def _rates(self, small: Kind, whole: Kind, rows: Kind) -> Rates:
+        best_s, size_bytes = self._best_s, self._scratch.size
+        per_row = num_row_bytes(size_bytes) / best_s[rows] / 1e9
+        return Rates(size_bytes / best_s[whole] / 1e9, per_row, best_s[small])
+
     def _release(self) -> None:
         memory, self._memory = self._memory, None
         if memory is not None:
             self._transport.unregister(memory)
-
-
-@lru_cache(maxsize=1)
-def _pattern(size_bytes: int, seed: int) -> View:
-    """What a probe must hold: the same for all transports to a peer, which are tested one after the other."""
-    expected = np.empty(size_bytes, np.uint8)
-    fill_probe(expected, seed)
-    return expected
-
-
-def _num_row_bytes(size_bytes: int) -> int:
-    return size_bytes // (2 * ROW_BYTES) * ROW_BYTES
-
-
-def _steps(probe: Probe, scratch_address: int) -> list[Step]:
-    """One small read, then the whole probe in one row, then every other page of it in rows of their own."""
-    starts = np.arange(_num_row_bytes(probe.size_bytes) // ROW_BYTES, dtype=np.uint64) * np.uint64(2 * ROW_BYTES)
-    rows = _copies(probe, scratch_address, starts, ROW_BYTES)
-    whole = _copies(probe, scratch_address, starts[:1], probe.size_bytes)
-    small = _copies(probe, scratch_address, starts[:1], LATENCY_BYTES)
-    return [Step(Kind.LATENCY, small), *[Step(Kind.WHOLE, whole)] * NUM_READS, *[Step(Kind.ROWS, rows)] * NUM_READS]
-
-
-def _copies(probe: Probe, scratch_address: int, starts: NDArray[np.uint64], length: int) -> Copies:
-    return Copies(
-        source=starts + np.uint64(probe.address),
-        target=starts + np.uint64(scratch_address),
-        length=np.full(len(starts), length, np.uint64),
-        pieces=len(starts),
-    )
 
 
 # Tests that ended without their ticket: their scratch memory may still be written to, so it is never given back.

@@ -100,6 +100,9 @@ class SharedMemoryTransport:
         views = [_attach(peer, shared.pid, piece) for piece in shared.pieces]
         self._peers[peer] = Pieces.of([(piece.address, piece.size_bytes) for piece in shared.pieces], views)
 
+    def carriers(self, peer: str) -> tuple[str, ...]:
+        return (self.name,)
+
     def disconnect(self, peer: str) -> None:
         # Dropping the views unmaps the memory as soon as no copy uses them; closing a mapping with views would raise.
         self._peers.pop(peer, None)

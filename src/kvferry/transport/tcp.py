@@ -97,6 +97,9 @@ class TcpTransport:
         lane = Lane(Far(known.host, known.port, known.key), self._ended, self._stall_timeout_s)
         self._peers[peer] = (lane, pieces)
 
+    def carriers(self, peer: str) -> tuple[str, ...]:
+        return (self.name,)
+
     def disconnect(self, peer: str) -> None:
         known = self._peers.pop(peer, None)
         if known is not None:

@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 from kvferry.plan.copies import Direction
 from kvferry.plan.digest import NOTHING, Subject
 from kvferry.plan.layout import Layout
+from kvferry.plan.staged import Strategy
 from kvferry.plan.tokens import TokenRange
 
 __all__ = [
@@ -29,8 +30,11 @@ __all__ = [
     "Message",
     "Offer",
     "OfferRequest",
+    "Pack",
+    "Packed",
     "Party",
     "Probe",
+    "Queued",
     "Reached",
     "Reason",
     "Reference",
@@ -50,6 +54,7 @@ Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
+SlotBytes = Annotated[int, Meta(ge=0, le=1 << 32)]
 Value = Annotated[bytes, Meta(min_length=8, max_length=8)]
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 48)]
 # A target's table may hold anything where nothing is looked at.
@@ -129,11 +134,17 @@ class TransportOffer(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Probe(Struct, frozen=True, forbid_unknown_fields=True):
-    """Memory with a known pattern that a peer may read to test and measure a transport."""
+    """Memory with a known pattern that a peer may read to test and measure a transport.
+
+    It may also write the pattern where it is, and what it likes into the `num_marks` pages behind it. `host` is equal
+    for peers on one host, and empty where the system does not say.
+    """
 
     address: Count
     size_bytes: Count
     seed: Count
+    num_marks: Count = 0
+    host: Name = ""
 
 
 class Offer(Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
@@ -166,7 +177,9 @@ class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
     """A target rank wants `num_tokens` tokens; `readers` are all ranks of its engine that want some of this rank.
 
     `claim_id` is new for every attempt: two attempts must never be taken for one that was repeated. With the direction
-    `write` the source may write to the target's blocks from now on, one table and one range per cache group.
+    `write` the source may write to the target's blocks from now on, one table and one range per cache group. With the
+    strategy `pack` it writes to slots of the target's staging memory, at most `slot_bytes` each, when it is asked to
+    (`Pack`).
     """
 
     party: Party
@@ -177,6 +190,8 @@ class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
     direction: Direction = Direction.READ
     block_tables: tuple[tuple[AnyBlockId, ...], ...] = ()
     ranges: tuple[TokenRange, ...] = ()
+    strategy: Strategy = Strategy.DIRECT
+    slot_bytes: SlotBytes = 0
 
 
 class Grant(Struct, frozen=True, tag="grant", forbid_unknown_fields=True):
@@ -187,6 +202,31 @@ class Grant(Struct, frozen=True, tag="grant", forbid_unknown_fields=True):
 
     claim_id: Name
     block_tables: tuple[tuple[BlockId, ...], ...]
+
+
+class Pack(Struct, frozen=True, tag="pack", forbid_unknown_fields=True):
+    """Gather one slot of a claim, and write it to an address in the target's staging memory."""
+
+    party: Party
+    claim_id: Name
+    lease_id: Name
+    stretch: Count
+    number: Count
+    address: Count
+
+
+class Packed(Struct, frozen=True, tag="packed", forbid_unknown_fields=True):
+    """A slot has been written, and the lease was live all the time."""
+
+    claim_id: Name
+    stretch: Count
+    number: Count
+
+
+class Queued(Struct, frozen=True, tag="queued", forbid_unknown_fields=True):
+    """Nothing is wrong with a slot that was asked for: it waits for its turn, or for its tokens."""
+
+    claim_id: Name
 
 
 class Written(Struct, frozen=True, tag="written", forbid_unknown_fields=True):
@@ -271,6 +311,9 @@ Message = (
     | Reached
     | Claim
     | Grant
+    | Pack
+    | Packed
+    | Queued
     | Written
     | Landed
     | Valid

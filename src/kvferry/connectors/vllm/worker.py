@@ -36,9 +36,10 @@ logger = logging.getLogger(__name__)
 
 SWITCH_S = 0.0001
 # An agent shares its interpreter and its cores with a rank that computes and polls: a peer may be slow to meet and slow
-# to answer without being lost, and taking it for lost would fail its requests.
+# to answer without being lost, and taking it for lost would fail its requests. One whose process has ended is noticed
+# after two heartbeats.
 HANDSHAKE_S = 45.0
-MISSED_HEARTBEATS = 10
+MISSED_HEARTBEATS = 30
 
 
 @dataclass(frozen=True, slots=True)

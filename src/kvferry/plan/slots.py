@@ -1,0 +1,104 @@
+"""A request cut into slots of staging memory: what is gathered, sent and scattered for each.
+
+Source and target find the same slots, each by itself, from the two programs, block tables and token ranges that both
+know; so what they tell each other about a slot is its number and where it lies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from kvferry.plan.blocks import BlockTables
+from kvferry.plan.copies import Column, Copies
+from kvferry.plan.layout import Layout
+from kvferry.plan.program import Program
+from kvferry.plan.request import Ranges, copies_for
+from kvferry.plan.staged import RegionStarts, Stages, Staging, Strategy, staged
+from kvferry.plan.stretch import Stretch, stretch_tokens, stretches
+
+__all__ = ["Slot", "SlotPlan", "StagedRequest", "region_starts"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """One slot's share of the stages. On the side of staging memory all addresses count from the slot's beginning."""
+
+    num_bytes: int
+    stages: Stages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedRequest:
+    """What moves, and how it is cut: a slot has `slot_bytes` at most."""
+
+    program: Program
+    source_tables: BlockTables
+    target_tables: BlockTables
+    ranges: Ranges
+    strategy: Strategy
+    slot_bytes: int
+    starts: RegionStarts
+
+
+class SlotPlan:
+    """The slots of a request, stretch after stretch; each stretch is planned when it is looked at."""
+
+    def __init__(self, request: StagedRequest) -> None:
+        self._request = request
+        self.stretches: tuple[Stretch, ...] = stretches(
+            request.ranges, stretch_tokens(request.program, request.slot_bytes)
+        )
+        self._planned = lru_cache(maxsize=4)(self._plan)
+
+    def slots(self, number: int) -> tuple[Slot, ...]:
+        """The slots of one stretch: one, unless a single block or a state of fixed size does not fit into it; none
+        when nothing of it moves between these two ranks.
+
+        Raises what `copies_for` raises.
+        """
+        return self._planned(number)
+
+    def _plan(self, number: int) -> tuple[Slot, ...]:
+        request = self._request
+        tables = request.source_tables, request.target_tables
+        copies = copies_for(request.program, *tables, request.ranges, self.stretches[number])
+        stages = staged(copies, request.strategy, Staging(0, 0, request.slot_bytes), request.starts)
+        size, total = request.slot_bytes, copies.num_bytes
+        return tuple(
+            _slot(stages, request.strategy, first, min(size, total - first)) for first in range(0, total, size)
+        )
+
+
+def region_starts(source: Layout, target: Layout) -> RegionStarts:
+    """Where the regions of two ranks begin."""
+    return RegionStarts(_starts(source), _starts(target))
+
+
+def _starts(layout: Layout) -> Column:
+    return np.array(sorted(region.address for region in layout.regions), np.uint64)
+
+
+def _slot(stages: Stages, strategy: Strategy, first: int, num_bytes: int) -> Slot:
+    """Within each stage the staging addresses ascend, and no row crosses a slot."""
+    shift = np.uint64(first)
+    gather = _between(stages.gather, stages.gather.target, first, num_bytes)
+    wire = _between(stages.wire, stages.wire.target, first, num_bytes)
+    scatter = _between(stages.scatter, stages.scatter.source, first, num_bytes)
+    # Packed bytes come out of a slot, runs of the source out of its blocks.
+    source_shift = shift if strategy is Strategy.PACK else np.uint64(0)
+    parts = Stages(
+        gather=Copies(gather.source, gather.target - shift, gather.length, gather.pieces),
+        wire=Copies(wire.source - source_shift, wire.target - shift, wire.length, wire.pieces),
+        scatter=Copies(scatter.source - shift, scatter.target, scatter.length, scatter.pieces),
+    )
+    return Slot(num_bytes, parts)
+
+
+def _between(rows: Copies, staging: Column, first: int, num_bytes: int) -> Copies:
+    """The rows that lie in one slot."""
+    start, stop = np.searchsorted(staging, np.array([first, first + num_bytes], np.uint64))
+    part = slice(int(start), int(stop))
+    return Copies(rows.source[part], rows.target[part], rows.length[part], int(stop - start))

@@ -1,0 +1,47 @@
+"""A request's tokens cut into stretches, so that the first can be sent while others are still computed or staged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from kvferry.plan.program import Program, Section
+from kvferry.plan.span import MAX_STOP
+from kvferry.plan.tokens import TokenRange
+
+__all__ = ["WHOLE", "Stretch", "stretch_tokens", "stretches"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The tokens of a request in `tokens`; states of fixed size are those after its last token, so they belong to the
+    stretch that `is_last`."""
+
+    tokens: TokenRange
+    is_last: bool
+
+
+WHOLE = Stretch(TokenRange(0, MAX_STOP), is_last=True)
+"""A request in one piece."""
+
+
+def stretch_tokens(program: Program, most_bytes: int) -> int:
+    """How many tokens make about `most_bytes`: as many as fit, in units that need not be taken apart, but one unit at
+    least. Both ranks find the same number. It counts every group in full, also those of which only a window moves."""
+    unit = lcm(*(group.unit_tokens for group in program.groups))
+    num_bytes = sum(_bytes(group.units) * unit // group.unit_tokens for group in program.groups)
+    return max(1, most_bytes // max(1, num_bytes)) * unit
+
+
+def stretches(ranges: Sequence[TokenRange], num_tokens: int) -> tuple[Stretch, ...]:
+    """Cut where a multiple of `num_tokens` is, from the first wanted token to the last; one even when none is."""
+    last = max((tokens.last for tokens in ranges), default=0)
+    first = min((tokens.first for tokens in ranges if len(tokens)), default=last)
+    starts = range(first // num_tokens * num_tokens, max(last, 1), num_tokens)
+    found = [Stretch(TokenRange(start, start + num_tokens), start == starts[-1]) for start in starts]
+    return tuple(found) or (WHOLE,)
+
+
+def _bytes(sections: Sequence[Section]) -> int:
+    return sum(section.length * len(section) for section in sections)

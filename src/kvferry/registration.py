@@ -1,0 +1,65 @@
+"""What an engine tells a router to become one of its instances, and how the router knows that it may be believed: pure.
+
+The shared token never travels: who knows a key that follows from it signs the announcement together with the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Literal
+
+import msgspec
+
+from kvferry.errors import RequestError
+
+__all__ = ["KEY_PURPOSE", "MEMBERS_PATH", "SIGNATURE", "Announcement", "decode_announcement", "sign", "unbelieved"]
+
+MEMBERS_PATH = "/kvferry/members"
+SIGNATURE = "x-kvferry-signature"
+KEY_PURPOSE = b"router registration"
+# How far the two clocks may differ; an announcement that somebody has overheard is of use for that long.
+MAX_AGE_S = 60.0
+MAX_SIGNATURE = 100
+
+
+class Announcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine at `url` wants requests of `role`; with `leaving`, none any more."""
+
+    url: str
+    role: Literal["prefill", "decode"]
+    leaving: bool = False
+
+
+def decode_announcement(body: bytes) -> Announcement:
+    """Raises RequestError."""
+    try:
+        return msgspec.json.decode(body, type=Announcement)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(
+            "not an announcement", found=str(error), expected='{"url": "http://host:port", "role": "decode"}'
+        ) from None
+
+
+def sign(key: bytes, body: bytes, now: float) -> str:
+    """The value of the header; `now` is seconds of the wall clock."""
+    stamp = f"{now:.0f}"
+    return f"{stamp}.{_mac(key, stamp, body)}"
+
+
+def unbelieved(key: bytes, body: bytes, signature: str, now: float) -> str:
+    """Why an announcement is not believed, as a stable label; empty when it is."""
+    stamp, _, mac = signature[:MAX_SIGNATURE].partition(".")
+    if not signature:
+        return "unsigned"
+    if (
+        not stamp.isascii()
+        or not stamp.isdigit()
+        or not hmac.compare_digest(mac.encode(), _mac(key, stamp, body).encode())
+    ):
+        return "signature"
+    return "clock" if abs(now - int(stamp)) > MAX_AGE_S else ""
+
+
+def _mac(key: bytes, stamp: str, body: bytes) -> str:
+    return hmac.new(key, stamp.encode() + b"\n" + body, hashlib.sha256).hexdigest()

@@ -1,0 +1,73 @@
+"""A fuse with a second chance, for an instance or for a pair of them: pure, on any monotonic clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["Breaker", "BreakerState", "Fuse"]
+
+
+class BreakerState(StrEnum):
+    """CLOSED lets everything through, OPEN nothing, HALF_OPEN one at a time."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+@dataclass(frozen=True, slots=True)
+class Fuse:
+    """Blows after `num_failures` in a row, for `open_s`; each trial that fails doubles that, up to `max_open_s`."""
+
+    num_failures: int
+    open_s: float
+    max_open_s: float
+
+
+class Breaker:
+    """Belongs to one thread. Whoever `begin`s must end it by `succeeded`, `failed` or `abandoned`.
+
+    Requests that were under way when it opened may still fail without a word: only a trial says something new.
+    """
+
+    def __init__(self, fuse: Fuse) -> None:
+        self._fuse = fuse
+        self._num_failures = 0
+        self._open_s = fuse.open_s
+        self._closed_again_at: float | None = None
+        self._on_trial = False
+
+    def state(self, now: float) -> BreakerState:
+        if self._closed_again_at is None:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now < self._closed_again_at else BreakerState.HALF_OPEN
+
+    def may_begin(self, now: float) -> bool:
+        """Whether something may be sent there now."""
+        state = self.state(now)
+        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._on_trial)
+
+    def begin(self, now: float) -> None:
+        """Something is sent there; when it is half open this is the trial."""
+        self._on_trial = self.state(now) is BreakerState.HALF_OPEN
+
+    def succeeded(self) -> None:
+        """It works: whatever was before is forgotten."""
+        self._num_failures, self._closed_again_at, self._on_trial = 0, None, False
+        self._open_s = self._fuse.open_s
+
+    def failed(self, now: float) -> None:
+        state = self.state(now)
+        if state is BreakerState.OPEN:
+            return
+        self._num_failures += 1
+        if state is BreakerState.HALF_OPEN:
+            self._open_s = min(self._open_s * 2, self._fuse.max_open_s)
+        elif self._num_failures < self._fuse.num_failures:
+            return
+        self._closed_again_at, self._on_trial = now + self._open_s, False
+
+    def abandoned(self) -> None:
+        """It ended without telling anything: the next one is the trial."""
+        self._on_trial = False

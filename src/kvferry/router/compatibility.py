@@ -1,0 +1,47 @@
+"""Which instances must not be paired: pure. What an engine does not tell is not held against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["NO_FACTS", "Facts", "differences"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an instance says of itself; empty where it says nothing.
+
+    `epoch` is new at every start. `cache` names what is kept of a request: equal names can be exchanged, whatever the
+    parallelism, block size and memory format. Engines with a `wire_version` are kvferry's own.
+    """
+
+    engine: str = ""
+    version: str = ""
+    wire_version: str = ""
+    epoch: str = ""
+    models: tuple[str, ...] = ()
+    cache: str = ""
+
+
+NO_FACTS = Facts()
+
+
+def differences(prefill: Facts, decode: Facts) -> tuple[str, ...]:
+    """Everything that keeps the two from exchanging a cache, with both values.
+
+    kvferry's engines understand each other when their wire versions are equal; of other engines nothing is known but
+    their release, and connectors such as vLLM's refuse to speak to another one.
+    """
+    found = []
+    if prefill.models and decode.models and not set(prefill.models) & set(decode.models):
+        found.append(f"model: {', '.join(prefill.models)} and {', '.join(decode.models)}")
+    names = ["wire_version", "cache"]
+    if prefill.engine == decode.engine and not prefill.wire_version and not decode.wire_version:
+        names.append("version")
+    values = ((name, _fact(prefill, name), _fact(decode, name)) for name in names)
+    found.extend(f"{name}: {left} and {right}" for name, left, right in values if left and right and left != right)
+    return tuple(found)
+
+
+def _fact(facts: Facts, name: str) -> str:
+    return {"wire_version": facts.wire_version, "cache": facts.cache, "version": facts.version}[name]

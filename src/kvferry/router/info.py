@@ -1,0 +1,70 @@
+"""Asks an instance who it is: kvferry's engines at `/kvferry/info`, others by what they have."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from kvferry.router.compatibility import Facts
+from kvferry.router.policy import Instance
+from kvferry.router.upstream import Exchange, Outgoing
+
+__all__ = ["INFO_PATH", "ask_facts"]
+
+Told = TypeVar("Told")
+
+INFO_PATH = "/kvferry/info"
+MAX_BYTES = 1 << 20
+
+
+class Info(msgspec.Struct):
+    """What kvferry's engines tell."""
+
+    engine: str = ""
+    version: str = ""
+    wire_version: str = ""
+    epoch: str = ""
+    models: tuple[str, ...] = ()
+    cache: str = ""
+
+
+class Model(msgspec.Struct):
+    id: str
+    owned_by: str = ""
+
+
+class Models(msgspec.Struct):
+    data: list[Model]
+
+
+class Version(msgspec.Struct):
+    version: str = ""
+
+
+async def ask_facts(session: aiohttp.ClientSession, instance: Instance) -> Facts:
+    """Empty where it tells nothing that can be understood. Raises only `FAILURES`."""
+    told = await _get(session, instance.url + INFO_PATH)
+    if told:
+        info = _understood(told, Info) or Info()
+        return Facts(info.engine, info.version, info.wire_version, info.epoch, info.models, info.cache)
+    models = _understood(await _get(session, instance.url + "/v1/models"), Models) or Models([])
+    version = _understood(await _get(session, instance.url + "/version"), Version) or Version()
+    owners = sorted({model.owned_by for model in models.data})
+    return Facts(" ".join(owners), version.version, "", "", tuple(model.id for model in models.data), "")
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> bytes:
+    exchange = await Exchange.open(session, Outgoing("GET", url, [], b""))
+    try:
+        return await exchange.whole(MAX_BYTES) if exchange.status == 200 else b""
+    finally:
+        exchange.close()
+
+
+def _understood(body: bytes, kind: type[Told]) -> Told | None:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError):
+        return None

@@ -1,0 +1,90 @@
+"""Tells the membership what a request's legs say about instances, and about pairs of them."""
+
+from __future__ import annotations
+
+from kvferry.router.events import Answered, Event, Failed, Opened
+from kvferry.router.flow import lost_cache
+from kvferry.router.headers import Headers
+from kvferry.router.membership import Membership
+from kvferry.router.pairs import Pair
+from kvferry.router.policy import Instance, Role, Task
+from kvferry.router.reservation import Reservation
+from kvferry.router.upstream import CONNECT_TIMEOUT, REFUSED
+
+__all__ = ["Judge"]
+
+# The probe finds out about these at once, and finds the instance again at once when it is back.
+PROBED = frozenset((REFUSED, CONNECT_TIMEOUT))
+CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"
+
+
+class Judge:
+    """Of one request. What a pair was given is always ended: a trial that tells nothing leaves the pair on trial."""
+
+    def __init__(self, membership: Membership, task: Task, streams: bool) -> None:
+        self._membership = membership
+        self._task = task
+        self._streams = streams
+        self._pair: Pair | None = None
+        self._reservation: Reservation | None = None
+        self._divided = False
+
+    @property
+    def prefill_url(self) -> str:
+        """Who computed the prompt; empty when the decode instance did."""
+        return self._pair[0].url if self._pair and self._divided else ""
+
+    def chosen(self, instance: Instance, partners: tuple[Instance, ...]) -> None:
+        """An instance was reserved; a prefill instance to work with its partner."""
+        self.end()
+        if instance.role is Role.PREFILL and partners:
+            self._pair = (instance, partners[0])
+
+    def sends(self, reservation: Reservation, divided: bool) -> None:
+        """A leg begins. Who computes a prompt shows how fast it is; of a whole answer only its end is seen."""
+        self._reservation, self._divided = reservation, divided
+        if reservation.instance.role is Role.PREFILL or (not divided and self._streams):
+            reservation.computes()
+
+    def hears(self, event: Event, headers: Headers, decode_s: float) -> None:
+        """How the leg went."""
+        reservation = self._reservation
+        if reservation is None:
+            return
+        match event:
+            case Opened():
+                self._works(reservation, headers)
+                if self._divided and self._streams:
+                    self._membership.handover.add(decode_s)
+            case Answered(status, body):
+                self._judge_answer(reservation, status, body)
+            case Failed(reason, _) if reason not in PROBED:
+                reservation.failed()
+
+    def end(self) -> None:
+        """The request, or this try of it, is over: nothing more will be heard of the pair."""
+        if self._pair is not None:
+            self._membership.pairs.abandoned(self._pair)
+        self._pair = None
+
+    def _judge_answer(self, reservation: Reservation, status: int, body: bytes) -> None:
+        lost = lost_cache(body) if self._divided and status >= 500 else ""
+        if lost and self._pair is not None and reservation.instance.role is Role.DECODE:
+            self._membership.lost(self._pair, lost)
+        elif status >= 500:
+            reservation.failed()
+        elif 200 <= status < 300:
+            self._works(reservation, [])
+
+    def _works(self, reservation: Reservation, headers: Headers) -> None:
+        reservation.succeeded()
+        self._membership.prefixes.remember(reservation.instance, self._task.prefixes)
+        if reservation.instance.role is Role.DECODE and self._divided and self._pair is not None:
+            self._judge_cache(self._pair, {name.lower(): value for name, value in headers})
+
+    def _judge_cache(self, pair: Pair, headers: dict[bytes, bytes]) -> None:
+        """Engines of others do not tell how a cache came: that it was answered is all there is."""
+        if headers.get(CACHE) == b"recomputed":
+            self._membership.lost(pair, headers.get(CACHE_REASON, b"unknown").decode("latin-1"))
+        else:
+            self._membership.arrived(pair)

@@ -1,0 +1,58 @@
+"""The times of one request: its legs, its phases, its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvferry.router.headers import Headers
+from kvferry.router.policy import Role
+from kvferry.router.reservation import Reservation
+from kvferry.router.timing import phases_of, told_phases
+
+__all__ = ["Pace"]
+
+END_OF_FRAME = b"\n\n"
+
+
+class Pace:
+    """All times are seconds of the loop's clock."""
+
+    def __init__(self, started_s: float) -> None:
+        self._started_s = started_s
+        self._began_s: dict[Role, float] = {}
+        self._took_s: dict[Role, float] = {}
+        self._told: dict[str, float] = {}
+        self._last_token_s = 0.0
+
+    @property
+    def decode_s(self) -> float:
+        """From the decode leg's start to its first byte, or whole answer; 0 before that."""
+        return self._took_s.get(Role.DECODE, 0.0)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """The parts of the time to the decode leg's first byte."""
+        prefill_s = self._took_s.get(Role.PREFILL, 0.0)
+        waited_s = self._began_s.get(Role.DECODE, self._started_s) - self._started_s
+        return phases_of(max(waited_s - prefill_s, 0.0), prefill_s, self.decode_s, self._told)
+
+    def leg_began(self, role: Role, now: float) -> None:
+        self._began_s[role] = now
+
+    def leg_answered(self, role: Role, now: float, headers: Headers) -> None:
+        self._took_s[role] = now - self._began_s[role]
+        if role is Role.DECODE:
+            self._told = told_phases(headers)
+
+    def piece(self, piece: bytes, now: float, observe: Callable[[float], None], reservation: Reservation) -> None:
+        """A part of an event stream has come: each frame is taken for a token.
+
+        Frames that come together were written one after the other: each is given its share of the time.
+        """
+        num_tokens = piece.count(END_OF_FRAME)
+        if num_tokens:
+            reservation.progress(num_tokens)
+            if self._last_token_s:
+                for _ in range(num_tokens):
+                    observe((now - self._last_token_s) / num_tokens)
+            self._last_token_s = now

@@ -1,0 +1,77 @@
+"""A request's claim on an instance, from the choice to the end of its leg."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvferry.router.member import Member
+from kvferry.router.policy import Instance, Role, Task
+
+__all__ = ["Reservation"]
+
+
+class Reservation:
+    """Counts one request and its tokens to a member until `release`, and tells its breaker and its speed how it went.
+
+    `changed` is called with the member whenever its load changes.
+    """
+
+    def __init__(
+        self, member: Member, task: Task, changed: Callable[[Member], None], clock: Callable[[], float]
+    ) -> None:
+        self._member, self._clock, self._changed = member, clock, changed
+        self._tokens = task.work(member.instance.role)
+        self._prompt_tokens = task.prompt_tokens
+        self._is_open, self._is_judged, self._computes = True, False, False
+        member.num_outstanding += 1
+        member.outstanding_tokens += self._tokens
+        member.breaker.begin(clock())
+        changed(member)
+
+    @property
+    def instance(self) -> Instance:
+        return self._member.instance
+
+    def computes(self) -> None:
+        """From now on it computes the request's prompt, so its answer tells how fast it is."""
+        self._computes = True
+        self._member.speed.began(self._clock())
+
+    def succeeded(self) -> None:
+        """It has answered: a prefill all, a decode its first byte."""
+        self._end_computing(self._prompt_tokens)
+        self._is_judged = True
+        self._member.breaker.succeeded()
+
+    def failed(self) -> None:
+        """It did not, and that is its own fault."""
+        self._end_computing(0)
+        self._is_judged = True
+        self._member.breaker.failed(self._clock())
+
+    def progress(self, num_tokens: int) -> None:
+        """That many tokens have been written."""
+        done = min(num_tokens, self._tokens)
+        self._tokens -= done
+        self._member.outstanding_tokens -= done
+
+    def release(self) -> None:
+        """The leg is over. May be called again."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._end_computing(0)
+        if not self._is_judged:
+            self._member.breaker.abandoned()
+        self._member.num_outstanding -= 1
+        self._member.outstanding_tokens -= self._tokens
+        self._changed(self._member)
+
+    def _end_computing(self, num_tokens: int) -> None:
+        if self._computes:
+            self._computes = False
+            self._member.speed.ended(self._clock(), num_tokens)
+
+
+def is_prefill(reservation: Reservation) -> bool:
+    return reservation.instance.role is Role.PREFILL

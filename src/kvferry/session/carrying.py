@@ -1,0 +1,138 @@
+"""Claims that a source carries out itself: it writes to the target's blocks, or to slots of its staging memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvferry.errors import FerryError, TransferError
+from kvferry.plan.copies import Direction
+from kvferry.plan.slots import SlotPlan
+from kvferry.plan.staged import Strategy
+from kvferry.session.events import (
+    Acquired,
+    Cancel,
+    ClaimKey,
+    Command,
+    Count,
+    Post,
+    Reply,
+    SlotKey,
+    Staged,
+    TicketEnded,
+)
+from kvferry.session.lease import Lease
+from kvferry.session.packing import Packing
+from kvferry.session.targets import Targets
+from kvferry.session.writes import Write
+from kvferry.wire.messages import Aborted, Claim, Pack, Reason, Refusal
+
+__all__ = ["Carrying"]
+
+
+class Carrying:
+    """What is written for each lease is in the lease itself: see `Lease.writes`. `epoch` is our own."""
+
+    def __init__(self, targets: Targets, epoch: str) -> None:
+        self._targets = targets
+        self._epoch = epoch
+
+    def begin(self, peer: str, claim: Claim, lease: Lease) -> Iterator[Command]:
+        """Carry a claim out, once. Asked again, say how far that is. Raises TransferError when it cannot be."""
+        key = ClaimKey(claim.reference.lease_id, claim.party, claim.claim_id)
+        if known := lease.writes.get(key):
+            known.peer = peer
+            yield Reply(peer, known.word())
+        elif claim.strategy is Strategy.PACK:
+            plan = SlotPlan(self._targets.request(claim, lease.wanted))
+            packing = lease.writes[key] = Packing(key, peer, plan, lease.wanted.block_tables)
+            yield Reply(peer, packing.word())
+        else:
+            copies = self._targets.copies(claim, lease.wanted)
+            write = lease.writes[key] = Write.begun(claim.claim_id, peer, copies)
+            yield Reply(peer, write.word())
+            yield Post(key, copies, Direction.WRITE)
+
+    def pack(self, peer: str, message: Pack, lease: Lease) -> Iterator[Command]:
+        """Write one slot. Raises TransferError when there is no such claim or slot."""
+        packing = lease.writes.get(ClaimKey(message.lease_id, message.party, message.claim_id))
+        if not isinstance(packing, Packing):
+            raise TransferError(Reason.NOT_CLAIMED, "a slot of nothing that is packed", found=message.claim_id)
+        try:
+            yield from packing.pack(message, peer)
+        except FerryError as error:
+            raise TransferError(Reason.OUT_OF_RANGE, error.what, found=error.found, expected=error.expected) from error
+
+    def slot_changed(self, event: Acquired | Staged | TicketEnded, lease: Lease) -> Iterator[Command]:
+        """A slot of a packed claim is there, is gathered, or is written."""
+        key = event.key
+        if not isinstance(key, SlotKey) or not isinstance(key.work, ClaimKey):
+            return
+        packing = lease.writes.get(key.work)
+        if not isinstance(packing, Packing) or key not in packing.uses:
+            return
+        had_error = bool(packing.error)
+        match event:
+            case Acquired():
+                yield from packing.acquired(event)
+            case Staged():
+                yield from packing.staged(event)
+            case TicketEnded():
+                yield from packing.ticket_ended(event)
+        if packing.is_aborted:
+            yield from self._acknowledge(packing)
+        elif packing.error and not had_error:
+            yield from _say(packing)
+
+    def ticket_ended(self, event: TicketEnded, lease: Lease) -> Iterator[Command]:
+        """A write of ours: good news only while the lease is live, else the target has been told when it ended."""
+        write = lease.writes.get(event.key) if isinstance(event.key, ClaimKey) else None
+        if not isinstance(write, Write):
+            return
+        write.ended(event.error)
+        if write.is_aborted:
+            yield from self._acknowledge(write)
+        elif lease.live:
+            yield from _say(write)
+
+    def abort(self, peer: str, key: ClaimKey, lease: Lease) -> Iterator[Command]:
+        """The target does not want it any more: acknowledged once nothing is written, and nothing ever will be."""
+        write = lease.writes.get(key)
+        if write is None:
+            yield Reply(peer, Aborted(key.claim_id, self._epoch, is_clean=True))
+            return
+        write.peer, write.is_aborted = peer, True
+        if isinstance(write, Packing):
+            yield from write.fail("the claim has been aborted")
+        yield from self._acknowledge(write)
+
+    def _acknowledge(self, write: Write | Packing) -> Iterator[Command]:
+        if not write.is_open:
+            yield Reply(write.peer, Aborted(write.claim_id, self._epoch, write.is_clean))
+
+    def end(self, lease: Lease) -> Iterator[Command]:
+        """The lease has ended: what is under way is no good any more, and has to end too."""
+        for key, write in lease.writes.items():
+            if isinstance(write, Packing):
+                # Asked for slots, or at the end for all of them, the target may be between two questions.
+                was_open = write.is_open
+                yield from write.fail("the lease has ended")
+                if was_open and not write.is_aborted:
+                    yield from _refuse(write.peer, lease.refusal_of_end(key))
+            elif write.is_open:
+                write.machine.move("lease ended")
+                yield Cancel(key)
+                if not write.is_aborted:
+                    yield from _refuse(write.peer, lease.refusal_of_end(key))
+
+
+def _say(write: Write | Packing) -> Iterator[Command]:
+    word = write.word()
+    if isinstance(word, Refusal):
+        yield from _refuse(write.peer, word)
+    else:
+        yield Reply(write.peer, word)
+
+
+def _refuse(peer: str, refusal: Refusal) -> Iterator[Command]:
+    yield Reply(peer, refusal)
+    yield Count("refusals_sent", refusal.reason)

@@ -1,0 +1,144 @@
+"""The source's side of a packed claim: slots that the target asks for are gathered and written to it, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvferry.errors import RequestError
+from kvferry.plan.copies import Direction
+from kvferry.plan.slots import Slot, SlotPlan
+from kvferry.session.events import (
+    Acquire,
+    Acquired,
+    Cancel,
+    ClaimKey,
+    Command,
+    Post,
+    Release,
+    Reply,
+    SlotKey,
+    Stage,
+    Staged,
+    TicketEnded,
+)
+from kvferry.session.slot_use import SlotState, SlotUse, shifted
+from kvferry.wire.messages import Grant, Pack, Packed, Queued, Reason, Refusal, Renewed
+
+__all__ = ["Packing"]
+
+
+@dataclass(slots=True)
+class Packing:
+    """One claim. `peer` names whom to answer, `error` says what did not work, `done` are the slots that are written.
+
+    With `is_aborted` the target waits to hear that nothing is written any more.
+    """
+
+    key: ClaimKey
+    peer: str
+    plan: SlotPlan
+    block_tables: tuple[tuple[int, ...], ...]
+    uses: dict[SlotKey, SlotUse] = field(default_factory=dict)
+    done: set[SlotKey] = field(default_factory=set)
+    error: str = ""
+    is_clean: bool = True
+    is_aborted: bool = False
+
+    @property
+    def claim_id(self) -> str:
+        return self.key.claim_id
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something still looks at the blocks or moves bytes to the target."""
+        return bool(self.uses)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether everything that was asked for is there; what else there is only the target knows."""
+        return not self.uses and not self.error
+
+    def word(self) -> Grant | Refusal:
+        """What there is to say while the lease is live."""
+        if self.error:
+            return Refusal(Reason.TRANSPORT, "a slot could not be written", self.error, "", self.claim_id)
+        return Grant(self.claim_id, self.block_tables)
+
+    def pack(self, message: Pack, peer: str) -> Iterator[Command]:
+        """A slot is wanted; asked again, say how far it is. Written it is once, wherever a repetition points to.
+
+        Raises RequestError for a slot that does not exist.
+        """
+        self.peer = peer
+        key = SlotKey(self.key, message.stretch, message.number)
+        if key in self.done:
+            yield Reply(peer, Packed(self.claim_id, key.stretch, key.number))
+        elif self.error:
+            yield Reply(peer, self.word())
+        elif use := self.uses.get(key):
+            is_queued = use.state is SlotState.WAITING
+            yield Reply(peer, Queued(self.claim_id) if is_queued else Renewed(()))
+        else:
+            use = SlotUse.begun(key, self._slot(key), message.address)
+            self.uses[key] = use
+            yield Acquire(key, use.slot.num_bytes)
+
+    def _slot(self, key: SlotKey) -> Slot:
+        num_stretches = len(self.plan.stretches)
+        if key.stretch < num_stretches and key.number < len(slots := self.plan.slots(key.stretch)):
+            return slots[key.number]
+        found = f"slot {key.number} of stretch {key.stretch}"
+        raise RequestError("no such slot", found=found, expected=f"one of {num_stretches} stretches")
+
+    def acquired(self, event: Acquired) -> Iterator[Command]:
+        """A slot is ours: gather. Without one the claim cannot be carried out."""
+        use = self.uses[event.key]
+        if event.error:
+            del self.uses[event.key]
+            yield from self.fail(event.error)
+            return
+        use.machine.move("acquired")
+        use.address = event.address
+        yield Stage(event.key, use.gather)
+
+    def staged(self, event: Staged) -> Iterator[Command]:
+        """Gathered: on the wire with it."""
+        use = self.uses[event.key]
+        if use.state is SlotState.DRAINING or event.error:
+            yield from self._over(use, event.error)
+            return
+        use.machine.move("filled")
+        yield Post(event.key, shifted(use.slot.stages.wire, use.address, use.far_address), Direction.WRITE)
+
+    def ticket_ended(self, event: TicketEnded) -> Iterator[Command]:
+        """Written, or not."""
+        use = self.uses[event.key] if isinstance(event.key, SlotKey) else None
+        if use is None:
+            return
+        self.is_clean = self.is_clean and not event.error
+        if use.state is SlotState.DRAINING or event.error:
+            yield from self._over(use, event.error)
+            return
+        use.machine.move("emptied")
+        del self.uses[use.key]
+        self.done.add(use.key)
+        yield Release(use.key)
+        yield Reply(self.peer, Packed(self.claim_id, use.key.stretch, use.key.number))
+
+    def _over(self, use: SlotUse, error: str) -> Iterator[Command]:
+        """The end of a slot that comes to nothing."""
+        del self.uses[use.key]
+        yield Release(use.key)
+        if error:
+            yield from self.fail(error)
+
+    def fail(self, error: str) -> Iterator[Command]:
+        """Begin nothing more, and wait for what is under way."""
+        self.error = self.error or error
+        for key, use in list(self.uses.items()):
+            if use.state is SlotState.EMPTYING:
+                yield Cancel(key)
+            if use.fail():
+                del self.uses[key]
+                yield Release(key)

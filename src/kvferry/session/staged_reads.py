@@ -1,0 +1,93 @@
+"""The reads that go through staging memory: their slots, from the first that is asked for to the last byte in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvferry.errors import FerryError, TransferError
+from kvferry.plan.slots import SlotPlan
+from kvferry.session.events import Acquired, PeerKey, ReadKey, Release, SlotKey, Staged
+from kvferry.session.fetch import Broken, Fetch, Read, Step
+from kvferry.session.unpacking import Unpacking
+from kvferry.wire.messages import Party, Reason
+
+__all__ = ["StagedReads"]
+
+
+class StagedReads:
+    """Of the fetches of one rank. `land` goes on with a read whose bytes are all in their blocks."""
+
+    def __init__(
+        self, ours: Party, fetches: dict[str, Fetch], land: Callable[[Fetch, PeerKey, float], Iterator[Step]]
+    ) -> None:
+        self._ours = ours
+        self._fetches = fetches
+        self._land = land
+        # When any of them last got on: while one does, others that wait for its slots have reason to.
+        self._moved_at = 0.0
+
+    def begin(self, fetch: Fetch, key: PeerKey, plan: SlotPlan, now: float) -> Iterator[Step]:
+        """A source has said where its bytes are."""
+        read = fetch.reads[key]
+        lease_id = fetch.wanted.reference.lease_id
+        unpacking = Unpacking(fetch.key(key), plan, read.strategy, lease_id, self._ours)
+        read.unpacking = (unpacking,)
+        yield from self._on(fetch, key, unpacking.go_on(), now)
+
+    def acquired(self, event: Acquired, now: float) -> Iterator[Step]:
+        """A slot is ours; of a fetch that is over, it goes straight back."""
+        for fetch, peer, unpacking in self._of(event.key):
+            if event.error:
+                yield Broken(fetch, TransferError(Reason.TRANSPORT, "no staging memory", found=event.error))
+            else:
+                yield from self._on(fetch, peer, unpacking.acquired(event.key, event.address, now), now)
+            return
+        if not event.error:
+            yield Release(event.key)
+
+    def filled(self, key: SlotKey, error: str, now: float) -> Iterator[Step]:
+        """The wire has ended, here or at the source."""
+        for fetch, peer, unpacking in self._of(key):
+            if error and not fetch.failed:
+                yield Broken(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=error))
+            steps = unpacking.ended(key) if fetch.failed else unpacking.filled(key)
+            yield from self._on(fetch, peer, steps, now)
+
+    def staged(self, event: Staged, now: float) -> Iterator[Step]:
+        """A slot's bytes are in their blocks."""
+        for fetch, peer, unpacking in self._of(event.key):
+            if event.error and not fetch.failed:
+                yield Broken(fetch, TransferError(Reason.TRANSPORT, "the scatter failed", found=event.error))
+            steps = unpacking.ended(event.key) if fetch.failed else unpacking.emptied(event.key)
+            yield from self._on(fetch, peer, steps, now)
+
+    def hurry(self, fetch: Fetch, read: Read, now: float, resend_s: float) -> Iterator[Step]:
+        """Ask again for what has not come; whoever waits for a slot does so as long as others get on."""
+        if read.is_waiting:
+            fetch.moved_at = max(fetch.moved_at, self._moved_at)
+        for unpacking in read.unpacking:
+            if not fetch.failed:
+                yield from unpacking.repeat(now, resend_s)
+
+    def _of(self, key: SlotKey) -> Iterator[tuple[Fetch, PeerKey, Unpacking]]:
+        """Whose slot it is; nobody's when that is over."""
+        work = key.work
+        fetch = self._fetches.get(work.request_id) if isinstance(work, ReadKey) else None
+        if fetch is not None and isinstance(work, ReadKey) and work.peer in fetch.reads:
+            for unpacking in fetch.reads[work.peer].unpacking:
+                if key in unpacking:
+                    yield fetch, work.peer, unpacking
+
+    def _on(self, fetch: Fetch, peer: PeerKey, steps: Iterator[Step], now: float) -> Iterator[Step]:
+        """Go on with a read, and land it when there is nothing left to do."""
+        fetch.moved_at = self._moved_at = now
+        read = fetch.reads[peer]
+        try:
+            yield from steps
+        except FerryError as error:
+            yield Broken(fetch, TransferError(Reason.OUT_OF_RANGE, str(error)))
+        if not fetch.failed and all(unpacking.is_done for unpacking in read.unpacking):
+            read.num_bytes = sum(unpacking.num_bytes for unpacking in read.unpacking)
+            read.num_rows = sum(unpacking.num_rows for unpacking in read.unpacking)
+            read.machine.move("ticket ended")
+            yield from self._land(fetch, peer, now)

@@ -1,0 +1,141 @@
+"""The target's side of a staged read: a few slots at a time are filled over the wire and scattered into the blocks.
+
+With `scatter` the target fills its slots itself, with runs of the source's blocks. With `pack` it tells the source
+where each slot is, and the source writes there what it has gathered. A slot is told to a source once: it is the
+source's to write to until that says it has, or is known to write no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvferry.plan.copies import Direction
+from kvferry.plan.slots import Slot, SlotPlan
+from kvferry.plan.staged import Strategy
+from kvferry.session.events import Acquire, Cancel, Command, Post, ReadKey, Release, Send, SlotKey, Stage
+from kvferry.session.slot_use import SlotState, SlotUse, shifted
+from kvferry.wire.messages import Pack, Party
+
+__all__ = ["Unpacking"]
+
+# One is filled, one is scattered, one is on its way from one to the other.
+WINDOW = 3
+
+
+class Unpacking:
+    """The slots of one read. `lease_id` and `ours` are what a source has to be told."""
+
+    def __init__(self, key: ReadKey, plan: SlotPlan, strategy: Strategy, lease_id: str, ours: Party) -> None:
+        self._key = key
+        self._strategy = strategy
+        self._lease_id = lease_id
+        self._ours = ours
+        self._open: dict[SlotKey, SlotUse] = {}
+        self._todo = self._all(plan)
+        self._is_planned = False
+        self.num_bytes = 0
+        self.num_rows = 0
+
+    def _all(self, plan: SlotPlan) -> Iterator[tuple[SlotKey, Slot]]:
+        for stretch in range(len(plan.stretches)):
+            for number, slot in enumerate(plan.slots(stretch)):
+                yield SlotKey(self._key, stretch, number), slot
+
+    def __contains__(self, key: SlotKey) -> bool:
+        return key in self._open
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a slot is waited for or in use."""
+        return bool(self._open)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every byte is in its place."""
+        return self._is_planned and not self._open
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nothing goes on because there is no slot: others have them."""
+        return bool(self._open) and all(use.state is SlotState.WAITING for use in self._open.values())
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether the source may be writing to a slot, for all we know."""
+        return any(self._may_be_written(use) for use in self._open.values())
+
+    def _may_be_written(self, use: SlotUse) -> bool:
+        is_filling = use.state is SlotState.FILLING or (use.state is SlotState.DRAINING and not use.was_emptying)
+        return self._strategy is Strategy.PACK and is_filling
+
+    def go_on(self) -> Iterator[Command]:
+        """Ask for the next slots. Raises what planning them raises."""
+        while len(self._open) < WINDOW and not self._is_planned:
+            for key, slot in self._todo:
+                self._open[key] = SlotUse.begun(key, slot)
+                yield Acquire(key, slot.num_bytes)
+                break
+            else:
+                self._is_planned = True
+
+    def acquired(self, key: SlotKey, address: int, now: float) -> Iterator[Command]:
+        """A slot is there: have it filled."""
+        use = self._open[key]
+        use.machine.move("acquired")
+        use.address, use.last_sent = address, now
+        self.num_bytes += use.slot.num_bytes
+        self.num_rows += len(use.slot.stages.wire)
+        if self._strategy is Strategy.PACK:
+            yield self._pack(use)
+        else:
+            yield Post(key, shifted(use.slot.stages.wire, 0, address), Direction.READ)
+
+    def _pack(self, use: SlotUse) -> Send:
+        key, ours = use.key, self._ours
+        message = Pack(ours, self._key.request_id, self._lease_id, key.stretch, key.number, use.address)
+        return Send(self._key.peer, message)
+
+    def filled(self, key: SlotKey) -> Iterator[Command]:
+        """Its bytes are there; heard again, or late, this means nothing."""
+        use = self._open.get(key)
+        if use is not None and use.machine.allows("filled"):
+            use.machine.move("filled")
+            yield Stage(key, use.scatter)
+
+    def emptied(self, key: SlotKey) -> Iterator[Command]:
+        """Its bytes are in their blocks; on to the next slot."""
+        self._open.pop(key).machine.move("emptied")
+        yield Release(key)
+        yield from self.go_on()
+
+    def repeat(self, now: float, resend_s: float) -> Iterator[Command]:
+        """Ask the source again for what it has not written yet."""
+        for use in self._open.values():
+            if self._may_be_written(use) and use.state is SlotState.FILLING and now - use.last_sent >= resend_s:
+                use.last_sent = now
+                yield self._pack(use)
+
+    # --- after a failure ---
+
+    def fail(self) -> Iterator[Command]:
+        """Begin nothing more, and wait for what is under way."""
+        self._is_planned = True
+        for key, use in list(self._open.items()):
+            if use.state is SlotState.FILLING and self._strategy is not Strategy.PACK:
+                yield Cancel(key)
+            if use.fail():
+                del self._open[key]
+                yield Release(key)
+
+    def ended(self, key: SlotKey) -> Iterator[Command]:
+        """What was under way has ended."""
+        use = self._open.get(key)
+        if use is not None and use.machine.allows("ended"):
+            use.machine.move("ended")
+            del self._open[key]
+            yield Release(key)
+
+    def fenced(self) -> Iterator[Command]:
+        """The source writes no more."""
+        for key in [key for key, use in self._open.items() if self._may_be_written(use)]:
+            yield from self.ended(key)

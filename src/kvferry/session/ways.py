@@ -1,0 +1,67 @@
+"""How a read's bytes move: straight to their blocks, or through staging memory; decided before it is claimed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.errors import TransferError
+from kvferry.plan.copies import Copies, Direction
+from kvferry.plan.program import Program
+from kvferry.plan.request import Ranges, volume
+from kvferry.plan.staged import RegionStarts, Strategy
+from kvferry.plan.strategy import Costs, Counts, counts_of, prices
+from kvferry.wire.messages import Reason
+
+__all__ = ["AUTO", "NO_STAGING", "StagingPolicy"]
+
+AUTO = (Strategy.DIRECT, Strategy.SCATTER, Strategy.PACK)
+"""The cheapest of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagingPolicy:
+    """`allowed` are the strategies that may be chosen; `slot_bytes` is what is staged at a time, 0 without staging
+    memory."""
+
+    allowed: tuple[Strategy, ...]
+    slot_bytes: int
+
+    def before_claim(self, program: Program, ranges: Ranges, costs: Costs, direction: Direction) -> Strategy:
+        """PACK, if that is what to ask a source for; else the best of the others.
+
+        The source's blocks are not known yet: every row counts for itself, and so does every run of the source.
+        """
+        num_rows, num_bytes = volume(program, ranges)
+        allowed = self.allowed
+        if direction is Direction.WRITE:
+            # A source that writes to our blocks needs no slots of ours, and one that needs them packs.
+            allowed = tuple(each for each in allowed if each is not Strategy.SCATTER) or (Strategy.PACK,)
+        return _cheapest(Counts(num_bytes, num_rows, num_rows), costs, allowed)
+
+    def without_packing(self, source: str) -> Strategy:
+        """What is left for a source that cannot write to our staging memory. Raises TransferError when nothing is."""
+        left = [each for each in self.allowed if each is not Strategy.PACK]
+        if not left:
+            raise TransferError(
+                Reason.UNREACHABLE,
+                f"{source} cannot write to our staging memory, and nothing else is allowed",
+                found="no transport from the source to this engine passed its self-test",
+                expected="one that does, or another strategy",
+                hint="choose another --transport for both engines, or the strategy auto",
+            )
+        return left[0]
+
+    def before_read(self, copies: Copies, costs: Costs, starts: RegionStarts) -> Strategy:
+        """DIRECT or SCATTER, now that the rows are known."""
+        allowed = tuple(each for each in self.allowed if each is not Strategy.PACK) or (Strategy.DIRECT,)
+        if len(allowed) == 1:
+            return allowed[0]
+        return _cheapest(counts_of(copies, starts.source), costs, allowed)
+
+
+NO_STAGING = StagingPolicy((Strategy.DIRECT,), 0)
+"""Everything moves straight."""
+
+
+def _cheapest(counts: Counts, costs: Costs, allowed: tuple[Strategy, ...]) -> Strategy:
+    return next(price.strategy for price in prices(counts, costs) if price.strategy in allowed)

@@ -1,0 +1,113 @@
+"""Gathers and scatters in host memory, on a thread: while one slot is copied, others are on the wire."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.errors import FerryError, IllegalEventError
+from kvferry.plan.copies import Copies
+from kvferry.staging.mover import CLOSED, Moved
+from kvferry.transport.base import Memory
+from kvferry.transport.pieces import Pieces, view_of
+from kvferry.transport.rows import copy_rows
+
+__all__ = ["HostMover", "host_pieces"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    key: Hashable
+    copies: Copies
+
+
+def host_pieces(memories: Sequence[Memory]) -> Pieces:
+    """Memories of this process, with views of them. Raises TransportError when one cannot exist or two overlap."""
+    extents = [(memory.address, memory.size_bytes) for memory in memories]
+    Pieces.of(extents)  # refuses before anything is looked at
+    return Pieces.of(extents, map(view_of, memories))
+
+
+class HostMover:
+    """A `Mover` for memory that this process can read: one thread, one copy after another.
+
+    `pieces` are all memories that rows may touch; they must stay until `close`. `ring` is called from that thread
+    whenever `poll` has something to report.
+    """
+
+    def __init__(self, pieces: Pieces, ring: Callable[[], None]) -> None:
+        self._pieces = pieces
+        self._ring = ring
+        self._open: set[Hashable] = set()
+        # The condition guards these.
+        self._changed = threading.Condition()
+        self._jobs: deque[_Job] = deque()
+        self._ended: list[Moved] = []
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._work, name="kvferry-mover", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._open)
+
+    def start(self, key: Hashable, copies: Copies) -> None:
+        """See `Mover`. Copies begin in the order of their starts."""
+        if key in self._open:
+            raise IllegalEventError("a copy is started twice", found=f"{key}", expected="one copy per key at a time")
+        self._open.add(key)
+        with self._changed:
+            if self._is_closed:
+                self._ended.append(Moved(key, CLOSED))
+            else:
+                self._jobs.append(_Job(key, copies))
+                self._changed.notify()
+
+    def poll(self) -> list[Moved]:
+        """See `Mover`."""
+        with self._changed:
+            ended, self._ended = self._ended, []
+        self._open.difference_update(moved.key for moved in ended)
+        return ended
+
+    def close(self) -> None:
+        """See `Mover`. A copy that is under way stops at its next step, a few MiB at most."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while job := self._next():
+            error = self._copy(job.copies)
+            with self._changed:
+                self._ended.append(Moved(job.key, error))
+            self._ring()
+
+    def _next(self) -> _Job | None:
+        """Wait for a job; None when there will be none any more, and those that waited have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._is_closed)
+            if not self._is_closed:
+                return self._jobs.popleft()
+            self._ended += [Moved(job.key, CLOSED) for job in self._jobs]
+            self._jobs.clear()
+            return None
+
+    def _copy(self, copies: Copies) -> str:
+        """Copy the rows; why that went wrong, or nothing."""
+        try:
+            source = self._pieces.side(copies.source, copies.length, "this process (source)")
+            target = self._pieces.side(copies.target, copies.length, "this process (target)")
+            for _ in copy_rows(source, target, copies.length.astype(np.int64)):
+                if self._is_closed:
+                    return CLOSED
+        except FerryError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001 - the top of a thread: the key must end whatever happens
+            return f"the copy failed: {type(error).__name__}: {error}"
+        return ""

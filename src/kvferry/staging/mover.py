@@ -1,0 +1,49 @@
+"""What gathers and scatters: a dozen lines of contract.
+
+A mover copies rows between memories of one process, such as the blocks of an engine and a slot of staging memory, while
+its owner does something else. It belongs to one thread, the agent's; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple, Protocol
+
+from kvferry.plan.copies import Copies
+
+__all__ = ["CLOSED", "Moved", "Mover"]
+
+CLOSED = "the mover was closed"
+
+
+class Moved(NamedTuple):
+    """The end of what was started under a key: no byte of it is read or written any more. `error` is empty when all is
+    copied."""
+
+    key: Hashable
+    error: str
+
+
+class Mover(Protocol):
+    """Copies rows inside one process; addresses are absolute, those of a device or of the host."""
+
+    def start(self, key: Hashable, copies: Copies) -> None:
+        """Begin to copy; what goes wrong comes out of `poll`, also rows that leave the memories of the mover.
+
+        Targets must not overlap one another or a source, nor anything else that is under way. Raises IllegalEventError
+        when the key is in use: from its start until `poll` has reported its end.
+        """
+        ...
+
+    def poll(self) -> list[Moved]:
+        """What has ended since the last call, each exactly once, in any order. Never raises."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether an end is still to be reported."""
+        ...
+
+    def close(self) -> None:
+        """Stop within milliseconds; what was cut off ends with an error in the next `poll`. Safe to call twice."""
+        ...

@@ -1,0 +1,163 @@
+"""Who may have which bytes of one arena of staging memory: slots on request, in turns. Pure integers.
+
+Nothing fails for lack of room: a wish waits until there is a place for it. What is promised about that:
+
+* **Turns.** Owners (peers) take turns, one wish at a time, each owner's wishes in the order in which they were made.
+  Whose wish finds a place goes to the end of the line. So of owners that always wait, with wishes of one size, none
+  gets more than one slot ahead of another.
+* **No starvation.** The first in line whose wish does not fit is promised a stretch of the arena: the one that needs
+  the fewest bytes to be given back. Wishes behind it may pass, but never into that stretch. So it is served at the
+  latest when the slots that lie there have been released, whatever else is asked meanwhile. Nobody gets in front of it:
+  an owner with n others before it has at most n such waits ahead of it.
+* **Fragmentation.** A slot is the beginning of the smallest hole that holds it, and released neighbours are joined at
+  once. Wishes of one size therefore fill the arena without gaps; and a wish of n bytes (rounded up to the
+  alignment) fits in any case when more than (slots held + 1) * (n - alignment) bytes are free, because there is at most
+  one hole more than there are slots.
+
+A released slot may be given away by the next call of `grants`: release it only when nothing can touch it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from kvferry.errors import ConfigurationError, IllegalEventError, TransferError
+from kvferry.staging.room import NOWHERE, Room, Stretch
+
+__all__ = ["ALIGNMENT_BYTES", "Pool", "Slot"]
+
+ALIGNMENT_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Bytes of the arena that belong to `key` until it is released: `num_bytes` as asked, from `offset` on."""
+
+    key: Hashable
+    offset: int
+    num_bytes: int
+
+
+class Pool:
+    """Slots of one arena of `size_bytes`; each begins at a multiple of `alignment_bytes`.
+
+    Raises ConfigurationError when the alignment is no power of two or the arena does not hold as much.
+    """
+
+    def __init__(self, size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> None:
+        if alignment_bytes < 1 or alignment_bytes & (alignment_bytes - 1):
+            raise ConfigurationError("not an alignment", found=f"{alignment_bytes} bytes", expected="a power of two")
+        if size_bytes < alignment_bytes:
+            raise ConfigurationError(
+                "staging memory that holds nothing",
+                found=f"{size_bytes} bytes",
+                expected=f"at least {alignment_bytes} bytes",
+                hint="some hundred MiB suit most links",
+            )
+        self._alignment_bytes = alignment_bytes
+        self._room = Room(size_bytes // alignment_bytes * alignment_bytes)
+        self._held: dict[Hashable, Stretch] = {}
+        # Owners in the order of their turns, and the wishes of each in the order in which they were made.
+        self._line: dict[Hashable, dict[Hashable, int]] = {}
+        self._owner_of: dict[Hashable, Hashable] = {}
+        # Only the first in line can have been promised a stretch: whoever was before it has been served.
+        self._promised = NOWHERE
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether a key has a slot or waits for one."""
+        return key in self._held or key in self._owner_of
+
+    @property
+    def size_bytes(self) -> int:
+        """What all slots together may take; a single slot may take all of it."""
+        return self._room.size_bytes
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._owner_of)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that nobody else can have, up to the next multiple of the alignment of each slot."""
+        return self._room.size_bytes - self._room.free_bytes
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody has a slot or waits for one."""
+        return not (self._held or self._owner_of)
+
+    def ask(self, key: Hashable, owner: Hashable, num_bytes: int) -> None:
+        """Get in line for a slot; a later `grants` has it.
+
+        Raises TransferError when it could never be served, and IllegalEventError when the key is already known.
+        """
+        if key in self:
+            raise IllegalEventError("a key asks for a second slot", found=f"{key}", expected="one slot per key")
+        if not 0 < num_bytes <= self.size_bytes:
+            raise TransferError(
+                "staging",
+                "a slot that staging memory can never have",
+                found=f"{num_bytes} bytes",
+                expected=f"1 to {self.size_bytes} bytes",
+                hint="smaller slots, or more staging memory",
+            )
+        self._line.setdefault(owner, {})[key] = num_bytes
+        self._owner_of[key] = owner
+
+    def grants(self) -> list[Slot]:
+        """The wishes that are served now, in their order; each comes out once."""
+        granted: list[Slot] = []
+        while slot := self._next():
+            granted.append(slot)
+        return granted
+
+    def release(self, key: Hashable) -> None:
+        """Give a slot back, or withdraw a wish that still waits.
+
+        Raises IllegalEventError for an unknown key: who releases twice might release what is somebody else's next time.
+        """
+        if held := self._held.pop(key, None):
+            self._room.give(held)
+        elif key in self._owner_of:
+            if key == self._first_key():
+                self._promised = NOWHERE
+            self._forget(key)
+        else:
+            raise IllegalEventError("a slot is released that nobody has", found=f"{key}", expected="one release each")
+
+    def _next(self) -> Slot | None:
+        """Serve the first in line that can be; None when nobody can."""
+        for number, (owner, wishes) in enumerate(self._line.items()):
+            key, num_bytes = next(iter(wishes.items()))
+            taken_bytes = -(-num_bytes // self._alignment_bytes) * self._alignment_bytes
+            place = self._room.fit(taken_bytes, self._promised if number else NOWHERE)
+            if place:
+                return self._serve(owner, Slot(key, place.start, num_bytes), place)
+            if not number and not self._promised.num_bytes:
+                self._promised = self._room.emptiest(taken_bytes)
+        return None
+
+    def _serve(self, owner: Hashable, slot: Slot, place: Stretch) -> Slot:
+        if slot.key == self._first_key():
+            self._promised = NOWHERE
+        self._room.take(place)
+        self._held[slot.key] = place
+        self._forget(slot.key)
+        if wishes := self._line.pop(owner, None):
+            self._line[owner] = wishes
+        return slot
+
+    def _first_key(self) -> Hashable:
+        return next(iter(next(iter(self._line.values()))))
+
+    def _forget(self, key: Hashable) -> None:
+        """Take a wish out of the line, and its owner when that was the last one."""
+        owner = self._owner_of.pop(key)
+        del self._line[owner][key]
+        if not self._line[owner]:
+            del self._line[owner]

@@ -1,0 +1,61 @@
+"""What a self-test found out about one transport to one peer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.plan.copies import Direction
+
+__all__ = ["UNMEASURED", "Measurement", "Rates"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """One direction: two rates in 10⁹ bytes per second and the time of a small copy, or in `error` why there are none.
+
+    `gigabytes_per_s` is that of one long row, `row_gigabytes_per_s` that of many rows of 4 KiB, which shows what a
+    descriptor costs.
+    """
+
+    gigabytes_per_s: float
+    row_gigabytes_per_s: float
+    latency_s: float
+    error: str = ""
+
+    @property
+    def seconds_per_gigabyte(self) -> float:
+        """For half of the bytes in long rows and half in short ones: caches move in both."""
+        return 0.5 / self.gigabytes_per_s + 0.5 / self.row_gigabytes_per_s
+
+    def __str__(self) -> str:
+        return f"{self.gigabytes_per_s:.1f} GB/s, {self.row_gigabytes_per_s:.1f} in rows of 4 KiB"
+
+
+UNMEASURED = Rates(0.0, 0.0, 0.0, "not measured")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One transport: reading (the first four figures, as in `Rates`), writing, and what carried the bytes.
+
+    With an `error` the transport cannot be used at all. `carriers` are the words of the transport's own library, such
+    as `cma/memory` or `tcp/eth0`.
+    """
+
+    name: str
+    gigabytes_per_s: float
+    row_gigabytes_per_s: float
+    latency_s: float
+    error: str
+    writing: Rates = UNMEASURED
+    carriers: tuple[str, ...] = ()
+
+    def rates(self, direction: Direction) -> Rates:
+        """Those of one direction."""
+        if direction is Direction.WRITE:
+            return self.writing
+        return Rates(self.gigabytes_per_s, self.row_gigabytes_per_s, self.latency_s, self.error)
+
+    def why_not(self, direction: Direction) -> str:
+        """Why it cannot be used in a direction; empty where it can."""
+        return self.error or self.rates(direction).error

@@ -1,0 +1,89 @@
+"""Before UCX is loaded: gather the facts of this process, choose its settings, and put them into its environment.
+
+The only place that reads and sets UCX's variables.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from kvferry.transport.accelerators import accelerators
+from kvferry.transport.confinement import confinement
+from kvferry.transport.environment import Environment, choose_environment
+from kvferry.transport.finding import Finding, Severity
+from kvferry.transport.nics import nics
+from kvferry.transport.situation import Accelerator, Place, Situation, UcxBuild
+from kvferry.transport.ucx_builds import build_at, build_to_load, installed_builds, loaded_directories
+
+__all__ = ["PACKAGES", "Prepared", "prepare", "situation_here"]
+
+PACKAGES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
+"""NIXL's Python packages, in the order in which they are tried."""
+
+logger = logging.getLogger(__name__)
+
+# What this process has set itself: it must not pass for the user's own when another engine of it prepares.
+_ours: dict[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What was found, what was chosen, and what cannot have any effect any more."""
+
+    situation: Situation
+    environment: Environment
+    late: tuple[Finding, ...]
+
+
+def situation_here(device: str = "cpu", buffer_device: str = "cpu", place: Place = Place.UNKNOWN) -> Situation:
+    """This machine and process, for an engine on `device` whose registered memory is `buffer_device`'s."""
+    matching = [each for each in accelerators() if each.kind == device]
+    return Situation(
+        device=device,
+        buffer_device=buffer_device,
+        place=place,
+        nics=nics(),
+        # Where there are several, only the engine knows which one is its own.
+        accelerator=matching[0] if len(matching) == 1 else Accelerator("", device),
+        build=_build(),
+        confinement=confinement(),
+        user={name: value for name, value in os.environ.items() if _is_users(name, value)},
+    )
+
+
+def prepare(device: str = "cpu", buffer_device: str = "cpu", place: Place = Place.UNKNOWN) -> Prepared:
+    """Choose and set UCX's variables for this process; its own are left alone.
+
+    Raises ConfigurationError when the user's own list of transports cannot work.
+    """
+    situation = situation_here(device, buffer_device, place)
+    environment = choose_environment(situation)
+    new = {name: value for name, value in environment.chosen.items() if os.environ.get(name) != value}
+    late = _too_late(new) if loaded_directories() else ()
+    os.environ.update(new)
+    _ours.update(new)
+    for setting in environment.settings:
+        logger.info("%s (%s): %s", setting, setting.origin, setting.reason)
+    return Prepared(situation, environment, late)
+
+
+def _build() -> UcxBuild:
+    loaded = loaded_directories()
+    return build_at(loaded[0]) if loaded else build_to_load(installed_builds(), PACKAGES)
+
+
+def _is_users(name: str, value: str) -> bool:
+    return name.startswith("UCX_") and _ours.get(name) != value
+
+
+def _too_late(new: Mapping[str, str]) -> tuple[Finding, ...]:
+    if not new:
+        return ()
+    values = " ".join(f"{name}={value}" for name, value in new.items())
+    what = "UCX had been loaded before its settings were chosen, so these may have no effect"
+    hint = f"set them where the process is started: {values}"
+    return (Finding(Severity.WARNING, what, values, "set before anything loads NIXL", hint),)

@@ -1,0 +1,92 @@
+"""The copies that a self-test makes, one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.plan.copies import Copies, Direction
+from kvferry.transport.probe import Probe
+
+__all__ = ["READS", "ROW_BYTES", "WRITES", "Kind", "Step", "num_row_bytes", "reading", "writing"]
+
+LATENCY_BYTES = 4096
+ROW_BYTES = 4096
+NUM_READS = 3
+NUM_WRITES = 2
+
+
+class Kind(StrEnum):
+    """What a copy of the self-test is for."""
+
+    LATENCY = "latency"
+    WHOLE = "whole"
+    ROWS = "rows"
+    MARK = "mark"
+    MARK_BACK = "mark back"
+    WRITE_WHOLE = "write whole"
+    WRITE_ROWS = "write rows"
+    WHOLE_BACK = "whole back"
+
+
+READS = (Kind.LATENCY, Kind.WHOLE, Kind.ROWS)
+WRITES = (Kind.MARK, Kind.WRITE_WHOLE, Kind.WRITE_ROWS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One copy of the self-test; `copies.target` or `copies.source` is its scratch memory."""
+
+    kind: Kind
+    copies: Copies
+
+    @property
+    def direction(self) -> Direction:
+        return Direction.WRITE if self.kind in WRITES else Direction.READ
+
+    @property
+    def is_for_writing(self) -> bool:
+        """Whether a failure of it says nothing about reading."""
+        return self.kind not in READS
+
+
+def num_row_bytes(size_bytes: int) -> int:
+    return size_bytes // (2 * ROW_BYTES) * ROW_BYTES
+
+
+def reading(probe: Probe, scratch_address: int) -> list[Step]:
+    """One small read, then the whole probe in one row, then every other page of it in rows of their own."""
+    starts = _starts(probe)
+    rows = _copies(probe, scratch_address, starts, ROW_BYTES)
+    whole = _copies(probe, scratch_address, starts[:1], probe.size_bytes)
+    small = _copies(probe, scratch_address, starts[:1], LATENCY_BYTES)
+    return [Step(Kind.LATENCY, small), *[Step(Kind.WHOLE, whole)] * NUM_READS, *[Step(Kind.ROWS, rows)] * NUM_READS]
+
+
+def writing(probe: Probe, scratch_address: int) -> list[Step]:
+    """The same to the peer, and a last look at what is there now."""
+    starts = _starts(probe)
+    rows = _swapped(_copies(probe, scratch_address, starts, ROW_BYTES))
+    whole = _copies(probe, scratch_address, starts[:1], probe.size_bytes)
+    writes = [*[Step(Kind.WRITE_WHOLE, _swapped(whole))] * NUM_WRITES, *[Step(Kind.WRITE_ROWS, rows)] * NUM_WRITES]
+    return [*writes, Step(Kind.WHOLE_BACK, whole)]
+
+
+def _starts(probe: Probe) -> NDArray[np.uint64]:
+    return np.arange(num_row_bytes(probe.size_bytes) // ROW_BYTES, dtype=np.uint64) * np.uint64(2 * ROW_BYTES)
+
+
+def _swapped(copies: Copies) -> Copies:
+    return Copies(copies.target, copies.source, copies.length, copies.pieces)
+
+
+def _copies(probe: Probe, scratch_address: int, starts: NDArray[np.uint64], length: int) -> Copies:
+    return Copies(
+        source=starts + np.uint64(probe.address),
+        target=starts + np.uint64(scratch_address),
+        length=np.full(len(starts), length, np.uint64),
+        pieces=len(starts),
+    )

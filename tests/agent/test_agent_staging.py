@@ -1,0 +1,83 @@
+"""Staging: real agents over real transports, whose bytes go through slots of staging memory on one side or on both."""
+
+import numpy as np
+import pytest
+
+from kvferry.agent import new_lease_id
+from kvferry.plan.copies import Direction
+from kvferry.plan.describe import EngineShape
+from kvferry.plan.staged import Strategy
+from kvferry.plan.tokens import TokenRange
+from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree
+from kvferry.session.ways import StagingPolicy
+from kvferry.testing import oracle
+
+SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
+TARGET = EngineShape(1, 1, block_tokens=6, num_blocks=9, format="block-head-major")
+SOURCE_TABLES, TARGET_TABLES = ((3, 9, 1, 15, 0, 7),), ((8, 0, 5, 2),)
+NUM_TOKENS = 21
+BYTES_PER_TOKEN = 2 * 2 * 4 * 8 * 4
+# About five tokens: several slots, and more than the window.
+SLOT_BYTES = 5 * BYTES_PER_TOKEN
+TRANSPORTS = ["shm", "cma", "tcp", "nixl"]
+
+
+def only(strategy, slot_bytes=SLOT_BYTES):
+    return StagingPolicy((strategy,), slot_bytes)
+
+
+def leased(source, request_id="r1", lease_id=""):
+    oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS))
+    return source.agent.lease(LeaseWanted(request_id, lease_id or new_lease_id(), SOURCE_TABLES, NUM_TOKENS))
+
+
+def check(target, num_tokens=NUM_TOKENS):
+    """Every requested element is right and nothing else was touched."""
+    wanted = {start: np.zeros(len(buffer), np.uint8) for start, buffer in target.memory.buffers.items()}
+    layout, tokens = target.memory.layout, TokenRange(0, num_tokens)
+    for placement in layout.placements:
+        for _, _, address in oracle.element_addresses(layout, placement, TARGET_TABLES, tokens):
+            start = layout.regions[placement.region].address
+            wanted[start][address - start : address - start + 4] = 1
+    oracle.expect(target.memory, TARGET_TABLES, [tokens], wanted)
+
+
+@pytest.mark.parametrize("strategy", [Strategy.SCATTER, Strategy.PACK])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bytes_arrive_through_staging_memory(make_rank, transport, strategy):
+    if transport == "nixl":
+        pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
+    source = make_rank("p0", SOURCE, transport)
+    target = make_rank("d0", TARGET, transport, staging=only(strategy))
+    for number in (1, 2):
+        reference = leased(source, f"r{number}")
+        target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, f"q{number}"))
+        report = target.next_notice(Fetched).report
+        check(target)
+        assert (report.num_bytes, report.strategy) == (NUM_TOKENS * BYTES_PER_TOKEN, strategy)
+        assert source.next_notice(SourceFree) == SourceFree(f"r{number}", "done")
+        assert target.agent.num_slots == source.agent.num_slots == 0
+
+
+def test_a_target_that_is_written_to_can_have_it_packed(make_rank):
+    source = make_rank("p0", SOURCE)
+    target = make_rank("d0", TARGET, direction=Direction.WRITE, staging=only(Strategy.PACK))
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    assert target.next_notice(Fetched).report.strategy == "pack"
+    check(target)
+
+
+def test_a_packed_slot_is_one_row_on_the_wire(make_rank):
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, staging=only(Strategy.PACK, 1 << 20))
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    assert target.next_notice(Fetched).report.num_rows == 1
+
+
+def test_slots_that_staging_memory_can_never_have_are_an_error(make_rank):
+    source = make_rank("p0", SOURCE, staging_bytes=1 << 14, staging=only(Strategy.DIRECT, 1 << 10))
+    target = make_rank("d0", TARGET, staging=only(Strategy.PACK, 1 << 20))
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    assert "staging memory can never have" in str(target.next_notice(Failed).error)
+    target.next_notice(TargetFree)
+    assert source.next_notice(SourceFree).reason == "aborted"
+    assert target.agent.num_slots == source.agent.num_slots == 0

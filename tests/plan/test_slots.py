@@ -1,0 +1,65 @@
+"""I7 slot by slot: what goes through staging memory, in slots that are used again, leaves what direct copies leave."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.plan.program import bind
+from kvferry.plan.request import copies_for
+from kvferry.plan.route import route
+from kvferry.plan.slots import SlotPlan, StagedRequest, region_starts
+from kvferry.plan.staged import Strategy
+from kvferry.plan.tokens import TokenRange
+from kvferry.testing import oracle
+from kvferry.testing.strategies import handmade, scenarios
+
+engines = st.one_of(scenarios(), handmade())
+STAGED = st.sampled_from([Strategy.SCATTER, Strategy.PACK])
+
+
+def carry(copies, read, write):
+    for source, target, length in zip(copies.source, copies.target, copies.length, strict=True):
+        write(int(target), int(length))[:] = read(int(source), int(length))
+
+
+@settings(max_examples=100, deadline=None)
+@given(engines, STAGED, st.integers(1, 3000))
+def test_i7_slot_by_slot_the_target_is_the_same(scenario, strategy, slot_bytes):
+    found = route(scenario.sources, scenario.targets)
+    sources = [oracle.Memory.poisoned(layout) for layout in scenario.sources]
+    for memory, tables in zip(sources, scenario.source_tables, strict=True):
+        oracle.fill(memory, tables, TokenRange(0, scenario.last))
+    for rank, layout in enumerate(scenario.targets):
+        straight, through = oracle.Memory.poisoned(layout), oracle.Memory.poisoned(layout)
+        for source_rank in found.sources_of(rank):
+            source = scenario.sources[source_rank]
+            program = bind(found.between(source_rank, rank), source, layout)
+            tables = scenario.source_tables[source_rank], scenario.target_tables[rank]
+            carry(copies_for(program, *tables, scenario.ranges), sources[source_rank].at, straight.at)
+            request = StagedRequest(
+                program, *tables, scenario.ranges, strategy, slot_bytes, region_starts(source, layout)
+            )
+            _through_slots(SlotPlan(request), sources[source_rank], through, slot_bytes)
+        for address, buffer in straight.buffers.items():
+            assert np.array_equal(buffer, through.buffers[address])
+
+
+def _through_slots(plan, source, target, most_bytes):
+    """One slot on either side for everything: each is used again at once."""
+    for number in range(len(plan.stretches)):
+        for slot in plan.slots(number):
+            ours, theirs = np.full(slot.num_bytes, 1, np.uint8), np.full(slot.num_bytes, 2, np.uint8)
+
+            def packed(at, length, buffer=ours):
+                return buffer[at : at + length]
+
+            def landed(at, length, buffer=theirs):
+                return buffer[at : at + length]
+
+            stages = slot.stages
+            assert slot.num_bytes <= most_bytes
+            assert len(stages.wire) == 1 or not len(stages.gather)
+            assert stages.scatter.num_bytes == stages.wire.num_bytes == slot.num_bytes > 0
+            carry(stages.gather, source.at, packed)
+            carry(stages.wire, packed if len(stages.gather) else source.at, landed)
+            carry(stages.scatter, landed, target.at)

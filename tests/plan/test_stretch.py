@@ -1,0 +1,73 @@
+"""Stretches of a request: together they are the whole, and a group's window is that of the whole."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.model import attention
+from kvferry.plan.program import bind
+from kvferry.plan.request import copies_for, num_rows, volume
+from kvferry.plan.route import route
+from kvferry.plan.stretch import WHOLE, Stretch, stretch_tokens, stretches
+from kvferry.plan.tokens import TokenRange
+from kvferry.testing.strategies import handmade, scenarios
+
+many = settings(max_examples=60, deadline=None)
+engines = st.one_of(scenarios(), handmade())
+
+
+def moved(*copies):
+    """Every byte that moves: where to and where from, in the order of the targets."""
+    length = np.concatenate([rows.length for rows in copies]).astype(np.int64)
+    within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
+    columns = [np.concatenate([getattr(rows, side) for rows in copies]) for side in ("target", "source")]
+    target, source = (np.repeat(column, length) + within.astype(np.uint64) for column in columns)
+    order = np.argsort(target)
+    return [target[order].tolist(), source[order].tolist()]
+
+
+@many
+@given(engines, st.integers(0, 4096))
+def test_the_stretches_of_a_request_move_each_byte_of_it_once(scenario, most_bytes):
+    found = route(scenario.sources, scenario.targets)
+    for source, target in found.pairs():
+        program = bind(found.between(source, target), scenario.sources[source], scenario.targets[target])
+        tables = scenario.source_tables[source], scenario.target_tables[target]
+        parts = stretches(scenario.ranges, stretch_tokens(program, most_bytes))
+        whole = copies_for(program, *tables, scenario.ranges)
+        copies = [copies_for(program, *tables, scenario.ranges, part) for part in parts]
+        assert moved(*copies) == moved(whole)
+        assert volume(program, scenario.ranges) == (num_rows(program, scenario.ranges), whole.num_bytes)
+        assert sum(num_rows(program, scenario.ranges, part) for part in parts) == num_rows(program, scenario.ranges)
+
+
+MODEL = attention(2, 2, 8, "float32", 4)
+
+
+def program_of(tokens_per_block=(4, 6)):
+    source, target = (
+        describe(MODEL, EngineShape(1, 1, size, 64, "token-major"), 1 << 20)[0] for size in tokens_per_block
+    )
+    return bind(route([source], [target]).between(0, 0), source, target)
+
+
+def test_a_stretch_holds_as_many_whole_units_as_fit_and_one_at_least():
+    program, per_token = program_of(), MODEL.bytes_per_token
+    assert [stretch_tokens(program, size * per_token) for size in (0, 1, 2, 3, 4, 100)] == [2, 2, 2, 2, 4, 100]
+
+
+def test_stretches_are_cut_at_multiples_whatever_is_wanted_first():
+    cuts = [(part.tokens.first, part.tokens.last, part.is_last) for part in stretches([TokenRange(5, 17)], 4)]
+    assert cuts == [(4, 8, False), (8, 12, False), (12, 16, False), (16, 20, True)]
+
+
+@pytest.mark.parametrize("ranges", [[], [TokenRange(0, 0)], [TokenRange(8, 8)], [TokenRange(9, 9), TokenRange(8, 8)]])
+def test_a_request_without_tokens_is_one_stretch(ranges):
+    (only,) = stretches(ranges, 4)
+    assert only.is_last
+
+
+def test_the_whole_is_a_stretch():
+    assert Stretch(TokenRange(0, 1 << 48), is_last=True) == WHOLE

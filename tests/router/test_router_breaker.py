@@ -1,0 +1,118 @@
+"""The breaker and the pairs, on a virtual clock."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.router.breaker import Breaker, BreakerState, Fuse
+from kvferry.router.pairs import Pairs
+from kvferry.router.policy import Instance, Role
+
+FUSE = Fuse(num_failures=3, open_s=5.0, max_open_s=20.0)
+P0, P1 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(2))
+D0, D1 = (Instance(f"http://d{i}", Role.DECODE) for i in range(2))
+
+
+def blown(at: float = 0.0) -> Breaker:
+    breaker = Breaker(FUSE)
+    for _ in range(FUSE.num_failures):
+        breaker.failed(at)
+    return breaker
+
+
+def test_it_opens_after_so_many_failures_in_a_row():
+    breaker = Breaker(FUSE)
+    for _ in range(2):
+        breaker.failed(0.0)
+    assert breaker.may_begin(0.0)
+    breaker.succeeded()
+    for _ in range(2):
+        breaker.failed(0.0)
+    assert breaker.state(0.0) is BreakerState.CLOSED
+    breaker.failed(0.0)
+    assert breaker.state(0.0) is BreakerState.OPEN
+    assert not breaker.may_begin(4.9)
+
+
+def test_after_a_while_one_is_let_through():
+    breaker = blown()
+    assert breaker.state(5.0) is BreakerState.HALF_OPEN
+    assert breaker.may_begin(5.0)
+    breaker.begin(5.0)
+    assert not breaker.may_begin(6.0)
+    breaker.succeeded()
+    assert breaker.state(6.0) is BreakerState.CLOSED
+
+
+def test_a_trial_that_fails_doubles_the_time_up_to_a_limit():
+    breaker, now = blown(), 5.0
+    for open_s in (10.0, 20.0, 20.0):
+        breaker.begin(now)
+        breaker.failed(now)
+        assert not breaker.may_begin(now + open_s - 0.1)
+        assert breaker.may_begin(now + open_s)
+        now += open_s
+    breaker.succeeded()
+    for _ in range(3):
+        breaker.failed(now)
+    assert breaker.may_begin(now + 5.0)
+
+
+def test_a_trial_that_tells_nothing_lets_the_next_one_through():
+    breaker = blown()
+    breaker.begin(5.0)
+    breaker.abandoned()
+    assert breaker.may_begin(5.0)
+
+
+def test_late_failures_of_requests_from_before_do_not_prolong_it():
+    breaker = blown()
+    breaker.failed(4.9)
+    assert breaker.may_begin(5.0)
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["begin", "succeeded", "failed", "abandoned"]), st.floats(0, 10)))
+
+
+@given(EVENTS)
+def test_it_always_lets_something_through_in_the_end_and_never_two_while_half_open(events):
+    breaker, now, trials = Breaker(FUSE), 0.0, 0
+    for name, wait_s in events:
+        now += wait_s
+        if name == "begin":
+            if breaker.may_begin(now):
+                half_open = breaker.state(now) is BreakerState.HALF_OPEN
+                breaker.begin(now)
+                trials += half_open
+                assert trials <= 1
+        else:
+            trials = 0
+            breaker.failed(now) if name == "failed" else getattr(breaker, name)()
+    breaker.abandoned()
+    assert breaker.may_begin(now + FUSE.max_open_s)
+
+
+def test_a_pair_that_keeps_failing_is_out_and_the_others_are_not():
+    pairs = Pairs(FUSE)
+    assert [pairs.failed((P0, D0), 0.0) for _ in range(4)] == [False, False, True, False]
+    assert not pairs.may_begin((P0, D0), 1.0)
+    assert all(pairs.may_begin(pair, 1.0) for pair in ((P0, D1), (P1, D0), (P1, D1)))
+    assert pairs.broken(1.0) == [(P0, D0)]
+    pairs.begin((P0, D0), 5.0)
+    assert not pairs.may_begin((P0, D0), 5.0)
+    pairs.abandoned((P0, D0))
+    assert pairs.may_begin((P0, D0), 5.0)
+    assert pairs.succeeded((P0, D0))
+    assert not pairs.succeeded((P0, D0))
+    assert pairs.broken(5.0) == []
+
+
+def test_a_new_incarnation_is_not_blamed_for_the_old_one():
+    pairs = Pairs(FUSE)
+    for _ in range(3):
+        pairs.failed((P0, D0), 0.0)
+    pairs.forget(P1)
+    assert not pairs.may_begin((P0, D0), 0.0)
+    pairs.forget(D0)
+    assert pairs.may_begin((P0, D0), 0.0)

@@ -1,0 +1,164 @@
+"""What the router makes of a prompt: tokens, prefixes, speeds, phases, and who may be paired."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.router.compatibility import NO_FACTS, Facts, differences
+from kvferry.router.policy import Instance, Role
+from kvferry.router.prefixes import PrefixIndex
+from kvferry.router.prompt import DEFAULT_NEW_TOKENS, MAX_PREFIXES, PREFIX_BYTES, task_of
+from kvferry.router.request import Endpoint, parse_request
+from kvferry.router.speed import Mean, Speed
+from kvferry.router.timing import phases_of, server_timing, told_phases
+
+D0, D1 = (Instance(f"http://d{i}", Role.DECODE) for i in range(2))
+
+
+def task(endpoint=Endpoint.COMPLETIONS, **fields):
+    return task_of(parse_request(json.dumps(fields).encode(), endpoint))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [([1, 2, 3], 3), ([[1, 2, 3]], 3), ("x" * 400, 100), ("", 1), (["x" * 400], 101), ([-1], 1)],
+)
+def test_token_ids_are_counted_and_text_is_guessed(prompt, tokens):
+    assert task(prompt=prompt).prompt_tokens == tokens
+
+
+def test_an_image_counts_the_same_whatever_it_weighs():
+    def message(num_bytes):
+        url = {"url": "data:image/png;base64," + "A" * num_bytes}
+        content = [{"type": "text", "text": "what is this?"}, {"type": "image_url", "image_url": url}]
+        return task(Endpoint.CHAT, messages=[{"role": "user", "content": content}])
+
+    assert message(1000).prompt_tokens == message(2_000_000).prompt_tokens
+
+
+def test_new_tokens_are_those_that_were_asked_for():
+    assert task(prompt="x", max_tokens=7).new_tokens == 7
+    assert task(prompt="x", max_tokens=7, n=3).new_tokens == 21
+    assert task(prompt="x", max_tokens=None).new_tokens == DEFAULT_NEW_TOKENS
+    chat = task(Endpoint.CHAT, messages=[{}], max_tokens=9, max_completion_tokens=5)
+    assert chat.new_tokens == 5
+
+
+def test_what_cannot_be_divided_says_so():
+    assert task(prompt="x").is_divisible
+    assert not task(prompt="x", n=2).is_divisible
+
+
+@given(st.integers(0, 5000), st.integers(0, 3000), st.integers(0, 3000))
+def test_prompts_share_the_names_of_what_they_share(common, left, right):
+    shared = "s" * common
+    one, other = task(prompt=shared + "l" * left).prefixes, task(prompt=shared + "r" * right).prefixes
+    # The quotation mark belongs to what is read.
+    num_shared = (1 + common) // PREFIX_BYTES
+    assert one[:num_shared] == other[:num_shared]
+    if left and right:
+        assert not set(one[num_shared:]) & set(other[num_shared:])
+
+
+def test_prefixes_of_other_models_and_salts_are_others_and_their_number_is_bounded():
+    prompt = "x" * 4096
+    names = [task(prompt=prompt, **more).prefixes for more in ({}, {"model": "m"}, {"cache_salt": "s"})]
+    assert len({name for one in names for name in one}) == 12
+    assert len(task(prompt="x" * 10**6).prefixes) == MAX_PREFIXES
+
+
+def test_an_index_knows_the_shortest_prefixes_longest_and_forgets():
+    index = PrefixIndex(max_names=3)
+    index.remember(D0, (1, 2, 3))
+    assert index.num_known(D0, (1, 2, 9)) == 2
+    assert index.num_known(D0, (9, 2, 3)) == 0
+    assert index.num_known(D1, (1,)) == 0
+    index.remember(D0, (4,))
+    assert index.num_known(D0, (1, 2, 3)) == 2
+    index.forget(D0)
+    assert index.num_known(D0, (1,)) == 0
+
+
+def test_speed_is_measured_while_there_is_work():
+    speed = Speed()
+    assert speed.tokens_per_s == 0
+    speed.began(0.0)
+    speed.ended(2.0, 1000)
+    assert speed.tokens_per_s == pytest.approx(500, rel=0.1)
+    speed.began(1000.0)
+    speed.began(1000.5)
+    speed.ended(1001.0, 500)
+    speed.ended(1002.0, 500)
+    assert speed.tokens_per_s == pytest.approx(500, rel=0.1)
+
+
+def test_speed_forgets_what_is_long_ago():
+    speed = Speed()
+    for i in range(100):
+        speed.began(i * 10.0)
+        speed.ended(i * 10.0 + 10, 1000)
+    for i in range(100, 120):
+        speed.began(i * 10.0)
+        speed.ended(i * 10.0 + 10, 10_000)
+    assert speed.tokens_per_s == pytest.approx(1000, rel=0.05)
+
+
+def test_a_mean_begins_with_its_first_value():
+    mean = Mean()
+    mean.add(4.0)
+    assert mean.value == 4.0
+    mean.add(2.0)
+    assert mean.value == pytest.approx(3.0)
+    for _ in range(200):
+        mean.add(1.0)
+    assert mean.value == pytest.approx(1.0)
+
+
+def test_an_engine_tells_its_phases():
+    headers = [(b"Server-Timing", b"queue;dur=1.5, handshake;dur=80, db;dur=3"), (b"server-timing", b"wire;dur=0.25")]
+    assert told_phases(headers) == {"queue": 0.0015, "handshake": 0.08, "wire": 0.00025}
+
+
+@pytest.mark.parametrize("value", [b"", b"wire", b"wire;dur=x", b"wire;dur=-1", b"wire;dur=1e9", b"wire;desc=a;dur=1"])
+def test_what_cannot_be_understood_is_not_told(value):
+    assert told_phases([(b"server-timing", value)]) == {}
+
+
+@given(*[st.floats(0, 100)] * 5)
+def test_phases_add_up_to_the_time_to_the_first_token(queue_s, prefill_s, rest_s, wire_s, verify_s):
+    told = {"queue": 0.5, "wire": wire_s, "verify": verify_s}
+    decode_s = 0.5 + wire_s + verify_s + rest_s
+    phases = phases_of(queue_s, prefill_s, decode_s, told)
+    assert sum(phases.values()) == pytest.approx(queue_s + prefill_s + decode_s)
+    assert next(iter(phases)) == "queue"
+    assert list(phases)[-1] == "first_decode"
+    assert set(told_phases([(b"server-timing", server_timing(phases).encode())])) == {"queue", "wire", "verify"}
+
+
+OURS = Facts("kvferry", "0.1.0", "1", "e1", ("tiny",), "c1")
+
+
+@pytest.mark.parametrize(
+    ("decode", "named"),
+    [
+        (OURS, []),
+        (NO_FACTS, []),
+        (Facts("kvferry", "0.2.0", "1", "e2", ("tiny", "more"), "c1"), []),
+        (Facts("kvferry", "0.1.0", "2", "e2", ("tiny",), "c1"), ["wire_version"]),
+        (Facts("kvferry", "0.1.0", "1", "e2", ("other",), "c2"), ["model", "cache"]),
+        (Facts("vllm", "0.32.0", models=("tiny",)), []),
+    ],
+)
+def test_only_what_both_tell_and_differs_keeps_them_apart(decode, named):
+    assert [text.partition(":")[0] for text in differences(OURS, decode)] == named
+    assert [text.partition(":")[0] for text in differences(decode, OURS)] == named
+
+
+def test_engines_of_others_are_paired_within_one_release():
+    old, new = Facts("vllm", "0.32.0"), Facts("vllm", "0.33.0")
+    assert differences(old, old) == ()
+    assert differences(old, new) == ("version: 0.32.0 and 0.33.0",)

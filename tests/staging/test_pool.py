@@ -1,0 +1,289 @@
+"""The pool's promises, one by one and in any order of requests."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvferry.errors import ConfigurationError, IllegalEventError, TransferError
+from kvferry.staging.pool import Pool, Slot
+from kvferry.staging.room import Room, Stretch
+
+MIB = 1 << 20
+
+
+def rounded(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment
+
+
+class Model(RuleBasedStateMachine):
+    """Everything that a pool may never do, whatever it is asked."""
+
+    @initialize(units=st.integers(1, 40), alignment=st.sampled_from([1, 16, 4096]), rest=st.integers(0, 15))
+    def make(self, units: int, alignment: int, rest: int) -> None:
+        self.alignment, self.size = alignment, units * alignment
+        self.pool = Pool(self.size + min(rest, alignment - 1), alignment)
+        self.held: dict[int, Slot] = {}
+        self.waiting: dict[int, tuple[str, int]] = {}
+        self.num_asked = 0
+
+    @rule(owner=st.sampled_from("abcd"), share=st.floats(0, 1), times=st.integers(1, 3))
+    def ask(self, owner: str, share: float, times: int) -> None:
+        for _ in range(times):
+            num_bytes = max(1, round(share * self.size))
+            self.pool.ask(self.num_asked, owner, num_bytes)
+            self.waiting[self.num_asked] = owner, num_bytes
+            self.num_asked += 1
+
+    @rule()
+    def grant(self) -> None:
+        for slot in self.pool.grants():
+            owner, num_bytes = self.waiting.pop(slot.key)
+            assert slot.num_bytes == num_bytes
+            assert all(key > slot.key for key, (other, _) in self.waiting.items() if other == owner)
+            self.held[slot.key] = slot
+        assert self.pool.grants() == []
+        self.check_room_is_used()
+
+    def check_room_is_used(self) -> None:
+        """The bound on fragmentation: a wish that waits alone in its line is larger than any hole can have to be."""
+        if self.waiting:
+            free = self.size - self.pool.held_bytes
+            largest = max(rounded(num_bytes, self.alignment) for _, num_bytes in self.waiting.values())
+            assert free <= (len(self.held) + 1) * (largest - self.alignment)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.held)))
+        self.pool.release(key)
+        del self.held[key]
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.waiting)))
+        self.pool.release(key)
+        del self.waiting[key]
+
+    @invariant()
+    def slots_lie_apart_in_the_arena(self) -> None:
+        ordered = sorted(self.held.values(), key=lambda slot: slot.offset)
+        assert all(slot.offset % self.alignment == 0 for slot in ordered)
+        ends = [slot.offset + slot.num_bytes for slot in ordered]
+        assert all(end <= slot.offset for end, slot in zip(ends, ordered[1:], strict=False))
+        assert all(slot.offset >= 0 for slot in ordered)
+        assert all(end <= self.size for end in ends)
+
+    @invariant()
+    def the_ledger_is_right(self) -> None:
+        assert (self.pool.num_held, self.pool.num_waiting) == (len(self.held), len(self.waiting))
+        assert self.pool.held_bytes == sum(rounded(slot.num_bytes, self.alignment) for slot in self.held.values())
+        assert self.pool.is_empty == (not self.held and not self.waiting)
+        assert all(key in self.pool for key in (*self.held, *self.waiting))
+        assert self.num_asked not in self.pool
+
+    def teardown(self) -> None:
+        """Every wish is served while slots are released, and in the end the arena is one piece again."""
+        self.grant()
+        while self.held:
+            self.pool.release(next(iter(self.held)))
+            del self.held[next(iter(self.held))]
+            self.grant()
+        assert not self.waiting
+        assert self.pool.is_empty
+        self.pool.ask("all", "anybody", self.size)
+        assert self.pool.grants() == [Slot("all", 0, self.size)]
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@settings(deadline=None)
+@given(data=st.data(), owners=st.integers(2, 6), room=st.integers(1, 5))
+def test_owners_that_always_wait_are_never_two_slots_apart(data, owners, room):
+    """One owner asks for everything at once and long before the others."""
+    pool = Pool(room * 4096 + 100)
+    for number in range(50):
+        pool.ask(("greedy", number), 0, 4096)
+    for owner in range(1, owners):
+        for number in range(20):
+            pool.ask((owner, number), owner, data.draw(st.integers(1, 4096)))
+    held: deque[Slot] = deque()
+    served: Counter[object] = Counter()
+    for _ in range(20):
+        for slot in pool.grants():
+            held.append(slot)
+            served["greedy" if slot.key[0] == "greedy" else slot.key[0]] += 1
+        counts = [served["greedy"], *(served[owner] for owner in range(1, owners))]
+        assert max(counts) - min(counts) <= 1
+        held.rotate(data.draw(st.integers(0, 5)))
+        pool.release(held.popleft().key)
+
+
+@settings(deadline=None)
+@given(
+    small=st.lists(st.integers(1, 6), min_size=4, max_size=30),
+    large=st.integers(8, 32),
+    order=st.randoms(use_true_random=False),
+)
+def test_a_large_wish_is_served_when_the_slots_in_one_stretch_are_released(small, large, order):
+    """While small ones keep coming, and whichever slots are released, only those held before may delay it."""
+    pool = Pool(32, 1)
+    for number, units in enumerate(small):
+        pool.ask(number, "many", units)
+    held = {slot.key for slot in pool.grants()}
+    before = set(held)
+    pool.ask("large", "one", large)
+    while "large" not in held:
+        granted = [slot.key for slot in pool.grants()]
+        held.update(granted)
+        if "large" in held:
+            break
+        assert before & held, "everything that lay there is gone and it still waits"
+        # Later ones are released first: they must not matter.
+        key = order.choice(sorted(held - before) or sorted(before & held))
+        pool.release(key)
+        held.remove(key)
+        number = len(small) + pool.num_held + pool.num_waiting
+        while number in pool or number in before:
+            number += 1
+        pool.ask(number, "many", order.randint(1, 6))
+    assert "large" in held
+
+
+def test_small_wishes_pass_a_large_one_but_not_into_its_stretch():
+    pool = Pool(8, 1)
+    pool.ask("a", 1, 3)
+    pool.ask("b", 1, 2)
+    pool.ask("c", 1, 2)
+    assert [slot.offset for slot in pool.grants()] == [0, 3, 5]
+    pool.release("a")
+    pool.ask("large", 2, 5)  # promised [0, 5): only b lies there
+    pool.ask("small", 3, 1)
+    pool.ask("again", 3, 3)
+    assert pool.grants() == [Slot("small", 7, 1)]
+    pool.release("b")
+    assert pool.grants() == [Slot("large", 0, 5)]
+
+
+def test_a_large_wish_takes_a_better_place_than_the_promised_one():
+    pool = Pool(8, 1)
+    for number in range(4):
+        pool.ask(number, 1, 2)
+    pool.grants()
+    pool.ask("large", 2, 4)
+    assert pool.grants() == []  # promised [0, 4)
+    pool.release(2)
+    pool.release(3)
+    assert pool.grants() == [Slot("large", 4, 4)]
+    pool.release(0)
+    pool.ask("next", 3, 2)
+    assert pool.grants() == [Slot("next", 0, 2)]
+
+
+def test_a_withdrawn_wish_leaves_its_stretch_to_others():
+    pool = Pool(4, 1)
+    pool.ask("held", 1, 3)
+    pool.grants()
+    pool.ask("large", 2, 4)
+    pool.ask("small", 3, 1)
+    assert pool.grants() == []
+    pool.release("large")
+    assert pool.grants() == [Slot("small", 3, 1)]
+
+
+@pytest.mark.parametrize("end", ["served", "withdrawn"])
+def test_each_large_wish_is_promised_a_stretch_of_its_own(end):
+    pool = Pool(8, 1)
+    for number in range(4):
+        pool.ask(number, 1, 2)
+    pool.grants()
+    pool.ask("first", 1, 4)
+    assert pool.grants() == []  # promised [0, 4)
+    if end == "served":
+        pool.release(0)
+        pool.release(1)
+        assert pool.grants() == [Slot("first", 0, 4)]
+    else:
+        pool.release("first")
+    pool.release(3)
+    pool.ask("second", 1, 4)
+    pool.ask("small", 2, 2)
+    assert pool.grants() == []  # promised [4, 8)
+    pool.release(2)
+    assert pool.grants() == [Slot("second", 4, 4)]
+
+
+def test_a_slot_is_cut_from_the_smallest_hole_that_holds_it():
+    pool = Pool(12, 1)
+    for number, units in enumerate([4, 1, 2, 1, 2, 2]):
+        pool.ask(number, 1, units)
+    pool.grants()
+    for number in (0, 2, 4):
+        pool.release(number)
+    pool.ask("two", 1, 2)
+    pool.ask("one", 1, 1)
+    pool.ask("four", 1, 4)
+    assert [slot.offset for slot in pool.grants()] == [5, 8, 0]
+
+
+def test_equal_sizes_fill_the_arena_without_gaps():
+    pool = Pool(10 * MIB + 5, 4096)
+    for number in range(25):
+        pool.ask(number, number % 3, MIB - 1)
+    held = deque(pool.grants())
+    for step in range(15):
+        assert pool.num_held == 10
+        assert pool.held_bytes == 10 * MIB
+        held.rotate(step)
+        pool.release(held.popleft().key)
+        held.extend(pool.grants())
+
+
+@pytest.mark.parametrize(("size", "alignment"), [(4095, 4096), (0, 1), (64, 3), (64, 0), (64, -2)])
+def test_an_arena_that_holds_nothing_is_refused(size, alignment):
+    with pytest.raises(ConfigurationError):
+        Pool(size, alignment)
+
+
+@pytest.mark.parametrize("num_bytes", [0, -1, 2 * MIB + 1])
+def test_a_wish_that_never_fits_fails_alone(num_bytes):
+    pool = Pool(2 * MIB + 4095)
+    with pytest.raises(TransferError, match="1 to 2097152 bytes"):
+        pool.ask("key", "owner", num_bytes)
+    assert pool.is_empty
+
+
+def test_a_key_is_asked_once_and_released_once():
+    pool = Pool(MIB)
+    pool.ask("key", "owner", 1)
+    with pytest.raises(IllegalEventError, match="second slot"):
+        pool.ask("key", "other", 1)
+    pool.grants()
+    with pytest.raises(IllegalEventError, match="second slot"):
+        pool.ask("key", "owner", 1)
+    pool.release("key")
+    with pytest.raises(IllegalEventError, match="nobody has"):
+        pool.release("key")
+
+
+@settings(deadline=None)
+@given(cuts=st.sets(st.integers(1, 39)), taken=st.sets(st.integers(0, 39)), num_bytes=st.integers(1, 40))
+def test_the_emptiest_stretch_is_the_emptiest(cuts, taken, num_bytes):
+    room = Room(40)
+    edges = [0, *sorted(cuts), 40]
+    used = [Stretch(a, b) for i, (a, b) in enumerate(pairwise(edges)) if i in taken]
+    for stretch in used:
+        room.take(stretch)
+    bitmap = [any(a <= i < b for a, b in used) for i in range(40)]
+    best = min(sum(bitmap[start : start + num_bytes]) for start in range(41 - num_bytes))
+    start, stop = room.emptiest(num_bytes)
+    assert stop - start == num_bytes
+    assert sum(bitmap[start:stop]) == best

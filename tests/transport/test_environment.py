@@ -1,0 +1,198 @@
+"""Which settings UCX gets in which situation: the whole table. No hardware of these kinds is needed, or used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.errors import ConfigurationError
+from kvferry.transport.affinity import nearest
+from kvferry.transport.environment import Environment, Origin, choose_environment
+from kvferry.transport.finding import Severity
+from kvferry.transport.situation import Accelerator, Confinement, Nic, NicKind, Place, Situation, UcxBuild
+
+CORE = frozenset({"self", "tcp", "posix", "sysv"})
+WHEEL = UcxBuild("nixl_cu13", "/w", CORE | {"cma", "cuda_copy", "cuda_ipc", "rc_verbs", "rc_mlx5", "ud_verbs", "srd"})
+ZE = UcxBuild("the system", "/z", CORE | {"cma", "ze_copy", "ze_ipc", "rc_verbs", "rc_mlx5"})
+ZE_COPY = replace(ZE, transports=ZE.transports - {"ze_ipc"})
+ZE_TCP = replace(ZE, transports=ZE.transports - {"rc_verbs", "rc_mlx5"})
+ROCM = UcxBuild("the system", "/r", CORE | {"cma", "rocm_copy", "rocm_ipc", "rc_verbs"})
+UNKNOWN = UcxBuild()
+
+SWITCH = ("pci0000:00", "0000:00:01.0", "0000:01:00.0")
+UP = Nic("mlx5_0:1", NicKind.INFINIBAND, True, "active", 0, (*SWITCH, "0000:02:00.0"), 400.0)
+DOWN = replace(UP, is_up=False, state="down")
+FAR = Nic("mlx5_1:1", NicKind.ROCE, True, "active", 1, ("pci0000:80", "0000:80:01.0", "0000:81:00.0"), 400.0)
+ETHERNET = Nic("eth0", NicKind.ETHERNET, True, "up")
+GPU = Accelerator("0000:03:00.0", "cuda", 0, (*SWITCH, "0000:03:00.0"))
+
+SAME, OTHER, ANY = Place.SAME_HOST, Place.OTHER_HOST, Place.UNKNOWN
+
+
+def xpu(build: UcxBuild, place: Place, *nics: Nic, **user: str) -> Situation:
+    return Situation("xpu", "xpu", place, nics, Accelerator("0000:03:00.0", "xpu"), build, user=user)
+
+
+def cuda(build: UcxBuild, place: Place, *nics: Nic, **user: str) -> Situation:
+    return Situation("cuda", "cuda", place, nics, GPU, build, user=user)
+
+
+def host(device: str, place: Place, *nics: Nic, **user: str) -> Situation:
+    return Situation(device, "cpu", place, nics, build=WHEEL, user=user)
+
+
+def value(environment: Environment, name: str) -> str:
+    return {each.name: each.value for each in environment.settings}.get(name, "absent")
+
+
+@pytest.mark.parametrize(
+    ("situation", "transports"),
+    [
+        (xpu(ZE, SAME, ETHERNET), "ze_ipc,ze_copy,tcp"),
+        (xpu(ZE, ANY, ETHERNET), "ze_ipc,ze_copy,tcp"),
+        (xpu(ZE, SAME, DOWN), "ze_ipc,ze_copy,tcp"),
+        (xpu(UNKNOWN, SAME), "ze_ipc,ze_copy,tcp"),
+        (xpu(ZE, OTHER), "ze_copy,tcp"),
+        (xpu(ZE_COPY, SAME), "ze_copy,tcp"),
+        (xpu(ZE_COPY, ANY, ETHERNET), "ze_copy,tcp"),
+        (xpu(WHEEL, SAME), ""),
+        (xpu(ZE, SAME, UP), "ib,rc,ze_copy,ze_ipc"),
+        (xpu(ZE, ANY, UP), "ib,rc,ze_copy,ze_ipc"),
+        (xpu(ZE, OTHER, UP), "ib,rc,ze_copy"),
+        (xpu(ZE_COPY, SAME, UP), "ib,rc,ze_copy"),
+        (xpu(ZE_TCP, SAME, UP), "ze_ipc,ze_copy,tcp"),
+        (cuda(WHEEL, SAME), ""),
+        (cuda(WHEEL, OTHER, UP), ""),
+        (Situation("rocm", "rocm", SAME, build=ROCM), ""),
+        *[(host(device, place), "") for device in ("cpu", "cuda", "rocm", "xpu", "tpu") for place in Place],
+    ],
+)
+def test_the_set_of_transports(situation: Situation, transports: str) -> None:
+    environment = choose_environment(situation)
+    assert value(environment, "UCX_TLS") == transports
+    assert environment.chosen.get("UCX_TLS", "") == transports
+
+
+@pytest.mark.parametrize(
+    ("situation", "memory_types", "reads"),
+    [
+        (xpu(ZE, SAME), "n", "absent"),
+        (host("xpu", SAME), "absent", "absent"),
+        (cuda(WHEEL, SAME), "absent", "on"),
+        (cuda(WHEEL, ANY), "absent", "on"),
+        (cuda(WHEEL, OTHER, UP), "absent", "absent"),
+        (host("cuda", SAME), "absent", "absent"),
+        (host("cpu", SAME), "absent", "absent"),
+    ],
+)
+def test_settings_of_one_kind_of_device_are_for_that_one_only(
+    situation: Situation, memory_types: str, reads: str
+) -> None:
+    environment = choose_environment(situation)
+    assert value(environment, "UCX_MEMTYPE_CACHE") == memory_types
+    assert value(environment, "UCX_CUDA_IPC_ENABLE_GET_ZCOPY") == reads
+    assert value(environment, "UCX_RCACHE_MAX_UNRELEASED") == "1024"
+
+
+@pytest.mark.parametrize(
+    ("situation", "cards"),
+    [
+        (cuda(WHEEL, OTHER, UP, FAR, ETHERNET), "mlx5_0:1"),
+        (cuda(WHEEL, ANY, UP, FAR), "mlx5_0:1"),
+        (cuda(WHEEL, OTHER, UP), "absent"),
+        (cuda(WHEEL, OTHER, DOWN, FAR), "absent"),
+        (cuda(WHEEL, OTHER, UP, replace(UP, name="mlx5_2:1"), FAR), "mlx5_0:1,mlx5_2:1"),
+        (host("cpu", OTHER, UP, FAR), "absent"),
+        (replace(cuda(WHEEL, OTHER, UP, FAR), accelerator=Accelerator("", "cuda")), "absent"),
+        (replace(cuda(WHEEL, OTHER, UP, FAR), accelerator=Accelerator("a", "cuda", 1)), "mlx5_1:1"),
+        (cuda(WHEEL, OTHER, UP, FAR, UCX_NET_DEVICES="mlx5_1:1"), "mlx5_1:1"),
+    ],
+)
+def test_the_nearest_cards_are_used_by_device_memory(situation: Situation, cards: str) -> None:
+    assert value(choose_environment(situation), "UCX_NET_DEVICES") == cards
+
+
+def test_nearness_is_bridges_in_common_then_memory_nodes() -> None:
+    same_root = replace(FAR, bus=("pci0000:00", "0000:00:09.0"))
+    assert nearest(GPU, [FAR, same_root, UP]) == (UP,)
+    assert nearest(GPU, [FAR, same_root]) == (same_root,)
+    assert nearest(GPU, [FAR]) == (FAR,)
+    assert nearest(GPU, []) == ()
+    assert nearest(Accelerator("", ""), [FAR, UP]) == (FAR, UP)
+
+
+def test_what_the_user_has_set_stays_and_is_told() -> None:
+    situation = xpu(ZE, SAME, UCX_TLS="tcp,ze_copy", UCX_MEMTYPE_CACHE="n", UCX_LOG_LEVEL="info")
+    environment = choose_environment(situation)
+    settings = {each.name: each for each in environment.settings}
+    assert settings["UCX_TLS"].value == "tcp,ze_copy"
+    assert settings["UCX_TLS"].origin is Origin.USER
+    assert "would have chosen ze_ipc,ze_copy,tcp" in settings["UCX_TLS"].reason
+    assert "chosen the same" in settings["UCX_MEMTYPE_CACHE"].reason
+    assert settings["UCX_LOG_LEVEL"].origin is Origin.USER
+    assert environment.chosen == {"UCX_RCACHE_MAX_UNRELEASED": "1024"}
+    left = {each.name: each for each in choose_environment(host("cpu", SAME, UCX_TLS="tcp")).settings}
+    assert "left it to UCX" in left["UCX_TLS"].reason
+
+
+@pytest.mark.parametrize("value_set", ["cma", "ze_copy,cma", "ze_ipc,ze_copy,sm", "self", "posix,sysv", "^tcp,ib"])
+def test_a_set_without_active_messages_is_refused_with_the_explanation(value_set: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"active messages.*UCX_TLS=.*hint: "):
+        choose_environment(xpu(ZE, SAME, UCX_TLS=value_set))
+
+
+@pytest.mark.parametrize(
+    "value_set", ["all", "tcp,cma", "ze_ipc,ze_copy,tcp", "^cma", "^tcp", "\\tcp", "rc,tcp", "IB,tcp"]
+)
+def test_a_set_with_active_messages_is_not(value_set: str) -> None:
+    choose_environment(xpu(ZE, SAME, UP, UCX_TLS=value_set))
+
+
+LOCKED = Confinement(ptrace_scope=1, may_trace=False)
+CONTAINER = Confinement(container="docker", pid_namespace="7", ipc_namespace="8")
+SMALL_LOCK = Confinement(locked_bytes=8 << 20)
+
+
+@pytest.mark.parametrize(
+    ("situation", "severity", "part"),
+    [
+        (xpu(WHEEL, SAME), Severity.ERROR, "cannot reach xpu memory"),
+        (xpu(ZE_COPY, SAME), Severity.WARNING, "goes through host memory"),
+        (cuda(ZE, SAME), Severity.ERROR, "cannot reach cuda memory"),
+        (Situation("rocm", "rocm", SAME, build=WHEEL), Severity.ERROR, "--with-rocm"),
+        (replace(cuda(WHEEL, SAME), confinement=CONTAINER), Severity.NOTE, "fall back to tcp without a word"),
+        (replace(host("cpu", SAME), confinement=LOCKED), Severity.WARNING, "ptrace_scope = 1"),
+        (replace(host("cpu", SAME), build=UcxBuild("old", "/o", CORE)), Severity.WARNING, "nixl goes through tcp"),
+        (host("cpu", OTHER, DOWN, ETHERNET), Severity.WARNING, "mlx5_0:1 down"),
+        (cuda(WHEEL, OTHER, ETHERNET), Severity.NOTE, "there is no RDMA card"),
+        (cuda(WHEEL, OTHER, DOWN, FAR), Severity.WARNING, "a farther one is used"),
+        (replace(host("cpu", OTHER, UP), confinement=SMALL_LOCK), Severity.ERROR, "ulimit -l unlimited"),
+        (xpu(ZE_COPY, SAME, UCX_TLS="ze_ipc,ze_copy,tcp"), Severity.WARNING, "does not have"),
+        (host("cpu", SAME, UCX_TLS="rc"), Severity.ERROR, "need an RDMA port"),
+        (xpu(ZE, SAME, UCX_MEMTYPE_CACHE="y"), Severity.WARNING, "UCX_MEMTYPE_CACHE=y"),
+    ],
+)
+def test_what_would_go_wrong_silently_is_said(situation: Situation, severity: Severity, part: str) -> None:
+    found = [each for each in choose_environment(situation).warnings if part in str(each)]
+    assert [each.severity for each in found] == [severity]
+    assert all(each.hint for each in found)
+
+
+@pytest.mark.parametrize(
+    "situation",
+    [
+        host("cpu", SAME),
+        host("cpu", ANY, ETHERNET, UCX_TLS="^cma"),
+        host("tpu", OTHER, UP),
+        xpu(ZE, SAME),
+        xpu(ZE, OTHER, UP),
+        cuda(WHEEL, SAME),
+        cuda(WHEEL, OTHER, UP, FAR),
+        replace(host("cpu", SAME), confinement=replace(LOCKED, may_trace=True)),
+        replace(host("cpu", OTHER), confinement=LOCKED),
+        replace(host("cpu", SAME), confinement=CONTAINER),
+    ],
+)
+def test_nothing_is_said_about_what_is_fine(situation: Situation) -> None:
+    assert choose_environment(situation).warnings == ()

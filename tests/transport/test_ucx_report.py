@@ -1,0 +1,75 @@
+"""UCX's own report on its connections names what carries the bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry.transport.ucx_report import UcxReport, carriers_in
+
+BOTH = """
+#               peer: <no debug data>
+#                 lane[0]:  2:tcp/lo.0 md[1]                -> md[1]/tcp/sysdev[255] seg 4294967295 am keepalive wireup
+#                 lane[1]:  5:cma/memory.0 md[4]            -> md[4]/cma/sysdev[255] seg 4294967295 rma_bw#0
+# +-----------+--------------------+---------------------------------+
+"""
+TWO_CARDS = """
+#                 lane[0]:  1:rc_mlx5/mlx5_0:1.0 md[0]      -> md[0]/ib/sysdev[1] seg 8256 rma_bw#0 am am_bw#0 wireup
+#                 lane[1]:  3:rc_mlx5/mlx5_1:1.0 md[2]      -> md[2]/ib/sysdev[2] seg 8256 rma_bw#1
+#                 lane[2]:  1:rc_mlx5/mlx5_0:1.1 md[0]      -> md[0]/ib/sysdev[1] seg 8256 rma_bw#2
+"""
+MESSAGES = """
+#                 lane[0]:  0:tcp/eth0.0 md[0]              -> md[0]/tcp/sysdev[255] seg 4294967295 am keepalive
+#                 lane[1]:  6:cuda_ipc/cuda.0 md[5]         -> md[5]/cuda_ipc/sysdev[1] seg 4294967295 rkey_ptr
+"""
+ASK = """
+import json
+import numpy as np
+from kvferry.testing.transport_peer import PeerProcess
+from kvferry.transport.base import Memory
+from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.selftest import measure
+from kvferry.transport.ucx_report import UcxReport
+transport = NixlTransport()
+with PeerProcess("nixl", 1 << 20, 3) as peer:
+    transport.connect("peer", peer.descriptor)
+    found = measure(transport, "peer", peer.probe)
+    carriers, report = transport.carriers("peer"), UcxReport()
+    num_endpoints = len(report.endpoints())
+    transport.disconnect("peer")
+    print(json.dumps([found.error, carriers, report.version, report.carriers(1 << 20), num_endpoints]))
+transport.close()
+"""
+
+
+def test_lanes_for_remote_memory_carry_the_bytes_and_else_those_for_messages() -> None:
+    assert carriers_in(BOTH) == ("cma/memory",)
+    assert carriers_in(TWO_CARDS) == ("rc_mlx5/mlx5_0:1", "rc_mlx5/mlx5_1:1")
+    assert carriers_in(MESSAGES) == ("tcp/eth0",)
+    assert carriers_in("") == carriers_in("lane[0]: nonsense") == ()
+
+
+def test_a_process_without_ucx_has_nothing_to_report(tmp_path: Path) -> None:
+    report = UcxReport(tmp_path / "maps")
+    assert (report.version, report.endpoints(), report.carriers(4096)) == ("", frozenset(), ())
+
+
+@pytest.mark.parametrize(
+    ("settings", "family"), [({}, "cma"), ({"UCX_TLS": "tcp"}, "tcp"), ({"UCX_TLS": "^cma"}, "tcp")]
+)
+def test_the_loaded_ucx_says_what_carries_the_bytes(settings: dict[str, str], family: str) -> None:
+    """A fallback to tcp is seen although nothing fails."""
+    pytest.importorskip("nixl_cu13")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")} | settings
+    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, env=environment, timeout=120, check=True)
+    error, carriers, version, unknown, num_endpoints = json.loads(done.stdout.splitlines()[-1])
+    assert error == ""
+    assert {name.split("/")[0] for name in carriers} == {family}
+    assert version.split(".")[0].isdecimal()
+    assert unknown == []
+    assert num_endpoints >= 1
