@@ -22,7 +22,10 @@ def token_file(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("contents", [TOKEN, TOKEN + b"\n", b" \t" + TOKEN + b"\r\n"])
+# Named: the token is another one in each process that the tests are shared out to.
+@pytest.mark.parametrize(
+    "contents", [TOKEN, TOKEN + b"\n", b" \t" + TOKEN + b"\r\n"], ids=["alone", "a line", "white space"]
+)
 def test_a_file_holds_a_token_and_perhaps_white_space(token_file, contents):
     assert read_token(token_file(contents)) == SharedToken(TOKEN)
 

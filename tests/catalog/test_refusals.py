@@ -156,7 +156,7 @@ KNOWN = sorted(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.sampled_from(sorted(FIGURES)),
     st.dictionaries(st.sampled_from(KNOWN), WRONG, max_size=4),
@@ -185,7 +185,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.dictionaries(st.sampled_from(KNOWN), JSON), st.sampled_from(["auto", "fp8_ds_mla", "float8_e5m2"]))
 def test_any_object_is_described_or_refused(config, cache_dtype):
     with contextlib.suppress(ConfigurationError):

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import page_samples
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from page_samples import DENSE, SAMPLES, Shape
 
@@ -155,7 +155,6 @@ def test_the_row_that_is_drawn_is_the_row_that_is_counted(name):
     assert strips(facts)[0][0].row_words == f"one row: {bytes_words(first['bytes'] / first['rows_before_merge'])}"
 
 
-@settings(deadline=None)
 @given(
     source=st.builds(Shape, st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 5), st.sampled_from([1, 2, 4])),
     target=st.builds(

@@ -37,7 +37,7 @@ from kvferry.testing import oracle
 from kvferry.testing.strategies import Scenario, handmade, scenarios
 from kvferry.transport.base import Memory
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=60)
 engines = st.one_of(scenarios(), handmade())
 policies = st.sampled_from([Policy.SAMPLED, Policy.FULL])
 
@@ -87,6 +87,7 @@ def pairs_of(scenario):
     return route(scenario.sources, scenario.targets).pairs()
 
 
+@pytest.mark.uncounted  # Element by element.
 @many
 @given(engines, policies, st.integers(0, 2**63 - 1))
 def test_what_has_moved_has_one_digest_on_both_sides(scenario, policy, seed):
@@ -193,6 +194,7 @@ WRONG = {
 }
 
 
+@pytest.mark.uncounted  # Element by element over a thousand tokens.
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("what", WRONG)
 def test_a_sample_finds_every_whole_thing_that_is_wrong(what, seed):
@@ -210,7 +212,6 @@ def test_a_sample_is_a_small_part():
     assert sum(extract.num_bytes for extract in extracts) < pair.copies.num_bytes / 100
 
 
-@settings(deadline=None)
 @given(st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 40), st.integers(0, 2**63 - 1))
 def test_samples_of_all_states_together_look_into_every_stratum(first, count, num_states, seed):
     numbers = range(first, first + count)

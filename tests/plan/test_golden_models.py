@@ -24,6 +24,7 @@ from kvferry.plan.model import CacheModel, Kept, LayerCache
 from kvferry.plan.tokens import TokenRange, TokenShare
 from kvferry.testing import oracle
 
+pytestmark = pytest.mark.uncounted
 NAMES = catalog.names()
 TOPOLOGIES = [
     pytest.param(name, case_of(asked), id=f"{name}: {asked['name']}")

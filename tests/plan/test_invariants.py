@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,8 @@ from kvferry.plan.tokens import TokenRange
 from kvferry.testing import oracle
 from kvferry.testing.strategies import Scenario, handmade, scenarios
 
-many = settings(max_examples=200, deadline=None)
+pytestmark = pytest.mark.uncounted
+many = settings(max_examples=200)
 engines = st.one_of(scenarios(), handmade())
 
 

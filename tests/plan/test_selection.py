@@ -11,7 +11,7 @@ from kvferry.plan.selection import Selection, positions
 from kvferry.plan.span import Span
 from kvferry.plan.tokens import ALL_TOKENS, TokenSet, TokenShare, classes
 
-many = settings(max_examples=100, deadline=None)
+many = settings(max_examples=100)
 
 
 @st.composite
@@ -55,7 +55,7 @@ def together(group: CacheGroup, tokens: list[int]) -> bool:
     return same_block and found == list(range(found[0], found[0] + len(found)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups(), groups())
 def test_a_unit_stays_together_on_both_sides(source, target):
     for tokens, holders in classes(source.share.tokens(), (target.share.tokens(),)):

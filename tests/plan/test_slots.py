@@ -22,7 +22,7 @@ def carry(copies, read, write):
         write(int(target), int(length))[:] = read(int(source), int(length))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(engines, STAGED, st.integers(1, 3000))
 def test_i7_slot_by_slot_the_target_is_the_same(scenario, strategy, slot_bytes):
     found = route(scenario.sources, scenario.targets)

@@ -13,7 +13,7 @@ from kvferry.plan.staged import RegionStarts, Stages, Staging, Strategy, direct,
 
 POISON = 0xEE
 SOURCE, TARGET, SOURCE_STAGING, TARGET_STAGING = 1 << 40, 2 << 40, 3 << 40, 4 << 40
-many = settings(max_examples=150, deadline=None)
+many = settings(max_examples=150)
 ways = st.sampled_from(Strategy)
 
 

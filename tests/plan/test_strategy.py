@@ -25,7 +25,7 @@ from kvferry.plan.strategy import (
 )
 
 KIB, MIB = 1 << 10, 1 << 20
-many = settings(max_examples=150, deadline=None)
+many = settings(max_examples=150)
 
 
 def rows_of(row_bytes, total=64 * MIB, runs_of=1):

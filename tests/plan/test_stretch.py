@@ -14,7 +14,7 @@ from kvferry.plan.stretch import WHOLE, Stretch, stretch_tokens, stretches
 from kvferry.plan.tokens import TokenRange
 from kvferry.testing.strategies import handmade, scenarios
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=60)
 engines = st.one_of(scenarios(), handmade())
 
 

@@ -41,7 +41,7 @@ def test_a_share_that_is_none_is_refused(numbers):
         TokenShare(*numbers)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(shares, st.lists(shares, max_size=3))
 def test_every_wanted_token_is_in_the_class_of_its_holders(wanted, held):
     sets = tuple(share.tokens() for share in held)
@@ -55,7 +55,7 @@ def test_every_wanted_token_is_in_the_class_of_its_holders(wanted, held):
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(shares, st.lists(shares, max_size=3))
 def test_equal_sets_are_equal_values(wanted, held):
     """The shortest period, spans as long as they can be: legs with the same tokens must have the same key."""

@@ -212,7 +212,6 @@ def test_vectors_are_as_wide_as_everything_is_aligned(odd, by, unit):
     assert launch_of(Tile(**fields)).unit_bytes == unit
 
 
-@settings(deadline=None)
 @given(drawn=rows())
 def test_programs_cover_every_row_and_are_not_many_more(drawn):
     copies, _ = drawn

@@ -102,10 +102,9 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestModel.settings = settings(max_examples=150, stateful_step_count=40)
 
 
-@settings(deadline=None)
 @given(data=st.data(), owners=st.integers(2, 6), room=st.integers(1, 5))
 def test_owners_that_always_wait_are_never_two_slots_apart(data, owners, room):
     """One owner asks for everything at once and long before the others."""
@@ -127,7 +126,6 @@ def test_owners_that_always_wait_are_never_two_slots_apart(data, owners, room):
         pool.release(held.popleft().key)
 
 
-@settings(deadline=None)
 @given(
     small=st.lists(st.integers(1, 6), min_size=4, max_size=30),
     large=st.integers(8, 32),
@@ -274,7 +272,6 @@ def test_a_key_is_asked_once_and_released_once():
         pool.release("key")
 
 
-@settings(deadline=None)
 @given(cuts=st.sets(st.integers(1, 39)), taken=st.sets(st.integers(0, 39)), num_bytes=st.integers(1, 40))
 def test_the_emptiest_stretch_is_the_emptiest(cuts, taken, num_bytes):
     room = Room(40)

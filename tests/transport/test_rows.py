@@ -50,7 +50,7 @@ def expected(source: Side, target: Side, length: np.ndarray) -> list[np.ndarray]
     return views
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(sides())
 def test_rows_arrive_and_nothing_else_changes(rows: tuple[Side, Side, np.ndarray]) -> None:
     _source, target, length = rows
@@ -59,7 +59,7 @@ def test_rows_arrive_and_nothing_else_changes(rows: tuple[Side, Side, np.ndarray
     assert all(map(np.array_equal, target.views, wanted))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(sides())
 def test_gather_then_scatter_is_a_copy(rows: tuple[Side, Side, np.ndarray]) -> None:
     source, target, length = rows
@@ -88,7 +88,7 @@ def test_short_rows_take_few_steps() -> None:
         assert len(steps) < 20
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 100), max_size=20), st.integers(1, 40))
 def test_split_keeps_every_byte(lengths: list[int], most: int) -> None:
     length = np.array(lengths, np.uint64)

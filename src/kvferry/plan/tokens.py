@@ -112,7 +112,9 @@ def _together(wanted: TokenSet, held: tuple[TokenSet, ...]) -> tuple[int, int]:
 
 
 def _stretched(tokens: TokenSet, period: int) -> Sequence[Span]:
-    """The spans of a set over a multiple of its period."""
+    """The spans of a set over a multiple of its period. All tokens are one: there may be very many periods."""
+    if tokens == ALL_TOKENS:
+        return [Span(0, period)]
     shifts = range(0, period, tokens.period)
     return [Span(span.start + shift, span.stop + shift) for shift in shifts for span in tokens.spans]
 

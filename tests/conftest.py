@@ -1,0 +1,22 @@
+"""What holds for all tests: which of them count lines, and that no time is short for a property's example."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+HERE = Path(__file__).parent
+COUNTED = {"plan", "wire", "session", "catalog"}
+
+# How long an example takes says nothing, on a busy machine least of all. The rest stays as it is: with CI set,
+# Hypothesis has chosen the same examples every time.
+settings.register_profile("unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
+
+
+def pytest_collection_modifyitems(items):
+    """`-m counted` is what the Makefile counts the lines of; the rest runs beside it, in several processes."""
+    for item in items:
+        folder = item.path.relative_to(HERE).parts[0]
+        if folder in COUNTED and item.get_closest_marker("uncounted") is None:
+            item.add_marker(pytest.mark.counted)
