@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import logging
 import queue
-import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-
-import numpy as np
 
 from kvferry import __version__
 from kvferry.agent.carrier import Carrier
@@ -23,7 +20,10 @@ from kvferry.agent.config import AgentConfig, Host
 from kvferry.agent.control import Arrival, ControlChannel
 from kvferry.agent.digests import Digester, HostBytes
 from kvferry.agent.knocks import Knocks
+from kvferry.agent.meeting import Met
+from kvferry.agent.own_probe import allocate_probe, describe_probe
 from kvferry.agent.stager import Stager
+from kvferry.agent.surroundings import surroundings_here
 from kvferry.agent.wake import Wake
 from kvferry.errors import ConfigurationError, RequestError, WireError, WireVersionError
 from kvferry.plan.copies import Direction
@@ -33,14 +33,12 @@ from kvferry.session.source import Identity, SourceSession
 from kvferry.session.target import TargetSession
 from kvferry.staging.host_mover import HostMover, host_pieces
 from kvferry.transport.base import Transport
-from kvferry.transport.selftest import fill_probe
-from kvferry.transport.shared_memory import SharedMemory, allocate_shared
+from kvferry.transport.shared_memory import allocate_shared
 from kvferry.wire.codec import MAX_REQUEST_BYTES, decode, encode
-from kvferry.wire.messages import Message, Party, Probe, Reason, Reference, Refusal, TargetOffer
+from kvferry.wire.messages import Message, Party, Reason, Reference, Refusal, TargetOffer
 
 __all__ = ["Agent"]
 
-PROBE_BYTES = 4 << 20
 BUSY_POLL_S = 0.0005
 IDLE_POLL_S = 0.001
 MAX_WAIT_S = 60.0
@@ -80,9 +78,10 @@ class Agent:
             self._control = ControlChannel(config.host, config.port, config.token)
             undo.callback(self._control.close)
             tests_s = TESTS_SHARE * config.timing.handshake_s
-            self._carrier = Carrier(config.transport, transports, unavailable, tests_s)
+            surroundings = surroundings_here(config.transport)
+            self._carrier = Carrier(config.transport, transports, unavailable, tests_s, surroundings)
             undo.callback(self._carrier.close)
-            probe_memory = allocate_shared(PROBE_BYTES, "kvferry-probe")
+            probe_memory = allocate_probe()
             undo.callback(probe_memory.close)
             arena = allocate_shared(config.staging_bytes, "kvferry-staging")
             undo.callback(arena.close)
@@ -94,7 +93,7 @@ class Agent:
             undo.callback(self._wake.close)
             self._control.watch(self._wake.fileno())
             self.address = self._control.address
-            offers, probe = self._carrier.offers(), _filled(probe_memory)
+            offers, probe = self._carrier.offers(), describe_probe(probe_memory)
             mover = HostMover(host_pieces([*host.memories, arena.memory]), self._wake.ring)
             self._stager = Stager(arena.memory, mover)
             undo.callback(self._stager.close)
@@ -122,6 +121,11 @@ class Agent:
     def num_slots(self) -> int:
         """Slots of staging memory that are held or waited for."""
         return self._stager.num_slots
+
+    @property
+    def met(self) -> tuple[Met, ...]:
+        """How each peer is reached that is connected now. May be asked from any thread."""
+        return tuple(self._carrier.met.copy().values())
 
     # --- what engines call ---
 
@@ -201,7 +205,7 @@ class Agent:
         # What has been answered while that took long must be read before somebody is taken for silent.
         for arrival in self._control.receive(0.0):
             self._arrived(arrival)
-        self.counts.update(self._control.take_counts())
+        self.counts.update(self._control.take_counts() + self._carrier.take_counts())
         now = time.monotonic()
         self._obey([*self._source.handle(e.Tick(), now), *self._target.handle(e.Tick(), now)])
         if self._digester.busy:
@@ -338,9 +342,3 @@ def _check_id(request_id: str) -> None:
     if not 0 < len(request_id) <= MAX_ID_LENGTH:
         what = "a request id cannot travel"
         raise RequestError(what, found=f"{len(request_id)} characters", expected=f"1 to {MAX_ID_LENGTH}")
-
-
-def _filled(memory: SharedMemory) -> Probe:
-    seed = secrets.randbits(32)
-    fill_probe(np.frombuffer(memory.buffer, np.uint8), seed)
-    return Probe(memory.memory.address, memory.memory.size_bytes, seed)
