@@ -8,7 +8,8 @@ from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape
 from kvferry.plan.staged import Strategy
 from kvferry.plan.tokens import TokenRange
-from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree
+from kvferry.session import stretch_writes
+from kvferry.session.events import Failed, Fetched, LeaseGrown, LeaseWanted, SourceFree, TargetFree
 from kvferry.session.ways import StagingPolicy
 from kvferry.testing import oracle
 
@@ -80,4 +81,44 @@ def test_slots_that_staging_memory_can_never_have_are_an_error(make_rank):
     assert "staging memory can never have" in str(target.next_notice(Failed).error)
     target.next_notice(TargetFree)
     assert source.next_notice(SourceFree).reason == "aborted"
+    assert target.agent.num_slots == source.agent.num_slots == 0
+
+
+GROWING = {
+    "pull": {"staging": only(Strategy.DIRECT)},
+    "push": {"staging": only(Strategy.DIRECT), "direction": Direction.WRITE},
+    "pack": {"staging": only(Strategy.PACK)},
+}
+
+
+@pytest.mark.parametrize("way", GROWING)
+@pytest.mark.parametrize("cuts", [(21,), (5, 8, 21), (20, 21)])
+def test_tokens_are_sent_while_others_are_still_computed(make_rank, way, cuts, monkeypatch):
+    """The source's cache is filled up to where the lease has grown, and not further."""
+    monkeypatch.setattr(stretch_writes, "STRETCH_BYTES", SLOT_BYTES)
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, **GROWING[way])
+    wanted = LeaseWanted("r1", new_lease_id(), ((),), NUM_TOKENS, is_growing=True)
+    reference = source.agent.lease(wanted)
+    target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
+    for last in cuts:
+        oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, last))
+        num_blocks = -(-last // SOURCE.block_tokens)
+        source.agent.grow(LeaseGrown("r1", (SOURCE_TABLES[0][:num_blocks],), last))
+    assert target.next_notice(Fetched).report.num_bytes == NUM_TOKENS * BYTES_PER_TOKEN
+    check(target)
+    assert source.next_notice(SourceFree) == SourceFree("r1", "done")
+    assert target.agent.num_slots == source.agent.num_slots == 0
+
+
+@pytest.mark.parametrize("way", GROWING)
+def test_a_prefill_that_comes_to_nothing_ends_the_fetches_of_it(make_rank, way):
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, **GROWING[way])
+    reference = source.agent.lease(LeaseWanted("r1", new_lease_id(), ((),), NUM_TOKENS, is_growing=True))
+    target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
+    oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, 8))
+    source.agent.grow(LeaseGrown("r1", ((3, 9),), 8))
+    source.agent.withdraw("r1")
+    assert target.next_notice(Failed).error.reason == "expired"
+    target.next_notice(TargetFree)
+    assert source.next_notice(SourceFree) == SourceFree("r1", "withdrawn")
     assert target.agent.num_slots == source.agent.num_slots == 0

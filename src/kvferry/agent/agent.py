@@ -50,7 +50,7 @@ DIGEST_BYTES = 16 << 20
 
 logger = logging.getLogger(__name__)
 
-_SourceEvent = e.LeaseWanted | e.LeaseWithdrawn
+_SourceEvent = e.LeaseWanted | e.LeaseGrown | e.LeaseWithdrawn
 _TargetEvent = e.HoldWanted | e.FetchWanted | e.AbortWanted
 _Work = e.Post | e.Cancel | e.Digest | e.DropDigest | e.Knock | e.Acquire | e.Release | e.Stage
 _CommonEvent = e.PeerConnected | e.PeerUnreachable | e.TicketEnded | e.Digested | e.Acquired | e.Staged
@@ -141,6 +141,10 @@ class Agent:
         _check_id(wanted.request_id)
         self._submit(wanted)
         return Reference(self.party.engine_id, self.party.epoch, wanted.request_id, wanted.lease_id)
+
+    def grow(self, event: e.LeaseGrown) -> None:
+        """More tokens of a growing lease are computed: what has been claimed of them can be sent."""
+        self._submit(event)
 
     def withdraw(self, request_id: str) -> None:
         """End a request's lease early; `SourceFree` follows."""

@@ -14,10 +14,10 @@ from kvferry.plan.copies import Direction
 from kvferry.plan.digest import Policy
 from kvferry.plan.layout import Layout
 from kvferry.session import events as e
-from kvferry.session.ways import AUTO, StagingPolicy
+from kvferry.session.ways import AUTO, StagingPolicy, allowed_by
 from kvferry.transport.base import Memory
 
-__all__ = ["AgentConfig", "Host", "Notice", "new_epoch", "new_lease_id"]
+__all__ = ["AgentConfig", "Host", "Notice", "new_epoch", "new_lease_id", "staging_named"]
 
 STAGING_BYTES = 64 << 20
 SLOT_BYTES = 4 << 20
@@ -34,6 +34,11 @@ def new_epoch() -> str:
 def new_lease_id() -> str:
     """An id that nobody can guess: who knows it has been told."""
     return secrets.token_hex(16)
+
+
+def staging_named(name: str) -> StagingPolicy:
+    """What users call a policy: `auto` or the name of a strategy. Raises ConfigurationError for another name."""
+    return StagingPolicy(allowed_by(name), SLOT_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

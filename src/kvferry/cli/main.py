@@ -31,6 +31,7 @@ HERE = "127.0.0.1"
 Digest = Annotated[str, typer.Option(help="Compare what has arrived: sampled, full (every byte) or off.")]
 Transport = Annotated[str, typer.Option(help="auto, shm, cma, tcp or nixl.")]
 TransferDirection = Annotated[str, typer.Option(help="Who moves a cache: pull (its reader) or push (its owner).")]
+Strategy = Annotated[str, typer.Option(help="How a cache moves: auto, direct, scatter or pack (docs/staging.md).")]
 
 
 @contextmanager
@@ -72,6 +73,7 @@ def up(
     digest: Digest = "sampled",
     transfer_direction: TransferDirection = "pull",
     once: Annotated[
+    strategy: Strategy = "auto",
         str | None, typer.Option(help="Answer this prompt and stop; exit code 0 if the answers are equal.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 32,
@@ -93,11 +95,13 @@ def up(
         from kvferry.plan.copies import direction_named
         from kvferry.plan.digest import policy_named
         from kvferry.transport.opening import check_name
+        from kvferry.session.ways import allowed_by
 
         check_name(transport)
         policy_named(digest)
         direction_named(transfer_direction)
         _check_engine(engine, context)
+        allowed_by(strategy)
         if once == "":
             raise ConfigurationError("a prompt needs a token", found="--once with an empty text")
         options = UpOptions(
@@ -110,6 +114,7 @@ def up(
             digest=digest,
             direction=transfer_direction,
             prompts=() if once is None else (once,),
+            strategy=strategy,
             max_tokens=max_tokens,
             prefill_block_tokens=_size(context, "prefill_block_tokens", engine),
             decode_block_tokens=_size(context, "decode_block_tokens", engine),
@@ -132,6 +137,7 @@ def serve(
     digest: Digest = "sampled",
     transfer_direction: TransferDirection = "pull",
     block_tokens: Annotated[int, typer.Option(min=4, help="Tokens per block.")] = 16,
+    strategy: Strategy = "auto",
     num_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the cache.")] = 1024,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step; longer prompts go in chunks.")] = 512,
     dtype: Annotated[str, typer.Option(help="Torch dtype, or auto for the model's own.")] = "auto",
@@ -164,7 +170,7 @@ def serve(
         path, name = resolve(model)
         if engine == "vllm":
             _serve_vllm(context, path, served_name or name)
-        from kvferry.agent import AgentConfig, read_token
+        from kvferry.agent import AgentConfig, read_token, staging_named
         from kvferry.cli import environment
         from kvferry.cli import serve as command
         from kvferry.connectors.jobs import Settings
@@ -185,6 +191,7 @@ def serve(
         command.serve(
             command.ServeOptions(
                 settings=Settings(path, dtype, block_tokens, num_blocks, max_batch_tokens),
+            staging=staging_named(strategy),
                 agent=agent,
                 served_name=served_name or name,
                 failure_policy=failure_policy,
@@ -222,6 +229,7 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str) -> None:
         failure_policy=given["failure_policy"],
         host=given["host"],
         port=given["port"],
+        strategy=given["strategy"],
         transfer_port=given["transfer_port"],
         arguments=tuple(context.args),
         as_json=given["as_json"],

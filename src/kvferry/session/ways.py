@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.errors import TransferError
+from kvferry.errors import ConfigurationError, TransferError
 from kvferry.plan.copies import Copies, Direction
 from kvferry.plan.program import Program
 from kvferry.plan.request import Ranges, volume
@@ -12,7 +12,7 @@ from kvferry.plan.staged import RegionStarts, Strategy
 from kvferry.plan.strategy import Costs, Counts, counts_of, prices
 from kvferry.wire.messages import Reason
 
-__all__ = ["AUTO", "NO_STAGING", "StagingPolicy"]
+__all__ = ["AUTO", "NO_STAGING", "StagingPolicy", "allowed_by"]
 
 AUTO = (Strategy.DIRECT, Strategy.SCATTER, Strategy.PACK)
 """The cheapest of all."""
@@ -57,6 +57,16 @@ class StagingPolicy:
         if len(allowed) == 1:
             return allowed[0]
         return _cheapest(counts_of(copies, starts.source), costs, allowed)
+
+
+def allowed_by(name: str) -> tuple[Strategy, ...]:
+    """What users call a choice of strategies. Raises ConfigurationError for one that does not exist."""
+    if name == "auto":
+        return AUTO
+    if name not in list(Strategy):
+        expected = ", ".join(["auto", *Strategy])
+        raise ConfigurationError("no such strategy", found=name, expected=f"one of {expected}")
+    return (Strategy(name),)
 
 
 NO_STAGING = StagingPolicy((Strategy.DIRECT,), 0)
