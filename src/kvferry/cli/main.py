@@ -30,8 +30,8 @@ Drain = Annotated[float, typer.Option(min=0.0, help="Seconds that open requests 
 HERE = "127.0.0.1"
 Digest = Annotated[str, typer.Option(help="Compare what has arrived: sampled, full (every byte) or off.")]
 Transport = Annotated[str, typer.Option(help="auto, shm, cma, tcp or nixl.")]
-TransferDirection = Annotated[str, typer.Option(help="Who moves a cache: pull (its reader) or push (its owner).")]
 Strategy = Annotated[str, typer.Option(help="How a cache moves: auto, direct, scatter or pack (docs/staging.md).")]
+TransferDirection = Annotated[str, typer.Option(help="Who moves a cache: pull (its reader) or push (its owner).")]
 
 
 @contextmanager
@@ -72,8 +72,8 @@ def up(
     transport: Transport = "auto",
     digest: Digest = "sampled",
     transfer_direction: TransferDirection = "pull",
-    once: Annotated[
     strategy: Strategy = "auto",
+    once: Annotated[
         str | None, typer.Option(help="Answer this prompt and stop; exit code 0 if the answers are equal.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 32,
@@ -94,14 +94,14 @@ def up(
         from kvferry.cli.up import up as run
         from kvferry.plan.copies import direction_named
         from kvferry.plan.digest import policy_named
-        from kvferry.transport.opening import check_name
         from kvferry.session.ways import allowed_by
+        from kvferry.transport.opening import check_name
 
         check_name(transport)
         policy_named(digest)
         direction_named(transfer_direction)
-        _check_engine(engine, context)
         allowed_by(strategy)
+        _check_engine(engine, context)
         if once == "":
             raise ConfigurationError("a prompt needs a token", found="--once with an empty text")
         options = UpOptions(
@@ -113,8 +113,8 @@ def up(
             transport=transport,
             digest=digest,
             direction=transfer_direction,
-            prompts=() if once is None else (once,),
             strategy=strategy,
+            prompts=() if once is None else (once,),
             max_tokens=max_tokens,
             prefill_block_tokens=_size(context, "prefill_block_tokens", engine),
             decode_block_tokens=_size(context, "decode_block_tokens", engine),
@@ -136,8 +136,8 @@ def serve(
     transport: Transport = "auto",
     digest: Digest = "sampled",
     transfer_direction: TransferDirection = "pull",
-    block_tokens: Annotated[int, typer.Option(min=4, help="Tokens per block.")] = 16,
     strategy: Strategy = "auto",
+    block_tokens: Annotated[int, typer.Option(min=4, help="Tokens per block.")] = 16,
     num_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the cache.")] = 1024,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step; longer prompts go in chunks.")] = 512,
     dtype: Annotated[str, typer.Option(help="Torch dtype, or auto for the model's own.")] = "auto",
@@ -187,11 +187,11 @@ def serve(
             token=token,
             digest=policy,
             direction=direction,
+            staging=staging_named(strategy),
         )
         command.serve(
             command.ServeOptions(
                 settings=Settings(path, dtype, block_tokens, num_blocks, max_batch_tokens),
-            staging=staging_named(strategy),
                 agent=agent,
                 served_name=served_name or name,
                 failure_policy=failure_policy,
@@ -224,12 +224,12 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str) -> None:
         engine_id=given["engine_id"],
         transport=given["transport"],
         digest=given["digest"],
+        strategy=given["strategy"],
         block_tokens=_size(context, "block_tokens", "vllm"),
         dtype=given["dtype"],
         failure_policy=given["failure_policy"],
         host=given["host"],
         port=given["port"],
-        strategy=given["strategy"],
         transfer_port=given["transfer_port"],
         arguments=tuple(context.args),
         as_json=given["as_json"],
