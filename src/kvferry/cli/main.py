@@ -11,6 +11,7 @@ import typer
 from kvferry import __version__
 from kvferry.cli import console
 from kvferry.errors import ConfigurationError, FerryError
+from kvferry.registration import Side
 
 __all__ = ["app", "main"]
 
@@ -151,6 +152,9 @@ def serve(
     heartbeat: Annotated[float, typer.Option(min=0.05, help="Seconds; a peer silent for three is lost.")] = 1.0,
     drain_timeout: Drain = 30.0,
     engine: Engine = "transformers",
+    register: Annotated[list[str], typer.Option(help="URL of a router to join; repeat for more.")] = [],  # noqa: B006
+    role: Annotated[list[Side], typer.Option(help="What it joins as: prefill or decode; or both.")] = [],  # noqa: B006
+    advertise_url: Annotated[str, typer.Option(help="URL under which routers reach it, if not --host.")] = "",
     as_json: Json = False,
     as_child: Child = False,
 ) -> None:
@@ -200,6 +204,7 @@ def serve(
                 drain_s=drain_timeout,
                 as_json=as_json,
                 as_child=as_child,
+                join=command.JoinOptions(tuple(register), tuple(role), advertise_url),
             )
         )
 
@@ -212,7 +217,7 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str) -> None:
     from kvferry.cli import environment
     from kvferry.cli.serve_vllm import VllmOptions, serve_vllm
 
-    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "transfer_direction"):
+    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "transfer_direction", "register"):
         if _is_given(context, name):
             option = f"--{name.replace('_', '-')}"
             hint = "what follows -- goes to vllm serve as it is"
@@ -267,15 +272,11 @@ def route(
 ) -> None:
     """Route OpenAI requests over prefill and decode engines."""
     with _friendly():
-        from kvferry.agent.shared_token import read_token
-        from kvferry.cli import environment
         from kvferry.cli import route as command
-        from kvferry.registration import KEY_PURPOSE
-        from kvferry.router.config import Registration, RouterConfig
+        from kvferry.router.config import RouterConfig
         from kvferry.router.judgement import Judgement
         from kvferry.router.plugins import policy_named
 
-        token = read_token(token_file or environment.token_file()) if accept_registrations else None
         limits = command.limits_of(ttft_slo, max_requests, skip_prefill_below)
         router = RouterConfig(
             prefill_urls=tuple(prefill),
@@ -284,7 +285,7 @@ def route(
             decode_timeout_s=decode_timeout,
             stall_timeout_s=stall_timeout,
             members_file=members_file,
-            registration=Registration(accept_registrations, token.derived(KEY_PURPOSE) if token else b""),
+            registration=command.registration_of(accept_registrations, token_file),
             judgement=Judgement(policy_named(policy), limits),
             require_prefill=require_prefill,
         )
