@@ -41,6 +41,7 @@ class ManualLauncher:
         self._waiting: list[tuple[Tile, list[bool]]] = []
 
     def launch(self, tile: Tile) -> Callable[[], bool]:
+        assert len(tile), "devices refuse to launch nothing"
         done: list[bool] = []
         self._waiting.append((tile, done))
 

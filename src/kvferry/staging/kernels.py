@@ -68,7 +68,8 @@ def _copy_tile(
     target = tl.load(columns + num_starts + start, is_row, 0) + tl.load(target_shift + shift, is_row, 0)
     length = tl.where(is_row, row_bytes, 0) if IS_EVEN else tl.load(target_shift + num_shifts + shift, is_row, 0)
 
-    offset = (program % num_pieces * COLUMNS + tl.arange(0, COLUMNS)) * NUMBER_BYTES
+    piece = (program % num_pieces).to(tl.int64)
+    offset = (piece * COLUMNS + tl.arange(0, COLUMNS)) * NUMBER_BYTES
     is_wanted = tl.max_constancy(offset[None, :] < length[:, None], (1, NUMBERS))
     from_there = (source[:, None] + offset[None, :]).to(tl.pointer_type(NUMBER))
     from_there = tl.max_contiguous(tl.multiple_of(from_there, (1, UNIT_BYTES)), (1, NUMBERS))

@@ -18,6 +18,7 @@ class SideStream:
 
     Make it where the engine's current stream is known: which stream is current is a matter of the thread, and the
     agent's thread is not the engine's. `device` is a torch device: `cuda` (also for ROCm) or `xpu`, with its number.
+    Launch nothing while the engine captures a graph on its stream: an event from elsewhere would spoil the capture.
     """
 
     def __init__(self, device: torch.device, engine_stream: torch.Stream) -> None:
