@@ -31,7 +31,7 @@ from kvferry.session import events as e
 from kvferry.session.handshake import Ourselves
 from kvferry.session.source import Identity, SourceSession
 from kvferry.session.target import TargetSession
-from kvferry.staging.host_mover import HostMover, host_pieces
+from kvferry.session.ways import through_staging_only
 from kvferry.transport.base import Transport
 from kvferry.transport.shared_memory import allocate_shared
 from kvferry.wire.codec import MAX_REQUEST_BYTES, decode, encode
@@ -94,15 +94,17 @@ class Agent:
             self._control.watch(self._wake.fileno())
             self.address = self._control.address
             offers, probe = self._carrier.offers(), describe_probe(probe_memory)
-            mover = HostMover(host_pieces([*host.memories, arena.memory]), self._wake.ring)
+            is_staged = host.is_staged(config.rank)
+            staging = through_staging_only(config.staging) if is_staged else config.staging
+            mover = host.mover([*host.memories, arena.memory], self._wake.ring)
             self._stager = Stager(arena.memory, mover)
             undo.callback(self._stager.close)
             ours = Ourselves(
-                self.party, __version__, host.layouts, config.digest, config.direction, offers, probe, config.staging
+                self.party, __version__, host.layouts, config.digest, config.direction, offers, probe, staging
             )
             _check_offer(ours)
             self._resources = undo.pop_all()
-        identity = Identity(self.party, __version__, host.layouts, offers, probe)
+        identity = Identity(self.party, __version__, host.layouts, offers, probe, is_staged)
         self._source = SourceSession(identity, config.timing)
         self._target = TargetSession(ours, config.timing)
         self._digester = Digester(HostBytes(host.memories, host.layouts[config.rank].regions))

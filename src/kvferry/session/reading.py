@@ -89,6 +89,8 @@ class Reads:
         strategy = Strategy.DIRECT
         if wanted.num_tokens:
             strategy = self._staging.before_claim(program, wanted.ranges, peer.costs, peer.direction)
+        if wanted.num_tokens and peer.is_staged:
+            strategy = self._staging.packing_only(str(peer.key))
         if strategy is Strategy.PACK and peer.packs is Packs.NO:
             strategy = self._staging.without_packing(str(peer.key))
         # What a target reads may go through its own staging memory: that is decided when the rows are known.

@@ -86,13 +86,17 @@ MAX_OFFERED = 512
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this rank is and what it tells peers about itself. `layouts` are those of all ranks of its engine."""
+    """Who this rank is and what it tells peers about itself. `layouts` are those of all ranks of its engine.
+
+    With `is_staged` no transport reaches its blocks, and whoever wants something of it has it packed.
+    """
 
     party: Party
     product_version: str
     layouts: tuple[Layout, ...]
     transports: tuple[TransportOffer, ...]
     probe: Probe
+    is_staged: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -261,7 +265,9 @@ class SourceSession:
         self._offered = {party: until for party, until in self._offered.items() if until > now}
         if len(self._offered) < MAX_OFFERED:
             self._offered[request.party] = now + self._timing.handshake_s
-        return [Reply(peer, Offer(identity.party, identity.layout, identity.transports, identity.probe))]
+        return [
+            Reply(peer, Offer(identity.party, identity.layout, identity.transports, identity.probe, identity.is_staged))
+        ]
 
     def _target_offer(self, peer: str, offer: TargetOffer, now: float) -> list[Command]:
         return self._targets.offered(peer, offer, now)
