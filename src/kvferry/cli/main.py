@@ -325,6 +325,27 @@ def plan(
         command.plan(options, command.Output(as_json, html))
 
 
+@app.command()
+def doctor(
+    peer: Annotated[str, typer.Option(help="host:port of a running engine's transfers, to test the way to it.")] = "",
+    token_file: Annotated[str, typer.Option(help="The token that all engines share; else KVFERRY_TOKEN_FILE.")] = "",
+    device: Annotated[str, typer.Option(help="Where the engine computes: cpu, cuda, rocm, xpu, tpu; else found.")] = "",
+    buffer_device: Annotated[str, typer.Option(help="Whose memory is registered: cpu, or the device.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Say what this machine can do for transfers, what is chosen and why, and what is wrong.
+
+    Exit code 0 when nothing is, 1 with warnings, 2 with errors.
+    """
+    with _friendly():
+        from kvferry.cli import doctor as command
+        from kvferry.cli import environment
+
+        token = token_file or environment.token_file()
+        code = command.doctor(command.DoctorOptions(device, buffer_device, peer, token, as_json))
+    raise typer.Exit(code)
+
+
 @app.callback(invoke_without_command=True)
 def version(show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Move a request's KV cache from the engine that computed it to the engine that needs it."""

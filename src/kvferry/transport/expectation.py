@@ -28,11 +28,16 @@ INSTEAD: Final = {Direction.READ: "push", Direction.WRITE: "pull"}
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Of this process: the host's name (empty: not known), whether an RDMA port is up, and the transport asked for."""
+    """Of this process: the host's name (empty: not known), whether an RDMA port is up, and the transport asked for.
+
+    `user_transports` is the user's own UCX_TLS, `may_attach` whether the kernel lets processes read each other.
+    """
 
     host: str = ""
     has_rdma: bool = False
     requested: str = "auto"
+    user_transports: str = ""
+    may_attach: bool = True
 
     def place_of(self, host: str) -> Place:
         """Where a peer is that says it runs on `host`."""
@@ -53,24 +58,32 @@ def _fallback(
         # Asked for by name: that is no fallback.
         return
     families = {carrier.split("/")[0] for carrier in measured.carriers}
-    fine, words, hint = _expected(place, surroundings.has_rdma)
+    fine, words = _expected(place, surroundings.has_rdma)
     if families and families.isdisjoint(fine):
         ways = " and ".join(measured.carriers)
         what = "transfers take a slow way without need, and nothing else says so"
         found = f"{measured.name} over {ways}, {measured.rates(direction)}"
-        yield Finding(Severity.WARNING, what, found, words, hint)
+        yield Finding(Severity.WARNING, what, found, words, _hint(place, surroundings))
 
 
-def _expected(place: Place, has_rdma: bool) -> tuple[frozenset[str], str, str]:
-    """The carriers that are fine, in words, and what to do about others."""
+def _expected(place: Place, has_rdma: bool) -> tuple[frozenset[str], str]:
+    """The carriers that are fine, and in words what they are."""
     if place is Place.SAME_HOST:
-        words = "a copy inside the host, which both engines share: shm, cma, or a device's own"
-        hint = "kvferry doctor says what forbids it (UCX_TLS, ptrace, containers); --transport auto tries shm and cma"
-        return ON_ONE_HOST, words, hint
+        return ON_ONE_HOST, "a copy inside the host, which both engines share: shm, cma, or a device's own"
     if has_rdma:
-        hint = "kvferry doctor shows ports and settings (UCX_TLS, UCX_NET_DEVICES); is the peer's port up, too?"
-        return RDMA, "RDMA: a port of this host is up", hint
-    return frozenset({"tcp", *ON_ONE_HOST}), "", ""
+        return RDMA, "RDMA: a port of this host is up"
+    return frozenset({"tcp", *ON_ONE_HOST}), ""
+
+
+def _hint(place: Place, surroundings: Surroundings) -> str:
+    """The likeliest cause first: what the user has set, then what the kernel forbids, then what differs at the peer."""
+    if surroundings.user_transports:
+        return f"UCX_TLS={surroundings.user_transports} is set: unset it, or add what is missing"
+    if place is not Place.SAME_HOST:
+        return "is the peer's RDMA port up, too, and UCX_NET_DEVICES right on both hosts? kvferry doctor shows both"
+    if not surroundings.may_attach:
+        return "sysctl kernel.yama.ptrace_scope=0, or give both engines CAP_SYS_PTRACE; shm needs neither"
+    return "run both engines as one user in one pid and ipc namespace (containers: --pid=host --ipc=host)"
 
 
 def _lopsided(measured: Measurement, direction: Direction) -> Iterator[Finding]:
