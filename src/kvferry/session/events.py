@@ -82,7 +82,7 @@ class Timing:
     heartbeat_s: float = 1.0
     missed_heartbeats: int = 3
     resend_s: float = 1.0
-    handshake_s: float = 5.0
+    handshake_s: float = 15.0
     transfer_s: float = 60.0
     tombstone_s: float = 60.0
     early_claim_s: float = 10.0
