@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import Literal
+from enum import StrEnum
 
 import msgspec
 
 from kvferry.errors import RequestError
 
-__all__ = ["KEY_PURPOSE", "MEMBERS_PATH", "SIGNATURE", "Announcement", "decode_announcement", "sign", "unbelieved"]
+__all__ = [
+    "KEY_PURPOSE",
+    "MEMBERS_PATH",
+    "SIGNATURE",
+    "Announcement",
+    "Side",
+    "decode_announcement",
+    "sign",
+    "unbelieved",
+]
 
 MEMBERS_PATH = "/kvferry/members"
 SIGNATURE = "x-kvferry-signature"
@@ -23,11 +32,18 @@ MAX_AGE_S = 60.0
 MAX_SIGNATURE = 100
 
 
+class Side(StrEnum):
+    """What an engine may want to be used for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 class Announcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine at `url` wants requests of `role`; with `leaving`, none any more."""
 
     url: str
-    role: Literal["prefill", "decode"]
+    role: Side
     leaving: bool = False
 
 

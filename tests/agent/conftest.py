@@ -17,7 +17,7 @@ from kvferry.transport.shared_memory import allocate_shared
 
 MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)
 # Generous where nothing is waited for, so that a busy machine is not taken for a lost peer.
-TIMING = Timing(lease_s=20.0, heartbeat_s=2.0, resend_s=0.5, handshake_s=5.0, transfer_s=20.0)
+TIMING = Timing(lease_s=20.0, heartbeat_s=2.0, resend_s=0.5, handshake_s=25.0, transfer_s=20.0)
 DEADLINE_S = 30.0
 
 
@@ -84,7 +84,7 @@ def make_engine():
     """All ranks of an engine, each with its own memory and agent."""
     made, memories = [], []
 
-    def make(engine_id, shape, direction=Direction.READ):
+    def make(engine_id, shape, direction=Direction.READ, **config):
         size_bytes = sum(region.size_bytes for region in describe(MODEL, shape, 0)[0].regions)
         shared = [allocate_shared(size_bytes, engine_id) for _ in range(shape.num_ranks)]
         memories.extend(shared)
@@ -97,8 +97,12 @@ def make_engine():
             parts = zip(layout.regions, starts, strict=True)
             buffers = {region.address: view[start : start + region.size_bytes] for region, start in parts}
             opened, notices = open_transports("shm"), queue.SimpleQueue()
-            config = AgentConfig(engine_id, epoch, rank, transport="shm", timing=TIMING, direction=direction)
-            agent = Agent(config, Host(layouts, (each.memory,), notices.put), opened.transports, opened.unavailable)
+            agent_config = AgentConfig(
+                engine_id, epoch, rank, transport="shm", timing=TIMING, direction=direction, **config
+            )
+            agent = Agent(
+                agent_config, Host(layouts, (each.memory,), notices.put), opened.transports, opened.unavailable
+            )
             agent.start()
             made.append(agent)
             ranks.append(Rank(agent, oracle.Memory(layout, buffers), notices))

@@ -1,5 +1,7 @@
 """Staging: real agents over real transports, whose bytes go through slots of staging memory on one side or on both."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -8,9 +10,11 @@ from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape
 from kvferry.plan.staged import Strategy
 from kvferry.plan.tokens import TokenRange
-from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree
+from kvferry.session import stretch_writes
+from kvferry.session.events import Failed, Fetched, FetchWanted, LeaseGrown, LeaseWanted, SourceFree, TargetFree
 from kvferry.session.ways import StagingPolicy
 from kvferry.testing import oracle
+from kvferry.testing.gated import GatedTransport
 
 SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
 TARGET = EngineShape(1, 1, block_tokens=6, num_blocks=9, format="block-head-major")
@@ -19,6 +23,7 @@ NUM_TOKENS = 21
 BYTES_PER_TOKEN = 2 * 2 * 4 * 8 * 4
 # About five tokens: several slots, and more than the window.
 SLOT_BYTES = 5 * BYTES_PER_TOKEN
+DEADLINE_S = 30.0
 TRANSPORTS = ["shm", "cma", "tcp", "nixl"]
 
 
@@ -81,3 +86,99 @@ def test_slots_that_staging_memory_can_never_have_are_an_error(make_rank):
     target.next_notice(TargetFree)
     assert source.next_notice(SourceFree).reason == "aborted"
     assert target.agent.num_slots == source.agent.num_slots == 0
+
+
+GROWING = {
+    "pull": {"staging": only(Strategy.DIRECT)},
+    "push": {"staging": only(Strategy.DIRECT), "direction": Direction.WRITE},
+    "pack": {"staging": only(Strategy.PACK)},
+}
+
+
+@pytest.mark.parametrize("way", GROWING)
+@pytest.mark.parametrize("cuts", [(21,), (5, 8, 21), (20, 21)])
+def test_tokens_are_sent_while_others_are_still_computed(make_rank, way, cuts, monkeypatch):
+    """The source's cache is filled up to where the lease has grown, and not further."""
+    monkeypatch.setattr(stretch_writes, "STRETCH_BYTES", SLOT_BYTES)
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, **GROWING[way])
+    wanted = LeaseWanted("r1", new_lease_id(), ((),), NUM_TOKENS, is_growing=True)
+    reference = source.agent.lease(wanted)
+    target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
+    for last in cuts:
+        oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, last))
+        num_blocks = -(-last // SOURCE.block_tokens)
+        source.agent.grow(LeaseGrown("r1", (SOURCE_TABLES[0][:num_blocks],), last))
+    assert target.next_notice(Fetched).report.num_bytes == NUM_TOKENS * BYTES_PER_TOKEN
+    check(target)
+    assert source.next_notice(SourceFree) == SourceFree("r1", "done")
+    assert target.agent.num_slots == source.agent.num_slots == 0
+
+
+@pytest.mark.parametrize("way", GROWING)
+def test_a_prefill_that_comes_to_nothing_ends_the_fetches_of_it(make_rank, way):
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, **GROWING[way])
+    reference = source.agent.lease(LeaseWanted("r1", new_lease_id(), ((),), NUM_TOKENS, is_growing=True))
+    target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
+    oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, 8))
+    source.agent.grow(LeaseGrown("r1", ((3, 9),), 8))
+    source.agent.withdraw("r1")
+    assert target.next_notice(Failed).error.reason == "expired"
+    target.next_notice(TargetFree)
+    assert source.next_notice(SourceFree) == SourceFree("r1", "withdrawn")
+    assert target.agent.num_slots == source.agent.num_slots == 0
+
+
+def test_far_more_than_staging_memory_holds_waits_for_its_turn(make_rank, tmp_path):
+    """Room for two slots at the source and at each target; thirty requests of five slots each, behind a gate."""
+    gate, posts = tmp_path / "gate", threading.Semaphore(0)
+
+    class Telling(GatedTransport):
+        def post(self, peer, copies, direction):
+            ticket = super().post(peer, copies, direction)
+            posts.release()
+            return ticket
+
+    config = {"staging_bytes": 4 << 12, "staging": only(Strategy.PACK)}
+    source = make_rank("p0", SOURCE, wrap=lambda transport: Telling(transport, gate), **config)
+    targets = [make_rank(f"d{number}", TARGET, **config) for number in range(3)]
+    for number, target in enumerate(targets):
+        reference = leased(source, f"first of {number}")
+        target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, "first"))
+        target.next_notice(Fetched)
+        source.next_notice(SourceFree)
+    while posts.acquire(blocking=False):
+        pass
+    gate.touch()
+    for number in range(30):
+        target, request_id = targets[number % 3], f"q{number}"
+        reference = leased(source, f"r{number}")
+        target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, request_id))
+    for _ in range(2):
+        assert posts.acquire(timeout=DEADLINE_S)
+    gate.unlink()
+    for target in targets:
+        reports = [target.next_notice(Fetched).report for _ in range(10)]
+        assert {report.num_bytes for report in reports} == {NUM_TOKENS * BYTES_PER_TOKEN}
+        check(target)
+    assert {source.next_notice(SourceFree).reason for _ in range(30)} == {"done"}
+    assert [rank.agent.num_slots for rank in (source, *targets)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("strategy", [Strategy.SCATTER, Strategy.PACK])
+def test_targets_of_different_parallelism_share_one_source(make_engine, strategy):
+    """Four source ranks; targets with two ranks, one and four: each gets its own share of the heads."""
+    sources = make_engine("p0", EngineShape(4, 1, 4, 16, "token-major"))
+    shapes = [EngineShape(size, 1, 6, 9, "block-head-major") for size in (2, 1, 4)]
+    engines = [make_engine(f"d{n}", shape, staging=only(strategy)) for n, shape in enumerate(shapes)]
+    addresses, ranges = tuple(source.agent.address for source in sources), (TokenRange(0, NUM_TOKENS),)
+    for number, ranks in enumerate(engines):
+        lease_id = new_lease_id()
+        reference, *_ = [leased(source, f"r{number}", lease_id) for source in sources]
+        for rank in ranks:
+            rank.agent.fetch(FetchWanted(f"q{number}", reference, addresses, TARGET_TABLES, ranges))
+    for ranks in engines:
+        for rank in ranks:
+            assert rank.next_notice(Fetched).report.strategy == strategy
+            check(rank)
+    for source in sources:
+        assert {source.next_notice(SourceFree).reason for _ in engines} == {"done"}

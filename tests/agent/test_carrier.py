@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from kvferry.agent.carrier import Carrier
 from kvferry.errors import TransportError
@@ -10,7 +11,9 @@ from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.model import attention
 from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, Post, ReadKey, TicketEnded
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.selftest import fill_probe
+from kvferry.transport.expectation import Surroundings
+from kvferry.transport.probe import fill_probe
+from kvferry.transport.situation import Place
 from kvferry.wire.messages import Offer, Party, Probe, TransportOffer
 
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "e1")
@@ -29,6 +32,7 @@ class Scripted:
         self.name = name
         self.progress_interval_s = float("inf")
         self.refuses = refuses
+        self.carrier = ""
         self.connected, self.cancelled, self.registered, self.ended, self.open = set(), [], [], [], []
         self.is_closed = False
         self.numbers = iter(range(1, 1000))
@@ -51,6 +55,9 @@ class Scripted:
             raise TransportError("cannot connect")
         assert descriptor == self.name.encode()
         self.connected.add(peer)
+
+    def carriers(self, peer):
+        return (self.carrier or self.name,)
 
     def disconnect(self, peer):
         self.connected.discard(peer)
@@ -203,3 +210,29 @@ def test_a_transport_that_cannot_take_the_memory_is_not_offered():
         "nixl": "cannot register",
         "shm": "other host",
     }
+
+
+def test_a_slow_way_between_engines_of_one_host_is_told_by_log_and_counter(caplog):
+    slow = Scripted("nixl")
+    slow.carrier = "tcp/lo"
+    carrier = Carrier("auto", [slow], {}, TESTS_S, Surroundings("this host"))
+    offered = offer("nixl")
+    host = structs.replace(offered, probe=structs.replace(offered.probe, host="this host"))
+    carrier.connect(PEER, host)
+    (event,) = outcomes(carrier)
+    assert "nixl over tcp/lo" in event.choice
+    (met,) = carrier.met.values()
+    assert (met.place, met.transport, [each.carriers for each in met.measurements]) == (
+        Place.SAME_HOST,
+        "nixl",
+        [("tcp/lo",)],
+    )
+    assert "slow way" in caplog.text
+    assert "kvferry doctor" in caplog.text
+    assert carrier.take_counts() == {("transport_warnings", "nixl"): 1}
+    assert carrier.take_counts() == {}
+    carrier.disconnect(PEER)
+    assert carrier.met == {}
+    carrier.connect(PEER, offered)
+    outcomes(carrier)
+    assert carrier.take_counts() == {}

@@ -60,6 +60,15 @@ def test_an_offer_is_fetched_and_the_source_is_free():
         assert (report.tokens, report.bytes, report.transport) == (6, 6 * MODEL.bytes_per_token, "shm")
         assert await source.freed() == "r1"
         assert target.released.empty()
+        families = {family.name: family.samples for family in AgentCollector(target.transfer).collect()}
+        rates = families["kvferry_agent_peer_bytes_per_second"]
+        assert {(sample.labels["direction"], sample.labels["rows"]) for sample in rates} == {
+            (direction, rows) for direction in ("read", "write") for rows in ("long", "4KiB")
+        }
+        assert all(sample.value > 0 for sample in rates)
+        (warnings,) = families["kvferry_agent_peer_warnings"]
+        assert (warnings.labels["transport"], warnings.labels["carrier"]) == ("shm", "shm")
+        assert warnings.labels["peer"].endswith(source.transfer.agent.address)
 
     with_two_sides(scenario)
 

@@ -36,7 +36,9 @@ def test_the_header_says_how_the_cache_came(prefiller: Served, decoder: Served, 
     params = prefiller.ask(COMPLETIONS, body)[1]["kv_transfer_params"]
     leg = {"stream": stream, "kv_transfer_params": params}
     assert headers_of(decoder, leg)["x-kvferry-cache"] == "received"
-    assert headers_of(decoder, leg)["x-kvferry-cache"] == "recomputed"
+    again = headers_of(decoder, leg)
+    assert again["x-kvferry-cache"] == "recomputed"
+    assert again["x-kvferry-cache-reason"]
 
 
 def test_a_refusal_says_nothing_of_a_cache(decoder: Served) -> None:
@@ -91,3 +93,12 @@ def test_an_engine_whose_transfers_fail_is_not_ready_but_healthy(loop: Loop, dec
     assert "draining" in served.ask("/ready")[1]["reason"]
     assert served.ask(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1})[0] == 200
     loop.run(server.__aexit__(None, None, None))
+
+
+def test_an_engine_says_who_it_is(decoder: Served) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", decoder.port, timeout=30)
+    connection.request("GET", "/kvferry/info")
+    told = json.loads(connection.getresponse().read())
+    connection.close()
+    assert told["engine"] == "kvferry"
+    assert {"version", "wire_version", "engine_id", "epoch", "models", "cache"} <= set(told)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvferry.plan.program import bind
 from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
-from kvferry.plan.slots import SlotPlan, StagedRequest, region_starts
+from kvferry.plan.slots import SlotPlan, StagedRequest, any_tables, region_starts
 from kvferry.plan.staged import Strategy
 from kvferry.plan.tokens import TokenRange
 from kvferry.testing import oracle
@@ -63,3 +63,27 @@ def _through_slots(plan, source, target, most_bytes):
             carry(stages.gather, source.at, packed)
             carry(stages.wire, packed if len(stages.gather) else source.at, landed)
             carry(stages.scatter, landed, target.at)
+
+
+@settings(max_examples=60, deadline=None)
+@given(engines, st.integers(1, 3000))
+def test_a_target_finds_the_packed_slots_without_the_tables_of_the_source(scenario, slot_bytes):
+    found = route(scenario.sources, scenario.targets)
+    for source_rank, rank in found.pairs():
+        source, target = scenario.sources[source_rank], scenario.targets[rank]
+        program, starts = bind(found.between(source_rank, rank), source, target), region_starts(source, target)
+        both = [scenario.source_tables[source_rank], any_tables(source, scenario.last)]
+        plans = [
+            SlotPlan(
+                StagedRequest(
+                    program, tables, scenario.target_tables[rank], scenario.ranges, Strategy.PACK, slot_bytes, starts
+                )
+            )
+            for tables in both
+        ]
+        for number in range(len(plans[0].stretches)):
+            for real, found_here in zip(*(plan.slots(number) for plan in plans), strict=True):
+                assert real.num_bytes == found_here.num_bytes
+                for column in ("source", "target", "length"):
+                    ours, theirs = (getattr(slot.stages.scatter, column) for slot in (real, found_here))
+                    assert np.array_equal(ours, theirs)

@@ -144,8 +144,8 @@ async def decoding(request: web.Request, seen: Seen) -> web.StreamResponse:
     return response
 
 
-async def open_stream(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+async def open_stream(request: web.Request, **headers: str) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8", **headers})
     await response.prepare(request)
     return response
 
@@ -215,6 +215,11 @@ class Cluster:
         """The value of the sample whose name and labels are `line`; 0 when there is none."""
         values = [text.split()[-1] for text in (await self.metrics()).splitlines() if text.startswith(line + " ")]
         return float(values[0]) if values else 0.0
+
+    async def members(self) -> dict:
+        """What the router knows of its instances."""
+        async with self.session.get(self.url + "/kvferry/members") as response:
+            return await response.json()
 
     async def until_health_changes(self) -> None:
         changed = self.app.state.membership.changed

@@ -158,15 +158,16 @@ def test_a_large_prompt_passes():
     run(main)
 
 
-def test_a_4xx_of_prefill_reaches_the_client_as_it_is():
+def test_a_4xx_of_prefill_leaves_the_word_to_decode():
     async def main():
-        p0, p1 = prefill_engine("p0", failing(422, "no such model")), prefill_engine("p1", failing(422, "no"))
-        async with cluster([p0, p1], [decode_engine()]) as c:
+        p0, p1 = prefill_engine("p0", failing(422, "one token is no call")), prefill_engine("p1")
+        async with cluster([p0, p1], [decode_engine("d0", failing(404, "no such model")), decode_engine("d1")]) as c:
             response = await c.complete()
-            assert response.status == 422
+            assert response.status == 404
             assert response.error["message"] == "no such model"
             assert response.headers["retry-after"] == "3"
-            assert len(p1.seen) == len(c.decode[0].seen) == 0
+            assert response.headers["x-kvferry-reason"] == "prefill_refused"
+            assert len(p1.seen) == len(c.decode[1].seen) == 0
 
     run(main)
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from kvferry.errors import IllegalEventError
+from kvferry.router.answers import lost_cache
 from kvferry.router.events import (
     Answered,
     Began,
@@ -30,7 +31,7 @@ from kvferry.router.events import (
     Skipped,
     TurnedAway,
 )
-from kvferry.router.flow import TRANSITIONS, Flow, State, lost_cache
+from kvferry.router.flow import TRANSITIONS, Flow, State
 from kvferry.router.policy import Instance, Role
 from kvferry.router.request import Endpoint, decode_body, parse_request, prefill_body
 
@@ -171,9 +172,14 @@ def test_a_failed_prefill_with_no_other_instance_falls_back_without_a_retry():
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
-def test_a_4xx_of_prefill_goes_to_the_client_and_is_not_tried_again(status):
+def test_after_a_4xx_of_prefill_decode_has_the_word(status):
     flow = new_flow()
-    play(flow, *to_prefilling(), (Answered(status, b"{}"), [Forward()]))
+    play(
+        flow,
+        *to_prefilling(),
+        (Answered(status, b"{}"), [fallback("prefill_refused"), Send(D0, RAW)]),
+        (Answered(status, b"{}"), [Forward()]),
+    )
     assert flow.state is State.DONE
 
 

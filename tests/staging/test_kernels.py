@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import mmap
 import re
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -18,51 +16,12 @@ from kvferry.plan.copies import Copies
 from kvferry.staging.reference import Bytes, bytes_of, copy
 from kvferry.staging.tiles import MAX_ROW_BYTES, PROGRAM_BYTES, Tile, launch_of, tile_of
 
-NO_TRITON = "Triton is not installed (pip install 'kvferry[kernels]')"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason=NO_TRITON)
 # Triton says something about multiplications whenever it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 
 def column(*values: int) -> np.ndarray:
     return np.array(values, np.uint64)
-
-
-def fresh_kernels(name: str) -> ModuleType:
-    """The module once more: whether kernels are interpreted is decided when it is loaded."""
-    spec = importlib.util.find_spec("kvferry.staging.kernels")
-    assert spec is not None
-    assert spec.origin is not None
-    again = importlib.util.spec_from_file_location(name, spec.origin)
-    assert again is not None
-    assert again.loader is not None
-    module = importlib.util.module_from_spec(again)
-    again.loader.exec_module(module)
-    return module
-
-
-class Device:
-    def __init__(self, name: str, kernels: ModuleType) -> None:
-        self.name, self.kernels = name, kernels
-
-    def copy(self, tile: Tile) -> None:
-        columns = torch.from_numpy(tile.columns()).to(self.name)
-        self.kernels.copy_tile(columns, launch_of(tile))
-        if self.name != "cpu":
-            torch.accelerator.synchronize()
-
-
-@pytest.fixture(scope="module", params=["cpu", "cuda", "xpu"])
-def device(request):
-    if not HAS_TRITON:
-        pytest.skip(NO_TRITON)
-    name = request.param
-    if name != "cpu" and not torch.get_device_module(name).is_available():
-        pytest.skip(f"no {name} device here")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1" if name == "cpu" else "0")
-        yield Device(name, fresh_kernels(f"kernels_on_{name}"))
 
 
 def spread(draw, num_rows: int, unit: int, lengths: list[int]) -> np.ndarray:
@@ -101,7 +60,7 @@ def shifted(copies: Copies, source: int, target: int) -> Copies:
     return Copies(copies.source + np.uint64(source), copies.target + np.uint64(target), copies.length, copies.pieces)
 
 
-def check(device: Device, tile: Tile, source: torch.Tensor, target: torch.Tensor) -> None:
+def check(device, tile: Tile, source: torch.Tensor, target: torch.Tensor) -> None:
     """A tile whose addresses are offsets in the two tensors."""
     left, right = bytes_of(source), bytes_of(target)
     expected = target.clone()
@@ -176,7 +135,7 @@ def test_addresses_are_64_bits_wide(device):
         check_far(device, torch.zeros(far + 4096, dtype=torch.uint8, device=device.name), far)
 
 
-def check_far(device: Device, flat: torch.Tensor, far: int) -> None:
+def check_far(device, flat: torch.Tensor, far: int) -> None:
     flat[:64] = noise(64, device.name, 3)
     base = np.uint64(flat.data_ptr())
     there, back = column(far, far + 96), column(0, 32)
@@ -238,15 +197,16 @@ def test_the_reference_names_the_row_that_lies_nowhere():
         copy(Copies(column(100), column(503), column(3), 1), [there], [here])
 
 
-@needs_triton
 @pytest.mark.parametrize(
     ("backend", "arch", "lanes", "wide"),
     [("cuda", 90, 32, r"(ld|st)\.global\.v2\.b64"), ("hip", "gfx942", 64, r"global_(load|store)_dwordx4")],
 )
 @pytest.mark.parametrize("is_even", [True, False])
-def test_compiled_code_has_the_widest_loads_and_stores(backend, arch, lanes, wide, is_even, monkeypatch, tmp_path):
+def test_compiled_code_has_the_widest_loads_and_stores(
+    backend, arch, lanes, wide, is_even, fresh_kernels, monkeypatch, tmp_path
+):
     """Compiling needs no device. The hints in the kernel are easy to lose, and then it is half as wide."""
-    import triton
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import logging
 import queue
-import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-
-import numpy as np
 
 from kvferry import __version__
 from kvferry.agent.carrier import Carrier
@@ -23,7 +20,10 @@ from kvferry.agent.config import AgentConfig, Host
 from kvferry.agent.control import Arrival, ControlChannel
 from kvferry.agent.digests import Digester, HostBytes
 from kvferry.agent.knocks import Knocks
+from kvferry.agent.meeting import Met
+from kvferry.agent.own_probe import allocate_probe, describe_probe
 from kvferry.agent.stager import Stager
+from kvferry.agent.surroundings import surroundings_here
 from kvferry.agent.wake import Wake
 from kvferry.errors import ConfigurationError, RequestError, WireError, WireVersionError
 from kvferry.plan.copies import Direction
@@ -31,16 +31,14 @@ from kvferry.session import events as e
 from kvferry.session.handshake import Ourselves
 from kvferry.session.source import Identity, SourceSession
 from kvferry.session.target import TargetSession
-from kvferry.staging.host_mover import HostMover, host_pieces
+from kvferry.session.ways import through_staging_only
 from kvferry.transport.base import Transport
-from kvferry.transport.selftest import fill_probe
-from kvferry.transport.shared_memory import SharedMemory, allocate_shared
+from kvferry.transport.shared_memory import allocate_shared
 from kvferry.wire.codec import MAX_REQUEST_BYTES, decode, encode
-from kvferry.wire.messages import Message, Party, Probe, Reason, Reference, Refusal, TargetOffer
+from kvferry.wire.messages import Message, Party, Reason, Reference, Refusal, TargetOffer
 
 __all__ = ["Agent"]
 
-PROBE_BYTES = 4 << 20
 BUSY_POLL_S = 0.0005
 IDLE_POLL_S = 0.001
 MAX_WAIT_S = 60.0
@@ -52,7 +50,7 @@ DIGEST_BYTES = 16 << 20
 
 logger = logging.getLogger(__name__)
 
-_SourceEvent = e.LeaseWanted | e.LeaseWithdrawn
+_SourceEvent = e.LeaseWanted | e.LeaseGrown | e.LeaseWithdrawn
 _TargetEvent = e.HoldWanted | e.FetchWanted | e.AbortWanted
 _Work = e.Post | e.Cancel | e.Digest | e.DropDigest | e.Knock | e.Acquire | e.Release | e.Stage
 _CommonEvent = e.PeerConnected | e.PeerUnreachable | e.TicketEnded | e.Digested | e.Acquired | e.Staged
@@ -80,9 +78,10 @@ class Agent:
             self._control = ControlChannel(config.host, config.port, config.token)
             undo.callback(self._control.close)
             tests_s = TESTS_SHARE * config.timing.handshake_s
-            self._carrier = Carrier(config.transport, transports, unavailable, tests_s)
+            surroundings = surroundings_here(config.transport)
+            self._carrier = Carrier(config.transport, transports, unavailable, tests_s, surroundings)
             undo.callback(self._carrier.close)
-            probe_memory = allocate_shared(PROBE_BYTES, "kvferry-probe")
+            probe_memory = allocate_probe()
             undo.callback(probe_memory.close)
             arena = allocate_shared(config.staging_bytes, "kvferry-staging")
             undo.callback(arena.close)
@@ -94,16 +93,18 @@ class Agent:
             undo.callback(self._wake.close)
             self._control.watch(self._wake.fileno())
             self.address = self._control.address
-            offers, probe = self._carrier.offers(), _filled(probe_memory)
-            mover = HostMover(host_pieces([*host.memories, arena.memory]), self._wake.ring)
+            offers, probe = self._carrier.offers(), describe_probe(probe_memory)
+            is_staged = host.is_staged(config.rank)
+            staging = through_staging_only(config.staging) if is_staged else config.staging
+            mover = host.mover([*host.memories, arena.memory], self._wake.ring)
             self._stager = Stager(arena.memory, mover)
             undo.callback(self._stager.close)
             ours = Ourselves(
-                self.party, __version__, host.layouts, config.digest, config.direction, offers, probe, config.staging
+                self.party, __version__, host.layouts, config.digest, config.direction, offers, probe, staging
             )
             _check_offer(ours)
             self._resources = undo.pop_all()
-        identity = Identity(self.party, __version__, host.layouts, offers, probe)
+        identity = Identity(self.party, __version__, host.layouts, offers, probe, is_staged)
         self._source = SourceSession(identity, config.timing)
         self._target = TargetSession(ours, config.timing)
         self._digester = Digester(HostBytes(host.memories, host.layouts[config.rank].regions))
@@ -123,6 +124,11 @@ class Agent:
         """Slots of staging memory that are held or waited for."""
         return self._stager.num_slots
 
+    @property
+    def met(self) -> tuple[Met, ...]:
+        """How each peer is reached that is connected now. May be asked from any thread."""
+        return tuple(self._carrier.met.copy().values())
+
     # --- what engines call ---
 
     def start(self) -> None:
@@ -137,6 +143,10 @@ class Agent:
         _check_id(wanted.request_id)
         self._submit(wanted)
         return Reference(self.party.engine_id, self.party.epoch, wanted.request_id, wanted.lease_id)
+
+    def grow(self, event: e.LeaseGrown) -> None:
+        """More tokens of a growing lease are computed: what has been claimed of them can be sent."""
+        self._submit(event)
 
     def withdraw(self, request_id: str) -> None:
         """End a request's lease early; `SourceFree` follows."""
@@ -201,10 +211,10 @@ class Agent:
         # What has been answered while that took long must be read before somebody is taken for silent.
         for arrival in self._control.receive(0.0):
             self._arrived(arrival)
-        self.counts.update(self._control.take_counts())
+        self.counts.update(self._control.take_counts() + self._carrier.take_counts())
         now = time.monotonic()
         self._obey([*self._source.handle(e.Tick(), now), *self._target.handle(e.Tick(), now)])
-        if self._digester.busy:
+        if self._digester.busy or self._stager.is_changed:
             return 0.0
         if self._carrier.busy or self._knocks.busy or self._stager.busy:
             # A transport that copies inside `poll` has more to copy; one that works elsewhere is asked again soon.
@@ -338,9 +348,3 @@ def _check_id(request_id: str) -> None:
     if not 0 < len(request_id) <= MAX_ID_LENGTH:
         what = "a request id cannot travel"
         raise RequestError(what, found=f"{len(request_id)} characters", expected=f"1 to {MAX_ID_LENGTH}")
-
-
-def _filled(memory: SharedMemory) -> Probe:
-    seed = secrets.randbits(32)
-    fill_probe(np.frombuffer(memory.buffer, np.uint8), seed)
-    return Probe(memory.memory.address, memory.memory.size_bytes, seed)

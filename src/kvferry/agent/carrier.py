@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvferry.agent.meeting import Meeting, name_of
+from kvferry.agent.meeting import Meeting, Met, name_of
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.session.events import PeerConnected, PeerUnreachable, Post, Remote, TicketEnded, WorkKey
 from kvferry.transport.base import Completion, Memory, Ticket, Transport
+from kvferry.transport.expectation import Surroundings
 from kvferry.transport.select import candidates
 from kvferry.wire.messages import Offer, TargetOffer, TransportOffer
 
 __all__ = ["Carrier", "CarrierEvent"]
+
+NOWHERE = Surroundings()
+logger = logging.getLogger(__name__)
 
 CarrierEvent = TicketEnded | PeerConnected | PeerUnreachable
 
@@ -34,11 +40,19 @@ def _offer(name: str, transport: Transport) -> TransportOffer:
 
 class Carrier:
     """Belongs to one thread. `unavailable` says why a transport that users know is not there; all tests of a peer's
-    transports together may take `tests_s`."""
+    transports together may take `tests_s`. `met` says how each connected peer is reached."""
 
     def __init__(
-        self, requested: str, transports: Sequence[Transport], unavailable: Mapping[str, str], tests_s: float
+        self,
+        requested: str,
+        transports: Sequence[Transport],
+        unavailable: Mapping[str, str],
+        tests_s: float,
+        surroundings: Surroundings = NOWHERE,
     ) -> None:
+        self.met: dict[Remote, Met] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._surroundings = surroundings
         self._requested = requested
         self._tests_s = tests_s
         self._transports = {transport.name: transport for transport in transports}
@@ -92,11 +106,13 @@ class Carrier:
         except ConfigurationError as error:
             self._events.append(PeerUnreachable(peer, str(error)))
             return
-        self._meetings.append(Meeting(peer, offer, [self._transports[name] for name in names], self._tests_s))
+        transports = [self._transports[name] for name in names]
+        self._meetings.append(Meeting(peer, offer, transports, self._tests_s, self._surroundings))
 
     def disconnect(self, peer: Remote) -> None:
         """Forget a peer; its open tickets end with an error in a later `poll`."""
         self._routes.pop(peer, None)
+        self.met.pop(peer, None)
         for meeting in self._meetings:
             if meeting.peer == peer:
                 meeting.abandon()
@@ -137,8 +153,22 @@ class Carrier:
             for outcome in meeting.advance(completions, time.monotonic()):
                 for transport in meeting.chosen:
                     self._routes[meeting.peer] = transport
+                for met in meeting.met:
+                    self._take_note(met)
                 yield outcome
         self._meetings = [meeting for meeting in self._meetings if not meeting.is_settled]
+
+    def _take_note(self, met: Met) -> None:
+        """Keep what was found about a peer. What is wrong is said at once, by log and by counter."""
+        self.met[met.peer] = met
+        for finding in met.findings:
+            self._counts["transport_warnings", met.transport] += 1
+            logger.warning("%s: %s", met.peer, finding)
+
+    def take_counts(self) -> Counter[tuple[str, str]]:
+        """Warnings about transports since the last time: (`transport_warnings`, transport)."""
+        counts, self._counts = self._counts, Counter()
+        return counts
 
     def _available(self) -> dict[str, str]:
         return dict.fromkeys(self._transports, "") | self._unavailable

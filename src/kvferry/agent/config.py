@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.agent.digests import lies_in
 from kvferry.agent.reach import listening_address
 from kvferry.agent.shared_token import NO_TOKEN, SharedToken
 from kvferry.errors import ConfigurationError
@@ -14,10 +15,12 @@ from kvferry.plan.copies import Direction
 from kvferry.plan.digest import Policy
 from kvferry.plan.layout import Layout
 from kvferry.session import events as e
-from kvferry.session.ways import AUTO, StagingPolicy
+from kvferry.session.ways import AUTO, StagingPolicy, allowed_by
+from kvferry.staging.host_mover import HostMover, host_pieces
+from kvferry.staging.mover import Mover
 from kvferry.transport.base import Memory
 
-__all__ = ["AgentConfig", "Host", "Notice", "new_epoch", "new_lease_id"]
+__all__ = ["AgentConfig", "Host", "Notice", "new_epoch", "new_lease_id", "staging_named"]
 
 STAGING_BYTES = 64 << 20
 SLOT_BYTES = 4 << 20
@@ -34,6 +37,11 @@ def new_epoch() -> str:
 def new_lease_id() -> str:
     """An id that nobody can guess: who knows it has been told."""
     return secrets.token_hex(16)
+
+
+def staging_named(name: str) -> StagingPolicy:
+    """What users call a policy: `auto` or the name of a strategy. Raises ConfigurationError for another name."""
+    return StagingPolicy(allowed_by(name), SLOT_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +78,34 @@ class AgentConfig:
             )
 
 
+def near_mover(memories: Sequence[Memory], ring: Callable[[], None]) -> Mover:
+    """For engines whose blocks lie in memory that the CPU reaches."""
+    return HostMover(host_pieces(memories), ring)
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What an engine brings: the layouts of all its ranks, the memory that this rank's regions lie in, and where
-    notices go. `notify` is called on the agent's thread and must return at once."""
+    """What an engine brings: the layouts of all its ranks, the memory of this rank that transports may register, and
+    where notices go. `notify` is called on the agent's thread and must return at once.
+
+    Regions that lie in none of `memories` are reached through staging memory only. `mover` makes what copies between
+    them, the memories and staging memory: it is given all registered memory, and what to call when a copy has ended.
+    """
 
     layouts: tuple[Layout, ...]
     memories: tuple[Memory, ...]
     notify: Callable[[Notice], None]
+    mover: Callable[[Sequence[Memory], Callable[[], None]], Mover] = near_mover
+
+    def is_staged(self, rank: int) -> bool:
+        """Whether a region of this rank is no registered memory. Raises ConfigurationError when only a part is."""
+        extents = [(memory.address, memory.address + memory.size_bytes) for memory in self.memories]
+        regions = self.layouts[rank].regions
+        outside = [region for region in regions if not lies_in(region, extents)]
+        if outside and len(outside) < len(regions):
+            raise ConfigurationError(
+                "some regions of a layout can be registered and others cannot",
+                found=f"{len(outside)} of {len(regions)} lie elsewhere, such as {outside[0]}",
+                expected="all of them in registered memory, or none",
+            )
+        return bool(outside)

@@ -17,7 +17,7 @@ from kvferry.session.events import Digested, WorkKey
 from kvferry.transport.base import Memory
 from kvferry.transport.pieces import View, view_of
 
-__all__ = ["Digester", "HostBytes"]
+__all__ = ["Digester", "HostBytes", "lies_in"]
 
 # One step gathers about this much, and hashes it while it is in the L2 cache.
 STEP_BYTES = 1 << 20
@@ -34,7 +34,7 @@ class HostBytes:
 
     def __init__(self, memories: Sequence[Memory], regions: Sequence[Region]) -> None:
         extents = [(memory.address, memory.address + memory.size_bytes) for memory in memories]
-        outside = [region for region in regions if not _lies_in(region, extents)]
+        outside = [region for region in regions if not lies_in(region, extents)]
         self.unreadable = f"a region is not registered memory: {outside[0]}" if outside else ""
         self._base = min((start for start, _ in extents), default=0)
         stop = max((stop for _, stop in extents), default=0)
@@ -54,7 +54,8 @@ class HostBytes:
         return np.ndarray(shape, dtype, self._view, 0, (1, *grid.strides))
 
 
-def _lies_in(region: Region, extents: Sequence[tuple[int, int]]) -> bool:
+def lies_in(region: Region, extents: Sequence[tuple[int, int]]) -> bool:
+    """Whether a region lies in one of these pieces of memory, given as where each begins and ends."""
     return any(start <= region.address and region.address + region.size_bytes <= stop for start, stop in extents)
 
 

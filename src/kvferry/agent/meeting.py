@@ -4,17 +4,37 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from kvferry.agent.costs import costs_of
 from kvferry.errors import TransportError
+from kvferry.plan.copies import Direction
 from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, Remote
 from kvferry.transport.base import Completion, Transport
+from kvferry.transport.expectation import Surroundings, judge
+from kvferry.transport.finding import Finding
 from kvferry.transport.patience import Patience
 from kvferry.transport.select import choose, is_worth_testing
 from kvferry.transport.selftest import Measurement, Probe, SelfTest
+from kvferry.transport.situation import Place
 from kvferry.wire.messages import Offer, TargetOffer
 
-__all__ = ["Meeting", "name_of"]
+__all__ = ["Meeting", "Met", "name_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """How a peer is reached: everything that was measured, the transport that was chosen, what is wrong with it.
+
+    `direction` is the one in which this process moves bytes.
+    """
+
+    peer: Remote
+    place: Place
+    direction: Direction
+    transport: str
+    measurements: tuple[Measurement, ...]
+    findings: tuple[Finding, ...]
 
 
 def name_of(peer: Remote) -> str:
@@ -26,17 +46,28 @@ class Meeting:
     """Tests one transport after the other, so that they do not disturb each other's figures, and
     only those that could still be the best.
 
-    `chosen` is empty until the choice is made. A test whose ticket is still open after that keeps the meeting
-    unsettled: its scratch memory may still be written to.
+    `chosen` and `met` are empty until the choice is made. A test whose ticket is still open after that keeps the
+    meeting unsettled: its scratch memory may still be written to.
     """
 
     def __init__(
-        self, peer: Remote, offer: Offer | TargetOffer, transports: Sequence[Transport], tests_s: float
+        self,
+        peer: Remote,
+        offer: Offer | TargetOffer,
+        transports: Sequence[Transport],
+        tests_s: float,
+        surroundings: Surroundings,
     ) -> None:
         """All tests together may take `tests_s`; what one does not need is for the others."""
         self.peer = peer
         self.chosen: tuple[Transport, ...] = ()
-        self._probe = Probe(offer.probe.address, offer.probe.size_bytes, offer.probe.seed)
+        self.met: tuple[Met, ...] = ()
+        self._surroundings = surroundings
+        self._place = surroundings.place_of(offer.probe.host)
+        # Who is offered a target's memory writes.
+        self._direction = Direction.WRITE if isinstance(offer, TargetOffer) else Direction.READ
+        probe = offer.probe
+        self._probe = Probe(probe.address, probe.size_bytes, probe.seed, probe.num_marks)
         self._descriptors = {each.name: each.descriptor for each in offer.transports}
         self._transports = tuple(transports)
         self._waiting = deque(transports)
@@ -98,7 +129,7 @@ class Meeting:
 
     def _outcome(self) -> PeerConnected | PeerUnreachable:
         try:
-            choice = choose([*self._measured, *self._unconnected], self._untested)
+            choice = choose([*self._measured, *self._unconnected], self._untested, self._direction)
         except TransportError as error:
             return PeerUnreachable(self.peer, str(error))
         self.chosen = tuple(each for each in self._transports if each.name == choice.name)
@@ -106,4 +137,7 @@ class Meeting:
             if transport not in self.chosen:
                 transport.disconnect(name_of(self.peer))
         (measured,) = [each for each in self._measured if each.name == choice.name]
+        findings = judge(measured, self._direction, self._place, self._surroundings)
+        everything = (*self._measured, *self._unconnected)
+        self.met = (Met(self.peer, self._place, self._direction, choice.name, everything, findings),)
         return PeerConnected(self.peer, choice.name, choice.reason, costs_of(measured))

@@ -29,13 +29,19 @@ class Stager:
         self._outgoing_address = arena.address + half_bytes
         self._mover = mover
         self._refused: list[Acquired] = []
+        self._is_changed = False
         self._resources = ExitStack()
         self._resources.callback(mover.close)
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to do for `poll`."""
-        return self._mover.busy or bool(self._refused)
+        """Whether copies are under way."""
+        return self._mover.busy
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether `poll` may have something at once: a slot was asked for, or given back."""
+        return self._is_changed
 
     @property
     def num_slots(self) -> int:
@@ -44,6 +50,7 @@ class Stager:
 
     def acquire(self, command: Acquire) -> None:
         """Get in line; peers take turns."""
+        self._is_changed = True
         try:
             self._pool_of(command.key).ask(command.key, command.key.remote, command.num_bytes)
         except FerryError as error:
@@ -51,6 +58,7 @@ class Stager:
 
     def release(self, key: SlotKey) -> None:
         """Give back, or leave the line."""
+        self._is_changed = True
         if key in self._pool_of(key):
             self._pool_of(key).release(key)
 
@@ -61,7 +69,7 @@ class Stager:
     def poll(self) -> list[StagerEvent]:
         """The slots that are served now, and the copies that have ended."""
         events: list[StagerEvent] = [*self._refused]
-        self._refused = []
+        self._refused, self._is_changed = [], False
         events += [Staged(key, error) for key, error in self._mover.poll() if isinstance(key, SlotKey)]
         pools = ((self._incoming, self._arena.address), (self._outgoing, self._outgoing_address))
         for pool, address in pools:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["cache_directory", "token_file"]
+__all__ = ["cache_directory", "cache_origin", "token_file", "token_origin"]
 
 
 def cache_directory() -> Path:
@@ -19,3 +19,13 @@ def cache_directory() -> Path:
 def token_file() -> str:
     """The file with the token that all engines share: KVFERRY_TOKEN_FILE; empty when there is none."""
     return os.environ.get("KVFERRY_TOKEN_FILE", "")
+
+
+def cache_origin() -> str:
+    """Whether the folder is the `default` or comes from the `environment`."""
+    return "environment" if {"KVFERRY_CACHE", "XDG_CACHE_HOME"} & os.environ.keys() else "default"
+
+
+def token_origin(path: str) -> str:
+    """Whether a token file was given by `option` or by the `environment`."""
+    return "environment" if path == token_file() else "option"

@@ -11,6 +11,7 @@ import typer
 from kvferry import __version__
 from kvferry.cli import console
 from kvferry.errors import ConfigurationError, FerryError
+from kvferry.registration import Side
 
 __all__ = ["app", "main"]
 
@@ -30,6 +31,7 @@ Drain = Annotated[float, typer.Option(min=0.0, help="Seconds that open requests 
 HERE = "127.0.0.1"
 Digest = Annotated[str, typer.Option(help="Compare what has arrived: sampled, full (every byte) or off.")]
 Transport = Annotated[str, typer.Option(help="auto, shm, cma, tcp or nixl.")]
+Strategy = Annotated[str, typer.Option(help="How a cache moves: auto, direct, scatter or pack (docs/staging.md).")]
 TransferDirection = Annotated[str, typer.Option(help="Who moves a cache: pull (its reader) or push (its owner).")]
 
 
@@ -71,6 +73,7 @@ def up(
     transport: Transport = "auto",
     digest: Digest = "sampled",
     transfer_direction: TransferDirection = "pull",
+    strategy: Strategy = "auto",
     once: Annotated[
         str | None, typer.Option(help="Answer this prompt and stop; exit code 0 if the answers are equal.")
     ] = None,
@@ -92,11 +95,13 @@ def up(
         from kvferry.cli.up import up as run
         from kvferry.plan.copies import direction_named
         from kvferry.plan.digest import policy_named
+        from kvferry.session.ways import allowed_by
         from kvferry.transport.opening import check_name
 
         check_name(transport)
         policy_named(digest)
         direction_named(transfer_direction)
+        allowed_by(strategy)
         _check_engine(engine, context)
         if once == "":
             raise ConfigurationError("a prompt needs a token", found="--once with an empty text")
@@ -109,6 +114,7 @@ def up(
             transport=transport,
             digest=digest,
             direction=transfer_direction,
+            strategy=strategy,
             prompts=() if once is None else (once,),
             max_tokens=max_tokens,
             prefill_block_tokens=_size(context, "prefill_block_tokens", engine),
@@ -131,6 +137,7 @@ def serve(
     transport: Transport = "auto",
     digest: Digest = "sampled",
     transfer_direction: TransferDirection = "pull",
+    strategy: Strategy = "auto",
     block_tokens: Annotated[int, typer.Option(min=4, help="Tokens per block.")] = 16,
     num_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the cache.")] = 1024,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step; longer prompts go in chunks.")] = 512,
@@ -145,6 +152,9 @@ def serve(
     heartbeat: Annotated[float, typer.Option(min=0.05, help="Seconds; a peer silent for three is lost.")] = 1.0,
     drain_timeout: Drain = 30.0,
     engine: Engine = "transformers",
+    register: Annotated[list[str], typer.Option(help="URL of a router to join; repeat for more.")] = [],  # noqa: B006
+    role: Annotated[list[Side], typer.Option(help="What it joins as: prefill or decode; or both.")] = [],  # noqa: B006
+    advertise_url: Annotated[str, typer.Option(help="URL under which routers reach it, if not --host.")] = "",
     as_json: Json = False,
     as_child: Child = False,
 ) -> None:
@@ -164,7 +174,7 @@ def serve(
         path, name = resolve(model)
         if engine == "vllm":
             _serve_vllm(context, path, served_name or name)
-        from kvferry.agent import AgentConfig, read_token
+        from kvferry.agent import AgentConfig, read_token, staging_named
         from kvferry.cli import environment
         from kvferry.cli import serve as command
         from kvferry.connectors.jobs import Settings
@@ -181,6 +191,7 @@ def serve(
             token=token,
             digest=policy,
             direction=direction,
+            staging=staging_named(strategy),
         )
         command.serve(
             command.ServeOptions(
@@ -193,6 +204,7 @@ def serve(
                 drain_s=drain_timeout,
                 as_json=as_json,
                 as_child=as_child,
+                join=command.JoinOptions(tuple(register), tuple(role), advertise_url),
             )
         )
 
@@ -205,7 +217,7 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str) -> None:
     from kvferry.cli import environment
     from kvferry.cli.serve_vllm import VllmOptions, serve_vllm
 
-    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "transfer_direction"):
+    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "transfer_direction", "register"):
         if _is_given(context, name):
             option = f"--{name.replace('_', '-')}"
             hint = "what follows -- goes to vllm serve as it is"
@@ -217,6 +229,7 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str) -> None:
         engine_id=given["engine_id"],
         transport=given["transport"],
         digest=given["digest"],
+        strategy=given["strategy"],
         block_tokens=_size(context, "block_tokens", "vllm"),
         dtype=given["dtype"],
         failure_policy=given["failure_policy"],
@@ -259,15 +272,11 @@ def route(
 ) -> None:
     """Route OpenAI requests over prefill and decode engines."""
     with _friendly():
-        from kvferry.agent.shared_token import read_token
-        from kvferry.cli import environment
         from kvferry.cli import route as command
-        from kvferry.registration import KEY_PURPOSE
-        from kvferry.router.config import Registration, RouterConfig
+        from kvferry.router.config import RouterConfig
         from kvferry.router.judgement import Judgement
         from kvferry.router.plugins import policy_named
 
-        token = read_token(token_file or environment.token_file()) if accept_registrations else None
         limits = command.limits_of(ttft_slo, max_requests, skip_prefill_below)
         router = RouterConfig(
             prefill_urls=tuple(prefill),
@@ -276,7 +285,7 @@ def route(
             decode_timeout_s=decode_timeout,
             stall_timeout_s=stall_timeout,
             members_file=members_file,
-            registration=Registration(accept_registrations, token.derived(KEY_PURPOSE) if token else b""),
+            registration=command.registration_of(accept_registrations, token_file),
             judgement=Judgement(policy_named(policy), limits),
             require_prefill=require_prefill,
         )
@@ -314,6 +323,27 @@ def plan(
         prompt = command.Prompt(tokens, cached, scattered)
         options = command.PlanOptions(entry, prefill, decode, layout, prompt, link, prefill_speed)
         command.plan(options, command.Output(as_json, html))
+
+
+@app.command()
+def doctor(
+    peer: Annotated[str, typer.Option(help="host:port of a running engine's transfers, to test the way to it.")] = "",
+    token_file: Annotated[str, typer.Option(help="The token that all engines share; else KVFERRY_TOKEN_FILE.")] = "",
+    device: Annotated[str, typer.Option(help="Where the engine computes: cpu, cuda, rocm, xpu, tpu; else found.")] = "",
+    buffer_device: Annotated[str, typer.Option(help="Whose memory is registered: cpu, or the device.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Say what this machine can do for transfers, what is chosen and why, and what is wrong.
+
+    Exit code 0 when nothing is, 1 with warnings, 2 with errors.
+    """
+    with _friendly():
+        from kvferry.cli import doctor as command
+        from kvferry.cli import environment
+
+        token = token_file or environment.token_file()
+        code = command.doctor(command.DoctorOptions(device, buffer_device, peer, token, as_json))
+    raise typer.Exit(code)
 
 
 @app.callback(invoke_without_command=True)

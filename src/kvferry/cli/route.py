@@ -6,13 +6,14 @@ import asyncio
 import socket
 from dataclasses import dataclass
 
-from kvferry.cli import console, http
+from kvferry.cli import console, environment, http
 from kvferry.errors import ConfigurationError
+from kvferry.registration import KEY_PURPOSE
 from kvferry.router.app import create_app
-from kvferry.router.config import RouterConfig
+from kvferry.router.config import NO_REGISTRATION, Registration, RouterConfig
 from kvferry.router.policy import Limits
 
-__all__ = ["RouteOptions", "limits_of", "route"]
+__all__ = ["RouteOptions", "limits_of", "registration_of", "route"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,17 @@ def limits_of(ttft_s: float, max_requests: int, skip_below: str) -> Limits:
         raise ConfigurationError("--skip-prefill-below has no meaning", found=skip_below, expected="a number, or auto")
     below = 0 if skip_below == "auto" else int(skip_below)
     return Limits(ttft_s, max_requests, below, skip_by_cost=skip_below == "auto")
+
+
+def registration_of(is_open: bool, token_file: str) -> Registration:
+    """Who may register. Raises ConfigurationError for a token that cannot be used."""
+    if not is_open:
+        return NO_REGISTRATION
+    # Not at the top: a router that has no use for a token does without the transfer agent's libraries.
+    from kvferry.agent.shared_token import read_token
+
+    token = read_token(token_file or environment.token_file())
+    return Registration(True, token.derived(KEY_PURPOSE) if token else b"")
 
 
 def route(options: RouteOptions) -> None:

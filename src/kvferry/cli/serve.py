@@ -14,10 +14,31 @@ from kvferry.connectors.jobs import Settings
 from kvferry.embedded.app import create_app
 from kvferry.embedded.bridge import AgentCollector, AgentTransfer
 from kvferry.embedded.engine import Engine
+from kvferry.embedded.registrar import Registrar, RegistrarConfig
 from kvferry.embedded.service import ServeInfo
-from kvferry.errors import FerryError
+from kvferry.errors import ConfigurationError, FerryError
+from kvferry.plan.layout import contents
+from kvferry.registration import KEY_PURPOSE, Side
 
-__all__ = ["ServeOptions", "serve"]
+__all__ = ["JoinOptions", "ServeOptions", "serve"]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinOptions:
+    """Which routers this engine tells that it is there, for which roles, and under which URL if not the one it has."""
+
+    routers: tuple[str, ...] = ()
+    roles: tuple[Side, ...] = ()
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        if self.routers and not self.roles:
+            raise ConfigurationError(
+                "an engine registers for a role", found="--register alone", expected="--role prefill or --role decode"
+            )
+
+
+NOWHERE = JoinOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +57,7 @@ class ServeOptions:
     drain_s: float
     as_json: bool
     as_child: bool
+    join: JoinOptions = NOWHERE
 
 
 def serve(options: ServeOptions) -> None:
@@ -54,16 +76,47 @@ async def _serve(options: ServeOptions, engine: Engine, bound: socket.socket) ->
         transfer = AgentTransfer(options.agent, engine.layout(), engine.memory(), engine.release)
         await transfer.start()
         undo.push_async_callback(transfer.close)
-        info = ServeInfo(options.served_name, options.agent.engine_id, int(time.time()), options.failure_policy)
-        app = create_app(engine, transfer, info)
+        app = create_app(engine, transfer, _info(options, engine, transfer))
         app.state.registry.register(AgentCollector(transfer))
-        _announce(options, http.url_of(bound), transfer.agent.address)
+        url = http.url_of(bound)
+        _announce(options, url, transfer.agent.address)
+        registrar = _registrar(options, url)
+        registering = asyncio.create_task(registrar.run())
+        undo.push_async_callback(_finish, registrar, registering)
+
+        def announce_end() -> None:
+            app.state.service.drain()
+            registrar.leave()
+
         ends = [transfer.wait_until_over(), *([http.stdin_closed()] if options.as_child else [])]
-        drain = http.Drain(options.drain_s, app.state.service.drain, engine.idle)
+        drain = http.Drain(options.drain_s, announce_end, engine.idle)
         await http.run(app, bound, ends, http.ENGINE_GRACE_S, drain)
         if transfer.failure:
             # Better no process than one that cannot do its job: whoever watches over it starts a new one.
             raise FerryError(transfer.failure, found="a defect in its thread", hint="the log above has its traceback")
+
+
+def _info(options: ServeOptions, engine: Engine, transfer: AgentTransfer) -> ServeInfo:
+    return ServeInfo(
+        model=options.served_name,
+        engine_id=options.agent.engine_id,
+        created=int(time.time()),
+        policy=options.failure_policy,
+        epoch=transfer.agent.party.epoch,
+        cache=contents(engine.layout()),
+    )
+
+
+def _registrar(options: ServeOptions, url: str) -> Registrar:
+    key = options.agent.token.derived(KEY_PURPOSE) if options.agent.token else b""
+    join = options.join
+    return Registrar(RegistrarConfig(join.routers, join.url or url, join.roles, key))
+
+
+async def _finish(registrar: Registrar, registering: asyncio.Task[None]) -> None:
+    """Routers hear of the end, if they have not yet; that has a time limit of its own."""
+    registrar.leave()
+    await asyncio.wait({registering})
 
 
 def _announce(options: ServeOptions, url: str, transfer_address: str) -> None:

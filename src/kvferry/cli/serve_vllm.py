@@ -48,6 +48,7 @@ class VllmOptions:
     transfer_host: str = HERE
     token_file: str = ""
     digest: str = "sampled"
+    strategy: str = "auto"
     lease_s: float = 0.0
     drain_s: float = 0.0
 
@@ -82,6 +83,7 @@ def vllm_command(options: VllmOptions, port: int) -> list[str]:
     """The command line that starts vLLM with our connector. It names the token's file and not the token."""
     extra = {"transport": options.transport, "port": options.transfer_port}
     extra |= {"digest": options.digest} if options.digest != "sampled" else {}
+    extra |= {"strategy": options.strategy} if options.strategy != "auto" else {}
     extra |= {"host": options.transfer_host} if options.transfer_host != HERE else {}
     extra |= {"kv_lease_duration": options.lease_s} if options.lease_s else {}
     extra |= {"token_file": options.token_file} if options.token_file else {}

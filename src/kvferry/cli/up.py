@@ -55,6 +55,7 @@ class UpOptions:
     transport: str
     digest: str
     direction: str
+    strategy: str
     prompts: tuple[str, ...]
     max_tokens: int
     prefill_block_tokens: int
@@ -73,6 +74,7 @@ def up(options: UpOptions) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     arguments: tuple[str, ...] = ("--model", path, "--served-name", name, "--transport", options.transport)
     arguments += ("--engine", options.engine, "--digest", options.digest)
+    arguments += ("--strategy", options.strategy) if options.strategy != "auto" else ()
     arguments += ("--transfer-direction", options.direction) if options.direction != "pull" else ()
     # Left to itself, vLLM makes bfloat16 of the tiny model's float32.
     arguments += ("--dtype", "float32") if (options.engine, name) == ("vllm", TINY) else ()

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvferry import __version__
 from kvferry.embedded.engine import Engine
 from kvferry.embedded.requests import check, decode_chat, decode_completion, decode_release
 from kvferry.embedded.responder import Responder, error_response, json_response
@@ -19,6 +20,7 @@ from kvferry.embedded.shapes import ChatShape, CompletionShape
 from kvferry.embedded.transfer import Transfer
 from kvferry.errors import FerryError, RequestError
 from kvferry.openai import error_body
+from kvferry.wire.messages import WIRE_VERSION
 
 __all__ = ["create_app"]
 
@@ -64,6 +66,20 @@ class Endpoints:
         return json_response(
             {"status": "not ready" if reason else "ready", "reason": reason}, {}, 503 if reason else 200
         )
+
+    async def info(self, request: Request) -> Response:
+        """Who this is, for routers: they never pair engines that cannot exchange a cache."""
+        info = self._service.info
+        body: dict[str, object] = {
+            "engine": "kvferry",
+            "version": __version__,
+            "wire_version": str(WIRE_VERSION),
+            "engine_id": info.engine_id,
+            "epoch": info.epoch,
+            "models": [info.model],
+            "cache": info.cache,
+        }
+        return json_response(body, {})
 
     async def release(self, request: Request) -> Response:
         """Whoever was given a reference may say that nobody will fetch it."""
@@ -116,6 +132,7 @@ def create_app(engine: Engine, transfer: Transfer, info: ServeInfo) -> Starlette
             Route("/v1/models/{name:path}", endpoints.model),
             Route("/health", endpoints.health),
             Route("/ready", endpoints.ready),
+            Route("/kvferry/info", endpoints.info),
             Route("/kvferry/release", endpoints.release, methods=["POST"]),
             Route("/metrics", endpoints.metrics),
         ],

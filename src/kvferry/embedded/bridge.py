@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from collections.abc import Callable, Sequence
 
 from kvferry.agent import Agent, AgentConfig, Host, Notice, new_lease_id
 from kvferry.connectors.params import Reach, Remote, from_params, to_params
+from kvferry.embedded.collector import AgentCollector
 from kvferry.embedded.transfer import TransferReport
 from kvferry.errors import TransferError
 from kvferry.plan.copies import Direction
@@ -221,26 +219,3 @@ def _one_line(error: TransferError) -> str:
 
 def _gone() -> TransferError:
     return TransferError(Reason.ABORTED, "the transfer agent of this engine has stopped")
-
-
-class AgentCollector(Collector):
-    """The agent's counters for `/metrics`."""
-
-    def __init__(self, transfer: AgentTransfer) -> None:
-        self._transfer = transfer
-
-    def collect(self) -> Iterator[Metric]:
-        """Every failure moves exactly one labelled counter of the first family."""
-        agent = self._transfer.agent
-        events = CounterMetricFamily(
-            "kvferry_agent_events", "What the transfer agent refused, dropped or failed.", labels=("what", "reason")
-        )
-        for (what, reason), count in sorted(agent.counts.items()):
-            events.add_metric((what, str(reason)), count)
-        yield events
-        leases = CounterMetricFamily("kvferry_agent_leases_ended", "Offered caches, by how it ended.", labels=("how",))
-        for how, count in sorted(self._transfer.leases_ended.items()):
-            leases.add_metric((how,), count)
-        yield leases
-        reads = GaugeMetricFamily("kvferry_agent_open_reads", "Reads that are under way.", value=agent.num_open_reads)
-        yield reads

@@ -21,6 +21,8 @@ __all__ = ["Responder", "error_response", "json_response"]
 CLIENT_LEFT = 499
 # How the cache of this answer came to be.
 CACHE_HEADER = "x-kvferry-cache"
+# Why it did not come: the label of a counter.
+CACHE_REASON_HEADER = "x-kvferry-cache-reason"
 
 
 class Responder:
@@ -56,7 +58,7 @@ class Responder:
                 self._status = response.status_code
                 await response(scope, receive, send)
                 return
-            self._headers[CACHE_HEADER] = cache_word(self._call.ask.leg.kind, first)
+            self._headers |= cache_headers(self._call.ask.leg.kind, first)
             if self._call.ask.stream:
                 await self._stream(first, pieces, send)
             else:
@@ -109,6 +111,18 @@ def cache_word(leg: str, piece: Piece) -> str:
     if leg != "decode":
         return "local"
     return "recomputed" if piece.report.recomputed else "received"
+
+
+def cache_headers(leg: str, piece: Piece) -> dict[str, str]:
+    """How the cache came, why it had to be computed here if it did not, and how long each phase took, in ms."""
+    report = piece.report
+    headers = {CACHE_HEADER: cache_word(leg, piece)}
+    if report.recomputed:
+        headers[CACHE_REASON_HEADER] = report.recomputed
+    if report.phases_s:
+        entries = (f"{name};dur={seconds * 1000:.3f}" for name, seconds in report.phases_s.items())
+        headers["server-timing"] = ", ".join(entries)
+    return headers
 
 
 def json_response(body: dict[str, Any], headers: dict[str, str], status: int = 200) -> Response:

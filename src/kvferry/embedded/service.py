@@ -29,13 +29,16 @@ POLICIES = ("recompute", "fail")
 class ServeInfo:
     """How an engine process presents itself.
 
-    `policy` says what happens to a request whose cache does not arrive: `recompute` here, or `fail`.
+    `policy` says what happens to a request whose cache does not arrive: `recompute` here, or `fail`. `epoch` is new at
+    every start; `cache` names what is kept of a request.
     """
 
     model: str
     engine_id: str
     created: int
     policy: str = "recompute"
+    epoch: str = ""
+    cache: str = ""
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

@@ -13,7 +13,7 @@ from kvferry.errors import LayoutError
 from kvferry.plan.span import MAX_STOP, Span
 from kvferry.plan.tokens import UNSHARED, TokenRange, TokenShare
 
-__all__ = ["Axis", "CacheGroup", "Layout", "Placement", "Region", "State", "fingerprint"]
+__all__ = ["Axis", "CacheGroup", "Layout", "Placement", "Region", "State", "contents", "fingerprint"]
 
 # A stride that nothing is multiplied with, as there is one block or token, is not held back by the region's size.
 MAX_DISTANCE = 1 << 62
@@ -144,6 +144,12 @@ class Layout:
 def fingerprint(layout: Layout) -> str:
     """A short name for the whole description: equal for equal layouts, addresses apart."""
     plain = (layout.states, [r.size_bytes for r in layout.regions], layout.groups, layout.placements)
+    return hashlib.blake2b(repr(plain).encode(), digest_size=8).hexdigest()
+
+
+def contents(layout: Layout) -> str:
+    """A short name for what is kept of a request, wherever it lies: engines with equal names can exchange it."""
+    plain = sorted(repr(state) for state in layout.states)
     return hashlib.blake2b(repr(plain).encode(), digest_size=8).hexdigest()
 
 

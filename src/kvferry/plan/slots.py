@@ -19,7 +19,7 @@ from kvferry.plan.request import Ranges, copies_for
 from kvferry.plan.staged import RegionStarts, Stages, Staging, Strategy, staged
 from kvferry.plan.stretch import Stretch, stretch_tokens, stretches
 
-__all__ = ["Slot", "SlotPlan", "StagedRequest", "region_starts"]
+__all__ = ["Slot", "SlotPlan", "StagedRequest", "any_tables", "region_starts"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +75,15 @@ class SlotPlan:
 def region_starts(source: Layout, target: Layout) -> RegionStarts:
     """Where the regions of two ranks begin."""
     return RegionStarts(_starts(source), _starts(target))
+
+
+def any_tables(source: Layout, num_tokens: int) -> BlockTables:
+    """Block tables of a source that a target may plan `pack` with, before it knows the real ones or they are complete:
+    where bytes lie in a packed slot depends on where they go to, not on where they come from."""
+    return tuple(
+        tuple(number % group.num_blocks for number in range(max(1, -(-num_tokens // group.block_tokens))))
+        for group in source.groups
+    )
 
 
 def _starts(layout: Layout) -> Column:

@@ -5,8 +5,9 @@ The last command of a batch is the one that is answered by the next event. Rules
 * P gets one retry on another P per request, then the request is served by D alone;
 * D gets one retry on another D, only before its first byte, and with a fresh prefill: the cache of the first
   one may be half read and its lease spent;
-* a 4xx is about the request, so it goes to the client as it is and nothing is tried again. Only a P that has too much
-  to do (429) is replaced by another one if there is one: D alone would be worse off still;
+* a 4xx is about the request, so nothing is tried again. One of P may only be about the leg that we made of it (a tool
+  call does not fit one token): D is asked by itself, so that the client hears what an engine alone would say. A P that
+  has too much to do (429) is replaced by another one if there is one: D alone would be worse off still;
 * a D that answers that the cache did not arrive is not at fault alone: it stays, and P is another one, or none;
 * a computed cache that D will not answer from is released: P would keep it until its lease runs out.
 """
@@ -18,10 +19,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import msgspec
-
 from kvferry.errors import IllegalEventError
 from kvferry.openai import SERVER_ERROR, error_body
+from kvferry.router.answers import can_be_released, kept_cache, lost_cache
 from kvferry.router.events import (
     Answered,
     Began,
@@ -50,9 +50,8 @@ from kvferry.router.events import (
 )
 from kvferry.router.policy import Instance, Role
 from kvferry.router.request import ClientRequest, decode_body, prefill_body
-from kvferry.wire.messages import Reason
 
-__all__ = ["TRANSITIONS", "Flow", "State", "Transition", "lost_cache"]
+__all__ = ["TRANSITIONS", "Flow", "State", "Transition"]
 
 
 class State(StrEnum):
@@ -65,28 +64,6 @@ class State(StrEnum):
     DECODING = "decoding"
     RELAYING = "relaying"
     DONE = "done"
-
-
-class PrefillAnswer(msgspec.Struct):
-    """The one field of P's answer that matters here, as the bytes that came."""
-
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-
-
-class ErrorCode(msgspec.Struct):
-    code: str | int | None = None
-
-
-class ErrorAnswer(msgspec.Struct):
-    """What an engine says went wrong; `code` is the reason of a transfer that failed, if one did."""
-
-    error: ErrorCode
-
-
-class FerryParams(msgspec.Struct):
-    """`kv_transfer_params` of an engine that can be told to release them: those of kvferry."""
-
-    kvferry: msgspec.Raw
 
 
 class Flow:
@@ -165,13 +142,14 @@ class Flow:
         self._overloaded = event.status == 429
         if self._overloaded and self._may_try_again(Role.PREFILL, "status_429"):
             return [Count(Counted.UPSTREAM_ERROR, Role.PREFILL, "status_429"), *self._pick(Role.PREFILL)]
-        if 400 <= event.status < 500:
+        if self._overloaded:
             return self._finish(Forward())
+        if 400 <= event.status < 500:
+            return self._decode_alone("prefill_refused")
         if not 200 <= event.status < 300:
             return self._lose_prefill(f"status_{event.status}")
-        try:
-            transfer = bytes(msgspec.json.decode(event.body, type=PrefillAnswer).kv_transfer_params)
-        except (msgspec.DecodeError, RecursionError):
+        transfer = kept_cache(event.body)
+        if not transfer:
             return self._lose_prefill("malformed")
         if not transfer.startswith(b"{"):
             return self._decode_alone("no_kv_transfer_params")
@@ -250,7 +228,7 @@ class Flow:
         return [
             Release(self._picked[Role.PREFILL], b'{"kv_transfer_params": ' + transfer + b"}", reason)
             for transfer in kept
-            if _can_be_released(transfer)
+            if can_be_released(transfer)
         ]
 
     def _may_try_again(self, role: Role, reason: str, culprit: Instance | None = None) -> bool:
@@ -312,20 +290,3 @@ def _refusal(status: int, code: str, message: str, reason: str) -> Refuse:
     body = error_body(message, SERVER_ERROR, code, None)
     body["error"]["reason"] = reason
     return Refuse(status, body)
-
-
-def lost_cache(body: bytes) -> str:
-    """The reason why a cache did not arrive, if that is what the error object of an engine is about; else empty."""
-    try:
-        code = msgspec.json.decode(body, type=ErrorAnswer).error.code
-    except (msgspec.DecodeError, RecursionError):
-        return ""
-    return code if isinstance(code, str) and code in frozenset(Reason) else ""
-
-
-def _can_be_released(transfer: bytes) -> bool:
-    try:
-        msgspec.json.decode(transfer, type=FerryParams)
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return True

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvferry.router.answers import lost_cache
 from kvferry.router.events import Answered, Event, Failed, Opened
-from kvferry.router.flow import lost_cache
 from kvferry.router.headers import Headers
 from kvferry.router.membership import Membership
 from kvferry.router.pairs import Pair

@@ -22,6 +22,7 @@ from kvferry.session.events import (
 )
 from kvferry.session.lease import Lease
 from kvferry.session.packing import Packing
+from kvferry.session.stretch_writes import StretchWrites
 from kvferry.session.targets import Targets
 from kvferry.session.writes import Write
 from kvferry.wire.messages import Aborted, Claim, Pack, Reason, Refusal
@@ -43,9 +44,13 @@ class Carrying:
             known.peer = peer
             yield Reply(peer, known.word())
         elif claim.strategy is Strategy.PACK:
-            plan = SlotPlan(self._targets.request(claim, lease.wanted))
-            packing = lease.writes[key] = Packing(key, peer, plan, lease.wanted.block_tables)
+            request = self._targets.request(claim, lease.wanted)
+            packing = lease.writes[key] = Packing(key, peer, request, SlotPlan(request), lease.num_ready)
             yield Reply(peer, packing.word())
+        elif lease.num_ready < claim.num_tokens:
+            writes = lease.writes[key] = StretchWrites.begun(key, peer, self._targets.request(claim, lease.wanted))
+            yield Reply(peer, writes.word())
+            yield from writes.grown(lease.wanted.block_tables, lease.num_ready)
         else:
             copies = self._targets.copies(claim, lease.wanted)
             write = lease.writes[key] = Write.begun(claim.claim_id, peer, copies)
@@ -62,26 +67,30 @@ class Carrying:
         except FerryError as error:
             raise TransferError(Reason.OUT_OF_RANGE, error.what, found=error.found, expected=error.expected) from error
 
+    def grown(self, lease: Lease) -> Iterator[Command]:
+        """More tokens are computed: on with what has waited for them."""
+        for write in lease.writes.values():
+            if isinstance(write, Packing | StretchWrites) and not write.error:
+                try:
+                    yield from write.grown(lease.wanted.block_tables, lease.num_ready)
+                except FerryError as error:
+                    yield from write.fail(str(error))
+                    yield from _say(write)
+
     def slot_changed(self, event: Acquired | Staged | TicketEnded, lease: Lease) -> Iterator[Command]:
         """A slot of a packed claim is there, is gathered, or is written."""
         key = event.key
         if not isinstance(key, SlotKey) or not isinstance(key.work, ClaimKey):
             return
-        packing = lease.writes.get(key.work)
-        if not isinstance(packing, Packing) or key not in packing.uses:
+        write = lease.writes.get(key.work)
+        if not isinstance(write, Packing | StretchWrites) or key not in write.uses:
             return
-        had_error = bool(packing.error)
-        match event:
-            case Acquired():
-                yield from packing.acquired(event)
-            case Staged():
-                yield from packing.staged(event)
-            case TicketEnded():
-                yield from packing.ticket_ended(event)
-        if packing.is_aborted:
-            yield from self._acknowledge(packing)
-        elif packing.error and not had_error:
-            yield from _say(packing)
+        had_error = bool(write.error)
+        yield from _changed(write, event)
+        if write.is_aborted:
+            yield from self._acknowledge(write)
+        elif (write.error and not had_error) or (isinstance(write, StretchWrites) and write.is_written and lease.live):
+            yield from _say(write)
 
     def ticket_ended(self, event: TicketEnded, lease: Lease) -> Iterator[Command]:
         """A write of ours: good news only while the lease is live, else the target has been told when it ended."""
@@ -101,18 +110,18 @@ class Carrying:
             yield Reply(peer, Aborted(key.claim_id, self._epoch, is_clean=True))
             return
         write.peer, write.is_aborted = peer, True
-        if isinstance(write, Packing):
+        if isinstance(write, Packing | StretchWrites):
             yield from write.fail("the claim has been aborted")
         yield from self._acknowledge(write)
 
-    def _acknowledge(self, write: Write | Packing) -> Iterator[Command]:
+    def _acknowledge(self, write: Write | Packing | StretchWrites) -> Iterator[Command]:
         if not write.is_open:
             yield Reply(write.peer, Aborted(write.claim_id, self._epoch, write.is_clean))
 
     def end(self, lease: Lease) -> Iterator[Command]:
         """The lease has ended: what is under way is no good any more, and has to end too."""
         for key, write in lease.writes.items():
-            if isinstance(write, Packing):
+            if isinstance(write, Packing | StretchWrites):
                 # Asked for slots, or at the end for all of them, the target may be between two questions.
                 was_open = write.is_open
                 yield from write.fail("the lease has ended")
@@ -125,7 +134,17 @@ class Carrying:
                     yield from _refuse(write.peer, lease.refusal_of_end(key))
 
 
-def _say(write: Write | Packing) -> Iterator[Command]:
+def _changed(write: Packing | StretchWrites, event: Acquired | Staged | TicketEnded) -> Iterator[Command]:
+    match event:
+        case TicketEnded():
+            yield from write.ticket_ended(event)
+        case Acquired() if isinstance(write, Packing):
+            yield from write.acquired(event)
+        case Staged() if isinstance(write, Packing):
+            yield from write.staged(event)
+
+
+def _say(write: Write | Packing | StretchWrites) -> Iterator[Command]:
     word = write.word()
     if isinstance(word, Refusal):
         yield from _refuse(write.peer, word)

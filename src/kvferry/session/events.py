@@ -39,6 +39,7 @@ __all__ = [
     "FrameArrived",
     "HoldWanted",
     "Knock",
+    "LeaseGrown",
     "LeaseWanted",
     "LeaseWithdrawn",
     "PeerConnected",
@@ -81,7 +82,7 @@ class Timing:
     heartbeat_s: float = 1.0
     missed_heartbeats: int = 3
     resend_s: float = 1.0
-    handshake_s: float = 5.0
+    handshake_s: float = 15.0
     transfer_s: float = 60.0
     tombstone_s: float = 60.0
     early_claim_s: float = 10.0
@@ -121,12 +122,28 @@ class AnswerArrived:
 
 @dataclass(frozen=True, slots=True)
 class LeaseWanted:
-    """The engine has computed a request and keeps its blocks until `SourceFree`."""
+    """The engine has computed a request and keeps its blocks until `SourceFree`.
+
+    With `is_growing` it computes the request still, and will have `num_tokens` tokens: `LeaseGrown` says how far it is.
+    """
 
     request_id: str
     lease_id: str
     block_tables: tuple[tuple[int, ...], ...]
     num_tokens: int
+    is_growing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGrown:
+    """The first `num_ready` tokens of a growing lease are computed, and will not change any more.
+
+    `block_tables` are those of these tokens at least; what lies there must stay until `SourceFree`.
+    """
+
+    request_id: str
+    block_tables: tuple[tuple[int, ...], ...]
+    num_ready: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,11 @@ class Peer:
     packs: Packs = Packs.UNKNOWN
 
     @property
+    def is_staged(self) -> bool:
+        """Whether its blocks can be reached through its staging memory only."""
+        return self.offer is not None and self.offer.is_staged
+
+    @property
     def ready(self) -> bool:
         """A transport works; claims may be sent."""
         return self.machine.state is PeerState.READY

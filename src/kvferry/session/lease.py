@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from kvferry.session.events import ClaimKey, LeaseWanted
+from kvferry.session.events import ClaimKey, LeaseGrown, LeaseWanted
 from kvferry.session.machine import Machine, Table
 from kvferry.session.packing import Packing
+from kvferry.session.stretch_writes import StretchWrites
 from kvferry.session.writes import Write
 from kvferry.wire.messages import Claim, Landed, Party, Reason, Refusal
 
@@ -43,7 +44,7 @@ LEASE_TABLE: Table = {
 class Lease:
     """`claims` has the claim of each reader: one attempt per reader, so that two are never taken for one repeated.
     `completed` has the digests that each reader was told, `digesting` whom to answer when one is known. `writes` are
-    the claims that we carry out ourselves.
+    the claims that we carry out ourselves. `num_ready` tokens are computed; the claims in `waiting` need more.
 
     A lease that has ended is kept until `deadline` as a tombstone, to give true answers to late messages. `ended_as`
     says how it ended; the engine has its blocks back (`is_freed`) once we write nothing out of them any more.
@@ -52,18 +53,21 @@ class Lease:
     wanted: LeaseWanted
     machine: Machine
     deadline: float
+    num_ready: int
+    waiting: dict[Party, tuple[str, Claim]] = field(default_factory=dict)
     readers: frozenset[int] = frozenset()
     claims: dict[Party, str] = field(default_factory=dict)
     completed: dict[Party, tuple[bytes, ...]] = field(default_factory=dict)
     digesting: dict[ClaimKey, str] = field(default_factory=dict)
-    writes: dict[ClaimKey, Write | Packing] = field(default_factory=dict)
+    writes: dict[ClaimKey, Write | Packing | StretchWrites] = field(default_factory=dict)
     ended_as: str = ""
     is_freed: bool = False
 
     @classmethod
     def opened(cls, wanted: LeaseWanted, deadline: float) -> Lease:
         """A lease that nobody has claimed yet."""
-        return cls(wanted, Machine(f"lease {wanted.lease_id}", LEASE_TABLE, LeaseState.OPEN), deadline)
+        machine = Machine(f"lease {wanted.lease_id}", LEASE_TABLE, LeaseState.OPEN)
+        return cls(wanted, machine, deadline, 0 if wanted.is_growing else wanted.num_tokens)
 
     @property
     def live(self) -> bool:
@@ -77,8 +81,8 @@ class Lease:
 
     @property
     def finished(self) -> bool:
-        """Every expected reader of the claiming engine has said that its bytes are there."""
-        return self.readers <= {party.rank for party in self.completed}
+        """Every expected reader of the claiming engine has said that its bytes are there, and the engine is done."""
+        return self.num_ready == self.wanted.num_tokens and self.readers <= {party.rank for party in self.completed}
 
     def holds(self, party: Party, claim_id: str) -> bool:
         """Whether this claim is the one that was granted to this reader."""
@@ -94,6 +98,12 @@ class Lease:
         self.readers |= frozenset(claim.readers)
         self.claims[claim.party] = claim.claim_id
         self.deadline = deadline
+
+    def grow(self, event: LeaseGrown) -> None:
+        """More tokens are there. What goes backwards or too far is the engine's mistake, and changes nothing."""
+        if self.num_ready < event.num_ready <= self.wanted.num_tokens:
+            self.num_ready = event.num_ready
+            self.wanted = replace(self.wanted, block_tables=event.block_tables)
 
     def refusal_of(self, claim: Claim) -> tuple[Refusal, ...]:
         """Why a claim cannot be granted; empty when it can."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.errors import RequestError
 from kvferry.plan.copies import Direction
-from kvferry.plan.slots import Slot, SlotPlan
+from kvferry.plan.slots import Slot, SlotPlan, StagedRequest
 from kvferry.session.events import (
     Acquire,
     Acquired,
@@ -30,15 +30,18 @@ __all__ = ["Packing"]
 
 @dataclass(slots=True)
 class Packing:
-    """One claim. `peer` names whom to answer, `error` says what did not work, `done` are the slots that are written.
+    """One claim. `peer` names whom to answer, `error` says what did not work, `done` are the slots that are written,
+    `held` those that wait for their tokens, with the places that they are for.
 
     With `is_aborted` the target waits to hear that nothing is written any more.
     """
 
     key: ClaimKey
     peer: str
+    request: StagedRequest
     plan: SlotPlan
-    block_tables: tuple[tuple[int, ...], ...]
+    num_ready: int
+    held: dict[SlotKey, int] = field(default_factory=dict)
     uses: dict[SlotKey, SlotUse] = field(default_factory=dict)
     done: set[SlotKey] = field(default_factory=set)
     error: str = ""
@@ -57,13 +60,13 @@ class Packing:
     @property
     def is_written(self) -> bool:
         """Whether everything that was asked for is there; what else there is only the target knows."""
-        return not self.uses and not self.error
+        return not self.uses and not self.held and not self.error
 
     def word(self) -> Grant | Refusal:
         """What there is to say while the lease is live."""
         if self.error:
             return Refusal(Reason.TRANSPORT, "a slot could not be written", self.error, "", self.claim_id)
-        return Grant(self.claim_id, self.block_tables)
+        return Grant(self.claim_id, ())
 
     def pack(self, message: Pack, peer: str) -> Iterator[Command]:
         """A slot is wanted; asked again, say how far it is. Written it is once, wherever a repetition points to.
@@ -76,13 +79,35 @@ class Packing:
             yield Reply(peer, Packed(self.claim_id, key.stretch, key.number))
         elif self.error:
             yield Reply(peer, self.word())
+        elif key in self.held:
+            yield Reply(peer, Queued(self.claim_id))
         elif use := self.uses.get(key):
             is_queued = use.state is SlotState.WAITING
             yield Reply(peer, Queued(self.claim_id) if is_queued else Renewed(()))
+        elif not self._is_ready(key):
+            self.held[key] = message.address
+            yield Reply(peer, Queued(self.claim_id))
         else:
-            use = SlotUse.begun(key, self._slot(key), message.address)
-            self.uses[key] = use
-            yield Acquire(key, use.slot.num_bytes)
+            yield from self._begin(key, message.address)
+
+    def _begin(self, key: SlotKey, far_address: int) -> Iterator[Command]:
+        use = SlotUse.begun(key, self._slot(key), far_address)
+        self.uses[key] = use
+        yield Acquire(key, use.slot.num_bytes)
+
+    def _is_ready(self, key: SlotKey) -> bool:
+        """Whether the tokens of a slot are computed; of one that does not exist, there is nothing to wait for."""
+        cuts, last = self.plan.stretches, max(tokens.last for tokens in self.request.ranges)
+        return key.stretch >= len(cuts) or min(cuts[key.stretch].tokens.last, last) <= self.num_ready
+
+    def grown(self, block_tables: tuple[tuple[int, ...], ...], num_ready: int) -> Iterator[Command]:
+        """More tokens are computed: on with what has waited for them. Raises RequestError for a slot that turns out not
+        to exist."""
+        self.num_ready = num_ready
+        self.request = replace(self.request, source_tables=block_tables)
+        self.plan = SlotPlan(self.request)
+        for key in [key for key in self.held if self._is_ready(key)]:
+            yield from self._begin(key, self.held.pop(key))
 
     def _slot(self, key: SlotKey) -> Slot:
         num_stretches = len(self.plan.stretches)
@@ -136,6 +161,7 @@ class Packing:
     def fail(self, error: str) -> Iterator[Command]:
         """Begin nothing more, and wait for what is under way."""
         self.error = self.error or error
+        self.held.clear()
         for key, use in list(self.uses.items()):
             if use.state is SlotState.EMPTYING:
                 yield Cancel(key)

@@ -32,6 +32,7 @@ class Binding:
     peers: tuple[PeerKey, ...]
     route: Route
     programs: dict[PeerKey, Program]
+    layouts: dict[PeerKey, Layout]
     starts: dict[PeerKey, RegionStarts]
     portions: dict[PeerKey, tuple[Portion, ...]] = field(default_factory=dict)
     unreadable: str = ""
@@ -82,7 +83,7 @@ class Bindings:
             for source in found.sources_of(self._rank)
         }
         starts = {peers[source]: region_starts(sources[source], own) for source in found.sources_of(self._rank)}
-        return Binding(peers, found, programs, starts)
+        return Binding(peers, found, programs, dict(zip(peers, sources, strict=True)), starts)
 
     def _with_digests(self, binding: Binding, sources: list[Layout]) -> Binding:
         own, between = self._layouts[self._rank], binding.route.between

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvferry.errors import FerryError, RequestError, TransferError
+from kvferry.plan.blocks import BlockTables
 from kvferry.plan.copies import NOTHING, Direction
 from kvferry.plan.digest import Policy
 from kvferry.plan.program import Program
 from kvferry.plan.request import copies_for
-from kvferry.plan.slots import SlotPlan, StagedRequest
+from kvferry.plan.slots import SlotPlan, StagedRequest, any_tables
 from kvferry.plan.staged import Strategy
 from kvferry.session.claims import ASKING, WAITING, claim_of, overdue
 from kvferry.session.events import Digested, Fetched, FetchWanted, PeerKey, Post, ReadKey, Send, SlotKey, Timing
@@ -88,6 +89,8 @@ class Reads:
         strategy = Strategy.DIRECT
         if wanted.num_tokens:
             strategy = self._staging.before_claim(program, wanted.ranges, peer.costs, peer.direction)
+        if wanted.num_tokens and peer.is_staged:
+            strategy = self._staging.packing_only(str(peer.key))
         if strategy is Strategy.PACK and peer.packs is Packs.NO:
             strategy = self._staging.without_packing(str(peer.key))
         # What a target reads may go through its own staging memory: that is decided when the rows are known.
@@ -134,9 +137,19 @@ class Reads:
     def _stage(self, fetch: Fetch, key: PeerKey, grant: Grant, now: float) -> Iterator[Step]:
         """Through slots of staging memory, from now on."""
         binding, wanted, strategy = self.bindings.to(fetch.peers, self._peers), fetch.wanted, fetch.reads[key].strategy
-        tables, slot_bytes = (grant.block_tables, wanted.block_tables), self._staging.slot_bytes
+        source_tables: BlockTables = grant.block_tables
+        slot_bytes = self._staging.slot_bytes
+        if strategy is Strategy.PACK:
+            # Its blocks are the source's business, and some may not be computed yet.
+            source_tables = any_tables(binding.layouts[key], wanted.num_tokens)
         request = StagedRequest(
-            binding.programs[key], *tables, wanted.ranges, strategy, slot_bytes, binding.starts[key]
+            binding.programs[key],
+            source_tables,
+            wanted.block_tables,
+            wanted.ranges,
+            strategy,
+            slot_bytes,
+            binding.starts[key],
         )
         yield from self.staged.begin(fetch, key, SlotPlan(request), now)
 
@@ -148,7 +161,7 @@ class Reads:
 
     def queued(self, peer: Peer, queued: Queued, now: float) -> Iterator[Step]:
         """The source will write one later: it has its reasons, and is there."""
-        for fetch, _ in self.of(peer.key, queued.claim_id, ReadState.MOVING):
+        for fetch, _ in self.of(peer.key, queued.claim_id, ReadState.CLAIMING, ReadState.MOVING):
             fetch.moved_at = now
         yield from ()
 

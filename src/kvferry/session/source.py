@@ -25,6 +25,7 @@ from kvferry.session.events import (
     Digested,
     DropDigest,
     FrameArrived,
+    LeaseGrown,
     LeaseWanted,
     LeaseWithdrawn,
     PeerConnected,
@@ -52,6 +53,7 @@ from kvferry.wire.messages import (
     Pack,
     Party,
     Probe,
+    Queued,
     Reason,
     Refusal,
     Renew,
@@ -66,6 +68,7 @@ __all__ = ["Identity", "SourceSession"]
 
 SourceEvent = (
     LeaseWanted
+    | LeaseGrown
     | LeaseWithdrawn
     | FrameArrived
     | PeerConnected
@@ -83,13 +86,17 @@ MAX_OFFERED = 512
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this rank is and what it tells peers about itself. `layouts` are those of all ranks of its engine."""
+    """Who this rank is and what it tells peers about itself. `layouts` are those of all ranks of its engine.
+
+    With `is_staged` no transport reaches its blocks, and whoever wants something of it has it packed.
+    """
 
     party: Party
     product_version: str
     layouts: tuple[Layout, ...]
     transports: tuple[TransportOffer, ...]
     probe: Probe
+    is_staged: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -116,6 +123,7 @@ class SourceSession:
         """The commands that follow from an event at time `now`. Expiry is checked first, whatever the event."""
         handlers: dict[type, Callable[..., list[Command]]] = {
             LeaseWanted: self._lease,
+            LeaseGrown: self._grow,
             LeaseWithdrawn: self._withdraw,
             FrameArrived: self._answer,
             PeerConnected: self._connected,
@@ -154,6 +162,22 @@ class SourceSession:
         early = self._early.opened(event.lease_id)
         return [command for each in early for command in self._answer(FrameArrived(each.peer, each.message), now)]
 
+    def _grow(self, event: LeaseGrown, now: float) -> list[Command]:
+        """More tokens of a request are computed: write them, and let those read that wait for the last one."""
+        lease = self._by_request.get(event.request_id)
+        if lease is None or not lease.live:
+            return []
+        lease.grow(event)
+        lease.deadline = now + self._timing.lease_s
+        commands = list(self._carrying.grown(lease))
+        for party, (peer, claim) in list(lease.waiting.items()):
+            if claim.num_tokens <= lease.num_ready:
+                del lease.waiting[party]
+                commands += self._claim(peer, claim, now)
+        if lease.readers and lease.finished:
+            commands += self._end(lease, "all readers valid", "done", now)
+        return commands
+
     def _tick(self, event: Tick, now: float) -> list[Command]:
         return []
 
@@ -189,7 +213,9 @@ class SourceSession:
         commands = list(self._carrying.end(lease))
         for key, peer in lease.digesting.items():
             commands += [DropDigest(key), *_refuse(peer, lease.refusal_of_end(key))]
-        lease.digesting = {}
+        for peer, claim in lease.waiting.values():
+            commands += _refuse(peer, Refusal(Reason.EXPIRED, "the lease has ended", reason, "live", claim.claim_id))
+        lease.digesting, lease.waiting = {}, {}
         return [*self._free_when_drained(lease), *commands]
 
     def _free_when_drained(self, lease: Lease) -> list[Command]:
@@ -239,7 +265,9 @@ class SourceSession:
         self._offered = {party: until for party, until in self._offered.items() if until > now}
         if len(self._offered) < MAX_OFFERED:
             self._offered[request.party] = now + self._timing.handshake_s
-        return [Reply(peer, Offer(identity.party, identity.layout, identity.transports, identity.probe))]
+        return [
+            Reply(peer, Offer(identity.party, identity.layout, identity.transports, identity.probe, identity.is_staged))
+        ]
 
     def _target_offer(self, peer: str, offer: TargetOffer, now: float) -> list[Command]:
         return self._targets.offered(peer, offer, now)
@@ -260,6 +288,10 @@ class SourceSession:
             return _refuse(peer, refusal)
         if claim.direction is Direction.WRITE:
             return self._write(peer, claim, lease, now)
+        if lease.num_ready < claim.num_tokens:
+            lease.waiting[claim.party] = peer, claim
+            lease.deadline = now + self._timing.lease_s
+            return [Reply(peer, Queued(claim.claim_id))]
         lease.claim(claim, now + self._timing.lease_s)
         self._offered.pop(claim.party, None)
         return [Reply(peer, Grant(claim.claim_id, lease.wanted.block_tables))]
@@ -413,6 +445,8 @@ class SourceSession:
             commands = list(self._carrying.abort(peer, key, lease))
         if lease is None:
             self._early.add(abort.lease_id, Early(peer, abort, now + self._timing.early_claim_s))
+        if lease is not None:
+            lease.waiting.pop(abort.party, None)
         if lease is not None and lease.live and (not lease.claims or lease.holds(abort.party, abort.claim_id)):
             commands += self._end(lease, "abort", Reason.ABORTED, now)
         return commands

@@ -12,6 +12,7 @@ from kvferry.plan.program import Program, bind
 from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
 from kvferry.plan.slots import StagedRequest, region_starts
+from kvferry.plan.staged import Strategy
 from kvferry.session.events import (
     Command,
     Connect,
@@ -100,7 +101,7 @@ class Targets:
     def request(self, claim: Claim, lease: LeaseWanted) -> StagedRequest:
         """What moves for a claim through staging memory. Raises TransferError when it must not be carried out."""
         program, offer = self._program_of(claim), self._known[claim.party].offer
-        if not claim.slot_bytes:
+        if claim.strategy is Strategy.PACK and not claim.slot_bytes:
             raise TransferError(
                 Reason.MALFORMED, "slots that hold nothing", found="0 bytes", expected="at least 1 byte"
             )

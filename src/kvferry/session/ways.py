@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.errors import TransferError
+from kvferry.errors import ConfigurationError, TransferError
 from kvferry.plan.copies import Copies, Direction
 from kvferry.plan.program import Program
 from kvferry.plan.request import Ranges, volume
@@ -12,7 +12,7 @@ from kvferry.plan.staged import RegionStarts, Strategy
 from kvferry.plan.strategy import Costs, Counts, counts_of, prices
 from kvferry.wire.messages import Reason
 
-__all__ = ["AUTO", "NO_STAGING", "StagingPolicy"]
+__all__ = ["AUTO", "NO_STAGING", "StagingPolicy", "allowed_by", "through_staging_only"]
 
 AUTO = (Strategy.DIRECT, Strategy.SCATTER, Strategy.PACK)
 """The cheapest of all."""
@@ -38,6 +38,18 @@ class StagingPolicy:
             allowed = tuple(each for each in allowed if each is not Strategy.SCATTER) or (Strategy.PACK,)
         return _cheapest(Counts(num_bytes, num_rows, num_rows), costs, allowed)
 
+    def packing_only(self, source: str) -> Strategy:
+        """For a source whose blocks no transport reaches. Raises TransferError when that is not allowed."""
+        if Strategy.PACK not in self.allowed:
+            raise TransferError(
+                Reason.INCOMPATIBLE,
+                f"the blocks of {source} can only be reached through its staging memory",
+                found=f"the strategy {' or '.join(self.allowed)}",
+                expected=Strategy.PACK,
+                hint="choose the strategy auto or pack",
+            )
+        return Strategy.PACK
+
     def without_packing(self, source: str) -> Strategy:
         """What is left for a source that cannot write to our staging memory. Raises TransferError when nothing is."""
         left = [each for each in self.allowed if each is not Strategy.PACK]
@@ -57,6 +69,29 @@ class StagingPolicy:
         if len(allowed) == 1:
             return allowed[0]
         return _cheapest(counts_of(copies, starts.source), costs, allowed)
+
+
+def allowed_by(name: str) -> tuple[Strategy, ...]:
+    """What users call a choice of strategies. Raises ConfigurationError for one that does not exist."""
+    if name == "auto":
+        return AUTO
+    if name not in list(Strategy):
+        expected = ", ".join(["auto", *Strategy])
+        raise ConfigurationError("no such strategy", found=name, expected=f"one of {expected}")
+    return (Strategy(name),)
+
+
+def through_staging_only(policy: StagingPolicy) -> StagingPolicy:
+    """What is left of a policy for a rank whose own blocks no transport reaches. Raises ConfigurationError when nothing
+    is."""
+    allowed = tuple(each for each in policy.allowed if each is not Strategy.DIRECT)
+    if not allowed:
+        raise ConfigurationError(
+            "the memory of this engine cannot be registered, so nothing can move straight",
+            found=f"the strategy {' or '.join(policy.allowed)}",
+            expected="auto, scatter or pack",
+        )
+    return StagingPolicy(allowed, policy.slot_bytes)
 
 
 NO_STAGING = StagingPolicy((Strategy.DIRECT,), 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.errors import TritonError
 
 from kvferry.staging.tiles import Launch
 
@@ -19,19 +20,21 @@ def copy_tile(columns: torch.Tensor, launch: Launch) -> None:
     """Queue the copies on the device's current stream.
 
     `columns`: those of the tile, int64, on the device; they and all memory must stay until the copies are done.
+    Raises RuntimeError when the device fails or the kernel cannot be built for it.
     """
-    _copy_tile[(launch.num_programs,)](
-        columns,
-        launch.num_starts,
-        launch.num_shifts,
-        launch.num_pieces,
-        launch.row_bytes,
-        IS_EVEN=launch.is_even,
-        UNIT_BYTES=launch.unit_bytes,
-        NUMBER=_NUMBERS[min(launch.unit_bytes, 8)],
-        ROWS=launch.rows,
-        COLUMNS=launch.columns,
-    )
+    counts = launch.num_starts, launch.num_shifts, launch.num_pieces, launch.row_bytes
+    try:
+        _copy_tile[(launch.num_programs,)](
+            columns,
+            *counts,
+            IS_EVEN=launch.is_even,
+            UNIT_BYTES=launch.unit_bytes,
+            NUMBER=_NUMBERS[min(launch.unit_bytes, 8)],
+            ROWS=launch.rows,
+            COLUMNS=launch.columns,
+        )
+    except TritonError as error:
+        raise RuntimeError(f"Triton cannot build the kernel: {error}") from error
 
 
 _NUMBERS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -65,7 +68,8 @@ def _copy_tile(
     target = tl.load(columns + num_starts + start, is_row, 0) + tl.load(target_shift + shift, is_row, 0)
     length = tl.where(is_row, row_bytes, 0) if IS_EVEN else tl.load(target_shift + num_shifts + shift, is_row, 0)
 
-    offset = (program % num_pieces * COLUMNS + tl.arange(0, COLUMNS)) * NUMBER_BYTES
+    piece = (program % num_pieces).to(tl.int64)
+    offset = (piece * COLUMNS + tl.arange(0, COLUMNS)) * NUMBER_BYTES
     is_wanted = tl.max_constancy(offset[None, :] < length[:, None], (1, NUMBERS))
     from_there = (source[:, None] + offset[None, :]).to(tl.pointer_type(NUMBER))
     from_there = tl.max_contiguous(tl.multiple_of(from_there, (1, UNIT_BYTES)), (1, NUMBERS))

@@ -19,7 +19,7 @@ from kvferry.transport.nics import nics
 from kvferry.transport.situation import Accelerator, Place, Situation, UcxBuild
 from kvferry.transport.ucx_builds import build_at, build_to_load, installed_builds, loaded_directories
 
-__all__ = ["PACKAGES", "Prepared", "prepare", "situation_here"]
+__all__ = ["PACKAGES", "Prepared", "prepare", "situation_here", "users_settings"]
 
 PACKAGES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
 """NIXL's Python packages, in the order in which they are tried."""
@@ -51,7 +51,7 @@ def situation_here(device: str = "cpu", buffer_device: str = "cpu", place: Place
         accelerator=matching[0] if len(matching) == 1 else Accelerator("", device),
         build=_build(),
         confinement=confinement(),
-        user={name: value for name, value in os.environ.items() if _is_users(name, value)},
+        user=users_settings(),
     )
 
 
@@ -69,6 +69,11 @@ def prepare(device: str = "cpu", buffer_device: str = "cpu", place: Place = Plac
     for setting in environment.settings:
         logger.info("%s (%s): %s", setting, setting.origin, setting.reason)
     return Prepared(situation, environment, late)
+
+
+def users_settings() -> dict[str, str]:
+    """UCX's variables in this process's environment that we have not put there."""
+    return {name: value for name, value in os.environ.items() if _is_users(name, value)}
 
 
 def _build() -> UcxBuild:

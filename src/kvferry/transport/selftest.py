@@ -15,7 +15,7 @@ from kvferry.transport.measurement import UNMEASURED, Measurement, Rates
 from kvferry.transport.patience import Patience
 from kvferry.transport.pieces import View
 from kvferry.transport.probe import MARK_BYTES, MAX_PROBE_BYTES, PROBE_BYTES, Probe, fill_probe, pattern
-from kvferry.transport.steps import READS, ROW_BYTES, WRITES, Kind, Step, num_row_bytes, reading, writing
+from kvferry.transport.steps import NUM_WRITES, READS, ROW_BYTES, WRITES, Kind, Step, num_row_bytes, reading, writing
 
 __all__ = ["PROBE_BYTES", "ROW_BYTES", "Measurement", "Probe", "SelfTest", "fill_probe", "measure"]
 
@@ -123,7 +123,8 @@ class SelfTest:
         place = np.array([self._probe.mark(secrets.randbelow(self._probe.num_marks))], np.uint64)
         self._mark = np.frombuffer(secrets.token_bytes(MARK_BYTES), np.uint8)
         here, length = np.array([self._scratch.ctypes.data], np.uint64), np.array([MARK_BYTES], np.uint64)
-        return [Step(Kind.MARK, Copies(here, place, length, 1)), Step(Kind.MARK_BACK, Copies(place, here, length, 1))]
+        write, back = Copies(here, place, length, 1), Copies(place, here, length, 1)
+        return [*[Step(Kind.MARK, write)] * NUM_WRITES, Step(Kind.MARK_BACK, back)]
 
     def _num_wrong(self, done: Step) -> int:
         """How many bytes are not what they should be; what was written is seen when it is read back."""
@@ -137,14 +138,15 @@ class SelfTest:
         return sum(int(np.count_nonzero(wrong[start : start + length])) for start, length in ends)
 
     def _post(self, now: float) -> None:
-        step = self._steps[0]
+        # Of each kind but its first copy, little is touched here: the time counts as the copy's.
+        step, held = self._steps[0], pattern(self._probe.size_bytes, self._probe.seed)
         if step.kind is Kind.MARK:
             self._scratch[:MARK_BYTES] = self._mark
-        elif step.direction is Direction.WRITE:
-            self._scratch[:] = pattern(self._probe.size_bytes, self._probe.seed)
-        else:
-            # Cleared, so that a read that brings nothing does not pass for the one before it.
-            self._scratch[:] = 0
+        elif step.direction is Direction.READ:
+            # A byte of each row is spoiled, so that a row that is not brought does not pass for the one before it.
+            self._scratch[::ROW_BYTES] = ~held[::ROW_BYTES]
+        elif step.kind not in self._best_s:
+            self._scratch[:] = held
         self._posted_at = now
         self._ticket = self._transport.post(self._peer, step.copies, step.direction)
 

@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from kvferry.plan.copies import Copies, Direction
 from kvferry.transport.probe import Probe
 
-__all__ = ["READS", "ROW_BYTES", "WRITES", "Kind", "Step", "num_row_bytes", "reading", "writing"]
+__all__ = ["NUM_WRITES", "READS", "ROW_BYTES", "WRITES", "Kind", "Step", "num_row_bytes", "reading", "writing"]
 
 LATENCY_BYTES = 4096
 ROW_BYTES = 4096
+# The first touches pages for the first time and has UCX connect.
+NUM_SMALL = 3
 NUM_READS = 3
 NUM_WRITES = 2
 
@@ -58,12 +60,16 @@ def num_row_bytes(size_bytes: int) -> int:
 
 
 def reading(probe: Probe, scratch_address: int) -> list[Step]:
-    """One small read, then the whole probe in one row, then every other page of it in rows of their own."""
+    """Some small reads, then every other page of the probe in rows of their own, then all of it in one row.
+
+    The last one leaves the whole pattern in the scratch memory, for the writes.
+    """
     starts = _starts(probe)
     rows = _copies(probe, scratch_address, starts, ROW_BYTES)
     whole = _copies(probe, scratch_address, starts[:1], probe.size_bytes)
     small = _copies(probe, scratch_address, starts[:1], LATENCY_BYTES)
-    return [Step(Kind.LATENCY, small), *[Step(Kind.WHOLE, whole)] * NUM_READS, *[Step(Kind.ROWS, rows)] * NUM_READS]
+    smalls = [Step(Kind.LATENCY, small)] * NUM_SMALL
+    return [*smalls, *[Step(Kind.ROWS, rows)] * NUM_READS, *[Step(Kind.WHOLE, whole)] * NUM_READS]
 
 
 def writing(probe: Probe, scratch_address: int) -> list[Step]:

@@ -148,12 +148,13 @@ class Probe(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Offer(Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
-    """The source's layout and the ways to reach its memory."""
+    """The source's layout and the ways to reach its memory; with `is_staged` that is its staging memory only."""
 
     party: Party
     layout: Layout
     transports: Annotated[tuple[TransportOffer, ...], Meta(max_length=16)]
     probe: Probe
+    is_staged: bool = False
 
 
 class TargetOffer(Struct, frozen=True, tag="target_offer", forbid_unknown_fields=True):

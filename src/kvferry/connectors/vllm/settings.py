@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import vllm
 import vllm.envs
 from vllm.config import VllmConfig
 
+from kvferry.agent import staging_named
 from kvferry.errors import ConfigurationError
 from kvferry.plan.digest import Policy, policy_named
+from kvferry.session.ways import StagingPolicy
 
 __all__ = ["Settings", "check_version", "settings_of", "speak_like_vllm"]
 
 logger = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 32), (0, 32)
-KNOWN_KEYS = ("backends", "digest", "host", "kv_lease_duration", "port", "token_file", "transport")
+KNOWN_KEYS = ("backends", "digest", "host", "kv_lease_duration", "port", "strategy", "token_file", "transport")
 # Keys of the stock connector whose meaning does not exist here: accepted, so that a configuration can stay as it is.
 IGNORED_KEYS = ("enforce_handshake_compat", "engine_ttl", "num_threads", "push_registration_timeout")
 DEFAULT_LEASE_S = 30
@@ -38,6 +40,7 @@ class Settings:
     lease_s: float
     token_file: str
     digest: Policy = Policy.SAMPLED
+    staging: StagingPolicy = field(default_factory=lambda: staging_named("auto"))
 
 
 def check_version() -> None:
@@ -78,6 +81,7 @@ def settings_of(config: VllmConfig) -> Settings:
         lease_s=float(lease_s),
         token_file=_token_file(extra),
         digest=policy_named(str(extra.get("digest", Policy.SAMPLED))),
+        staging=staging_named(str(extra.get("strategy", "auto"))),
     )
 
 

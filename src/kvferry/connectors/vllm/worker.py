@@ -88,6 +88,7 @@ class Worker:
             transport=self._settings.transport,
             timing=_timing(self._settings),
             digest=self._settings.digest,
+            staging=self._settings.staging,
             token=read_token(self._settings.token_file),
         )
         host = Host(layouts, described.memories, self._notices.put)

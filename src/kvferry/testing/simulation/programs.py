@@ -7,6 +7,7 @@ from functools import lru_cache
 from kvferry.plan.layout import Layout
 from kvferry.plan.program import Program, bind
 from kvferry.plan.route import Route, route
+from kvferry.plan.slots import region_starts
 from kvferry.session.events import PeerKey
 from kvferry.session.programs import Binding, Bindings
 from kvferry.session.source import SourceSession
@@ -14,20 +15,20 @@ from kvferry.session.target import TargetSession
 from kvferry.session.targets import Targets
 from kvferry.wire.messages import TargetOffer
 
-__all__ = ["remember_programs"]
+__all__ = ["programs_between", "remember_programs"]
 
 Layouts = tuple[Layout, ...]
 
 
 def remember_programs(source: SourceSession, target: TargetSession, layouts: Layouts, rank: int) -> None:
     """Let the sessions of a rank find the programs of earlier runs between the same layouts."""
-    source._targets = _RememberedTargets(layouts, rank, source._timing)
+    source._targets = source._carrying._targets = _RememberedTargets(layouts, rank, source._timing)
     target._reads.bindings = _RememberedBindings(layouts, rank)
 
 
 class _RememberedTargets(Targets):
     def _program(self, offer: TargetOffer) -> Program:
-        _, programs = _bound(self._layouts, offer.layouts, offer.party.rank)
+        _, programs = programs_between(self._layouts, offer.layouts, offer.party.rank)
         if self._rank not in programs:
             return super()._program(offer)
         return programs[self._rank]
@@ -35,12 +36,14 @@ class _RememberedTargets(Targets):
 
 class _RememberedBindings(Bindings):
     def _bind(self, peers: tuple[PeerKey, ...], sources: list[Layout]) -> Binding:
-        found, programs = _bound(tuple(sources), self._layouts, self._rank)
-        return Binding(peers, found, {peers[source]: program for source, program in programs.items()})
+        found, programs = programs_between(tuple(sources), self._layouts, self._rank)
+        starts = {peers[source]: region_starts(sources[source], self._layouts[self._rank]) for source in programs}
+        return Binding(peers, found, {peers[source]: program for source, program in programs.items()}, starts)
 
 
 @lru_cache(maxsize=4096)
-def _bound(sources: Layouts, targets: Layouts, rank: int) -> tuple[Route, dict[int, Program]]:
+def programs_between(sources: Layouts, targets: Layouts, rank: int) -> tuple[Route, dict[int, Program]]:
+    """The route, and what each source rank that a target rank reads has for it."""
     found = route(sources, targets)
     programs = {
         source: bind(found.between(source, rank), sources[source], targets[rank]) for source in found.sources_of(rank)

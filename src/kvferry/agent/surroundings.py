@@ -1,0 +1,22 @@
+"""What this process's own surroundings let one expect of a transport."""
+
+from __future__ import annotations
+
+from kvferry.transport.confinement import confinement
+from kvferry.transport.expectation import Surroundings
+from kvferry.transport.nics import nics
+from kvferry.transport.origin import host_here
+from kvferry.transport.preparing import users_settings
+
+__all__ = ["surroundings_here"]
+
+
+def surroundings_here(requested: str) -> Surroundings:
+    """Of this host, for an engine that was started with the transport `requested`."""
+    return Surroundings(
+        host=host_here(),
+        has_rdma=any(nic.is_rdma and nic.is_up for nic in nics()),
+        requested=requested,
+        user_transports=users_settings().get("UCX_TLS", ""),
+        may_attach=confinement().may_attach,
+    )

@@ -1,0 +1,82 @@
+"""What `kvferry doctor` tries: each transport to a process that it starts, and each to a running engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from kvferry.agent.surroundings import surroundings_here
+from kvferry.errors import FerryError, TransportError
+from kvferry.plan.copies import Direction
+from kvferry.testing.transport_peer import PeerProcess
+from kvferry.transport.expectation import judge
+from kvferry.transport.finding import Finding, Severity
+from kvferry.transport.measurement import Measurement
+from kvferry.transport.opening import OPENERS
+from kvferry.transport.probe import PROBE_BYTES
+from kvferry.transport.select import choose
+from kvferry.transport.selftest import measure
+from kvferry.transport.situation import Place
+
+__all__ = ["Trials", "loopback", "verdict"]
+
+SEED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """What came of all transports to one peer, and what is wrong with them."""
+
+    place: Place
+    measurements: tuple[Measurement, ...]
+    findings: tuple[Finding, ...]
+
+
+def loopback(say: Callable[[str], None], hopeless: Mapping[str, str]) -> Trials:
+    """Read from and write to another process of this machine, over every transport but those that are `hopeless`."""
+    measurements = [Measurement(name, 0.0, 0.0, 0.0, reason) for name, reason in hopeless.items()]
+    findings: list[Finding] = []
+    for name in OPENERS:
+        if name not in hopeless:
+            say(f"trying {name} between two processes of this machine")
+            measurements.append(_loopback_over(name))
+            findings += _of_one(measurements[-1], Place.SAME_HOST)
+    return Trials(Place.SAME_HOST, tuple(measurements), tuple(findings))
+
+
+def _loopback_over(name: str) -> Measurement:
+    try:
+        transport = OPENERS[name]("127.0.0.1")
+    except FerryError as error:
+        return Measurement(name, 0.0, 0.0, 0.0, str(error))
+    try:
+        with PeerProcess(name, PROBE_BYTES, SEED) as peer:
+            transport.connect("peer", peer.descriptor)
+            return measure(transport, "peer", peer.probe)
+    except (FerryError, json.JSONDecodeError) as error:
+        return Measurement(name, 0.0, 0.0, 0.0, f"the other process: {error}")
+    finally:
+        transport.close()
+
+
+def _of_one(found: Measurement, place: Place) -> Iterator[Finding]:
+    """Of a transport that was tried for itself: that tcp is tcp is no surprise then."""
+    if found.error:
+        # A transport that is not installed is no fault; that is said once, elsewhere.
+        if "not installed" not in found.error:
+            hint = "see the other findings, and docs/transports.md for what each transport needs"
+            yield Finding(Severity.WARNING, f"{found.name} does not work here", found.error, "a copy", hint)
+        return
+    yield from judge(found, Direction.READ, place, surroundings_here(found.name))
+    if found.writing.error:
+        what = f"{found.name} cannot write, so it cannot be used with --transfer-direction push"
+        yield Finding(Severity.WARNING, what, found.writing.error, "a copy that arrives", "use pull, the default")
+
+
+def verdict(trials: Trials) -> str:
+    """What `--transport auto` would take, and why."""
+    try:
+        return choose(list(trials.measurements)).name
+    except TransportError:
+        return "nothing: no transport works"

@@ -1,0 +1,82 @@
+"""What the transfer agent has counted and measured, for `/metrics`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvferry.agent import Agent
+from kvferry.agent.meeting import Met
+from kvferry.plan.copies import Direction
+from kvferry.session.events import PeerKey, Remote
+
+__all__ = ["AgentCollector"]
+
+PEER = ("peer", "transport", "carrier")
+
+
+class _Transfer(Protocol):
+    @property
+    def agent(self) -> Agent: ...
+
+    @property
+    def leases_ended(self) -> Counter[str]: ...
+
+
+class AgentCollector(Collector):
+    """The agent's counters, and how each connected peer is reached."""
+
+    def __init__(self, transfer: _Transfer) -> None:
+        self._transfer = transfer
+
+    def collect(self) -> Iterator[Metric]:
+        """Every failure moves exactly one labelled counter of the first family."""
+        agent = self._transfer.agent
+        events = CounterMetricFamily(
+            "kvferry_agent_events", "What the transfer agent refused, dropped or failed.", labels=("what", "reason")
+        )
+        for (what, reason), count in sorted(agent.counts.items()):
+            events.add_metric((what, str(reason)), count)
+        yield events
+        leases = CounterMetricFamily("kvferry_agent_leases_ended", "Offered caches, by how it ended.", labels=("how",))
+        for how, count in sorted(self._transfer.leases_ended.items()):
+            leases.add_metric((how,), count)
+        yield leases
+        reads = GaugeMetricFamily("kvferry_agent_open_reads", "Reads that are under way.", value=agent.num_open_reads)
+        yield reads
+        yield from _of_peers(agent.met)
+
+
+def _of_peers(everyone: tuple[Met, ...]) -> Iterator[Metric]:
+    """The self-test's figures of the transport that was chosen for each peer."""
+    rates = GaugeMetricFamily(
+        "kvferry_agent_peer_bytes_per_second", "Measured when met.", labels=(*PEER, "direction", "rows")
+    )
+    latency = GaugeMetricFamily(
+        "kvferry_agent_peer_latency_seconds", "Of a copy of 4 KiB, measured when met.", labels=(*PEER, "direction")
+    )
+    warnings = GaugeMetricFamily(
+        "kvferry_agent_peer_warnings", "What is wrong with the way to a peer; 0 is good.", labels=PEER
+    )
+    for met in everyone:
+        for measured in met.measurements:
+            if measured.name != met.transport:
+                continue
+            labels = (_label(met.peer), met.transport, "+".join(measured.carriers))
+            warnings.add_metric(labels, len(met.findings))
+            for direction in Direction:
+                found = measured.rates(direction)
+                if not found.error:
+                    rates.add_metric((*labels, direction, "long"), found.gigabytes_per_s * 1e9)
+                    rates.add_metric((*labels, direction, "4KiB"), found.row_gigabytes_per_s * 1e9)
+                    latency.add_metric((*labels, direction), found.latency_s)
+    yield from (rates, latency, warnings)
+
+
+def _label(peer: Remote) -> str:
+    """Without the epoch: dashboards outlive a restart."""
+    return f"{peer.engine_id} at {peer.address}" if isinstance(peer, PeerKey) else f"{peer.engine_id} rank {peer.rank}"

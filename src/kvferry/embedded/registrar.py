@@ -1,0 +1,81 @@
+"""Tells routers that this engine is there, again and again, and when it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from kvferry.registration import MEMBERS_PATH, SIGNATURE, Announcement, Side, sign
+
+__all__ = ["Registrar", "RegistrarConfig"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrarConfig:
+    """Which routers are told, what they are told, and the key that they believe; without one only on this host.
+
+    A router that was not reached is asked again after `interval_s`, like one that was.
+    """
+
+    routers: tuple[str, ...]
+    url: str
+    roles: tuple[Side, ...]
+    key: bytes
+    interval_s: float = 5.0
+    timeout_s: float = 3.0
+
+
+class Registrar:
+    """`run` until cancelled; then, or before, `leave`. A router that cannot be reached is only logged, once."""
+
+    def __init__(self, config: RegistrarConfig) -> None:
+        self._config = config
+        self._left = asyncio.Event()
+        # What was last wrong with each router.
+        self._trouble: dict[str, str] = {}
+
+    async def run(self) -> None:
+        """Announce, and renew that. After `leave` only the end of this remains to be waited for."""
+        if not self._config.routers:
+            return
+        while not self._left.is_set():
+            await self._tell_all(leaving=False)
+            try:
+                async with asyncio.timeout(self._config.interval_s):
+                    await self._left.wait()
+            except TimeoutError:
+                continue
+        await self._tell_all(leaving=True)
+
+    def leave(self) -> None:
+        """Have the routers told that no more requests are wanted."""
+        self._left.set()
+
+    async def _tell_all(self, leaving: bool) -> None:
+        timeout = aiohttp.ClientTimeout(total=self._config.timeout_s)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            announcements = [Announcement(self._config.url, role, leaving) for role in self._config.roles]
+            tellings = [self._tell(session, router, one) for router in self._config.routers for one in announcements]
+            await asyncio.gather(*tellings)
+
+    async def _tell(self, session: aiohttp.ClientSession, router: str, announcement: Announcement) -> None:
+        body = msgspec.json.encode(announcement)
+        headers = {"content-type": "application/json"}
+        if self._config.key:
+            headers[SIGNATURE] = sign(self._config.key, body, time.time())
+        try:
+            async with session.post(router.rstrip("/") + MEMBERS_PATH, data=body, headers=headers) as response:
+                text = await response.text()
+                trouble = "" if response.status == 200 else f"it answered {response.status}: {text[:500]}"
+        except (aiohttp.ClientError, OSError) as error:
+            trouble = f"it cannot be reached: {error!r}"
+        if trouble and self._trouble.get(router) != trouble:
+            logger.warning("the router at %s does not know this engine: %s", router, trouble)
+        self._trouble[router] = trouble

@@ -1,0 +1,57 @@
+"""What the flow reads in the answers of engines: pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.wire.messages import Reason
+
+__all__ = ["can_be_released", "kept_cache", "lost_cache"]
+
+
+class PrefillAnswer(msgspec.Struct):
+    """The one field of P's answer that matters here, as the bytes that came."""
+
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class ErrorCode(msgspec.Struct):
+    code: str | int | None = None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """What an engine says went wrong; `code` is the reason of a transfer that failed, if one did."""
+
+    error: ErrorCode
+
+
+class FerryParams(msgspec.Struct):
+    """`kv_transfer_params` of an engine that can be told to release them: those of kvferry."""
+
+    kvferry: msgspec.Raw
+
+
+def kept_cache(body: bytes) -> bytes:
+    """`kv_transfer_params` of a prefill answer as it came: `null` if there is none, empty if it is no answer."""
+    try:
+        return bytes(msgspec.json.decode(body, type=PrefillAnswer).kv_transfer_params)
+    except (msgspec.DecodeError, RecursionError):
+        return b""
+
+
+def lost_cache(body: bytes) -> str:
+    """The reason why a cache did not arrive, if that is what the error object of an engine is about; else empty."""
+    try:
+        code = msgspec.json.decode(body, type=ErrorAnswer).error.code
+    except (msgspec.DecodeError, RecursionError):
+        return ""
+    return code if isinstance(code, str) and code in frozenset(Reason) else ""
+
+
+def can_be_released(transfer: bytes) -> bool:
+    """Whether these `kv_transfer_params` are of an engine that can be told to let go: one of kvferry's."""
+    try:
+        msgspec.json.decode(transfer, type=FerryParams)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True

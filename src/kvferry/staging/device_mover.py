@@ -1,0 +1,97 @@
+"""Gathers and scatters on a device, beside the engine's own work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+from kvferry.errors import FerryError, IllegalEventError
+from kvferry.plan.copies import Copies
+from kvferry.staging.mover import CLOSED, Moved
+from kvferry.staging.tiles import Tile, tile_of
+from kvferry.transport.pieces import Pieces
+
+__all__ = ["DeviceMover", "Launcher"]
+
+
+class Launcher(Protocol):
+    """Where copies of a device run; `SideStream` is the real one."""
+
+    def launch(self, tile: Tile) -> Callable[[], bool]:
+        """Queue the copies of at least one row, after all that the engine has queued so far; what is returned tells
+        whether they are done. Both raise RuntimeError when the device fails."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until nothing that was launched runs any more. Raises RuntimeError when the device fails."""
+        ...
+
+
+class DeviceMover:
+    """A `Mover` whose copies run on a device: nothing here waits for it, except `close`.
+
+    `pieces` are all memories that rows may touch, of the device and pinned ones of the host: a kernel that leaves them
+    would end the engine's process. They must stay until `close`.
+    """
+
+    def __init__(self, launcher: Launcher, pieces: Pieces) -> None:
+        self._launcher = launcher
+        self._pieces = pieces
+        self._running: dict[Hashable, Callable[[], bool]] = {}
+        self._ended: dict[Hashable, str] = {}
+        self._is_closed = False
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running or self._ended)
+
+    def start(self, key: Hashable, copies: Copies) -> None:
+        """See `Mover`. The copies see what the engine has queued before this call, and may overtake each other.
+
+        The first of a kind of rows (how long, how aligned) is compiled, which takes up to a second.
+        """
+        if key in self._running or key in self._ended:
+            raise IllegalEventError("a copy is started twice", found=f"{key}", expected="one copy per key at a time")
+        try:
+            self._launch(key, copies)
+        except FerryError as error:
+            self._ended[key] = str(error)
+        except RuntimeError as error:
+            self._ended[key] = _failed(error)
+
+    def poll(self) -> list[Moved]:
+        """See `Mover`."""
+        ended, self._ended = self._ended, {}
+        for key, is_done in self._running.items():
+            try:
+                if is_done():
+                    ended[key] = ""
+            except RuntimeError as error:
+                ended[key] = _failed(error)
+        self._running = {key: is_done for key, is_done in self._running.items() if key not in ended}
+        return [Moved(key, error) for key, error in ended.items()]
+
+    def close(self) -> None:
+        """See `Mover`. What runs on a device cannot be stopped: it is waited for, and ends as it ends."""
+        self._is_closed = True
+        try:
+            self._launcher.finish()
+        except RuntimeError as error:
+            self._ended.update(dict.fromkeys(self._running, _failed(error)))
+            self._running.clear()
+
+    def _launch(self, key: Hashable, copies: Copies) -> None:
+        if self._is_closed:
+            self._ended[key] = CLOSED
+            return
+        self._pieces.locate(copies.source, copies.length, "this process (source)")
+        self._pieces.locate(copies.target, copies.length, "this process (target)")
+        tile = tile_of(copies)
+        if len(tile):
+            self._running[key] = self._launcher.launch(tile)
+        else:
+            self._ended[key] = ""
+
+
+def _failed(error: RuntimeError) -> str:
+    return f"the device failed: {error}"

@@ -1,0 +1,137 @@
+"""Devices whose memory no transport can register: everything goes through staging memory in the host."""
+
+import queue
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvferry.agent import Agent, AgentConfig, Host, new_lease_id
+from kvferry.errors import ConfigurationError
+from kvferry.plan.copies import Direction
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.digest import Policy
+from kvferry.plan.model import attention
+from kvferry.plan.staged import Strategy
+from kvferry.plan.tokens import TokenRange
+from kvferry.session.events import Failed, Fetched, FetchWanted, LeaseWanted, SourceFree, TargetFree, Timing
+from kvferry.session.ways import AUTO, StagingPolicy
+from kvferry.testing import oracle
+from kvferry.testing.far_device import FAR_ADDRESS, FarDevice, far_mover
+from kvferry.transport.opening import open_transports
+
+MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)
+SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
+TABLES = {"p0": ((3, 9, 1, 15, 0, 7),), "d0": ((8, 0, 5, 2, 11, 4),)}
+NUM_TOKENS = 21
+TIMING = Timing(lease_s=20.0, heartbeat_s=2.0, resend_s=0.5, handshake_s=5.0, transfer_s=20.0)
+DEADLINE_S = 30.0
+POLICY = StagingPolicy(AUTO, 5 * MODEL.bytes_per_token)
+
+
+class FarRank:
+    """An engine whose cache lies on a far device, and in whose process nothing of it is ever seen."""
+
+    def __init__(self, name, address, transport="tcp", **config):
+        num_bytes = sum(region.size_bytes for region in describe(MODEL, SHAPE, 0)[0].regions)
+        self.name, self.device = name, FarDevice(num_bytes, address)
+        (layout,) = describe(MODEL, SHAPE, address)
+        self.layout = replace(layout, regions=tuple(replace(region, kind="far") for region in layout.regions))
+        self.device.contents[:] = oracle.POISON
+        buffers = {
+            region.address: self.device.contents[region.address - address :][: region.size_bytes]
+            for region in self.layout.regions
+        }
+        self.memory, self.notices = oracle.Memory(self.layout, buffers), queue.SimpleQueue()
+        opened = open_transports(transport)
+        host = Host((self.layout,), (), self.notices.put, lambda near, ring: far_mover(self.device, near, ring))
+        agent_config = AgentConfig(name, transport=transport, timing=TIMING, **{"staging": POLICY, **config})
+        self.agent = Agent(agent_config, host, opened.transports, opened.unavailable)
+        self.agent.start()
+
+    def leased(self):
+        oracle.fill(self.memory, TABLES["p0"], TokenRange(0, NUM_TOKENS))
+        return self.agent.lease(LeaseWanted("r1", new_lease_id(), TABLES["p0"], NUM_TOKENS))
+
+    def fetch(self, source, reference):
+        ranges = (TokenRange(0, NUM_TOKENS),)
+        self.agent.fetch(FetchWanted("q1", reference, (source.agent.address,), TABLES["d0"], ranges))
+
+    def next_notice(self, kind):
+        notice = self.notices.get(timeout=DEADLINE_S)
+        assert isinstance(notice, kind), notice
+        return notice
+
+    def check(self):
+        wanted = {start: np.zeros(len(buffer), np.uint8) for start, buffer in self.memory.buffers.items()}
+        tokens = TokenRange(0, NUM_TOKENS)
+        for placement in self.layout.placements:
+            for _, _, address in oracle.element_addresses(self.layout, placement, TABLES["d0"], tokens):
+                start = self.layout.regions[placement.region].address
+                wanted[start][address - start : address - start + 4] = 1
+        oracle.expect(self.memory, TABLES["d0"], [tokens], wanted)
+
+
+@pytest.fixture
+def make_far():
+    made = []
+
+    def make(name, **config):
+        made.append(FarRank(name, FAR_ADDRESS + len(made) * (1 << 40), **config))
+        return made[-1]
+
+    yield make
+    for rank in made:
+        rank.agent.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "cma", "tcp", "nixl"])
+def test_both_engines_are_far(make_far, transport):
+    if transport == "nixl":
+        pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
+    source, target = make_far("p0", transport=transport), make_far("d0", transport=transport)
+    target.fetch(source, source.leased())
+    report = target.next_notice(Fetched).report
+    target.check()
+    assert (report.strategy, report.transport, report.verified) == ("pack", transport, "unreadable")
+    assert source.next_notice(SourceFree) == SourceFree("r1", "done")
+    assert source.agent.num_slots == target.agent.num_slots == 0
+
+
+@pytest.mark.parametrize("strategy", [Strategy.SCATTER, Strategy.PACK])
+def test_only_the_target_is_far(make_far, make_rank, strategy):
+    near = make_rank("p0", SHAPE, "tcp")
+    target = make_far("d0", staging=StagingPolicy((strategy,), POLICY.slot_bytes))
+    oracle.fill(near.memory, TABLES["p0"], TokenRange(0, NUM_TOKENS))
+    reference = near.agent.lease(LeaseWanted("r1", new_lease_id(), TABLES["p0"], NUM_TOKENS))
+    target.fetch(near, reference)
+    assert target.next_notice(Fetched).report.strategy == strategy
+    target.check()
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_only_the_source_is_far(make_far, make_rank, direction):
+    source, near = make_far("p0"), make_rank("d0", SHAPE, "tcp", direction=direction)
+    near.agent.fetch(near.wanted(source, source.leased(), TABLES["d0"], NUM_TOKENS))
+    assert near.next_notice(Fetched).report.strategy == "pack"
+    assert source.next_notice(SourceFree) == SourceFree("r1", "done")
+
+
+def test_a_far_source_cannot_be_read_straight(make_far, make_rank):
+    source = make_far("p0")
+    near = make_rank("d0", SHAPE, "tcp", staging=StagingPolicy((Strategy.DIRECT,), 0))
+    near.agent.fetch(near.wanted(source, source.leased(), TABLES["d0"], NUM_TOKENS))
+    assert "only be reached through its staging memory" in str(near.next_notice(Failed).error)
+    near.next_notice(TargetFree)
+
+
+def test_an_engine_that_is_far_cannot_be_set_up_to_move_straight(make_far):
+    with pytest.raises(ConfigurationError, match="cannot be registered"):
+        make_far("p0", staging=StagingPolicy((Strategy.DIRECT,), 0))
+
+
+def test_a_full_digest_of_what_the_processor_cannot_read_is_refused(make_far):
+    source, target = make_far("p0"), make_far("d0", digest=Policy.FULL)
+    target.fetch(source, source.leased())
+    assert "the CPU cannot read" in str(target.next_notice(Failed).error)
+    target.next_notice(TargetFree)

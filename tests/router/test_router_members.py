@@ -1,0 +1,379 @@
+"""Instances that come, go, expire, differ, and lose caches: the membership on a virtual clock, and real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import aiohttp
+import pytest
+from router_harness import answer, cluster, decode_engine, decoding, open_stream, prefill_engine, serving
+
+from kvferry.embedded.registrar import Registrar, RegistrarConfig
+from kvferry.errors import ConfigurationError, RequestError
+from kvferry.registration import MEMBERS_PATH, SIGNATURE, Side, decode_announcement, sign, unbelieved
+from kvferry.router.app import create_app
+from kvferry.router.compatibility import Facts
+from kvferry.router.config import Registration, RouterConfig
+from kvferry.router.judgement import Judgement
+from kvferry.router.member import INSTANCE_FUSE, Origin, Verdict
+from kvferry.router.members import MembersFile
+from kvferry.router.membership import PAIR_FUSE, Membership, Wanted
+from kvferry.router.metrics import Metrics
+from kvferry.router.policy import Instance, Limits, Nobody, Role, Task
+from kvferry.router.readiness import readiness
+from kvferry.router.reservation import Reservation
+
+P0, P1 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(2))
+D0, D1 = (Instance(f"http://d{i}", Role.DECODE) for i in range(2))
+KEY = b"k" * 32
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def membership_of(*instances) -> tuple[Membership, Clock]:
+    clock = Clock()
+    membership = Membership(instances, Metrics(), Judgement(clock=clock))
+    for instance in instances:
+        membership.probed(instance, Verdict.READY, "")
+    return membership, clock
+
+
+def taken(membership, role, *partners, task=Task()) -> Instance | None:  # noqa: B008
+    found = membership.reserve(Wanted(role, task, partners=partners))
+    if not isinstance(found, Reservation):
+        return None
+    found.release()
+    return found.instance
+
+
+def test_one_missed_probe_is_not_the_end_and_a_refused_one_is():
+    membership, _ = membership_of(D0)
+    membership.probed(D0, Verdict.SILENT, "slow")
+    assert membership.healthy(Role.DECODE) == [D0]
+    membership.probed(D0, Verdict.SILENT, "slow")
+    assert membership.healthy(Role.DECODE) == []
+    membership.probed(D0, Verdict.READY, "")
+    membership.probed(D0, Verdict.SILENT, "slow")
+    membership.probed(D0, Verdict.READY, "")
+    membership.probed(D0, Verdict.SILENT, "slow")
+    assert membership.healthy(Role.DECODE) == [D0]
+    membership.probed(D0, Verdict.DOWN, "refused")
+    assert membership.healthy(Role.DECODE) == []
+
+
+def test_an_instance_that_fails_requests_is_out_and_gets_one_trial():
+    membership, clock = membership_of(D0)
+    for _ in range(INSTANCE_FUSE.num_failures):
+        reservation = membership.reserve(Wanted(Role.DECODE))
+        reservation.failed()
+        reservation.release()
+    assert membership.reserve(Wanted(Role.DECODE)) == Nobody()
+    assert readiness(membership, False)[1]["status"] == "every decode instance keeps failing"
+    clock.now += INSTANCE_FUSE.open_s
+    trial = membership.reserve(Wanted(Role.DECODE))
+    assert membership.reserve(Wanted(Role.DECODE)) == Nobody()
+    trial.release()
+    trial = membership.reserve(Wanted(Role.DECODE))
+    trial.succeeded()
+    trial.release()
+    assert taken(membership, Role.DECODE) == D0
+
+
+def test_a_pair_that_loses_caches_is_out_and_the_fleet_is_not():
+    membership, clock = membership_of(P0, P1, D0, D1)
+    for _ in range(PAIR_FUSE.num_failures):
+        membership.lost((P0, D0), "peer_lost")
+    assert {taken(membership, Role.PREFILL, D0) for _ in range(4)} == {P1}
+    assert {taken(membership, Role.PREFILL, D1) for _ in range(4)} == {P0, P1}
+    assert len(membership.usable_pairs()) == 3
+    clock.now += PAIR_FUSE.open_s
+    assert {taken(membership, Role.PREFILL, D0) for _ in range(4)} >= {P0}
+
+
+def test_a_decode_instance_that_can_work_with_nobody_is_the_last_choice():
+    membership, _ = membership_of(P0, D0, D1)
+    for _ in range(PAIR_FUSE.num_failures):
+        membership.lost((P0, D0), "digest")
+    assert {taken(membership, Role.DECODE) for _ in range(4)} == {D1}
+    whole = Task(is_divisible=False)
+    assert {taken(membership, Role.DECODE, task=whole) for _ in range(4)} == {D0, D1}
+
+
+def test_incompatible_sides_are_never_paired():
+    membership, _ = membership_of(P0, P1, D0)
+    membership.introduce(D0, Facts("kvferry", "1", "1", "e0", ("m",), "cache-a"))
+    membership.introduce(P0, Facts("kvferry", "1", "1", "e1", ("m",), "cache-b"))
+    membership.introduce(P1, Facts("kvferry", "1", "1", "e2", ("m",), "cache-a"))
+    assert {taken(membership, Role.PREFILL, D0) for _ in range(4)} == {P1}
+    assert membership.usable_pairs() == [(P1, D0)]
+    membership.introduce(P1, Facts("kvferry", "1", "2", "e3", ("m",), "cache-a"))
+    assert taken(membership, Role.PREFILL, D0) is None
+    assert readiness(membership, False)[0] == 200
+    assert readiness(membership, True) == (503, readiness(membership, True)[1])
+    membership.introduce(P1, Facts("kvferry", "1", "1", "e4", ("m",), "cache-a"))
+    assert readiness(membership, True)[0] == 200
+
+
+def test_a_request_goes_where_its_model_is():
+    membership, _ = membership_of(P0, D0, D1)
+    membership.introduce(D0, Facts("vllm", models=("a",)))
+    membership.introduce(D1, Facts("vllm", models=("b", "c")))
+    membership.introduce(P0, Facts("vllm", models=("a",)))
+    assert {taken(membership, Role.DECODE, task=Task(model="c")) for _ in range(4)} == {D1}
+    assert taken(membership, Role.PREFILL, D1, task=Task(model="c")) is None
+    # Nobody has it: the one that can be paired says so.
+    assert taken(membership, Role.DECODE, task=Task(model="z")) == D0
+
+
+def test_registrations_expire_unless_they_are_renewed():
+    membership, clock = membership_of(D0)
+    assert membership.add(P0, Origin.REGISTERED, 15.0)
+    clock.now += 10
+    assert not membership.add(P0, Origin.REGISTERED, 15.0)
+    clock.now += 14
+    membership.expire()
+    assert P0 in membership.instances
+    clock.now += 1
+    membership.expire()
+    assert membership.instances == (D0,)
+
+
+def test_only_who_brought_an_instance_takes_it_out_and_its_requests_go_on():
+    membership, _ = membership_of(D0)
+    running = membership.reserve(Wanted(Role.DECODE))
+    assert not membership.add(D0, Origin.REGISTERED, 1.0)
+    assert not membership.remove(D0, Origin.REGISTERED)
+    assert membership.remove(D0, Origin.COMMAND_LINE)
+    running.succeeded()
+    running.release()
+    assert membership.reserve(Wanted(Role.DECODE)) == Nobody()
+
+
+def test_what_left_is_not_measured_any_more():
+    metrics = Metrics()
+    membership = Membership((P0, D0), metrics)
+    membership.lost((P0, D0), "digest")
+    metrics.observe_phases({"wire": 0.1}, P0.url, D0.url)
+    metrics.inter_token(D0).observe(0.1)
+    membership.remove(D0, Origin.COMMAND_LINE)
+    shown = metrics.render().decode()
+    assert D0.url not in shown
+    assert P0.url in shown
+
+
+def test_tokens_in_flight_fall_as_they_are_written():
+    membership, _ = membership_of(D0)
+    task = Task(prompt_tokens=80, new_tokens=10)
+    running = membership.reserve(Wanted(Role.DECODE, task))
+    (member,) = membership.members
+    assert member.outstanding_tokens == 20
+    running.progress(5)
+    assert member.outstanding_tokens == 15
+    running.progress(100)
+    assert member.outstanding_tokens == 0
+    running.release()
+    running.release()
+    assert (member.outstanding_tokens, member.num_outstanding) == (0, 0)
+
+
+def test_a_members_file_is_followed_and_nonsense_is_not(tmp_path):
+    membership, _ = membership_of(D0)
+    path = tmp_path / "fleet.json"
+    file = MembersFile(str(path), membership, 1.0)
+    with pytest.raises(ConfigurationError, match="members file"):
+        file.look()
+    path.write_text('{"prefill": ["http://p0/"], "decode": ["http://d1"]}')
+    file.look()
+    assert set(membership.instances) == {D0, P0, D1}
+    path.write_text('{"prefill": ["http://p1"], "decode": ["http://d0", "http://d1"]}')
+    file.look()
+    assert set(membership.instances) == {D0, P1, D1}
+    for nonsense in ("{", '{"prefil": []}', '{"decode": ["no url"]}'):
+        path.write_text(nonsense)
+        with pytest.raises(ConfigurationError):
+            file.look()
+        file.look()
+        assert set(membership.instances) == {D0, P1, D1}
+
+
+def test_an_announcement_is_believed_from_who_knows_the_key_and_in_time():
+    body = b'{"url": "http://e:1", "role": "decode"}'
+    signature = sign(KEY, body, 1000.4)
+    assert unbelieved(KEY, body, signature, 1050.0) == ""
+    assert unbelieved(KEY, body, signature, 1061.0) == "clock"
+    assert unbelieved(KEY, body, signature, 939.0) == "clock"
+    assert unbelieved(KEY, body + b" ", signature, 1000.0) == "signature"
+    assert unbelieved(b"x" * 32, body, signature, 1000.0) == "signature"
+    assert unbelieved(KEY, body, "", 1000.0) == "unsigned"
+    for made_up in ("1000", "x.y", ".", "1000." + "0" * 64, "\N{SUPERSCRIPT TWO}.0", "1000.\N{SNOWMAN}"):
+        assert unbelieved(KEY, body, made_up, 1000.0) == "signature"
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"url": 3}', b'{"url": "x", "role": "chief"}', b'{"a": 1}', b"\xff"])
+def test_what_is_no_announcement_is_refused(body):
+    with pytest.raises(RequestError, match="announcement"):
+        decode_announcement(body)
+
+
+@pytest.mark.parametrize("key", [b"", KEY], ids=["this host", "token"])
+def test_an_engine_registers_serves_and_leaves_again(key):
+    async def main():
+        engine, prefill = decode_engine(), prefill_engine()
+        await engine.start()
+        async with cluster([prefill], [], registration=Registration(True, key)) as c:
+            assert (await c.complete()).status == 503
+            registrar = Registrar(RegistrarConfig((c.url,), engine.url, (Side.DECODE,), key))
+            running = asyncio.create_task(registrar.run())
+            await c.until_health_changes()
+            assert (await c.complete()).headers["x-kvferry-path"] == "disaggregated"
+            registrar.leave()
+            await running
+            assert (await c.complete()).status == 503
+            assert [member["role"] for member in (await c.members())["members"]] == ["prefill"]
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_whoever_does_not_know_the_token_is_not_let_in():
+    async def main():
+        async with cluster([], [decode_engine()], registration=Registration(True, KEY)) as c:
+            body = json.dumps({"url": "http://127.0.0.1:1", "role": "prefill"}).encode()
+            for headers in ({}, {SIGNATURE: sign(b"x" * 32, body, time.time())}):
+                async with c.session.post(c.url + MEMBERS_PATH, data=body, headers=headers) as response:
+                    assert response.status == 403
+            nonsense = sign(KEY, b"{", time.time())
+            async with c.session.post(c.url + MEMBERS_PATH, data=b"{", headers={SIGNATURE: nonsense}) as response:
+                assert response.status == 400
+            assert len((await c.members())["members"]) == 1
+            assert await c.metric('kvferry_router_refused_registrations_total{reason="signature"}') == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("registration", "url", "status"),
+    [(Registration(), "http://127.0.0.1:1", 404), (Registration(True), "http://10.0.0.1:1", 403)],
+    ids=["closed", "another host"],
+)
+def test_registrations_are_for_those_who_opened_them_and_without_a_token_for_this_host(registration, url, status):
+    async def main():
+        body = {"url": url, "role": "prefill"}
+        async with (
+            cluster([], [decode_engine()], registration=registration) as c,
+            c.session.post(c.url + MEMBERS_PATH, json=body) as response,
+        ):
+            assert response.status == status
+
+    asyncio.run(main())
+
+
+def test_an_engine_without_a_router_goes_on():
+    async def main():
+        registrar = Registrar(RegistrarConfig(("http://127.0.0.1:1",), "http://e", (Side.PREFILL,), b""))
+        running = asyncio.create_task(registrar.run())
+        registrar.leave()
+        await running
+        await Registrar(RegistrarConfig((), "http://e", (Side.PREFILL,), b"")).run()
+
+    asyncio.run(main())
+
+
+def losing(reason: str):
+    async def behave(request, seen):
+        body = json.loads(seen.raw)
+        lost = "kv_transfer_params" in body and body["kv_transfer_params"]["remote_engine_id"] == "p0"
+        headers = {"x-kvferry-cache": "recomputed", "x-kvferry-cache-reason": reason} if lost else {}
+        return aiohttp.web.json_response(answer("one"), headers=headers)
+
+    return behave
+
+
+def test_the_pair_whose_caches_do_not_arrive_is_taken_out_by_traffic():
+    async def main():
+        prefill = [prefill_engine("p0"), prefill_engine("p1")]
+        async with cluster(prefill, [decode_engine("d0", losing("transport"))]) as c:
+            for _ in range(12):
+                assert (await c.complete()).status == 200
+            assert len(prefill[0].seen) == PAIR_FUSE.num_failures
+            (pair,) = (await c.members())["broken_pairs"]
+            assert (pair["prefill"], pair["breaker"]) == (prefill[0].url, "open")
+            async with c.session.get(c.url + "/ready") as response:
+                assert (await response.json())["num_usable_pairs"] == 1
+            assert 'reason="transport"' in await c.metrics()
+
+    asyncio.run(main())
+
+
+def test_too_much_to_do_is_429_with_a_time_to_come_back():
+    async def main():
+        limits = Limits(max_requests=1)
+        release = asyncio.Event()
+
+        async def slow(request, seen):
+            await release.wait()
+            return await decoding(request, seen)
+
+        engine = decode_engine("d0", slow)
+        async with cluster([], [engine], judgement=Judgement(limits=limits)) as c:
+            first = asyncio.create_task(c.complete())
+            await engine.arrived.wait()
+            second = await c.complete()
+            assert (second.status, second.headers["retry-after"]) == (429, "1")
+            assert second.error["code"] == "overloaded"
+            release.set()
+            assert (await first).status == 200
+
+    asyncio.run(main())
+
+
+def test_a_short_prompt_is_left_to_decode_and_the_answer_says_so():
+    async def main():
+        limits = Limits(skip_below_tokens=4)
+        async with cluster([prefill_engine()], [decode_engine()], judgement=Judgement(limits=limits)) as c:
+            short = await c.complete({"prompt": [1, 2, 3]})
+            assert short.headers["x-kvferry-path"] == "decode-only"
+            assert short.headers["x-kvferry-reason"] == "short_prompt; tokens=3; threshold=4"
+            long = await c.complete({"prompt": [1, 2, 3, 4]})
+            assert long.headers["x-kvferry-path"] == "disaggregated"
+            assert "x-kvferry-reason" not in long.headers
+            assert await c.metric("kvferry_router_skip_threshold_tokens") == 4
+
+    asyncio.run(main())
+
+
+def test_the_phases_of_an_engine_reach_the_client_and_the_metrics():
+    async def behave(request, seen):
+        timing = "queue;dur=1.000, handshake;dur=2.000, wire;dur=0.500"
+        response = await open_stream(request, **{"server-timing": timing})
+        await response.write(b'data: {"a": 1}\n\n')
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine("d0", behave)]) as c:
+            told = await c.complete({"prompt": "x", "stream": True})
+            names = [entry.partition(";")[0] for entry in told.headers["server-timing"].split(", ")]
+            assert names == ["queue", "prefill", "decode_queue", "handshake", "wire", "first_decode"]
+            labels = f'decode="{c.decode[0].url}",phase="wire",prefill="{c.prefill[0].url}"'
+            assert await c.metric(f"kvferry_router_phase_seconds_sum{{{labels}}}") == pytest.approx(0.0005)
+
+    asyncio.run(main())
+
+
+def test_a_router_without_instances_says_so_until_one_comes():
+    async def main():
+        app = create_app(RouterConfig((), (), registration=Registration(True)))
+        async with serving(app) as url, aiohttp.ClientSession() as session, session.get(url + "/ready") as response:
+            assert (response.status, (await response.json())["path"]) == (503, "")
+
+    asyncio.run(main())
