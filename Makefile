@@ -3,8 +3,6 @@ PYTHON ?= python3
 # Where no CPU build is at hand, a plain torch pulls gigabytes of CUDA: say which one you want with TORCH=…
 TORCH ?= torch==2.13.0
 ARGS ?=
-# Processes that share the tests: more than two are of use where there are more cores.
-WORKERS ?= 2
 FRAMES ?= 100000
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
@@ -26,7 +24,7 @@ unit: .venv/dev
 	$(BIN)/coverage run -m pytest -m counted
 	$(BIN)/coverage report --include="src/kvferry/plan/*" --fail-under=100
 	$(BIN)/coverage report --include="src/kvferry/wire/*,src/kvferry/session/*,src/kvferry/catalog/*" --fail-under=97
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not e2e and not counted"
+	$(BIN)/pytest -m "not e2e and not counted"
 
 e2e: .venv/dev
 	$(BIN)/pytest -m "e2e and not chaos"

@@ -15,7 +15,7 @@ settings.load_profile("unhurried")
 
 
 def pytest_collection_modifyitems(items):
-    """`-m counted` is what the Makefile counts the lines of; the rest runs beside it, in several processes."""
+    """`-m counted` is what the Makefile counts the lines of; the rest runs at its full speed."""
     for item in items:
         folder = item.path.relative_to(HERE).parts[0]
         if folder in COUNTED and item.get_closest_marker("uncounted") is None:

@@ -22,7 +22,7 @@ def token_file(tmp_path):
     return write
 
 
-# Named: the token is another one in each process that the tests are shared out to.
+# Named: the token is another one each time.
 @pytest.mark.parametrize(
     "contents", [TOKEN, TOKEN + b"\n", b" \t" + TOKEN + b"\r\n"], ids=["alone", "a line", "white space"]
 )
