@@ -214,7 +214,7 @@ class Agent:
         self.counts.update(self._control.take_counts() + self._carrier.take_counts())
         now = time.monotonic()
         self._obey([*self._source.handle(e.Tick(), now), *self._target.handle(e.Tick(), now)])
-        if self._digester.busy or self._stager.is_changed:
+        if self._digester.busy or self._stager.is_changed or self._carrier.is_fresh:
             return 0.0
         if self._carrier.busy or self._knocks.busy or self._stager.busy:
             # A transport that copies inside `poll` has more to copy; one that works elsewhere is asked again soon.
