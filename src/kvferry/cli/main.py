@@ -10,6 +10,7 @@ import typer
 
 from kvferry import __version__
 from kvferry.cli import console
+from kvferry.cli.logs import LogFormat
 from kvferry.errors import ConfigurationError, FerryError
 from kvferry.registration import Side
 
@@ -266,6 +267,9 @@ def route(
         str, typer.Option(help="Tokens that decode computes itself: a number, or auto.")
     ] = "0",
     require_prefill: Annotated[bool, typer.Option("--require-prefill", help="Not ready without a pair.")] = False,
+    log_format: Annotated[LogFormat, typer.Option(help="Lines for people, or JSON for machines.")] = LogFormat.PLAIN,
+    access_log: Annotated[bool, typer.Option("--access-log", help="A line per request.")] = False,
+    otel: Annotated[bool, typer.Option("--otel", help="Send OpenTelemetry spans; see the OTEL_* variables.")] = False,
     drain_timeout: Drain = 30.0,
     as_json: Json = False,
     as_child: Child = False,
@@ -289,7 +293,22 @@ def route(
             judgement=Judgement(policy_named(policy), limits),
             require_prefill=require_prefill,
         )
-        command.route(command.RouteOptions(router, host, port, drain_timeout, as_json, as_child))
+        logs = command.LogOptions(log_format, access_log, otel)
+        command.route(command.RouteOptions(router, host, port, drain_timeout, as_json, as_child, logs))
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="URL of the router.")] = "http://127.0.0.1:8000",
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="One frame, then end.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show live what a router and its engines are doing."""
+    with _friendly():
+        from kvferry.cli import top as command
+
+        command.top(command.TopOptions(url, interval, 1 if once else 0, as_json))
 
 
 @app.command()
