@@ -109,12 +109,24 @@ def test_a_row_outside_its_view_is_refused(piece: int, offset: int, length: int,
     assert not views[0].any()
 
 
-def test_columns_of_another_type_or_with_gaps() -> None:
+def odd(values: np.ndarray) -> np.ndarray:
+    """Read-only and at an odd address, as columns out of a frame are."""
+    found = np.frombuffer(b"x" + values.tobytes(), values.dtype, offset=1)
+    assert not (found.flags.aligned and found.flags.writeable)
+    return found
+
+
+@pytest.mark.parametrize("num_rows", [1, 10])
+def test_columns_of_another_kind(num_rows: int) -> None:
+    """Of another type, with gaps, read-only, at odd addresses: nothing is translated again, and nothing is refused."""
     source, target = np.arange(200, dtype=np.uint8), np.zeros(200, np.uint8)
-    offsets = np.arange(0, 20, dtype=np.int64)[::2]
-    zeros = np.broadcast_to(np.int64(0), (10,))
-    sum(ROWS.copy(Side((source,), zeros, offsets), Side((target,), zeros, offsets), np.full(10, 2, np.int32)))
-    assert target[:20].tolist() == list(range(20))
+    offsets = np.arange(0, 2 * num_rows, dtype=np.int64)[::2]
+    zeros = np.broadcast_to(np.int64(0), (num_rows,))
+    one, other = Side((source,), zeros, odd(offsets)), Side((target,), odd(zeros), offsets)
+    for length in (np.full(num_rows, 2, np.int32), odd(np.full(num_rows, 2))):
+        target.fill(0)
+        sum(ROWS.copy(one, other, length))
+        assert target[: 2 * num_rows].tolist() == list(range(2 * num_rows))
     assert len(ROWS.advance.signatures) == len(ROWS.resolve.signatures) == 1
 
 

@@ -67,7 +67,7 @@ class NativeRows:
             yield from self._copy_part(_cut(*rows) if int(rows[2].max()) > STEP_BYTES else rows, past_cache)
 
     def _addresses(self, places: _Places, part: slice, sizes: Offsets) -> Offsets:
-        piece, offset, length = places.piece[part], places.offset[part], sizes[part]
+        piece, offset, length = _column(places.side.piece[part]), _column(places.side.offset[part]), sizes[part]
         found = np.empty(len(length), np.int64)
         row = self.resolve(places.address, places.size_bytes, piece, offset, length, found)
         if row >= 0:
@@ -92,33 +92,26 @@ _Rows: TypeAlias = tuple[Offsets, Offsets, Offsets]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """A side as columns: address and size of each view, and of each row its view and its offset there."""
+    """A side, and of each of its views the address and the size."""
 
+    side: Side
     address: Offsets
     size_bytes: Offsets
-    piece: Offsets
-    offset: Offsets
 
     @classmethod
     def of(cls, side: Side) -> _Places:
         address, size_bytes = np.zeros(len(side.views), np.int64), np.zeros(len(side.views), np.int64)
-        # Asking for an address takes a microsecond, and a few rows may lie in a few of hundreds of views.
-        for number in _used(side):
+        # Asking for an address takes a microsecond, and a few rows may lie in a few of hundreds of views. The others
+        # keep the size 0, so that no row fits into them.
+        for number in side.used:
             view = side.views[number]
             address[number], size_bytes[number] = view.__array_interface__["data"][0], view.size
-        return cls(address, size_bytes, _column(side.piece), _column(side.offset))
-
-
-def _used(side: Side) -> list[int]:
-    """Views in which there are rows; the others keep the size 0, so that no row fits into them."""
-    if len(side.views) == 1 or not len(side.piece):
-        return [0]
-    return [number for number in np.flatnonzero(np.bincount(side.piece)).tolist() if number < len(side.views)]
+        return cls(side, address, size_bytes)
 
 
 def _column(values: Offsets) -> Offsets:
-    """As the loops want it: another type or gaps between the values would have them translated again."""
-    return np.ascontiguousarray(values, np.int64)
+    """As the loops were translated for; columns out of a frame, say, may be read-only and lie at odd addresses."""
+    return np.require(values, np.int64, ["C", "ALIGNED", "WRITEABLE"])
 
 
 def _cut(goal: Offsets, start: Offsets, length: Offsets) -> _Rows:
