@@ -102,7 +102,7 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @settings(deadline=None)
