@@ -1,5 +1,6 @@
 """docs/operations.md names every counter and every reason that there is, and no others."""
 
+import json
 import re
 from pathlib import Path
 
@@ -13,7 +14,7 @@ GAUGE = r'(?:Gauge|_gauge|GaugeMetricFamily|Histogram|_histogram)\(\s*"(\w+)"'
 
 def families():
     """The names of all metrics of the engine and the router, as they are shown."""
-    files = ("embedded/report.py", "embedded/bridge.py", "router/metrics.py")
+    files = ("embedded/report.py", "embedded/collector.py", "router/metrics.py")
     source = {name: (ROOT / "src/kvferry" / name).read_text() for name in files}
     for name, text in source.items():
         prefix = "kvferry_engine_" if name == "embedded/report.py" else ""
@@ -24,7 +25,7 @@ def families():
 def test_every_metric_is_documented_and_no_other():
     written = set(re.findall(r"^\| `(kvferry_\w+)`", TEXT, re.MULTILINE))
     assert written == set(families())
-    assert len(written) == 29
+    assert len(written) == 32
 
 
 def test_every_reason_of_a_failed_transfer_is_documented_and_no_other():
@@ -37,3 +38,30 @@ def test_every_option_is_one_of_the_command():
     main = (ROOT / "src/kvferry/cli/main.py").read_text()
     for option in set(re.findall(r"`--([a-z-]+)", TEXT)) - {"as-child"}:
         assert re.search(rf"^    {option.replace('-', '_')}: ", main, re.MULTILINE), option
+
+
+def expressions():
+    """What the dashboard asks Prometheus for, by panel."""
+    board = json.loads((ROOT / "docs/grafana/kvferry.json").read_text())
+    for panel in board["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"]
+
+
+def test_the_dashboard_asks_only_for_metrics_that_exist():
+    known = set(families())
+    known |= {f"{name}_{part}" for name in known for part in ("bucket", "sum", "count")}
+    asked = {name for _, expression in expressions() for name in re.findall(r"kvferry_\w+", expression)}
+    assert asked <= known
+    router = {name for name in families() if name.startswith("kvferry_router_")} - {
+        "kvferry_router_refused_registrations_total"
+    }
+    assert all(any(name in one for one in asked) for name in router)
+
+
+def test_every_panel_of_the_dashboard_has_a_place_and_a_question():
+    board = json.loads((ROOT / "docs/grafana/kvferry.json").read_text())
+    places = [tuple(panel["gridPos"][key] for key in "xy") for panel in board["panels"]]
+    assert len(set(places)) == len(places)
+    assert len({panel["id"] for panel in board["panels"]}) == len(places)
+    assert all(expression.count("(") == expression.count(")") for _, expression in expressions())

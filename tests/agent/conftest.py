@@ -17,7 +17,7 @@ from kvferry.transport.shared_memory import allocate_shared
 
 MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)
 # Generous where nothing is waited for, so that a busy machine is not taken for a lost peer.
-TIMING = Timing(lease_s=20.0, heartbeat_s=2.0, resend_s=0.5, handshake_s=25.0, transfer_s=20.0)
+TIMING = Timing(lease_s=60.0, heartbeat_s=2.0, resend_s=0.5, handshake_s=25.0, transfer_s=20.0)
 DEADLINE_S = 30.0
 
 

@@ -166,9 +166,9 @@ def test_far_more_than_staging_memory_holds_waits_for_its_turn(make_rank, tmp_pa
 
 @pytest.mark.parametrize("strategy", [Strategy.SCATTER, Strategy.PACK])
 def test_targets_of_different_parallelism_share_one_source(make_engine, strategy):
-    """Four source ranks; targets with two ranks, one and four: each gets its own share of the heads."""
-    sources = make_engine("p0", EngineShape(4, 1, 4, 16, "token-major"))
-    shapes = [EngineShape(size, 1, 6, 9, "block-head-major") for size in (2, 1, 4)]
+    """Two source ranks; targets with one rank and with four: each gets its own share of the heads."""
+    sources = make_engine("p0", EngineShape(2, 1, 4, 16, "token-major"))
+    shapes = [EngineShape(size, 1, 6, 9, "block-head-major") for size in (1, 4)]
     engines = [make_engine(f"d{n}", shape, staging=only(strategy)) for n, shape in enumerate(shapes)]
     addresses, ranges = tuple(source.agent.address for source in sources), (TokenRange(0, NUM_TOKENS),)
     for number, ranks in enumerate(engines):
@@ -182,3 +182,30 @@ def test_targets_of_different_parallelism_share_one_source(make_engine, strategy
             check(rank)
     for source in sources:
         assert {source.next_notice(SourceFree).reason for _ in engines} == {"done"}
+
+
+def test_slots_that_a_source_may_still_write_to_stay_in_place_when_the_agent_ends(make_rank, tmp_path, monkeypatch):
+    """Whoever gets those addresses next would get the late bytes as well."""
+    kept = []
+    monkeypatch.setattr("kvferry.agent.agent._still_written", kept)
+    gate, posts = tmp_path / "gate", threading.Semaphore(0)
+
+    class Telling(GatedTransport):
+        def post(self, peer, copies, direction):
+            ticket = super().post(peer, copies, direction)
+            posts.release()
+            return ticket
+
+    source = make_rank("p0", SOURCE, wrap=lambda transport: Telling(transport, gate))
+    target = make_rank("d0", TARGET, staging=only(Strategy.PACK))
+    target.agent.fetch(target.wanted(source, leased(source, "first"), TARGET_TABLES, NUM_TOKENS, "first"))
+    target.next_notice(Fetched)
+    while posts.acquire(blocking=False):
+        pass
+    gate.touch()
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    assert posts.acquire(timeout=DEADLINE_S)
+    target.agent.close()
+    assert [memory.memory.shared_fd >= 0 for memory in kept] == [True]
+    gate.unlink()
+    kept.pop().close()

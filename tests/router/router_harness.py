@@ -15,6 +15,7 @@ from aiohttp import web
 
 from kvferry.router.app import create_app
 from kvferry.router.config import RouterConfig
+from kvferry.router.tracing import NO_TRACING, Tracing
 
 DEADLINE_S = 30.0
 TRANSFER = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[3, 1, 2]]}
@@ -242,14 +243,16 @@ async def serving(app) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def cluster(prefill: list[Engine], decode: list[Engine], **limits) -> AsyncIterator[Cluster]:
+async def cluster(
+    prefill: list[Engine], decode: list[Engine], *, tracing: Tracing = NO_TRACING, **limits
+) -> AsyncIterator[Cluster]:
     """Start all engines without a URL, and a router in front of all of them."""
     for engine in (*prefill, *decode):
         if not engine.url:
             await engine.start()
     limits = {"probe_interval_s": 3600.0, **limits}
     config = RouterConfig(tuple(e.url for e in prefill), tuple(e.url for e in decode), **limits)
-    app = create_app(config)
+    app = create_app(config, tracing)
     async with asyncio.timeout(DEADLINE_S):
         try:
             async with serving(app) as url, aiohttp.ClientSession() as session:

@@ -102,9 +102,10 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=150, stateful_step_count=40)
+TestModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+@settings(deadline=None)
 @given(data=st.data(), owners=st.integers(2, 6), room=st.integers(1, 5))
 def test_owners_that_always_wait_are_never_two_slots_apart(data, owners, room):
     """One owner asks for everything at once and long before the others."""
@@ -126,6 +127,7 @@ def test_owners_that_always_wait_are_never_two_slots_apart(data, owners, room):
         pool.release(held.popleft().key)
 
 
+@settings(deadline=None)
 @given(
     small=st.lists(st.integers(1, 6), min_size=4, max_size=30),
     large=st.integers(8, 32),
@@ -219,6 +221,35 @@ def test_each_large_wish_is_promised_a_stretch_of_its_own(end):
     assert pool.grants() == [Slot("second", 4, 4)]
 
 
+def test_a_small_wish_stays_out_of_the_stretch_even_if_it_fits_better_there():
+    pool = Pool(8, 1)
+    for number, units in enumerate([2, 1, 2, 1, 2]):
+        pool.ask(number, 1, units)
+    pool.grants()
+    pool.release(4)
+    pool.ask("large", 2, 4)
+    assert pool.grants() == []  # promised [4, 8), where [6, 8) is free
+    pool.release(0)
+    pool.release(1)
+    pool.ask("small", 3, 2)
+    assert pool.grants() == [Slot("small", 0, 2)]
+
+
+def test_a_promise_is_kept_when_another_stretch_gets_emptier():
+    pool = Pool(8, 1)
+    for number in range(4):
+        pool.ask(number, 1, 2)
+    pool.grants()
+    pool.ask("large", 2, 4)
+    assert pool.grants() == []  # promised [0, 4)
+    pool.release(2)
+    pool.ask("small", 3, 2)
+    assert pool.grants() == [Slot("small", 4, 2)]
+    pool.release(0)
+    pool.release(1)
+    assert pool.grants() == [Slot("large", 0, 4)]
+
+
 def test_a_slot_is_cut_from_the_smallest_hole_that_holds_it():
     pool = Pool(12, 1)
     for number, units in enumerate([4, 1, 2, 1, 2, 2]):
@@ -272,6 +303,7 @@ def test_a_key_is_asked_once_and_released_once():
         pool.release("key")
 
 
+@settings(deadline=None)
 @given(cuts=st.sets(st.integers(1, 39)), taken=st.sets(st.integers(0, 39)), num_bytes=st.integers(1, 40))
 def test_the_emptiest_stretch_is_the_emptiest(cuts, taken, num_bytes):
     room = Room(40)

@@ -131,7 +131,7 @@ def test_what_the_user_has_set_stays_and_is_told() -> None:
     assert "would have chosen ze_ipc,ze_copy,tcp" in settings["UCX_TLS"].reason
     assert "chosen the same" in settings["UCX_MEMTYPE_CACHE"].reason
     assert settings["UCX_LOG_LEVEL"].origin is Origin.USER
-    assert environment.chosen == {"UCX_RCACHE_MAX_UNRELEASED": "1024"}
+    assert environment.chosen == {"UCX_RCACHE_MAX_UNRELEASED": "1024", "UCX_LOG_FILE": "stderr"}
     left = {each.name: each for each in choose_environment(host("cpu", SAME, UCX_TLS="tcp")).settings}
     assert "left it to UCX" in left["UCX_TLS"].reason
 

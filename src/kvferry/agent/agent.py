@@ -33,7 +33,7 @@ from kvferry.session.source import Identity, SourceSession
 from kvferry.session.target import TargetSession
 from kvferry.session.ways import through_staging_only
 from kvferry.transport.base import Transport
-from kvferry.transport.shared_memory import allocate_shared
+from kvferry.transport.shared_memory import SharedMemory, allocate_shared
 from kvferry.wire.codec import MAX_REQUEST_BYTES, decode, encode
 from kvferry.wire.messages import Message, Party, Reason, Reference, Refusal, TargetOffer
 
@@ -54,6 +54,10 @@ _SourceEvent = e.LeaseWanted | e.LeaseGrown | e.LeaseWithdrawn
 _TargetEvent = e.HoldWanted | e.FetchWanted | e.AbortWanted
 _Work = e.Post | e.Cancel | e.Digest | e.DropDigest | e.Knock | e.Acquire | e.Release | e.Stage
 _CommonEvent = e.PeerConnected | e.PeerUnreachable | e.TicketEnded | e.Digested | e.Acquired | e.Staged
+
+
+# Staging memory of agents that have ended before their peers had: kept for the rest of the process's life.
+_still_written: list[SharedMemory] = []
 
 
 class Agent:
@@ -77,14 +81,15 @@ class Agent:
             # Closed last: whoever finds nobody at the address knows that nothing of ours moves any more.
             self._control = ControlChannel(config.host, config.port, config.token)
             undo.callback(self._control.close)
+            # Closed after everything that copies.
+            arena, stagers = allocate_shared(config.staging_bytes, "kvferry-staging"), list[Stager]()
+            undo.callback(_close_arena, arena, stagers)
             tests_s = TESTS_SHARE * config.timing.handshake_s
             surroundings = surroundings_here(config.transport)
             self._carrier = Carrier(config.transport, transports, unavailable, tests_s, surroundings)
             undo.callback(self._carrier.close)
             probe_memory = allocate_probe()
             undo.callback(probe_memory.close)
-            arena = allocate_shared(config.staging_bytes, "kvferry-staging")
-            undo.callback(arena.close)
             self._carrier.register([*host.memories, probe_memory.memory, arena.memory])
             self._carrier.check_requested()
             self._knocks = Knocks()
@@ -98,6 +103,7 @@ class Agent:
             staging = through_staging_only(config.staging) if is_staged else config.staging
             mover = host.mover([*host.memories, arena.memory], self._wake.ring)
             self._stager = Stager(arena.memory, mover)
+            stagers.append(self._stager)
             undo.callback(self._stager.close)
             ours = Ourselves(
                 self.party, __version__, host.layouts, config.digest, config.direction, offers, probe, staging
@@ -214,7 +220,7 @@ class Agent:
         self.counts.update(self._control.take_counts() + self._carrier.take_counts())
         now = time.monotonic()
         self._obey([*self._source.handle(e.Tick(), now), *self._target.handle(e.Tick(), now)])
-        if self._digester.busy or self._stager.is_changed:
+        if self._digester.busy or self._stager.is_changed or self._carrier.is_fresh:
             return 0.0
         if self._carrier.busy or self._knocks.busy or self._stager.busy:
             # A transport that copies inside `poll` has more to copy; one that works elsewhere is asked again soon.
@@ -326,6 +332,14 @@ class Agent:
         """A full queue drops the message: the session repeats what is not answered."""
         if not queued:
             self.counts["messages_dropped", type(message).__name__] += 1
+
+
+def _close_arena(arena: SharedMemory, stagers: Sequence[Stager]) -> None:
+    """A source may still write to slots that were not given back: then their addresses must stay what they are."""
+    if any(stager.num_slots for stager in stagers):
+        _still_written.append(arena)
+    else:
+        arena.close()
 
 
 def _check_offer(ours: Ourselves) -> None:

@@ -61,11 +61,17 @@ class Carrier:
         self._open: dict[WorkKey, _Open] = {}
         self._meetings: list[Meeting] = []
         self._events: list[CarrierEvent] = []
+        self._is_fresh = False
 
     @property
     def busy(self) -> bool:
         """Whether a ticket or a self-test is under way."""
         return bool(self._open or self._events or self._meetings)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether something was posted that `poll` has not looked at yet; some transports copy there."""
+        return self._is_fresh
 
     @property
     def num_open(self) -> int:
@@ -121,6 +127,7 @@ class Carrier:
 
     def post(self, post: Post) -> None:
         """Start a ticket; its end comes out of `poll`, also when it could not be started."""
+        self._is_fresh = True
         key, transport = post.key, self._routes.get(post.key.remote)
         if transport is None:
             self._events.append(TicketEnded(key, "the peer is not connected any more"))
@@ -137,7 +144,7 @@ class Carrier:
 
     def poll(self) -> list[CarrierEvent]:
         """Make progress on every transport; returns the tickets that have ended and the outcomes of `connect`."""
-        events, self._events = self._events, []
+        events, self._events, self._is_fresh = self._events, [], False
         completions = {name: transport.poll() for name, transport in self._transports.items()}
         keys = {(posted.transport.name, posted.ticket): key for key, posted in self._open.items()}
         for name, completed in completions.items():

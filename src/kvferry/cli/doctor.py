@@ -132,7 +132,7 @@ def _trials_as_json(trials: Trials) -> dict[str, Any]:
             rates = found.rates(direction)
             row[direction] = {"error": rates.error} if rates.error else asdict(rates)
         rows.append(row)
-    return {"place": str(trials.place), "chosen": verdict(trials), "transports": rows}
+    return {"place": str(trials.place), "chosen": verdict(trials.measurements), "transports": rows}
 
 
 def _print(report: _Report, screen: Console) -> None:
@@ -150,7 +150,7 @@ def _print(report: _Report, screen: Console) -> None:
         screen.print(f"\n{title}", style="bold")
         for found in trials.measurements:
             _line(screen, found.name, _words(found))
-        _line(screen, "auto takes", verdict(trials))
+        _line(screen, "auto takes", verdict(trials.measurements))
     screen.print("\nFindings", style="bold")
     for finding in report.findings:
         _print_finding(screen, finding)

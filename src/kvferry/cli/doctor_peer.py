@@ -14,15 +14,15 @@ from kvferry.agent import new_epoch
 from kvferry.agent.control import ControlChannel
 from kvferry.agent.shared_token import SharedToken
 from kvferry.agent.surroundings import surroundings_here
-from kvferry.cli.doctor_trials import Trials
+from kvferry.cli.doctor_trials import Trials, verdict
 from kvferry.errors import ConfigurationError, FerryError, TransportError
 from kvferry.plan.copies import Direction
 from kvferry.session.events import PeerKey
 from kvferry.transport.expectation import Surroundings, judge
-from kvferry.transport.finding import Finding, Severity, finding_of
+from kvferry.transport.finding import Finding, Severity
 from kvferry.transport.measurement import Measurement
 from kvferry.transport.opening import Opened, open_transports
-from kvferry.transport.select import AUTO, candidates, choose
+from kvferry.transport.select import AUTO, candidates
 from kvferry.transport.selftest import Probe, measure
 from kvferry.wire.codec import decode, encode
 from kvferry.wire.messages import Offer, OfferRequest, Party, Refusal
@@ -108,19 +108,18 @@ def _measurements(asking: _Asking, offer: Offer, opened: Opened, say: Callable[[
 
 
 def _findings(measurements: tuple[Measurement, ...], surroundings: Surroundings, offer: Offer) -> Iterator[Finding]:
-    """About the transport that an engine here would take; what the others do is no trouble of anybody's."""
-    try:
-        choice = choose(measurements)
-    except TransportError as error:
-        yield finding_of(error)
+    """About the transport that an engine here would take; nixl is told of in any case, as others may ask for it."""
+    if all(found.error for found in measurements):
+        found = "; ".join(f"{each.name}: {each.error}" for each in measurements)
+        hint = "start both engines with --transport tcp, which needs nothing but sockets"
+        yield Finding(Severity.ERROR, "no transport reaches the peer", found, "one that does", hint)
         return
-    place = surroundings.place_of(offer.probe.host)
-    for found in measurements:
-        if found.name == choice.name:
-            yield from judge(found, Direction.READ, place, surroundings)
-        elif found.name == "nixl" and not found.error:
-            for finding in judge(found, Direction.READ, place, surroundings):
-                yield Finding(Severity.NOTE, finding.what, finding.found, finding.expected, finding.hint)
+    chosen, place = verdict(measurements), surroundings.place_of(offer.probe.host)
+    for each in measurements:
+        if not each.error and each.name in (chosen, "nixl"):
+            for finding in judge(each, Direction.READ, place, surroundings):
+                severity = finding.severity if each.name == chosen else Severity.NOTE
+                yield Finding(severity, finding.what, finding.found, finding.expected, finding.hint)
 
 
 def _endpoint(address: str, token: SharedToken) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvferry.agent.surroundings import surroundings_here
@@ -15,7 +15,7 @@ from kvferry.transport.finding import Finding, Severity
 from kvferry.transport.measurement import Measurement
 from kvferry.transport.opening import OPENERS
 from kvferry.transport.probe import PROBE_BYTES
-from kvferry.transport.select import choose
+from kvferry.transport.select import TRANSPORTS, choose, is_worth_testing
 from kvferry.transport.selftest import measure
 from kvferry.transport.situation import Place
 
@@ -74,9 +74,12 @@ def _of_one(found: Measurement, place: Place) -> Iterator[Finding]:
         yield Finding(Severity.WARNING, what, found.writing.error, "a copy that arrives", "use pull, the default")
 
 
-def verdict(trials: Trials) -> str:
-    """What `--transport auto` would take, and why."""
+def verdict(measurements: Iterable[Measurement]) -> str:
+    """What `--transport auto` would take: it stops trying where nothing better can come."""
+    tried: list[Measurement] = []
+    for name in TRANSPORTS:
+        tried += [found for found in measurements if found.name == name and is_worth_testing(name, tried)]
     try:
-        return choose(list(trials.measurements)).name
+        return choose(tried).name
     except TransportError:
         return "nothing: no transport works"

@@ -10,6 +10,8 @@ import typer
 
 from kvferry import __version__
 from kvferry.cli import console
+from kvferry.cli.joining import JoinOptions
+from kvferry.cli.logs import LogFormat
 from kvferry.errors import ConfigurationError, FerryError
 from kvferry.registration import Side
 
@@ -171,9 +173,10 @@ def serve(
         check_name(transport)
         policy, direction = policy_named(digest), direction_named(transfer_direction)
         _check_engine(engine, context)
+        join = JoinOptions(tuple(register), tuple(role), advertise_url)
         path, name = resolve(model)
         if engine == "vllm":
-            _serve_vllm(context, path, served_name or name)
+            _serve_vllm(context, path, served_name or name, join)
         from kvferry.agent import AgentConfig, read_token, staging_named
         from kvferry.cli import environment
         from kvferry.cli import serve as command
@@ -204,12 +207,12 @@ def serve(
                 drain_s=drain_timeout,
                 as_json=as_json,
                 as_child=as_child,
-                join=command.JoinOptions(tuple(register), tuple(role), advertise_url),
+                join=join,
             )
         )
 
 
-def _serve_vllm(context: typer.Context, path: str, served_name: str) -> None:
+def _serve_vllm(context: typer.Context, path: str, served_name: str, join: JoinOptions) -> None:
     """The same options for vLLM. Ends with its exit code.
 
     Raises ConfigurationError for those that vLLM has no place for.
@@ -217,7 +220,7 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str) -> None:
     from kvferry.cli import environment
     from kvferry.cli.serve_vllm import VllmOptions, serve_vllm
 
-    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "transfer_direction", "register"):
+    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "transfer_direction"):
         if _is_given(context, name):
             option = f"--{name.replace('_', '-')}"
             hint = "what follows -- goes to vllm serve as it is"
@@ -243,6 +246,7 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str) -> None:
         token_file=given["token_file"] or environment.token_file(),
         lease_s=given["lease_timeout"] if _is_given(context, "lease_timeout") else 0.0,
         drain_s=given["drain_timeout"] if _is_given(context, "drain_timeout") else 0.0,
+        join=join,
     )
     raise typer.Exit(serve_vllm(options))
 
@@ -266,6 +270,9 @@ def route(
         str, typer.Option(help="Tokens that decode computes itself: a number, or auto.")
     ] = "0",
     require_prefill: Annotated[bool, typer.Option("--require-prefill", help="Not ready without a pair.")] = False,
+    log_format: Annotated[LogFormat, typer.Option(help="Lines for people, or JSON for machines.")] = LogFormat.PLAIN,
+    access_log: Annotated[bool, typer.Option("--access-log", help="A line per request.")] = False,
+    otel: Annotated[bool, typer.Option("--otel", help="Send OpenTelemetry spans; see the OTEL_* variables.")] = False,
     drain_timeout: Drain = 30.0,
     as_json: Json = False,
     as_child: Child = False,
@@ -289,7 +296,22 @@ def route(
             judgement=Judgement(policy_named(policy), limits),
             require_prefill=require_prefill,
         )
-        command.route(command.RouteOptions(router, host, port, drain_timeout, as_json, as_child))
+        logs = command.LogOptions(log_format, access_log, otel)
+        command.route(command.RouteOptions(router, host, port, drain_timeout, as_json, as_child, logs))
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="URL of the router.")] = "http://127.0.0.1:8000",
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="One frame, then end.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show live what a router and its engines are doing."""
+    with _friendly():
+        from kvferry.cli import top as command
+
+        command.top(command.TopOptions(url, interval, 1 if once else 0, as_json))
 
 
 @app.command()

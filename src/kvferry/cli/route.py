@@ -6,14 +6,30 @@ import asyncio
 import socket
 from dataclasses import dataclass
 
+import uvloop
+
 from kvferry.cli import console, environment, http
+from kvferry.cli.logs import LogFormat, log_to_stderr
 from kvferry.errors import ConfigurationError
 from kvferry.registration import KEY_PURPOSE
 from kvferry.router.app import create_app
 from kvferry.router.config import NO_REGISTRATION, Registration, RouterConfig
 from kvferry.router.policy import Limits
+from kvferry.router.tracing import NO_TRACING, Tracing
 
-__all__ = ["RouteOptions", "limits_of", "registration_of", "route"]
+__all__ = ["LogOptions", "RouteOptions", "limits_of", "registration_of", "route"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    """What is written about requests: lines of a format, one per request if `access`, and spans if `otel`."""
+
+    format: LogFormat = LogFormat.PLAIN
+    access: bool = False
+    otel: bool = False
+
+
+DEFAULT_LOGS = LogOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +42,7 @@ class RouteOptions:
     drain_s: float
     as_json: bool
     as_child: bool
+    logs: LogOptions = DEFAULT_LOGS
 
 
 def limits_of(ttft_s: float, max_requests: int, skip_below: str) -> Limits:
@@ -49,18 +66,36 @@ def registration_of(is_open: bool, token_file: str) -> Registration:
 
 def route(options: RouteOptions) -> None:
     """Route until told to stop. Raises ConfigurationError."""
-    http.log_plainly()
+    log_to_stderr(options.logs.format, options.logs.access)
+    tracing = _tracing(options.logs.otel)
     with http.listen(options.host, options.port) as bound:
         url = http.url_of(bound)
         if options.as_json:
             console.data({"event": "ready", "url": url})
         else:
             console.say(f"routing at {url}/v1")
-        asyncio.run(_route(options, bound))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_route(options, bound, tracing))
 
 
-async def _route(options: RouteOptions, bound: socket.socket) -> None:
+def _tracing(otel: bool) -> Tracing:
+    """Raises ConfigurationError when the extra is not installed."""
+    if not otel:
+        return NO_TRACING
+    try:
+        from kvferry.router.otel import exporting
+    except ImportError as error:
+        raise ConfigurationError(
+            "OpenTelemetry is not installed", found=str(error), hint="pip install 'kvferry[otel]'"
+        ) from error
+    return exporting()
+
+
+async def _route(options: RouteOptions, bound: socket.socket, tracing: Tracing) -> None:
     ends = [http.stdin_closed()] if options.as_child else []
-    app = create_app(options.router)
+    app = create_app(options.router, tracing)
     drain = http.Drain(options.drain_s, app.state.membership.drain)
-    await http.run(app, bound, ends, http.ROUTER_GRACE_S, drain)
+    try:
+        await http.run(app, bound, ends, http.ROUTER_GRACE_S, drain)
+    finally:
+        tracing.close()

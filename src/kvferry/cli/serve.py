@@ -10,35 +10,18 @@ from dataclasses import dataclass
 
 from kvferry.agent import AgentConfig
 from kvferry.cli import console, http
+from kvferry.cli.joining import NOWHERE, JoinOptions
 from kvferry.connectors.jobs import Settings
 from kvferry.embedded.app import create_app
 from kvferry.embedded.bridge import AgentCollector, AgentTransfer
 from kvferry.embedded.engine import Engine
 from kvferry.embedded.registrar import Registrar, RegistrarConfig
 from kvferry.embedded.service import ServeInfo
-from kvferry.errors import ConfigurationError, FerryError
+from kvferry.errors import FerryError
 from kvferry.plan.layout import contents
-from kvferry.registration import KEY_PURPOSE, Side
+from kvferry.registration import KEY_PURPOSE
 
-__all__ = ["JoinOptions", "ServeOptions", "serve"]
-
-
-@dataclass(frozen=True, slots=True)
-class JoinOptions:
-    """Which routers this engine tells that it is there, for which roles, and under which URL if not the one it has."""
-
-    routers: tuple[str, ...] = ()
-    roles: tuple[Side, ...] = ()
-    url: str = ""
-
-    def __post_init__(self) -> None:
-        if self.routers and not self.roles:
-            raise ConfigurationError(
-                "an engine registers for a role", found="--register alone", expected="--role prefill or --role decode"
-            )
-
-
-NOWHERE = JoinOptions()
+__all__ = ["ServeOptions", "serve"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from math import ceil
 
 from kvferry.cli import console, http
+from kvferry.cli.joining import NOWHERE, JoinOptions, joined
 from kvferry.errors import ConfigurationError
 
 __all__ = ["VllmOptions", "serve_vllm", "vllm_command"]
@@ -51,6 +52,7 @@ class VllmOptions:
     strategy: str = "auto"
     lease_s: float = 0.0
     drain_s: float = 0.0
+    join: JoinOptions = NOWHERE
 
 
 def serve_vllm(options: VllmOptions) -> int:
@@ -112,18 +114,25 @@ def _free_port(host: str) -> int:
 
 def _watch(process: subprocess.Popen[bytes], options: VllmOptions, url: str, told: threading.Event) -> int:
     """Until vLLM ends or we are told to; announces it once it answers."""
-    deadline, announced = time.monotonic() + READY_S, False
-    while process.poll() is None:
-        if told.wait(POLL_S) or (options.as_child and _input_is_closed()):
+    deadline = time.monotonic() + READY_S
+    while not _is_healthy(url):
+        if process.poll() is not None:
+            hint = "its own words are above; arguments after -- go to vllm serve as they are"
+            raise ConfigurationError("vLLM has ended", found=f"exit code {process.returncode}", hint=hint)
+        if told.wait(POLL_S) or _is_orphan(options):
             return 0
-        if not announced and (announced := _is_healthy(url)):
-            _announce(options, url)
-        if not announced and time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             raise ConfigurationError("vLLM is not ready in time", expected=f"within {READY_S:g} s")
-    if not announced:
-        hint = "its own words are above; arguments after -- go to vllm serve as they are"
-        raise ConfigurationError("vLLM has ended", found=f"exit code {process.returncode}", hint=hint)
+    _announce(options, url)
+    with joined(options.join, url, options.token_file):
+        while process.poll() is None:
+            if told.wait(POLL_S) or _is_orphan(options):
+                return 0
     return process.returncode
+
+
+def _is_orphan(options: VllmOptions) -> bool:
+    return options.as_child and _input_is_closed()
 
 
 def _is_healthy(url: str) -> bool:

@@ -34,6 +34,7 @@ from kvferry.router.readiness import readiness
 from kvferry.router.request import Endpoint, parse_request
 from kvferry.router.services import Services
 from kvferry.router.status import status_of
+from kvferry.router.tracing import NO_TRACING, Tracing
 from kvferry.router.upstream import open_session
 
 __all__ = ["create_app"]
@@ -44,7 +45,7 @@ MAX_ANNOUNCEMENT_BYTES = 4096
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
-def create_app(config: RouterConfig) -> Starlette:
+def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> Starlette:
     """The router for these instances. Its lifespan owns the connections and the health probe."""
     metrics = Metrics()
     membership = Membership(config.instances, metrics, config.judgement)
@@ -56,7 +57,7 @@ def create_app(config: RouterConfig) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with open_session(config) as session:
             errands = Errands(session, config)
-            app.state.services = Services(config, membership, metrics, session, errands)
+            app.state.services = Services(config, membership, metrics, session, errands, tracing)
             prober = Prober(session, membership, config)
             await prober.probe_all()
             runs = [prober.run(), *(file.run() for file in watched)]
@@ -109,7 +110,8 @@ class Generate:
             await driver.run()
         finally:
             client.gone.cancel()
-        services.metrics.count_request(self._endpoint, driver.flow.path, client.status)
+            services.metrics.count_request(self._endpoint, driver.flow.path, client.status)
+            driver.close(self._endpoint)
 
 
 OTHERS = "/v1/models, /health, /ready or /metrics"

@@ -47,6 +47,7 @@ from kvferry.router.policy import Busy, Instance, Role, Skip, Task
 from kvferry.router.request import ClientRequest
 from kvferry.router.reservation import Reservation
 from kvferry.router.services import Services
+from kvferry.router.story import Story, outcome_of
 from kvferry.router.timing import server_timing
 from kvferry.router.upstream import Outgoing
 
@@ -84,6 +85,7 @@ class Driver:
         self._answer = (Head(0, []), b"")
         self._judge = Judge(services.membership, call.task, call.request.streams)
         self.pace = Pace(call.started_s)
+        self._trace = services.tracing.begin(call.headers, call.request_id)
 
     async def run(self) -> None:
         """Serve the request. Cancelling it closes the upstream connection."""
@@ -96,6 +98,22 @@ class Driver:
             for role in tuple(self._held):
                 self._let_go(role)
             self._judge.end()
+
+    def close(self, endpoint: str) -> None:
+        """Tell logs and traces how it went; the client has everything, or has left."""
+        story = Story(
+            request_id=self._call.request_id,
+            endpoint=endpoint,
+            model=self._call.task.model,
+            status=self._client.status,
+            path=str(self.flow.path),
+            reason=self.flow.reason,
+            instances={leg.instance.role: leg.instance.url for leg in self._legs},
+            seconds=self._now() - self._call.started_s,
+            phases=self.pace.phases if self.pace.decode_s else {},
+        )
+        story.log()
+        self._trace.ended(story.attributes())
 
     async def _carry_out(self, commands: list[Command]) -> Event | None:
         event = None
@@ -145,6 +163,7 @@ class Driver:
         self.pace.leg_began(role, self._now())
         event = await self._unless_client_leaves(leg.ask())
         self.pace.leg_answered(role, self._now(), leg.head.headers)
+        self._trace.leg_ended(outcome_of(event), self.pace.told)
         self._judge.hears(event, leg.head.headers, self.pace.decode_s)
         if isinstance(event, Answered):
             self._answer = (leg.head, event.body)
@@ -225,6 +244,8 @@ class Driver:
     def _outgoing(self, command: Send) -> Outgoing:
         select = prefill_headers if command.instance.role is Role.PREFILL else decode_headers
         headers = select(self._call.headers, self._call.request_id)
+        if traced := self._trace.leg_began(command.instance):
+            headers = [*(pair for pair in headers if pair[0] not in dict(traced)), *traced]
         return Outgoing("POST", command.instance.url + self._call.target, headers, command.body)
 
     def _response_headers(self, head: Head) -> Headers:

@@ -30,6 +30,11 @@ class Pace:
         return self._took_s.get(Role.DECODE, 0.0)
 
     @property
+    def told(self) -> dict[str, float]:
+        """The engine's own phases, once it has answered."""
+        return self._told
+
+    @property
     def phases(self) -> dict[str, float]:
         """The parts of the time to the decode leg's first byte."""
         prefill_s = self._took_s.get(Role.PREFILL, 0.0)

@@ -10,6 +10,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.errands import Errands
 from kvferry.router.membership import Membership
 from kvferry.router.metrics import Metrics
+from kvferry.router.tracing import NO_TRACING, Tracing
 
 __all__ = ["Services"]
 
@@ -23,3 +24,4 @@ class Services:
     metrics: Metrics
     session: aiohttp.ClientSession
     errands: Errands
+    tracing: Tracing = NO_TRACING

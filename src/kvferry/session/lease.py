@@ -126,11 +126,13 @@ class Lease:
         """Why bytes that have landed must not be used; empty when they are the request's own."""
         if not self.holds(landed.party, landed.claim_id):
             return _refusal(landed, Reason.NOT_CLAIMED, "landed without a claim", landed.claim_id, "a claim first")
+        if landed.party in self.completed:
+            return ()
         write = self.writes.get(ClaimKey(landed.lease_id, landed.party, landed.claim_id))
         if write is not None and not write.is_written:
             what = "landed before it was written"
             return _refusal(landed, Reason.NOT_CLAIMED, what, "still being written", "written")
-        if not self.live and landed.party not in self.completed:
+        if not self.live:
             return _refusal(landed, Reason.EXPIRED, TOO_LATE, self.machine.state, "live")
         return ()
 

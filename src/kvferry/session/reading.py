@@ -161,8 +161,10 @@ class Reads:
 
     def queued(self, peer: Peer, queued: Queued, now: float) -> Iterator[Step]:
         """The source will write one later: it has its reasons, and is there."""
-        for fetch, _ in self.of(peer.key, queued.claim_id, ReadState.CLAIMING, ReadState.MOVING):
+        for fetch, read in self.of(peer.key, queued.claim_id, ReadState.CLAIMING, ReadState.MOVING):
             fetch.moved_at = now
+            if read.unpacking:
+                self.staged.moved_at = now
         yield from ()
 
     def written(self, peer: Peer, written: Written, now: float) -> Iterator[Step]:

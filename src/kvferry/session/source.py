@@ -274,6 +274,8 @@ class SourceSession:
 
     def _claim(self, peer: str, claim: Claim, now: float) -> list[Command]:
         reference, ours = claim.reference, self._identity.party
+        # Whoever reads now may want to be written to later, and still count on being known.
+        self._targets.heard(claim.party, now)
         if (reference.engine_id, reference.epoch) != (ours.engine_id, ours.epoch):
             what = "the cache belongs to another incarnation"
             return _refuse(peer, Refusal(Reason.WRONG_EPOCH, what, reference.epoch, ours.epoch, claim.claim_id))
@@ -298,7 +300,6 @@ class SourceSession:
 
     def _write(self, peer: str, claim: Claim, lease: Lease, now: float) -> list[Command]:
         """Carry a claim out."""
-        self._targets.heard(claim.party, now)
         is_known = lease.holds(claim.party, claim.claim_id)
         try:
             commands = list(self._carrying.begin(peer, claim, lease))

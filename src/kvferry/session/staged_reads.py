@@ -23,8 +23,8 @@ class StagedReads:
         self._ours = ours
         self._fetches = fetches
         self._land = land
-        # When any of them last got on: while one does, others that wait for its slots have reason to.
-        self._moved_at = 0.0
+        # When a slot last got on, or had a reason to wait: so long, others that wait for slots have reason to.
+        self.moved_at = 0.0
 
     def begin(self, fetch: Fetch, key: PeerKey, plan: SlotPlan, now: float) -> Iterator[Step]:
         """A source has said where its bytes are."""
@@ -37,6 +37,7 @@ class StagedReads:
     def acquired(self, event: Acquired, now: float) -> Iterator[Step]:
         """A slot is ours; of a fetch that is over, it goes straight back."""
         for fetch, peer, unpacking in self._of(event.key):
+            self.moved_at = now
             if event.error:
                 yield Broken(fetch, TransferError(Reason.TRANSPORT, "no staging memory", found=event.error))
             else:
@@ -48,6 +49,7 @@ class StagedReads:
     def filled(self, key: SlotKey, error: str, now: float) -> Iterator[Step]:
         """The wire has ended, here or at the source."""
         for fetch, peer, unpacking in self._of(key):
+            self.moved_at = now
             if error and not fetch.failed:
                 yield Broken(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=error))
             steps = unpacking.ended(key) if fetch.failed else unpacking.filled(key)
@@ -56,6 +58,7 @@ class StagedReads:
     def staged(self, event: Staged, now: float) -> Iterator[Step]:
         """A slot's bytes are in their blocks."""
         for fetch, peer, unpacking in self._of(event.key):
+            self.moved_at = now
             if event.error and not fetch.failed:
                 yield Broken(fetch, TransferError(Reason.TRANSPORT, "the scatter failed", found=event.error))
             steps = unpacking.ended(event.key) if fetch.failed else unpacking.emptied(event.key)
@@ -64,7 +67,7 @@ class StagedReads:
     def hurry(self, fetch: Fetch, read: Read, now: float, resend_s: float) -> Iterator[Step]:
         """Ask again for what has not come; whoever waits for a slot does so as long as others get on."""
         if read.is_waiting:
-            fetch.moved_at = max(fetch.moved_at, self._moved_at)
+            fetch.moved_at = max(fetch.moved_at, self.moved_at)
         for unpacking in read.unpacking:
             if not fetch.failed:
                 yield from unpacking.repeat(now, resend_s)
@@ -80,7 +83,7 @@ class StagedReads:
 
     def _on(self, fetch: Fetch, peer: PeerKey, steps: Iterator[Step], now: float) -> Iterator[Step]:
         """Go on with a read, and land it when there is nothing left to do."""
-        fetch.moved_at = self._moved_at = now
+        fetch.moved_at = now
         read = fetch.reads[peer]
         try:
             yield from steps

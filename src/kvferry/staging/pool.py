@@ -132,25 +132,36 @@ class Pool:
 
     def _next(self) -> Slot | None:
         """Serve the first in line that can be; None when nobody can."""
-        for number, (owner, wishes) in enumerate(self._line.items()):
-            key, num_bytes = next(iter(wishes.items()))
-            taken_bytes = -(-num_bytes // self._alignment_bytes) * self._alignment_bytes
-            place = self._room.fit(taken_bytes, self._promised if number else NOWHERE)
-            if place:
-                return self._serve(owner, Slot(key, place.start, num_bytes), place)
-            if not number and not self._promised.num_bytes:
-                self._promised = self._room.emptiest(taken_bytes)
+        if not self._line:
+            return None
+        first, *others = self._line
+        if place := self._room.fit(self._wanted_bytes(first)):
+            return self._serve(first, place)
+        if not self._promised.num_bytes:
+            self._promised = self._room.emptiest(self._wanted_bytes(first))
+        # Most of the time there is no room for anybody: that is seen without looking for a place for each.
+        largest_bytes = self._room.largest_bytes(self._promised)
+        for owner in others:
+            wanted_bytes = self._wanted_bytes(owner)
+            if wanted_bytes <= largest_bytes and (place := self._room.fit(wanted_bytes, self._promised)):
+                return self._serve(owner, place)
         return None
 
-    def _serve(self, owner: Hashable, slot: Slot, place: Stretch) -> Slot:
-        if slot.key == self._first_key():
+    def _wanted_bytes(self, owner: Hashable) -> int:
+        """What the next slot of an owner takes."""
+        num_bytes = next(iter(self._line[owner].values()))
+        return -(-num_bytes // self._alignment_bytes) * self._alignment_bytes
+
+    def _serve(self, owner: Hashable, place: Stretch) -> Slot:
+        key, num_bytes = next(iter(self._line[owner].items()))
+        if key == self._first_key():
             self._promised = NOWHERE
         self._room.take(place)
-        self._held[slot.key] = place
-        self._forget(slot.key)
+        self._held[key] = place
+        self._forget(key)
         if wishes := self._line.pop(owner, None):
             self._line[owner] = wishes
-        return slot
+        return Slot(key, place.start, num_bytes)
 
     def _first_key(self) -> Hashable:
         return next(iter(next(iter(self._line.values()))))

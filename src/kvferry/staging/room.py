@@ -39,9 +39,13 @@ class Room:
 
         Bytes of `apart_from` count as not free.
         """
-        parts = [part for hole in self.holes for part in _without(hole, apart_from)]
-        best = min((part for part in parts if part.num_bytes >= num_bytes), key=_size_then_start, default=None)
+        fitting = (part for part in self._parts(apart_from) if part.num_bytes >= num_bytes)
+        best = min(fitting, key=_size_then_start, default=None)
         return None if best is None else Stretch(best.start, best.start + num_bytes)
+
+    def largest_bytes(self, apart_from: Stretch = NOWHERE) -> int:
+        """The most for which `fit` finds a place."""
+        return max((part.num_bytes for part in self._parts(apart_from)), default=0)
 
     def take(self, wanted: Stretch) -> None:
         """Make a stretch, which lies in one hole, not free any more."""
@@ -76,6 +80,10 @@ class Room:
         starts = sorted({0, *(min(hole.start, highest) for hole in self.holes)})
         start = max(starts, key=lambda start: free_before(start + num_bytes) - free_before(start))
         return Stretch(start, start + num_bytes)
+
+    def _parts(self, apart_from: Stretch) -> list[Stretch]:
+        """The holes without the bytes of `apart_from`."""
+        return [part for hole in self.holes for part in _without(hole, apart_from)]
 
 
 def _start(stretch: Stretch) -> int:

@@ -1,7 +1,7 @@
 """A peer in a process of its own, for tests and benchmarks of transports.
 
-`python -m kvferry.testing.transport_peer NAME SIZE_BYTES SEED` registers memory filled with the probe pattern, prints
-one line of JSON that says how to reach it, and serves until its standard input ends. A line `digest` on standard
+`python -m kvferry.testing.transport_peer NAME SIZE_BYTES SEED HOST` registers memory filled with the probe pattern,
+prints one line of JSON that says how to reach it, and serves until its standard input ends. A line `digest` on standard
 input is answered with the digest of the memory.
 """
 
@@ -15,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -23,6 +24,7 @@ from kvferry.errors import ConfigurationError, TransportError
 from kvferry.transport.base import Transport
 from kvferry.transport.cma import CrossMemoryTransport
 from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.origin import host_here
 from kvferry.transport.pieces import View
 from kvferry.transport.probe import NUM_MARKS, Probe, fill_probe, room_bytes
 from kvferry.transport.shm import SharedMemoryTransport, allocate_shared
@@ -33,14 +35,17 @@ __all__ = ["PeerProcess", "digest", "make_transport"]
 ANSWER_S = 60.0
 
 
-def make_transport(name: str) -> Transport:
-    """A transport between processes by its name. Raises TransportError when it is not available."""
+def make_transport(name: str, host: str = "127.0.0.1") -> Transport:
+    """A transport between processes by its name; one that listens does so on `host`.
+
+    Raises TransportError when it is not available.
+    """
     if name == "shm":
         return SharedMemoryTransport()
     if name == "cma":
         return CrossMemoryTransport()
     if name == "tcp":
-        return TcpTransport(stall_timeout_s=2.0)
+        return TcpTransport(host, stall_timeout_s=2.0)
     if name == "nixl":
         return NixlTransport()
     raise ConfigurationError(f"no transport between processes is called {name!r}", expected="shm, cma, tcp or nixl")
@@ -54,14 +59,18 @@ def digest(view: View) -> str:
 class PeerProcess:
     """The other process. Use as a context manager; it is killed at the end."""
 
-    def __init__(self, transport: str, size_bytes: int, seed: int) -> None:
-        command = [sys.executable, "-m", __name__, transport, str(size_bytes), str(seed)]
+    def __init__(
+        self, transport: str, size_bytes: int, seed: int, prefix: Sequence[str] = (), host: str = "127.0.0.1"
+    ) -> None:
+        """`prefix` is a command that runs another one, such as one that gives it namespaces of its own."""
+        command = [*prefix, sys.executable, "-m", __name__, transport, str(size_bytes), str(seed), host]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         try:
             said = json.loads(self._line())
         except BaseException:
             self.kill()
             raise
+        self.host = str(said["host"])
         self.descriptor = base64.b64decode(said["descriptor"])
         self.probe = Probe(int(said["address"]), size_bytes, seed, NUM_MARKS)
 
@@ -98,14 +107,14 @@ class PeerProcess:
 
 def main(arguments: list[str]) -> None:
     """Serve until standard input ends."""
-    name, size_bytes, seed = arguments[0], int(arguments[1]), int(arguments[2])
+    name, size_bytes, seed, host = arguments[0], int(arguments[1]), int(arguments[2]), arguments[3]
     shared = allocate_shared(room_bytes(size_bytes), "kvferry-peer")
     view = np.frombuffer(shared.buffer, np.uint8)[:size_bytes]
     fill_probe(view, seed)
-    transport = make_transport(name)
+    transport = make_transport(name, host)
     transport.register(shared.memory)
     descriptor = base64.b64encode(transport.descriptor()).decode()
-    _say({"descriptor": descriptor, "address": shared.memory.address})
+    _say({"descriptor": descriptor, "address": shared.memory.address, "host": host_here()})
     interval_s = transport.progress_interval_s
     while _serve_one(transport, 1.0 if math.isinf(interval_s) else interval_s):
         if sys.stdin.readline().strip() != "digest":

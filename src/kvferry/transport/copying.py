@@ -58,8 +58,8 @@ class CopyQueue:
             source = posting.local.side(copies.source, copies.length, local)
             target = posting.remote.side(copies.target, copies.length, remote)
             far = target
-        work = copy_rows(source, target, copies.length.astype(np.int64))
-        touched = frozenset(posting.remote.address[np.unique(far.piece)].tolist())
+        work = copy_rows(source, target, copies.length.view(np.int64))
+        touched = frozenset(posting.remote.address[far.used].tolist())
         job = Job(Ticket(next(self._numbers)), posting.peer, work, touched)
         self._jobs.append(job)
         return job.ticket

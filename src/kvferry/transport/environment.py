@@ -172,4 +172,8 @@ def _registrations(situation: Situation) -> Iterator[_Wish]:
     yield _Wish("UCX_RCACHE_MAX_UNRELEASED", MOST_UNRELEASED, reason)
 
 
-RULES: Final[tuple[_Rule, ...]] = (_transports, _cards, _memory_types, _reads_over_cuda_ipc, _registrations)
+def _words(situation: Situation) -> Iterator[_Wish]:
+    yield _Wish("UCX_LOG_FILE", "stderr", "else UCX writes its warnings among the data on standard output")
+
+
+RULES: Final[tuple[_Rule, ...]] = (_transports, _cards, _memory_types, _reads_over_cuda_ipc, _registrations, _words)

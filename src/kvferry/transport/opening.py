@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigurationError, TransportError
+from kvferry.transport import copier
 from kvferry.transport.base import Transport
 from kvferry.transport.cma import CrossMemoryTransport
 from kvferry.transport.finding import Finding
@@ -51,9 +52,11 @@ def open_transports(requested: str, host: str = "127.0.0.1", device: str = "cpu"
     """Open one transport by name, or with `auto` all of them; those that listen do so on `host`.
 
     UCX's environment is chosen first, for an engine that computes on `device` and registers memory of `buffer_device`.
+    The loop that copies rows is prepared beside all that, in a thread of its own.
     Raises ConfigurationError for an unknown name, and for settings of the user's with which `requested` cannot work.
     """
     check_name(requested)
+    copier.prepare()
     transports: list[Transport] = []
     unavailable: dict[str, str] = {}
     for name, opener in OPENERS.items():

@@ -18,6 +18,9 @@ View = NDArray[np.uint8]
 Column = NDArray[np.uint64]
 Offsets = NDArray[np.int64]
 
+# So many rows are checked at once that what is computed for them stays in the cache.
+ROWS_AT_ONCE = 16 << 10
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
@@ -30,6 +33,13 @@ class Side:
     def rows(self, which: slice | NDArray[np.intp]) -> Side:
         """Only some of the rows."""
         return Side(self.views, self.piece[which], self.offset[which])
+
+    @property
+    def used(self) -> list[int]:
+        """The numbers of the views in which rows lie, ascending."""
+        if len(self.views) == 1:
+            return [0] if len(self.piece) else []
+        return np.flatnonzero(np.bincount(self.piece)).tolist()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,15 +80,21 @@ class Pieces:
             if len(address):
                 raise TransportError(f"{owner} has no registered memory", expected="register() before post()")
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        after = np.searchsorted(self.address, address, side="right") if len(self.address) > 1 else 1
-        piece = np.maximum(np.broadcast_to(after, address.shape) - 1, 0)
-        # Below the first piece the difference wraps around to a huge offset, which is outside as well.
-        offset = address - self.address[piece]
-        size = self.size_bytes[piece]
-        outside = (offset > size) | (length > size - offset)
-        if outside.any():
-            self._refuse(int(outside.argmax()), (address, length), owner)
-        return piece.astype(np.int64, copy=False), offset.astype(np.int64)
+        is_one = len(self.address) == 1
+        piece = np.broadcast_to(np.int64(0), address.shape) if is_one else np.empty(len(address), np.int64)
+        offset = np.empty(len(address), np.uint64)
+        for first in range(0, len(address), ROWS_AT_ONCE):
+            part = slice(first, first + ROWS_AT_ONCE)
+            start, size = self.address, self.size_bytes
+            if not is_one:
+                piece[part] = np.maximum(np.searchsorted(start, address[part], side="right") - 1, 0)
+                start, size = start[piece[part]], size[piece[part]]
+            # Below the first piece the difference wraps around to a huge offset, which is outside as well.
+            np.subtract(address[part], start, out=offset[part])
+            outside = (offset[part] > size) | (length[part] > size - offset[part])
+            if outside.any():
+                self._refuse(first + int(outside.argmax()), (address, length), owner)
+        return piece, offset.view(np.int64)
 
     def side(self, address: Column, length: Column, owner: str) -> Side:
         """The rows as places in `views`. Raises TransportError like `locate`."""

@@ -153,10 +153,13 @@ class Attempt:
     def _wanted(self, node: Node, fetching: Fetching) -> None:
         wish, world = self.wish, self.site.world
         fetching.began, fetching.stopped_s = world.now, node.inbox.stopped_s
+        self.site.checks.began(node, fetching)
         tables = fetching.tables or ((),) * len(wish.ranges)
-        limit_s = self.site.timing.handshake_s + self.site.timing.transfer_s + GRACE_S
-        world.after(limit_s, partial(self._check_deadline, node, fetching))
+        world.after(self._limit_s(), partial(self._check_deadline, node, fetching))
         node.handle_target(FetchWanted(wish.request_id, wish.reference, wish.addresses, tables, wish.ranges))
+
+    def _limit_s(self) -> float:
+        return self.site.timing.handshake_s + self.site.timing.transfer_s + GRACE_S
 
     def _check_deadline(self, node: Node, fetching: Fetching) -> None:
         """However long a process was stopped, it must end a request in time as soon as it runs again."""
@@ -165,5 +168,8 @@ class Attempt:
         if stopped_s := node.inbox.stopped_s - fetching.stopped_s:
             fetching.stopped_s = node.inbox.stopped_s
             self.site.world.after(stopped_s, partial(self._check_deadline, node, fetching))
+            return
+        if (again := node.staged_at + self._limit_s()) > self.site.world.now:
+            self.site.world.at(again, partial(self._check_deadline, node, fetching))
             return
         raise Violation(f"{node.name}: {fetching.request_id} has not ended within its deadline")

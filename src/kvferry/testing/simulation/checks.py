@@ -6,12 +6,17 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.session.events import ClaimKey, Command, Count, Failed, ReadKey, SourceFree, WorkKey
+from kvferry.plan.request import volume
+from kvferry.session.events import ClaimKey, Command, Count, Failed, PeerKey, ReadKey, SlotKey, SourceFree
+from kvferry.testing.simulation.programs import programs_between
+from kvferry.testing.simulation.staging_checks import slot_lands, slot_leaves
+from kvferry.testing.simulation.violation import Violation
 from kvferry.wire.messages import Party, Reason
 
 if TYPE_CHECKING:
     from kvferry.testing.simulation.attempt import Fetching
     from kvferry.testing.simulation.node import Lent, Node
+    from kvferry.testing.simulation.staging import Copy
     from kvferry.testing.simulation.tickets import Ticket
 
 __all__ = ["Checks", "Violation"]
@@ -20,16 +25,18 @@ __all__ = ["Checks", "Violation"]
 COUNTED = ("fetches_failed", "leases_expired")
 
 
-class Violation(AssertionError):
-    """A run has shown a defect."""
-
-
 class Checks:
     """Watches all nodes of a run. `outcomes` counts how requests ended."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
         self._arrived: dict[tuple[Node, str], list[Ticket]] = {}
+        self._begun: dict[tuple[Party, str], Fetching] = {}
+        self._in_place: Counter[tuple[Party, str, PeerKey]] = Counter()
+
+    def began(self, node: Node, fetching: Fetching) -> None:
+        """Note what a rank wants."""
+        self._begun[node.party, fetching.request_id] = fetching
 
     # --- bytes ---
 
@@ -38,11 +45,16 @@ class Checks:
         writes only looks at blocks that it still keeps."""
         if ticket.node.alive:
             self.lands(ticket)
-        if ticket.is_write and not _keeps(ticket):
+        if ticket.is_write and ticket.is_staged:
+            slot_leaves(ticket)
+        elif ticket.is_write and not _keeps(ticket):
             raise Violation(f"{ticket.remote.name}: {ticket.request_id} is written from blocks freed since")
 
     def lands(self, ticket: Ticket) -> None:
         """I9: bytes that were sent before only land where they were meant to, and before anybody uses them."""
+        if ticket.is_staged:
+            slot_lands(ticket)
+            return
         fetching = ticket.node.fetching.get(ticket.request_id)
         if fetching is None or fetching.status == "fetched":
             raise Violation(f"{ticket.node.name}: late bytes of {ticket.request_id} move into blocks used since")
@@ -51,11 +63,20 @@ class Checks:
         """Note what has arrived as a whole."""
         if not error:
             self._arrived.setdefault((ticket.node, ticket.request_id), []).append(ticket)
+            if not ticket.is_staged:
+                self._in_place[ticket.node.party, ticket.request_id, ticket.remote.peer_key] += len(ticket.source)
+
+    def scattered(self, node: Node, copy: Copy) -> None:
+        """Note what has come to its blocks out of a slot."""
+        if isinstance(copy.key.work, ReadKey):
+            self._in_place[node.party, copy.key.work.request_id, copy.key.work.peer] += len(copy.source)
 
     def fetched(self, node: Node, fetching: Fetching) -> None:
         """A request may be answered: from its own bytes, read while its lease was live (I8)."""
         if node.open_tickets(fetching.request_id):
             raise Violation(f"{node.name}: {fetching.request_id} is there, but bytes of it still move")
+        if node.stager.held_by(fetching.request_id):
+            raise Violation(f"{node.name}: {fetching.request_id} is there, but still has slots of staging memory")
         for ticket in self._arrived.get((node, fetching.request_id), ()):
             freed_at = ticket.remote.freed_at.get(fetching.reference.lease_id, float("inf"))
             if freed_at < ticket.ended_at:
@@ -68,7 +89,7 @@ class Checks:
         if wrong:
             raise Violation(f"{node.name}: {fetching.request_id} is answered from {wrong} bytes that are not its own")
 
-    def digested(self, node: Node, key: WorkKey) -> None:
+    def digested(self, node: Node, key: ReadKey | ClaimKey) -> None:
         """A digest only looks at blocks that still belong to its request."""
         lent = {each.wanted.lease_id for each in node.lent.values()}
         held = key.request_id in node.fetching if isinstance(key, ReadKey) else key.lease_id in lent
@@ -85,6 +106,8 @@ class Checks:
             raise Violation(f"{node.name}: the blocks of {request_id} are freed again, it is {status}")
         if node.open_tickets(request_id):
             raise Violation(f"{node.name}: the blocks of {request_id} are freed while a ticket may write to them")
+        if node.stager.held_by(request_id):
+            raise Violation(f"{node.name}: the blocks of {request_id} are freed while it has slots of staging memory")
 
     def source_freed(self, node: Node, request_id: str, reason: str, open_tickets: Sequence[Ticket]) -> None:
         """A lease ends once, and not while we write out of it; it is done only when each of its readers has all."""
@@ -96,13 +119,22 @@ class Checks:
         moving = [ticket for ticket in open_tickets if ticket.remote is node and _claim_of(ticket) in lent.claims]
         if moving and (reason == "done" or any(ticket.is_write for ticket in moving)):
             raise Violation(f"{node.name}: the lease of {request_id} has ended, but its bytes still move")
+        if node.stager.gathers_for(lent.wanted.lease_id):
+            raise Violation(f"{node.name}: the lease of {request_id} has ended, but its bytes are being gathered")
 
     def _readers(self, node: Node, lent: Lent) -> set[int]:
-        return {
-            target.rank
-            for (target, request_id), tickets in self._arrived.items()
-            if (target.party, request_id) in lent.claims and any(ticket.remote is node for ticket in tickets)
-        }
+        return {party.rank for party, claim_id in lent.claims if self._has_all(node, party, claim_id)}
+
+    def _has_all(self, node: Node, party: Party, claim_id: str) -> bool:
+        """Whether everything that a reader has claimed of a source rank has come to its blocks."""
+        fetching = self._begun.get((party, claim_id))
+        if fetching is None:
+            return False
+        shape = node.site.shape
+        _, programs = programs_between(shape.source.layouts, shape.target.layouts, party.rank)
+        is_something = node.rank in programs and any(tokens.last for tokens in fetching.ranges)
+        num_bytes = volume(programs[node.rank], fetching.ranges)[1] if is_something else 0
+        return self._in_place[party, claim_id, node.peer_key] >= num_bytes
 
     # --- ends ---
 
@@ -131,6 +163,8 @@ class Checks:
             "holds": len(target._holds._holds),
             "peers": len(list(target._peers)),
             "bindings": len(target._reads.bindings._known),
+            "slots": node.stager.num_open,
+            "copies": len(node.stager.copies),
         }
         if found := {name: number for name, number in left.items() if number}:
             raise Violation(f"{node.name}: left at the end: {found}")
@@ -144,7 +178,8 @@ def _claim_of(ticket: Ticket) -> tuple[Party, str]:
 def _keeps(ticket: Ticket) -> bool:
     """Whether the source still keeps the blocks of a write."""
     leases = {lent.wanted.lease_id for lent in ticket.remote.lent.values()}
-    return isinstance(ticket.key, ClaimKey) and ticket.key.lease_id in leases
+    work = ticket.key.work if isinstance(ticket.key, SlotKey) else ticket.key
+    return isinstance(work, ClaimKey) and work.lease_id in leases
 
 
 def _labels(command: Command) -> list[tuple[str, str]]:

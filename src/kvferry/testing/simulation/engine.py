@@ -5,8 +5,9 @@ from __future__ import annotations
 from kvferry.plan.copies import Direction
 from kvferry.session.events import LeaseWanted
 from kvferry.testing.simulation.memory import Tables
-from kvferry.testing.simulation.node import Lent, Node, Wiring
+from kvferry.testing.simulation.node import Habits, Lent, Node, Wiring
 from kvferry.testing.simulation.shapes import Side
+from kvferry.testing.simulation.site import Site
 from kvferry.wire.messages import Party, Reference
 
 __all__ = ["Engine"]
@@ -15,14 +16,14 @@ NUM_NAMES = 4
 
 
 class Engine:
-    """All ranks of one engine. `direction` says who moves the bytes that it fetches.
+    """All ranks of one engine. `habits` say how the bytes move that it fetches.
 
     Ids start again with every incarnation, and those of requests are used again.
     """
 
     def __init__(self, wiring: Wiring, name: str, side: Side) -> None:
         self.name = name
-        self.direction = wiring.site.world.dice.choice(list(Direction))
+        self.habits = _drawn(wiring.site)
         self.nodes: tuple[Node, ...] = ()
         self._wiring = wiring
         self._side = side
@@ -39,7 +40,7 @@ class Engine:
         engine_id = f"{self.name}-{self._num_starts}" if renamed else self.name
         epoch = f"e{self._num_starts}"
         parties = [Party(engine_id, epoch, rank) for rank in range(len(self._side.layouts))]
-        self.nodes = tuple(Node(self._wiring, self.name, party, self._side, self.direction) for party in parties)
+        self.nodes = tuple(Node(self._wiring, self.name, party, self._side, self.habits) for party in parties)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -92,3 +93,11 @@ class Engine:
         """Every attempt has an id of its own, within one incarnation."""
         self._num_fetches += 1
         return f"{self.name}-q{self._num_fetches}"
+
+
+def _drawn(site: Site) -> Habits:
+    dice, staging = site.world.dice, site.staging
+    half_bytes = staging.half_bytes
+    if site.world.chance(site.faults.cramped):
+        half_bytes = max(1, staging.largest_slot_bytes // 2)
+    return Habits(dice.choice(list(Direction)), staging.policy(dice), half_bytes)

@@ -14,9 +14,11 @@ class Faults:
     """Likelihoods per frame, per ticket, per connection and per request; numbers per run; durations in seconds.
 
     Frames: `drop`, `duplicate`, `reorder`, `flip` (one bit), all up to `max_delay_s` late.
-    Tickets: `slow` (seconds instead of milliseconds; digests too), `fail`, `hang` (nothing moves until somebody loses
-    interest), `corrupt` (one bit of what has been read is wrong; only where all of it is digested). `outlives`: the
-    memory of a killed process can still be read. `unreachable`: no transport works.
+    Tickets: `slow` (seconds instead of milliseconds; digests and copies too), `fail`, `hang` (nothing moves until
+    somebody loses interest), `corrupt` (one bit of what has been read is wrong; only where all of it is digested).
+    `outlives`: the memory of a killed process can still be read. `unreachable`: no transport works.
+    Staging: `copy_fail` (a gather or a scatter ends half way), `cramped` (an engine's staging memory has no room for
+    the largest slot).
     Requests: `abort` by the client, `withdraw` by the source's engine, `release` (nothing is wanted any more), `retry`
     of a failed one under the same reference, `late` (a rank hears of the lease after it was claimed),
     `hold` (the request waits for its turn at the target, longer than a lease lasts).
@@ -35,6 +37,8 @@ class Faults:
     corrupt: float = 0.0
     outlives: float = 0.0
     unreachable: float = 0.0
+    copy_fail: float = 0.0
+    cramped: float = 0.0
     abort: float = 0.0
     withdraw: float = 0.0
     release: float = 0.0

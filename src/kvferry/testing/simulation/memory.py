@@ -10,6 +10,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.plan.copies import Column, Copies
 from kvferry.plan.layout import CacheGroup, Layout, Placement, State
 from kvferry.plan.tokens import TokenRange
 
@@ -100,11 +101,24 @@ def pattern(salt: int, numbers: NDArray[np.uint32], keys: NDArray[np.uint32]) ->
 
 
 class RankMemory:
-    """The bytes of one rank of one incarnation."""
+    """The bytes of one rank of one incarnation: its caches, and `arena_bytes` of staging memory behind them."""
 
-    def __init__(self, layout_map: ByteMap) -> None:
+    def __init__(self, layout_map: ByteMap, arena_bytes: int) -> None:
         self.map = layout_map
-        self.bytes = np.zeros(layout_map.num_bytes, np.uint8)
+        self.arena_bytes = arena_bytes
+        self.arena_address = layout_map.base + layout_map.num_bytes
+        self.bytes = np.zeros(layout_map.num_bytes + arena_bytes, np.uint8)
+
+    def indices(self, starts: Column, copies: Copies) -> Indices:
+        """The index of every byte of one side of some rows, in their order."""
+        lengths = copies.length.astype(np.int64)
+        before = np.cumsum(lengths) - lengths
+        first = starts.astype(np.int64) - self.map.base - before
+        return np.repeat(first, lengths) + np.arange(int(lengths.sum()))
+
+    def lacks(self, indices: Indices) -> bool:
+        """Whether some bytes are not here."""
+        return len(indices) > 0 and bool(indices.min() < 0 or indices.max() >= len(self.bytes))
 
     def write(self, salt: int, tables: Tables, num_tokens: int) -> None:
         """What a prefill leaves behind."""

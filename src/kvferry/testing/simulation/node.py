@@ -14,6 +14,8 @@ from kvferry.session import events as e
 from kvferry.session.handshake import Ourselves
 from kvferry.session.source import Identity, SourceEvent
 from kvferry.session.target import TargetEvent
+from kvferry.session.ways import StagingPolicy
+from kvferry.testing.simulation import staging_checks
 from kvferry.testing.simulation.attempt import Fetching
 from kvferry.testing.simulation.checks import Violation
 from kvferry.testing.simulation.digests import Digester
@@ -23,11 +25,12 @@ from kvferry.testing.simulation.memory import BlockPool, RankMemory, Tables
 from kvferry.testing.simulation.programs import remember_programs
 from kvferry.testing.simulation.shapes import Side
 from kvferry.testing.simulation.site import Site
+from kvferry.testing.simulation.staging import Copy, Stager, StagerEnds
 from kvferry.testing.simulation.tickets import Ticket, TicketFabric
 from kvferry.wire.codec import decode
 from kvferry.wire.messages import Claim, Message, Party, Probe, Reason, Refusal, TransportOffer
 
-__all__ = ["Lent", "Node", "Wiring"]
+__all__ = ["Habits", "Lent", "Node", "Wiring"]
 
 PRODUCT_VERSION = "simulated"
 PROBE = Probe(0, 0, 0)
@@ -40,6 +43,15 @@ class Wiring:
     site: Site
     frames: FrameFabric
     tickets: TicketFabric
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """Who moves the bytes that an engine fetches, how they are staged, and how much staging memory there is."""
+
+    direction: Direction
+    staging: StagingPolicy
+    half_bytes: int
 
 
 @dataclass(slots=True)
@@ -55,16 +67,20 @@ class Lent:
 class Node:
     """One rank of one incarnation of an engine. `engine_name` is the machine, `party.engine_id` who it says it is."""
 
-    def __init__(self, wiring: Wiring, engine_name: str, party: Party, side: Side, direction: Direction) -> None:
+    def __init__(self, wiring: Wiring, engine_name: str, party: Party, side: Side, habits: Habits) -> None:
         self.site, self._frames, self._tickets = wiring.site, wiring.frames, wiring.tickets
         self.engine_name, self.party, self.rank = engine_name, party, party.rank
         self.name, self.epoch = f"{engine_name}.{party.rank}", party.epoch
         self.address = f"sim://{engine_name}/{party.rank}"
+        self.peer_key = e.PeerKey(self.address, party.engine_id, party.epoch)
         self.descriptor = f"{self.name}#{party.epoch}".encode()
         self.alive, self.outlived = True, False
         layout = side.layouts[party.rank]
-        self.memory, self.pool = RankMemory(side.maps[party.rank]), BlockPool(layout, side.shared_pool)
+        self.memory = RankMemory(side.maps[party.rank], 2 * habits.half_bytes)
+        self.pool = BlockPool(layout, side.shared_pool)
         self.inbox = Inbox(self.site.world)
+        self.stager = Stager(self.site, self.memory, StagerEnds(self._later, self._slot_changed, self._copy_moves))
+        self.staged_at = 0.0
         self._digester = Digester(self.site, self.memory, self._digested)
         self.lent: dict[str, Lent] = {}
         self.fetching: dict[str, Fetching] = {}
@@ -74,7 +90,8 @@ class Node:
         identity = Identity(party, PRODUCT_VERSION, side.layouts, offers, PROBE)
         timing, plant = self.site.timing, self.site.plant
         self.source = plant.source(identity, timing)
-        ours = Ourselves(party, PRODUCT_VERSION, side.layouts, self.site.digest, direction, offers, PROBE)
+        moving = habits.direction, offers, PROBE, habits.staging
+        ours = Ourselves(party, PRODUCT_VERSION, side.layouts, self.site.digest, *moving)
         self.target = plant.target(ours, timing)
         remember_programs(self.source, self.target, side.layouts, party.rank)
         self._wakes_at, self._wished_at = float("inf"), 0.0
@@ -106,14 +123,28 @@ class Node:
     def carried(self, event: e.PeerConnected | e.PeerUnreachable | e.PeerGone | e.TicketEnded) -> None:
         """News from the transport: handled in a later turn, never in the middle of this one."""
         name = event.key if isinstance(event, e.TicketEnded) else event.peer
-        self.site.world.after(0.0, lambda: self.inbox.put(2, partial(self._handle, name, event)))
+        self._later(partial(self._handle, name, event))
+
+    def _later(self, action: Callable[[], None]) -> None:
+        self.site.world.after(0.0, lambda: self.inbox.put(2, action))
+
+    def _slot_changed(self, event: e.Acquired | e.Staged) -> None:
+        self._handle(event.key, event)
+
+    def _copy_moves(self, copy: Copy, is_last: bool) -> None:
+        staging_checks.copy_moves(self, copy)
+        if is_last:
+            self.site.checks.scattered(self, copy)
 
     def _digested(self, event: e.Digested) -> None:
+        if isinstance(event.key, e.SlotKey):
+            raise Violation(f"{self.name}: a digest of {event.key}, which is no part of a request")
         self.site.checks.digested(self, event.key)
         self.inbox.put(2, partial(self._handle, event.key, event))
 
     def _handle(self, name: e.WorkKey | e.Remote, event: Any) -> None:
         """For the session that has asked for something under this name."""
+        name = name.work if isinstance(name, e.SlotKey) else name
         is_ours = isinstance(name, e.ReadKey | e.PeerKey)
         (self.handle_target if is_ours else self.handle_source)(event)
 
@@ -126,6 +157,8 @@ class Node:
     def handle_target(self, event: TargetEvent) -> None:
         """One event for the target session."""
         self.site.story.say(self.name, "target <-", event)
+        if staging_checks.gets_on(event):
+            self.staged_at = self.site.world.now
         self._obey(self.target.handle(event, self.site.world.now))
         self._arm()
 
@@ -133,6 +166,7 @@ class Node:
         """The process is gone; with `outlived`, its memory can still be read."""
         self.alive, self.outlived = False, outlived
         self.inbox.close()
+        self.stager.close()
         self._tickets.node_died(self)
 
     def open_tickets(self, request_id: str) -> list[Ticket]:
@@ -192,12 +226,24 @@ class Node:
                 self._digester.start(self.name, command)
             case e.DropDigest(key):
                 self._digester.drop(key)
+            case e.Acquire() | e.Release() | e.Stage():
+                self._slot(command)
             case e.Count(what, reason):
                 self.counts[what, reason] += 1
             case e.SourceFree(request_id, reason):
                 self._source_freed(request_id, reason)
             case e.Fetched() | e.Failed() | e.TargetFree():
                 self._fetch_moved_on(command)
+
+    def _slot(self, command: e.Acquire | e.Release | e.Stage) -> None:
+        match command:
+            case e.Acquire():
+                self.stager.acquire(command)
+            case e.Release(key):
+                staging_checks.slot_is_released(self, key, self._tickets.open)
+                self.stager.release(key)
+            case e.Stage():
+                self.stager.stage(command)
 
     def _source_freed(self, request_id: str, reason: str) -> None:
         self.site.checks.source_freed(self, request_id, reason, self._tickets.open)

@@ -10,7 +10,7 @@ from msgspec import structs
 from kvferry.session.events import Command, DropDigest, FrameArrived, Reply, SourceFree, Timing
 from kvferry.session.lease import Lease
 from kvferry.session.source import Identity, SourceEvent, SourceSession
-from kvferry.wire.messages import Abort, Claim, Hello, Landed, Message, Party, Valid
+from kvferry.wire.messages import Abort, Aborted, Claim, Hello, Landed, Message, Party, Valid
 
 __all__ = [
     "AnyClaim",
@@ -166,7 +166,7 @@ class EarlyWord(SourceSession):
     def handle(self, event: SourceEvent, now: float) -> list[Command]:
         commands = super().handle(event, now)
         if isinstance(event, FrameArrived) and isinstance(event.message, Abort):
-            commands.append(Reply(event.peer, self._aborted_of(event.message.claim_id, True)))
+            commands.append(Reply(event.peer, Aborted(event.message.claim_id, self._identity.party.epoch)))
         return commands
 
 

@@ -38,7 +38,8 @@ class _RememberedBindings(Bindings):
     def _bind(self, peers: tuple[PeerKey, ...], sources: list[Layout]) -> Binding:
         found, programs = programs_between(tuple(sources), self._layouts, self._rank)
         starts = {peers[source]: region_starts(sources[source], self._layouts[self._rank]) for source in programs}
-        return Binding(peers, found, {peers[source]: program for source, program in programs.items()}, starts)
+        named = {peers[source]: program for source, program in programs.items()}
+        return Binding(peers, found, named, dict(zip(peers, sources, strict=True)), starts)
 
 
 @lru_cache(maxsize=4096)

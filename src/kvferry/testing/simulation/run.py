@@ -19,13 +19,14 @@ from kvferry.testing.simulation.node import Wiring
 from kvferry.testing.simulation.plants import NO_PLANT, Plant
 from kvferry.testing.simulation.shapes import NUM_SHAPES, shape_of
 from kvferry.testing.simulation.site import Site
+from kvferry.testing.simulation.staging_setup import StagingSetup
 from kvferry.testing.simulation.story import Story
 from kvferry.testing.simulation.tickets import TicketFabric
 from kvferry.testing.simulation.trouble import TROUBLE_S, plan_trouble
 
 __all__ = ["Outcome", "simulate", "simulate_with"]
 
-END_S = 300.0
+END_S = 900.0
 """Long after the last deadline of the last request."""
 
 DEFECTS = (Violation, FerryError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
@@ -47,15 +48,17 @@ def simulate(seed: int, plant: Plant = NO_PLANT, told: bool = False) -> Outcome:
     """Play the run of a seed; the same seed gives the same run. With `told`, the outcome has its story."""
     world = World(seed)
     faults, digest = Faults.drawn(world.dice), world.dice.choice(list(Policy))
-    story = Story(world, told)
-    return _outcome(seed, Site(world, faults, shape_of(seed % NUM_SHAPES), Checks(), story, plant, digest))
+    story, shape = Story(world, told), shape_of(seed % NUM_SHAPES)
+    staging = StagingSetup.drawn(world.dice, shape.request_bytes)
+    return _outcome(seed, Site(world, faults, shape, Checks(), story, plant, digest, staging))
 
 
 def simulate_with(seed: int, faults: Faults, digest: Policy) -> Outcome:
     """Play a run with certain faults and a certain digest."""
     world = World(seed)
     shape, story = shape_of(seed % NUM_SHAPES), Story(world, told=False)
-    return _outcome(seed, Site(world, faults, shape, Checks(), story, NO_PLANT, digest))
+    staging = StagingSetup.drawn(world.dice, shape.request_bytes)
+    return _outcome(seed, Site(world, faults, shape, Checks(), story, NO_PLANT, digest, staging))
 
 
 def _outcome(seed: int, site: Site) -> Outcome:

@@ -21,6 +21,7 @@ MAX_TOKENS = 9
 NUM_SHAPES = 256
 """Runs share this many pairs of engines: to describe and to bind them takes longer than to play a run."""
 
+MAX_REQUESTS = 3
 MAX_STATES = 4
 FORMATS = ["".join(letters) for letters in permutations("LKBNHD")]
 ONE, TWO, THREE, STAGES = (1, 1), (2, 1), (3, 1), (1, 2)
@@ -57,6 +58,11 @@ class Shape:
     has_fixed_states: bool
     text: str
 
+    @property
+    def request_bytes(self) -> int:
+        """About what the longest request has on one rank of a target."""
+        return max(each.num_bytes for each in self.target.maps) // MAX_REQUESTS
+
 
 @lru_cache(maxsize=NUM_SHAPES)
 def shape_of(number: int) -> Shape:
@@ -81,7 +87,7 @@ def _side(dice: random.Random, model: CacheModel, parallel: tuple[int, int]) -> 
     block_tokens = kernel_blocks * dice.randint(1, 4 // kernel_blocks)
     # Room for two or three of the longest requests: pools run full, and blocks are used again at once.
     per_request = -(-MAX_TOKENS // block_tokens)
-    num_blocks = per_request * dice.randint(2, 3) * (len(model.groups()) if shared_pool else 1)
+    num_blocks = per_request * dice.randint(2, MAX_REQUESTS) * (len(model.groups()) if shared_pool else 1)
     sizes = EngineShape(*parallel, block_tokens, num_blocks, dice.choice(FORMATS))
     shape = replace(sizes, kernel_blocks=kernel_blocks, shared_pool=shared_pool)
     layouts = describe(model, shape, first_address=1 << 41)

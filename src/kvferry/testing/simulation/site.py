@@ -11,6 +11,7 @@ from kvferry.testing.simulation.clock import World
 from kvferry.testing.simulation.faults import Faults
 from kvferry.testing.simulation.plants import Plant
 from kvferry.testing.simulation.shapes import Shape
+from kvferry.testing.simulation.staging_setup import StagingSetup
 from kvferry.testing.simulation.story import Story
 
 __all__ = ["TIMING", "Site"]
@@ -32,7 +33,8 @@ TIMING = Timing(
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The clock, what may go wrong, what the engines look like and how they verify, who watches and who writes it down.
+    """The clock, what may go wrong, what the engines look like, how they verify and stage, who watches and who writes
+    it down.
 
     `cuts` has the pairs of engines that cannot reach one another at the moment.
     """
@@ -44,6 +46,7 @@ class Site:
     story: Story
     plant: Plant
     digest: Policy
+    staging: StagingSetup
     timing: Timing = TIMING
     cuts: set[frozenset[str]] = field(default_factory=set)
 

@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.plan.copies import Copies, Direction
+from kvferry.plan.copies import Direction
 from kvferry.plan.digest import Policy
-from kvferry.session.events import PeerConnected, PeerUnreachable, Post, ReadKey, Remote, TicketEnded, WorkKey
+from kvferry.session.events import (
+    PeerConnected,
+    PeerUnreachable,
+    Post,
+    ReadKey,
+    Remote,
+    SlotKey,
+    TicketEnded,
+    WorkKey,
+)
 from kvferry.testing.simulation.site import Site
 from kvferry.wire.messages import Offer, TargetOffer
 
@@ -49,6 +58,11 @@ class Ticket:
     ended_at: float = 0.0
 
     @property
+    def is_staged(self) -> bool:
+        """Whether it fills a slot of staging memory."""
+        return len(self.target) > 0 and bool(self.target.max() >= self.node.memory.map.num_bytes)
+
+    @property
     def is_write(self) -> bool:
         """Whether the source has posted it."""
         return self.owner is self.remote
@@ -56,7 +70,8 @@ class Ticket:
     @property
     def request_id(self) -> str:
         """What the target calls its request."""
-        return self.key.request_id if isinstance(self.key, ReadKey) else self.key.claim_id
+        work = self.key.work if isinstance(self.key, SlotKey) else self.key
+        return work.request_id if isinstance(work, ReadKey) else work.claim_id
 
 
 class TicketFabric:
@@ -85,7 +100,7 @@ class TicketFabric:
                 node.carried(PeerUnreachable(peer, "nobody there"))
             else:
                 self._routes[node, peer] = remote
-                node.carried(PeerConnected(peer, "simulated", "the only one"))
+                node.carried(PeerConnected(peer, "simulated", "the only one", site.staging.costs))
 
         site.world.after(site.world.between(0.001, 0.05), answer)
 
@@ -104,8 +119,8 @@ class TicketFabric:
             owner.carried(TicketEnded(key, "the peer is not connected any more"))
             return
         remote, node = (far, owner) if post.direction is Direction.READ else (owner, far)
-        source, target = _indices(copies.source, copies, remote), _indices(copies.target, copies, node)
-        if _outside(source, remote) or _outside(target, node):
+        source, target = remote.memory.indices(copies.source, copies), node.memory.indices(copies.target, copies)
+        if remote.memory.lacks(source) or node.memory.lacks(target):
             owner.carried(TicketEnded(key, "a row leaves registered memory"))
             return
         self._begin(Ticket(owner, node, remote, key, source, target))
@@ -209,15 +224,3 @@ class TicketFabric:
             self._site.story.say(ticket.node.name, "late bytes of", ticket.request_id)
             self._site.checks.lands(ticket)
             ticket.node.memory.bytes[ticket.target[ticket.moved :]] = sent
-
-
-def _indices(starts: NDArray[np.uint64], copies: Copies, node: Node) -> NDArray[np.int64]:
-    """The index of every byte of some rows, in their order."""
-    lengths = copies.length.astype(np.int64)
-    before = np.cumsum(lengths) - lengths
-    first = starts.astype(np.int64) - node.memory.map.base - before
-    return np.repeat(first, lengths) + np.arange(int(lengths.sum()))
-
-
-def _outside(indices: NDArray[np.int64], node: Node) -> bool:
-    return len(indices) > 0 and bool(indices.min() < 0 or indices.max() >= node.memory.map.num_bytes)

@@ -1,0 +1,141 @@
+"""Routers under load, side by side in one run: added latency, many streams at once, memory.
+
+`python benchmarks/router.py [--example-proxy FILE --example-python PYTHON] [--vllm-router PROGRAM] [--soak-s 600]`
+
+Each router runs on one core; the engines, which stream and compute nothing, and the load generator share the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+import uvloop
+from measuring import machine, say
+from router_load import Load, Outcome, percentile, run
+from router_subjects import Subject, cpu_s, engine, rss_bytes, started, subjects
+
+ROUTER_CORE, LOAD_CORE = 0, 1
+RATE, LATENCY_TOKENS, LATENCY_GAP_MS = 200.0, 8, 20.0
+STREAMS, STREAM_TOKENS, STREAM_GAP_MS = 1000, 40, 250.0
+WARM_UP = 200
+
+
+def ask(load: Load) -> Outcome:
+    return uvloop.run(run(load))
+
+
+def latency(port: int, pid: int, engines: tuple[int, int], seconds: float) -> dict[str, Any]:
+    """Times to the first byte at RATE requests/s, and those of the same two legs without any router, just before."""
+    num = int(RATE * seconds)
+    ask(Load((port,), WARM_UP, RATE, LATENCY_TOKENS))
+    direct = ask(Load(engines, num, RATE, LATENCY_TOKENS))
+    before_s, began = cpu_s(pid), time.perf_counter()
+    routed = ask(Load((port,), num, RATE, LATENCY_TOKENS))
+    busy = (cpu_s(pid) - before_s) / (time.perf_counter() - began)
+    base_s = statistics.median(direct.first_s)
+    added = {f"added_p{part}_ms": (percentile(routed.first_s, part / 100) - base_s) * 1000 for part in (50, 90, 99)}
+    return {
+        "requests": num,
+        "errors": len(routed.errors),
+        "first_error": routed.errors[:1],
+        "direct_p50_ms": base_s * 1000,
+        "direct_p99_ms": percentile(direct.first_s, 0.99) * 1000,
+        **added,
+        "core_busy": busy,
+    }
+
+
+def streams(port: int, pid: int) -> dict[str, Any]:
+    """STREAMS streams that are all open at the same time."""
+    before_s, began = cpu_s(pid), time.perf_counter()
+    found = ask(Load((port,), STREAMS, 0.0, STREAM_TOKENS, ramp_s=5.0))
+    took_s = time.perf_counter() - began
+    ideal_s = 5.0 + STREAM_TOKENS * STREAM_GAP_MS / 1000
+    return {
+        "streams": STREAMS,
+        "most_at_once": found.most_open,
+        "errors": len(found.errors),
+        "first_error": found.errors[:1],
+        "seconds": took_s,
+        "ideal_seconds": ideal_s,
+        "core_busy": (cpu_s(pid) - before_s) / took_s,
+        "memory_bytes": rss_bytes(pid),
+    }
+
+
+def soak(port: int, pid: int, seconds: float) -> dict[str, Any]:
+    """Memory while requests come at half the rate. Growth is of the second half: the first fills pools and caches."""
+    samples, errors, began = [], 0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        found = ask(Load((port,), int(RATE / 2 * 10), RATE / 2, LATENCY_TOKENS))
+        errors += len(found.errors)
+        samples.append(rss_bytes(pid))
+        say(f"  {time.perf_counter() - began:.0f} s: {samples[-1] / 2**20:.1f} MiB, {errors} errors")
+    half = samples[len(samples) // 2]
+    return {
+        "seconds": seconds,
+        "errors": errors,
+        "samples_mib": [round(sample / 2**20, 2) for sample in samples],
+        "growth_in_second_half_bytes": samples[-1] - half,
+    }
+
+
+def measure(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": subject.name, "what": subject.note}
+    with (
+        engine(LATENCY_TOKENS, LATENCY_GAP_MS, LOAD_CORE) as prefill,
+        engine(LATENCY_TOKENS, LATENCY_GAP_MS, LOAD_CORE) as decode,
+        started(subject, prefill, decode, ROUTER_CORE) as (port, pid),
+    ):
+        time.sleep(options.settle_s)
+        found["memory_at_start_bytes"] = rss_bytes(pid)
+        found["latency"] = latency(port, pid, (prefill, decode), options.seconds)
+        say(f"{subject.name}: {json.dumps(found['latency'])}")
+        if options.soak_s and subject.name in options.soak:
+            found["soak"] = soak(port, pid, options.soak_s)
+    with (
+        engine(STREAM_TOKENS, 0.0, LOAD_CORE) as prefill,
+        engine(STREAM_TOKENS, STREAM_GAP_MS, LOAD_CORE) as decode,
+        started(subject, prefill, decode, ROUTER_CORE) as (port, pid),
+    ):
+        time.sleep(options.settle_s)
+        found["streams"] = streams(port, pid)
+        say(f"{subject.name}: {json.dumps(found['streams'])}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--example-proxy", default="")
+    parser.add_argument("--example-python", default=sys.executable)
+    parser.add_argument("--vllm-router", default="")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--settle-s", type=float, default=3.0)
+    parser.add_argument("--soak-s", type=float, default=0.0)
+    parser.add_argument("--soak", nargs="*", default=["kvferry route"])
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    os.sched_setaffinity(0, {LOAD_CORE})
+    chosen = [
+        s
+        for s in subjects(options.example_proxy, options.example_python, options.vllm_router)
+        if options.only in s.name
+    ]
+    result = {
+        "command": " ".join(sys.argv),
+        "machine": machine(),
+        "engines": "fake: they stream and compute nothing; they share a core with the load generator",
+        "load": f"{RATE:.0f} requests/s, Poisson, {LATENCY_TOKENS} tokens each {LATENCY_GAP_MS:.0f} ms",
+        "routers": [measure(subject, options) for subject in chosen],
+    }
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

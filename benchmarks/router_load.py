@@ -1,0 +1,110 @@
+"""An open-loop client: requests at the times of a Poisson process, whether earlier ones have been answered or not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from dataclasses import dataclass, field
+
+__all__ = ["Load", "Outcome", "percentile", "run"]
+
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Ask `legs`, ports that are asked one after the other, `rate` times a second for `num` requests.
+
+    One leg is a router, two are a prefill and a decode engine. `rate` 0 begins all requests within `ramp_s`.
+    """
+
+    legs: tuple[int, ...]
+    num: int
+    rate: float
+    num_tokens: int
+    ramp_s: float = 0.0
+    seed: int = 1
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Times in seconds. An error is an answer with another status, too few tokens, or no `[DONE]`."""
+
+    first_s: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    num_open: int = 0
+    most_open: int = 0
+
+
+def percentile(values: list[float], part: float) -> float:
+    """`part` of the values are at most this; 0 of none."""
+    ordered = sorted(values)
+    return ordered[min(int(len(ordered) * part), len(ordered) - 1)] if ordered else 0.0
+
+
+async def run(load: Load) -> Outcome:
+    """Everything is over when it returns."""
+    outcome, chooser = Outcome(), random.Random(load.seed)
+    began, due_s, tasks = time.perf_counter(), 0.0, []
+    for _ in range(load.num):
+        due_s += chooser.expovariate(load.rate) if load.rate else load.ramp_s / load.num
+        await asyncio.sleep(max(began + due_s - time.perf_counter(), 0))
+        # A late generator is no delay of the router: the clock of a request begins when it is sent.
+        tasks.append(asyncio.create_task(_one(load, outcome)))
+    await asyncio.gather(*tasks)
+    return outcome
+
+
+async def _one(load: Load, outcome: Outcome) -> None:
+    outcome.num_open += 1
+    outcome.most_open = max(outcome.most_open, outcome.num_open)
+    began = time.perf_counter()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            for port in load.legs[:-1]:
+                await _ask(port, _body(True), load.num_tokens)
+            outcome.first_s.append(await _ask(load.legs[-1], _body(False), load.num_tokens) - began)
+    except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
+        outcome.errors.append(repr(error)[:200])
+    finally:
+        outcome.num_open -= 1
+
+
+def _body(is_prefill: bool) -> bytes:
+    more = {"kv_transfer_params": {"do_remote_decode": True}, "max_tokens": 1} if is_prefill else {"stream": True}
+    return json.dumps(
+        {"model": "fake", "prompt": "When does the ferry leave? " * 15, "max_tokens": 64, **more}
+    ).encode()
+
+
+async def _ask(port: int, body: bytes, num_tokens: int) -> float:
+    """The time of the first byte of the body; raises ValueError when the answer is not whole."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nconnection: close\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        answer = await reader.readuntil(b"\r\n\r\n")
+        if b" 200 " not in answer.partition(b"\r\n")[0]:
+            raise ValueError(answer.partition(b"\r\n")[0].decode())
+        first = await reader.read(1 << 16)
+        at = time.perf_counter()
+        if b"text/event-stream" in answer or b'"kv_transfer_params"' not in first:
+            await _to_end(reader, first, num_tokens)
+        return at
+    finally:
+        writer.close()
+
+
+async def _to_end(reader: asyncio.StreamReader, piece: bytes, num_tokens: int) -> None:
+    found, tail = piece.count(b'"text":" token"'), piece
+    while b"[DONE]" not in tail:
+        piece = await reader.read(1 << 16)
+        if not piece:
+            raise ValueError(f"the stream ended after {found} tokens")
+        found += piece.count(b'"text":" token"')
+        tail = tail[-16:] + piece
+    if found != num_tokens:
+        raise ValueError(f"{found} tokens, expected {num_tokens}")

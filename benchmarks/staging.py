@@ -1,0 +1,169 @@
+"""How fast rows are gathered, scattered and copied in memory: against memcpy, numpy and torch.
+
+    python benchmarks/staging.py > benchmarks/results/staging.json
+
+Prints JSON. Between blocks of a cache and a contiguous staging buffer (gather, scatter), and from blocks to blocks in
+one pass, which is what `shm` does. Every repeat measures everything once, so that what else the machine does hits all
+alike; figures are medians. All of them use one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from measuring import Work, interleaved, machine, say
+
+from kvferry.transport import copier, numpy_rows
+from kvferry.transport.pieces import Offsets, Side, View
+
+ROW_BYTES = (64, 256, 512, 1 << 10, 4 << 10, 16 << 10, 64 << 10)
+BLOCK_ROWS = 16
+SEED = 11
+
+Copy = Callable[[Side, Side, Offsets], object]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """Two caches of four times `total_bytes`, and staging: pages like those that engines share."""
+
+    source: View
+    target: View
+    staging: View
+    total_bytes: int
+
+    @classmethod
+    def of(cls, total_bytes: int) -> Memory:
+        return cls(*(_touched(times * total_bytes) for times in (4, 4, 1)), total_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """Rows of one length: `order` says which places of how many are taken, and in which order."""
+
+    row_bytes: int
+    order: str
+    way: str
+
+    def rows(self, memory: Memory) -> tuple[Side, Side, Offsets]:
+        """Source, target and lengths."""
+        num_rows = memory.total_bytes // self.row_bytes
+        places = _places(self.order, num_rows) * self.row_bytes
+        dense = np.arange(num_rows) * self.row_bytes
+        source = _side(memory.staging, dense) if self.way == "scatter" else _side(memory.source, places)
+        target = _side(memory.staging, dense) if self.way == "gather" else _side(memory.target, places)
+        if self.way == "direct" and self.order == "blocks":
+            target = _side(memory.target, _places("1 of 2", num_rows) * self.row_bytes)
+        return source, target, np.full(num_rows, self.row_bytes)
+
+
+def _touched(num_bytes: int) -> View:
+    fd = os.memfd_create("staging")
+    os.ftruncate(fd, num_bytes)
+    view = np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
+    os.close(fd)
+    view[:] = np.resize(np.random.default_rng(SEED).integers(0, 256, 1 << 20, dtype=np.uint8), num_bytes)
+    return view
+
+
+def _side(view: View, offset: Offsets) -> Side:
+    return Side((view,), np.zeros(len(offset), np.int64), offset)
+
+
+def _places(order: str, num_rows: int) -> Offsets:
+    """Every second or fourth head, token by token; or every second in blocks of 16 tokens that lie in any order."""
+    if order == "blocks":
+        blocks = np.random.default_rng(SEED).permutation(num_rows // BLOCK_ROWS)
+        return (blocks[:, None] * BLOCK_ROWS + np.arange(BLOCK_ROWS)).ravel() * 2
+    return np.arange(num_rows) * int(order.split()[-1])
+
+
+def cases() -> Iterator[Case]:
+    for row_bytes in ROW_BYTES:
+        for order in ("1 of 2", "1 of 4", "blocks"):
+            for way in ("gather", "scatter", "direct"):
+                yield Case(row_bytes, order, way)
+
+
+def contestants() -> dict[str, Copy]:
+    """What copies: ours with numba and without, and torch where it is installed."""
+    copier.prepare()
+    copier.prepared(120)
+    ours = copier.current()
+    found: dict[str, Copy] = {ours.name: lambda *rows: sum(ours.copy(*rows))}
+    found["numpy"] = lambda *rows: sum(numpy_rows.copy(*rows))
+    try:
+        import torch
+    except ImportError:
+        say("torch is not installed: left out")
+        return found
+    torch.set_num_threads(1)
+    return found | {"torch": _copy_with_torch}
+
+
+def _copy_with_torch(source: Side, target: Side, length: Offsets) -> None:
+    """`index_select` and `index_copy_` on rows of one length that begin at multiples of it."""
+    import torch
+
+    row_bytes = int(length[0])
+    there, here = (torch.from_numpy(side.views[0]).view(-1, row_bytes) for side in (source, target))
+    picked, put = (torch.from_numpy(side.offset // row_bytes) for side in (source, target))
+    if target.views[0].size == len(length) * row_bytes:
+        torch.index_select(there, 0, picked, out=here)
+    elif source.views[0].size == len(length) * row_bytes:
+        here.index_copy_(0, put, there)
+    else:
+        here.index_copy_(0, put, torch.index_select(there, 0, picked))
+
+
+def measure_case(case: Case, memory: Memory, copies: Mapping[str, Copy], repeats: int) -> dict[str, object]:
+    """Milliseconds of each contestant and its share of memcpy's rate. Every copy is checked first."""
+    rows = case.rows(memory)
+    work: dict[str, Work] = {"memcpy": lambda: np.copyto(memory.staging, memory.source[: memory.total_bytes])}
+    for name, copy in copies.items():
+        check(copy, rows)
+        work[name] = lambda copy=copy: copy(*rows)
+    ms = interleaved(work, repeats)
+    say(
+        f"{case.row_bytes:6} {case.order:7} {case.way:8}"
+        + "".join(f" {k} {ms['memcpy'] / v:.2f}" for k, v in ms.items())
+    )
+    return {
+        "row_bytes": case.row_bytes,
+        "order": case.order,
+        "way": case.way,
+        "ms": {name: round(value, 2) for name, value in ms.items()},
+        "ratio_to_memcpy": {name: round(ms["memcpy"] / value, 2) for name, value in ms.items() if name != "memcpy"},
+    }
+
+
+def check(copy: Copy, rows: tuple[Side, Side, Offsets]) -> None:
+    source, target, length = rows
+    row_bytes = int(length[0])
+    target.views[0][:] = 0
+    copy(*rows)
+    there, here = (side.views[0].reshape(-1, row_bytes) for side in (source, target))
+    for part in range(0, len(length), 1 << 14):
+        picked, put = (side.offset[part : part + (1 << 14)] // row_bytes for side in (source, target))
+        assert np.array_equal(there[picked], here[put]), "other bytes"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mebibytes", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=9)
+    arguments = parser.parse_args()
+    copies, memory = contestants(), Memory.of(arguments.mebibytes << 20)
+    results = [measure_case(case, memory, copies, arguments.repeats) for case in cases()]
+    head = {"machine": machine(), "total_bytes": memory.total_bytes, "repeats": arguments.repeats}
+    print(json.dumps({**head, "load_average": os.getloadavg()[0], "cpu": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

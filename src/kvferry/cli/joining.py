@@ -1,0 +1,58 @@
+"""How an engine process joins routers: told on the command line, done beside whatever else the process does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvferry.errors import ConfigurationError
+from kvferry.registration import KEY_PURPOSE, Side
+
+__all__ = ["NOWHERE", "JoinOptions", "joined"]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinOptions:
+    """Which routers this engine tells that it is there, for which roles, and under which URL if not the one it has."""
+
+    routers: tuple[str, ...] = ()
+    roles: tuple[Side, ...] = ()
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        if self.routers and not self.roles:
+            raise ConfigurationError(
+                "an engine registers for a role", found="--register alone", expected="--role prefill or --role decode"
+            )
+
+
+NOWHERE = JoinOptions()
+
+
+@contextmanager
+def joined(join: JoinOptions, url: str, token_file: str) -> Iterator[None]:
+    """For an engine that is another process: routers are told of it from a thread, and of its leaving at the end.
+
+    Raises ConfigurationError for a token that cannot be used.
+    """
+    if not join.routers:
+        yield
+        return
+    from kvferry.agent.shared_token import read_token
+    from kvferry.embedded.registrar import Registrar, RegistrarConfig
+
+    token = read_token(token_file)
+    key = token.derived(KEY_PURPOSE) if token else b""
+    registrar = Registrar(RegistrarConfig(join.routers, join.url or url, join.roles, key))
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=(registrar.run(),), name="registrar", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(registrar.leave)
+        thread.join()
+        loop.close()

@@ -1,0 +1,48 @@
+"""What the processes of `kvferry` write to stderr: lines for people, or JSON for machines."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from enum import StrEnum
+
+import msgspec
+
+__all__ = ["LogFormat", "log_to_stderr"]
+
+ACCESS = "kvferry.router.access"
+
+
+class LogFormat(StrEnum):
+    """`plain` lines, or one JSON object per line."""
+
+    PLAIN = "plain"
+    JSON = "json"
+
+
+def log_to_stderr(format_: LogFormat, access: bool) -> None:
+    """What goes wrong becomes a line; with `access` every request does, too."""
+    handler = logging.StreamHandler()
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if format_ is LogFormat.JSON else plain)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    if access:
+        logging.getLogger(ACCESS).setLevel(logging.INFO)
+
+
+class JsonLines(logging.Formatter):
+    """`time` (UTC), `level`, `logger`, `message`, and the record's own `request_id` and `fields` if it has them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        attributes = vars(record)
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        if "request_id" in attributes:
+            line["request_id"] = attributes["request_id"]
+        return msgspec.json.encode(line | attributes.get("fields", {})).decode()

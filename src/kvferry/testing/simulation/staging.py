@@ -1,0 +1,161 @@
+"""Staging memory of one rank: slots of two real pools, poisoned when they come back, and copies that take time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import FerryError
+from kvferry.session.events import Acquire, Acquired, ClaimKey, ReadKey, SlotKey, Stage, Staged
+from kvferry.staging.pool import Pool
+from kvferry.testing.simulation.memory import RankMemory
+from kvferry.testing.simulation.site import Site
+
+__all__ = ["Copy", "Stager", "StagerEnds"]
+
+NUM_STEPS = 3
+FAST_S = 0.005
+# With a slow ticket it still takes less than a slot may take.
+MAX_SLOW_S = 4.0
+POISON = np.uint8(37)
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """A gather or a scatter. `source` and `target` are indices of bytes, of which `moved` have moved; `fails_at` is the
+    number of bytes after which it ends with an error."""
+
+    key: SlotKey
+    source: NDArray[np.int64]
+    target: NDArray[np.int64]
+    step_s: float
+    fails_at: int
+    moved: int = 0
+
+    @property
+    def is_gather(self) -> bool:
+        """Whether it is a source's."""
+        return not isinstance(self.key.work, ReadKey)
+
+    @property
+    def in_slot(self) -> NDArray[np.int64]:
+        """The bytes of the slot that it touches."""
+        return self.target if self.is_gather else self.source
+
+
+@dataclass(frozen=True, slots=True)
+class StagerEnds:
+    """What a stager is connected to: `later` puts something off to another turn, `then` is told what has happened, one
+    event after another, and `watch` is asked before bytes of a copy move, and whether they are its last."""
+
+    later: Callable[[Callable[[], None]], None]
+    then: Callable[[Acquired | Staged], None]
+    watch: Callable[[Copy, bool], None]
+
+
+class Stager:
+    """What `kvferry.agent` does with its own, on virtual time."""
+
+    def __init__(self, site: Site, memory: RankMemory, ends: StagerEnds) -> None:
+        self._site, self._memory, self._ends = site, memory, ends
+        half_bytes = memory.arena_bytes // 2
+        self._pools = Pool(half_bytes, 1), Pool(half_bytes, 1)
+        self._events: list[Acquired | Staged] = []
+        self._is_due = False
+        self._held: dict[SlotKey, range] = {}
+        self.copies: dict[SlotKey, Copy] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Slots that are held or waited for."""
+        return sum(pool.num_held + pool.num_waiting for pool in self._pools)
+
+    def extent(self, key: SlotKey) -> range:
+        """The bytes of a slot that is held under this name; empty when none is."""
+        return self._held.get(key, range(0))
+
+    def held_by(self, request_id: str) -> list[SlotKey]:
+        """The slots for what a request reads."""
+        return [key for key in self._held if isinstance(key.work, ReadKey) and key.work.request_id == request_id]
+
+    def gathers_for(self, lease_id: str) -> list[Copy]:
+        """What still looks at the blocks of a lease."""
+        works = [(copy, copy.key.work) for copy in self.copies.values()]
+        return [copy for copy, work in works if isinstance(work, ClaimKey) and work.lease_id == lease_id]
+
+    def acquire(self, command: Acquire) -> None:
+        """Get in line."""
+        try:
+            self._pool_of(command.key).ask(command.key, command.key.remote, command.num_bytes)
+        except FerryError as error:
+            self._site.story.fault("slot too large", str(command.key.remote))
+            self._events.append(Acquired(command.key, 0, str(error)))
+        self._due()
+
+    def release(self, key: SlotKey) -> None:
+        """Give back, or leave the line. The next who has a slot there finds other bytes in it, and at once."""
+        if key in self._pool_of(key):
+            self._pool_of(key).release(key)
+        extent = self._held.pop(key, range(0))
+        self._memory.bytes[extent.start : extent.stop] += POISON
+        self._due()
+
+    def stage(self, command: Stage) -> None:
+        """Gather or scatter: some slowly, some not to the end."""
+        world, faults, copies = self._site.world, self._site.faults, command.copies
+        source, target = (self._memory.indices(starts, copies) for starts in (copies.source, copies.target))
+        slow, fails = world.chance(faults.slow), world.chance(faults.copy_fail)
+        step_s = world.between(0.0, MAX_SLOW_S if slow else FAST_S) / NUM_STEPS
+        fails_at = world.dice.randint(0, len(source)) if fails else len(source) + 1
+        for name, chosen in (("slow copy", slow), ("failing copy", fails)):
+            if chosen:
+                self._site.story.fault(name, str(command.key.remote))
+        self.copies[command.key] = copy = Copy(command.key, source, target, step_s, fails_at)
+        world.after(step_s, lambda: self._step(copy))
+
+    def _step(self, copy: Copy) -> None:
+        """Move the next third of the bytes, unless the process is gone."""
+        if self.copies.get(copy.key) is not copy:
+            return
+        num_bytes = len(copy.source)
+        end = min(num_bytes, copy.moved + max(1, -(-num_bytes // NUM_STEPS)), copy.fails_at)
+        part = slice(copy.moved, end)
+        self._ends.watch(copy, end == num_bytes < copy.fails_at)
+        self._memory.bytes[copy.target[part]] = self._memory.bytes[copy.source[part]]
+        copy.moved = end
+        if end == copy.fails_at or end == num_bytes:
+            del self.copies[copy.key]
+            self._events.append(Staged(copy.key, "injected fault" if end == copy.fails_at else ""))
+            self._due()
+        else:
+            self._site.world.after(copy.step_s, lambda: self._step(copy))
+
+    def _due(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._ends.later(self._poll)
+
+    def _poll(self) -> None:
+        """As an agent does: see what has happened, then tell of it, one after another."""
+        self._is_due = False
+        events, self._events = self._events, []
+        address = self._memory.arena_address
+        for pool in self._pools:
+            for slot in pool.grants():
+                if isinstance(slot.key, SlotKey):
+                    start = address + slot.offset - self._memory.map.base
+                    self._held[slot.key] = range(start, start + slot.num_bytes)
+                    events.append(Acquired(slot.key, address + slot.offset))
+            address += pool.size_bytes
+        for event in events:
+            self._ends.then(event)
+
+    def close(self) -> None:
+        """The process is gone."""
+        self.copies.clear()
+
+    def _pool_of(self, key: SlotKey) -> Pool:
+        return self._pools[0 if isinstance(key.work, ReadKey) else 1]

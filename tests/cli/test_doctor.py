@@ -1,0 +1,172 @@
+"""`kvferry doctor` as somebody runs it who does not know what is wrong: real processes, made-up settings."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from kvferry.agent import read_token
+from kvferry.agent.shared_token import NO_TOKEN
+from kvferry.cli import doctor as command
+from kvferry.cli import doctor_facts
+from kvferry.cli.doctor_peer import try_peer
+from kvferry.cli.doctor_trials import verdict
+from kvferry.errors import ConfigurationError, TransportError
+from kvferry.transport.finding import Finding, Severity, finding_of, worst
+from kvferry.transport.measurement import Measurement
+from kvferry.transport.situation import Accelerator, Confinement, Nic, NicKind, Situation, UcxBuild
+
+TRANSPORTS = {"shm", "cma", "nixl", "tcp"}
+HAS_NIXL = find_spec("nixl_cu13") is not None
+said = []
+
+
+@pytest.fixture
+def token(tmp_path):
+    path = tmp_path / "kvferry.token"
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    return read_token(str(path))
+
+
+def doctor(*arguments, **settings):
+    """Its exit code and its JSON."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "KVFERRY_"))}
+    words = [sys.executable, "-m", "kvferry.cli.main", "doctor", "--json", *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment | settings, check=False)
+    return done.returncode, json.loads(done.stdout)
+
+
+def found(report, part):
+    return [finding for finding in report["findings"] if part in finding["what"]]
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    return doctor()
+
+
+def test_the_report_has_values_with_their_origins_and_a_loopback_over_everything(healthy):
+    code, report = healthy
+    assert code in (0, 1)
+    assert report["trials"]["loopback"]["place"] == "same host"
+    rows = {row["transport"]: row for row in report["trials"]["loopback"]["transports"]}
+    assert rows.keys() == TRANSPORTS
+    assert rows["shm"]["error"] == ""
+    assert rows["tcp"]["read"]["gigabytes_per_s"] > 0
+    assert rows["tcp"]["write"]["gigabytes_per_s"] > 0
+    assert rows["tcp"]["carriers"] == ["tcp"]
+    origins = {fact["name"]: fact["origin"] for fact in report["facts"]}
+    assert origins["UCX_RCACHE_MAX_UNRELEASED=1024"] == "chosen"
+    assert origins["UCX_TLS left to UCX"] == origins["device"] == "default"
+    assert {"versions", "devices", "network", "limits", "ucx", "settings"} == {f["section"] for f in report["facts"]}
+
+
+def test_every_finding_says_what_to_do():
+    """UCX itself warns here, too; that must not be among the data."""
+    code, report = doctor("--device", "xpu", UCX_TLS="ze_copy,tcp")
+    assert code == 2
+    for finding in report["findings"]:
+        assert finding.keys() == {"severity", "what", "found", "expected", "hint"}
+        assert finding["hint"], finding
+    assert ("UCX_MEMTYPE_CACHE=n", "chosen") in {(f["name"], f["origin"]) for f in report["facts"]}
+    if HAS_NIXL:
+        assert found(report, "cannot reach xpu memory")[0]["expected"] == "ze_copy"
+        assert found(report, "names transports that this UCX does not have")
+
+
+def test_a_hopeless_set_is_an_error_with_the_explanation_and_nixl_is_not_tried():
+    code, report = doctor(UCX_TLS="ze_ipc,ze_copy,sm")
+    assert (code, report["severity"]) == (2, "error")
+    (finding,) = found(report, "active messages")
+    assert finding["hint"].startswith("set UCX_TLS=ze_ipc,ze_copy,sm,tcp")
+    rows = {row["transport"]: row for row in report["trials"]["loopback"]["transports"]}
+    assert "not tried" in rows["nixl"]["error"]
+    assert ("UCX_TLS=ze_ipc,ze_copy,sm", "environment") in {(f["name"], f["origin"]) for f in report["facts"]}
+
+
+def test_a_fallback_to_tcp_is_a_warning_although_everything_works():
+    pytest.importorskip("nixl_cu13")
+    code, report = doctor(UCX_TLS="tcp")
+    rows = {row["transport"]: row for row in report["trials"]["loopback"]["transports"]}
+    assert rows["nixl"]["error"] == ""
+    assert all(carrier.startswith("tcp/") for carrier in rows["nixl"]["carriers"])
+    (finding,) = found(report, "a slow way without need")
+    assert (code, finding["severity"]) == (1, "warning")
+    assert "UCX_TLS=tcp is set" in finding["hint"]
+
+
+@pytest.mark.parametrize(
+    ("device", "buffer_device", "expected"),
+    [
+        ("", "", ("cpu", "cpu", "default", "default")),
+        ("xpu", "", ("xpu", "xpu", "option", "default")),
+        ("xpu", "cpu", ("xpu", "cpu", "option", "option")),
+        ("abacus", "", ("abacus", "cpu", "option", "default")),
+    ],
+)
+def test_the_device_is_the_option_or_what_is_found(monkeypatch, device, buffer_device, expected):
+    monkeypatch.setattr(command, "accelerators", tuple)
+    *names, origins = command._devices(command.DoctorOptions(device, buffer_device, "", "", True))
+    assert (*names, *(origin for _, _, origin in origins)) == expected
+
+
+def test_a_device_that_is_found_is_chosen(monkeypatch):
+    monkeypatch.setattr(command, "accelerators", lambda: (Accelerator("0000:03:00.0", "cuda"),))
+    *names, origins = command._devices(command.DoctorOptions("", "", "", "", True))
+    assert (*names, *(origin for _, _, origin in origins)) == ("cuda", "cuda", "chosen", "chosen")
+
+
+def test_peers_that_are_not_there(token):
+    for address, problem in (("nobody", "no such peer"), ("127.0.0.1", "no such peer"), ("127.0.0.1:x", "no such")):
+        with pytest.raises(ConfigurationError, match=problem):
+            try_peer(address, NO_TOKEN, said.append)
+    with pytest.raises(ConfigurationError, match=r"--token-file"):
+        try_peer("192.0.2.1:4000", NO_TOKEN, said.append)
+    with pytest.raises(TransportError, match=r"no engine answers at tcp://127\.0\.0\.1:1 .*transfers at"):
+        try_peer("tcp://127.0.0.1:1", token, said.append)
+
+
+def test_severities_have_an_order():
+    note, warning = Finding(Severity.NOTE, "a", ""), Finding(Severity.WARNING, "b", "")
+    assert [worst(each) for each in ([], [note], [warning, note])] == ["ok", "note", "warning"]
+
+
+def test_the_verdict_is_that_of_auto():
+    shm, nixl, tcp = (
+        Measurement(name, speed, speed, 1e-5, "") for name, speed in (("shm", 2), ("nixl", 9), ("tcp", 1))
+    )
+    assert verdict([nixl, tcp, shm]) == "shm"
+    assert verdict([nixl, tcp]) == "nixl"
+    assert "no transport works" in verdict([Measurement("tcp", 0, 0, 0, "broken")])
+
+
+def test_a_small_machine_with_two_copies_of_ucx(monkeypatch):
+    builds = tuple(UcxBuild(owner, f"/site/{owner}.libs") for owner in ("nixl_cu12", "nixl_cu13"))
+    monkeypatch.setattr(doctor_facts, "installed_builds", lambda: builds)
+    monkeypatch.setattr(doctor_facts, "loaded_directories", tuple)
+    nics = (Nic("mlx5_0:1", NicKind.ROCE, False, "down", 1, (), 100.0), Nic("eth1", NicKind.ETHERNET, False, "down"))
+    limits = Confinement(container="docker", shm_bytes=64 << 20, locked_bytes=8 << 20)
+    situation = Situation("cpu", "cpu", nics=nics, build=builds[1], confinement=limits)
+    findings = {
+        finding.what.split(":")[0].split(";")[0]: finding for finding in doctor_facts.machine_findings(situation, "")
+    }
+    assert "/site/nixl_cu12.libs, /site/nixl_cu13.libs" in findings["there are several copies of UCX"].found
+    assert findings["/dev/shm is small"].severity is Severity.NOTE
+    facts = {fact.name: fact.value for fact in doctor_facts.machine_facts(situation)}
+    assert facts["mlx5_0:1"] == "roce, down, 100 Gbit/s, memory node 1"
+    assert "eth1" not in facts
+    assert facts["locked memory"] == "8 MiB"
+    monkeypatch.setattr(doctor_facts, "loaded_directories", lambda: ("/a", "/b"))
+    (both,) = [each for each in doctor_facts.machine_findings(situation, "") if "loaded into one process" in each.what]
+    assert both.severity is Severity.WARNING
+
+
+def test_an_error_is_a_finding(tmp_path):
+    (finding, *_) = doctor_facts.machine_findings(Situation("cpu", "cpu"), str(tmp_path / "none"))
+    assert finding.severity is Severity.ERROR
+    assert finding_of(ConfigurationError("w", found="f", hint="h")) == Finding(Severity.ERROR, "w", "f", "", "h")

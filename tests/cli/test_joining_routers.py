@@ -1,0 +1,69 @@
+"""An engine that is another process joins its routers from a thread and leaves them at the end."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from kvferry.cli.joining import NOWHERE, JoinOptions, joined
+from kvferry.errors import ConfigurationError
+from kvferry.registration import MEMBERS_PATH, SIGNATURE, Side
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def router():
+    """A server that keeps what it is told: path, body, signature."""
+    told = queue.Queue()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["content-length"]))
+            told.put((self.path, json.loads(body), self.headers.get(SIGNATURE, "")))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *words):
+            """Nobody reads a test's log."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield "http://{}:{}".format(*server.server_address), told
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_it_joins_for_each_role_and_leaves(router, tmp_path):
+    url, told = router
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef0123456789abcdef")
+    token.chmod(0o600)
+    with joined(JoinOptions((url,), (Side.PREFILL, Side.DECODE)), "http://engine", str(token)):
+        come = [told.get(timeout=DEADLINE_S) for _ in range(2)]
+    gone = [told.get(timeout=DEADLINE_S) for _ in range(2)]
+    assert {(path, body["url"]) for path, body, _ in come + gone} == {(MEMBERS_PATH, "http://engine")}
+    assert [sorted(body["role"] for _, body, _ in told) for told in (come, gone)] == [["decode", "prefill"]] * 2
+    assert [{body["leaving"] for _, body, _ in told} for told in (come, gone)] == [{False}, {True}]
+    assert all(signature for _, _, signature in come + gone)
+
+
+def test_another_url_may_be_told_and_without_a_token_nothing_is_signed(router):
+    url, told = router
+    with joined(JoinOptions((url,), (Side.DECODE,), "http://outside:1"), "http://engine", ""):
+        _, body, signature = told.get(timeout=DEADLINE_S)
+    assert (body["url"], signature) == ("http://outside:1", "")
+
+
+def test_nowhere_is_nothing_and_a_role_is_needed():
+    with joined(NOWHERE, "http://engine", ""):
+        assert threading.active_count() >= 1
+    with pytest.raises(ConfigurationError, match="role"):
+        JoinOptions(("http://router",))

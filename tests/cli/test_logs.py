@@ -1,0 +1,71 @@
+"""Log lines for machines, and one per request with the client's id."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.logs import JsonLines, LogFormat, log_to_stderr
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "router"))
+from router_harness import cluster, decode_engine, failing, prefill_engine
+
+
+def line(**more) -> dict:
+    record = logging.LogRecord("a.b", logging.WARNING, "file", 1, "it %s", ("broke",), None)
+    vars(record).update(more)
+    return json.loads(JsonLines().format(record))
+
+
+def test_a_line_is_one_object():
+    found = line()
+    assert (found["level"], found["logger"], found["message"]) == ("warning", "a.b", "it broke")
+    assert found["time"].endswith("+00:00")
+    assert line(request_id="r")["request_id"] == "r"
+    assert line(fields={"status": 200})["status"] == 200
+
+
+def test_a_traceback_stays_on_its_line():
+    try:
+        raise ValueError("why")
+    except ValueError:
+        found = line(exc_info=sys.exc_info())
+    assert "ValueError: why" in found["error"]
+
+
+@pytest.mark.parametrize("format_", LogFormat)
+def test_the_format_is_chosen(format_):
+    root, access = logging.getLogger(), logging.getLogger("kvferry.router.access")
+    handlers, levels = root.handlers[:], (root.level, access.level)
+    root.handlers.clear()
+    try:
+        log_to_stderr(format_, True)
+        (handler,) = root.handlers
+        assert isinstance(handler.formatter, JsonLines) == (format_ is LogFormat.JSON)
+        assert access.level == logging.INFO
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(levels[0])
+        access.setLevel(levels[1])
+
+
+def test_each_request_is_a_line_with_the_clients_id(caplog):
+    async def main():
+        async with cluster([prefill_engine("p0", failing(500, "no"))], [decode_engine()]) as c:
+            await c.complete(headers={"x-request-id": "from-the-client"})
+            return c.decode[0].url
+
+    with caplog.at_level(logging.INFO, "kvferry.router.access"):
+        decode_url = asyncio.run(main())
+    (record,) = [record for record in caplog.records if record.name == "kvferry.router.access"]
+    fields = vars(record)["fields"]
+    assert (fields["request_id"], fields["status"], fields["decode"]) == ("from-the-client", 200, decode_url)
+    assert (fields["path"], fields["reason"]) == ("decode-only", "prefill_failed")
+    assert set(fields["phases_s"]) == {"queue", "prefill", "first_decode"}
+    (trouble,) = [record for record in caplog.records if record.name == "kvferry.router.driver"]
+    assert vars(trouble)["request_id"] == "from-the-client"

@@ -1,0 +1,124 @@
+"""`kvferry top`: what it makes of two looks at a router, and of a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvferry.cli import top as command
+from kvferry.cli.scrape import look_at
+from kvferry.cli.top_view import Frame, summary, view
+from kvferry.errors import ConfigurationError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "router"))
+from router_harness import cluster, decode_engine, prefill_engine
+
+BEFORE = """# TYPE requests counter
+requests_total{path="a",status="200"} 10
+requests_total{path="b",status="200"} 5
+# TYPE gap histogram
+gap_bucket{le="0.1"} 0
+gap_bucket{le="1.0"} 0
+gap_bucket{le="+Inf"} 0
+gap_sum 0
+gap_count 0
+"""
+AFTER = """# TYPE requests counter
+requests_total{path="a",status="200"} 30
+requests_total{path="b",status="200"} 5
+# TYPE gap histogram
+gap_bucket{le="0.1"} 98
+gap_bucket{le="1.0"} 100
+gap_bucket{le="+Inf"} 100
+gap_sum 5
+gap_count 100
+"""
+
+
+def test_rates_and_percentiles_are_of_the_time_between_two_looks():
+    before, after = look_at(BEFORE, 10.0), look_at(AFTER, 12.0)
+    assert after.rate(before, "requests_total") == 10
+    assert after.rate(before, "requests_total", path="b") == 0
+    assert after.by("path", "requests_total") == {"a": 30, "b": 5}
+    assert after.percentile(before, "gap", 0.5) == 0.1
+    assert after.percentile(before, "gap", 0.99) == 1.0
+    assert after.mean(before, "gap") == 0.05
+    assert after.mean(after, "gap") == after.percentile(after, "gap", 0.5) == 0
+    assert after.rate(after, "requests_total") == 0
+    assert before.rate(after, "requests_total") == 0
+
+
+MEMBER = {
+    "role": "decode",
+    "url": "http://d0",
+    "origin": "registered",
+    "healthy": True,
+    "ready": True,
+    "breaker": "closed",
+    "in_flight_requests": 3,
+    "in_flight_tokens": 77,
+    "prefill_tokens_per_s": 0.0,
+    "models": ["tiny"],
+}
+PAIR = {"prefill": "http://p0", "decode": "http://d0", "breaker": "open"}
+MEMBERS = {
+    "members": [MEMBER, MEMBER | {"healthy": False}, MEMBER | {"ready": False}, MEMBER | {"breaker": "open"}],
+    "broken_pairs": [PAIR],
+    "incompatible_pairs": [PAIR],
+}
+
+
+def shown(frame: Frame) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(view(frame))
+    return console.file.getvalue()
+
+
+def test_a_frame_shows_who_is_there_and_what_is_out():
+    look = look_at(BEFORE, 10.0)
+    text = shown(Frame(look, look, MEMBERS))
+    for words in ("http://d0", "77", "down", "not ready", "failing (open)", "tiny", "registered"):
+        assert words in text
+    assert "caches do not arrive: http://p0 to http://d0 (open)" in text
+    assert "never paired" in text
+
+
+def test_a_frame_of_a_real_router_has_its_figures():
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine()]) as c:
+            before = look_at(await c.metrics(), 0.0)
+            for _ in range(4):
+                await c.complete({"prompt": "x", "stream": True})
+            frame = Frame(before, look_at(await c.metrics(), 2.0), await c.members())
+            found = summary(frame)
+            assert found["requests_per_s"] == 2
+            # Three frames and the end of each stream: those that come together are counted, too.
+            assert found["ttft_p50_s"] > 0
+            assert set(found["phases_s"]) == {"queue", "prefill", "first_decode"}
+            assert "2.0 requests/s" in shown(frame)
+
+    asyncio.run(main())
+
+
+def test_the_command_asks_a_running_router(capsys):
+    async def main():
+        async with cluster([], [decode_engine()]) as c:
+            options = command.TopOptions(c.url, 2.0, 1, True)
+            await asyncio.to_thread(command.top, options, lambda _: None)
+            told = json.loads(capsys.readouterr().out)
+            assert [member["role"] for member in told["members"]] == ["decode"]
+            await asyncio.to_thread(command.top, command.TopOptions(c.url, 2.0, 1, False), lambda _: None)
+            assert c.decode[0].url in capsys.readouterr().out
+
+    asyncio.run(main())
+
+
+def test_a_router_that_is_not_there_is_said_to_be_so():
+    with pytest.raises(ConfigurationError, match="no router answers"):
+        command.top(command.TopOptions("http://127.0.0.1:1", 1.0, 1, True))

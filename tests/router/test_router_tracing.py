@@ -1,0 +1,77 @@
+"""Spans of a request: its legs, the phases that the engine told, and one trace from the client to the engines."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from router_harness import answer, cluster, decode_engine, failing, prefill_engine, web
+
+from kvferry.router.otel import OtelTracing
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+CLIENT = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
+
+
+async def telling(request, seen):
+    headers = {"server-timing": "queue;dur=1, wire;dur=2", "x-kvferry-cache": "received"}
+    return web.json_response(answer("one"), headers=headers)
+
+
+def spans_of(prefill, decode, **options):
+    """The finished spans of one request by name, and the engines that it went through."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing = OtelTracing(provider)
+
+    async def main():
+        async with cluster([prefill], [decode], tracing=tracing) as c:
+            await c.complete(**options)
+
+    asyncio.run(main())
+    tracing.close()
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def test_a_request_is_one_tree_of_spans_in_the_clients_trace():
+    prefill, decode = prefill_engine(), decode_engine("d0", telling)
+    spans = spans_of(prefill, decode, headers=CLIENT | {"x-request-id": "mine"})
+    request, legs = spans["kvferry.request"], (spans["kvferry.prefill"], spans["kvferry.decode"])
+    assert f"{request.context.trace_id:032x}" == TRACE_ID
+    assert all(leg.parent.span_id == request.context.span_id for leg in legs)
+    assert all(spans[f"kvferry.{name}"].parent.span_id == legs[1].context.span_id for name in ("queue", "wire"))
+    assert spans["kvferry.wire"].end_time - spans["kvferry.wire"].start_time == 2_000_000
+    assert spans["kvferry.wire"].start_time == spans["kvferry.queue"].end_time
+    assert request.attributes["kvferry.request_id"] == "mine"
+    assert request.attributes["kvferry.path"] == "disaggregated"
+    assert request.attributes["kvferry.phase.wire_s"] == pytest.approx(0.002)
+    for engine, leg in ((prefill, legs[0]), (decode, legs[1])):
+        sent = [value for name, value in engine.seen[0].headers.items() if name.lower() == "traceparent"]
+        assert sent == [f"00-{TRACE_ID}-{leg.context.span_id:016x}-01"]
+
+
+def test_a_leg_that_failed_says_so():
+    spans = spans_of(prefill_engine("p0", failing(500, "no")), decode_engine())
+    assert spans["kvferry.prefill"].attributes["kvferry.outcome"] == "status_500"
+    assert not spans["kvferry.prefill"].status.is_ok
+    assert spans["kvferry.request"].attributes["kvferry.reason"] == "prefill_failed"
+    assert spans["kvferry.request"].status.is_ok
+
+
+def test_an_answer_of_5xx_is_an_error_of_the_request():
+    spans = spans_of(prefill_engine(), decode_engine("d0", failing(503, "no")))
+    assert not spans["kvferry.request"].status.is_ok
+
+
+def test_without_tracing_the_clients_own_headers_pass():
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine()]) as c:
+            await c.complete(headers=CLIENT)
+            for engine in (*c.prefill, *c.decode):
+                assert CLIENT["traceparent"] in engine.seen[0].headers.values()
+
+    asyncio.run(main())

@@ -1,0 +1,183 @@
+"""The loops of machine code copy what numpy copies, refuse what would leave memory, and are never waited for."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.errors import TransportError
+from kvferry.transport import numpy_rows
+from kvferry.transport.copier import Copier, Preparation, current, prepare, prepared
+from kvferry.transport.pieces import Side
+
+native_rows = pytest.importorskip("kvferry.transport.native_rows", reason="numba is not installed")
+ROWS = native_rows.compile_rows(on_disk=False)
+LARGE = native_rows.IN_CACHE_BYTES + 1
+SMALL = 20_000
+LENGTHS = st.one_of(st.integers(0, 70), st.sampled_from([64, 128, 192, 256, 4096]), st.integers(0, 5000))
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[Side, Side, np.ndarray]:
+    """Rows between three source and two target views at any alignment; targets of a size for either way to write."""
+    lengths = np.array(draw(st.lists(LENGTHS, max_size=60)), np.int64)
+    dice = np.random.default_rng(draw(st.integers(0, 1000)))
+    skip = draw(st.sampled_from([0, 16, 63]))
+    sources = tuple(dice.integers(0, 256, SMALL, dtype=np.uint8)[draw(st.integers(0, 64)) :] for _ in range(3))
+    start = np.cumsum(lengths + dice.integers(0, 2, len(lengths)) * skip) - lengths
+    size = draw(st.sampled_from([0, LARGE])) + int(lengths.sum() + skip * len(lengths)) + 1
+    targets = tuple(np.full(size + 64, 0xEE, np.uint8)[draw(st.integers(0, 64)) :] for _ in range(2))
+    order = dice.permutation(len(lengths))
+    length = lengths[order]
+    offset = (dice.random(len(length)) * (SMALL - 64 - length)).astype(np.int64)
+    pieces = dice.integers(0, 3, len(length)), dice.integers(0, 2, len(length))
+    return Side(sources, pieces[0], offset), Side(targets, pieces[1], start[order]), length
+
+
+def copied(copy, source: Side, target: Side, length: np.ndarray) -> tuple[list[np.ndarray], int]:
+    """What lies in copies of the target's views afterwards, and the bytes that were reported."""
+    # Aligned as they were: an array of numpy's own begins wherever it likes.
+    views = []
+    for view in target.views:
+        room = np.full(view.size + 128, 0xEE, np.uint8)
+        first = (address(view) - address(room)) % 64
+        views.append(room[first : first + view.size])
+    num_bytes = sum(copy(source, Side(tuple(views), target.piece, target.offset), length))
+    return views, num_bytes
+
+
+def address(view: np.ndarray) -> int:
+    return view.__array_interface__["data"][0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows())
+def test_machine_code_and_numpy_leave_the_same_bytes(drawn: tuple[Side, Side, np.ndarray]) -> None:
+    found, num_bytes = copied(ROWS.copy, *drawn)
+    wanted, _ = copied(numpy_rows.copy, *drawn)
+    assert all(map(np.array_equal, found, wanted))
+    assert num_bytes == int(drawn[2].sum())
+
+
+def side(view: np.ndarray, *offsets: int) -> Side:
+    return Side((view,), np.zeros(len(offsets), np.int64), np.array(offsets, np.int64))
+
+
+def test_a_long_row_gives_control_back_and_short_ones_take_few_steps() -> None:
+    source = np.arange(3 * native_rows.STEP_BYTES + 10, dtype=np.uint8)
+    target = np.zeros_like(source)
+    steps = list(ROWS.copy(side(source, 0, 7, 7), side(target, 0, 7, 7), np.array([7, source.size - 7, 0])))
+    assert sum(steps) == source.size
+    assert max(steps) < 2 * native_rows.STEP_BYTES
+    assert len(steps) >= 3
+    assert np.array_equal(source, target)
+    many = np.arange(1000) * 16
+    assert len(list(ROWS.copy(side(source, *many), side(target, *many), np.full(1000, 16)))) == 1
+
+
+def test_more_rows_than_are_addressed_at_once() -> None:
+    num_rows = 2 * native_rows.PART_ROWS + 5
+    source = np.random.default_rng(3).integers(0, 256, (num_rows, 8), dtype=np.uint8)
+    target = np.zeros(num_rows * 4, np.uint8)
+    offsets = np.arange(num_rows)
+    assert sum(ROWS.copy(side(source.ravel(), *(offsets * 8)), side(target, *(offsets * 4)), np.full(num_rows, 4))) > 0
+    assert np.array_equal(target.reshape(-1, 4), source[:, :4])
+
+
+@pytest.mark.parametrize("num_rows", [0, 3])
+def test_rows_of_nothing(num_rows: int) -> None:
+    view, zeros = np.zeros(4, np.uint8), np.zeros(num_rows, np.int64)
+    assert sum(ROWS.copy(Side((view,), zeros, zeros + 4), Side((view,), zeros, zeros), zeros)) == 0
+
+
+@pytest.mark.parametrize(
+    ("piece", "offset", "length"),
+    [(0, 95, 6), (0, -1, 2), (0, 0, 101), (0, 0, -1), (1, 0, 1), (-1, 0, 1), (0, 1 << 62, 1)],
+)
+@pytest.mark.parametrize("is_target", [True, False])
+def test_a_row_outside_its_view_is_refused(piece: int, offset: int, length: int, is_target: bool) -> None:
+    """Whoever calls has checked it; but machine code would write anywhere."""
+    views = (np.zeros(100, np.uint8),)
+    bad = Side(views, np.array([0, piece]), np.array([0, offset]))
+    good = Side((np.zeros(1000, np.uint8),), np.zeros(2, np.int64), np.array([0, 0]))
+    with pytest.raises((TransportError, ValueError)):
+        sum(ROWS.copy(*((good, bad) if is_target else (bad, good)), np.array([1, length])))
+    assert not views[0].any()
+
+
+def odd(values: np.ndarray) -> np.ndarray:
+    """Read-only and at an odd address, as columns out of a frame are."""
+    found = np.frombuffer(b"x" + values.tobytes(), values.dtype, offset=1)
+    assert not (found.flags.aligned and found.flags.writeable)
+    return found
+
+
+@pytest.mark.parametrize("num_rows", [1, 10])
+def test_columns_of_another_kind(num_rows: int) -> None:
+    """Of another type, with gaps, read-only, at odd addresses: nothing is translated again, and nothing is refused."""
+    source, target = np.arange(200, dtype=np.uint8), np.zeros(200, np.uint8)
+    offsets = np.arange(0, 2 * num_rows, dtype=np.int64)[::2]
+    zeros = np.broadcast_to(np.int64(0), (num_rows,))
+    one, other = Side((source,), zeros, odd(offsets)), Side((target,), odd(zeros), offsets)
+    for length in (np.full(num_rows, 2, np.int32), odd(np.full(num_rows, 2))):
+        target.fill(0)
+        sum(ROWS.copy(one, other, length))
+        assert target[: 2 * num_rows].tolist() == list(range(2 * num_rows))
+    assert len(ROWS.advance.signatures) == len(ROWS.resolve.signatures) == 1
+
+
+def test_prepared_once_and_for_all() -> None:
+    prepare()
+    assert prepared(60)
+    assert (current().name, current().reason) == ("numba", "")
+    prepare()
+    assert current().name == "numba"
+
+
+def test_numpy_copies_until_then_and_nobody_waits() -> None:
+    go, asked = threading.Event(), []
+
+    def make(on_disk: bool) -> Copier:
+        asked.append(on_disk)
+        go.wait(60)
+        return Copier("numba", "", ROWS.copy)
+
+    preparation = Preparation(make)
+    preparation.start()
+    preparation.start()
+    assert preparation.copier.name == "numpy"
+    go.set()
+    assert preparation.wait(60)
+    assert preparation.copier.name == "numba"
+    assert asked == [True]
+
+
+def test_a_cache_that_cannot_be_used_is_done_without() -> None:
+    asked = []
+
+    def make(on_disk: bool) -> Copier:
+        asked.append(on_disk)
+        if on_disk:
+            raise RuntimeError("cannot cache function: no locator available")
+        return Copier("numba", "", ROWS.copy)
+
+    preparation = Preparation(make)
+    preparation.start()
+    assert preparation.wait(60)
+    assert (preparation.copier.name, asked) == ("numba", [True, False])
+
+
+def test_without_numba_numpy_stays_and_says_why() -> None:
+    def make(on_disk: bool) -> Copier:
+        raise ModuleNotFoundError("No module named 'numba'")
+
+    preparation = Preparation(make)
+    preparation.start()
+    assert preparation.wait(60)
+    assert preparation.copier.name == "numpy"
+    assert "No module named 'numba'" in preparation.copier.reason
+    assert preparation.copier.copy is numpy_rows.copy
