@@ -1,0 +1,95 @@
+"""NIXL as the peers use it: lists of descriptors that are prepared once, and one transfer that names all of them."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from kvferry.plan.copies import Copies, Direction
+from kvferry.transport.preparing import PACKAGES
+
+__all__ = ["PlainNixl", "Prepared"]
+
+Poll = Callable[[], object]
+
+
+class Prepared:
+    """The rows of one peer as two prepared lists."""
+
+    def __init__(self, agent: Any, peer: str, copies: Copies, direction: Direction) -> None:
+        near, far = (copies.target, copies.source) if direction is Direction.READ else (copies.source, copies.target)
+        self.operation = direction.name
+        self._agent = agent
+        self.sides = [
+            agent.prep_xfer_dlist(name, _rows(address, copies.length), "DRAM")
+            for name, address in (("", near), (peer, far))
+        ]
+        self.indices = np.arange(len(copies), dtype=np.int32)
+
+    def post(self) -> tuple[Any, str]:
+        """Begin to move all of them."""
+        near, far = self.sides
+        handle = self._agent.make_prepped_xfer(self.operation, near, self.indices, far, self.indices)
+        return handle, self._agent.transfer(handle)
+
+    def release(self) -> None:
+        for side in self.sides:
+            self._agent.release_dlist_handle(side)
+
+
+class PlainNixl:
+    """One agent with the settings of our own transport: no progress thread, no threads that copy."""
+
+    def __init__(self, extents: Sequence[tuple[int, int]]) -> None:
+        api = next(_importable())
+        self.name = f"bench-{uuid4().hex}"
+        config = api.nixl_agent_config(
+            enable_prog_thread=False, enable_listen_thread=False, backends=["UCX"], num_threads=0
+        )
+        self.agent = api.nixl_agent(self.name, config)
+        for address, num_bytes in extents:
+            self.agent.register_memory([(address, num_bytes, 0, "")], "DRAM")
+
+    def metadata(self) -> bytes:
+        return bytes(self.agent.get_agent_metadata())
+
+    def meet(self, metadata: bytes) -> str:
+        loaded = self.agent.add_remote_agent(metadata)
+        return loaded.decode() if isinstance(loaded, bytes) else str(loaded)
+
+    def progress(self) -> None:
+        self.agent.get_new_notifs()
+
+    def prepare(self, peer: str, copies: Copies, direction: Direction) -> Prepared:
+        return Prepared(self.agent, peer, copies, direction)
+
+    def run(self, work: Sequence[Prepared]) -> float:
+        """Post everything, wait for the end of everything; seconds."""
+        began = time.perf_counter()
+        posted = [each.post() for each in work]
+        for handle, state in posted:
+            while state == "PROC":
+                state = self.agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise RuntimeError(f"NIXL: {state}")
+        elapsed = time.perf_counter() - began
+        for handle, _ in posted:
+            self.agent.release_xfer_handle(handle)
+        return elapsed
+
+
+def _importable() -> Any:
+    for package in PACKAGES:
+        try:
+            yield importlib.import_module(f"{package}._api")
+        except ImportError:
+            continue
+
+
+def _rows(address: np.ndarray, length: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(np.stack([address, length, np.zeros_like(length)], axis=1))

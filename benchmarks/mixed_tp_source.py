@@ -1,0 +1,167 @@
+"""One source rank in a process of its own: an agent, a plain NIXL agent beside it, and a mover.
+
+`SourceProcess` starts it and speaks with it, one JSON object per line in either direction.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import queue
+import select
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+import numpy as np
+from mixed_tp_cases import Request, Rig, pattern
+from mixed_tp_nixl import PlainNixl, Prepared
+from mixed_tp_stages import Chain, SourceStages
+
+from kvferry.agent import Agent, AgentConfig, Host
+from kvferry.plan.copies import Direction
+from kvferry.session.events import LeaseWanted, SourceFree, Timing
+from kvferry.transport.copier import prepared
+from kvferry.transport.opening import open_transports
+from kvferry.transport.shared_memory import allocate_shared
+
+__all__ = ["TIMING", "SourceProcess"]
+
+TIMING = Timing(lease_s=120.0)
+ANSWER_S = 120.0
+PROGRESS_S = 0.0005
+
+Facts = dict[str, Any]
+
+
+class SourceProcess:
+    """The process as the target sees it."""
+
+    def __init__(self, rig: Rig, rank: int, epoch: str) -> None:
+        """Start it; the first question waits."""
+        command = [sys.executable, __file__, json.dumps({"rig": asdict(rig), "rank": rank, "epoch": epoch})]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self._rest = b""
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        self.tell(do, **arguments)
+        return self.answer(lambda: None)
+
+    def tell(self, do: str, **arguments: Any) -> None:
+        self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+
+    def answer(self, progress: Any) -> Any:
+        """The answer to the oldest question; `progress` is called again and again meanwhile."""
+        deadline, pipe = time.monotonic() + ANSWER_S, self._process.stdout
+        while b"\n" not in self._rest:
+            progress()
+            if select.select([pipe], [], [], PROGRESS_S)[0]:
+                more = pipe.read(1 << 16)
+                if not more:
+                    raise RuntimeError("a source process has ended")
+                self._rest += more
+            elif time.monotonic() > deadline:
+                raise RuntimeError("a source process does not answer")
+        line, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(20)
+        self._process.stdout.close()
+
+
+class Served:
+    """The process itself, with one method per question."""
+
+    def __init__(self, rig: Rig, rank: int, epoch: str) -> None:
+        self._rig, self._rank = rig, rank
+        size_bytes = sum(region.size_bytes for region in rig.source_layouts(rank, 0)[rank].regions)
+        self._shared = allocate_shared(size_bytes, "benchmark-source")
+        pattern(rank, np.frombuffer(self._shared.buffer, np.uint8))
+        opened = open_transports("nixl")
+        self._notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        memory = self._shared.memory
+        host = Host(rig.source_layouts(rank, memory.address), (memory,), self._notices.put)
+        config = AgentConfig("source", epoch, rank, transport="nixl", timing=TIMING)
+        self._agent = Agent(config, host, opened.transports, opened.unavailable)
+        self._agent.start()
+        self._stages = SourceStages(rig, rank, memory)
+        arena = self._stages.arena.memory
+        extents = [(each.address, each.size_bytes) for each in (memory, arena)]
+        self._nixl = PlainNixl(extents)
+        self._is_helping = False
+        self._writes: list[Prepared] = []
+        prepared(60.0)
+
+    def facts(self) -> Facts:
+        metadata = base64.b64encode(self._nixl.metadata()).decode()
+        return {"address": self._agent.address, "memory": self._shared.memory.address, "metadata": metadata}
+
+    def meet(self, metadata: str) -> None:
+        self._peer = self._nixl.meet(base64.b64decode(metadata))
+
+    def lease(self, request: str, lease_id: str, what: Facts) -> Any:
+        asked = Request(**what)
+        wanted = LeaseWanted(request, lease_id, (asked.table("source"),), asked.num_tokens)
+        return msgspec.to_builtins(self._agent.lease(wanted))
+
+    def end(self, request: str) -> str:
+        """Other ranks of the target, that are not there, will never say that they are done."""
+        self._agent.withdraw(request)
+        notice = self._notices.get(timeout=ANSWER_S)
+        return notice.reason if isinstance(notice, SourceFree) else str(notice)
+
+    def prepare_write(self, what: Facts, target: int) -> int:
+        """One descriptor per token, as SGLang's source would write them. Returns how many."""
+        for write in self._writes:
+            write.release()
+        by_token = self._rig.source_parallel != self._rig.target_parallel
+        addresses = self._shared.memory.address, target
+        copies = self._rig.rows(self._rank, addresses, Request(**what), by_token=by_token)
+        self._writes = [self._nixl.prepare(self._peer, copies, Direction.WRITE)]
+        return len(copies)
+
+    def write(self) -> tuple[float, float]:
+        """When it began and ended."""
+        began = time.monotonic()
+        self._nixl.run(self._writes)
+        return began, time.monotonic()
+
+    def help(self, on: bool) -> None:
+        """Make progress for peers that read, or not."""
+        self._is_helping = on
+
+    def prepare_stages(self, what: Facts, ring: int) -> int:
+        return self._stages.prepare(Request(**what), ring)
+
+    def stages(self, which: list[str], begin_at: float) -> Facts:
+        chains: dict[str, Chain] = {}
+        if "gather" in which:
+            chains["gather"] = self._stages.gather
+        if "wire" in which:
+            chains["wire"] = lambda: self._stages.wire(self._nixl, self._peer)
+        return self._stages.run(chains, begin_at)
+
+    def serve(self) -> None:
+        while True:
+            ready = select.select([sys.stdin], [], [], PROGRESS_S if self._is_helping else None)[0]
+            if self._is_helping:
+                self._nixl.progress()
+            if ready:
+                line = sys.stdin.buffer.readline()
+                if not line:
+                    break
+                command = json.loads(line)
+                answer = getattr(self, command.pop("do"))(**command)
+                sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+                sys.stdout.buffer.flush()
+        self._agent.close()
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    Served(Rig(**asked["rig"]), asked["rank"], asked["epoch"]).serve()
