@@ -3,13 +3,15 @@
 import pytest
 
 from kvferry.errors import ConfigurationError
-from kvferry.plan.copies import Direction, direction_named
+from kvferry.plan.copies import Direction, direction_named, may_turn
 
 
 def test_directions_are_named_by_what_the_target_sees():
     assert (direction_named("pull"), direction_named("push")) == (Direction.READ, Direction.WRITE)
+    assert direction_named("auto") is Direction.READ
+    assert [may_turn(name) for name in ("pull", "push", "auto")] == [False, False, True]
 
 
 def test_an_unknown_direction_is_refused_with_those_that_exist():
-    with pytest.raises(ConfigurationError, match="pull or push"):
+    with pytest.raises(ConfigurationError, match="pull or push or auto"):
         direction_named("shove")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvferry.plan.copies import Direction
-from kvferry.transport.expectation import Surroundings, judge
+from kvferry.transport.expectation import Surroundings, is_far_slower, judge
 from kvferry.transport.measurement import UNMEASURED, Measurement, Rates
 from kvferry.transport.situation import Place
 
@@ -72,7 +74,11 @@ def test_a_direction_that_is_far_slower_is_told_where_it_is_used(
     found = Measurement("shm", reading.gigabytes_per_s, reading.row_gigabytes_per_s, 1e-4, "", rates[WRITE], ("shm",))
     (finding,) = judge(found, slow, Place.SAME_HOST, HERE)
     assert "99 times slower" in finding.what
-    assert finding.hint == f"--transfer-direction {instead}"
+    assert finding.hint == f"--transfer-direction {instead}, or auto"
+    assert is_far_slower(found, slow)
+    assert not is_far_slower(found, fast)
+    (turned,) = judge(found, slow, Place.SAME_HOST, replace(HERE, may_turn=True))
+    assert turned.severity == "note"
     assert judge(found, fast, Place.SAME_HOST, HERE) == ()
 
 

@@ -85,7 +85,7 @@ class Agent:
             arena, stagers = allocate_shared(config.staging_bytes, "kvferry-staging"), list[Stager]()
             undo.callback(_close_arena, arena, stagers)
             tests_s = TESTS_SHARE * config.timing.handshake_s
-            surroundings = surroundings_here(config.transport)
+            surroundings = surroundings_here(config.transport, config.may_turn)
             self._carrier = Carrier(config.transport, transports, unavailable, tests_s, surroundings)
             undo.callback(self._carrier.close)
             probe_memory = allocate_probe()
@@ -106,7 +106,16 @@ class Agent:
             stagers.append(self._stager)
             undo.callback(self._stager.close)
             ours = Ourselves(
-                self.party, __version__, host.layouts, config.digest, config.direction, offers, probe, staging
+                self.party,
+                __version__,
+                host.layouts,
+                config.digest,
+                config.direction,
+                offers,
+                probe,
+                staging,
+                # Nobody can write into blocks that are reached through staging memory only.
+                may_turn=config.may_turn and not is_staged,
             )
             _check_offer(ours)
             self._resources = undo.pop_all()

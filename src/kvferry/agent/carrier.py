@@ -13,6 +13,7 @@ from kvferry.errors import ConfigurationError, TransportError
 from kvferry.session.events import PeerConnected, PeerUnreachable, Post, Remote, TicketEnded, WorkKey
 from kvferry.transport.base import Completion, Memory, Ticket, Transport
 from kvferry.transport.expectation import Surroundings
+from kvferry.transport.finding import Severity
 from kvferry.transport.select import candidates
 from kvferry.wire.messages import Offer, TargetOffer, TransportOffer
 
@@ -169,6 +170,9 @@ class Carrier:
         """Keep what was found about a peer. What is wrong is said at once, by log and by counter."""
         self.met[met.peer] = met
         for finding in met.findings:
+            if finding.severity is Severity.NOTE:
+                logger.info("%s: %s", met.peer, finding)
+                continue
             self._counts["transport_warnings", met.transport] += 1
             logger.warning("%s: %s", met.peer, finding)
 

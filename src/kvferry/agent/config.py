@@ -50,8 +50,9 @@ class AgentConfig:
 
     `port` 0 lets the system choose; `transport` is `auto` or a transport's name. Without a `token` there is nothing but
     this host to listen on and to connect to. `digest` says how much of what has arrived is compared with the source's
-    own bytes before a request may be decoded, `direction` whether this rank reads them or has the source write them.
-    Bytes may go through `staging_bytes` of memory, half of it for each way, where `staging` says that this is cheaper.
+    own bytes before a request may be decoded, `direction` whether this rank reads them or has the source write them;
+    with `may_turn` the source writes where reading turns out to be far slower. Bytes may go through `staging_bytes` of
+    memory, half of it for each way, where `staging` says that this is cheaper.
     """
 
     engine_id: str
@@ -64,6 +65,7 @@ class AgentConfig:
     token: SharedToken = NO_TOKEN
     digest: Policy = Policy.SAMPLED
     direction: Direction = Direction.READ
+    may_turn: bool = False
     staging_bytes: int = STAGING_BYTES
     staging: StagingPolicy = field(default_factory=lambda: StagingPolicy(AUTO, SLOT_BYTES))
 

@@ -11,7 +11,7 @@ from kvferry.errors import TransportError
 from kvferry.plan.copies import Direction
 from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, Remote
 from kvferry.transport.base import Completion, Transport
-from kvferry.transport.expectation import Surroundings, judge
+from kvferry.transport.expectation import Surroundings, is_far_slower, judge
 from kvferry.transport.finding import Finding
 from kvferry.transport.patience import Patience
 from kvferry.transport.select import choose, is_worth_testing
@@ -140,4 +140,5 @@ class Meeting:
         findings = judge(measured, self._direction, self._place, self._surroundings)
         everything = (*self._measured, *self._unconnected)
         self.met = (Met(self.peer, self._place, self._direction, choice.name, everything, findings),)
-        return PeerConnected(self.peer, choice.name, choice.reason, costs_of(measured))
+        is_slow = is_far_slower(measured, self._direction)
+        return PeerConnected(self.peer, choice.name, choice.reason, costs_of(measured), is_slow)

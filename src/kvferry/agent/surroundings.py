@@ -11,7 +11,7 @@ from kvferry.transport.preparing import users_settings
 __all__ = ["surroundings_here"]
 
 
-def surroundings_here(requested: str) -> Surroundings:
+def surroundings_here(requested: str, may_turn: bool = False) -> Surroundings:
     """Of this host, for an engine that was started with the transport `requested`."""
     return Surroundings(
         host=host_here(),
@@ -19,4 +19,5 @@ def surroundings_here(requested: str) -> Surroundings:
         requested=requested,
         user_transports=users_settings().get("UCX_TLS", ""),
         may_attach=confinement().may_attach,
+        may_turn=may_turn,
     )

@@ -34,7 +34,7 @@ HERE = "127.0.0.1"
 Digest = Annotated[str, typer.Option(help="Compare what has arrived: sampled, full (every byte) or off.")]
 Transport = Annotated[str, typer.Option(help="auto, shm, cma, tcp or nixl.")]
 Strategy = Annotated[str, typer.Option(help="How a cache moves: auto, direct, scatter or pack (docs/staging.md).")]
-TransferDirection = Annotated[str, typer.Option(help="Who moves a cache: pull (its reader) or push (its owner).")]
+TransferDirection = Annotated[str, typer.Option(help="Who moves a cache: pull (its reader), push (its owner) or auto.")]
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def serve(
     """
     with _friendly():
         from kvferry.cli.models import resolve
-        from kvferry.plan.copies import direction_named
+        from kvferry.plan.copies import direction_named, may_turn
         from kvferry.plan.digest import policy_named
         from kvferry.transport.opening import check_name
 
@@ -194,6 +194,7 @@ def serve(
             token=token,
             digest=policy,
             direction=direction,
+            may_turn=may_turn(transfer_direction),
             staging=staging_named(strategy),
         )
         command.serve(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["NOTHING", "Column", "Copies", "Direction", "direction_named", "firsts", "merge"]
+__all__ = ["NOTHING", "Column", "Copies", "Direction", "direction_named", "firsts", "may_turn", "merge"]
 
 Column = NDArray[np.uint64]
 """One unsigned 64-bit integer per row, in bytes."""
@@ -23,14 +23,22 @@ class Direction(StrEnum):
     WRITE = "write"
 
 
-NAMES = {"pull": Direction.READ, "push": Direction.WRITE}
+NAMES = {"pull": Direction.READ, "push": Direction.WRITE, "auto": Direction.READ}
 
 
 def direction_named(name: str) -> Direction:
-    """What users call it. Raises ConfigurationError for a direction that does not exist."""
+    """What users call it; `auto` begins with reading (`may_turn`).
+
+    Raises ConfigurationError for a direction that does not exist.
+    """
     if name not in NAMES:
         raise ConfigurationError("no such direction", found=name, expected=" or ".join(NAMES))
     return NAMES[name]
+
+
+def may_turn(name: str) -> bool:
+    """Whether a direction of this name is given up where it turns out to be far slower than the other."""
+    return name == "auto"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

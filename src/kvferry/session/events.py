@@ -192,12 +192,16 @@ class AbortWanted:
 
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
-    """A transport to the peer works; `choice` says which and why, `costs` what moving over it costs."""
+    """A transport to the peer works; `choice` says which and why, `costs` what moving over it costs.
+
+    With `is_slow` the direction in which we would move the bytes is far slower than the other one.
+    """
 
     peer: Remote
     transport: str
     choice: str
     costs: Costs = TYPICAL_HOST
+    is_slow: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,8 @@ class Ourselves:
     """Who this rank is, and the layouts of all ranks of its engine: the route depends on all of them.
 
     `digest` says how much of what has landed is compared with the source's own, `direction` who moves the bytes, and
-    `staging` whether they may go through staging memory; `transports` and `probe` are for sources that write.
+    `staging` whether they may go through staging memory; `transports` and `probe` are for sources that write. With
+    `may_turn` a source to which reading turns out to be far slower than writing writes instead.
     """
 
     party: Party
@@ -52,6 +53,7 @@ class Ourselves:
     transports: tuple[TransportOffer, ...] = ()
     probe: Probe = NO_PROBE
     staging: StagingPolicy = NO_STAGING
+    may_turn: bool = False
 
 
 class PeerState(StrEnum):
@@ -109,6 +111,7 @@ class Peer:
     choice: str = ""
     costs: Costs = TYPICAL_HOST
     packs: Packs = Packs.UNKNOWN
+    is_turning: bool = False
 
     @property
     def is_staged(self) -> bool:
@@ -193,6 +196,11 @@ class Handshakes:
         peer.packs = Packs.YES if is_reached else peer.packs
         if peer.machine.state is PeerState.CONNECTING:
             peer.transport, peer.choice, peer.costs = event.transport, event.choice, event.costs
+            can_turn = self._ours.may_turn and peer.direction is Direction.READ and not peer.is_staged
+            peer.is_turning = can_turn and event.is_slow
+        elif peer.is_turning:
+            peer.is_turning, peer.direction = False, Direction.WRITE
+            peer.transport, peer.choice = event.transport, event.choice
         peer.machine.move("connected")
         peer.last_heard = now
         return True
@@ -208,7 +216,7 @@ class Handshakes:
         if not peer.machine.allows("refused"):
             return False
         peer.machine.move("refused")
-        peer.packs = Packs.NO
+        peer.packs, peer.is_turning = Packs.NO, False
         return True
 
     def repeat(self, peer: Peer, now: float) -> Iterator[Step]:

@@ -175,12 +175,20 @@ class TargetSession:
         if peer.direction is Direction.WRITE:
             yield from self._connected(PeerConnected(peer.key, reached.transport, reached.choice), now)
         elif peer.machine.state is PeerState.OFFERING:
-            yield from self._connected(PeerConnected(peer.key, peer.transport, peer.choice), now)
+            event = PeerConnected(peer.key, peer.transport, peer.choice)
+            if peer.is_turning:
+                event = PeerConnected(peer.key, reached.transport, reached.choice)
+            yield from self._connected(event, now)
 
     def _connected(self, event: PeerConnected, now: float) -> Iterator[Command]:
         if not isinstance(event.peer, PeerKey) or event.peer not in self._peers:
             return
-        if self._peers.connected(self._peers[event.peer], event, now):
+        peer = self._peers[event.peer]
+        if not self._peers.connected(peer, event, now):
+            return
+        if peer.is_turning:
+            yield from self._peers.offer_ourselves(peer, now)
+        else:
             yield from self._claim_what_waits(event.peer, now)
 
     def _claim_what_waits(self, key: PeerKey, now: float) -> Iterator[Command]:

@@ -13,13 +13,13 @@ from kvferry.transport.measurement import Measurement
 from kvferry.transport.situation import Place
 from kvferry.transport.transport_set import RDMA
 
-__all__ = ["Surroundings", "judge"]
+__all__ = ["Surroundings", "is_far_slower", "judge"]
 
 ON_ONE_HOST: Final = frozenset(
     {"memory", "shm", "cma", "posix", "sysv", "xpmem", "knem", "cuda_ipc", "rocm_ipc", "ze_ipc", *RDMA}
 )
-# A direction this much slower than the other is not the same path any more.
-FAR_SLOWER: Final = 4.0
+# A direction this much slower than the other is not the same path any more, nor a busy machine's mood.
+FAR_SLOWER: Final = 6.0
 WORDS: Final = {Direction.READ: "reading", Direction.WRITE: "writing"}
 OTHER: Final = {Direction.READ: Direction.WRITE, Direction.WRITE: Direction.READ}
 # What users call the direction in which the other one moves.
@@ -30,7 +30,8 @@ INSTEAD: Final = {Direction.READ: "push", Direction.WRITE: "pull"}
 class Surroundings:
     """Of this process: the host's name (empty: not known), whether an RDMA port is up, and the transport asked for.
 
-    `user_transports` is the user's own UCX_TLS, `may_attach` whether the kernel lets processes read each other.
+    `user_transports` is the user's own UCX_TLS, `may_attach` whether the kernel lets processes read each other, and
+    `may_turn` whether a direction that is far slower is not used.
     """
 
     host: str = ""
@@ -38,6 +39,7 @@ class Surroundings:
     requested: str = "auto"
     user_transports: str = ""
     may_attach: bool = True
+    may_turn: bool = False
 
     def place_of(self, host: str) -> Place:
         """Where a peer is that says it runs on `host`."""
@@ -48,7 +50,10 @@ class Surroundings:
 
 def judge(measured: Measurement, direction: Direction, place: Place, surroundings: Surroundings) -> tuple[Finding, ...]:
     """What is wrong with a transport that was chosen for a peer and moves bytes in this direction."""
-    return (*_fallback(measured, direction, place, surroundings), *_lopsided(measured, direction))
+    return (
+        *_fallback(measured, direction, place, surroundings),
+        *_lopsided(measured, direction, surroundings.may_turn),
+    )
 
 
 def _fallback(
@@ -86,12 +91,24 @@ def _hint(place: Place, surroundings: Surroundings) -> str:
     return "run both engines as one user in one pid and ipc namespace (containers: --pid=host --ipc=host)"
 
 
-def _lopsided(measured: Measurement, direction: Direction) -> Iterator[Finding]:
+def is_far_slower(measured: Measurement, direction: Direction) -> bool:
+    """Whether this direction is so much slower than the other that it is not the same path any more."""
+    return _ratio(measured, direction) >= FAR_SLOWER
+
+
+def _ratio(measured: Measurement, direction: Direction) -> float:
+    """How many times slower it is than the other; 0 where that cannot be said."""
     ours, others = measured.rates(direction), measured.rates(OTHER[direction])
-    if ours.error or others.error:
+    return 0.0 if ours.error or others.error else ours.seconds_per_gigabyte / others.seconds_per_gigabyte
+
+
+def _lopsided(measured: Measurement, direction: Direction, may_turn: bool) -> Iterator[Finding]:
+    if not is_far_slower(measured, direction):
         return
-    ratio = ours.seconds_per_gigabyte / others.seconds_per_gigabyte
-    if ratio >= FAR_SLOWER:
-        what = f"{WORDS[direction]} over {measured.name} is {ratio:.0f} times slower than {WORDS[OTHER[direction]]}"
-        hint = f"--transfer-direction {INSTEAD[direction]}"
-        yield Finding(Severity.WARNING, what, str(ours), f"about {others}", hint)
+    ratio, others = _ratio(measured, direction), measured.rates(OTHER[direction])
+    what = f"{WORDS[direction]} over {measured.name} is {ratio:.0f} times slower than {WORDS[OTHER[direction]]}"
+    if may_turn:
+        severity, hint = Severity.NOTE, "nothing to do: with --transfer-direction auto the other direction is used"
+    else:
+        severity, hint = Severity.WARNING, f"--transfer-direction {INSTEAD[direction]}, or auto"
+    yield Finding(severity, what, str(measured.rates(direction)), f"about {others}", hint)

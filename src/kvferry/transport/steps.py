@@ -18,7 +18,7 @@ ROW_BYTES = 4096
 # The first touches pages for the first time and has UCX connect.
 NUM_SMALL = 3
 NUM_READS = 3
-NUM_WRITES = 2
+NUM_WRITES = 3
 
 
 class Kind(StrEnum):

@@ -1,0 +1,58 @@
+"""Two real agents over a transport whose reads crawl: with `may_turn` the source writes."""
+
+import time
+
+import pytest
+
+from kvferry.agent import new_lease_id
+from kvferry.plan.copies import Direction
+from kvferry.plan.describe import EngineShape
+from kvferry.plan.digest import Policy
+from kvferry.plan.tokens import TokenRange
+from kvferry.session.events import Fetched, LeaseWanted, SourceFree
+from kvferry.session.ways import NO_STAGING
+from kvferry.testing import oracle
+from kvferry.transport.faulty import FaultyTransport
+
+SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
+SOURCE_TABLES, TARGET_TABLES, NUM_TOKENS = ((3, 9, 1),), ((8, 0, 5),), 10
+CRAWL_S = 0.2
+
+
+class Crawling(FaultyTransport):
+    """Its reads are not said to have ended before a while has passed."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.reads, self.late = {}, []
+
+    def post(self, peer, copies, direction):
+        ticket = super().post(peer, copies, direction)
+        if direction is Direction.READ:
+            self.reads[ticket] = time.monotonic() + CRAWL_S
+        return ticket
+
+    def poll(self):
+        now, ended = time.monotonic(), [*self.late, *super().poll()]
+        self.late = [completion for completion in ended if self.reads.get(completion.ticket, 0.0) > now]
+        return [completion for completion in ended if completion not in self.late]
+
+
+@pytest.mark.parametrize("may_turn", [False, True])
+def test_a_source_writes_where_reading_crawls(make_rank, may_turn):
+    source, target = (
+        make_rank("p0", SHAPE),
+        make_rank("d0", SHAPE, wrap=Crawling, may_turn=may_turn, digest=Policy.FULL, staging=NO_STAGING),
+    )
+    oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS))
+    reference = source.agent.lease(LeaseWanted("r1", new_lease_id(), SOURCE_TABLES, NUM_TOKENS))
+    target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
+    # Every byte was compared with the source's own.
+    assert target.next_notice(Fetched).report.verified == Policy.FULL
+    source.next_notice(SourceFree)
+    (met,) = target.agent.met
+    (finding,) = met.findings
+    assert "reading over shm is" in finding.what
+    assert target.agent.counts["transport_warnings", "shm"] == int(not may_turn)
+    # Who writes has met whom it writes to.
+    assert len(source.agent.met) == int(may_turn)
