@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvferry.session.source import SourceSession
 from kvferry.session.target import TargetSession
 from kvferry.testing.simulation import planted_sources as sources
+from kvferry.testing.simulation import planted_staging as staging
 from kvferry.testing.simulation import planted_targets as targets
 
 __all__ = ["NO_PLANT", "PLANTS", "Plant"]
@@ -50,6 +51,16 @@ _ALL = (
     Plant("early-free", "blocks are given back though they are being written from", source=sources.EarlyFree),
     Plant("early-word", "an abort is acknowledged though its write is open", source=sources.EarlyWord),
     Plant("no-expiry", "a lease that nobody asks for never ends", source=sources.NoExpiry),
+    Plant("cancel-ends", "a slot is given back though a read into it is open", target=staging.CancelEnds),
+    Plant("forget-slots", "a slot is given back though its source may still write to it", target=staging.ForgetSlots),
+    Plant("scatter-again", "a slot is scattered whenever it is told of", target=staging.ScatterAgain),
+    Plant("lost-release", "a slot is not given back after its scatter has failed", target=staging.LostRelease),
+    Plant("keep-wish", "a slot that is not wanted any more is waited for", source=staging.KeepWish),
+    Plant("cancel-written", "a slot is given back though it is being written", source=staging.SourceCancelEnds),
+    Plant("late-pack", "a slot is written though its claim has ended", source=staging.LatePack),
+    Plant("pack-again", "a slot is written whenever it is asked for", source=staging.PackAgain),
+    Plant("no-gather", "a slot is written before all of it is gathered", source=staging.NoGather),
+    Plant("always-clean", "a write that ended badly counts as one that has landed", source=staging.AlwaysClean),
     Plant("keep-records", "leases that have ended are remembered for ever", source=sources.KeepRecords),
 )
 
