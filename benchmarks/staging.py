@@ -3,8 +3,9 @@
     python benchmarks/staging.py > benchmarks/results/staging.json
 
 Prints JSON. Between blocks of a cache and a contiguous staging buffer (gather, scatter), and from blocks to blocks in
-one pass, which is what `shm` does. Every repeat measures everything once, so that what else the machine does hits all
-alike; figures are medians. All of them use one thread.
+one pass, which is what `shm` does; `posted` is the same with all that shm does around it. Every repeat measures
+everything once, so that what else the machine does hits all alike; figures are medians. All of them use one thread, and
+what is measured is the processor time of that thread: none of them waits for anything but memory.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ import argparse
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from measuring import Work, interleaved, machine, say
+from measuring import Work, machine, say
 
+from kvferry.plan.copies import Copies
 from kvferry.transport import copier, numpy_rows
-from kvferry.transport.pieces import Offsets, Side, View
+from kvferry.transport.base import Direction
+from kvferry.transport.copying import CopyQueue, Posting
+from kvferry.transport.pieces import Offsets, Pieces, Side, View
 
-ROW_BYTES = (64, 256, 512, 1 << 10, 4 << 10, 16 << 10, 64 << 10)
+ROW_BYTES = (64, 256, 1 << 10, 4 << 10, 64 << 10)
 BLOCK_ROWS = 16
 SEED = 11
 
@@ -84,8 +90,8 @@ def _places(order: str, num_rows: int) -> Offsets:
     return np.arange(num_rows) * int(order.split()[-1])
 
 
-def cases() -> Iterator[Case]:
-    for row_bytes in ROW_BYTES:
+def cases(lengths: Sequence[int]) -> Iterator[Case]:
+    for row_bytes in lengths:
         for order in ("1 of 2", "1 of 4", "blocks"):
             for way in ("gather", "scatter", "direct"):
                 yield Case(row_bytes, order, way)
@@ -122,45 +128,73 @@ def _copy_with_torch(source: Side, target: Side, length: Offsets) -> None:
         here.index_copy_(0, put, torch.index_select(there, 0, picked))
 
 
+def posted(source: Side, target: Side, length: Offsets) -> Work:
+    """What the shm transport does from a post to its completion, the checks of every row included."""
+    there, here = (Pieces.of([(_address(side.views[0]), side.views[0].size)], side.views) for side in (source, target))
+    columns = ((side.offset + _address(side.views[0])).astype(np.uint64) for side in (source, target))
+    copies = Copies(*columns, length.astype(np.uint64), len(length))
+
+    def work() -> None:
+        queue = CopyQueue()
+        queue.add(Posting("peer", here, there, copies, Direction.READ))
+        while not queue.run(16 << 20):
+            pass
+
+    return work
+
+
+def _address(view: View) -> int:
+    return int(view.__array_interface__["data"][0])
+
+
 def measure_case(case: Case, memory: Memory, copies: Mapping[str, Copy], repeats: int) -> dict[str, object]:
     """Milliseconds of each contestant and its share of memcpy's rate. Every copy is checked first."""
     rows = case.rows(memory)
     work: dict[str, Work] = {"memcpy": lambda: np.copyto(memory.staging, memory.source[: memory.total_bytes])}
     for name, copy in copies.items():
-        check(copy, rows)
         work[name] = lambda copy=copy: copy(*rows)
-    ms = interleaved(work, repeats)
-    say(
-        f"{case.row_bytes:6} {case.order:7} {case.way:8}"
-        + "".join(f" {k} {ms['memcpy'] / v:.2f}" for k, v in ms.items())
-    )
-    return {
-        "row_bytes": case.row_bytes,
-        "order": case.order,
-        "way": case.way,
-        "ms": {name: round(value, 2) for name, value in ms.items()},
-        "ratio_to_memcpy": {name: round(ms["memcpy"] / value, 2) for name, value in ms.items() if name != "memcpy"},
-    }
+    if case.way == "direct":
+        work["posted"] = posted(*rows)
+    for name, step in work.items():
+        if name != "memcpy":
+            check(step, rows)
+    ms = processor_ms(work, repeats)
+    ratios = {name: round(ms["memcpy"] / value, 2) for name, value in ms.items() if name != "memcpy"}
+    say(f"{case.row_bytes:6} {case.order:7} {case.way:8} {ratios}")
+    row = {"row_bytes": case.row_bytes, "order": case.order, "way": case.way}
+    return {**row, "ms": {name: round(value, 2) for name, value in ms.items()}, "ratio_to_memcpy": ratios}
 
 
-def check(copy: Copy, rows: tuple[Side, Side, Offsets]) -> None:
+def processor_ms(work: Mapping[str, Work], repeats: int) -> dict[str, float]:
+    """Median milliseconds of this thread, of work that takes turns."""
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(repeats):
+        for name, step in work.items():
+            began = time.thread_time()
+            step()
+            times[name].append((time.thread_time() - began) * 1000)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def check(copy: Work, rows: tuple[Side, Side, Offsets]) -> None:
+    """A thousand rows, wherever they are, bring what is at their source."""
     source, target, length = rows
-    row_bytes = int(length[0])
-    target.views[0][:] = 0
-    copy(*rows)
+    row_bytes, some = int(length[0]), np.random.default_rng(SEED).integers(0, len(length), 1000)
     there, here = (side.views[0].reshape(-1, row_bytes) for side in (source, target))
-    for part in range(0, len(length), 1 << 14):
-        picked, put = (side.offset[part : part + (1 << 14)] // row_bytes for side in (source, target))
-        assert np.array_equal(there[picked], here[put]), "other bytes"
+    picked, put = (side.offset[some] // row_bytes for side in (source, target))
+    here[put] = ~there[picked]
+    copy()
+    assert np.array_equal(there[picked], here[put]), "other bytes"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mebibytes", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--row-bytes", type=int, nargs="+", default=ROW_BYTES)
     arguments = parser.parse_args()
     copies, memory = contestants(), Memory.of(arguments.mebibytes << 20)
-    results = [measure_case(case, memory, copies, arguments.repeats) for case in cases()]
+    results = [measure_case(case, memory, copies, arguments.repeats) for case in cases(arguments.row_bytes)]
     head = {"machine": machine(), "total_bytes": memory.total_bytes, "repeats": arguments.repeats}
     print(json.dumps({**head, "load_average": os.getloadavg()[0], "cpu": results}, indent=1))
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from kvferry.plan.copies import Copies
 from kvferry.testing.transport_peer import PeerProcess, make_transport
+from kvferry.transport import copier
 from kvferry.transport.base import Direction, Transport
 from kvferry.transport.pieces import View
 from kvferry.transport.selftest import fill_probe
@@ -123,6 +124,7 @@ def report(seconds: dict[tuple[str, str, int], float], total_bytes: int, num_rep
     ]
     machine = {"processors": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
     head: dict[str, object] = {"total_bytes": total_bytes, "repeats": num_repeats, "numpy": np.__version__, **machine}
+    head["rows_copied_by"] = copier.current().name
     head["load_average"] = os.getloadavg()[0]
     return {**head, "memcpy_ms": round(base * 1e3, 2), "results": results}
 
@@ -134,6 +136,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     total_bytes = arguments.mebibytes << 20
+    copier.prepare()
+    copier.prepared(120)
     shared = allocate_shared(2 * total_bytes, "benchmark")
     near = np.frombuffer(shared.buffer, np.uint8)
     pattern = np.empty(2 * total_bytes, np.uint8)
