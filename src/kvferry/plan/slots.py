@@ -16,7 +16,7 @@ from kvferry.plan.copies import Column, Copies
 from kvferry.plan.layout import Layout
 from kvferry.plan.program import Program
 from kvferry.plan.request import Ranges, copies_for
-from kvferry.plan.staged import RegionStarts, Stages, Staging, Strategy, staged
+from kvferry.plan.staged import RegionStarts, Side, Stages, Staging, Strategy, staged
 from kvferry.plan.stretch import Stretch, stretch_tokens, stretches
 
 __all__ = ["Slot", "SlotPlan", "StagedRequest", "any_tables", "region_starts"]
@@ -44,10 +44,14 @@ class StagedRequest:
 
 
 class SlotPlan:
-    """The slots of a request, stretch after stretch; each stretch is planned when it is looked at."""
+    """The slots of a request, stretch after stretch; each stretch is planned when it is looked at.
 
-    def __init__(self, request: StagedRequest) -> None:
+    Of a packed slot only the copies of one `side` are planned, if only they are needed.
+    """
+
+    def __init__(self, request: StagedRequest, side: Side = Side.BOTH) -> None:
         self._request = request
+        self._side = side
         self.stretches: tuple[Stretch, ...] = stretches(
             request.ranges, stretch_tokens(request.program, request.slot_bytes)
         )
@@ -65,8 +69,10 @@ class SlotPlan:
         request = self._request
         tables = request.source_tables, request.target_tables
         copies = copies_for(request.program, *tables, request.ranges, self.stretches[number])
-        stages = staged(copies, request.strategy, Staging(0, 0, request.slot_bytes), request.starts)
+        stages = staged(copies, request.strategy, Staging(0, 0, request.slot_bytes), request.starts, self._side)
         size, total = request.slot_bytes, copies.num_bytes
+        if 0 < total <= size:
+            return (Slot(total, stages),)
         return tuple(
             _slot(stages, request.strategy, first, min(size, total - first)) for first in range(0, total, size)
         )

@@ -15,12 +15,22 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.errors import ConfigurationError
-from kvferry.plan.copies import Column, Copies, merge
+from kvferry.plan.copies import Column, Copies
 
-__all__ = ["RegionStarts", "Stages", "Staging", "Strategy", "direct", "pack", "scatter", "source_runs", "staged"]
+__all__ = [
+    "RegionStarts",
+    "Side",
+    "Stages",
+    "Staging",
+    "Strategy",
+    "direct",
+    "pack",
+    "scatter",
+    "source_runs",
+    "staged",
+]
 
 _ADDRESS_LIMIT = 1 << 63
 
@@ -31,6 +41,14 @@ class Strategy(StrEnum):
     DIRECT = "direct"
     SCATTER = "scatter"
     PACK = "pack"
+
+
+class Side(StrEnum):
+    """Who plans: a rank that carries out one side of a transfer has no use for the copies of the other."""
+
+    SOURCE = "source"
+    TARGET = "target"
+    BOTH = "both"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +95,7 @@ class RegionStarts:
 class Stages:
     """What happens in turn: `gather` within the source, `wire` between the ranks, `scatter` within the target.
 
-    A stage without rows does not take place.
+    A stage without rows does not take place, or it is the other rank's and only one side is planned.
     """
 
     gather: Copies
@@ -85,13 +103,15 @@ class Stages:
     scatter: Copies
 
 
-def staged(copies: Copies, strategy: Strategy, staging: Staging, starts: RegionStarts) -> Stages:
-    """The stages of one strategy for these rows."""
+def staged(
+    copies: Copies, strategy: Strategy, staging: Staging, starts: RegionStarts, side: Side = Side.BOTH
+) -> Stages:
+    """The stages of one strategy for these rows; those of `pack` that only the other side needs are left out."""
     if strategy is Strategy.DIRECT:
         return direct(copies)
     if strategy is Strategy.SCATTER:
         return scatter(copies, staging, starts)
-    return pack(copies, staging, starts)
+    return pack(copies, staging, starts, side)
 
 
 def direct(copies: Copies) -> Stages:
@@ -112,7 +132,7 @@ def scatter(copies: Copies, staging: Staging, starts: RegionStarts) -> Stages:
     )
 
 
-def pack(copies: Copies, staging: Staging, starts: RegionStarts) -> Stages:
+def pack(copies: Copies, staging: Staging, starts: RegionStarts, side: Side = Side.BOTH) -> Stages:
     """The source gathers into staging, the wire carries whole slots, and the target puts each row in its place.
 
     The order is that of the target's addresses: only one side can have long runs, and the target is the side that
@@ -121,11 +141,12 @@ def pack(copies: Copies, staging: Staging, starts: RegionStarts) -> Stages:
     """
     rows = _sorted_by(copies, copies.target)
     slot_bytes = staging.slot_bytes
-    return Stages(
-        gather=_to_staging(_laid(rows.source, rows, starts.source, slot_bytes), staging.source_address),
-        wire=_slots(copies.num_bytes, staging),
-        scatter=_from_staging(_laid(rows.target, rows, starts.target, slot_bytes), staging.target_address),
-    )
+    gather = scatter = _nothing()
+    if side is not Side.TARGET:
+        gather = _to_staging(_laid(rows.source, rows, starts.source, slot_bytes), staging.source_address)
+    if side is not Side.SOURCE:
+        scatter = _from_staging(_laid(rows.target, rows, starts.target, slot_bytes), staging.target_address)
+    return Stages(gather=gather, wire=_slots(copies.num_bytes, staging), scatter=scatter)
 
 
 def source_runs(copies: Copies, starts: Column) -> int:
@@ -153,13 +174,9 @@ def _ascends(column: Column) -> bool:
 def _sorted_by(copies: Copies, column: Column) -> Copies:
     if _ascends(column):
         return copies
-    order = np.argsort(column)
+    # Rows come in runs that ascend, one per layer or head: a stable sort merges these.
+    order = np.argsort(column, kind="stable")
     return Copies(copies.source[order], copies.target[order], copies.length[order], copies.pieces)
-
-
-def _regions(starts: Column, address: Column) -> NDArray[np.int64]:
-    """A number for the region that each row lies in."""
-    return np.searchsorted(starts, address, side="right")
 
 
 def _laid(address: Column, rows: Copies, starts: Column, slot_bytes: int) -> Copies:
@@ -170,14 +187,25 @@ def _laid(address: Column, rows: Copies, starts: Column, slot_bytes: int) -> Cop
     """
     if not len(rows):
         return _nothing()
-    offset = np.cumsum(rows.length) - rows.length
-    joined = merge(Copies(address, offset, rows.length, rows.pieces), _regions(starts, address))
-    return _cut(joined, slot_bytes)
+    length = rows.length
+    end = np.cumsum(length)
+    joins = np.flatnonzero(address[:-1] + length[:-1] == address[1:]) + 1
+    # The first row of a region never continues the row before it.
+    joins = joins[~np.isin(address[joins], starts)]
+    if not len(joins):
+        return _cut(Copies(address, end - length, length, rows.pieces), int(end[-1]), slot_bytes)
+    is_first = np.ones(len(address), np.bool_)
+    is_first[joins] = False
+    first = np.flatnonzero(is_first)
+    edges = np.append(end[first] - length[first], end[-1])
+    joined = Copies(address[first], edges[:-1], np.diff(edges), rows.pieces)
+    return _cut(joined, int(end[-1]), slot_bytes)
 
 
-def _cut(laid: Copies, slot_bytes: int) -> Copies:
-    """The same rows, none of which crosses a slot. `laid.target` are the offsets, back to back from 0."""
-    total = laid.num_bytes
+def _cut(laid: Copies, total: int, slot_bytes: int) -> Copies:
+    """The same rows, none of which crosses a slot. `laid.target` are the offsets, back to back from 0 to `total`."""
+    if total <= slot_bytes:
+        return laid
     cuts = np.arange(slot_bytes, total, slot_bytes, dtype=np.uint64)
     row = np.searchsorted(laid.target, cuts, side="right") - 1
     within = laid.target[row] < cuts

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvferry.errors import FerryError, TransferError
 from kvferry.plan.copies import Direction
 from kvferry.plan.slots import SlotPlan
-from kvferry.plan.staged import Strategy
+from kvferry.plan.staged import Side, Strategy
 from kvferry.session.events import (
     Acquired,
     Cancel,
@@ -45,7 +45,7 @@ class Carrying:
             yield Reply(peer, known.word())
         elif claim.strategy is Strategy.PACK:
             request = self._targets.request(claim, lease.wanted)
-            packing = lease.writes[key] = Packing(key, peer, request, SlotPlan(request), lease.num_ready)
+            packing = lease.writes[key] = Packing(key, peer, request, SlotPlan(request, Side.SOURCE), lease.num_ready)
             yield Reply(peer, packing.word())
         elif lease.num_ready < claim.num_tokens:
             writes = lease.writes[key] = StretchWrites.begun(key, peer, self._targets.request(claim, lease.wanted))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from kvferry.errors import RequestError
 from kvferry.plan.copies import Direction
 from kvferry.plan.slots import Slot, SlotPlan, StagedRequest
+from kvferry.plan.staged import Side
 from kvferry.session.events import (
     Acquire,
     Acquired,
@@ -105,7 +106,7 @@ class Packing:
         to exist."""
         self.num_ready = num_ready
         self.request = replace(self.request, source_tables=block_tables)
-        self.plan = SlotPlan(self.request)
+        self.plan = SlotPlan(self.request, Side.SOURCE)
         for key in [key for key in self.held if self._is_ready(key)]:
             yield from self._begin(key, self.held.pop(key))
 

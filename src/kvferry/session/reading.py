@@ -11,7 +11,7 @@ from kvferry.plan.digest import Policy
 from kvferry.plan.program import Program
 from kvferry.plan.request import copies_for
 from kvferry.plan.slots import SlotPlan, StagedRequest, any_tables
-from kvferry.plan.staged import Strategy
+from kvferry.plan.staged import Side, Strategy
 from kvferry.session.claims import ASKING, WAITING, claim_of, overdue
 from kvferry.session.events import Digested, Fetched, FetchWanted, PeerKey, Post, ReadKey, Send, SlotKey, Timing
 from kvferry.session.fetch import Broken, Fetch, Read, ReadState, Step, Way
@@ -151,7 +151,7 @@ class Reads:
             slot_bytes,
             binding.starts[key],
         )
-        yield from self.staged.begin(fetch, key, SlotPlan(request), now)
+        yield from self.staged.begin(fetch, key, SlotPlan(request, Side.TARGET), now)
 
     def packed(self, peer: Peer, packed: Packed, now: float) -> Iterator[Step]:
         """The source has written a slot."""
