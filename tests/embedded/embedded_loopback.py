@@ -29,12 +29,22 @@ def move(layouts: tuple[Layout, Layout], tables: tuple[BlockTables, BlockTables]
 
 
 @dataclass
+class Promise:
+    """What is still computed. `told` has how far it was, each time that somebody said; `over` is set at its end."""
+
+    num_tokens: int
+    told: list[int] = field(default_factory=list)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass
 class Offers:
     """What the source offers, by reference."""
 
     layout: Layout
     release: Callable[[str], None]
     tables: dict[str, BlockTables] = field(default_factory=dict)
+    promised: dict[str, Promise] = field(default_factory=dict)
 
 
 @dataclass
@@ -59,6 +69,17 @@ class Loopback:
         self.offers.tables[request_id] = block_tables
         return {"do_remote_prefill": True, "remote_request_id": request_id}
 
+    async def promise(self, request_id: str, num_tokens: int) -> dict[str, object]:
+        self.offers.promised[request_id] = Promise(num_tokens)
+        return {"do_remote_prefill": True, "remote_request_id": request_id}
+
+    def grow(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> None:
+        promise = self.offers.promised[request_id]
+        promise.told.append(num_tokens)
+        if num_tokens == promise.num_tokens:
+            self.offers.tables[request_id] = block_tables
+            promise.over.set()
+
     async def fetch(
         self, request_id: str, params: object, block_tables: list[list[int]], num_tokens: int
     ) -> TransferReport:
@@ -66,6 +87,8 @@ class Loopback:
         self.quarantined.append(request_id)
         await self.gate.wait()
         remote = params.get("remote_request_id") if isinstance(params, dict) else None
+        if remote in self.offers.promised:
+            await self.offers.promised[remote].over.wait()
         if not isinstance(remote, str) or remote not in self.offers.tables:
             self._fencing = asyncio.create_task(self._end_quarantine())
             raise TransferError("unknown_lease", "nobody offers this request", found=repr(remote))
@@ -77,6 +100,9 @@ class Loopback:
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
+        if request_id in self.offers.promised and not self.offers.promised[request_id].over.is_set():
+            self.offers.promised[request_id].over.set()
+            self.quarantined.append(request_id)
         self._fencing = asyncio.create_task(self._end_quarantine())
 
     def forgo(self, request_id: str, params: object) -> None:

@@ -20,13 +20,13 @@ DEADLINE_S = 30.0
 class Side:
     """One engine's transfer over a small cache of its own; `released` gets the ids whose blocks are free."""
 
-    def __init__(self, engine_id):
+    def __init__(self, engine_id, lease_s):
         size_bytes = SHAPE.num_blocks * SHAPE.block_tokens * MODEL.bytes_per_token
         self.shared = allocate_shared(size_bytes, engine_id)
         (layout,) = describe(MODEL, SHAPE, self.shared.memory.address)
         self.released = asyncio.Queue()
         self.loop = asyncio.get_running_loop()
-        timing = Timing(handshake_s=5.0, heartbeat_s=2.0, resend_s=0.5)
+        timing = Timing(lease_s=lease_s, handshake_s=5.0, heartbeat_s=2.0, resend_s=0.5)
         config = AgentConfig(engine_id, transport="shm", timing=timing)
         self.transfer = AgentTransfer(config, layout, self.shared.memory, self.release)
 
@@ -37,9 +37,9 @@ class Side:
         return await asyncio.wait_for(self.released.get(), DEADLINE_S)
 
 
-def with_two_sides(scenario):
+def with_two_sides(scenario, lease_s=30.0):
     async def run():
-        source, target = Side("p0"), Side("d0")
+        source, target = Side("p0", lease_s), Side("d0", lease_s)
         await source.transfer.start()
         await target.transfer.start()
         try:
@@ -223,3 +223,77 @@ def test_a_failure_is_one_line_with_the_request_and_both_epochs(caplog):
     assert sum("no cache for request q2: malformed" in line for line in lines) == 1
     assert " to d0 epoch " in first
     assert not any("\n" in line for line in lines)
+
+
+def test_a_promise_is_fetched_once_it_is_kept():
+    async def scenario(source, target):
+        params = await source.transfer.promise("r1", 7)
+        assert (params["remote_block_ids"], params["remote_num_tokens"]) == ([], 7)
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], 6))
+        source.transfer.grow("r1", [[1]], 4)
+        source.transfer.grow("r1", [[1, 3]], 7)
+        assert (await fetch).bytes == 6 * MODEL.bytes_per_token
+        assert await source.freed() == "r1"
+        source.transfer.grow("r1", [[1, 3]], 7)
+        assert dict(source.transfer.leases_ended) == {"done": 1}
+
+    with_two_sides(scenario)
+
+
+def test_a_promise_is_not_over_before_all_is_computed():
+    """The target wants fewer tokens than there will be, and has them before the last is computed."""
+
+    async def scenario(source, target):
+        params = await source.transfer.promise("r1", 7)
+        source.transfer.grow("r1", [[1, 3]], 6)
+        await target.transfer.fetch("q1", params, [[0, 5]], 6)
+        # Whatever the source has to say to that, it says before it grants another one.
+        other = await source.transfer.offer("r2", [[2]], 4)
+        await target.transfer.fetch("q2", other, [[6]], 3)
+        assert await source.freed() == "r2"
+        source.transfer.grow("r1", [[1, 3]], 7)
+        assert await source.freed() == "r1"
+        assert dict(source.transfer.leases_ended) == {"done": 2}
+
+    with_two_sides(scenario)
+
+
+def test_a_promise_is_kept_longer_than_a_lease_lives():
+    """Nothing is computed for so long that an offer of later ends."""
+
+    async def scenario(source, target):
+        params = await source.transfer.promise("r1", 7)
+        await source.transfer.offer("never", [[2]], 4)
+        assert await source.freed() == "never"
+        source.transfer.grow("r1", [[1, 3]], 7)
+        await target.transfer.fetch("q1", params, [[0, 5]], 6)
+        assert await source.freed() == "r1"
+
+    with_two_sides(scenario, lease_s=3.0)
+
+
+def test_a_promise_that_is_taken_back_ends_the_fetch_of_it():
+    async def scenario(source, target):
+        params = await source.transfer.promise("r1", 7)
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], 6))
+        source.transfer.grow("r1", [[1]], 4)
+        source.transfer.abort("r1")
+        assert await source.freed() == "r1"
+        with pytest.raises(TransferError):
+            await fetch
+        assert await target.freed() == "q1"
+        assert dict(source.transfer.leases_ended) == {"withdrawn": 1}
+
+    with_two_sides(scenario)
+
+
+def test_a_dead_agent_promises_nothing_and_gives_back_what_it_had():
+    async def scenario(source, target):
+        await source.transfer.promise("r1", 7)
+        await source.transfer.close()
+        assert await source.freed() == "r1"
+        source.transfer.grow("r1", [[1, 3]], 7)
+        with pytest.raises(TransferError, match="has stopped"):
+            await source.transfer.promise("r2", 7)
+
+    with_two_sides(scenario)

@@ -13,6 +13,7 @@ __all__ = [
     "Held",
     "Job",
     "Produced",
+    "Progressed",
     "Settings",
     "Stopped",
 ]
@@ -40,7 +41,8 @@ class Settings:
 class Job:
     """One request as the engine sees it. The cache of the first `num_cached` tokens is in its blocks already.
 
-    With `hold` its blocks stay as they are after the last token, until they are freed by command.
+    With `hold` its blocks stay as they are after the last token, until they are freed by command. With `tells_progress`
+    it says how far its prompt is computed, where that can be relied upon.
     """
 
     request_id: str
@@ -49,6 +51,7 @@ class Job:
     stop_token_ids: frozenset[int]
     num_cached: int
     hold: bool
+    tells_progress: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,15 @@ class Allocated:
 
     request_id: str
     block_tables: BlockTables
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """The first `num_tokens` tokens of a held request are in these blocks and stay as they are; others are computed."""
+
+    request_id: str
+    block_tables: BlockTables
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,4 +119,4 @@ class Stopped:
     reason: str
 
 
-Event = Allocated | Held | Freed | Produced | Stopped
+Event = Allocated | Progressed | Held | Freed | Produced | Stopped

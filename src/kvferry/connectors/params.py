@@ -7,7 +7,7 @@ back from a client, so nothing in them is believed: they are checked here, and t
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -20,7 +20,7 @@ from msgspec import Meta
 from kvferry.errors import TransferError
 from kvferry.wire.messages import Reason, Reference
 
-__all__ = ["Reach", "Remote", "from_params", "to_params"]
+__all__ = ["Reach", "Remote", "from_params", "to_params", "wants_early"]
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Address = Annotated[str, Meta(max_length=64)]
@@ -57,10 +57,19 @@ class _Params(msgspec.Struct, frozen=True):
     kvferry: _Ours
 
 
+def wants_early(params: Mapping[str, object]) -> bool:
+    """Whether a prefill leg is asked for its reference as soon as it has begun: `{"kvferry": {"early": true}}`."""
+    ours = params.get("kvferry")
+    return isinstance(ours, dict) and ours.get("early") is True
+
+
 def to_params(
     reference: Reference, addresses: Sequence[str], block_tables: Sequence[Sequence[int]], num_tokens: int
 ) -> dict[str, object]:
-    """The parameters for the decode side, as JSON-ready values. One block list when there is one cache group."""
+    """The parameters for the decode side, as JSON-ready values. One block list when there is one cache group.
+
+    The lists say nothing that we rely on; they are empty while the blocks are not known.
+    """
     first = urlsplit(addresses[0])
     return {
         "do_remote_prefill": True,

@@ -33,6 +33,7 @@ from kvferry.connectors.jobs import (
     Held,
     Job,
     Produced,
+    Progressed,
     Settings,
     Stopped,
 )
@@ -52,12 +53,16 @@ Command = Callable[["FerryScheduler"], None]
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """What the parts that live in the engine's thread share; only `commands` is used from other threads."""
+    """What the parts that live in the engine's thread share; only `commands` is used from other threads.
+
+    `num_told` has the requests whose progress is told, with how far they were when that was done last.
+    """
 
     emit: Callable[[Event], None]
     commands: queue.SimpleQueue[Command] = field(default_factory=queue.SimpleQueue)
     hold_ids: set[str] = field(default_factory=set)
     num_computed: dict[str, int] = field(default_factory=dict)
+    num_told: dict[str, int] = field(default_factory=dict)
 
 
 class FerryScheduler(FIFOScheduler):  # type: ignore[misc]
@@ -68,7 +73,7 @@ class FerryScheduler(FIFOScheduler):  # type: ignore[misc]
         super().__init__(**arguments)
 
     def clear_cancelled_requests(self) -> list[Any]:
-        """Run the commands, then free what they cancelled."""
+        """Run the commands, free what they cancelled, and say how far the others are."""
         for _ in range(self._desk.commands.qsize()):
             self._desk.commands.get_nowait()(self)
         freed_ids = sorted(self._requests_to_cancel)
@@ -76,8 +81,18 @@ class FerryScheduler(FIFOScheduler):  # type: ignore[misc]
         for request_id in freed_ids:
             self._desk.hold_ids.discard(request_id)
             self._desk.num_computed.pop(request_id, None)
+            self._desk.num_told.pop(request_id, None)
             self._desk.emit(Freed(request_id))
+        self._tell_progress()
         return states
+
+    def _tell_progress(self) -> None:
+        """Upstream moves `position_offset` on when it prepares a step: only between steps is so much really there."""
+        for request_id, num_told in self._desk.num_told.items():
+            state = self.active_requests.get(request_id)
+            if state is not None and state.position_offset > num_told:
+                self._desk.num_told[request_id] = state.position_offset
+                self._desk.emit(Progressed(request_id, self.tables(request_id), state.position_offset))
 
     def finish_request(self, request_id: str) -> None:
         """Upstream frees the blocks here; those of a held request stay in its block tables instead."""
@@ -85,6 +100,7 @@ class FerryScheduler(FIFOScheduler):  # type: ignore[misc]
             super().finish_request(request_id)
             return
         self.active_requests.pop(request_id, None)
+        self._desk.num_told.pop(request_id, None)
         self._desk.emit(Held(request_id, self.tables(request_id)))
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
@@ -121,7 +137,19 @@ class FerryScheduler(FIFOScheduler):  # type: ignore[misc]
         if job.hold:
             self._desk.hold_ids.add(job.request_id)
             self._store(job.request_id, len(job.prompt))
+        if job.tells_progress and self._keeps(len(job.prompt)):
+            self._desk.num_told[job.request_id] = 0
         self.add_waiting_request(state)
+
+    def _keeps(self, num_tokens: int) -> bool:
+        """Whether what is computed of a prompt stays where it is until all of it is.
+
+        A ring that is smaller than the prompt is written over by the steps that follow: of such a model nothing can be
+        promised before the last one. Other blocks change hands only when a request is ended, since admission leaves
+        upstream no reason to move one out of the cache.
+        """
+        rings = [_ring(allocator) for allocator in self.cache.cache_allocators.values()]
+        return all(not ring or num_tokens <= ring for ring in rings)
 
     def _store(self, request_id: str, num_tokens: int) -> bool:
         """Blocks in ascending order: neighbours in the pool then travel as one piece."""

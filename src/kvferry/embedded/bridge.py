@@ -15,7 +15,16 @@ from kvferry.errors import TransferError
 from kvferry.plan.copies import Direction
 from kvferry.plan.layout import Layout
 from kvferry.plan.tokens import TokenRange
-from kvferry.session.events import Failed, Fetched, FetchWanted, LeaseWanted, SourceFree, Stopped, TargetFree
+from kvferry.session.events import (
+    Failed,
+    Fetched,
+    FetchWanted,
+    LeaseGrown,
+    LeaseWanted,
+    SourceFree,
+    Stopped,
+    TargetFree,
+)
 from kvferry.transport.base import Memory
 from kvferry.transport.opening import open_transports
 from kvferry.wire.messages import Reason
@@ -25,6 +34,9 @@ __all__ = ["AgentCollector", "AgentTransfer"]
 logger = logging.getLogger(__name__)
 
 Settled = Fetched | Failed
+
+# So often within a lease its agent hears that a prompt is still being computed.
+WORDS_PER_LEASE = 3
 
 
 class AgentTransfer:
@@ -43,9 +55,12 @@ class AgentTransfer:
         self._waiting: dict[str, asyncio.Future[Settled]] = {}
         # Requests whose blocks the agent will give back by a notice, unless it stops before.
         self._owed: set[str] = set()
-        self._is_written = config.direction is Direction.WRITE
+        self._is_written = config.direction is Direction.WRITE or config.may_turn
         # The lease of each offered request: only who knows its id may end it.
         self._lease_ids: dict[str, str] = {}
+        # What is promised and not all computed yet: how many tokens it will have.
+        self._growing: dict[str, int] = {}
+        self._word_s = config.timing.lease_s / WORDS_PER_LEASE
         self.leases_ended: Counter[str] = Counter()
         self._over = asyncio.Event()
 
@@ -70,13 +85,37 @@ class AgentTransfer:
 
     async def offer(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> dict[str, object]:
         """Lease a computed prompt's blocks; the answer goes through the HTTP layer. Raises TransferError."""
+        return self._lease(LeaseWanted(request_id, new_lease_id(), _tables(block_tables), num_tokens))
+
+    async def promise(self, request_id: str, num_tokens: int) -> dict[str, object]:
+        """Lease a prompt's blocks before they are computed. Raises TransferError."""
+        nowhere = ((),) * self._num_groups
+        params = self._lease(LeaseWanted(request_id, new_lease_id(), nowhere, num_tokens, is_growing=True))
+        self._growing[request_id] = num_tokens
+        self._loop.call_later(self._word_s, self._keep_promise, request_id)
+        return params
+
+    def grow(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> None:
+        """More of what was promised is computed."""
+        if request_id not in self._growing:
+            return
+        if num_tokens == self._growing[request_id]:
+            del self._growing[request_id]
+        self.agent.grow(LeaseGrown(request_id, _tables(block_tables), num_tokens))
+
+    def _keep_promise(self, request_id: str) -> None:
+        """A prompt may wait for its turn, or a step may take, longer than a lease lives: no news is news as well."""
+        if request_id in self._growing:
+            self.agent.grow(LeaseGrown(request_id, ((),) * self._num_groups, 0))
+            self._loop.call_later(self._word_s, self._keep_promise, request_id)
+
+    def _lease(self, wanted: LeaseWanted) -> dict[str, object]:
         if self.failure:
             raise _gone()
-        self._owed.add(request_id)
-        tables = tuple(tuple(table) for table in block_tables)
-        reference = self.agent.lease(LeaseWanted(request_id, new_lease_id(), tables, num_tokens))
-        self._lease_ids[request_id] = reference.lease_id
-        return to_params(reference, [self.agent.address], block_tables, num_tokens)
+        self._owed.add(wanted.request_id)
+        reference = self.agent.lease(wanted)
+        self._lease_ids[wanted.request_id] = reference.lease_id
+        return to_params(reference, [self.agent.address], wanted.block_tables, wanted.num_tokens)
 
     async def fetch(
         self, request_id: str, params: object, block_tables: list[list[int]], num_tokens: int
@@ -176,6 +215,7 @@ class AgentTransfer:
     def _stopped(self) -> None:
         """Our transports are closed: whoever waits gets an error, and its blocks back where no source may write."""
         self._over.set()
+        self._growing.clear()
         for request_id in list(self._waiting):
             self._settle(Failed(request_id, _gone()))
         for request_id in [owed for owed in self._owed if owed in self._lease_ids or not self._is_written]:
@@ -192,6 +232,7 @@ class AgentTransfer:
 
     def _free(self, request_id: str) -> None:
         self._lease_ids.pop(request_id, None)
+        self._growing.pop(request_id, None)
         self._owed.discard(request_id)
         self._release(request_id)
 
@@ -207,9 +248,13 @@ class AgentTransfer:
 
 
 def _wanted(request_id: str, remote: Remote, block_tables: Sequence[Sequence[int]], num_tokens: int) -> FetchWanted:
-    tables = tuple(tuple(table) for table in block_tables)
+    tables = _tables(block_tables)
     ranges = (TokenRange(0, num_tokens),) * len(tables)
     return FetchWanted(request_id, remote.reference, remote.addresses, tables, ranges)
+
+
+def _tables(block_tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(table) for table in block_tables)
 
 
 def _one_line(error: TransferError) -> str:

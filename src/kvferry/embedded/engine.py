@@ -7,13 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from kvferry.connectors.jobs import Allocated, Event, Freed, Held, Job, Produced, Settings, Stopped
+from kvferry.connectors.jobs import (
+    Allocated,
+    BlockTables,
+    Event,
+    Freed,
+    Held,
+    Job,
+    Produced,
+    Progressed,
+    Settings,
+    Stopped,
+)
 from kvferry.connectors.transformers import Core
 from kvferry.embedded.admission import Admission, Ledger, blocks_for, longest, quotas
-from kvferry.embedded.entry import Entry, Prefilled, Request, Token
+from kvferry.embedded.entry import Entry, Grown, Prefilled, Request, Token
 from kvferry.errors import FerryError, PromptTooLongError, RequestError
 from kvferry.plan.layout import Layout
 from kvferry.transport.base import Memory
@@ -95,9 +107,29 @@ class Engine:
         with contextlib.ExitStack() as undo:
             undo.callback(self._release, request.request_id)
             self._core.admit(_job(request, 1, num_cached=0, hold=True))
-            first, tables = await _next(entry.tokens), await _next(entry.tables)
+            first, held = await _next(entry.tokens), await _next(entry.grown)
             undo.pop_all()
-        return Prefilled(first, len(request.prompt), tables)
+        return Prefilled(first, held.num_tokens, held.block_tables)
+
+    async def begin(self, request: Request) -> None:
+        """Begin what `prefill` does and return when it has room; `finish` goes on. Blocks are held until `release`.
+
+        Raises as `prefill`.
+        """
+        await self._admit(request, len(request.prompt), lent=True)
+        self._core.admit(replace(_job(request, 1, num_cached=0, hold=True), tells_progress=True))
+
+    async def finish(self, request_id: str, tell: Callable[[list[list[int]], int], None]) -> Prefilled:
+        """Wait for a prompt that has begun. `tell` gets its block tables and how many tokens in them are computed and
+        stay as they are, whenever there are more of them; for some models there is nothing to tell before the end.
+
+        Raises RequestError for a request that has not begun or is released meanwhile, FerryError when the engine
+        cannot answer.
+        """
+        entry = self._lent(request_id)
+        while (grown := await _next(entry.grown)).num_tokens < len(entry.request.prompt):
+            tell(grown.block_tables, grown.num_tokens)
+        return Prefilled(await _next(entry.tokens), grown.num_tokens, grown.block_tables)
 
     async def generate(self, request: Request) -> AsyncGenerator[Token, None]:
         """Answer a request with nothing but this engine. Closing the iterator frees the blocks. Raises as `prefill`."""
@@ -114,9 +146,9 @@ class Engine:
         with contextlib.ExitStack() as undo:
             undo.callback(self._release, request.request_id)
             self._core.allocate(request.request_id, len(request.prompt))
-            tables = await _next(entry.tables)
+            reserved = await _next(entry.grown)
             undo.pop_all()
-        return tables
+        return reserved.block_tables
 
     async def resume(self, request_id: str, num_received: int) -> AsyncGenerator[Token, None]:
         """Go on after the first `num_received` tokens of a reserved request's prompt: their cache has landed.
@@ -124,9 +156,7 @@ class Engine:
         From now on the blocks are the engine's again. Raises RequestError for a request that is not reserved, and
         for a number that leaves no token to compute.
         """
-        entry = self._entries.get(request_id)
-        if entry is None or not entry.lent or entry.freeing:
-            raise RequestError("nothing is reserved for this request", found=request_id)
+        entry = self._lent(request_id)
         if not 0 <= num_received < len(entry.request.prompt):
             raise RequestError(
                 "at least the last token of a prompt must be computed here",
@@ -157,6 +187,13 @@ class Engine:
             undo.callback(self._forget, request.request_id)
             await self._admission.acquire(request.request_id, blocks_for(self._groups, num_tokens))
             undo.pop_all()
+        return entry
+
+    def _lent(self, request_id: str) -> Entry:
+        """A request that has begun or is reserved. Raises RequestError when there is none."""
+        entry = self._entries.get(request_id)
+        if entry is None or not entry.lent or entry.freeing:
+            raise RequestError("nothing is reserved for this request", found=request_id)
         return entry
 
     def _check(self, request: Request) -> None:
@@ -220,9 +257,11 @@ class Engine:
     def _handle(self, event: Event) -> None:
         match event:
             case Allocated(request_id, tables):
-                self._allocated(request_id, tables)
+                self._grown(request_id, tables, 0)
+            case Progressed(request_id, tables, num_tokens):
+                self._grown(request_id, tables, num_tokens)
             case Held(request_id, tables):
-                self._allocated(request_id, tables)
+                self._held(request_id, tables)
             case Freed(request_id):
                 self._forget(request_id)
             case Produced():
@@ -230,12 +269,16 @@ class Engine:
             case Stopped(reason):
                 self._stopped(reason or "it was stopped")
 
-    def _allocated(self, request_id: str, tables: tuple[tuple[int, ...], ...]) -> None:
+    def _held(self, request_id: str, tables: BlockTables) -> None:
+        if entry := self._entries.get(request_id):
+            self._grown(request_id, tables, len(entry.request.prompt))
+
+    def _grown(self, request_id: str, tables: BlockTables, num_tokens: int) -> None:
         entry = self._entries.get(request_id)
         if entry is None:
             return
         if tables:
-            entry.tables.put_nowait([list(table) for table in tables])
+            entry.grown.put_nowait(Grown(num_tokens, [list(table) for table in tables]))
         else:
             entry.fail(RequestError("the engine had no blocks left for an admitted request", found=request_id))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import FerryError
 
-__all__ = ["Entry", "Prefilled", "Request", "Token"]
+__all__ = ["Entry", "Grown", "Prefilled", "Request", "Token"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,14 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class Grown:
+    """Where a request's cache is, or will be: `block_tables`, one per cache group. `num_tokens` of it are computed."""
+
+    num_tokens: int
+    block_tables: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilled:
     """A computed prompt: `block_tables` (one per cache group) hold the cache of all its `num_tokens` tokens."""
 
@@ -46,15 +54,16 @@ class Prefilled:
 
 @dataclass(slots=True)
 class Entry:
-    """A request that owns, or waits for, blocks. The last item of `tokens` is a finishing token or an error."""
+    """A request that owns, or waits for, blocks. The last item of `tokens` is a finishing token or an error, that of
+    `grown` all of a held prompt or an error."""
 
     request: Request
     lent: bool
     tokens: asyncio.Queue[Token | FerryError] = field(default_factory=asyncio.Queue)
-    tables: asyncio.Queue[list[list[int]] | FerryError] = field(default_factory=asyncio.Queue)
+    grown: asyncio.Queue[Grown | FerryError] = field(default_factory=asyncio.Queue)
     num_seen: int = 0
     freeing: bool = False
 
     def fail(self, error: FerryError) -> None:
         self.tokens.put_nowait(error)
-        self.tables.put_nowait(error)
+        self.grown.put_nowait(error)

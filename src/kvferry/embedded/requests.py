@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvferry.connectors.params import wants_early
 from kvferry.errors import RequestError
 
 __all__ = ["Ask", "ChatBody", "CompletionBody", "Leg", "check", "decode_chat", "decode_completion", "decode_release"]
@@ -77,10 +78,14 @@ class ReleaseBody(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """Which part of a disaggregated request this is: `prefill`, `decode`, or `whole`; `params` is untrusted."""
+    """Which part of a disaggregated request this is: `prefill`, `decode`, or `whole`; `params` is untrusted.
+
+    A prefill leg that `is_early` gives its reference before it has computed anything.
+    """
 
     kind: str
     params: dict[str, Any]
+    is_early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +154,10 @@ def check(body: CompletionBody | ChatBody) -> Ask:
             hint="set temperature to 0",
         )
     leg = _leg(body.kv_transfer_params or {})
-    if leg.kind == "prefill" and body.stream:
+    if leg.kind == "prefill" and body.stream and not leg.is_early:
         raise RequestError("a prefill leg gives one answer", found="stream", hint="set stream to false")
+    if leg.is_early and not body.stream:
+        raise RequestError("an early reference needs a stream to come in", found="no stream", hint="set stream to true")
     return Ask(
         max_new_tokens=_max_new_tokens(body),
         default_new_tokens=MAX_TOKENS_CHAT if isinstance(body, ChatBody) else MAX_TOKENS_COMPLETION,
@@ -209,7 +216,7 @@ def _leg(params: dict[str, Any]) -> Leg:
             found="do_remote_decode and do_remote_prefill",
             expected="one of them",
         )
-    return Leg("prefill" if source else "decode" if target else "whole", params)
+    return Leg("prefill" if source else "decode" if target else "whole", params, source and wants_early(params))
 
 
 def _max_new_tokens(body: CompletionBody | ChatBody) -> int:

@@ -77,6 +77,9 @@ class Responder:
 
     async def _stream(self, piece: Piece, pieces: AsyncGenerator[Piece, None], send: Send) -> None:
         await _start_stream(send, self._headers)
+        if piece.reference:
+            # Only an early leg has one so soon; its caller can begin with the other leg at once.
+            await _send(send, sse(self._envelope.around(self._shape.chunk_kind, []) | _reference_of(piece)))
         for choice in self._shape.opening():
             await _send(send, sse(self._envelope.around(self._shape.chunk_kind, [choice])))
         num_tokens = len(piece.token_ids)
@@ -96,7 +99,8 @@ class Responder:
         await _send(send, SSE_DONE, more=False)
 
     async def _send_piece(self, piece: Piece, send: Send) -> None:
-        if not (piece.text or piece.finish_reason or self._call.ask.return_token_ids):
+        is_shown = piece.token_ids and self._call.ask.return_token_ids
+        if not (piece.text or piece.finish_reason or is_shown):
             return
         choice = self._with_ids(self._shape.chunk(piece), piece.token_ids)
         chunk = self._envelope.around(self._shape.chunk_kind, [choice])
@@ -138,9 +142,11 @@ def error_response(error: FerryError, failure: str, headers: dict[str, str]) -> 
 
 def _with_report(body: dict[str, Any], piece: Piece) -> dict[str, Any]:
     body["kvferry"] = piece.report.as_json()
-    if piece.reference:
-        body["kv_transfer_params"] = piece.reference
-    return body
+    return body | _reference_of(piece)
+
+
+def _reference_of(piece: Piece) -> dict[str, Any]:
+    return {"kv_transfer_params": piece.reference} if piece.reference else {}
 
 
 async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> bool:

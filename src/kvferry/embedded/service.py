@@ -7,18 +7,20 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jinja2
 
 from kvferry.embedded.engine import Engine
-from kvferry.embedded.entry import Request, Token
+from kvferry.embedded.entry import Prefilled, Request, Token
 from kvferry.embedded.readiness import Readiness
 from kvferry.embedded.report import Metrics, Report
 from kvferry.embedded.requests import Ask
 from kvferry.embedded.text import TextStream
 from kvferry.embedded.transfer import Transfer
 from kvferry.errors import ConfigurationError, PromptTooLongError, RequestError, TransferError
+from kvferry.wire.messages import Reason
 
 __all__ = ["Call", "Piece", "ServeInfo", "Service"]
 
@@ -55,7 +57,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer. The last one has a `finish_reason`, the report, and a prefill leg's reference."""
+    """A part of an answer. The last one has a `finish_reason`, the report, and a prefill leg's reference.
+
+    That of an early leg comes in its first piece as well, which has nothing else.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -114,6 +119,8 @@ class Service:
     async def answer(self, call: Call) -> AsyncGenerator[Piece, None]:
         """The pieces of an answer; closing the iterator ends the request. Raises FerryError."""
         match call.ask.leg.kind:
+            case "prefill" if call.ask.leg.is_early:
+                pieces = self._prefill_early(call)
             case "prefill":
                 yield await self._prefill(call)
                 return
@@ -134,7 +141,37 @@ class Service:
             undo.callback(self._transfer.abort, request_id)
             reference = await self._transfer.offer(request_id, prefilled.block_tables, prefilled.num_tokens)
             undo.pop_all()
-        first = prefilled.first
+        return self._prefilled(call, prefilled.first, reference)
+
+    async def _prefill_early(self, call: Call) -> AsyncGenerator[Piece, None]:
+        """The reference first. From then on the blocks come back through the transfer only, however this ends."""
+        request_id = call.request.request_id
+        await self.engine.begin(replace(call.request, max_new_tokens=1))
+        with ExitStack() as undo:
+            undo.callback(self.engine.release, request_id)
+            reference = await self._transfer.promise(request_id, len(call.request.prompt))
+            undo.pop_all()
+        with ExitStack() as undo:
+            undo.callback(self._transfer.abort, request_id)
+            yield Piece("", (), "", reference=reference)
+            prefilled = await self._finish(request_id)
+            self._transfer.grow(request_id, prefilled.block_tables, prefilled.num_tokens)
+            undo.pop_all()
+        yield self._prefilled(call, prefilled.first, reference)
+
+    async def _finish(self, request_id: str) -> Prefilled:
+        """Raises TransferError when the cache is not wanted any more before it is computed."""
+        try:
+            return await self.engine.finish(request_id, partial(self._transfer.grow, request_id))
+        except RequestError as error:
+            raise TransferError(
+                Reason.ABORTED,
+                "nobody waits for this prompt's cache any more",
+                found=str(error),
+                hint="the decode leg has given up, or the reference was released",
+            ) from error
+
+    def _prefilled(self, call: Call, first: Token, reference: dict[str, object]) -> Piece:
         report = Report(tokens_computed=first.num_computed)
         self.metrics.count_answer(report, 1)
         text = TextStream(self.engine.tokenizer, call.ask.stops).push(first.token_id, last=True)

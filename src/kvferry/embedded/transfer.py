@@ -48,6 +48,17 @@ class Transfer(Protocol):
         """Let others fetch a prompt's cache. Returns the reference that goes through the HTTP layer (plain JSON)."""
         ...
 
+    async def promise(self, request_id: str, num_tokens: int) -> dict[str, object]:
+        """Offer a prompt's cache before it is computed; `grow` says how far it is. Returns the reference at once.
+
+        It stays promised, however long that takes, until all is computed: from then on it is an offer like any other.
+        """
+        ...
+
+    def grow(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> None:
+        """The first `num_tokens` tokens of what was promised are in these blocks, and stay. Unknown ids are fine."""
+        ...
+
     async def fetch(
         self, request_id: str, params: object, block_tables: list[list[int]], num_tokens: int
     ) -> TransferReport:
@@ -79,6 +90,12 @@ class NoTransfer:
 
     async def offer(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> dict[str, object]:
         raise _alone()
+
+    async def promise(self, request_id: str, num_tokens: int) -> dict[str, object]:
+        raise _alone()
+
+    def grow(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> None:
+        return
 
     async def fetch(
         self, request_id: str, params: object, block_tables: list[list[int]], num_tokens: int

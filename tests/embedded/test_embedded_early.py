@@ -1,0 +1,186 @@
+"""A prefill leg that gives its reference before its prompt is computed, and says how far it is."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+from embedded_server import Served
+from embedded_support import DEADLINE_S, Loop, request
+
+from kvferry.connectors.jobs import Produced
+from kvferry.embedded.engine import Engine
+from kvferry.errors import RequestError
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+EARLY = {"do_remote_decode": True, "kvferry": {"early": True}}
+NUM_TOKENS = 700  # three steps of the source
+
+
+def ask_for(num_tokens: int = NUM_TOKENS, **more: Any) -> dict[str, Any]:
+    return {"prompt": list(request("", num_tokens).prompt), "max_tokens": 12, "return_token_ids": True} | more
+
+
+def early(**more: Any) -> dict[str, Any]:
+    return ask_for(kv_transfer_params=EARLY, stream=True, **more)
+
+
+def bytes_of(engine: Engine, blocks: list[int]) -> bytes:
+    """The contents of whole blocks of an engine with one cache group."""
+    size_bytes, memory = engine.layout().placements[0].block_stride, engine.memory()
+    return b"".join(ctypes.string_at(memory.address + block * size_bytes, size_bytes) for block in blocks)
+
+
+@contextmanager
+def between_steps(engine: Engine) -> Iterator[None]:
+    """The engine's thread waits before its next step."""
+    gate = threading.Event()
+    engine._core._command(lambda scheduler: gate.wait(DEADLINE_S) and None)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+class Stream:
+    """A stream that is read event by event."""
+
+    def __init__(self, served: Served, body: dict[str, Any]) -> None:
+        self._connection = HTTPConnection("127.0.0.1", served.port, timeout=DEADLINE_S)
+        self._connection.request("POST", COMPLETIONS, json.dumps(body).encode())
+        self._response = self._connection.getresponse()
+
+    def __next__(self) -> Any:
+        line = self._response.readline().removeprefix(b"data: ").strip()
+        assert self._response.readline() == b"\n"
+        return line.decode() if line == b"[DONE]" else json.loads(line)
+
+    def at_end(self) -> bool:
+        return self._response.read() == b""
+
+    def leave(self) -> None:
+        self._response.close()
+        self._connection.close()
+
+
+def id_of(event: dict[str, Any]) -> str:
+    return str(event["kv_transfer_params"]["remote_request_id"])
+
+
+def test_what_is_told_is_computed_and_stays(loop: Loop, source: Engine) -> None:
+    told: list[tuple[int, bytes]] = []
+
+    def tell(tables: list[list[int]], num_tokens: int) -> None:
+        told.append((num_tokens, bytes_of(source, tables[0][: num_tokens // 16])))
+
+    async def compute() -> bytes:
+        await source.begin(request("early", NUM_TOKENS, 1))
+        prefilled = await source.finish("early", tell)
+        plain = await source.prefill(request("plain", NUM_TOKENS, 1))
+        assert (prefilled.first, prefilled.num_tokens) == (plain.first, NUM_TOKENS)
+        whole = bytes_of(source, prefilled.block_tables[0][: NUM_TOKENS // 16])
+        assert whole == bytes_of(source, plain.block_tables[0][: NUM_TOKENS // 16])
+        for name in ("early", "plain"):
+            source.release(name)
+        return whole
+
+    whole = loop.run(compute())
+    assert [num_tokens for num_tokens, _ in told] == [256, 512]
+    for _, part in told:
+        assert part == whole[: len(part)]
+        assert any(part)
+
+
+def test_what_has_not_begun_cannot_be_finished(loop: Loop, source: Engine) -> None:
+    with pytest.raises(RequestError, match="nothing is reserved"):
+        loop.run(source.finish("nobody", lambda tables, num_tokens: None))
+
+
+def test_the_reference_comes_first_and_the_answer_is_that_of_one_leg(prefiller: Served, decoder: Served) -> None:
+    _, plain = decoder.ask(COMPLETIONS, ask_for())
+    with between_steps(prefiller.engine):
+        stream = Stream(prefiller, early())
+        first = next(stream)
+        assert first["choices"] == []
+        assert prefiller.transfer.offers.promised[id_of(first)].told == []
+    params = first["kv_transfer_params"]
+    status, answer = decoder.ask(COMPLETIONS, ask_for(kv_transfer_params=params))
+    assert (status, answer["choices"]) == (200, plain["choices"])
+    assert (answer["kvferry"]["tokens_received"], answer["kvferry"]["recomputed"]) == (NUM_TOKENS - 1, "")
+    last = next(stream)
+    assert last["kv_transfer_params"] == params
+    assert last["kvferry"]["tokens_computed"] == NUM_TOKENS
+    assert last["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"][:1]
+    assert (next(stream), stream.at_end()) == ("[DONE]", True)
+    stream.leave()
+    assert prefiller.transfer.offers.promised[id_of(first)].told == [256, 512, NUM_TOKENS]
+
+
+def test_a_chat_has_it_before_its_opening(prefiller: Served, decoder: Served) -> None:
+    ask: dict[str, Any] = {"messages": [{"role": "user", "content": "Who rings the bell?"}], "max_tokens": 9}
+    reference, opening, *_ = prefiller.events(CHAT, ask | {"kv_transfer_params": EARLY})
+    assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    _, plain = decoder.ask(CHAT, ask)
+    _, answer = decoder.ask(CHAT, ask | {"kv_transfer_params": reference["kv_transfer_params"]})
+    assert answer["choices"] == plain["choices"]
+    assert answer["kvferry"]["recomputed"] == ""
+
+
+@pytest.mark.parametrize(
+    ("body", "hint"),
+    [
+        (ask_for(40, kv_transfer_params=EARLY), "set stream to true"),
+        (ask_for(40, kv_transfer_params={"do_remote_decode": True}, stream=True), "set stream to false"),
+        (ask_for(40, kv_transfer_params=EARLY | {"kvferry": {"early": 1}}, stream=True), "set stream to false"),
+        (ask_for(40, kv_transfer_params=EARLY | {"kvferry": ["early"]}, stream=True), "set stream to false"),
+    ],
+)
+def test_early_and_streamed_go_together(prefiller: Served, body: dict[str, Any], hint: str) -> None:
+    status, answer = prefiller.ask(COMPLETIONS, body)
+    assert status == 400
+    assert hint in answer["error"]["message"]
+
+
+def test_a_client_that_leaves_takes_its_promise_back(loop: Loop, prefiller: Served) -> None:
+    """The blocks come back when the transfer says so, and no sooner."""
+    fence = prefiller.transfer.fence
+    loop.loop.call_soon_threadsafe(fence.clear)
+    with between_steps(prefiller.engine):
+        stream = Stream(prefiller, early())
+        promise = prefiller.transfer.offers.promised[id_of(next(stream))]
+        stream.leave()
+        loop.run(promise.over.wait())
+        assert prefiller.engine.ledger().num_lent == 1
+    assert prefiller.engine.ledger().granted == (44,)
+    loop.loop.call_soon_threadsafe(fence.set)
+
+
+def test_a_lease_that_ends_first_ends_the_prefill(prefiller: Served) -> None:
+    with between_steps(prefiller.engine):
+        stream = Stream(prefiller, early())
+        request_id = id_of(next(stream))
+        prefiller.engine.release(request_id)  # as the transfer does
+        error = next(stream)["error"]
+        assert error["code"] == "aborted"
+        assert "nobody waits for this prompt's cache" in error["message"]
+        assert stream.at_end()
+    assert request_id in prefiller.transfer.aborted
+    stream.leave()
+
+
+def test_a_prefill_that_fails_takes_its_promise_back(loop: Loop, prefiller: Served) -> None:
+    with between_steps(prefiller.engine):
+        stream = Stream(prefiller, early())
+        request_id = id_of(next(stream))
+        prefiller.engine._post(Produced(request_id, (), 0, True, "boom"))
+        assert next(stream)["error"]["message"] == "the engine could not answer"
+        assert stream.at_end()
+        loop.run(asyncio.wait_for(prefiller.transfer.offers.promised[request_id].over.wait(), DEADLINE_S))
+    stream.leave()
