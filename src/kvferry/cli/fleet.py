@@ -24,7 +24,8 @@ RESTARTS_WITHIN_S = 300.0
 class FleetOptions:
     """Which engines to start. `engine_arguments` are common to all and come last on their command lines.
 
-    The block sizes are tokens per block; 0 leaves sizes to the engine. All must be ready within `ready_s`.
+    The block sizes are tokens per block, `cache_tokens` what a cache holds; 0 leaves either to the engine. All must be
+    ready within `ready_s`.
     """
 
     num_prefill: int
@@ -106,8 +107,10 @@ class Fleet:
         name = f"{role}-{number}"
         sizes: tuple[str, ...] = ()
         if block_tokens:
+            sizes = ("--block-tokens", str(block_tokens))
+        if block_tokens and self._options.cache_tokens:
             num_blocks = -(-self._options.cache_tokens // block_tokens)
-            sizes = ("--block-tokens", str(block_tokens), "--num-blocks", str(num_blocks))
+            sizes += ("--num-blocks", str(num_blocks))
         arguments = ("serve", "--port", "0", "--engine-id", name, *sizes, *self._options.engine_arguments)
         return Command(name, arguments, self._logs / f"{name}.log")
 

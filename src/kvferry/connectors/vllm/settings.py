@@ -39,6 +39,7 @@ class Settings:
     transport: str
     lease_s: float
     token_file: str
+    buffer_device: str = "cpu"
     digest: Policy = Policy.SAMPLED
     staging: StagingPolicy = field(default_factory=lambda: staging_named("auto"))
 
@@ -80,6 +81,7 @@ def settings_of(config: VllmConfig) -> Settings:
         transport=_transport(extra),
         lease_s=float(lease_s),
         token_file=_token_file(extra),
+        buffer_device=transfer.kv_buffer_device or "cpu",
         digest=policy_named(str(extra.get("digest", Policy.SAMPLED))),
         staging=staging_named(str(extra.get("strategy", "auto"))),
     )

@@ -19,8 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_world_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvferry.agent import Agent, AgentConfig, Host, Notice, new_epoch, read_token
+from kvferry.agent import Agent, AgentConfig, Notice, new_epoch, read_token
 from kvferry.connectors.vllm.describe import Described, describe, engine_facts
+from kvferry.connectors.vllm.device import host_of
 from kvferry.connectors.vllm.open_requests import OpenRequests
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, RankAddress, agent_name
 from kvferry.connectors.vllm.settings import Settings
@@ -91,7 +92,7 @@ class Worker:
             staging=self._settings.staging,
             token=read_token(self._settings.token_file),
         )
-        host = Host(layouts, described.memories, self._notices.put)
+        host = host_of(described, layouts, kv_caches, self._settings.buffer_device)(self._notices.put)
         agent = Agent(agent_config, host, opened.transports, opened.unavailable)
         # At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.
         sys.setswitchinterval(SWITCH_S)
