@@ -154,10 +154,11 @@ class Reads:
         yield from self.staged.begin(fetch, key, SlotPlan(request, Side.TARGET), now)
 
     def packed(self, peer: Peer, packed: Packed, now: float) -> Iterator[Step]:
-        """The source has written a slot."""
-        yield from self.staged.filled(
-            SlotKey(ReadKey(packed.claim_id, peer.key), packed.stretch, packed.number), "", now
-        )
+        """The source has written a slot. Of one that we fill ourselves it has nothing to say."""
+        for fetch, read in self.of(peer.key, packed.claim_id, ReadState.MOVING, ReadState.DRAINING):
+            if read.strategy is Strategy.PACK:
+                key = SlotKey(fetch.key(peer.key), packed.stretch, packed.number)
+                yield from self.staged.filled(key, "", now)
 
     def queued(self, peer: Peer, queued: Queued, now: float) -> Iterator[Step]:
         """The source will write one later: it has its reasons, and is there."""

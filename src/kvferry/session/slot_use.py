@@ -58,7 +58,7 @@ class SlotUse:
 
     def fail(self) -> bool:
         """What is under way has to end first; whether it is over already."""
-        self.was_emptying = self.state is SlotState.EMPTYING
+        self.was_emptying = self.was_emptying or self.state is SlotState.EMPTYING
         if self.machine.allows("fail"):
             self.machine.move("fail")
         return self.state is SlotState.OVER

@@ -52,8 +52,7 @@ class StagedReads:
             self.moved_at = now
             if error and not fetch.failed:
                 yield Broken(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=error))
-            steps = unpacking.ended(key) if fetch.failed else unpacking.filled(key)
-            yield from self._on(fetch, peer, steps, now)
+            yield from self._on(fetch, peer, unpacking.filled(key), now)
 
     def staged(self, event: Staged, now: float) -> Iterator[Step]:
         """A slot's bytes are in their blocks."""

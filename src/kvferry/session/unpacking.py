@@ -98,9 +98,14 @@ class Unpacking:
     def filled(self, key: SlotKey) -> Iterator[Command]:
         """Its bytes are there; heard again, or late, this means nothing."""
         use = self._open.get(key)
-        if use is not None and use.machine.allows("filled"):
+        if use is None:
+            return
+        if use.machine.allows("filled"):
             use.machine.move("filled")
             yield Stage(key, use.scatter)
+        elif not use.was_emptying:
+            # Only what was being filled has come to its end by this: one that is being scattered goes on.
+            yield from self.ended(key)
 
     def emptied(self, key: SlotKey) -> Iterator[Command]:
         """Its bytes are in their blocks; on to the next slot."""
