@@ -324,6 +324,13 @@ def test_a_slot_that_waits_for_its_turn_is_queued():
     play(source(), [*CLAIMED, (1, said(asked(0)), [OWN_ACQUIRE]), (2, said(asked(0)), [Reply("x", m.Queued("q1"))])])
 
 
+def test_who_waits_behind_a_write_that_hangs_is_not_told_to_have_patience():
+    """Found by simulation: as long as it was, the fetch had no deadline, and so nobody lost interest in the write."""
+    session = source()
+    play(session, [*WRITING, (3, said(asked(1)), [Acquire]), (21, said(asked(1)), [Reply("x", m.Queued("q1"))])])
+    play(session, [(23, said(asked(1)), [Reply("x", m.Renewed(()))])])
+
+
 @pytest.mark.parametrize(("stretch", "number"), [(4, 0), (1 << 40, 0), (0, 1)])
 def test_a_slot_that_does_not_exist_is_refused(stretch, number):
     session = source()

@@ -31,11 +31,15 @@ __all__ = ["Carrying"]
 
 
 class Carrying:
-    """What is written for each lease is in the lease itself: see `Lease.writes`. `epoch` is our own."""
+    """What is written for each lease is in the lease itself: see `Lease.writes`. `epoch` is our own; a slot may take
+    `transfer_s`."""
 
-    def __init__(self, targets: Targets, epoch: str) -> None:
+    def __init__(self, targets: Targets, epoch: str, transfer_s: float) -> None:
         self._targets = targets
         self._epoch = epoch
+        self._transfer_s = transfer_s
+        # When any slot last got on: while one does, claims that wait for theirs are told to have patience.
+        self._moved_at = 0.0
 
     def begin(self, peer: str, claim: Claim, lease: Lease) -> Iterator[Command]:
         """Carry a claim out, once. Asked again, say how far that is. Raises TransferError when it cannot be."""
@@ -57,13 +61,13 @@ class Carrying:
             yield Reply(peer, write.word())
             yield Post(key, copies, Direction.WRITE)
 
-    def pack(self, peer: str, message: Pack, lease: Lease) -> Iterator[Command]:
+    def pack(self, peer: str, message: Pack, lease: Lease, now: float) -> Iterator[Command]:
         """Write one slot. Raises TransferError when there is no such claim or slot."""
         packing = lease.writes.get(ClaimKey(message.lease_id, message.party, message.claim_id))
         if not isinstance(packing, Packing):
             raise TransferError(Reason.NOT_CLAIMED, "a slot of nothing that is packed", found=message.claim_id)
         try:
-            yield from packing.pack(message, peer)
+            yield from packing.pack(message, peer, gets_on=now - self._moved_at < self._transfer_s)
         except FerryError as error:
             raise TransferError(Reason.OUT_OF_RANGE, error.what, found=error.found, expected=error.expected) from error
 
@@ -77,7 +81,7 @@ class Carrying:
                     yield from write.fail(str(error))
                     yield from _say(write)
 
-    def slot_changed(self, event: Acquired | Staged | TicketEnded, lease: Lease) -> Iterator[Command]:
+    def slot_changed(self, event: Acquired | Staged | TicketEnded, lease: Lease, now: float) -> Iterator[Command]:
         """A slot of a packed claim is there, is gathered, or is written."""
         key = event.key
         if not isinstance(key, SlotKey) or not isinstance(key.work, ClaimKey):
@@ -85,6 +89,7 @@ class Carrying:
         write = lease.writes.get(key.work)
         if not isinstance(write, Packing | StretchWrites) or key not in write.uses:
             return
+        self._moved_at = now
         had_error = bool(write.error)
         yield from _changed(write, event)
         if write.is_aborted:

@@ -69,8 +69,9 @@ class Packing:
             return Refusal(Reason.TRANSPORT, "a slot could not be written", self.error, "", self.claim_id)
         return Grant(self.claim_id, ())
 
-    def pack(self, message: Pack, peer: str) -> Iterator[Command]:
-        """A slot is wanted; asked again, say how far it is. Written it is once, wherever a repetition points to.
+    def pack(self, message: Pack, peer: str, gets_on: bool) -> Iterator[Command]:
+        """A slot is wanted; asked again, say how far it is. Written it is once, wherever a repetition points to. Who
+        waits for a slot of ours is told to have patience only while others get on.
 
         Raises RequestError for a slot that does not exist.
         """
@@ -83,7 +84,7 @@ class Packing:
         elif key in self.held:
             yield Reply(peer, Queued(self.claim_id))
         elif use := self.uses.get(key):
-            is_queued = use.state is SlotState.WAITING
+            is_queued = use.state is SlotState.WAITING and gets_on
             yield Reply(peer, Queued(self.claim_id) if is_queued else Renewed(()))
         elif not self._is_ready(key):
             self.held[key] = message.address

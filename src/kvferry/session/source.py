@@ -116,7 +116,7 @@ class SourceSession:
         self._offered: dict[Party, float] = {}
         self._aborted = AbortedClaims()
         self._targets = Targets(identity.layouts, identity.party.rank, timing)
-        self._carrying = Carrying(self._targets, identity.party.epoch)
+        self._carrying = Carrying(self._targets, identity.party.epoch, timing.transfer_s)
         self._extractor = Extractor(identity.layout, "source")
 
     def handle(self, event: SourceEvent, now: float) -> list[Command]:
@@ -323,7 +323,7 @@ class SourceSession:
         if (pack.party, pack.claim_id) in self._aborted or not lease.live:
             return _refuse(peer, lease.refusal_of_end(ClaimKey(pack.lease_id, pack.party, pack.claim_id)))
         try:
-            commands = list(self._carrying.pack(peer, pack, lease))
+            commands = list(self._carrying.pack(peer, pack, lease, now))
         except TransferError as error:
             return _refuse(peer, _refusal_of(error, pack.claim_id))
         lease.deadline = now + self._timing.lease_s
@@ -333,7 +333,7 @@ class SourceSession:
         lease = self._leases.get(event.key.work.lease_id) if isinstance(event.key.work, ClaimKey) else None
         if lease is None:
             return []
-        return [*self._carrying.slot_changed(event, lease), *self._free_when_drained(lease)]
+        return [*self._carrying.slot_changed(event, lease, now), *self._free_when_drained(lease)]
 
     def _ticket_ended(self, event: TicketEnded, now: float) -> list[Command]:
         key = event.key.work if isinstance(event.key, SlotKey) else event.key
@@ -341,7 +341,7 @@ class SourceSession:
         if lease is None:
             return []
         if isinstance(event.key, SlotKey):
-            commands = list(self._carrying.slot_changed(event, lease))
+            commands = list(self._carrying.slot_changed(event, lease, now))
         else:
             commands = list(self._carrying.ticket_ended(event, lease))
         if lease.live:

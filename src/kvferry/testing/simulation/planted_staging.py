@@ -130,7 +130,7 @@ class LatePack(SourceSession):
         if isinstance(event, FrameArrived) and isinstance(event.message, Pack) and found:
             lease = self._leases[event.message.lease_id]
             if not lease.live or (event.message.party, event.message.claim_id) in self._aborted:
-                commands += self._carrying.pack(event.peer, event.message, lease)
+                commands += self._carrying.pack(event.peer, event.message, lease, now)
         return commands
 
 
