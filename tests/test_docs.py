@@ -20,13 +20,16 @@ from kvferry.session.fetch import READ_TABLE
 from kvferry.session.handshake import PEER_TABLE
 from kvferry.session.lease import LEASE_TABLE
 from kvferry.session.machine import diagram
+from kvferry.session.slot_use import SLOT_TABLE
 from kvferry.session.writes import WRITE_TABLE
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    "table", [LEASE_TABLE, READ_TABLE, WRITE_TABLE, PEER_TABLE], ids=["lease", "read", "write", "peer"]
+    "table",
+    [LEASE_TABLE, READ_TABLE, WRITE_TABLE, SLOT_TABLE, PEER_TABLE],
+    ids=["lease", "read", "write", "slot", "peer"],
 )
 def test_the_diagrams_are_those_of_the_tables(table):
     assert diagram(table) in (ROOT / "docs/design.md").read_text()
