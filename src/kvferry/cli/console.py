@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import typer
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from kvferry.errors import FerryError
 
-__all__ = ["data", "fail", "say", "words"]
+__all__ = ["data", "fail", "friendly", "say", "words"]
 
 words = Console(stderr=True, highlight=False)
 """Everything that is meant for a person to read while they wait."""
@@ -36,3 +37,12 @@ def fail(error: FerryError) -> NoReturn:
         if text:
             words.print(f"  {name + ':':<10}{text}", markup=False, soft_wrap=True)
     raise typer.Exit(2)
+
+
+@contextmanager
+def friendly() -> Iterator[None]:
+    """A user's mistake ends with a message, not with a traceback."""
+    try:
+        yield
+    except FerryError as error:
+        fail(error)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
 from kvferry import __version__
-from kvferry.cli import console
+from kvferry.cli import bench, console
 from kvferry.cli.joining import JoinOptions
 from kvferry.cli.logs import LogFormat
-from kvferry.errors import ConfigurationError, FerryError
+from kvferry.errors import ConfigurationError
 from kvferry.registration import Side
 
 __all__ = ["app", "main"]
@@ -23,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Move a request's KV cache from the engine that computed it to the engine that needs it.",
 )
+app.add_typer(bench.app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Child = Annotated[bool, typer.Option("--as-child", hidden=True, help="End when standard input closes.")]
@@ -31,19 +30,11 @@ Model = Annotated[str, typer.Option(help="Folder or Hugging Face name; `tiny` is
 Engine = Annotated[str, typer.Option(help="transformers (built in) or vllm; options of vLLM go behind --.")]
 Drain = Annotated[float, typer.Option(min=0.0, help="Seconds that open requests and leases have after SIGTERM.")]
 HERE = "127.0.0.1"
+_friendly = console.friendly
 Digest = Annotated[str, typer.Option(help="Compare what has arrived: sampled, full (every byte) or off.")]
 Transport = Annotated[str, typer.Option(help="auto, shm, cma, tcp or nixl.")]
 Strategy = Annotated[str, typer.Option(help="How a cache moves: auto, direct, scatter or pack (docs/staging.md).")]
 TransferDirection = Annotated[str, typer.Option(help="Who moves a cache: pull (its reader), push (its owner) or auto.")]
-
-
-@contextmanager
-def _friendly() -> Iterator[None]:
-    """A user's mistake ends with a message, not with a traceback."""
-    try:
-        yield
-    except FerryError as error:
-        console.fail(error)
 
 
 def _check_engine(engine: str, context: typer.Context) -> None:

@@ -1,0 +1,82 @@
+"""One streamed answer: what its bytes say and when they came. Pure: the caller tells the time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+__all__ = ["Answer"]
+
+DATA, DONE = b"data:", b"[DONE]"
+# Where the parts of a chat answer have their text.
+TEXT_FIELDS = ("content", "reasoning", "reasoning_content")
+
+
+class Answer:
+    """Takes the bytes of a stream of server-sent events, in pieces of any size.
+
+    `piece_times` are the times at which text came, `output_tokens` what `usage` says or -1, `prompt_tokens` likewise.
+    `error` is what the server said was wrong with it, empty if nothing was.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.piece_times: list[float] = []
+        self.output_tokens = self.prompt_tokens = -1
+        self.error = ""
+        self.is_done = False
+
+    def push(self, data: bytes, now: float) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(DATA):
+                self._event(line[len(DATA) :].strip(), now)
+
+    @property
+    def wrong(self) -> str:
+        """Why the answer is not whole, if it ends here; empty when it is."""
+        if self.error:
+            return self.error
+        if not self.is_done:
+            return "the stream ended without [DONE]"
+        return "" if self.piece_times else "an answer without text"
+
+    def _event(self, data: bytes, now: float) -> None:
+        if data == DONE:
+            self.is_done = True
+            return
+        try:
+            event = msgspec.json.decode(data, type=dict[str, Any])
+        except msgspec.DecodeError:
+            self.error = "an event that is no JSON object"
+            return
+        if "error" in event:
+            self.error = message_of(event)
+        if isinstance(usage := event.get("usage"), dict):
+            self.output_tokens = _count(usage, "completion_tokens")
+            self.prompt_tokens = _count(usage, "prompt_tokens")
+        choices = event.get("choices")
+        if isinstance(choices, list) and any(_has_text(choice) for choice in choices):
+            self.piece_times.append(now)
+
+
+def message_of(body: dict[str, Any]) -> str:
+    """The words of an error object, of OpenAI's shape or another."""
+    error = body.get("error")
+    words = error.get("message") if isinstance(error, dict) else error
+    return str(words or body.get("message") or body.get("detail") or "an error without words")[:200]
+
+
+def _count(usage: dict[str, Any], name: str) -> int:
+    value = usage.get(name)
+    return value if isinstance(value, int) and value >= 0 else -1
+
+
+def _has_text(choice: object) -> bool:
+    if not isinstance(choice, dict):
+        return False
+    delta = choice.get("delta")
+    if isinstance(delta, dict):
+        return any(delta.get(name) for name in TEXT_FIELDS) or bool(delta.get("tool_calls"))
+    return bool(choice.get("text"))

@@ -1,0 +1,87 @@
+"""The figures of `kvferry bench serve` as tables on stdout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.bench.report import Report
+from kvferry.bench.slo import Slo
+from kvferry.bench.summary import Summary
+from kvferry.bench.sweep import Best
+
+__all__ = ["show"]
+
+TIMES = (
+    ("ttft", "time to first token"),
+    ("itl", "between pieces"),
+    ("tpot", "per token after the first"),
+    ("e2el", "whole answer"),
+    ("late", "sent late"),
+)
+
+
+def show(reports: Sequence[Report], best: Best | None) -> None:
+    """One run in full; of several a row each."""
+    out = Console(highlight=False)
+    if best is None:
+        for report in reports:
+            out.print(_times(report))
+            out.print(_words(report), soft_wrap=True, markup=False)
+        return
+    out.print(_rates(reports))
+    out.print(
+        f"highest rate at which {best.attainment:.0%} were within the limits: {best.rate:g} requests/s; "
+        f"most goodput: {best.goodput:.3g} requests/s, at {best.goodput_rate:g}",
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+def _times(report: Report) -> Table:
+    table = Table("ms", *(name for name in ("mean", "median", "p90", "p95", "p99")))
+    for name, words in TIMES:
+        of = report.times_s[name]
+        table.add_row(words, *(f"{value * 1000:.1f}" for value in _figures(of)))
+    return table
+
+
+def _figures(of: Summary) -> tuple[float, ...]:
+    return (of.mean, of.median, *of.percentiles)
+
+
+def _words(report: Report) -> str:
+    facts = report.as_json()
+    lines = [
+        f"{facts['completed']} of {facts['num_prompts']} answered in {report.duration_s:.1f} s: "
+        f"{facts['request_throughput']:.3g} requests/s, {facts['output_throughput']:.4g} tokens/s written, "
+        f"{facts['total_token_throughput']:.4g} with the prompts; at most {report.most_open} open",
+        f"within {limits(report.slo)}: {report.attainment:.1%}, {report.goodput:.3g} requests/s",
+    ]
+    lines += [f"{entry['count']} times: {entry['error']}" for entry in facts["common_errors"]]
+    return "\n".join(lines if limits(report.slo) else [lines[0], *lines[2:]])
+
+
+def limits(slo: Slo) -> str:
+    """`ttft <= 5 s, mean itl <= 0.1 s`; empty without any."""
+    named = (("ttft", slo.ttft_s), (f"{slo.itl_by} itl", slo.itl_s), ("e2el", slo.e2el_s))
+    return ", ".join(f"{name} <= {limit_s:g} s" for name, limit_s in named if math.isfinite(limit_s))
+
+
+def _rates(reports: Sequence[Report]) -> Table:
+    columns = ("requests/s", "answered", "within limits", "goodput", "ttft p50", "ttft p99", "itl mean", "itl p99")
+    table = Table(*columns)
+    for report in reports:
+        ttft, itl = report.times_s["ttft"], report.times_s["itl"]
+        times = (ttft.median, ttft.p99, itl.mean, itl.p99)
+        table.add_row(
+            f"{report.rate:g}",
+            f"{len(report.answered)} of {len(report.records)}",
+            f"{report.attainment:.1%}",
+            f"{report.goodput:.3g}/s",
+            *(f"{value * 1000:.1f} ms" for value in times),
+        )
+    return table
