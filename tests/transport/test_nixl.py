@@ -15,7 +15,15 @@ from kvferry.testing.contract import World
 from kvferry.transport import nixl as adapter
 from kvferry.transport.base import Direction, Ticket
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.nixl_parts import PART_BYTES, PART_ROWS, NixlDescriptor, cut, describe, seal
+from kvferry.transport.nixl_parts import (
+    PART_BYTES,
+    PART_ROWS,
+    NixlDescriptor,
+    Part,
+    cut,
+    describe,
+    seal,
+)
 
 pytest.importorskip("nixl_cu13")
 
@@ -102,9 +110,9 @@ def record_posts(world: World, monkeypatch: pytest.MonkeyPatch) -> list[Ticket]:
     assert isinstance(transport, NixlTransport)
     post_part = transport._post_part
 
-    def record(job: adapter.Job, local: np.ndarray, remote: np.ndarray) -> None:
+    def record(job: adapter.Job, part: Part) -> None:
         posted.append(job.ticket)
-        post_part(job, local, remote)
+        post_part(job, part)
 
     monkeypatch.setattr(transport, "_post_part", record)
     return posted

@@ -20,12 +20,15 @@ class Memory:
     """A piece of this process's memory that peers may reach once it is registered.
 
     `address` and `size_bytes` locate it. `shared_fd` is a file descriptor of the same memory when the pages are
-    shared (a memfd, offset 0), -1 when they are private.
+    shared (a memfd, offset 0), -1 when they are private. `device` is `cpu` for host memory, else the device whose
+    memory it is, and `device_id` which one of them.
     """
 
     address: int
     size_bytes: int
     shared_fd: int
+    device: str = "cpu"
+    device_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)

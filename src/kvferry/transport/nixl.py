@@ -30,12 +30,14 @@ from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptors import decode
+from kvferry.transport.memory_kind import MemoryKind, kind_of
 from kvferry.transport.nixl_parts import (
     PART_BYTES,
     PART_ROWS,
-    Descriptors,
+    Devices,
     NixlDescriptor,
-    cut,
+    Part,
+    cut_by_kind,
     describe,
     digest_of,
     seal,
@@ -71,18 +73,19 @@ class Peer:
     agent: str
     digest: bytes
     pieces: Pieces
+    devices: Devices
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """An open ticket. `waiting` are parts not posted yet, as (local, remote) N x 3 arrays; `active` are handles of
-    the parts in progress, `num_posted` counts posted parts."""
+    """An open ticket. `waiting` are parts not posted yet, `active` handles of those in progress, `num_posted` counts
+    posted ones."""
 
     ticket: Ticket
     peer: str
     agent: str
     operation: str
-    waiting: deque[tuple[Descriptors, Descriptors]]
+    waiting: deque[Part]
     num_posted: int = 0
     active: list[Any] = field(default_factory=list)
     error: str = ""
@@ -118,7 +121,8 @@ class NixlTransport:
                 hint="kvferry doctor looks at UCX and its settings",
             ) from error
         self._numbers = count(1)
-        self._registry = Registry()
+        self._registry = Registry(takes_devices=True)
+        self._devices = Devices()
         self._registered: dict[Memory, Any] = {}
         self._peers: dict[str, Peer] = {}
         self._loaded: dict[str, bytes] = {}
@@ -138,12 +142,18 @@ class NixlTransport:
 
     def register(self, memory: Memory) -> None:
         """Raises TransportError when the memory overlaps registered memory or NIXL refuses it."""
+        kind = kind_of(memory.device)
         self._registry.add(memory)
+        place = (memory.address, memory.size_bytes, memory.device_id, "")
         try:
-            self._registered[memory] = self._agent.register_memory([(memory.address, memory.size_bytes, 0, "")], "DRAM")
+            self._registered[memory] = self._agent.register_memory([place], kind)
         except self._errors as error:
             self._registry.remove(memory)
-            raise TransportError("NIXL cannot register memory", found=repr(error)) from error
+            hint = "kvferry doctor looks at UCX and its settings" if kind is MemoryKind.VRAM else ""
+            raise TransportError(
+                f"NIXL cannot register {memory.device} memory", found=repr(error), hint=hint
+            ) from error
+        self._devices = self._own_devices()
 
     def unregister(self, memory: Memory) -> None:
         """Raises TransportError when it is not registered. Without RDMA hardware peers can still reach it."""
@@ -152,11 +162,12 @@ class NixlTransport:
             self._agent.deregister_memory(self._registered.pop(memory))
         except self._errors as error:
             raise TransportError("NIXL cannot take memory back", found=repr(error)) from error
+        self._devices = self._own_devices()
 
     def descriptor(self) -> bytes:
         """Raises TransportError when there are so many pieces that it would be longer than a peer accepts."""
         metadata = bytes(self._agent.get_agent_metadata())
-        body = msgspec.msgpack.encode(NixlDescriptor(self._name, self._registry.extents, metadata))
+        body = msgspec.msgpack.encode(NixlDescriptor(self._name, self._registry.extents, metadata, self._whose()))
         return seal(body)
 
     def connect(self, peer: str, descriptor: bytes) -> None:
@@ -165,10 +176,10 @@ class NixlTransport:
         known = decode(peer, unseal(peer, descriptor), NixlDescriptor)
         if known.agent == self._name:
             raise TransportError(f"peer {peer!r} is this very transport")
-        pieces = Pieces.of(known.pieces)
+        pieces, devices = Pieces.of(known.pieces), Devices.of(known.pieces, known.devices)
         digest = digest_of(known.metadata)
         self._load_agent(known, digest)
-        self._peers[peer] = Peer(known.agent, digest, pieces)
+        self._peers[peer] = Peer(known.agent, digest, pieces, devices)
 
     def carriers(self, peer: str) -> tuple[str, ...]:
         """By UCX's own report on the endpoints of this peer; UCX settles them with the first copy."""
@@ -197,7 +208,9 @@ class NixlTransport:
         known.pieces.locate(far, copies.length, f"peer {peer!r} ({direction})")
         rows = split(copies, PART_BYTES)
         source, target = describe(rows.source, rows.length), describe(rows.target, rows.length)
-        parts = cut(target, source) if is_read else cut(source, target)
+        local, remote = (target, source) if is_read else (source, target)
+        on_device = self._devices.mark(local, self._registry.pieces), known.devices.mark(remote, known.pieces)
+        parts = cut_by_kind(local, remote, on_device)
         job = Job(Ticket(next(self._numbers)), peer, known.agent, direction.name, parts)
         self._jobs.append(job)
         return job.ticket
@@ -236,6 +249,13 @@ class NixlTransport:
         self._registry.clear()
         del self._agent
 
+    def _whose(self) -> tuple[tuple[str, int], ...]:
+        """The device of each registered piece, oldest first like their extents."""
+        return tuple((memory.device, memory.device_id) for memory in self._registry.memories)
+
+    def _own_devices(self) -> Devices:
+        return Devices.of(self._registry.extents, self._whose())
+
     def _make_progress(self) -> None:
         # Notifications are not used; asking for them is what makes progress for peers.
         self._quietly(self._agent.get_new_notifs)
@@ -244,10 +264,10 @@ class NixlTransport:
         for job in sorted(self._jobs, key=lambda job: job.num_posted):
             job.active = [handle for handle in job.active if self._is_active(job, handle)]
             while job.waiting and budget > 0:
-                local, remote = job.waiting.popleft()
-                budget -= len(local)
+                part = job.waiting.popleft()
+                budget -= len(part.local)
                 job.num_posted += 1
-                self._post_part(job, local, remote)
+                self._post_part(job, part)
 
     def _is_active(self, job: Job, handle: Any) -> bool:
         try:
@@ -256,10 +276,11 @@ class NixlTransport:
             state = repr(error)
         return not self._is_terminal(job, handle, state)
 
-    def _post_part(self, job: Job, local: Descriptors, remote: Descriptors) -> None:
+    def _post_part(self, job: Job, part: Part) -> None:
         agent = self._agent
         try:
-            near, far = agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(remote, "DRAM")
+            near = agent.get_xfer_descs(part.local, part.local_kind)
+            far = agent.get_xfer_descs(part.remote, part.remote_kind)
             handle = agent.initialize_xfer(job.operation, near, far, job.agent)
         except self._errors as error:
             job.give_up(f"NIXL refused the transfer: {error!r}")

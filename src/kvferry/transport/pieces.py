@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
 from kvferry.transport.base import Memory
+from kvferry.transport.memory_kind import HOST
 
 __all__ = ["Column", "Offsets", "Pieces", "Registry", "Side", "View", "view_of"]
 
@@ -117,14 +118,22 @@ def view_of(memory: Memory) -> View:
 
 
 class Registry:
-    """The memory registered with one transport."""
+    """The memory registered with one transport; that of devices only where it `takes_devices`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_devices: bool = False) -> None:
+        self._takes_devices = takes_devices
         self._views: dict[Memory, View] = {}
         self.pieces = Pieces.of(())
 
     def add(self, memory: Memory) -> None:
-        """Raises TransportError when the memory cannot exist or overlaps registered memory."""
+        """Raises TransportError when the memory cannot exist, is a device's, or overlaps registered memory."""
+        if memory.device != HOST and not self._takes_devices:
+            raise TransportError(
+                "only host memory can be reached in this way",
+                found=f"{memory.device} memory",
+                expected="memory of cpu",
+                hint="use nixl, or the buffer device 'cpu': the cache then goes through staging memory in the host",
+            )
         Pieces.of([(known.address, known.size_bytes) for known in (*self._views, memory)])
         self._views[memory] = view_of(memory)
         self._refresh()
