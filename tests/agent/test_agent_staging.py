@@ -10,7 +10,7 @@ from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape
 from kvferry.plan.staged import Strategy
 from kvferry.plan.tokens import TokenRange
-from kvferry.session import stretch_writes
+from kvferry.session import carrying
 from kvferry.session.events import Failed, Fetched, FetchWanted, LeaseGrown, LeaseWanted, SourceFree, TargetFree
 from kvferry.session.ways import StagingPolicy
 from kvferry.testing import oracle
@@ -99,7 +99,7 @@ GROWING = {
 @pytest.mark.parametrize("cuts", [(21,), (5, 8, 21), (20, 21)])
 def test_tokens_are_sent_while_others_are_still_computed(make_rank, way, cuts, monkeypatch):
     """The source's cache is filled up to where the lease has grown, and not further."""
-    monkeypatch.setattr(stretch_writes, "STRETCH_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(carrying, "STRETCH_BYTES", SLOT_BYTES)
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, **GROWING[way])
     wanted = LeaseWanted("r1", new_lease_id(), ((),), NUM_TOKENS, is_growing=True)
     reference = source.agent.lease(wanted)

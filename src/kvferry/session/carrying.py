@@ -22,7 +22,7 @@ from kvferry.session.events import (
 )
 from kvferry.session.lease import Lease
 from kvferry.session.packing import Packing
-from kvferry.session.stretch_writes import StretchWrites
+from kvferry.session.stretch_writes import STRETCH_BYTES, StretchWrites
 from kvferry.session.targets import Targets
 from kvferry.session.writes import Write
 from kvferry.wire.messages import Aborted, Claim, Pack, Reason, Refusal
@@ -40,6 +40,7 @@ class Carrying:
         self._transfer_s = transfer_s
         # When any slot last got on: while one does, claims that wait for theirs are told to have patience.
         self._moved_at = 0.0
+        self.stretch_bytes = STRETCH_BYTES
 
     def begin(self, peer: str, claim: Claim, lease: Lease) -> Iterator[Command]:
         """Carry a claim out, once. Asked again, say how far that is. Raises TransferError when it cannot be."""
@@ -52,7 +53,9 @@ class Carrying:
             packing = lease.writes[key] = Packing(key, peer, request, SlotPlan(request, Side.SOURCE), lease.num_ready)
             yield Reply(peer, packing.word())
         elif lease.num_ready < claim.num_tokens:
-            writes = lease.writes[key] = StretchWrites.begun(key, peer, self._targets.request(claim, lease.wanted))
+            writes = lease.writes[key] = StretchWrites.begun(
+                key, peer, self._targets.request(claim, lease.wanted), self.stretch_bytes
+            )
             yield Reply(peer, writes.word())
             yield from writes.grown(lease.wanted.block_tables, lease.num_ready)
         else:

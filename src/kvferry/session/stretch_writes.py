@@ -34,9 +34,9 @@ class StretchWrites:
     is_aborted: bool = False
 
     @classmethod
-    def begun(cls, key: ClaimKey, peer: str, request: StagedRequest) -> StretchWrites:
-        """One of which nothing is posted yet."""
-        cuts = stretches(request.ranges, stretch_tokens(request.program, STRETCH_BYTES))
+    def begun(cls, key: ClaimKey, peer: str, request: StagedRequest, stretch_bytes: int) -> StretchWrites:
+        """One of which nothing is posted yet; a ticket writes about `stretch_bytes`."""
+        cuts = stretches(request.ranges, stretch_tokens(request.program, stretch_bytes))
         return cls(key, peer, request, list(enumerate(cuts)))
 
     @property

@@ -10,7 +10,7 @@ from kvferry.session.events import HoldWanted, LeaseWithdrawn
 from kvferry.testing.simulation.attempt import Attempt, Wish
 from kvferry.testing.simulation.client import Client
 from kvferry.testing.simulation.engine import Engine
-from kvferry.testing.simulation.node import Node
+from kvferry.testing.simulation.node import Lent, Node
 from kvferry.testing.simulation.shapes import MAX_TOKENS
 from kvferry.testing.simulation.site import Site
 from kvferry.wire.messages import Reference
@@ -22,6 +22,7 @@ WAIT_S = 0.4
 MAX_LATE_S = 2.0
 MAX_LINGER_S = 8.0
 MAX_HOLD_S = 15.0
+MAX_STEP_S = 1.5
 
 
 class Conversation:
@@ -47,14 +48,18 @@ class Conversation:
         if not tables:
             self._wait(self.start, "no prefill")
             return
-        self.reference = self._source.lend(self._num_tokens, self._salt, tables)
+        is_growing = self._world.chance(self._faults.grow)
+        self.reference = self._source.lend(self._num_tokens, self._salt, tables, is_growing)
         self._lent_at = self._world.now
         self._site.story.say(self._name, f"{self._num_tokens} tokens prefilled:", self.reference)
         for node in self._source.nodes:
             late_s = self._world.between(0.0, MAX_LATE_S) if self._world.chance(self._faults.late) else 0.0
             if late_s:
                 self._site.story.fault("late lease", node.name, self.reference.request_id)
-            node.wish(partial(node.handle_source, node.lent[self.reference.request_id].wanted), late_s)
+            lent = node.lent[self.reference.request_id]
+            node.wish(partial(node.handle_source, lent.wanted), late_s)
+            if is_growing:
+                self._grow(node, lent, late_s)
         if self._world.chance(self._faults.withdraw):
             self._world.after(self._world.between(0.0, 3.0), partial(self._withdraw, self._source.nodes))
         if self._target.runs and self._world.chance(self._faults.hold):
@@ -62,6 +67,14 @@ class Conversation:
             return
         lingers = self._world.chance(self._faults.linger)
         self._world.after(self._world.between(0.0, MAX_LINGER_S if lingers else 0.05), self._fetch)
+
+    def _grow(self, node: Node, lent: Lent, late_s: float) -> None:
+        """The rest of the prefill, in a few steps."""
+        self._site.story.fault("growing lease", node.name, lent.wanted.request_id)
+        dice, time = self._world.dice, self._world.now + late_s
+        for num_ready in sorted({*(dice.randint(1, self._num_tokens) for _ in range(2)), self._num_tokens}):
+            time += self._world.between(0.0, MAX_STEP_S)
+            self._world.at(time, partial(node.grow, lent, self._salt, num_ready))
 
     def _hold(self, reference: Reference) -> None:
         """The request waits for its turn, longer than a lease lasts that nobody renews."""

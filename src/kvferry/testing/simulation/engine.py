@@ -73,15 +73,16 @@ class Engine:
             taken += found
         return tuple(taken)
 
-    def lend(self, num_tokens: int, salt: int, tables: tuple[Tables, ...]) -> Reference:
-        """Fill blocks as a prefill does, under an id that no other request has at the moment."""
+    def lend(self, num_tokens: int, salt: int, tables: tuple[Tables, ...], is_growing: bool) -> Reference:
+        """Fill blocks as a prefill does, or will do, under an id that no other request has at the moment."""
         used = {request_id for node in self.nodes for request_id in node.lent}
         names = [f"r{number}" for number in range(NUM_NAMES + len(used))]
         request_id = next(name for name in names if name not in used)
         lease_id = f"l{len(self._leases) + 1}"
         self._leases[lease_id] = request_id
         for node, own in zip(self.nodes, tables, strict=True):
-            node.lend(Lent(LeaseWanted(request_id, lease_id, own, num_tokens), own), salt)
+            told = ((),) * len(own) if is_growing else own
+            node.lend(Lent(LeaseWanted(request_id, lease_id, told, num_tokens, is_growing), own), salt)
         party = self.nodes[0].party
         return Reference(party.engine_id, party.epoch, request_id, lease_id)
 

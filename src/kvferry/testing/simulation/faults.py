@@ -21,6 +21,7 @@ class Faults:
     the largest slot).
     Requests: `abort` by the client, `withdraw` by the source's engine, `release` (nothing is wanted any more), `retry`
     of a failed one under the same reference, `late` (a rank hears of the lease after it was claimed),
+    `grow` (the lease is opened while the request is still computed),
     `hold` (the request waits for its turn at the target, longer than a lease lasts).
     Clients: `mix` (a reference put together from two), `misdirect` (addresses in another order or of another engine),
     `greedy` (more tokens than there are), `contest` (two engines fetch the same), `linger` (a reference arrives late).
@@ -48,6 +49,7 @@ class Faults:
     greedy: float = 0.0
     contest: float = 0.0
     late: float = 0.0
+    grow: float = 0.0
     hold: float = 0.0
     linger: float = 0.0
     num_kills: int = 0
@@ -60,8 +62,8 @@ class Faults:
         """Calm, a theme, or a mixture in which each fault takes part with one chance in three."""
         theme = dice.choice(["calm", "mixture", "mixture", "mixture", *THEMES])
         if theme == "calm":
-            slow, late, hold = (dice.choice([0.0, 0.3]) for _ in range(3))
-            return replace(CALM, slow=slow, late=late, hold=hold)
+            slow, late, hold, grow = (dice.choice([0.0, 0.3]) for _ in range(4))
+            return replace(CALM, slow=slow, late=late, hold=hold, grow=grow)
         if theme != "mixture":
             return THEMES[theme]
         drawn: dict[str, Any] = {f.name: _drawn(dice, f.name) for f in fields(cls) if dice.random() < 1 / 3}
@@ -70,7 +72,7 @@ class Faults:
     @property
     def is_calm(self) -> bool:
         """Nothing happens that could end a request which its engines still want."""
-        return replace(self, slow=0.0, late=0.0, hold=0.0) == CALM
+        return replace(self, slow=0.0, late=0.0, hold=0.0, grow=0.0) == CALM
 
 
 CALM = Faults(abort=0.15, release=0.1)
@@ -92,6 +94,7 @@ _LIKELY = {
     "late": 0.5,
     "linger": 0.5,
     "hold": 0.5,
+    "grow": 1.0,
 }
 
 

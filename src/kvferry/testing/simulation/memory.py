@@ -120,12 +120,13 @@ class RankMemory:
         """Whether some bytes are not here."""
         return len(indices) > 0 and bool(indices.min() < 0 or indices.max() >= len(self.bytes))
 
-    def write(self, salt: int, tables: Tables, num_tokens: int) -> None:
-        """What a prefill leaves behind."""
+    def write(self, salt: int, tables: Tables, num_tokens: int, is_last: bool = True) -> None:
+        """What a prefill leaves behind. Before its last token, a state of fixed size is another one."""
         for number, group in self.map.held():
             tokens = TokenRange(0, num_tokens if group.state.per_token else 1)
             places, numbers = group.at(tables[number], tokens)
-            self.bytes[places] = pattern(salt, numbers, group.keys)
+            is_own = is_last or group.state.per_token
+            self.bytes[places] = pattern(salt if is_own else salt ^ 1, numbers, group.keys)
 
     def wrong_bytes(self, salt: int, tables: Tables, ranges: Sequence[TokenRange]) -> int:
         """How many bytes of what was wanted are not the request's own."""
@@ -170,6 +171,10 @@ class BlockPool:
         """These blocks are free."""
         for number, table in enumerate(tables):
             self._list(number).extend(table)
+
+    def cut(self, tables: Tables, num_tokens: int) -> Tables:
+        """The blocks of the first tokens."""
+        return tuple(table[: self._needed(number, num_tokens)] for number, table in enumerate(tables))
 
     def _list(self, number: int) -> list[int]:
         return self._free[0 if self._shared else number]

@@ -94,6 +94,7 @@ class Node:
         ours = Ourselves(party, PRODUCT_VERSION, side.layouts, self.site.digest, *moving)
         self.target = plant.target(ours, timing)
         remember_programs(self.source, self.target, side.layouts, party.rank)
+        self.source._carrying.stretch_bytes = self.site.staging.largest_slot_bytes
         self._wakes_at, self._wished_at = float("inf"), 0.0
         self._frames.listen(self)
         self._tickets.register(self)
@@ -178,7 +179,21 @@ class Node:
     def lend(self, lent: Lent, salt: int) -> None:
         """Blocks that a prefill has filled."""
         self.lent[lent.wanted.request_id] = lent
-        self.memory.write(salt, lent.tables, lent.wanted.num_tokens)
+        if not lent.wanted.is_growing:
+            self.memory.write(salt, lent.tables, lent.wanted.num_tokens)
+
+    def grow(self, lent: Lent, salt: int, num_ready: int) -> None:
+        """More tokens of a prefill are computed, unless the lease has ended: then their blocks are not its own."""
+        wanted = lent.wanted
+        if self.alive and self.lent.get(wanted.request_id) is lent:
+            is_last = num_ready == wanted.num_tokens
+            self.memory.write(salt, lent.tables, num_ready, is_last)
+            tables = lent.tables if is_last else self.pool.cut(lent.tables, num_ready)
+            self.wish(partial(self._grown, lent, e.LeaseGrown(wanted.request_id, tables, num_ready)))
+
+    def _grown(self, lent: Lent, event: e.LeaseGrown) -> None:
+        if self.lent.get(event.request_id) is lent:
+            self.handle_source(event)
 
     def free(self, tables: Tables) -> None:
         """Blocks come back, and somebody else has them at once."""
