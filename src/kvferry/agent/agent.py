@@ -135,6 +135,11 @@ class Agent:
         return self._carrier.num_open
 
     @property
+    def moved_bytes(self) -> Mapping[Direction, int]:
+        """Bytes that reads and writes of ours have moved since the start. May be asked from any thread."""
+        return self._carrier.moved_bytes
+
+    @property
     def num_slots(self) -> int:
         """Slots of staging memory that are held or waited for."""
         return self._stager.num_slots

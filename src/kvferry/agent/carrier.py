@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvferry.agent.meeting import Meeting, Met, name_of
 from kvferry.errors import ConfigurationError, TransportError
+from kvferry.plan.copies import Direction
 from kvferry.session.events import PeerConnected, PeerUnreachable, Post, Remote, TicketEnded, WorkKey
 from kvferry.transport.base import Completion, Memory, Ticket, Transport
 from kvferry.transport.expectation import Surroundings
@@ -29,6 +30,8 @@ CarrierEvent = TicketEnded | PeerConnected | PeerUnreachable
 class _Open:
     transport: Transport
     ticket: Ticket
+    direction: Direction
+    num_bytes: int
 
 
 def _offer(name: str, transport: Transport) -> TransportOffer:
@@ -41,7 +44,8 @@ def _offer(name: str, transport: Transport) -> TransportOffer:
 
 class Carrier:
     """Belongs to one thread. `unavailable` says why a transport that users know is not there; all tests of a peer's
-    transports together may take `tests_s`. `met` says how each connected peer is reached."""
+    transports together may take `tests_s`. `met` says how each connected peer is reached, `moved_bytes` how much was
+    read and written."""
 
     def __init__(
         self,
@@ -52,6 +56,7 @@ class Carrier:
         surroundings: Surroundings = NOWHERE,
     ) -> None:
         self.met: dict[Remote, Met] = {}
+        self.moved_bytes = dict.fromkeys(Direction, 0)
         self._counts: Counter[tuple[str, str]] = Counter()
         self._surroundings = surroundings
         self._requested = requested
@@ -134,7 +139,8 @@ class Carrier:
             self._events.append(TicketEnded(key, "the peer is not connected any more"))
             return
         try:
-            self._open[key] = _Open(transport, transport.post(name_of(key.remote), post.copies, post.direction))
+            ticket = transport.post(name_of(key.remote), post.copies, post.direction)
+            self._open[key] = _Open(transport, ticket, post.direction, post.copies.num_bytes)
         except TransportError as error:
             self._events.append(TicketEnded(key, str(error)))
 
@@ -152,7 +158,8 @@ class Carrier:
             for completion in completed:
                 key = keys.get((name, completion.ticket))
                 if key is not None:
-                    del self._open[key]
+                    ended = self._open.pop(key)
+                    self.moved_bytes[ended.direction] += 0 if completion.error else ended.num_bytes
                     events.append(TicketEnded(key, completion.error))
         return [*events, *self._meet(completions)]
 

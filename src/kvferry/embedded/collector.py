@@ -48,6 +48,12 @@ class AgentCollector(Collector):
         yield leases
         reads = GaugeMetricFamily("kvferry_agent_open_reads", "Reads that are under way.", value=agent.num_open_reads)
         yield reads
+        moved = CounterMetricFamily(
+            "kvferry_agent_moved_bytes", "Bytes that reads and writes of this agent have moved.", labels=("direction",)
+        )
+        for direction in Direction:
+            moved.add_metric((direction,), agent.moved_bytes[direction])
+        yield moved
         yield from _of_peers(agent.met)
 
 
