@@ -16,6 +16,7 @@ from kvferry.cli.doctor_peer import try_peer
 from kvferry.cli.doctor_trials import Trials, loopback, verdict
 from kvferry.errors import ConfigurationError, FerryError
 from kvferry.plan.copies import Direction
+from kvferry.staging.device_plugins import load_devices
 from kvferry.staging.devices import check_pair, devices
 from kvferry.transport.accelerators import accelerators
 from kvferry.transport.environment import Environment
@@ -62,6 +63,7 @@ def doctor(options: DoctorOptions) -> int:
 
 
 def _examine(options: DoctorOptions) -> _Report:
+    load_devices()
     device, buffer_device, origins = _devices(options)
     findings: list[Finding] = []
     hopeless: dict[str, str] = {}
