@@ -15,7 +15,7 @@ from kvferry.session.source import Identity, SourceSession
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
-TIMING = Timing(lease_s=10.0, tombstone_s=60.0)
+TIMING = Timing(lease_s=10.0, handshake_s=5.0, tombstone_s=60.0)
 US = m.Party("p0", "epoch-1", 0)
 READER = m.Party("d0", "epoch-9", 0)
 OTHER_READER = m.Party("d0", "epoch-9", 1)

@@ -9,9 +9,14 @@ from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.layout import fingerprint
 from kvferry.plan.model import attention
+from kvferry.plan.program import bind
+from kvferry.plan.request import copies_for
+from kvferry.plan.route import route
+from kvferry.plan.slots import region_starts
 from kvferry.plan.staged import Strategy
 from kvferry.plan.strategy import TYPICAL_HOST
 from kvferry.plan.tokens import TokenRange
+from kvferry.session import carrying, unpacking
 from kvferry.session.events import (
     AbortWanted,
     Acquire,
@@ -25,6 +30,7 @@ from kvferry.session.events import (
     Fetched,
     FetchWanted,
     FrameArrived,
+    LeaseGrown,
     LeaseWanted,
     LeaseWithdrawn,
     PeerConnected,
@@ -117,6 +123,12 @@ def met(wanted=WANTED):
         (0.1, answer(m.Welcome(1, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT))), [Send]),
         (0.2, answer(offer), [Connect]),
     ]
+
+
+@pytest.fixture(autouse=True)
+def _three_slots_at_a_time(monkeypatch):
+    """Of the four that the request has."""
+    monkeypatch.setattr(unpacking, "WINDOW", 3)
 
 
 CONNECTED = PeerConnected(PEER, "shm", "shm")
@@ -444,3 +456,100 @@ def test_what_is_left_without_packing():
 def test_a_slot_goes_round_once():
     over = {state for (_, event), state in SLOT_TABLE.items() if event in ("emptied", "ended")}
     assert over == {SlotState.OVER}
+
+
+# --- a source whose request is still computed
+
+GROWING = replace(LEASE, block_tables=((),), is_growing=True)
+GROWING_CLAIMED = [(0, GROWING, []), *CLAIMED[1:]]
+DIRECT_CLAIM = m.Claim(US, "q1", REFERENCE, NUM_TOKENS, (0,), Direction.WRITE, TABLES, RANGES)
+
+
+def grown(num_ready):
+    return LeaseGrown("r1", (SOURCE_TABLES[0][: -(-num_ready // 4)],), num_ready)
+
+
+def test_a_slot_waits_for_its_tokens():
+    session = source()
+    queued = Reply("x", m.Queued("q1"))
+    play(session, [*GROWING_CLAIMED, (1, said(asked(0)), [queued]), (1, said(asked(0)), [queued]), (2, grown(3), [])])
+    play(session, [(3, grown(5), [OWN_ACQUIRE]), (3, Acquired(own(0), OWN), [Stage]), (3, said(asked(1)), [queued])])
+    play(session, [(4, Staged(own(0), ""), [Post]), (5, TicketEnded(own(0), ""), [Release, Reply("x", PACKED)])])
+    commands = session.handle(LeaseWithdrawn("r1"), 6.0)
+    assert SourceFree("r1", "withdrawn") in commands
+
+
+def test_a_slot_that_waits_for_its_tokens_and_then_does_not_exist_is_refused():
+    session = source()
+    play(session, [*GROWING_CLAIMED, (1, said(asked(0, number=9)), [Reply("x", m.Queued("q1"))])])
+    assert reasons(session.handle(grown(4), 2.0)) == ["transport"]
+    play(session, [(3, grown(8), [])])
+
+
+def test_a_push_of_what_is_still_computed_goes_stretch_by_stretch(monkeypatch):
+    monkeypatch.setattr(carrying, "STRETCH_BYTES", STRETCH_BYTES)
+    session = source()
+    play(session, [*GROWING_CLAIMED[:3], (0, said(DIRECT_CLAIM), [Reply("x", m.Grant("q1", ()))])])
+    play(session, [(1, grown(3), []), (2, grown(9), [Post, Post])])
+    play(session, [(3, TicketEnded(own(1), ""), []), (3, said(DIRECT_CLAIM), [Reply("x", m.Grant("q1", ()))])])
+    play(session, [(4, grown(16), [Post, Post]), (5, TicketEnded(own(0), ""), []), (5, TicketEnded(own(3), ""), [])])
+    (said_written,) = play(session, [(6, TicketEnded(own(2), ""), [Reply])])
+    assert said_written.message.num_bytes == 4 * STRETCH_BYTES
+    play(session, [(7, said(m.Landed(US, "q1", "l1")), [Reply("x", m.Valid("q1")), SourceFree("r1", "done")])])
+
+
+def test_a_stretch_that_cannot_be_written_fails_the_claim(monkeypatch):
+    monkeypatch.setattr(carrying, "STRETCH_BYTES", STRETCH_BYTES)
+    session = source()
+    play(session, [*GROWING_CLAIMED[:3], (0, said(DIRECT_CLAIM), [Reply]), (2, grown(8), [Post, Post])])
+    commands = session.handle(TicketEnded(own(0), "peer reset"), 3.0)
+    assert reasons(commands) == ["transport"]
+    assert Cancel(own(1)) in commands
+    assert reasons(session.handle(said(DIRECT_CLAIM), 4.0)) == ["transport"]
+    play(session, [(4, grown(12), []), (5, ABORT_SAID, [])])
+    play(session, [(6, Staged(own(1), ""), []), (6, Acquired(own(1), OWN), [])])
+    (acknowledged, _) = play(session, [(7, TicketEnded(own(1), "cancelled"), [Reply, SourceFree])])
+    assert acknowledged.message == UNCLEAN
+
+
+def test_blocks_that_an_engine_does_not_have_fail_what_waits_for_them():
+    session = source()
+    play(session, [*GROWING_CLAIMED[:3], (0, said(DIRECT_CLAIM), [Reply])])
+    assert reasons(session.handle(LeaseGrown("r1", ((99,) * 4,), 16), 1.0)) == ["transport"]
+
+
+def test_a_read_waits_for_the_last_token():
+    session = source()
+    claim = READ_CLAIM.message
+    queued, grant = Reply("x", m.Queued("q1")), Reply("x", m.Grant("q1", SOURCE_TABLES))
+    play(session, [(0, GROWING, []), (1, said(claim), [queued]), (2, grown(8), []), (3, grown(16), [grant])])
+    play(session, [(4, grown(7), []), (4, LeaseGrown("r9", ((),), 1), [])])
+    session = source()
+    play(session, [(0, GROWING, []), (1, said(claim), [queued])])
+    assert reasons(session.handle(LeaseWithdrawn("r1"), 2.0)) == ["expired"]
+
+
+def test_a_strategy_is_chosen_among_those_that_are_allowed():
+    program = bind_of_both()
+    cheap_rows, dear_rows = (replace(TYPICAL_HOST, row_s=row_s) for row_s in (1e-12, 1.0))
+    policy = StagingPolicy(AUTO, STRETCH_BYTES)
+    assert policy.before_claim(program, RANGES, cheap_rows, Direction.READ) is Strategy.DIRECT
+    assert policy.before_claim(program, RANGES, dear_rows, Direction.READ) is Strategy.PACK
+    only_runs = StagingPolicy((Strategy.SCATTER,), STRETCH_BYTES)
+    assert only_runs.before_claim(program, RANGES, cheap_rows, Direction.WRITE) is Strategy.PACK
+    assert only_runs.before_claim(program, RANGES, cheap_rows, Direction.READ) is Strategy.SCATTER
+    copies, starts = copies_for(program, SOURCE_TABLES, TABLES, RANGES), region_starts(SOURCE_LAYOUT, TARGET_LAYOUTS[0])
+    assert policy.before_read(copies, cheap_rows, starts) is Strategy.DIRECT
+    assert policy.before_read(copies, dear_rows, starts) is Strategy.SCATTER
+    assert StagingPolicy((Strategy.PACK,), 1).before_read(copies, dear_rows, starts) is Strategy.DIRECT
+
+
+def bind_of_both():
+    found = route((SOURCE_LAYOUT,), TARGET_LAYOUTS)
+    return bind(found.between(0, 0), SOURCE_LAYOUT, TARGET_LAYOUTS[0])
+
+
+def test_blocks_that_no_transport_reaches_are_packed_or_nothing():
+    assert StagingPolicy(AUTO, 1).packing_only("p0") is Strategy.PACK
+    with pytest.raises(TransferError, match="only be reached through its staging memory"):
+        StagingPolicy((Strategy.DIRECT,), 1).packing_only("p0")

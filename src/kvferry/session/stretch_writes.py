@@ -82,7 +82,7 @@ class StretchWrites:
 
     def fail(self, error: str) -> Iterator[Command]:
         """Begin nothing more, and wait for what is under way."""
-        self.error = self.error or error
+        is_known, self.error = bool(self.error), self.error or error
         self.todo.clear()
-        for key in sorted(self.uses, key=lambda key: key.stretch):
+        for key in sorted(self.uses, key=lambda key: key.stretch) if not is_known else ():
             yield Cancel(key)
