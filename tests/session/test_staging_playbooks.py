@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from kvferry.errors import ConfigurationError, TransferError
 from kvferry.plan.copies import Direction
@@ -236,6 +237,18 @@ def test_a_word_that_is_repeated_does_not_end_the_scatter_of_a_failed_read():
     commands = session.handle(AbortWanted("q1"), 3.0)
     assert commands[2:] == [Release(key(1)), Release(key(2)), ABORT]
     play(session, [(4, packed(0), []), (5, Staged(key(0), ""), [Release(key(0)), TargetFree("q1")])])
+
+
+def test_own_blocks_that_cannot_be_are_found_when_their_slot_is_planned():
+    session = target(Strategy.PACK)
+    wanted = replace(WANTED, block_tables=((0, 5, 2, 99),))
+    claim = Send(PEER, structs.replace(CLAIM, block_tables=wanted.block_tables))
+    play(session, [*met(wanted), *OFFERING[3:], (0.4, REACHED, [claim]), PACKING[-1]])
+    play(session, [(1, acquired(0), [pack(0)]), (1, acquired(1), [pack(1)]), (2, packed(0), [Stage])])
+    commands = session.handle(Staged(key(0), ""), 3.0)
+    assert failure(commands).reason == m.Reason.OUT_OF_RANGE
+    assert [command for command in commands if isinstance(command, Release)] == [Release(key(0)), Release(key(2))]
+    play(session, [(4, packed(1), [Release(key(1)), TargetFree("q1")])])
 
 
 def test_a_slot_of_a_failed_read_waits_for_the_word_of_its_source():
