@@ -24,10 +24,12 @@ GATED = Path(__file__).with_name("chaos_serve.py")
 
 
 class Process:
-    """One `kvferry` process. `restart` brings it back at its address; `gate` (a file) holds its reads back."""
+    """One `kvferry` process. `restart` brings it back at its address; `gate` (a file) holds back what its script says,
+    by default its reads."""
 
-    def __init__(self, log: Path, *words: str) -> None:
+    def __init__(self, log: Path, *words: str, script: Path = GATED) -> None:
         self.log = log
+        self._script = script
         self.gate = log.with_suffix(".gate")
         self._words = words
         self.port = 0
@@ -35,7 +37,15 @@ class Process:
 
     def start(self) -> "Process":
         """Begin to start; `wait` until it serves."""
-        words = (sys.executable, str(GATED), str(self.gate), self._words[0], "--json", "--as-child", *self._words[1:])
+        words = (
+            sys.executable,
+            str(self._script),
+            str(self.gate),
+            self._words[0],
+            "--json",
+            "--as-child",
+            *self._words[1:],
+        )
         with self.log.open("ab") as log:
             self._popen = subprocess.Popen(
                 (*words, "--port", str(self.port)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
@@ -98,7 +108,7 @@ class Process:
 
     @contextlib.contextmanager
     def held(self):
-        """Its reads begin but do not move."""
+        """Its reads begin but do not move, or whatever else its script holds back."""
         self.gate.touch()
         try:
             yield

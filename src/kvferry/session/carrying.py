@@ -25,7 +25,7 @@ from kvferry.session.packing import Packing
 from kvferry.session.stretch_writes import STRETCH_BYTES, StretchWrites
 from kvferry.session.targets import Targets
 from kvferry.session.writes import Write
-from kvferry.wire.messages import Aborted, Claim, Pack, Reason, Refusal
+from kvferry.wire.messages import Aborted, Claim, Grant, Pack, Reason, Refusal
 
 __all__ = ["Carrying"]
 
@@ -56,7 +56,7 @@ class Carrying:
             writes = lease.writes[key] = StretchWrites.begun(
                 key, peer, self._targets.request(claim, lease.wanted), self.stretch_bytes
             )
-            yield Reply(peer, writes.word())
+            yield Reply(peer, Grant(claim.claim_id, ()))
             yield from writes.grown(lease.wanted.block_tables, lease.num_ready)
         else:
             copies = self._targets.copies(claim, lease.wanted)

@@ -161,8 +161,8 @@ class Reads:
                 yield from self.staged.filled(key, "", now)
 
     def queued(self, peer: Peer, queued: Queued, now: float) -> Iterator[Step]:
-        """The source will write one later: it has its reasons, and is there."""
-        for fetch, read in self.of(peer.key, queued.claim_id, ReadState.CLAIMING, ReadState.MOVING):
+        """The source will go on later: it has its reasons, and is there."""
+        for fetch, read in self.of(peer.key, queued.claim_id, ReadState.CLAIMING, ReadState.EXPOSED, ReadState.MOVING):
             fetch.moved_at = now
             if read.unpacking:
                 self.staged.moved_at = now

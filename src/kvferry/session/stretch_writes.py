@@ -10,7 +10,7 @@ from kvferry.plan.request import copies_for
 from kvferry.plan.slots import StagedRequest
 from kvferry.plan.stretch import Stretch, stretch_tokens, stretches
 from kvferry.session.events import Cancel, ClaimKey, Command, Post, SlotKey, TicketEnded
-from kvferry.wire.messages import Grant, Reason, Refusal, Written
+from kvferry.wire.messages import Grant, Queued, Reason, Refusal, Written
 
 __all__ = ["STRETCH_BYTES", "StretchWrites"]
 
@@ -52,10 +52,12 @@ class StretchWrites:
     def is_written(self) -> bool:
         return not self.is_open and not self.error
 
-    def word(self) -> Grant | Written | Refusal:
-        """How far it is, while its lease is live."""
+    def word(self) -> Grant | Queued | Written | Refusal:
+        """How far it is, while its lease is live. A target need not be patient with a write, but with a prefill."""
         if self.error:
             return Refusal(Reason.TRANSPORT, "the write failed", self.error, "", self.claim_id)
+        if self.todo and not self.uses:
+            return Queued(self.claim_id)
         if self.is_open:
             return Grant(self.claim_id, ())
         return Written(self.claim_id, self.num_bytes, self.num_rows)

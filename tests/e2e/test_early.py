@@ -1,0 +1,187 @@
+"""The decode leg begins while the prefill leg is still computing: the same answer, from bytes that came meanwhile.
+
+The prefill engine's last step can be kept back, so that "before the prefill is done" is certain.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from chaos_support import Asking, Process
+from conftest import BYTES_PER_TOKEN, eventually, metric
+from test_main_job import prompt_of
+
+STEP_TOKENS = 256
+NUM_TOKENS = 6 * STEP_TOKENS + 100
+EARLY = {"do_remote_decode": True, "kvferry": {"early": True}}
+WAYS = {"push": ("--transfer-direction", "push", "--strategy", "direct"), "pack": ("--strategy", "pack"), "pull": ()}
+DONE = 'kvferry_agent_leases_ended_total{how="done"}'
+MOVED = 'kvferry_agent_moved_bytes_total{direction="write"}'
+
+
+@pytest.fixture(scope="module")
+def site(tiny_model, tmp_path_factory):
+    """A prefill engine with small steps, and a decode engine for each way."""
+    logs = tmp_path_factory.mktemp("early")
+    common = ("--model", str(tiny_model), "--served-name", "tiny", "--transport", "shm", "--num-blocks", "400")
+    words = ("serve", "--engine-id", "p", *common, "--max-batch-tokens", str(STEP_TOKENS))
+    p = Process(logs / "p.log", *words, script=Path(__file__).with_name("early_serve.py"))
+    targets = {
+        way: Process(logs / f"{way}.log", "serve", "--engine-id", way, *common, *options)
+        for way, options in WAYS.items()
+    }
+    everybody = (p, *targets.values())
+    try:
+        for process in everybody:
+            process.start()
+        for process in everybody:
+            process.wait()
+        yield SimpleNamespace(p=p, targets=targets)
+    finally:
+        for process in everybody:
+            process.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lost(site):
+    yield
+    for engine in (site.p, *site.targets.values()):
+        engine.until_free()
+
+
+def begun(site, prompt):
+    """The prefill leg, under way, and the reference that it began with."""
+    leg = Asking(site.p.url, {"prompt": prompt, "max_tokens": 1, "stream": True, "kv_transfer_params": EARLY})
+    eventually(lambda: b"\n\n" in leg.text, "the prefill leg has begun")
+    return leg, json.loads(leg.text.partition(b"\n\n")[0].removeprefix(b"data: "))["kv_transfer_params"]
+
+
+def decoding(engine, prompt, params):
+    return Asking(engine.url, {"prompt": prompt, "max_tokens": 12, "kv_transfer_params": params})
+
+
+def alone(engine, prompt):
+    body = {"prompt": prompt, "max_tokens": 12}
+    return Asking(engine.url, body).answer()["choices"][0]["token_ids"]
+
+
+def tokens_of(answer):
+    return answer["choices"][0]["token_ids"]
+
+
+def until_sent(site, before, num_tokens):
+    moved = lambda: metric(site.p.url, MOVED) - before  # noqa: E731
+    eventually(lambda: moved() >= num_tokens * BYTES_PER_TOKEN, f"{num_tokens} tokens are sent")
+
+
+def expect_end(leg, prompt, expected):
+    """The prefill leg has ended as ever."""
+    *_, last, done = leg.lines()
+    assert done == b"[DONE]"
+    last = json.loads(last)
+    assert tokens_of(last) == expected[:1]
+    assert last["kvferry"]["tokens_computed"] == len(prompt)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_answer_is_that_of_one_engine(site, way):
+    """At full speed: nothing is kept back."""
+    target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=1)
+    expected = alone(target, prompt)
+    for _ in range(2):
+        leg, params = begun(site, prompt)
+        answer = decoding(target, prompt, params).answer()
+        assert tokens_of(answer) == expected
+        assert (answer["kvferry"]["recomputed"], answer["kvferry"]["tokens_computed"]) == ("", 1)
+        expect_end(leg, prompt, expected)
+
+
+@pytest.mark.parametrize("way", ["push", "pack"])
+def test_what_is_computed_is_sent_while_the_rest_is_not(site, way):
+    """Six steps are made, the seventh is kept back: three stretches of 4 MiB go, and the answer cannot begin."""
+    target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=2)
+    expected, before, done = alone(target, prompt), metric(site.p.url, MOVED), metric(site.p.url, DONE)
+    with site.p.held():
+        leg, params = begun(site, prompt)
+        asking = decoding(target, prompt, params)
+        until_sent(site, before, 6 * STEP_TOKENS)
+        assert b"finish_reason" not in leg.text
+        assert asking.status == 0
+    answer = asking.answer()
+    assert tokens_of(answer) == expected
+    report = answer["kvferry"]
+    assert (report["tokens_received"], report["tokens_computed"], report["recomputed"]) == (NUM_TOKENS - 1, 1, "")
+    assert report["strategy"] == ("direct" if way == "push" else way)
+    expect_end(leg, prompt, expected)
+    eventually(lambda: metric(site.p.url, DONE) == done + 1, "the lease has ended")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_answer_may_be_done_before_its_prefill_but_the_lease_is_not(site, way):
+    """All tokens but the last one are computed: that is all that a decode engine wants."""
+    target, prompt = site.targets[way], prompt_of(4 * STEP_TOKENS + 1, seed=3)
+    expected, done = alone(target, prompt), metric(site.p.url, DONE)
+    with site.p.held():
+        leg, params = begun(site, prompt)
+        answer = decoding(target, prompt, params).answer()
+        assert tokens_of(answer) == expected
+        assert answer["kvferry"]["tokens_received"] == 4 * STEP_TOKENS
+        target.until_free()
+        assert b"finish_reason" not in leg.text
+        assert metric(site.p.url, DONE) == done
+        assert site.p.num_granted > 0
+    expect_end(leg, prompt, expected)
+    eventually(lambda: metric(site.p.url, DONE) == done + 1, "the lease has ended")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_prefills_client_leaves_in_the_middle(site, way):
+    target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=4)
+    expected, before = alone(target, prompt), metric(site.p.url, MOVED)
+    with site.p.held():
+        leg, params = begun(site, prompt)
+        asking = decoding(target, prompt, params)
+        until_sent(site, before, 0 if way == "pull" else STEP_TOKENS)
+        leg.leave()
+        site.p.until_free()
+        answer = asking.answer()
+    assert tokens_of(answer) == expected
+    assert answer["kvferry"]["recomputed"] in ("expired", "unknown_lease")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_decodes_client_leaves_in_the_middle(site, way):
+    """Nobody will read what is computed: the prefill leg ends with an error, and both have their blocks back."""
+    target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=5)
+    before = metric(site.p.url, MOVED)
+    with site.p.held():
+        leg, params = begun(site, prompt)
+        asking = decoding(target, prompt, params)
+        until_sent(site, before, 0 if way == "pull" else STEP_TOKENS)
+        eventually(lambda: target.num_granted > 0, "the decode leg has begun")
+        asking.leave()
+        target.until_free()
+        site.p.until_free()
+        error = json.loads(leg.lines()[-1])["error"]
+    assert error["code"] == "aborted"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_prefill_engine_is_killed_in_the_middle(site, way):
+    target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=6)
+    expected, before = alone(target, prompt), metric(site.p.url, MOVED)
+    with site.p.held():
+        _, params = begun(site, prompt)
+        asking = decoding(target, prompt, params)
+        until_sent(site, before, 0 if way == "pull" else STEP_TOKENS)
+        site.p.kill()
+        answer = asking.answer()
+    site.p.restart()
+    assert tokens_of(answer) == expected
+    assert answer["kvferry"]["recomputed"] in ("peer_lost", "deadline", "unreachable", "transport")
+    target.until_free()
+    leg, params = begun(site, prompt)
+    answer = decoding(target, prompt, params).answer()
+    assert (tokens_of(answer), answer["kvferry"]["recomputed"]) == (expected, "")
+    expect_end(leg, prompt, expected)
