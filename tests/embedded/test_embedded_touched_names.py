@@ -30,6 +30,7 @@ SIGNATURES = {
     MANAGER._create_batch_processor: ["self"],
     MANAGER._run_generation_loop: ["self"],
     MANAGER.start: ["self"],
+    continuous_api.ContinuousBatchProcessor._generation_step: ["self", "model"],
     MANAGER.stop: ["self", "block", "timeout", "keep_for_next_session", "hard_stop"],
     scheduler.FIFOScheduler.clear_cancelled_requests: ["self"],
     scheduler.FIFOScheduler.set_request_cancellation: ["self", "request_id"],

@@ -144,6 +144,9 @@ def serve(
     lease_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a cache waits for its reader.")] = 30.0,
     heartbeat: Annotated[float, typer.Option(min=0.05, help="Seconds; a peer silent for three is lost.")] = 1.0,
     drain_timeout: Drain = 30.0,
+    simulated_step: Annotated[
+        str, typer.Option(help="Let steps last as another model's: token=1.2ms,step=50ms (docs/bench.md).")
+    ] = "",
     engine: Engine = "transformers",
     register: Annotated[list[str], typer.Option(help="URL of a router to join; repeat for more.")] = [],  # noqa: B006
     role: Annotated[list[Side], typer.Option(help="What it joins as: prefill or decode; or both.")] = [],  # noqa: B006
@@ -172,6 +175,7 @@ def serve(
         from kvferry.cli import environment
         from kvferry.cli import serve as command
         from kvferry.connectors.jobs import Settings
+        from kvferry.connectors.step_cost import step_cost_named
         from kvferry.session.events import Timing
 
         timing = Timing(lease_s=lease_timeout, heartbeat_s=heartbeat)
@@ -190,7 +194,10 @@ def serve(
         )
         command.serve(
             command.ServeOptions(
-                settings=Settings(path, dtype, block_tokens, num_blocks, max_batch_tokens),
+                settings=Settings(
+                    *(path, dtype, block_tokens, num_blocks, max_batch_tokens),
+                    step_cost=step_cost_named(simulated_step),
+                ),
                 agent=agent,
                 served_name=served_name or name,
                 failure_policy=failure_policy,
@@ -212,7 +219,7 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str, join: JoinO
     from kvferry.cli import environment
     from kvferry.cli.serve_vllm import VllmOptions, serve_vllm
 
-    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "transfer_direction"):
+    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "transfer_direction", "simulated_step"):
         if _is_given(context, name):
             option = f"--{name.replace('_', '-')}"
             hint = "what follows -- goes to vllm serve as it is"

@@ -12,6 +12,7 @@ from kvferry.agent import AgentConfig
 from kvferry.cli import console, http
 from kvferry.cli.joining import NOWHERE, JoinOptions
 from kvferry.connectors.jobs import Settings
+from kvferry.connectors.step_cost import NO_COST
 from kvferry.embedded.app import create_app
 from kvferry.embedded.bridge import AgentCollector, AgentTransfer
 from kvferry.embedded.engine import Engine
@@ -46,6 +47,8 @@ class ServeOptions:
 def serve(options: ServeOptions) -> None:
     """Serve until told to stop. Raises ConfigurationError before anything is started that cannot work."""
     http.log_plainly()
+    if options.settings.step_cost != NO_COST:
+        console.say("steps last as long as --simulated-step says: the pace is not this machine's")
     # The port is taken first: to load a model for half a minute and then fail would be unkind.
     with http.listen(options.host, options.port) as bound:
         engine = Engine(options.settings)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.connectors.step_cost import NO_COST, StepCost
+
 __all__ = [
     "Allocated",
     "BlockTables",
@@ -26,7 +28,8 @@ BlockTables = tuple[tuple[int, ...], ...]
 class Settings:
     """What to serve and how large the cache is: `num_blocks` blocks of `block_tokens` tokens of the whole model.
 
-    `model` is a folder or a name on the Hugging Face hub; `dtype` is a torch name such as `float32`, or `auto`.
+    `model` is a folder or a name on the Hugging Face hub; `dtype` is a torch name such as `float32`, or `auto`. A step
+    takes at least what `step_cost` says: real tokens at the pace of another model.
     """
 
     model: str
@@ -35,6 +38,7 @@ class Settings:
     num_blocks: int = 1024
     max_batch_tokens: int = 512
     num_threads: int = 1
+    step_cost: StepCost = NO_COST
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ The engine's thread belongs to its loop; blocks may change hands only between tw
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +38,7 @@ from kvferry.connectors.jobs import (
     Settings,
     Stopped,
 )
+from kvferry.connectors.step_cost import NO_COST, StepCost
 from kvferry.errors import ConfigurationError, LayoutError, TransportError
 from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State
 from kvferry.plan.span import Span
@@ -47,6 +49,8 @@ __all__ = ["Core"]
 
 MIN_BLOCK_TOKENS = 4  # transformers refuses smaller pages
 STOP_WITHIN_S = 30.0
+# An engine that had nothing to do does not catch up on it.
+MAX_CATCH_UP_S = 0.02
 
 Command = Callable[["FerryScheduler"], None]
 
@@ -55,7 +59,8 @@ Command = Callable[["FerryScheduler"], None]
 class Desk:
     """What the parts that live in the engine's thread share; only `commands` is used from other threads.
 
-    `num_told` has the requests whose progress is told, with how far they were when that was done last.
+    `num_told` has the requests whose progress is told, with how far they were when that was done last. `pace` is told
+    of every batch.
     """
 
     emit: Callable[[Event], None]
@@ -63,6 +68,26 @@ class Desk:
     hold_ids: set[str] = field(default_factory=set)
     num_computed: dict[str, int] = field(default_factory=dict)
     num_told: dict[str, int] = field(default_factory=dict)
+    pace: Pace = field(default_factory=lambda: Pace(NO_COST))
+
+
+class Pace:
+    """Makes steps last as long as those of another model. Lives in the engine's thread."""
+
+    def __init__(self, cost: StepCost) -> None:
+        self._cost = cost
+        self._due = 0.0
+
+    def scheduled(self, batch: list[Any]) -> None:
+        """What the next step will compute. It begins when the one before was due to end: what lies between is ours."""
+        num_decoded = sum(bool(scheduled.state.generated_tokens) for scheduled in batch)
+        step_s = self._cost.seconds(sum(scheduled.query_length for scheduled in batch), num_decoded)
+        self._due = max(self._due, time.perf_counter() - MAX_CATCH_UP_S) + step_s
+
+    def step(self, compute: Callable[[Any], None], model: Any) -> None:
+        """The real step, and then what is missing."""
+        compute(model)
+        time.sleep(max(0.0, self._due - time.perf_counter()))
 
 
 class FerryScheduler(FIFOScheduler):  # type: ignore[misc]
@@ -106,6 +131,8 @@ class FerryScheduler(FIFOScheduler):  # type: ignore[misc]
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """Count, per request, the tokens that go through the model before its first answer."""
         batch = super().schedule_batch(token_budget, cache_budget)
+        if batch[0]:
+            self._desk.pace.scheduled(batch[0])
         for scheduled in batch[0] or ():
             if not scheduled.state.generated_tokens:
                 request_id = scheduled.state.request_id
@@ -192,9 +219,12 @@ class Core:
         _check(settings)
         torch.set_num_threads(settings.num_threads)
         self._model, self.tokenizer = _load(settings)
-        self._desk = Desk(emit)
+        self._desk = Desk(emit, pace=Pace(settings.step_cost))
         self._manager = _manager(self._model, settings, self._desk)
-        self._cache = self._manager.batch_processor.cache
+        processor = self._manager.batch_processor
+        if settings.step_cost != NO_COST:
+            processor._generation_step = partial(self._desk.pace.step, processor._generation_step)
+        self._cache = processor.cache
         self._shared = _share(self._cache)
 
     def start(self) -> None:
