@@ -1,6 +1,6 @@
 """Routers under load, side by side in one run: added latency, many streams at once, memory.
 
-`python benchmarks/router.py [--example-proxy FILE --example-python PYTHON] [--vllm-router PROGRAM] [--soak-s 600]`
+`python benchmarks/router.py [--example-proxy FILE --example-python PYTHON] [--vllm-router PROGRAM] [--parts soak]`
 
 Each router runs on one core; the engines, which stream and compute nothing, and the load generator share the other.
 """
@@ -69,17 +69,18 @@ def streams(port: int, pid: int) -> dict[str, Any]:
     }
 
 
-def soak(port: int, pid: int, seconds: float) -> dict[str, Any]:
-    """Memory while requests come at half the rate. Growth is of the second half: the first fills pools and caches."""
+def soak(port: int, pid: int, seconds: float, rate: float) -> dict[str, Any]:
+    """Memory while requests come. Growth is of the second half: the first fills pools and caches."""
     samples, errors, began = [], 0, time.perf_counter()
     while time.perf_counter() - began < seconds:
-        found = ask(Load((port,), int(RATE / 2 * 10), RATE / 2, LATENCY_TOKENS))
+        found = ask(Load((port,), int(rate * 10), rate, LATENCY_TOKENS))
         errors += len(found.errors)
         samples.append(rss_bytes(pid))
         say(f"  {time.perf_counter() - began:.0f} s: {samples[-1] / 2**20:.1f} MiB, {errors} errors")
     half = samples[len(samples) // 2]
     return {
         "seconds": seconds,
+        "requests_per_s": rate,
         "errors": errors,
         "samples_mib": [round(sample / 2**20, 2) for sample in samples],
         "growth_in_second_half_bytes": samples[-1] - half,
@@ -87,26 +88,24 @@ def soak(port: int, pid: int, seconds: float) -> dict[str, Any]:
 
 
 def measure(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
+    """All parts that were asked for, each with a router and engines of its own."""
     found: dict[str, Any] = {"name": subject.name, "what": subject.note}
-    with (
-        engine(LATENCY_TOKENS, LATENCY_GAP_MS, LOAD_CORE) as prefill,
-        engine(LATENCY_TOKENS, LATENCY_GAP_MS, LOAD_CORE) as decode,
-        started(subject, prefill, decode, ROUTER_CORE) as (port, pid),
-    ):
-        time.sleep(options.settle_s)
-        found["memory_at_start_bytes"] = rss_bytes(pid)
-        found["latency"] = latency(port, pid, (prefill, decode), options.seconds)
-        say(f"{subject.name}: {json.dumps(found['latency'])}")
-        if options.soak_s and subject.name in options.soak:
-            found["soak"] = soak(port, pid, options.soak_s)
-    with (
-        engine(STREAM_TOKENS, 0.0, LOAD_CORE) as prefill,
-        engine(STREAM_TOKENS, STREAM_GAP_MS, LOAD_CORE) as decode,
-        started(subject, prefill, decode, ROUTER_CORE) as (port, pid),
-    ):
-        time.sleep(options.settle_s)
-        found["streams"] = streams(port, pid)
-        say(f"{subject.name}: {json.dumps(found['streams'])}")
+    for part in options.parts:
+        gap_ms = STREAM_GAP_MS if part == "streams" else LATENCY_GAP_MS
+        num_tokens = STREAM_TOKENS if part == "streams" else LATENCY_TOKENS
+        with (
+            engine(num_tokens, gap_ms, LOAD_CORE) as prefill,
+            engine(num_tokens, gap_ms, LOAD_CORE) as decode,
+            started(subject, prefill, decode, ROUTER_CORE) as (port, pid),
+        ):
+            time.sleep(options.settle_s)
+            if part == "latency":
+                found[part] = latency(port, pid, (prefill, decode), options.seconds)
+            elif part == "streams":
+                found[part] = streams(port, pid)
+            else:
+                found[part] = soak(port, pid, options.soak_s, options.soak_rate)
+        say(f"{subject.name}: {part}: {json.dumps(found[part])}")
     return found
 
 
@@ -117,8 +116,9 @@ def main() -> None:
     parser.add_argument("--vllm-router", default="")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--settle-s", type=float, default=3.0)
-    parser.add_argument("--soak-s", type=float, default=0.0)
-    parser.add_argument("--soak", nargs="*", default=["kvferry route"])
+    parser.add_argument("--parts", nargs="*", default=["latency", "streams"], choices=["latency", "streams", "soak"])
+    parser.add_argument("--soak-s", type=float, default=600.0)
+    parser.add_argument("--soak-rate", type=float, default=RATE / 2)
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     os.sched_setaffinity(0, {LOAD_CORE})

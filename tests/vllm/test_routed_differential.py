@@ -156,12 +156,18 @@ def test_refusals_are_those_of_an_engine_alone(routed: tuple[Pair, str], name: s
 
 
 def test_a_forced_tool_call_is_the_same(routed: tuple[Pair, str]) -> None:
+    """A model of random weights may not end its call in time: then the refusal is the same."""
     pair, router = routed
     body = TALK | {"tools": [TOOL], "tool_choice": NAMED, "max_tokens": 30, "ignore_eos": False}
     alone, through = send(pair.decode.url, CHAT, body), send(router, CHAT, body)
     assert through[0] == alone[0], through[2]
-    calls = [json.loads(raw)["choices"][0]["message"]["tool_calls"][0]["function"] for _, _, raw in (alone, through)]
-    assert calls[0] == calls[1]
+    assert called(through[2]) == called(alone[2])
+
+
+def called(raw: bytes) -> list[Any]:
+    """The calls of an answer, without their ids; none in a refusal."""
+    choices = json.loads(raw).get("choices", [])
+    return [call["function"] for choice in choices for call in choice["message"]["tool_calls"]]
 
 
 def test_caches_really_move(routed: tuple[Pair, str]) -> None:

@@ -23,6 +23,9 @@ from kvferry.router.upstream import (
 __all__ = ["Head", "Leg"]
 
 
+NOT_WAITING = -1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """Status and headers of an upstream's response."""
@@ -42,6 +45,9 @@ class Leg:
         self._first = b""
         # What exactly went wrong, for the log: it names hosts and ports of the inside.
         self.trouble = ""
+        self._watch: asyncio.TimerHandle | None = None
+        self._waits_since_s = NOT_WAITING
+        self._is_silent = False
 
     @property
     def head(self) -> Head:
@@ -70,14 +76,35 @@ class Leg:
         if self._first:
             first, self._first = self._first, b""
             return first
+        self._waits_since_s = asyncio.get_running_loop().time()
+        if self._watch is None:
+            self._watch_silence(self._services.config.stall_timeout_s)
         try:
-            async with asyncio.timeout(self._services.config.stall_timeout_s):
-                return await self._exchange.piece()
+            return await self._exchange.piece()
         except FAILURES as error:
-            return self._failed(error, STALL)
+            return self._failed(TimeoutError() if self._is_silent else error, STALL)
+        finally:
+            self._waits_since_s = NOT_WAITING
+
+    def _watch_silence(self, in_s: float) -> None:
+        """One timer for a whole stream, that looks again when it was early: one per piece would cost more than it."""
+        self._watch = asyncio.get_running_loop().call_later(in_s, self._look_for_silence)
+
+    def _look_for_silence(self) -> None:
+        now = asyncio.get_running_loop().time()
+        # While a slow client takes its time, nothing is expected of the engine.
+        silent_s = now - self._waits_since_s if self._waits_since_s != NOT_WAITING else 0.0
+        left_s = self._services.config.stall_timeout_s - silent_s
+        self._is_silent = left_s <= 0
+        if self._is_silent and self._exchange is not None:
+            self._exchange.close()
+        else:
+            self._watch_silence(left_s)
 
     def close(self) -> None:
         """Close the connection; the upstream sees its client leave."""
+        if self._watch is not None:
+            self._watch.cancel()
         if self._exchange is not None:
             self._exchange.close()
 
