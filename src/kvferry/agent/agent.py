@@ -226,6 +226,7 @@ class Agent:
         self._take_wishes()
         for arrival in arrivals:
             self._arrived(arrival)
+            self._move_slots()
         began = time.monotonic()
         self._progress()
         # What has been answered while that took long must be read before somebody is taken for silent.
@@ -247,14 +248,23 @@ class Agent:
 
     def _progress(self) -> None:
         """What has happened to work that takes several turns."""
-        for event in self._carrier.poll():
-            self._feed(event)
+        # What is gathered is posted, what is posted may be copied by the poll, and what has been sent makes room: in this
+        # order a slot does not wait for the next turn.
         for slot_event in self._stager.poll():
             self._feed(slot_event)
+        for event in self._carrier.poll():
+            self._feed(event)
+        self._move_slots()
         for digested in self._digester.run(DIGEST_BYTES):
             self._feed(digested)
         for peer in self._knocks.unanswered():
             self._feed_target(e.PeerGone(peer))
+
+    def _move_slots(self) -> None:
+        """Hand out the slots that are free at once: the copies that go with them run beside all that follows here."""
+        while self._stager.is_changed:
+            for event in self._stager.poll():
+                self._feed(event)
 
     def _take_wishes(self) -> None:
         if not self._wake.rang():

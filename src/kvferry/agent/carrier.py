@@ -76,7 +76,7 @@ class Carrier:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether something was posted that `poll` has not looked at yet; some transports copy there."""
+        """Whether there may be more to copy for `poll`: something was posted since, or has ended and others have not."""
         return self._is_fresh
 
     @property
@@ -161,6 +161,7 @@ class Carrier:
                     ended = self._open.pop(key)
                     self.moved_bytes[ended.direction] += 0 if completion.error else ended.num_bytes
                     events.append(TicketEnded(key, completion.error))
+        self._is_fresh = bool(self._open) and any(completions.values())
         return [*events, *self._meet(completions)]
 
     def _meet(self, completions: Mapping[str, Sequence[Completion]]) -> Iterator[CarrierEvent]:

@@ -35,8 +35,8 @@ class Stager:
 
     @property
     def busy(self) -> bool:
-        """Whether copies are under way."""
-        return self._mover.busy
+        """Whether copies are under way whose end only `poll` finds out."""
+        return self._mover.busy and not self._mover.rings
 
     @property
     def is_changed(self) -> bool:

@@ -18,8 +18,8 @@ from kvferry.wire.messages import Pack, Party
 
 __all__ = ["Unpacking"]
 
-# One is filled, one is scattered, one is on its way from one to the other.
-WINDOW = 3
+# One is gathered, one is on the wire, one is scattered, and one is on its way between two of these.
+WINDOW = 4
 
 
 class Unpacking:

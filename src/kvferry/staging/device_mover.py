@@ -45,6 +45,11 @@ class DeviceMover:
     def busy(self) -> bool:
         return bool(self._running or self._ended)
 
+    @property
+    def rings(self) -> bool:
+        # What is queued on a device ends without a word to this process.
+        return False
+
     def start(self, key: Hashable, copies: Copies) -> None:
         """See `Mover`. The copies see what the engine has queued before this call, and may overtake each other.
 

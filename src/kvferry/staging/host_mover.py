@@ -55,6 +55,10 @@ class HostMover:
     def busy(self) -> bool:
         return bool(self._open)
 
+    @property
+    def rings(self) -> bool:
+        return True
+
     def start(self, key: Hashable, copies: Copies) -> None:
         """See `Mover`. Copies begin in the order of their starts."""
         if key in self._open:

@@ -44,6 +44,11 @@ class Mover(Protocol):
         """Whether an end is still to be reported."""
         ...
 
+    @property
+    def rings(self) -> bool:
+        """Whether it says by itself that `poll` has something to report; else it has to be asked again and again."""
+        ...
+
     def close(self) -> None:
         """Stop within milliseconds; what was cut off ends with an error in the next `poll`. Safe to call twice."""
         ...

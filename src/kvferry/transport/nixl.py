@@ -268,6 +268,9 @@ class NixlTransport:
                 budget -= len(part.local)
                 job.num_posted += 1
                 self._post_part(job, part)
+            if job.num_posted and not (job.waiting or job.active):
+                # Posting was copying, and it is over: whoever waits for it goes on while the next is copied.
+                return
 
     def _is_active(self, job: Job, handle: Any) -> bool:
         try:
