@@ -13,6 +13,7 @@ from kvferry.plan.layout import Region
 from kvferry.plan.parts import Grid
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree
+from kvferry.session.ways import NO_STAGING
 from kvferry.testing import oracle
 from kvferry.transport.base import Memory
 from kvferry.transport.faulty import Fault, FaultKind, FaultyTransport
@@ -56,7 +57,7 @@ def num_posts_before(make_rank):
             posts.append(copies)
             return super().post(peer, copies, direction)
 
-    source, target = make_rank("p9", SOURCE), make_rank("d9", TARGET, wrap=Counting)
+    source, target = make_rank("p9", SOURCE), make_rank("d9", TARGET, wrap=Counting, staging=NO_STAGING)
     fetched(target, source)
     target.next_notice(Fetched)
     return len(posts) - 1
@@ -64,7 +65,7 @@ def num_posts_before(make_rank):
 
 def test_a_flipped_bit_is_found_and_the_next_fetch_is_fine(make_rank, num_posts_before):
     flip = spoiled(Fault(num_posts_before, FaultKind.FLIP, bit=12345))
-    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, digest=Policy.FULL, wrap=flip)
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, digest=Policy.FULL, wrap=flip, staging=NO_STAGING)
     fetched(target, source)
     error = target.next_notice(Failed).error
     assert error.reason == "digest"
@@ -79,7 +80,7 @@ def test_a_flipped_bit_is_found_and_the_next_fetch_is_fine(make_rank, num_posts_
 def test_without_a_digest_nobody_notices(make_rank, num_posts_before):
     """What the digest is for."""
     flip = spoiled(Fault(num_posts_before, FaultKind.FLIP, bit=12345))
-    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, digest=Policy.OFF, wrap=flip)
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, digest=Policy.OFF, wrap=flip, staging=NO_STAGING)
     fetched(target, source)
     target.next_notice(Fetched)
 
@@ -96,7 +97,7 @@ def test_a_cache_that_its_engine_writes_to_too_early_is_found_by_a_sample(make_r
                     buffer[:] ^= 0xFF
             return completions
 
-    target = make_rank("d0", TARGET, wrap=Overwriting)
+    target = make_rank("d0", TARGET, wrap=Overwriting, staging=NO_STAGING)
     fetched(target, source)
     assert target.next_notice(Failed).error.reason == "digest"
 
