@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from conftest import DEADLINE_S
 
 from kvferry.agent.shared_token import NO_TOKEN
 from kvferry.cli.doctor_peer import try_peer
 from kvferry.errors import TransportError
 
+DEADLINE_S = 60.0
 KVFERRY = (sys.executable, "-m", "kvferry.cli.main")
 
 

@@ -103,5 +103,6 @@ def _describe(measurement: Measurement) -> str:
     written = measurement.writing
     if written == UNMEASURED:
         return f"{name} {measurement.rates(Direction.READ)}"
-    writes = f"writing failed ({written.error})" if written.error else f"writing {written}"
+    rates = f"writing {written.gigabytes_per_s:.1f} and {written.row_gigabytes_per_s:.1f}"
+    writes = f"writing failed ({written.error})" if written.error else rates
     return f"{name} {measurement.rates(Direction.READ)}, {writes}"
