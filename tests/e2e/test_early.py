@@ -4,6 +4,7 @@ The prefill engine's last step can be kept back, so that "before the prefill is 
 """
 
 import json
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,6 +98,21 @@ def test_the_answer_is_that_of_one_engine(site, way):
         expect_end(leg, prompt, expected)
 
 
+def test_many_at_the_same_time_do_not_mix(site):
+    prompts = [prompt_of(random.Random(seed).randrange(200, 900), seed) for seed in range(9)]
+    targets = [site.targets[way] for way in (*WAYS, *WAYS, *WAYS)]
+    expected = [alone(target, prompt) for target, prompt in zip(targets, prompts, strict=True)]
+    legs = [begun(site, prompt) for prompt in prompts]
+    asking = [
+        decoding(target, prompt, params) for target, prompt, (_, params) in zip(targets, prompts, legs, strict=True)
+    ]
+    answers = [each.answer() for each in asking]
+    assert [tokens_of(answer) for answer in answers] == expected
+    assert {answer["kvferry"]["recomputed"] for answer in answers} == {""}
+    for (leg, _), prompt, tokens in zip(legs, prompts, expected, strict=True):
+        expect_end(leg, prompt, tokens)
+
+
 @pytest.mark.parametrize("way", ["push", "pack"])
 def test_what_is_computed_is_sent_while_the_rest_is_not(site, way):
     """Six steps are made, the seventh is kept back: three stretches of 4 MiB go, and the answer cannot begin."""
@@ -112,7 +128,7 @@ def test_what_is_computed_is_sent_while_the_rest_is_not(site, way):
     assert tokens_of(answer) == expected
     report = answer["kvferry"]
     assert (report["tokens_received"], report["tokens_computed"], report["recomputed"]) == (NUM_TOKENS - 1, 1, "")
-    assert report["strategy"] == ("direct" if way == "push" else way)
+    assert (report["strategy"], report["verified"]) == ("direct" if way == "push" else way, "sampled")
     expect_end(leg, prompt, expected)
     eventually(lambda: metric(site.p.url, DONE) == done + 1, "the lease has ended")
 

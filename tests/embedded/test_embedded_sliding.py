@@ -82,6 +82,26 @@ def test_rings_move_between_engines(loop: Loop, sliding_path: Path) -> None:
         loop.run(engine.close())
 
 
+def test_of_a_ring_that_is_written_over_nothing_is_told_before_the_end(loop: Loop, sliding_path: Path) -> None:
+    """A window of 50 tokens, steps of 16: what a prompt of 51 tokens has computed first is gone when it is done."""
+    source = Engine(Settings(str(sliding_path), block_tokens=8, num_blocks=160, max_batch_tokens=16))
+    told: list[int] = []
+
+    async def compute(num_tokens: int) -> list[int]:
+        told.clear()
+        await source.begin(request(f"r{num_tokens}", num_tokens, 1))
+        prefilled = await source.finish(f"r{num_tokens}", lambda tables, num_ready: told.append(num_ready))
+        assert prefilled.num_tokens == num_tokens
+        source.release(f"r{num_tokens}")
+        return told
+
+    loop.run(source.start())
+    assert loop.run(compute(50)) == [16, 32, 48]
+    assert loop.run(compute(51)) == []
+    expect_empty(loop, source)
+    loop.run(source.close())
+
+
 def test_a_full_pool_of_two_groups_never_starves(loop: Loop, sliding_path: Path) -> None:
     """More requests than fit, of lengths on both sides of the window: all of them are answered."""
     engine = Engine(Settings(str(sliding_path), block_tokens=8, num_blocks=40, max_batch_tokens=64))
