@@ -90,3 +90,10 @@ def test_writes_are_told_and_decide_where_bytes_are_pushed():
     ]
     with pytest.raises(TransportError, match="no transport passed"):
         choose(found[2:], direction=Direction.WRITE)
+
+
+def test_where_writing_could_not_be_tested_reading_tells():
+    found = [Measurement("shm", 9.0, 4.0, 1e-5, ""), Measurement("tcp", 1.0, 1.0, 1e-5, "")]
+    assert choose(found, direction=Direction.WRITE).name == "shm"
+    assert found[0].likely_rates(Direction.WRITE).gigabytes_per_s == 9.0
+    assert found[0].rates(Direction.WRITE).error

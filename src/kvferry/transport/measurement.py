@@ -56,6 +56,10 @@ class Measurement:
             return self.writing
         return Rates(self.gigabytes_per_s, self.row_gigabytes_per_s, self.latency_s, self.error)
 
+    def likely_rates(self, direction: Direction) -> Rates:
+        """Those of one direction; of a peer whose probe may not be written, reading tells what writing is like."""
+        return self.rates(Direction.READ if self.writing == UNMEASURED else direction)
+
     def why_not(self, direction: Direction) -> str:
         """Why it cannot be used in a direction; empty where it can."""
-        return self.error or self.rates(direction).error
+        return self.error or self.likely_rates(direction).error

@@ -77,7 +77,7 @@ def choose(
             found="; ".join(_describe(measurement) for measurement in measurements) or "nothing was tested",
             hint="start both engines with --transport tcp, which needs nothing but sockets",
         )
-    best = min(passed, key=lambda measurement: measurement.rates(direction).seconds_per_gigabyte)
+    best = min(passed, key=lambda measurement: measurement.likely_rates(direction).seconds_per_gigabyte)
     rest = [f"{', '.join(untested)} not tested: the same host needs only one copy"] if untested else []
     return Choice(best.name, "; ".join([*(_describe(measurement) for measurement in measurements), *rest]))
 
