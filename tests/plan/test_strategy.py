@@ -234,6 +234,15 @@ TIED = Costs(
 )
 
 
+def test_stages_that_share_what_they_work_with_take_their_sum_at_least():
+    """Two cores that share the memory do one and a half times the work of one; then a few rows may as well go direct."""
+    alone, shared = TYPICAL_HOST, replace(TYPICAL_HOST, num_at_once=1.5)
+    counts = rows_of(24 * KIB)
+    assert gain(counts, shared) < 1 < gain(counts, alone)
+    assert seconds(counts, shared, Strategy.DIRECT) == seconds(counts, alone, Strategy.DIRECT)
+    assert gain(rows_of(512), shared) > 10
+
+
 def test_a_tie_goes_to_the_simpler_strategy():
     found = prices(Counts(4, 4, 1), TIED)
     assert [(price.strategy, price.seconds) for price in found] == [("direct", 7), ("scatter", 7), ("pack", 10)]

@@ -248,8 +248,8 @@ class Agent:
 
     def _progress(self) -> None:
         """What has happened to work that takes several turns."""
-        # What is gathered is posted, what is posted may be copied by the poll, and what has been sent makes room: in this
-        # order a slot does not wait for the next turn.
+        # What is gathered is posted, what is posted may be copied by the poll, what is sent makes room: in this order
+        # no slot waits for the next turn.
         for slot_event in self._stager.poll():
             self._feed(slot_event)
         for event in self._carrier.poll():

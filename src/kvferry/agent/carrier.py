@@ -76,7 +76,7 @@ class Carrier:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether there may be more to copy for `poll`: something was posted since, or has ended and others have not."""
+        """Whether `poll` may have something to copy: a ticket was posted since, or has ended and others have not."""
         return self._is_fresh
 
     @property

@@ -141,4 +141,4 @@ class Meeting:
         everything = (*self._measured, *self._unconnected)
         self.met = (Met(self.peer, self._place, self._direction, choice.name, everything, findings),)
         is_slow = is_far_slower(measured, self._direction)
-        return PeerConnected(self.peer, choice.name, choice.reason, costs_of(measured), is_slow)
+        return PeerConnected(self.peer, choice.name, choice.reason, costs_of(measured, self._place), is_slow)

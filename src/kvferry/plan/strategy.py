@@ -8,9 +8,10 @@ A transfer moves through up to three stages: gather, wire, scatter. Over a trans
     scatter = num_slots * launch_s + num_rows * copy_row_s + num_bytes / scatter_bytes_per_s
 
 While one slot is on the wire the next is gathered and the one before is scattered, so only the slowest stage is seen in
-full; of the others, what one slot takes:
+full; of the others, what one slot takes. But no more than `num_at_once` stages get on at a time, for what they share:
 
-    seconds = latency_s + slowest + (sum of the others) / max(1, num_bytes / slot_bytes)
+    seconds = latency_s + max(slowest + (sum of the others) / max(1, num_bytes / slot_bytes),
+                              (sum of all) / num_at_once)
 
 The divisor is no whole number, for a last slot that is almost empty hides almost nothing. `wire_rows` is `num_rows` for
 direct, `num_source_runs` and at most one more per slot border for scatter, and `num_slots` for pack.
@@ -18,6 +19,7 @@ direct, `num_source_runs` and at most one more per slot border for scatter, and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import fsum, isfinite
 from typing import NamedTuple
@@ -58,6 +60,7 @@ class Costs:
     copy_row_s: one row in a gather or a scatter, on top of its bytes.
     launch_s: starting a gather or a scatter of one slot, and telling the next stage of its end.
     slot_bytes: what is gathered, sent and scattered at a time.
+    num_at_once: how many stages' work is done in the time of one. All three, unless they share few cores or the memory.
 
     Raises ConfigurationError naming every value that is not a positive, finite number.
     """
@@ -70,6 +73,7 @@ class Costs:
     copy_row_s: float
     launch_s: float
     slot_bytes: int
+    num_at_once: float = 3.0
 
     def __post_init__(self) -> None:
         wrong = [f"{name} = {value}" for name, value in asdict(self).items() if not (isfinite(value) and value > 0)]
@@ -190,7 +194,10 @@ def _price(strategy: Strategy, counts: Counts, costs: Costs) -> Price:
         stages.insert(0, (Part("gather", _copy_s(counts, costs, costs.gather_bytes_per_s)),))
     if strategy is not Strategy.DIRECT:
         stages.append((Part("scatter", _copy_s(counts, costs, costs.scatter_bytes_per_s)),))
-    parts = (Part("latency", costs.latency_s), *_overlapped(stages, counts.num_bytes / costs.slot_bytes))
+    parts = (
+        Part("latency", costs.latency_s),
+        *_overlapped(stages, counts.num_bytes / costs.slot_bytes, costs.num_at_once),
+    )
     return Price(strategy, fsum(part.seconds for part in parts), num_rows, parts)
 
 
@@ -213,14 +220,17 @@ def _copy_s(counts: Counts, costs: Costs, bytes_per_s: float) -> float:
     )
 
 
-def _overlapped(stages: list[tuple[Part, ...]], slots: float) -> list[Part]:
-    """What each part adds when the stages work on different slots at a time: the slowest one all, the others a slot."""
+def _overlapped(stages: list[tuple[Part, ...]], slots: float, num_at_once: float) -> list[Part]:
+    """What each part adds when the stages work on different slots at a time: the slowest one all, the others a slot;
+    or, where they hold each other up, its share of all the work."""
     slowest = max(stages, key=_seconds)
     depth = max(1.0, slots)
-    return [part if stage is slowest else Part(part.name, part.seconds / depth) for stage in stages for part in stage]
+    alone = [part if stage is slowest else Part(part.name, part.seconds / depth) for stage in stages for part in stage]
+    shared = [Part(part.name, part.seconds / num_at_once) for stage in stages for part in stage]
+    return max(alone, shared, key=_seconds)
 
 
-def _seconds(stage: tuple[Part, ...]) -> float:
+def _seconds(stage: Sequence[Part]) -> float:
     return fsum(part.seconds for part in stage)
 
 

@@ -1,0 +1,49 @@
+"""What moving costs, from the self-test of a transport."""
+
+import pytest
+
+from kvferry.agent.costs import costs_of
+from kvferry.plan.staged import Strategy
+from kvferry.plan.strategy import Counts, prices
+from kvferry.transport.measurement import Measurement
+from kvferry.transport.situation import Place
+
+SLOT = 4 << 20
+
+
+def measured(gigabytes_per_s, row_s, carriers=("cma/memory",)):
+    row_rate = 4096e-9 / (4096e-9 / gigabytes_per_s + row_s)
+    return Measurement("nixl", gigabytes_per_s, row_rate, 20e-6, "", carriers=carriers)
+
+
+def cheapest(num_bytes, row_bytes, costs):
+    counts = Counts(num_bytes, num_bytes // row_bytes, num_bytes // row_bytes)
+    return prices(counts, costs)[0].strategy
+
+
+def test_rows_and_bytes_are_told_apart():
+    costs = costs_of(measured(2.5, 2e-6), Place.SAME_HOST)
+    assert costs.row_s == pytest.approx(2e-6)
+    assert costs.wire_bytes_per_s == pytest.approx(2.5e9)
+
+
+@pytest.mark.parametrize("slowness", [1, 10])
+@pytest.mark.parametrize(
+    ("row_bytes", "expected"), [(768, "pack"), (2048, "pack"), (12 << 10, "direct"), (24 << 10, "direct")]
+)
+def test_a_slow_moment_changes_nothing_about_what_is_cheaper(slowness, row_bytes, expected, monkeypatch):
+    """Of what has been measured on two cores: what was fastest, and no other when all that was slower by a factor."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    costs = costs_of(measured(2.5 / slowness, 2e-6 * slowness), Place.SAME_HOST)
+    assert cheapest(12 * SLOT, row_bytes, costs) == expected
+
+
+def test_a_few_rows_are_not_worth_a_slot():
+    assert cheapest(64 << 10, 1024, costs_of(measured(2.5, 2e-6), Place.SAME_HOST)) is Strategy.DIRECT
+
+
+@pytest.mark.parametrize(("place", "carriers"), [(Place.OTHER_HOST, ("rc/mlx5_0",)), (Place.SAME_HOST, ("tcp/lo",))])
+def test_where_the_wire_is_no_copy_its_rate_says_nothing_about_copies(place, carriers):
+    costs = [costs_of(measured(rate, 2e-6, carriers), place) for rate in (1.0, 40.0)]
+    assert costs[0].gather_bytes_per_s == costs[1].gather_bytes_per_s
+    assert costs[0].num_at_once == 3
