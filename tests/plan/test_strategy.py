@@ -235,7 +235,7 @@ TIED = Costs(
 
 
 def test_stages_that_share_what_they_work_with_take_their_sum_at_least():
-    """Two cores that share the memory do one and a half times the work of one; then a few rows may as well go direct."""
+    """Two cores that share the memory do one and a half times the work of one: then shorter rows go direct."""
     alone, shared = TYPICAL_HOST, replace(TYPICAL_HOST, num_at_once=1.5)
     counts = rows_of(24 * KIB)
     assert gain(counts, shared) < 1 < gain(counts, alone)
