@@ -69,22 +69,22 @@ def test_all_but_the_last_token_is_fetched_once():
     made, asked = scheduler(), request(dict(PULL))
     assert begun(made, asked) == PROMPT - 1
     made.allocated(asked, TABLES, 0)
-    (fetch,) = made.take_orders().fetches
+    (fetch,) = made.take_orders(is_idle=False).fetches
     assert (fetch.request_id, fetch.ranges, fetch.is_waited_for) == ("cmpl-here", (TokenRange(0, PROMPT - 1),), True)
-    assert made.take_orders().fetches == []
+    assert made.take_orders(is_idle=False).fetches == []
 
 
 def test_asking_often_changes_nothing():
     made, asked = scheduler(), request(dict(PULL))
     assert [made.num_new_tokens(asked, 16) for _ in range(3)] == [PROMPT - 1 - 16] * 3
-    assert made.take_orders().fetches == []
+    assert made.take_orders(is_idle=False).fetches == []
 
 
 def test_fewer_tokens_than_offered_are_the_first_ones():
     made, asked = scheduler(), request(dict(PULL))
     assert made.num_new_tokens(asked, 16) == 23
     made.allocated(asked, TABLES, 16)
-    (fetch,) = made.take_orders().fetches
+    (fetch,) = made.take_orders(is_idle=False).fetches
     assert fetch.ranges == (TokenRange(16, 32),)
 
 
@@ -97,7 +97,7 @@ def test_a_count_that_makes_no_sense_is_not_believed(offered):
 def test_marks_that_a_client_writes_mean_nothing():
     made, asked = scheduler(), request({**PULL, "_kvferry_fetched": True, "_kvferry_truncated": True})
     assert begun(made, asked) == PROMPT - 1
-    assert [fetch.is_waited_for for fetch in made.take_orders().fetches] == [True]
+    assert [fetch.is_waited_for for fetch in made.take_orders(is_idle=False).fetches] == [True]
 
 
 @pytest.mark.parametrize("key", ["remote_engine_id", "remote_request_id", "kvferry"])
@@ -105,7 +105,7 @@ def test_params_that_cannot_be_read_fail_the_request_and_nothing_else(key):
     made = scheduler()
     asked = request({name: value for name, value in PULL.items() if name != key})
     begun(made, asked)
-    (fetch,) = made.take_orders().fetches
+    (fetch,) = made.take_orders(is_idle=False).fetches
     assert fetch.is_waited_for
     assert key in fetch.error
 
@@ -115,7 +115,7 @@ def test_a_request_that_ends_in_its_queue_is_released_and_never_reported(caplog)
     made.on_new_request(asked)
     end(asked, RequestStatus.FINISHED_ABORTED)
     assert made.finished(asked, ([],)) == (False, None)
-    orders = made.take_orders()
+    orders = made.take_orders(is_idle=False)
     assert [fetch.is_waited_for for fetch in orders.fetches] == [False]
     assert orders.aborted == []
     assert caplog.records == []
@@ -128,7 +128,7 @@ def test_a_request_that_is_sent_again_to_be_ended_is_released_under_another_name
         made.on_new_request(asked)
         end(asked, RequestStatus.FINISHED_ABORTED)
         made.finished(asked, ([],))
-        names += [fetch.request_id for fetch in made.take_orders().fetches]
+        names += [fetch.request_id for fetch in made.take_orders(is_idle=False).fetches]
     assert len(set(names)) == 2
     assert "cmpl-here" not in names
 
@@ -137,7 +137,7 @@ def test_unreadable_params_of_a_request_that_is_only_ended_are_passed_over(caplo
     made, asked = scheduler(), request({"do_remote_prefill": True})
     end(asked, RequestStatus.FINISHED_ABORTED)
     assert made.finished(asked, ([],)) == (False, None)
-    assert made.take_orders().fetches == []
+    assert made.take_orders(is_idle=False).fetches == []
     assert caplog.records == []
 
 
@@ -146,16 +146,16 @@ def test_an_abort_while_the_cache_is_awaited_is_passed_on_once():
     begun(made, asked)
     end(asked, RequestStatus.FINISHED_ABORTED)
     assert made.finished(asked, TABLES) == (False, None)
-    orders = made.take_orders()
+    orders = made.take_orders(is_idle=False)
     assert (orders.aborted, len(orders.fetches)) == (["cmpl-here"], 1)
 
 
 def test_a_preempted_request_is_not_fetched_again():
     made, asked = scheduler(), request(dict(PULL))
     begun(made, asked)
-    made.take_orders()
+    made.take_orders(is_idle=False)
     assert begun(made, asked) == 0
-    assert made.take_orders().fetches == []
+    assert made.take_orders(is_idle=False).fetches == []
 
 
 def test_an_id_may_be_used_again():
@@ -165,14 +165,14 @@ def test_an_id_may_be_used_again():
         assert begun(made, asked) == PROMPT - 1
         end(asked, RequestStatus.FINISHED_STOPPED)
         assert made.finished(asked, TABLES) == (False, None)
-        assert [fetch.is_waited_for for fetch in made.take_orders().fetches] == [True]
+        assert [fetch.is_waited_for for fetch in made.take_orders(is_idle=False).fetches] == [True]
 
 
 def test_a_finished_prefill_is_leased_with_the_addresses_of_all_ranks():
     made, asked = scheduler(), request({"do_remote_decode": True})
     end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
     stays, params = made.finished(asked, TABLES)
-    (lease,) = made.take_orders().leases
+    (lease,) = made.take_orders(is_idle=False).leases
     assert stays
     assert params["kvferry"] == {
         "epoch": "epoch",
@@ -187,7 +187,7 @@ def test_a_prefill_that_did_not_finish_well_keeps_no_blocks(status):
     made, asked = scheduler(), request({"do_remote_decode": True})
     end(asked, status)
     assert made.finished(asked, TABLES) == (False, None)
-    assert made.take_orders().leases == []
+    assert made.take_orders(is_idle=False).leases == []
 
 
 def test_ids_too_long_to_travel_travel_under_another_name():
@@ -215,17 +215,17 @@ def test_blocks_that_a_window_has_given_up_are_refused():
     made, asked = scheduler(full(), sliding()), request({"do_remote_decode": True})
     end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
     made.finished(asked, ([3, 4, 5], [0, 4, 5]))
-    (lease,) = made.take_orders().leases
+    (lease,) = made.take_orders(is_idle=False).leases
     assert lease.block_tables == ((3, 4, 5), (NUM_BLOCKS, 4, 5))
 
 
 def test_the_lease_of_a_request_that_waits_for_its_turn_is_held_until_its_fetch():
     made, asked = scheduler(), request(dict(PULL))
     made.on_new_request(asked)
-    (hold,) = made.take_orders().holds
+    (hold,) = made.take_orders(is_idle=False).holds
     made.num_new_tokens(asked, 0)
     made.allocated(asked, TABLES, PROMPT - 1)
-    orders = made.take_orders()
+    orders = made.take_orders(is_idle=False)
     assert orders.holds == []
     assert (orders.fetches[0].reference, orders.fetches[0].addresses) == (hold.reference, hold.addresses)
 
@@ -234,4 +234,4 @@ def test_the_lease_of_a_request_that_waits_for_its_turn_is_held_until_its_fetch(
 def test_nothing_is_held_where_nothing_will_be_fetched(params):
     made = scheduler()
     made.on_new_request(request(params))
-    assert made.take_orders().holds == []
+    assert made.take_orders(is_idle=False).holds == []

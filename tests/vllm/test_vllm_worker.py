@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import threading
 import warnings
 from dataclasses import dataclass, field, replace
 
@@ -200,3 +201,20 @@ def test_a_rank_that_moved_nothing_does_not_spoil_the_figures(rank):
     rank.worker.obey(Orders(fetches=[fetch()]))
     rank.says(Fetched("a", replace(REPORT, num_bytes=0, num_rows=0)))
     assert rank.worker.take_stats().is_empty()
+
+
+def test_a_step_that_computes_nothing_waits_a_moment_for_what_is_under_way(rank):
+    """The word comes while the step waits for it: the same step tells it."""
+    rank.worker.obey(Orders(fetches=[fetch()], is_idle=True))
+    threading.Timer(0.0, rank.worker._notices.put, [Fetched("a", REPORT)]).start()
+    told = rank.told()
+    while not told[1]:
+        told = rank.told()
+    assert told == (set(), {"a"}, set())
+
+
+@pytest.mark.parametrize("orders", [Orders(fetches=[fetch()]), Orders(is_idle=True)], ids=["computes", "nothing open"])
+def test_no_other_step_waits(rank, orders, monkeypatch):
+    monkeypatch.setattr("kvferry.connectors.vllm.worker.IDLE_WAIT_S", 3600.0)
+    rank.worker.obey(orders)
+    assert rank.told() == (set(), set(), set())

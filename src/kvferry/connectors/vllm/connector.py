@@ -85,7 +85,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduler.take_orders()
+        return self._scheduler.take_orders(is_idle=not scheduler_output.total_num_scheduled_tokens)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, (block_ids,))

@@ -51,6 +51,11 @@ class OpenRequests:
             self._results.failed_recving.add(order.request_id)
             self._results.finished_recving.add(order.request_id)
 
+    @property
+    def num_fetching(self) -> int:
+        """Fetches that are expected to end."""
+        return len(self._fetching)
+
     def is_fetching(self, request_id: str) -> bool:
         """Whether a fetch of this request is expected to end."""
         return agent_name(request_id) in self._fetching

@@ -68,12 +68,14 @@ class HoldOrder:
 
 @dataclass(slots=True)
 class Orders(KVConnectorMetadata):
-    """Everything new of one step. `aborted` are requests whose fetch nobody waits for any more."""
+    """Everything new of one step. `aborted` are requests whose fetch nobody waits for any more. A step that `is_idle`
+    computes nothing: the scheduler only asks what has ended."""
 
     leases: list[LeaseOrder] = field(default_factory=list)
     holds: list[HoldOrder] = field(default_factory=list)
     fetches: list[FetchOrder] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    is_idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,9 +164,10 @@ class Scheduler:
         else:
             self._orders.fetches.append(order)
 
-    def take_orders(self) -> Orders:
-        """What has been staged since the last step."""
+    def take_orders(self, is_idle: bool) -> Orders:
+        """What has been staged since the last step. With `is_idle` the step computes nothing."""
         orders, self._orders = self._orders, Orders()
+        orders.is_idle = is_idle
         return orders
 
     def _tables(self, block_ids: tuple[list[int], ...]) -> Tables:

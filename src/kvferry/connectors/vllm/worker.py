@@ -6,6 +6,7 @@ every request exactly once: an id that it does not expect ends the engine.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import sys
@@ -41,6 +42,9 @@ SWITCH_S = 0.0001
 # after two heartbeats.
 HANDSHAKE_S = 45.0
 MISSED_HEARTBEATS = 30
+# While nothing is computed vLLM asks step after step, without a pause, and takes from the agent's thread the core and
+# the interpreter that it needs to get done. Short enough that a new request does not notice.
+IDLE_WAIT_S = 0.003
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class Worker:
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
         self._started: list[_Started] = []
         self._open = OpenRequests()
+        self._is_idle = False
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe this rank's caches, meet the other ranks of the engine, and start the agent.
@@ -114,6 +119,7 @@ class Worker:
 
     def obey(self, orders: Orders) -> None:
         """Begin what the scheduler has decided. Called before the step's forward pass."""
+        self._is_idle = orders.is_idle
         for lease in orders.leases:
             self._lease(lease)
         for hold in orders.holds:
@@ -149,7 +155,13 @@ class Worker:
     # --- what has ended ---
 
     def results(self) -> KVConnectorTransferResults:
-        """Every request whose transfer has ended since the last call, exactly once."""
+        """Every request whose transfer has ended since the last call, exactly once.
+
+        In a step that computes nothing a transfer that is under way has a moment to end.
+        """
+        if self._is_idle and self._open.num_fetching:
+            with contextlib.suppress(queue.Empty):
+                self._open.note(self._notices.get(timeout=IDLE_WAIT_S))
         while not self._notices.empty():
             self._open.note(self._notices.get())
         return self._open.take_results()
