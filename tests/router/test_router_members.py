@@ -21,7 +21,7 @@ from kvferry.router.member import INSTANCE_FUSE, Origin, Verdict
 from kvferry.router.members import MembersFile
 from kvferry.router.membership import PAIR_FUSE, Membership, Wanted
 from kvferry.router.metrics import Metrics
-from kvferry.router.policy import Instance, Limits, Nobody, Role, Task
+from kvferry.router.policy import Instance, Limits, Nobody, Role, Task, Use
 from kvferry.router.readiness import readiness
 from kvferry.router.reservation import Reservation
 
@@ -131,6 +131,36 @@ def test_a_request_goes_where_its_model_is():
     assert taken(membership, Role.PREFILL, D1, task=Task(model="c")) is None
     # Nobody has it: the one that can be paired says so.
     assert taken(membership, Role.DECODE, task=Task(model="z")) == D0
+
+
+def asked(membership, role, task, *partners):
+    """What the policy is told of the candidates of a role."""
+    seen = []
+
+    def policy(question):
+        seen.append(question)
+        return Nobody()
+
+    membership._judgement = Judgement(policy, clock=membership._judgement.clock)
+    assert membership.reserve(Wanted(role, task, partners=partners)) == Nobody()
+    return seen[0].candidates
+
+
+def test_what_was_sent_before_counts_where_there_is_a_prefix_cache():
+    membership, _ = membership_of(P0, P1)
+    task = Task(prompt_tokens=600, prefixes=(7, 8), prefix_tokens=256)
+    for instance in (P0, P1):
+        membership.prefixes.remember(instance, task.prefixes)
+    membership.introduce(P1, Facts("kvferry", "1", "1", "", ("m",), "c", has_prefix_cache=False))
+    assert [load.cached_tokens for load in asked(membership, Role.PREFILL, task)] == [512, 0]
+
+
+def test_a_policy_that_chooses_what_is_not_there_has_chosen_nobody(caplog):
+    clock = Clock()
+    membership = Membership((D0,), Metrics(), Judgement(lambda question: Use(D1), clock=clock))
+    membership.probed(D0, Verdict.READY, "")
+    assert membership.reserve(Wanted(Role.DECODE)) == Nobody()
+    assert "was not offered" in caplog.text
 
 
 def test_registrations_expire_unless_they_are_renewed():

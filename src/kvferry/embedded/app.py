@@ -78,6 +78,7 @@ class Endpoints:
             "epoch": info.epoch,
             "models": [info.model],
             "cache": info.cache,
+            "prefix_cache": False,
         }
         return json_response(body, {})
 

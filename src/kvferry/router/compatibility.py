@@ -12,7 +12,8 @@ class Facts:
     """What an instance says of itself; empty where it says nothing.
 
     `epoch` is new at every start. `cache` names what is kept of a request: equal names can be exchanged, whatever the
-    parallelism, block size and memory format. Engines with a `wire_version` are kvferry's own.
+    parallelism, block size and memory format. Engines with a `wire_version` are kvferry's own. Without
+    `has_prefix_cache` nothing that was sent there before spares it any work.
     """
 
     engine: str = ""
@@ -21,6 +22,7 @@ class Facts:
     epoch: str = ""
     models: tuple[str, ...] = ()
     cache: str = ""
+    has_prefix_cache: bool = True
 
 
 NO_FACTS = Facts()

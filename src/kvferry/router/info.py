@@ -28,6 +28,7 @@ class Info(msgspec.Struct):
     epoch: str = ""
     models: tuple[str, ...] = ()
     cache: str = ""
+    prefix_cache: bool = True
 
 
 class Model(msgspec.Struct):
@@ -48,7 +49,8 @@ async def ask_facts(session: aiohttp.ClientSession, instance: Instance) -> Facts
     told = await _get(session, instance.url + INFO_PATH)
     if told:
         info = _understood(told, Info) or Info()
-        return Facts(info.engine, info.version, info.wire_version, info.epoch, info.models, info.cache)
+        named = (info.engine, info.version, info.wire_version, info.epoch)
+        return Facts(*named, info.models, info.cache, info.prefix_cache)
     models = _understood(await _get(session, instance.url + "/v1/models"), Models) or Models([])
     version = _understood(await _get(session, instance.url + "/version"), Version) or Version()
     owners = sorted({model.owned_by for model in models.data})

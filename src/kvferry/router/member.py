@@ -89,6 +89,6 @@ class Member:
             ready=self.ready,
             outstanding_tokens=self.outstanding_tokens,
             tokens_per_s=self.speed.tokens_per_s,
-            cached_tokens=num_cached * task.prefix_tokens,
+            cached_tokens=num_cached * task.prefix_tokens if self.facts.has_prefix_cache else 0,
             num_partners=num_partners,
         )

@@ -14,7 +14,7 @@ from kvferry.router.judgement import DEFAULT_JUDGEMENT, Judgement
 from kvferry.router.member import Member, Origin, Verdict
 from kvferry.router.metrics import Metrics
 from kvferry.router.pairs import Pair, Pairs
-from kvferry.router.policy import NO_TASK, Decision, Instance, Load, Question, Role, Task, Use
+from kvferry.router.policy import NO_TASK, Decision, Instance, Load, Nobody, Question, Role, Task, Use
 from kvferry.router.prefixes import PrefixIndex
 from kvferry.router.reservation import Reservation
 from kvferry.router.speed import Mean
@@ -140,6 +140,9 @@ class Membership:
             self._metrics.show_threshold(threshold_tokens(question))
         if not isinstance(decision, Use):
             return decision
+        if decision.instance not in {load.instance for load in question.candidates}:
+            logger.error("the policy chose %s, which it was not offered", decision.instance)
+            return Nobody()
         member = self._members[decision.instance]
         self._num_choices += 1
         member.last_chosen = self._num_choices
