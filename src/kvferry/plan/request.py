@@ -179,7 +179,10 @@ def _tile(section: Section, source: tuple[Indices, Indices], target: tuple[Indic
     source_shift = (source[0] * strides.source_block + source[1] * strides.source_token).astype(np.uint64)
     target_shift = (target[0] * strides.target_block + target[1] * strides.target_token).astype(np.uint64)
     length = np.uint64(section.length)
-    follows = (np.diff(source_shift) == length) & (np.diff(target_shift) == length)
+    follows = (source_shift[1:] - source_shift[:-1] == length) & (target_shift[1:] - target_shift[:-1] == length)
+    if not follows.any():
+        lengths = np.full(len(source_shift), length)
+        return _Tile(section, source_shift, target_shift, lengths, section.pieces * len(source_shift))
     first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
     run_lengths = np.diff(first, append=len(source_shift)).astype(np.uint64) * length
     pieces = section.pieces * len(source_shift)

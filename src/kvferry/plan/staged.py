@@ -190,8 +190,9 @@ def _laid(address: Column, rows: Copies, starts: Column, slot_bytes: int) -> Cop
     length = rows.length
     end = np.cumsum(length)
     joins = np.flatnonzero(address[:-1] + length[:-1] == address[1:]) + 1
-    # The first row of a region never continues the row before it.
-    joins = joins[~np.isin(address[joins], starts)]
+    if len(joins):
+        # The first row of a region never continues the row before it.
+        joins = joins[~np.isin(address[joins], starts)]
     if not len(joins):
         return _cut(Copies(address, end - length, length, rows.pieces), int(end[-1]), slot_bytes)
     is_first = np.ones(len(address), np.bool_)
