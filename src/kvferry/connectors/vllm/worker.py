@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.agent import Agent, AgentConfig, Notice, new_epoch, read_token
 from kvferry.connectors.vllm.describe import Described, describe, engine_facts
-from kvferry.connectors.vllm.device import host_of
+from kvferry.connectors.vllm.device import buffers_of
 from kvferry.connectors.vllm.open_requests import OpenRequests
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, RankAddress, agent_name
 from kvferry.connectors.vllm.settings import Settings
@@ -84,7 +84,9 @@ class Worker:
         described = describe(self._kv_cache_config, kv_caches, facts)
         everyone, rank = _meet(_Introduction(new_epoch(), described.layout), self._config.parallel_config.world_size)
         layouts = tuple(introduction.layout for introduction in everyone)
-        opened = open_transports(self._settings.transport, self._settings.host)
+        buffers = buffers_of(kv_caches, self._settings.buffer_device)
+        place = buffers.name, buffers.buffer_device
+        opened = open_transports(self._settings.transport, self._settings.host, *place)
         agent_config = AgentConfig(
             engine_id=self._settings.engine_id,
             epoch=everyone[0].epoch,
@@ -97,7 +99,7 @@ class Worker:
             staging=self._settings.staging,
             token=read_token(self._settings.token_file),
         )
-        host = host_of(described, layouts, kv_caches, self._settings.buffer_device)(self._notices.put)
+        host = buffers.host(described, layouts, self._notices.put)
         agent = Agent(agent_config, host, opened.transports, opened.unavailable)
         # At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.
         sys.setswitchinterval(SWITCH_S)
