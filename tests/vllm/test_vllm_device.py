@@ -1,8 +1,15 @@
 """Which buffers caches on a device get: a table; no device is touched."""
 
+import importlib
+import warnings
+
 import pytest
 
 pytest.importorskip("vllm.v1", reason="needs vLLM's own environment")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
+    importlib.import_module("vllm.v1.worker.utils")
 
 import torch
 
