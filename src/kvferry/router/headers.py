@@ -36,7 +36,6 @@ OWN_OF_RESPONSE = frozenset(
         b"x-request-id",
         b"x-kvferry-path",
         b"x-kvferry-reason",
-        b"x-kvferry-cache-reason",
     )
 )
 
