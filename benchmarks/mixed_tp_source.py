@@ -32,6 +32,7 @@ __all__ = ["TIMING", "SourceProcess"]
 
 TIMING = Timing(lease_s=120.0)
 ANSWER_S = 120.0
+END_S = 20.0
 PROGRESS_S = 0.0005
 
 Facts = dict[str, Any]
@@ -69,8 +70,13 @@ class SourceProcess:
         return json.loads(line)
 
     def close(self) -> None:
+        """Let it end, and see that it does."""
         self._process.stdin.close()
-        self._process.wait(20)
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._process.stdout.close()
 
 

@@ -126,6 +126,23 @@ def test_a_read_ends_as_its_ticket_ends(connected):
     assert not carrier.busy
 
 
+def test_what_is_posted_is_looked_at_again_at_once_and_so_is_what_is_left_when_one_has_ended(connected):
+    """Some transports copy in `poll`, one ticket at a time."""
+    carrier, transport = connected
+    other = ReadKey("q2", PEER)
+    for key in (KEY, other):
+        carrier.post(Post(key, NO_ROWS))
+    assert carrier.is_fresh
+    assert carrier.poll() == []
+    assert not carrier.is_fresh
+    transport.ended = [Completion(transport.open[0], "")]
+    assert carrier.poll() == [TicketEnded(KEY, "")]
+    assert carrier.is_fresh
+    transport.ended = [Completion(transport.open[1], "")]
+    assert carrier.poll() == [TicketEnded(other, "")]
+    assert not carrier.is_fresh
+
+
 def test_a_cancelled_read_still_ends(connected):
     carrier, transport = connected
     carrier.post(Post(KEY, NO_ROWS))

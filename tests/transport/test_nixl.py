@@ -67,6 +67,21 @@ def test_long_tickets_go_in_parts_and_let_short_ones_pass(world: World, monkeypa
     assert (world.near.views[0][:num_rows] == world.far.views[0][5]).all()
 
 
+def test_a_ticket_that_has_ended_is_told_before_the_next_is_copied(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = [np.array([n], np.uint64) for n in (world.far.address(1, 0), world.near.address(1, 0), 100)]
+    copies = Copies(row[0], row[1], row[2], 1)
+    # The first one connects, and ends later.
+    world.finish([world.post(copies, Direction.READ)])
+    posted = record_posts(world, monkeypatch)
+    tickets = [world.post(copies, Direction.READ) for _ in range(3)]
+    ended = world.near.transport.poll()
+    assert len(ended) <= 1
+    assert not ended or posted == [tickets[0]] == [ended[0].ticket]
+    world.finish([ticket for ticket in tickets if ticket not in [each.ticket for each in ended]])
+
+
 def test_parts_are_bounded_in_rows_and_bytes() -> None:
     length = np.array([1] * (PART_ROWS + 3) + [PART_BYTES] * 2 + [PART_BYTES // 2] * 4, np.uint64)
     address = np.cumsum(length)
