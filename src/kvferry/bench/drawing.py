@@ -9,6 +9,8 @@ from html import escape
 
 __all__ = ["Axis", "Dots", "bars", "dots", "histogram"]
 
+# Below this nobody sees a bar.
+TINY = 1e-9
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 640, 240, 60, 36, 14, 14
 
 
@@ -95,8 +97,8 @@ def _y(axis: Axis, value: float) -> float:
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 4, 5, 8 or 10 times a power of ten; 1 for nothing."""
-    if not value > 0:
+    """The next of 1, 2, 4, 5, 8 or 10 times a power of ten; 1 for next to nothing."""
+    if not value > TINY:
         return 1.0
     scale = 10.0 ** math.floor(math.log10(value))
     return next((step * scale for step in (1, 2, 4, 5, 8) if step * scale >= value), 10 * scale)

@@ -15,11 +15,11 @@ EXAMPLE = "such as token=1.2ms,step=50ms,sequence=0.3ms,overlap=0.5"
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """`token_s` to compute one token, of a prompt or of an answer; `step_s` to read the weights, once a step;
-    `sequence_s` to read the cache of one sequence that is decoded.
+    """`token_s` to compute one token of a prompt; `step_s` to read the weights, once a step; `sequence_s` for one token
+    of one answer, most of it to read that sequence's cache.
 
-    `overlap` says how much of the shorter of computing and reading hides behind the longer: 1 is the roofline, 0 means
-    that they take turns.
+    `overlap` says how much of the shorter of computing prompts and the rest hides behind the longer: 1 is the roofline,
+    0 means that they take turns.
     """
 
     token_s: float = 0.0
@@ -28,7 +28,7 @@ class StepCost:
     overlap: float = 0.0
 
     def seconds(self, num_tokens: int, num_sequences: int) -> float:
-        """A step that computes `num_tokens` tokens, the one of each of `num_sequences` answers among them."""
+        """A step that computes `num_tokens` tokens of prompts, and the next one of each of `num_sequences` answers."""
         computing_s, reading_s = num_tokens * self.token_s, self.step_s + num_sequences * self.sequence_s
         return computing_s + reading_s - self.overlap * min(computing_s, reading_s)
 

@@ -81,7 +81,8 @@ class Pace:
     def scheduled(self, batch: list[Any]) -> None:
         """What the next step will compute. It begins when the one before was due to end: what lies between is ours."""
         num_decoded = sum(bool(scheduled.state.generated_tokens) for scheduled in batch)
-        step_s = self._cost.seconds(sum(scheduled.query_length for scheduled in batch), num_decoded)
+        num_tokens = sum(scheduled.query_length for scheduled in batch) - num_decoded
+        step_s = self._cost.seconds(num_tokens, num_decoded)
         self._due = max(self._due, time.perf_counter() - MAX_CATCH_UP_S) + step_s
 
     def step(self, compute: Callable[[Any], None], model: Any) -> None:

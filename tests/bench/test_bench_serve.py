@@ -1,0 +1,198 @@
+"""`kvferry bench serve` against a server that streams as it is told."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+from aiohttp import web
+from typer.testing import CliRunner
+
+from kvferry.cli.main import app
+
+DEADLINE_S = 30.0
+
+
+@dataclass
+class Fake:
+    """Answers after `num_together` requests are there, each with `status`; `seen` are their bodies."""
+
+    status: int = 200
+    num_together: int = 1
+    is_cut: bool = False
+    seen: list[dict] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    enough: asyncio.Event = field(default_factory=asyncio.Event)
+    num_open: int = 0
+    most_open: int = 0
+
+    async def models(self, request):
+        return web.json_response({"object": "list", "data": [{"id": "fake"}, {"id": "other"}]})
+
+    async def generate(self, request):
+        self.seen.append(body := await request.json())
+        self.paths.append(request.path)
+        if len(self.seen) >= self.num_together:
+            self.enough.set()
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await self.enough.wait()
+            return await self.answer(request, body)
+        finally:
+            self.num_open -= 1
+
+    async def answer(self, request, body):
+        if self.status != 200:
+            return web.json_response({"error": {"message": "no room"}}, status=self.status)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        is_chat = "messages" in body
+        for _ in range(body["max_tokens"]):
+            choice = {"delta": {"content": "x"}} if is_chat else {"text": "x"}
+            await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+        usage = {"prompt_tokens": 77, "completion_tokens": body["max_tokens"]}
+        await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
+        if not self.is_cut:
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+@contextlib.contextmanager
+def serving(fake):
+    """The server in a thread with a loop of its own; its URL."""
+    loop, ready, url = asyncio.new_event_loop(), threading.Event(), []
+
+    async def start():
+        application = web.Application()
+        application.router.add_get("/v1/models", fake.models)
+        application.router.add_post("/v1/completions", fake.generate)
+        application.router.add_post("/v1/chat/completions", fake.generate)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        ready.set()
+        return runner
+
+    def serve():
+        runner = loop.run_until_complete(start())
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert ready.wait(DEADLINE_S)
+    try:
+        yield url[0]
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(DEADLINE_S)
+
+
+def bench(*arguments, code=0):
+    result = CliRunner().invoke(app, ["bench", "serve", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_every_request_is_asked_for_and_counted(tmp_path):
+    fake = Fake()
+    with serving(fake) as url:
+        plot = tmp_path / "out.html"
+        arguments = ("--requests", 5, "--rate", 1000, "--prompt-tokens", "8-12", "--output-tokens", 3, "--plot", plot)
+        facts = json.loads(bench("--url", f"{url}/v1", *arguments, "--slo", "ttft=30s", "--json").stdout)
+    assert (facts["completed"], facts["failed"], facts["model_id"]) == (5, 0, "fake")
+    assert (facts["total_input_tokens"], facts["total_output_tokens"]) == (5 * 77, 15)
+    assert facts["request_goodput"] == facts["request_throughput"] > 0
+    assert len(fake.seen) == 6  # one to warm up
+    assert all(8 <= len(body["prompt"]) <= 12 and body["ignore_eos"] for body in fake.seen)
+    assert "<svg" in plot.read_text()
+
+
+def test_arrivals_never_wait_for_answers():
+    # Nobody is answered before all have asked.
+    fake = Fake(num_together=20)
+    with serving(fake) as url:
+        facts = json.loads(bench("--url", url, "--requests", 20, "--warm-up", 0, "--json").stdout)
+    assert (facts["completed"], facts["max_concurrent_requests"], fake.most_open) == (20, 20, 20)
+
+
+def test_with_concurrency_no_more_are_open():
+    fake = Fake()
+    with serving(fake) as url:
+        facts = json.loads(bench("--url", url, "--requests", 9, "--concurrency", 2, "--json").stdout)
+    assert facts["completed"] == 9
+    assert facts["max_concurrent_requests"] == 2 >= fake.most_open
+
+
+def test_chat_is_asked_in_words():
+    fake = Fake()
+    with serving(fake) as url:
+        arguments = ("--endpoint", "chat", "--requests", 2, "--prompt-tokens", 6, "--may-stop")
+        result = bench("--url", url, *arguments, "--header", "x-who: me", "--slo", "ttft=1s,itl=2s")
+    assert fake.paths == ["/v1/chat/completions"] * 3
+    assert len(fake.seen[0]["messages"][0]["content"].split()) == 6
+    assert "ignore_eos" not in fake.seen[0]
+    assert "2 of 2 answered" in result.stdout
+
+
+def test_a_sweep_has_a_run_per_rate():
+    fake = Fake()
+    with serving(fake) as url:
+        arguments = ("--sweep", "500,1000", "--requests", 3, "--slo", "ttft=30s,itl=30s")
+        facts = json.loads(bench("--url", url, *arguments, "--json", "--every-request").stdout)
+        table = bench("--url", url, *arguments).stdout
+    assert [run["request_rate"] for run in facts["sweep"]] == [500, 1000]
+    assert facts["highest_rate_within_slo"] == 1000
+    assert len(facts["sweep"][0]["ttfts"]) == 3
+    assert "1000 requests/s" in table
+
+
+def test_a_trace_is_replayed(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 4, "output_length": 2, "hash_ids": [1]}\n' * 2)
+    fake = Fake()
+    with serving(fake) as url:
+        facts = json.loads(bench("--url", url, "--trace", trace, "--json").stdout)
+    assert facts["completed"] == 2
+    assert fake.seen[1]["prompt"] == fake.seen[2]["prompt"]
+
+
+@pytest.mark.parametrize(("fake", "words"), [(Fake(status=503), "HTTP 503: no room"), (Fake(is_cut=True), "[DONE]")])
+def test_failures_are_counted_with_their_words(fake, words):
+    with serving(fake) as url:
+        facts = json.loads(bench("--url", url, "--requests", 2, "--warm-up", 0, "--json", code=1).stdout)
+        warm = bench("--url", url, "--requests", 2, code=2)
+    assert (facts["failed"], facts["completed"], facts["slo_attainment"]) == (2, 0, 0.0)
+    assert words in facts["common_errors"][0]["error"]
+    assert "does not answer such a request" in warm.stderr
+
+
+def test_mistakes_are_told_before_anything_is_asked(tmp_path):
+    bad_trace = tmp_path / "bad.jsonl"
+    bad_trace.write_text("{}\n")
+    fake = Fake()
+    with serving(fake) as url:
+        for arguments, words in (
+            (("--model", "nobody"), "the model is not served"),
+            (("--slo", "ttft=soon"), "a limit has no meaning"),
+            (("--trace", bad_trace), "line 1 of the trace"),
+            (("--trace", tmp_path / "none"), "cannot be read"),
+            (("--trace", bad_trace, "--rate", 3), "--rate and --trace"),
+            (("--sweep", "1,2", "--concurrency", 3), "--sweep and --concurrency"),
+            (("--plot", tmp_path / "no" / "x.html"), "no such folder"),
+            (("--header", "nothing"), "not a header"),
+        ):
+            assert words in bench("--url", url, *arguments, code=2).stderr
+    assert fake.seen == []
+
+
+def test_no_server_is_one_clear_message():
+    result = bench("--url", "http://127.0.0.1:9", code=2)
+    assert "there is no server to measure" in result.stderr
+    assert "kvferry up" in result.stderr
