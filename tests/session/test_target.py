@@ -510,3 +510,13 @@ def test_a_source_that_cannot_be_met_is_met_again_when_the_turn_comes():
     assert Disconnect(PEER) in target.handle(Tick(), 5.1)
     assert target.handle(Tick(), 6.2) == []
     assert target.handle(WANTED, 7.0) == [HELLO]
+
+
+def test_a_lease_is_kept_while_a_transport_to_its_source_is_looked_for():
+    target = session()
+    play(target, HANDSHAKE[:3])
+    renew = Send(PEER, m.Renew(US, ("l1",)))
+    assert renew in target.handle(Tick(), 1.2)
+    assert renew not in target.handle(Tick(), 1.3)
+    play(target, [(1.4, PeerConnected(PEER, "shm", "shm 9 GB/s"), [CLAIM])])
+    assert renew not in target.handle(Tick(), 2.3)

@@ -376,10 +376,18 @@ class TargetSession:
         self._holds.expire(now)
         if now - self._last_heartbeat >= self._timing.heartbeat_s:
             self._last_heartbeat = now
-            held = [
-                (key, lease) for key, lease in self._holds.leases() if key in self._peers and self._peers[key].ready
-            ]
-            yield from renewals(self._ours, self._fetches.values(), held)
+            held = [(key, lease) for key, lease in self._holds.leases() if self._is_met(key)]
+            yield from renewals(self._ours, self._fetches.values(), [*held, *self._unclaimed()])
+
+    def _is_met(self, key: PeerKey) -> bool:
+        return key in self._peers and self._peers[key].ready
+
+    def _unclaimed(self) -> Iterator[tuple[PeerKey, str]]:
+        """What will be claimed once a transport to its source is found, which on a busy machine can outlast a lease."""
+        for fetch in self._fetches.values():
+            for key in fetch.peers:
+                if not fetch.reads and not fetch.failed and key in self._peers and self._peers[key].offer is not None:
+                    yield key, fetch.wanted.reference.lease_id
 
     def _watch(self, peer: Peer, now: float) -> Iterator[Command]:
         """Repeat an unanswered question of the handshake; give a peer up that stays silent while it is needed, sooner
