@@ -31,7 +31,8 @@ def site(tiny_model, tmp_path_factory):
     """A prefill engine, two decode engines and a router; each has met the other, and can be killed and restarted."""
     logs = tmp_path_factory.mktemp("chaos")
     common = ("--model", str(tiny_model), "--served-name", "tiny", "--transport", "tcp", "--num-blocks", "600")
-    common += ("--lease-timeout", str(LEASE_S))
+    # The gates are where the decode engines read.
+    common += ("--lease-timeout", str(LEASE_S), "--strategy", "direct")
     engines = [Process(logs / f"{name}.log", "serve", "--engine-id", name, *common) for name in ("p0", "d0", "d1")]
     router = None
     try:
