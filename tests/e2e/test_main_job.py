@@ -76,7 +76,7 @@ def test_an_openai_client_streams_and_chats(fleet):
         (b"{", 400, "JSON"),
         (b'{"model": "tiny"}', 400, "prompt"),
         (b'{"model": "nope", "prompt": "x"}', 404, "does not exist"),
-        (json.dumps({"model": "tiny", "prompt": [5] * 9000}).encode(), 400, "too long"),
+        (json.dumps({"model": "tiny", "prompt": [5] * 9000}).encode(), 400, "shorten the prompt"),
         (b'{"model": "tiny", "prompt": "x", "kv_transfer_params": {"do_remote_prefill": true}}', 400, "kv_transfer"),
         (b'{"model": "tiny", "prompt": "x", "max_tokens": -1}', 400, "max_tokens"),
     ],
