@@ -86,12 +86,13 @@ class Loopback:
         self.entered.set()
         self.quarantined.append(request_id)
         await self.gate.wait()
-        remote = params.get("remote_request_id") if isinstance(params, dict) else None
+        named = params.get("remote_request_id") if isinstance(params, dict) else None
+        remote = named if isinstance(named, str) else ""
         if remote in self.offers.promised:
             await self.offers.promised[remote].over.wait()
-        if not isinstance(remote, str) or remote not in self.offers.tables:
+        if remote not in self.offers.tables:
             self._fencing = asyncio.create_task(self._end_quarantine())
-            raise TransferError("unknown_lease", "nobody offers this request", found=repr(remote))
+            raise TransferError("unknown_lease", "nobody offers this request", found=repr(named))
         self.quarantined.remove(request_id)
         tables = (self.offers.tables.pop(remote), block_tables)
         num_bytes, num_rows = move((self.offers.layout, self.engine.layout()), tables, num_tokens)
