@@ -80,6 +80,7 @@ CALM = Faults(abort=0.15, release=0.1)
 THEMES = {
     "restarts": Faults(num_kills=4, linger=0.4, retry=0.8, outlives=0.5),
     "standstill": Faults(num_stalls=4, num_partitions=2, slow=0.4, withdraw=0.4, drop=0.1),
+    "tickets": Faults(fail=0.3, slow=0.6, hang=0.1, retry=0.8, copy_fail=0.1),
     "clients": Faults(mix=0.3, misdirect=0.1, greedy=0.2, contest=0.3, abort=0.3, retry=0.8, linger=0.2, slow=0.2),
 }
 """Faults that make one another worse."""
