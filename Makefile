@@ -4,6 +4,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
 FRAMES ?= 100000
+# Processes that run unit tests, and files of end-to-end tests, which start processes of their own, at a time.
+WORKERS ?= 3
+FLEETS ?= 2
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 
@@ -21,13 +24,15 @@ check: .venv/dev
 	$(BIN)/lint-imports
 
 unit: .venv/dev
-	$(BIN)/coverage run -m pytest -m counted
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal -m counted
+	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --include="src/kvferry/plan/*" --fail-under=100
 	$(BIN)/coverage report --include="src/kvferry/wire/*,src/kvferry/session/*,src/kvferry/catalog/*" --fail-under=97
-	$(BIN)/pytest -m "not e2e and not counted"
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not e2e and not counted"
 
 e2e: .venv/dev
-	$(BIN)/pytest -m "e2e and not chaos"
+	$(BIN)/pytest -n $(FLEETS) --dist loadfile -m "e2e and not chaos"
 
 # Everything that kills, stops and restarts processes, with the times that it took.
 chaos: .venv/dev
