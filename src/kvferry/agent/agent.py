@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from kvferry import __version__
 from kvferry.agent.carrier import Carrier
@@ -114,10 +115,11 @@ class Agent:
                 offers,
                 probe,
                 staging,
-                # Nobody can write into blocks that are reached through staging memory only.
-                may_turn=config.may_turn and not is_staged,
             )
             _check_offer(ours)
+            # Nobody can write into blocks that are reached through staging memory only, or that it cannot be told of.
+            may_turn = config.may_turn and not is_staged and _offer_bytes(ours) <= MAX_REQUEST_BYTES
+            ours = replace(ours, may_turn=may_turn)
             self._resources = undo.pop_all()
         identity = Identity(self.party, __version__, host.layouts, offers, probe, is_staged)
         self._source = SourceSession(identity, config.timing)
@@ -143,6 +145,11 @@ class Agent:
     def num_slots(self) -> int:
         """Slots of staging memory that are held or waited for."""
         return self._stager.num_slots
+
+    @property
+    def written_ids(self) -> frozenset[str]:
+        """Requests to whose blocks a source may be writing, also after our end. For whoever has heard `Stopped`."""
+        return self._target.written_ids()
 
     @property
     def met(self) -> tuple[Met, ...]:
@@ -368,7 +375,7 @@ def _close_arena(arena: SharedMemory, stagers: Sequence[Stager]) -> None:
 
 def _check_offer(ours: Ourselves) -> None:
     """Raises ConfigurationError when sources could not take in the offer of a rank that wants to be written to."""
-    size_bytes = len(encode(TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe)))
+    size_bytes = _offer_bytes(ours)
     if ours.direction is Direction.WRITE and size_bytes > MAX_REQUEST_BYTES:
         raise ConfigurationError(
             "the layouts of this engine are too large for a push",
@@ -376,6 +383,10 @@ def _check_offer(ours: Ourselves) -> None:
             expected=f"at most {MAX_REQUEST_BYTES:,}",
             hint="choose the direction pull",
         )
+
+
+def _offer_bytes(ours: Ourselves) -> int:
+    return len(encode(TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe)))
 
 
 def _check_id(request_id: str) -> None:

@@ -132,6 +132,14 @@ class TargetSession:
         )
         return testing or any(read.is_exposed for fetch in self._fetches.values() for read in fetch.reads.values())
 
+    def written_ids(self) -> frozenset[str]:
+        """Requests to whose blocks a source may be writing, for all we know. Staging memory is nobody's block."""
+        return frozenset(
+            request_id
+            for request_id, fetch in self._fetches.items()
+            if any(read.is_exposed and read.strategy is Strategy.DIRECT for read in fetch.reads.values())
+        )
+
     # --- the engine's side ---
 
     def _hold(self, event: HoldWanted, now: float) -> Iterator[Command]:
