@@ -75,7 +75,12 @@ class Target:
         opened = open_transports("nixl")
         layouts = self.rig.target_layouts(self._shared.memory.address)
         config = AgentConfig(
-            f"target-{name}", transport="nixl", timing=TIMING, digest=digest, staging=staging_named(strategy)
+            f"target-{name}",
+            transport="nixl",
+            timing=TIMING,
+            digest=digest,
+            may_turn=False,
+            staging=staging_named(strategy),
         )
         host = Host(layouts, (self._shared.memory,), self._notices.put)
         agent = Agent(config, host, opened.transports, opened.unavailable)

@@ -32,7 +32,7 @@ def site(tiny_model, tmp_path_factory):
     logs = tmp_path_factory.mktemp("chaos")
     common = ("--model", str(tiny_model), "--served-name", "tiny", "--transport", "tcp", "--num-blocks", "600")
     # The gates are where the decode engines read.
-    common += ("--lease-timeout", str(LEASE_S), "--strategy", "direct")
+    common += ("--lease-timeout", str(LEASE_S), "--strategy", "direct", "--transfer-direction", "pull")
     engines = [Process(logs / f"{name}.log", "serve", "--engine-id", name, *common) for name in ("p0", "d0", "d1")]
     router = None
     try:

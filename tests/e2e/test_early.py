@@ -16,7 +16,11 @@ from test_main_job import prompt_of
 STEP_TOKENS = 256
 NUM_TOKENS = 6 * STEP_TOKENS + 100
 EARLY = {"do_remote_decode": True, "kvferry": {"early": True}}
-WAYS = {"push": ("--transfer-direction", "push", "--strategy", "direct"), "pack": ("--strategy", "pack"), "pull": ()}
+WAYS = {
+    "push": ("--transfer-direction", "push", "--strategy", "direct"),
+    "pack": ("--strategy", "pack"),
+    "pull": ("--transfer-direction", "pull"),
+}
 DONE = 'kvferry_agent_leases_ended_total{how="done"}'
 MOVED = 'kvferry_agent_moved_bytes_total{direction="write"}'
 

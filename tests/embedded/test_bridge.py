@@ -7,6 +7,7 @@ import pytest
 from kvferry.agent import AgentConfig
 from kvferry.embedded.bridge import AgentCollector, AgentTransfer
 from kvferry.errors import TransferError
+from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.model import attention
 from kvferry.session.events import Failed, Fetched, FetchReport, Timing
@@ -20,14 +21,14 @@ DEADLINE_S = 30.0
 class Side:
     """One engine's transfer over a small cache of its own; `released` gets the ids whose blocks are free."""
 
-    def __init__(self, engine_id, lease_s):
+    def __init__(self, engine_id, lease_s, direction):
         size_bytes = SHAPE.num_blocks * SHAPE.block_tokens * MODEL.bytes_per_token
         self.shared = allocate_shared(size_bytes, engine_id)
         (layout,) = describe(MODEL, SHAPE, self.shared.memory.address)
         self.released = asyncio.Queue()
         self.loop = asyncio.get_running_loop()
         timing = Timing(lease_s=lease_s, handshake_s=5.0, heartbeat_s=2.0, resend_s=0.5)
-        config = AgentConfig(engine_id, transport="shm", timing=timing)
+        config = AgentConfig(engine_id, transport="shm", timing=timing, direction=direction)
         self.transfer = AgentTransfer(config, layout, self.shared.memory, self.release)
 
     def release(self, request_id):
@@ -37,9 +38,9 @@ class Side:
         return await asyncio.wait_for(self.released.get(), DEADLINE_S)
 
 
-def with_two_sides(scenario, lease_s=30.0):
+def with_two_sides(scenario, lease_s=30.0, direction=Direction.READ):
     async def run():
-        source, target = Side("p0", lease_s), Side("d0", lease_s)
+        source, target = Side("p0", lease_s, direction), Side("d0", lease_s, direction)
         await source.transfer.start()
         await target.transfer.start()
         try:
@@ -166,6 +167,26 @@ def test_a_dead_agent_is_an_error_for_whoever_waits(monkeypatch):
         assert target.transfer.failure
 
     with_two_sides(scenario)
+
+
+@pytest.mark.parametrize(("direction", "freed"), [(Direction.READ, ["q1"]), (Direction.WRITE, [])])
+def test_a_dead_agent_keeps_only_blocks_that_a_source_may_write_to(direction, freed):
+    """Whoever reads has stopped reading; a source does not hear that we have ended, and goes on."""
+
+    async def scenario(source, target):
+        # Nothing of it is computed yet, so the claim stays where it is.
+        params = await source.transfer.promise("r1", 7)
+        fetching = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], 6))
+        fetches = target.transfer.agent._target._fetches
+        while "q1" not in fetches or not fetches["q1"].reads:
+            await asyncio.sleep(0.01)
+        await target.transfer.close()
+        with pytest.raises(TransferError, match="has stopped"):
+            await fetching
+        await asyncio.sleep(0)
+        assert [target.released.get_nowait() for _ in range(target.released.qsize())] == freed
+
+    with_two_sides(scenario, direction=direction)
 
 
 def test_late_notices_are_harmless():

@@ -51,8 +51,8 @@ class AgentConfig:
     `port` 0 lets the system choose; `transport` is `auto` or a transport's name. Without a `token` there is nothing but
     this host to listen on and to connect to. `digest` says how much of what has arrived is compared with the source's
     own bytes before a request may be decoded, `direction` whether this rank reads them or has the source write them;
-    with `may_turn` the source writes where reading turns out to be far slower. Bytes may go through `staging_bytes` of
-    memory, half of it for each way, where `staging` says that this is cheaper.
+    with `may_turn` a rank that reads has those sources write to which reading turns out to be far slower. Bytes may go
+    through `staging_bytes` of memory, half of it for each way, where `staging` says that this is cheaper.
     """
 
     engine_id: str
@@ -65,7 +65,7 @@ class AgentConfig:
     token: SharedToken = NO_TOKEN
     digest: Policy = Policy.SAMPLED
     direction: Direction = Direction.READ
-    may_turn: bool = False
+    may_turn: bool = True
     staging_bytes: int = STAGING_BYTES
     staging: StagingPolicy = field(default_factory=lambda: StagingPolicy(AUTO, SLOT_BYTES))
 

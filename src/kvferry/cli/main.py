@@ -34,7 +34,9 @@ _friendly = console.friendly
 Digest = Annotated[str, typer.Option(help="Compare what has arrived: sampled, full (every byte) or off.")]
 Transport = Annotated[str, typer.Option(help="auto, shm, cma, tcp or nixl.")]
 Strategy = Annotated[str, typer.Option(help="How a cache moves: auto, direct, scatter or pack (docs/staging.md).")]
-TransferDirection = Annotated[str, typer.Option(help="Who moves a cache: pull (its reader), push (its owner) or auto.")]
+TransferDirection = Annotated[
+    str, typer.Option(help="Who moves a cache: pull (its reader), push (its owner), or auto: pull, unless far slower.")
+]
 
 
 def _check_engine(engine: str, context: typer.Context) -> None:
@@ -65,7 +67,7 @@ def up(
     decode: Annotated[int, typer.Option(min=1, help="Number of decode engines.")] = 1,
     transport: Transport = "auto",
     digest: Digest = "sampled",
-    transfer_direction: TransferDirection = "pull",
+    transfer_direction: TransferDirection = "auto",
     strategy: Strategy = "auto",
     once: Annotated[
         str | None, typer.Option(help="Answer this prompt and stop; exit code 0 if the answers are equal.")
@@ -129,7 +131,7 @@ def serve(
     served_name: Annotated[str, typer.Option(help="Model name in the API; the model's own if empty.")] = "",
     transport: Transport = "auto",
     digest: Digest = "sampled",
-    transfer_direction: TransferDirection = "pull",
+    transfer_direction: TransferDirection = "auto",
     strategy: Strategy = "auto",
     block_tokens: Annotated[int, typer.Option(min=4, help="Tokens per block.")] = 16,
     num_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the cache.")] = 1024,

@@ -75,7 +75,7 @@ def up(options: UpOptions) -> int:
     arguments: tuple[str, ...] = ("--model", path, "--served-name", name, "--transport", options.transport)
     arguments += ("--engine", options.engine, "--digest", options.digest)
     arguments += ("--strategy", options.strategy) if options.strategy != "auto" else ()
-    arguments += ("--transfer-direction", options.direction) if options.direction != "pull" else ()
+    arguments += ("--transfer-direction", options.direction) if options.direction != "auto" else ()
     # Left to itself, vLLM makes bfloat16 of the tiny model's float32.
     arguments += ("--dtype", "float32") if (options.engine, name) == ("vllm", TINY) else ()
     arguments += ("--", *options.engine_arguments) if options.engine_arguments else ()

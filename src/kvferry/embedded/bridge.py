@@ -12,7 +12,6 @@ from kvferry.connectors.params import Reach, Remote, from_params, to_params
 from kvferry.embedded.collector import AgentCollector
 from kvferry.embedded.transfer import TransferReport
 from kvferry.errors import TransferError
-from kvferry.plan.copies import Direction
 from kvferry.plan.layout import Layout
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import (
@@ -55,7 +54,6 @@ class AgentTransfer:
         self._waiting: dict[str, asyncio.Future[Settled]] = {}
         # Requests whose blocks the agent will give back by a notice, unless it stops before.
         self._owed: set[str] = set()
-        self._is_written = config.direction is Direction.WRITE or config.may_turn
         # The lease of each offered request: only who knows its id may end it.
         self._lease_ids: dict[str, str] = {}
         # What is promised and not all computed yet: how many tokens it will have.
@@ -218,7 +216,7 @@ class AgentTransfer:
         self._growing.clear()
         for request_id in list(self._waiting):
             self._settle(Failed(request_id, _gone()))
-        for request_id in [owed for owed in self._owed if owed in self._lease_ids or not self._is_written]:
+        for request_id in self._owed - self.agent.written_ids:
             self._free(request_id)
 
     def _lease_ended(self, request_id: str, how: str) -> None:

@@ -131,7 +131,8 @@ class Served:
         shape = EngineShape(1, 1, block_tokens=BLOCK_TOKENS, num_blocks=NUM_BLOCKS, format="block-major")
         opened = open_transports(transport)
         host = Host(describe(MODEL, shape, shared.memory.address), (shared.memory,), self._on_notice)
-        config = AgentConfig(engine_id, transport=transport, timing=Timing(lease_s=lease_s))
+        # Always read: what a busy machine makes of a self-test must not decide what is tested.
+        config = AgentConfig(engine_id, transport=transport, timing=Timing(lease_s=lease_s), may_turn=False)
         self._agent = Agent(config, host, opened.transports, opened.unavailable)
         self._lock = threading.Lock()
         self._free = deque(range(NUM_BLOCKS))
