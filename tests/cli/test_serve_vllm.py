@@ -93,6 +93,17 @@ def test_the_token_is_named_by_its_file_and_a_host_only_when_it_is_another():
     assert transfer_of(command) | {"host": "10.0.0.5", "token_file": "/run/secrets/kvferry"} == transfer_of(command)
 
 
+@pytest.mark.parametrize(("direction", "extra"), [("auto", None), ("pull", "pull"), ("push", "push")])
+def test_who_moves_a_cache_is_said_only_when_it_is_chosen(direction, extra):
+    assert transfer_of(vllm_command(options(direction=direction), 1)).get("transfer_direction") == extra
+
+
+def test_a_direction_that_does_not_exist_is_refused():
+    result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--transfer-direction", "sideways"])
+    assert result.exit_code == 2
+    assert "sideways" in result.output
+
+
 @pytest.fixture
 def start(tmp_path):
     """Start the real command with the stand-in on the path; returns the process."""

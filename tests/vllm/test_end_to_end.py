@@ -46,6 +46,10 @@ OTHER_BLOCKS = [
     two_way("falcon_h1", blocks=(0, HYBRID_BLOCK)),
 ]
 TRANSPORTS = [replace(PLAIN, extra=(("transport", name),)) for name in ("cma", "tcp", "nixl")]
+PUSHING = [
+    replace(PLAIN, extra=(("transfer_direction", "push"), ("strategy", "direct"))),
+    replace(two_way("llama", (2, 1), (64, 128)), extra=(("transfer_direction", "push"), ("strategy", "direct"))),
+]
 LONG = [replace(PLAIN, decode=ServerSpec("kv_consumer", 2)), one_way("mistral", 1), one_way("falcon_h1", 1)]
 
 
@@ -105,3 +109,11 @@ def test_several_thousand_tokens_in_other_shapes(pair, spec):
 def test_every_transport(pair, spec):
     check_equal(pair, prompts_of(SIZES))
     check_equal(pair, prompts_of(FEW_SIZES * 2, seed=1), at_once=8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", PUSHING, ids=str)
+def test_the_prefill_engine_writes(pair, spec):
+    check_equal(pair, prompts_of(SIZES))
+    check_equal(pair, prompts_of(FEW_SIZES * 2, seed=1), at_once=8)
+    wait_until_free(pair.servers, TOLD_S)

@@ -19,6 +19,7 @@ from vllm.config import KVTransferConfig
 from kvferry.connectors.vllm.settings import check_version, settings_of
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.errors import ConfigurationError
+from kvferry.plan.copies import Direction
 from kvferry.session.events import FetchReport
 
 PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
@@ -48,6 +49,20 @@ def test_nothing_need_be_said():
 def test_what_is_said_counts():
     found = settings({"host": "127.0.0.1", "port": 7000, "transport": "tcp", "kv_lease_duration": 5})
     assert (found.host, found.port, found.transport, found.lease_s) == ("127.0.0.1", 7000, "tcp", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("extra", "direction", "may_turn"),
+    [
+        ({}, Direction.READ, True),
+        ({"transfer_direction": "auto"}, Direction.READ, True),
+        ({"transfer_direction": "pull"}, Direction.READ, False),
+        ({"transfer_direction": "push"}, Direction.WRITE, False),
+    ],
+)
+def test_who_moves_a_cache(extra, direction, may_turn):
+    found = settings(extra)
+    assert (found.direction, found.may_turn) == (direction, may_turn)
 
 
 def test_the_token_is_named_by_its_file():
@@ -86,6 +101,7 @@ def test_the_stock_connectors_keys_are_accepted(monkeypatch, caplog):
         ({"backends": ["GDS"]}, "GDS"),
         ({"token_file": 7}, "token_file"),
         ({"transprot": "tcp"}, "transprot"),
+        ({"transfer_direction": "sideways"}, "direction"),
     ],
 )
 def test_what_is_wrong_is_named(extra, word):

@@ -41,6 +41,7 @@ class FakeAgent:
     alive: bool = True
     wanted: list = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    written_ids: frozenset[str] = frozenset()
 
     def lease(self, wanted):
         self.wanted.append(wanted)
@@ -148,6 +149,15 @@ def test_everything_open_ends_with_the_agent(rank):
     assert rank.says(TargetFree("a"), SourceFree("l", "done")) == NOTHING
 
 
+def test_blocks_that_a_source_may_still_write_to_are_not_given_back(rank, caplog):
+    rank.worker.obey(Orders(fetches=[fetch(), fetch("b"), fetch(LONG)]))
+    rank.agent.written_ids = frozenset({"b", agent_name(LONG)})
+    assert rank.says(Failed("b", LOST), Stopped()) == (set(), {"a"}, {"a"})
+    kept = [record.args[0] for record in caplog.records if record.levelname == "ERROR"]
+    assert kept == ["b", LONG]
+    assert rank.told() == NOTHING
+
+
 @pytest.mark.parametrize("alive", [True, False], ids=["ending", "ended"])
 def test_orders_to_an_agent_that_has_stopped_end_at_once(rank, alive):
     rank.says(Stopped())
@@ -193,7 +203,7 @@ def test_the_chosen_transport_is_told_once_per_peer(rank, caplog):
         rank.worker.obey(Orders(fetches=[fetch(name)]))
         rank.says(Fetched(name, REPORT))
     assert [record.getMessage() for record in caplog.records] == [
-        "kvferry reads from prefill over tcp (0.0 s to meet): tcp 1 GB/s"
+        "kvferry fetches from prefill over tcp (0.0 s to meet): tcp 1 GB/s"
     ]
 
 

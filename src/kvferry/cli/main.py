@@ -221,7 +221,7 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str, join: JoinO
     from kvferry.cli import environment
     from kvferry.cli.serve_vllm import VllmOptions, serve_vllm
 
-    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "transfer_direction", "simulated_step"):
+    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "simulated_step"):
         if _is_given(context, name):
             option = f"--{name.replace('_', '-')}"
             hint = "what follows -- goes to vllm serve as it is"
@@ -234,6 +234,7 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str, join: JoinO
         transport=given["transport"],
         digest=given["digest"],
         strategy=given["strategy"],
+        direction=given["transfer_direction"],
         block_tokens=_size(context, "block_tokens", "vllm"),
         dtype=given["dtype"],
         failure_policy=given["failure_policy"],

@@ -6,6 +6,7 @@ vLLM is told of every request exactly once: an id that it does not expect ends t
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
@@ -13,7 +14,7 @@ from kvferry.agent import Notice
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, agent_name
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.errors import TransferError
-from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, Stopped, TargetFree
+from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, TargetFree
 
 __all__ = ["OpenRequests"]
 
@@ -71,7 +72,7 @@ class OpenRequests:
         return stats
 
     def note(self, notice: Notice) -> None:
-        """Take down what the agent says."""
+        """Take down what the agent says; its last word is `stopped`."""
         match notice:
             case Fetched(name, report):
                 self._fetched(name, report)
@@ -83,8 +84,6 @@ class OpenRequests:
             case SourceFree(name, reason):
                 self._stats.freed(reason)
                 self._results.finished_sending |= {self._leased.pop(name)} if name in self._leased else set()
-            case Stopped():
-                self._stopped()
 
     def _fetched(self, name: str, report: FetchReport) -> None:
         order = self._fetching.get(name)
@@ -99,7 +98,11 @@ class OpenRequests:
             self._met.add(engine)
             met_s = report.phases_s.get("handshake", 0.0)
             logger.info(
-                "kvferry reads from %s over %s (%.1f s to meet): %s", engine[0], report.transport, met_s, report.choice
+                "kvferry fetches from %s over %s (%.1f s to meet): %s",
+                engine[0],
+                report.transport,
+                met_s,
+                report.choice,
             )
 
     def _note_failure(self, name: str, error: TransferError) -> None:
@@ -122,9 +125,18 @@ class OpenRequests:
             self._results.finished_recving.add(order.request_id)
             self._results.failed_recving |= {order.request_id} if failed else set()
 
-    def _stopped(self) -> None:
-        """The transports are closed, so no byte can land any more: everything that is open ends here."""
+    def stopped(self, written: Collection[str]) -> None:
+        """The agent has: everything that is open ends here, but for those (the agent's names) to whose blocks a source
+        may go on writing. vLLM hears nothing of them, and so gives their blocks to nobody."""
         self.has_stopped = True
+        for name in [name for name in self._fetching if name in written]:
+            order = self._fetching.pop(name)
+            logger.error(
+                "request %s: its blocks are kept, since %s may still be writing to them and the transfer agent has "
+                "stopped; restart this engine",
+                order.request_id,
+                order.reference.engine_id,
+            )
         for name in list(self._fetching):
             self._failed.add(name)
             self._end_fetch(name)

@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 
 from kvferry.agent import staging_named
 from kvferry.errors import ConfigurationError
+from kvferry.plan.copies import Direction, direction_named, may_turn
 from kvferry.plan.digest import Policy, policy_named
 from kvferry.session.ways import StagingPolicy
 
@@ -20,7 +21,17 @@ __all__ = ["Settings", "check_version", "settings_of", "speak_like_vllm"]
 logger = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 32), (0, 32)
-KNOWN_KEYS = ("backends", "digest", "host", "kv_lease_duration", "port", "strategy", "token_file", "transport")
+KNOWN_KEYS = (
+    "backends",
+    "digest",
+    "host",
+    "kv_lease_duration",
+    "port",
+    "strategy",
+    "token_file",
+    "transfer_direction",
+    "transport",
+)
 # Keys of the stock connector whose meaning does not exist here: accepted, so that a configuration can stay as it is.
 IGNORED_KEYS = ("enforce_handshake_compat", "engine_ttl", "num_threads", "push_registration_timeout")
 DEFAULT_LEASE_S = 30
@@ -30,7 +41,7 @@ DEFAULT_LEASE_S = 30
 class Settings:
     """One engine's settings. `port` is that of rank 0; the others follow it; 0 lets the system choose them all.
 
-    `token_file` is empty when the engines share no token.
+    Without a shared token `token_file` is empty. `direction` and `may_turn` are what `transfer_direction` says.
     """
 
     engine_id: str
@@ -42,6 +53,8 @@ class Settings:
     buffer_device: str = "cpu"
     digest: Policy = Policy.SAMPLED
     staging: StagingPolicy = field(default_factory=lambda: staging_named("auto"))
+    direction: Direction = Direction.READ
+    may_turn: bool = True
 
 
 def check_version() -> None:
@@ -71,6 +84,7 @@ def settings_of(config: VllmConfig) -> Settings:
         raise ConfigurationError("vLLM was started without a transfer configuration", expected="--kv-transfer-config")
     extra: dict[str, Any] = transfer.kv_connector_extra_config
     _check_keys(extra)
+    direction = str(extra.get("transfer_direction", "auto"))
     lease_s = extra.get("kv_lease_duration", DEFAULT_LEASE_S)
     if isinstance(lease_s, bool) or not isinstance(lease_s, int | float) or not lease_s > 0:
         raise ConfigurationError("kv_lease_duration is wrong", found=repr(lease_s), expected="seconds above 0")
@@ -84,6 +98,8 @@ def settings_of(config: VllmConfig) -> Settings:
         buffer_device=transfer.kv_buffer_device or "cpu",
         digest=policy_named(str(extra.get("digest", Policy.SAMPLED))),
         staging=staging_named(str(extra.get("strategy", "auto"))),
+        direction=direction_named(direction),
+        may_turn=may_turn(direction),
     )
 
 

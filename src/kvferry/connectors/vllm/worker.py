@@ -29,7 +29,7 @@ from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.errors import ConfigurationError
 from kvferry.plan.layout import Layout
-from kvferry.session.events import FetchWanted, HoldWanted, LeaseWanted, SourceFree, Timing
+from kvferry.session.events import FetchWanted, HoldWanted, LeaseWanted, SourceFree, Stopped, Timing
 from kvferry.transport.opening import open_transports
 
 __all__ = ["Worker"]
@@ -96,6 +96,8 @@ class Worker:
             transport=self._settings.transport,
             timing=_timing(self._settings),
             digest=self._settings.digest,
+            direction=self._settings.direction,
+            may_turn=self._settings.may_turn,
             staging=self._settings.staging,
             token=read_token(self._settings.token_file),
         )
@@ -163,10 +165,16 @@ class Worker:
         """
         if self._is_idle and self._open.num_fetching:
             with contextlib.suppress(queue.Empty):
-                self._open.note(self._notices.get(timeout=IDLE_WAIT_S))
+                self._note(self._notices.get(timeout=IDLE_WAIT_S))
         while not self._notices.empty():
-            self._open.note(self._notices.get())
+            self._note(self._notices.get())
         return self._open.take_results()
+
+    def _note(self, notice: Notice) -> None:
+        if isinstance(notice, Stopped):
+            self._open.stopped(self._ours().agent.written_ids)
+        else:
+            self._open.note(notice)
 
     def take_stats(self) -> FerryStats:
         """What happened since the last call."""
