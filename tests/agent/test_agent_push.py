@@ -1,42 +1,24 @@
 """Push: real agents over real transports; the sources write into the target's blocks."""
 
-import threading
-
-import numpy as np
 import pytest
+from agent_support import (
+    BYTES_PER_TOKEN,
+    NUM_TOKENS,
+    SOURCE,
+    TARGET,
+    TARGET_TABLES,
+    Gate,
+    check,
+    leased,
+)
 
 from kvferry.agent import new_lease_id
 from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape
 from kvferry.plan.tokens import TokenRange
-from kvferry.session.events import Failed, Fetched, FetchWanted, LeaseWanted, SourceFree, TargetFree, Timing
-from kvferry.testing import oracle
-from kvferry.testing.gated import GatedTransport
+from kvferry.session.events import Failed, Fetched, FetchWanted, SourceFree, TargetFree, Timing
 
-SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
-TARGET = EngineShape(1, 1, block_tokens=6, num_blocks=9, format="block-head-major")
-SOURCE_TABLES, TARGET_TABLES = ((3, 9, 1, 15, 0, 7),), ((8, 0, 5, 2),)
-NUM_TOKENS = 21
-# Keys and values of two layers with four heads of eight 4-byte elements.
-BYTES_PER_TOKEN = 2 * 2 * 4 * 8 * 4
-DEADLINE_S = 30.0
 SOON = Timing(lease_s=20.0, heartbeat_s=0.2, resend_s=0.1, handshake_s=5.0, transfer_s=20.0, fence_s=0.3)
-
-
-def leased(source, request_id="r1", lease_id=""):
-    oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS))
-    return source.agent.lease(LeaseWanted(request_id, lease_id or new_lease_id(), SOURCE_TABLES, NUM_TOKENS))
-
-
-def check(target, num_tokens=NUM_TOKENS):
-    """Every requested element is right and nothing else was touched."""
-    wanted = {start: np.zeros(len(buffer), np.uint8) for start, buffer in target.memory.buffers.items()}
-    layout, tokens = target.memory.layout, TokenRange(0, num_tokens)
-    for placement in layout.placements:
-        for _, _, address in oracle.element_addresses(layout, placement, TARGET_TABLES, tokens):
-            start = layout.regions[placement.region].address
-            wanted[start][address - start : address - start + 4] = 1
-    oracle.expect(target.memory, TARGET_TABLES, [tokens], wanted)
 
 
 @pytest.mark.parametrize("transport", ["shm", "cma", "tcp", "nixl", "auto"])
@@ -85,23 +67,15 @@ def test_blocks_that_do_not_fit_fail_only_that_request(make_rank, tables):
 @pytest.fixture
 def gated(make_rank, tmp_path):
     """A source whose writes wait while the gate is shut, and a target to which one is under way."""
-    gate, posted = tmp_path / "gate", threading.Event()
-
-    class Telling(GatedTransport):
-        def post(self, peer, copies, direction):
-            ticket = super().post(peer, copies, direction)
-            posted.set()
-            return ticket
-
-    source = make_rank("p0", SOURCE, timing=SOON, wrap=lambda transport: Telling(transport, gate))
+    gate = Gate(tmp_path / "gate")
+    source = make_rank("p0", SOURCE, timing=SOON, wrap=gate.behind)
     target = make_rank("d0", TARGET, timing=SOON, direction=Direction.WRITE)
     target.agent.fetch(target.wanted(source, leased(source, "r0"), TARGET_TABLES, NUM_TOKENS, "q0"))
     target.next_notice(Fetched)
     source.next_notice(SourceFree)
-    gate.touch()
-    posted.clear()
+    gate.shut()
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    assert posted.wait(DEADLINE_S)
+    gate.wait_for_post()
     return source, target, gate
 
 
@@ -112,7 +86,7 @@ def test_both_sides_keep_their_blocks_until_the_ticket_of_an_aborted_push_has_en
     assert source.next_notice(SourceFree).reason == "aborted"
     assert target.next_notice(TargetFree) == TargetFree("q1")
     assert source.agent.num_open_reads == 0
-    gate.unlink()
+    gate.open()
     target.agent.fetch(target.wanted(source, leased(source, "r2"), TARGET_TABLES, NUM_TOKENS, "q2"))
     target.next_notice(Fetched)
     check(target)

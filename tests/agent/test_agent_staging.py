@@ -1,9 +1,17 @@
 """Staging: real agents over real transports, whose bytes go through slots of staging memory on one side or on both."""
 
-import threading
-
-import numpy as np
 import pytest
+from agent_support import (
+    BYTES_PER_TOKEN,
+    NUM_TOKENS,
+    SOURCE,
+    SOURCE_TABLES,
+    TARGET,
+    TARGET_TABLES,
+    Gate,
+    check,
+    leased,
+)
 
 from kvferry.agent import new_lease_id
 from kvferry.plan.copies import Direction
@@ -14,37 +22,14 @@ from kvferry.session import carrying
 from kvferry.session.events import Failed, Fetched, FetchWanted, LeaseGrown, LeaseWanted, SourceFree, TargetFree
 from kvferry.session.ways import StagingPolicy
 from kvferry.testing import oracle
-from kvferry.testing.gated import GatedTransport
 
-SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
-TARGET = EngineShape(1, 1, block_tokens=6, num_blocks=9, format="block-head-major")
-SOURCE_TABLES, TARGET_TABLES = ((3, 9, 1, 15, 0, 7),), ((8, 0, 5, 2),)
-NUM_TOKENS = 21
-BYTES_PER_TOKEN = 2 * 2 * 4 * 8 * 4
 # About five tokens: several slots, and more than the window.
 SLOT_BYTES = 5 * BYTES_PER_TOKEN
-DEADLINE_S = 30.0
 TRANSPORTS = ["shm", "cma", "tcp", "nixl"]
 
 
 def only(strategy, slot_bytes=SLOT_BYTES):
     return StagingPolicy((strategy,), slot_bytes)
-
-
-def leased(source, request_id="r1", lease_id=""):
-    oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS))
-    return source.agent.lease(LeaseWanted(request_id, lease_id or new_lease_id(), SOURCE_TABLES, NUM_TOKENS))
-
-
-def check(target, num_tokens=NUM_TOKENS):
-    """Every requested element is right and nothing else was touched."""
-    wanted = {start: np.zeros(len(buffer), np.uint8) for start, buffer in target.memory.buffers.items()}
-    layout, tokens = target.memory.layout, TokenRange(0, num_tokens)
-    for placement in layout.placements:
-        for _, _, address in oracle.element_addresses(layout, placement, TARGET_TABLES, tokens):
-            start = layout.regions[placement.region].address
-            wanted[start][address - start : address - start + 4] = 1
-    oracle.expect(target.memory, TARGET_TABLES, [tokens], wanted)
 
 
 @pytest.mark.parametrize("strategy", [Strategy.SCATTER, Strategy.PACK])
@@ -130,32 +115,23 @@ def test_a_prefill_that_comes_to_nothing_ends_the_fetches_of_it(make_rank, way):
 
 def test_far_more_than_staging_memory_holds_waits_for_its_turn(make_rank, tmp_path):
     """Room for two slots at the source and at each target; thirty requests of five slots each, behind a gate."""
-    gate, posts = tmp_path / "gate", threading.Semaphore(0)
-
-    class Telling(GatedTransport):
-        def post(self, peer, copies, direction):
-            ticket = super().post(peer, copies, direction)
-            posts.release()
-            return ticket
-
+    gate = Gate(tmp_path / "gate")
     config = {"staging_bytes": 4 << 12, "staging": only(Strategy.PACK)}
-    source = make_rank("p0", SOURCE, wrap=lambda transport: Telling(transport, gate), **config)
+    source = make_rank("p0", SOURCE, wrap=gate.behind, **config)
     targets = [make_rank(f"d{number}", TARGET, **config) for number in range(3)]
     for number, target in enumerate(targets):
         reference = leased(source, f"first of {number}")
         target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, "first"))
         target.next_notice(Fetched)
         source.next_notice(SourceFree)
-    while posts.acquire(blocking=False):
-        pass
-    gate.touch()
+    gate.shut()
     for number in range(30):
         target, request_id = targets[number % 3], f"q{number}"
         reference = leased(source, f"r{number}")
         target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, request_id))
     for _ in range(2):
-        assert posts.acquire(timeout=DEADLINE_S)
-    gate.unlink()
+        gate.wait_for_post()
+    gate.open()
     for target in targets:
         reports = [target.next_notice(Fetched).report for _ in range(10)]
         assert {report.num_bytes for report in reports} == {NUM_TOKENS * BYTES_PER_TOKEN}
@@ -182,30 +158,3 @@ def test_targets_of_different_parallelism_share_one_source(make_engine, strategy
             check(rank)
     for source in sources:
         assert {source.next_notice(SourceFree).reason for _ in engines} == {"done"}
-
-
-def test_slots_that_a_source_may_still_write_to_stay_in_place_when_the_agent_ends(make_rank, tmp_path, monkeypatch):
-    """Whoever gets those addresses next would get the late bytes as well."""
-    kept = []
-    monkeypatch.setattr("kvferry.agent.agent._still_written", kept)
-    gate, posts = tmp_path / "gate", threading.Semaphore(0)
-
-    class Telling(GatedTransport):
-        def post(self, peer, copies, direction):
-            ticket = super().post(peer, copies, direction)
-            posts.release()
-            return ticket
-
-    source = make_rank("p0", SOURCE, wrap=lambda transport: Telling(transport, gate))
-    target = make_rank("d0", TARGET, staging=only(Strategy.PACK))
-    target.agent.fetch(target.wanted(source, leased(source, "first"), TARGET_TABLES, NUM_TOKENS, "first"))
-    target.next_notice(Fetched)
-    while posts.acquire(blocking=False):
-        pass
-    gate.touch()
-    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    assert posts.acquire(timeout=DEADLINE_S)
-    target.agent.close()
-    assert [memory.memory.shared_fd >= 0 for memory in kept] == [True]
-    gate.unlink()
-    kept.pop().close()

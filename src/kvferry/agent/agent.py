@@ -11,9 +11,8 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 
 from kvferry import __version__
 from kvferry.agent.carrier import Carrier
@@ -21,22 +20,21 @@ from kvferry.agent.config import AgentConfig, Host
 from kvferry.agent.control import Arrival, ControlChannel
 from kvferry.agent.digests import Digester, HostBytes
 from kvferry.agent.knocks import Knocks
+from kvferry.agent.lent_memory import LentMemory
 from kvferry.agent.meeting import Met
+from kvferry.agent.ourselves import ourselves_of
 from kvferry.agent.own_probe import allocate_probe, describe_probe
 from kvferry.agent.stager import Stager
 from kvferry.agent.surroundings import surroundings_here
 from kvferry.agent.wake import Wake
-from kvferry.errors import ConfigurationError, RequestError, WireError, WireVersionError
+from kvferry.errors import RequestError, WireError, WireVersionError
 from kvferry.plan.copies import Direction
 from kvferry.session import events as e
-from kvferry.session.handshake import Ourselves
 from kvferry.session.source import Identity, SourceSession
 from kvferry.session.target import TargetSession
-from kvferry.session.ways import through_staging_only
 from kvferry.transport.base import Transport
-from kvferry.transport.shared_memory import SharedMemory, allocate_shared
-from kvferry.wire.codec import MAX_REQUEST_BYTES, decode, encode
-from kvferry.wire.messages import Message, Party, Reason, Reference, Refusal, TargetOffer
+from kvferry.wire.codec import decode, encode
+from kvferry.wire.messages import Message, Party, Reason, Reference, Refusal
 
 __all__ = ["Agent"]
 
@@ -57,10 +55,6 @@ _Work = e.Post | e.Cancel | e.Digest | e.DropDigest | e.Knock | e.Acquire | e.Re
 _CommonEvent = e.PeerConnected | e.PeerUnreachable | e.TicketEnded | e.Digested | e.Acquired | e.Staged
 
 
-# Staging memory of agents that have ended before their peers had: kept for the rest of the process's life.
-_still_written: list[SharedMemory] = []
-
-
 class Agent:
     """Moves caches for one rank. Its methods may be called from any thread and never wait for the network."""
 
@@ -78,53 +72,37 @@ class Agent:
         self._inbox: queue.SimpleQueue[_SourceEvent | _TargetEvent] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-agent", daemon=True)
+        self._still_written: tuple[LentMemory, ...] = ()
         with ExitStack() as undo:
             # Closed last: whoever finds nobody at the address knows that nothing of ours moves any more.
-            self._control = ControlChannel(config.host, config.port, config.token)
-            undo.callback(self._control.close)
+            self._control = undo.enter_context(closing(ControlChannel(config.host, config.port, config.token)))
             # Closed after everything that copies.
-            arena, stagers = allocate_shared(config.staging_bytes, "kvferry-staging"), list[Stager]()
-            undo.callback(_close_arena, arena, stagers)
-            tests_s = TESTS_SHARE * config.timing.handshake_s
-            surroundings = surroundings_here(config.transport, config.may_turn)
-            self._carrier = Carrier(config.transport, transports, unavailable, tests_s, surroundings)
-            undo.callback(self._carrier.close)
-            probe_memory = allocate_probe()
-            undo.callback(probe_memory.close)
-            self._carrier.register([*host.memories, probe_memory.memory, arena.memory])
+            self._arena = self._lent(LentMemory(config.staging_bytes, "kvferry-staging"), undo)
+            self._probe = self._lent(allocate_probe(), undo)
+            self._carrier = undo.enter_context(closing(_carrier(config, transports, unavailable)))
+            self._carrier.register([*host.memories, self._probe.memory, self._arena.memory])
             self._carrier.check_requested()
-            self._knocks = Knocks()
-            undo.callback(self._knocks.close)
-            self._wake = Wake()
-            undo.callback(self._wake.close)
+            self._knocks = undo.enter_context(closing(Knocks()))
+            self._wake = undo.enter_context(closing(Wake()))
             self._control.watch(self._wake.fileno())
+            mover = host.mover([*host.memories, self._arena.memory], self._wake.ring)
+            self._stager = undo.enter_context(closing(Stager(self._arena.memory, mover)))
+            identity = self._identity(host)
+            self._source = SourceSession(identity, config.timing)
+            self._target = TargetSession(ourselves_of(identity, config), config.timing)
+            self._digester = Digester(HostBytes(host.memories, identity.layout.regions))
             self.address = self._control.address
-            offers, probe = self._carrier.offers(), describe_probe(probe_memory)
-            is_staged = host.is_staged(config.rank)
-            staging = through_staging_only(config.staging) if is_staged else config.staging
-            mover = host.mover([*host.memories, arena.memory], self._wake.ring)
-            self._stager = Stager(arena.memory, mover)
-            stagers.append(self._stager)
-            undo.callback(self._stager.close)
-            ours = Ourselves(
-                self.party,
-                __version__,
-                host.layouts,
-                config.digest,
-                config.direction,
-                offers,
-                probe,
-                staging,
-            )
-            _check_offer(ours)
-            # Nobody can write into blocks that are reached through staging memory only, or that it cannot be told of.
-            may_turn = config.may_turn and not is_staged and _offer_bytes(ours) <= MAX_REQUEST_BYTES
-            ours = replace(ours, may_turn=may_turn)
             self._resources = undo.pop_all()
-        identity = Identity(self.party, __version__, host.layouts, offers, probe, is_staged)
-        self._source = SourceSession(identity, config.timing)
-        self._target = TargetSession(ours, config.timing)
-        self._digester = Digester(HostBytes(host.memories, host.layouts[config.rank].regions))
+
+    def _lent(self, memory: LentMemory, undo: ExitStack) -> LentMemory:
+        """Have memory closed by what is known then of those that may still write to it."""
+        undo.callback(lambda: memory.close(may_be_written=memory in self._still_written))
+        return memory
+
+    def _identity(self, host: Host) -> Identity:
+        """What peers are told; the probe is filled for them."""
+        offers, probe = self._carrier.offers(), describe_probe(self._probe)
+        return Identity(self.party, __version__, host.layouts, offers, probe, host.is_staged(self.party.rank))
 
     @property
     def alive(self) -> bool:
@@ -222,9 +200,22 @@ class Agent:
             logger.exception("the transfer agent of %s has stopped", self.party.engine_id)
         finally:
             try:
+                self._still_written = tuple(self._written_by_peers())
                 self._resources.close()
             finally:
                 self._notify(e.Stopped())
+
+    def _written_by_peers(self) -> Iterator[LentMemory]:
+        """Memory of ours into which bytes may still come when nothing of ours runs any more."""
+        if self._stager.num_slots:
+            yield self._arena
+        # Testing is nowhere said to have ended; who may reach us at all may still do it.
+        if self._is_reached(time.monotonic()):
+            yield self._probe
+
+    def _is_reached(self, now: float) -> bool:
+        """Whether peers may be reading or writing memory of ours."""
+        return self._source.may_be_read(now) or self._target.may_be_written()
 
     def _turn(self, wait_s: float) -> float:
         """Everything that is to do now; returns how long the next turn may wait for something new."""
@@ -249,8 +240,7 @@ class Agent:
             return 0.0 if now - began > BUSY_POLL_S else IDLE_POLL_S
         deadline = min(self._source.next_deadline(), self._target.next_deadline(now))
         # Only for peers that use our memory: an agent that wakes for nothing takes the interpreter from its engine.
-        is_reached = self._source.may_be_read(now) or self._target.may_be_written()
-        progress_s = self._carrier.progress_interval_s if is_reached else MAX_WAIT_S
+        progress_s = self._carrier.progress_interval_s if self._is_reached(now) else MAX_WAIT_S
         return max(0.0, min(deadline - now, progress_s, MAX_WAIT_S))
 
     def _progress(self) -> None:
@@ -365,28 +355,10 @@ class Agent:
             self.counts["messages_dropped", type(message).__name__] += 1
 
 
-def _close_arena(arena: SharedMemory, stagers: Sequence[Stager]) -> None:
-    """A source may still write to slots that were not given back: then their addresses must stay what they are."""
-    if any(stager.num_slots for stager in stagers):
-        _still_written.append(arena)
-    else:
-        arena.close()
-
-
-def _check_offer(ours: Ourselves) -> None:
-    """Raises ConfigurationError when sources could not take in the offer of a rank that wants to be written to."""
-    size_bytes = _offer_bytes(ours)
-    if ours.direction is Direction.WRITE and size_bytes > MAX_REQUEST_BYTES:
-        raise ConfigurationError(
-            "the layouts of this engine are too large for a push",
-            found=f"{size_bytes:,} bytes",
-            expected=f"at most {MAX_REQUEST_BYTES:,}",
-            hint="choose the direction pull",
-        )
-
-
-def _offer_bytes(ours: Ourselves) -> int:
-    return len(encode(TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe)))
+def _carrier(config: AgentConfig, transports: Sequence[Transport], unavailable: Mapping[str, str]) -> Carrier:
+    tests_s = TESTS_SHARE * config.timing.handshake_s
+    surroundings = surroundings_here(config.transport, config.may_turn)
+    return Carrier(config.transport, transports, unavailable, tests_s, surroundings)
 
 
 def _check_id(request_id: str) -> None:

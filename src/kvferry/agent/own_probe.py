@@ -6,20 +6,20 @@ import secrets
 
 import numpy as np
 
+from kvferry.agent.lent_memory import LentMemory
 from kvferry.transport.origin import host_here
 from kvferry.transport.probe import NUM_MARKS, PROBE_BYTES, fill_probe, room_bytes
-from kvferry.transport.shared_memory import SharedMemory, allocate_shared
 from kvferry.wire.messages import Probe
 
 __all__ = ["allocate_probe", "describe_probe"]
 
 
-def allocate_probe() -> SharedMemory:
+def allocate_probe() -> LentMemory:
     """Memory for a probe. Raises TransportError when there is not enough."""
-    return allocate_shared(room_bytes(), "kvferry-probe")
+    return LentMemory(room_bytes(), "kvferry-probe")
 
 
-def describe_probe(memory: SharedMemory) -> Probe:
+def describe_probe(memory: LentMemory) -> Probe:
     """Fill it, and say what peers need to know of it."""
     seed = secrets.randbits(32)
     fill_probe(np.frombuffer(memory.buffer, np.uint8)[:PROBE_BYTES], seed)

@@ -17,7 +17,8 @@ __all__ = ["SharedMemory", "allocate_shared", "check_sealed"]
 class SharedMemory:
     """A piece of shared memory: `memory` is what transports register, `buffer` its bytes, writable.
 
-    `close` is safe to call twice and while arrays still show the buffer: the pages go when the last array goes.
+    `close` is safe to call twice and while arrays still show the buffer: the pages go when the last array goes. It can
+    follow `abandon`, and changes nothing then.
     """
 
     __slots__ = ("_mapping", "buffer", "memory")
@@ -29,16 +30,33 @@ class SharedMemory:
 
     def close(self) -> None:
         """Peers cannot attach any more; those that have stay attached."""
-        if self.memory.shared_fd < 0:
+        if not self._detach():
             return
-        os.close(self.memory.shared_fd)
-        self.memory = Memory(self.memory.address, self.memory.size_bytes, -1)
         try:
             self.buffer.release()
             self._mapping.close()
         except BufferError:
             # Somebody still looks at the bytes. Python unmaps the pages when the last view is gone.
             return
+
+    def abandon(self) -> None:
+        """As `close`, but nothing else gets these addresses while this object lives. What was there is lost."""
+        if not self._detach():
+            return
+        try:
+            # The addresses are all that is needed: who still writes there takes single pages anew.
+            self._mapping.madvise(mmap.MADV_REMOVE)
+        except OSError:
+            # A kernel that cannot do it, as in some sandboxes: the memory stays taken.
+            return
+
+    def _detach(self) -> bool:
+        """Whether the file was open until now."""
+        if self.memory.shared_fd < 0:
+            return False
+        os.close(self.memory.shared_fd)
+        self.memory = Memory(self.memory.address, self.memory.size_bytes, -1)
+        return True
 
 
 def allocate_shared(num_bytes: int, name: str) -> SharedMemory:

@@ -1,0 +1,162 @@
+"""Memory that peers know the address of: it goes when nobody can write to it any more, and else stays in the way."""
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, Gate, leased
+
+from kvferry.agent.config import STAGING_BYTES
+from kvferry.agent.lent_memory import LentMemory
+from kvferry.plan.copies import Copies, Direction
+from kvferry.plan.staged import Strategy
+from kvferry.session.events import Failed, Fetched, SourceFree
+from kvferry.session.ways import StagingPolicy
+from kvferry.transport.base import Memory
+from kvferry.transport.cma import CrossMemoryTransport
+from kvferry.transport.probe import room_bytes
+from kvferry.transport.shared_memory import SharedMemory
+
+NUM_BYTES = 1 << 16
+PACK = StagingPolicy((Strategy.PACK,), 1 << 12)
+STAGING, PROBE = STAGING_BYTES, room_bytes()
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """What stays for the life of the process."""
+    memories = []
+    monkeypatch.setattr("kvferry.agent.lent_memory._kept", memories)
+    yield memories
+    memories.clear()
+
+
+def sizes(kept):
+    return sorted(memory.memory.size_bytes for memory in kept)
+
+
+def is_mapped(name):
+    return name in Path("/proc/self/maps").read_text()
+
+
+# --- one piece of memory ---
+
+
+def test_memory_that_nobody_writes_to_is_unmapped(kept):
+    lent = LentMemory(NUM_BYTES, "lent-and-free")
+    assert is_mapped("lent-and-free")
+    lent.close(may_be_written=False)
+    assert not is_mapped("lent-and-free")
+    assert kept == []
+
+
+def test_a_late_write_lands_where_nothing_else_can_be(kept):
+    lent, owner, peer = LentMemory(NUM_BYTES, "lent-and-kept"), CrossMemoryTransport(), CrossMemoryTransport()
+    lent.buffer[:] = b"\xaa" * NUM_BYTES
+    late = np.arange(1, 101, dtype=np.uint8)
+    owner.register(lent.memory)
+    peer.register(Memory(int(late.ctypes.data), late.size, -1))
+    peer.connect("owner", owner.descriptor())
+    row = (np.array([number], np.uint64) for number in (late.ctypes.data, lent.memory.address + 5000, late.size))
+    ticket = peer.post("owner", Copies(*row, pieces=1), Direction.WRITE)
+    owner.close()
+    lent.close(may_be_written=True)
+    del lent
+    assert is_mapped("lent-and-kept")
+    (completion,) = peer.poll()
+    assert (completion.ticket, completion.error) == (ticket, "")
+    (memory,) = kept
+    # What was there is gone, and so are the pages; those that are written to come back one by one.
+    there = np.frombuffer(memory.buffer, np.uint8)
+    assert (there[5000:5100] == late).all()
+    assert np.count_nonzero(there) == late.size
+    peer.close()
+
+
+def test_the_first_word_counts(kept):
+    free, in_use = LentMemory(NUM_BYTES, "lent-free-first"), LentMemory(NUM_BYTES, "lent-kept-first")
+    for may_be_written in (False, True):
+        free.close(may_be_written)
+        in_use.close(not may_be_written)
+    assert len(kept) == 1
+    assert not is_mapped("lent-free-first")
+    assert is_mapped("lent-kept-first")
+
+
+def test_nobody_can_attach_memory_that_is_kept(kept):
+    lent = LentMemory(NUM_BYTES, "lent-not-attached")
+    lent.close(may_be_written=True)
+    assert lent.memory.shared_fd == -1
+
+
+def test_where_the_kernel_cannot_take_pages_back_the_memory_stays_as_it_is():
+    class Sandboxed(mmap.mmap):
+        def madvise(self, option, *extent):
+            raise OSError("no such advice")
+
+    fd = os.memfd_create("lent-in-a-sandbox")
+    os.truncate(fd, NUM_BYTES)
+    shared = SharedMemory(Memory(0, NUM_BYTES, fd), Sandboxed(fd, NUM_BYTES))
+    shared.buffer[0] = 7
+    shared.abandon()
+    shared.close()
+    assert shared.buffer[0] == 7
+
+
+# --- what an agent has lent, at its end ---
+
+
+def test_an_agent_that_nobody_has_met_keeps_nothing(kept, make_rank):
+    make_rank("p0", SOURCE).agent.close()
+    assert kept == []
+
+
+@pytest.mark.parametrize("strategy", [Strategy.DIRECT, Strategy.SCATTER])
+def test_agents_whose_transfers_are_over_keep_nothing(kept, make_rank, strategy):
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, staging=StagingPolicy((strategy,), 1 << 12))
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    target.next_notice(Fetched)
+    source.next_notice(SourceFree)
+    for rank in (source, target):
+        rank.agent.close()
+    assert kept == []
+
+
+def test_slots_that_a_source_may_still_write_to_stay_in_place(kept, make_rank, tmp_path):
+    gate = Gate(tmp_path / "gate")
+    source, target = make_rank("p0", SOURCE, wrap=gate.behind), make_rank("d0", TARGET, staging=PACK)
+    target.agent.fetch(target.wanted(source, leased(source, "first"), TARGET_TABLES, NUM_TOKENS, "first"))
+    target.next_notice(Fetched)
+    source.next_notice(SourceFree)
+    gate.shut()
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    gate.wait_for_post()
+    target.agent.close()
+    assert STAGING in sizes(kept)
+    gate.open()
+
+
+def test_the_probe_stays_in_place_while_a_target_may_test(kept, make_rank, tmp_path):
+    gate = Gate(tmp_path / "gate")
+    source, target = make_rank("p0", SOURCE, "cma"), make_rank("d0", TARGET, "cma", wrap=gate.behind)
+    gate.shut()
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    gate.wait_for_post()
+    source.agent.close()
+    assert sizes(kept) == [PROBE]
+    gate.open()
+    target.next_notice(Failed)
+
+
+def test_the_probe_stays_in_place_while_a_source_may_test(kept, make_rank, tmp_path):
+    gate = Gate(tmp_path / "gate")
+    source = make_rank("p0", SOURCE, "cma", wrap=gate.behind)
+    target = make_rank("d0", TARGET, "cma", direction=Direction.WRITE)
+    gate.shut()
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    gate.wait_for_post()
+    target.agent.close()
+    assert sizes(kept) == [PROBE]
+    gate.open()
