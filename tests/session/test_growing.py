@@ -1,14 +1,26 @@
 """Leases that grow: what is claimed of them waits for its tokens, however long they take."""
 
 import pytest
-from test_source_push import CLAIM, GRANT, KEY, LANDED, LEASE, MET, TIMING, said
+from test_source_push import ABORT, CLAIM, CLEAN, GRANT, KEY, LANDED, LEASE, MET, NUM_BYTES, TIMING, said
 from test_source_push import source as source  # the fixture
 from test_target_push import GRANTED, HANDSHAKE, WRITTEN, answer, failure
 from test_target_push import LANDED as TELL_LANDED
 from test_target_push import TIMING as TARGET_TIMING
 from test_target_push import target as target  # the fixture
 
-from kvferry.session.events import Failed, LeaseGrown, Post, Reply, SlotKey, SourceFree, Tick, TicketEnded
+from kvferry.session.events import (
+    NOT_AHEAD,
+    Ahead,
+    Cancel,
+    Failed,
+    LeaseGrown,
+    Post,
+    Reply,
+    SlotKey,
+    SourceFree,
+    Tick,
+    TicketEnded,
+)
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
@@ -20,8 +32,8 @@ STRETCH = SlotKey(KEY, 0, 0)
 VALID, FREE = Reply("x", m.Valid("c1")), SourceFree("r1", "done")
 
 
-def grown(num_ready, tables=LEASE.block_tables):
-    return LeaseGrown("r1", tables, num_ready)
+def grown(num_ready, tables=LEASE.block_tables, ahead=NOT_AHEAD):
+    return LeaseGrown("r1", tables, num_ready, ahead)
 
 
 def test_a_lease_is_done_once_all_is_computed_and_not_when_all_readers_are(source):
@@ -61,3 +73,63 @@ def test_a_target_does_not_wait_for_a_write_that_does_not_end(target):
             break
         target.handle(answer(m.Grant("q1", ())), now)
     assert failure(commands).reason == "deadline"
+
+
+@pytest.fixture
+def cutting(source):
+    """A source for which a few tokens are worth sending state by state; the model has four states."""
+    source._carrying.stretch_bytes = 1
+    play(source, BEGUN)
+    return source
+
+
+def posted(commands):
+    """(stretch, bytes) of what is posted."""
+    return [(command.key.stretch, command.copies.num_bytes) for command in commands if isinstance(command, Post)]
+
+
+def layers(num_tokens, num_states, num_ready=0):
+    return grown(num_ready, ahead=Ahead(num_tokens, num_states))
+
+
+STATE_BYTES = NUM_BYTES // 4
+
+
+def test_states_are_sent_as_they_are_computed(cutting):
+    numbers = [posted(cutting.handle(layers(6, number), number)) for number in range(1, 5)]
+    assert numbers == [[(number, STATE_BYTES)] for number in range(4)]
+    play(cutting, [(5, grown(6), []), *((6, TicketEnded(SlotKey(KEY, n, 0), ""), []) for n in range(3))])
+    (written,) = cutting.handle(TicketEnded(SlotKey(KEY, 3, 0), ""), 7)
+    assert written.message.num_bytes == NUM_BYTES
+
+
+def test_what_is_left_is_sent_when_all_is_computed(cutting):
+    """The engine need not speak of its last states, nor twice of any."""
+    assert len(posted(cutting.handle(layers(6, 2), 2))) == 2
+    assert posted(cutting.handle(layers(6, 2), 3)) == []
+    assert sum(num_bytes for _, num_bytes in posted(cutting.handle(grown(7), 4))) == NUM_BYTES // 2
+
+
+def test_little_is_not_sent_state_by_state(cutting):
+    """One stretch of the six tokens lies within the first four, and one is not enough."""
+    assert posted(cutting.handle(layers(4, 4), 2)) == []
+    assert posted(cutting.handle(grown(4), 3)) == [(0, NUM_BYTES * 4 // 6)]
+    assert posted(cutting.handle(layers(6, 4, num_ready=4), 4)) == []
+    assert posted(cutting.handle(grown(6), 5)) == [(1, NUM_BYTES * 2 // 6)]
+
+
+@pytest.mark.parametrize("wrong", [layers(8, 1), layers(6, 0), layers(0, 4)], ids=["too many", "no state", "no token"])
+def test_what_an_engine_cannot_mean_is_not_sent(cutting, wrong):
+    assert posted(cutting.handle(wrong, 2)) == []
+
+
+def test_a_claim_that_comes_later_gets_what_is_there_by_then(source):
+    source._carrying.stretch_bytes = 1
+    play(source, [*BEGUN[:-1], (1, layers(6, 3), [])])
+    assert posted(source.handle(said(CLAIM), 2)) == [(number, STATE_BYTES) for number in range(3)]
+
+
+def test_an_abort_between_two_states_begins_nothing_more(cutting):
+    cutting.handle(layers(6, 1), 2)
+    play(cutting, [(3, said(ABORT), [Cancel(STRETCH)]), (4, grown(7), [])])
+    assert CLEAN.message == cutting.handle(TicketEnded(STRETCH, ""), 5)[0].message

@@ -57,7 +57,7 @@ class Carrying:
                 key, peer, self._targets.request(claim, lease.wanted), self.stretch_bytes
             )
             yield Reply(peer, Grant(claim.claim_id, ()))
-            yield from writes.grown(lease.wanted.block_tables, lease.num_ready)
+            yield from self._grow(writes, lease)
         else:
             copies = self._targets.copies(claim, lease.wanted)
             write = lease.writes[key] = Write.begun(claim.claim_id, peer, copies)
@@ -79,10 +79,19 @@ class Carrying:
         for write in lease.writes.values():
             if isinstance(write, Packing | StretchWrites) and not write.error:
                 try:
-                    yield from write.grown(lease.wanted.block_tables, lease.num_ready)
+                    yield from self._grow(write, lease)
                 except FerryError as error:
                     yield from write.fail(str(error))
                     yield from _say(write)
+
+    def _grow(self, write: Packing | StretchWrites, lease: Lease) -> Iterator[Command]:
+        tables, num_ready = lease.wanted.block_tables, lease.num_ready
+        if isinstance(write, Packing):
+            yield from write.grown(tables, num_ready)
+            return
+        if lease.ahead.num_states and not write.bundles:
+            write.bundles = self._targets.bundles(write.key.party)
+        yield from write.grown(tables, num_ready, lease.ahead)
 
     def slot_changed(self, event: Acquired | Staged | TicketEnded, lease: Lease, now: float) -> Iterator[Command]:
         """A slot of a packed claim is there, is gathered, or is written."""
@@ -129,17 +138,20 @@ class Carrying:
     def end(self, lease: Lease) -> Iterator[Command]:
         """The lease has ended: what is under way is no good any more, and has to end too."""
         for key, write in lease.writes.items():
-            if isinstance(write, Packing | StretchWrites):
-                # Asked for slots, or at the end for all of them, the target may be between two questions.
-                was_open = write.is_open
-                yield from write.fail("the lease has ended")
-                if was_open and not write.is_aborted:
-                    yield from _refuse(write.peer, lease.refusal_of_end(key))
-            elif write.is_open:
-                write.machine.move("lease ended")
-                yield Cancel(key)
-                if not write.is_aborted:
-                    yield from _refuse(write.peer, lease.refusal_of_end(key))
+            # Asked for slots, or at the end for all of them, the target may be between two questions.
+            was_open = write.is_open
+            yield from _stop(key, write)
+            if was_open and not write.is_aborted:
+                yield from _refuse(write.peer, lease.refusal_of_end(key))
+
+
+def _stop(key: ClaimKey, write: Write | Packing | StretchWrites) -> Iterator[Command]:
+    """What is under way for a lease that has ended goes on until its tickets have ended; nothing more begins."""
+    if isinstance(write, Packing | StretchWrites):
+        yield from write.fail("the lease has ended")
+    elif write.is_open:
+        write.machine.move("lease ended")
+        yield Cancel(key)
 
 
 def _changed(write: Packing | StretchWrites, event: Acquired | Staged | TicketEnded) -> Iterator[Command]:

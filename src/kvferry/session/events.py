@@ -22,6 +22,8 @@ __all__ = [
     "AbortWanted",
     "Acquire",
     "Acquired",
+    "NOT_AHEAD",
+    "Ahead",
     "AnswerArrived",
     "Cancel",
     "ClaimKey",
@@ -135,15 +137,28 @@ class LeaseWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    """How far some states are: the first `num_states` of the layout are computed for the first `num_tokens` tokens."""
+
+    num_tokens: int
+    num_states: int
+
+
+NOT_AHEAD = Ahead(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseGrown:
     """The first `num_ready` tokens of a growing lease are computed, and will not change any more.
 
-    `block_tables` are those of these tokens at least; what lies there must stay until `SourceFree`.
+    Of the tokens that follow, the states that the engine computes first may be there before the others: see `Ahead`.
+    `block_tables` are those of all these tokens at least; what lies there must stay until `SourceFree`.
     """
 
     request_id: str
     block_tables: tuple[tuple[int, ...], ...]
     num_ready: int
+    ahead: Ahead = NOT_AHEAD
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from kvferry.session.events import ClaimKey, LeaseGrown, LeaseWanted
+from kvferry.session.events import NOT_AHEAD, Ahead, ClaimKey, LeaseGrown, LeaseWanted
 from kvferry.session.machine import Machine, Table
 from kvferry.session.packing import Packing
 from kvferry.session.stretch_writes import StretchWrites
@@ -44,7 +44,8 @@ LEASE_TABLE: Table = {
 class Lease:
     """`claims` has the claim of each reader: one attempt per reader, so that two are never taken for one repeated.
     `completed` has the digests that each reader was told, `digesting` whom to answer when one is known. `writes` are
-    the claims that we carry out ourselves. `num_ready` tokens are computed; the claims in `waiting` need more.
+    the claims that we carry out ourselves. `num_ready` tokens are computed, and of some states more (`ahead`); the
+    claims in `waiting` need more tokens.
 
     A lease that has ended is kept until `deadline` as a tombstone, to give true answers to late messages. `ended_as`
     says how it ended; the engine has its blocks back (`is_freed`) once we write nothing out of them any more.
@@ -54,6 +55,7 @@ class Lease:
     machine: Machine
     deadline: float
     num_ready: int
+    ahead: Ahead = NOT_AHEAD
     waiting: dict[Party, tuple[str, Claim]] = field(default_factory=dict)
     readers: frozenset[int] = frozenset()
     claims: dict[Party, str] = field(default_factory=dict)
@@ -100,9 +102,11 @@ class Lease:
         self.deadline = deadline
 
     def grow(self, event: LeaseGrown) -> None:
-        """More tokens are there. What goes backwards or too far is the engine's mistake, and changes nothing."""
-        if self.num_ready < event.num_ready <= self.wanted.num_tokens:
-            self.num_ready = event.num_ready
+        """More is there. What goes backwards or too far is the engine's mistake, and changes nothing."""
+        before = self.num_ready, self.ahead.num_tokens, self.ahead.num_states
+        after = event.num_ready, event.ahead.num_tokens, event.ahead.num_states
+        if before < after and max(after[:2]) <= self.wanted.num_tokens:
+            self.num_ready, self.ahead = event.num_ready, event.ahead
             self.wanted = replace(self.wanted, block_tables=event.block_tables)
 
     def refusal_of(self, claim: Claim) -> tuple[Refusal, ...]:

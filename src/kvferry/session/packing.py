@@ -77,20 +77,24 @@ class Packing:
         """
         self.peer = peer
         key = SlotKey(self.key, message.stretch, message.number)
-        if key in self.done:
-            yield Reply(peer, Packed(self.claim_id, key.stretch, key.number))
-        elif self.error:
-            yield Reply(peer, self.word())
-        elif key in self.held:
-            yield Reply(peer, Queued(self.claim_id))
-        elif use := self.uses.get(key):
-            is_queued = use.state is SlotState.WAITING and gets_on
-            yield Reply(peer, Queued(self.claim_id) if is_queued else Renewed(()))
-        elif not self._is_ready(key):
+        if self.error or key in self.done or key in self.held or key in self.uses:
+            yield Reply(peer, self._how_far(key, gets_on))
+        elif self._is_ready(key):
+            yield from self._begin(key, message.address)
+        else:
             self.held[key] = message.address
             yield Reply(peer, Queued(self.claim_id))
-        else:
-            yield from self._begin(key, message.address)
+
+    def _how_far(self, key: SlotKey, gets_on: bool) -> Packed | Grant | Refusal | Queued | Renewed:
+        """What there is to say of a slot that was asked for before, and of every other once something has failed."""
+        if key in self.done:
+            return Packed(self.claim_id, key.stretch, key.number)
+        if self.error:
+            return self.word()
+        is_waiting = key in self.uses and self.uses[key].state is SlotState.WAITING
+        if key in self.held or (is_waiting and gets_on):
+            return Queued(self.claim_id)
+        return Renewed(())
 
     def _begin(self, key: SlotKey, far_address: int) -> Iterator[Command]:
         use = SlotUse.begun(key, self._slot(key), far_address)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvferry.errors import FerryError, RequestError, TransferError
+from kvferry.plan.bundles import Bundle, bundles
 from kvferry.plan.copies import NOTHING, Copies
 from kvferry.plan.layout import Layout
 from kvferry.plan.program import Program, bind
@@ -29,19 +30,23 @@ from kvferry.wire.messages import Claim, Party, Reached, Reason, Refusal, Target
 __all__ = ["Targets"]
 
 MAX_TARGETS = 512
+NUM_BUNDLES = 8
+"""Into so many a program is cut that is sent state by state: the last eighth is all that waits for the last state."""
 # A target forgets an idle source first, and so never claims from one that has forgotten it.
 PATIENCE = 2
 
 
 @dataclass(slots=True)
 class _Target:
-    """`reached` is empty until a transport is connected, `programs` until something has been claimed."""
+    """`reached` is empty until a transport is connected, `programs` until something has been claimed, `bundles` until
+    something is to be sent state by state."""
 
     peer: str
     offer: TargetOffer
     last_heard: float
     reached: tuple[Reached, ...] = ()
     programs: tuple[Program, ...] = ()
+    bundles: tuple[Bundle, ...] = ()
 
 
 class Targets:
@@ -110,6 +115,14 @@ class Targets:
             program, lease.block_tables, claim.block_tables, claim.ranges, claim.strategy, claim.slot_bytes, starts
         )
 
+    def bundles(self, party: Party) -> tuple[Bundle, ...]:
+        """The program of a target that has claimed something, cut by states."""
+        known = self._known.get(party)
+        if known is None:
+            return ()
+        known.bundles = known.bundles or self._bundles(known.offer)
+        return known.bundles
+
     def _program_of(self, claim: Claim) -> Program:
         known = self._known.get(claim.party)
         if known is None or not known.reached:
@@ -142,6 +155,11 @@ class Targets:
         if self._rank not in found.sources_of(rank):
             raise TransferError(Reason.INCOMPATIBLE, "the target needs nothing of this rank", found=f"rank {rank}")
         return bind(found.between(self._rank, rank), self._layouts[self._rank], offer.layouts[rank])
+
+    def _bundles(self, offer: TargetOffer) -> tuple[Bundle, ...]:
+        rank = offer.party.rank
+        legs = route(self._layouts, offer.layouts).between(self._rank, rank)
+        return bundles(legs, self._layouts[self._rank], offer.layouts[rank], NUM_BUNDLES)
 
     def _ends(self, known: _Target) -> float:
         return known.last_heard + PATIENCE * self._timing.idle_peer_s

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvferry.plan.tokens import TokenRange
-from kvferry.session.events import HoldWanted, LeaseWithdrawn
+from kvferry.session.events import Ahead, HoldWanted, LeaseWithdrawn
 from kvferry.testing.simulation.attempt import Attempt, Wish
 from kvferry.testing.simulation.client import Client
 from kvferry.testing.simulation.engine import Engine
@@ -72,9 +72,17 @@ class Conversation:
         """The rest of the prefill, in a few steps."""
         self._site.story.fault("growing lease", node.name, lent.wanted.request_id)
         dice, time = self._world.dice, self._world.now + late_s
+        num_before, is_told = 0, self._world.chance(self._faults.tell_states)
+        if is_told:
+            self._site.story.fault("told by state", node.name, lent.wanted.request_id)
         for num_ready in sorted({*(dice.randint(1, self._num_tokens) for _ in range(2)), self._num_tokens}):
+            for num_states in sorted({dice.randint(1, node.num_states) for _ in range(2 * is_told)}):
+                time += self._world.between(0.0, MAX_STEP_S)
+                ahead = Ahead(num_ready, num_states)
+                self._world.at(time, partial(node.get_ahead, lent, self._salt, num_before, ahead))
             time += self._world.between(0.0, MAX_STEP_S)
             self._world.at(time, partial(node.grow, lent, self._salt, num_ready))
+            num_before = num_ready
 
     def _hold(self, reference: Reference) -> None:
         """The request waits for its turn, longer than a lease lasts that nobody renews."""

@@ -21,7 +21,7 @@ class Faults:
     the largest slot).
     Requests: `abort` by the client, `withdraw` by the source's engine, `release` (nothing is wanted any more), `retry`
     of a failed one under the same reference, `late` (a rank hears of the lease after it was claimed),
-    `grow` (the lease is opened while the request is still computed),
+    `grow` (the lease is opened while the request is still computed), `tell_states` (and it is told state by state),
     `hold` (the request waits for its turn at the target, longer than a lease lasts).
     Clients: `mix` (a reference put together from two), `misdirect` (addresses in another order or of another engine),
     `greedy` (more tokens than there are), `contest` (two engines fetch the same), `linger` (a reference arrives late).
@@ -50,6 +50,7 @@ class Faults:
     contest: float = 0.0
     late: float = 0.0
     grow: float = 0.0
+    tell_states: float = 0.0
     hold: float = 0.0
     linger: float = 0.0
     num_kills: int = 0
@@ -62,8 +63,8 @@ class Faults:
         """Calm, a theme, or a mixture in which each fault takes part with one chance in three."""
         theme = dice.choice(["calm", "mixture", "mixture", "mixture", *THEMES])
         if theme == "calm":
-            slow, late, hold, grow = (dice.choice([0.0, 0.3]) for _ in range(4))
-            return replace(CALM, slow=slow, late=late, hold=hold, grow=grow)
+            slow, late, hold, grow, told = (dice.choice([0.0, 0.3]) for _ in range(5))
+            return replace(CALM, slow=slow, late=late, hold=hold, grow=grow, tell_states=told)
         if theme != "mixture":
             return THEMES[theme]
         drawn: dict[str, Any] = {f.name: _drawn(dice, f.name) for f in fields(cls) if dice.random() < 1 / 3}
@@ -72,7 +73,7 @@ class Faults:
     @property
     def is_calm(self) -> bool:
         """Nothing happens that could end a request which its engines still want."""
-        return replace(self, slow=0.0, late=0.0, hold=0.0, grow=0.0) == CALM
+        return replace(self, slow=0.0, late=0.0, hold=0.0, grow=0.0, tell_states=0.0) == CALM
 
 
 CALM = Faults(abort=0.15, release=0.1)
@@ -81,6 +82,7 @@ THEMES = {
     "restarts": Faults(num_kills=4, linger=0.4, retry=0.8, outlives=0.5),
     "standstill": Faults(num_stalls=4, num_partitions=2, slow=0.4, withdraw=0.4, drop=0.1),
     "tickets": Faults(fail=0.3, slow=0.6, hang=0.1, retry=0.8, copy_fail=0.1),
+    "prefills": Faults(grow=1.0, tell_states=0.9, abort=0.1, slow=0.2, fail=0.02, num_kills=1),
     "clients": Faults(mix=0.3, misdirect=0.1, greedy=0.2, contest=0.3, abort=0.3, retry=0.8, linger=0.2, slow=0.2),
 }
 """Faults that make one another worse."""
@@ -96,6 +98,7 @@ _LIKELY = {
     "linger": 0.5,
     "hold": 0.5,
     "grow": 1.0,
+    "tell_states": 1.0,
 }
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvferry.plan.copies import Column, Copies
 from kvferry.plan.layout import CacheGroup, Layout, Placement, State
 from kvferry.plan.tokens import TokenRange
+from kvferry.session.events import Ahead
 
 __all__ = ["BlockPool", "ByteMap", "RankMemory", "Tables"]
 
@@ -23,13 +24,14 @@ Indices = NDArray[np.int64]
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupMap:
     """One cache group of a rank. `places` has the index into the rank's bytes of every (block, slot, byte of a token);
-    `keys` names each byte of a token by state and logical coordinate, the same on every engine. `state` is one of the
-    group's states: all have the same window."""
+    `keys` names each byte of a token by state and logical coordinate, the same on every engine; `numbers` says which of
+    the layout's states it is of, counted from 1. `state` is one of the group's states: all have the same window."""
 
     cache: CacheGroup
     state: State
     places: Indices
     keys: NDArray[np.uint32]
+    numbers: Indices
 
     def at(self, table: Sequence[int], tokens: TokenRange) -> tuple[Indices, NDArray[np.uint32]]:
         """Where the bytes of some tokens lie, and the numbers of these tokens."""
@@ -72,7 +74,9 @@ def _group_map(layout: Layout, number: int, base: int) -> GroupMap | CacheGroup:
     parts = [_places(layout, placement, base) for placement in placements]
     places = np.concatenate([places for places, _ in parts], axis=2)
     keys = np.concatenate([keys for _, keys in parts])
-    return GroupMap(cache, named[placements[0].state], places, keys)
+    order = {state.name: number for number, state in enumerate(layout.states, start=1)}
+    numbers = np.repeat([order[each.state] for each in placements], [len(keys) for _, keys in parts])
+    return GroupMap(cache, named[placements[0].state], places, keys, numbers)
 
 
 def _places(layout: Layout, placement: Placement, base: int) -> tuple[Indices, NDArray[np.uint32]]:
@@ -127,6 +131,15 @@ class RankMemory:
             places, numbers = group.at(tables[number], tokens)
             is_own = is_last or group.state.per_token
             self.bytes[places] = pattern(salt if is_own else salt ^ 1, numbers, group.keys)
+
+    def write_states(self, salt: int, tables: Tables, ahead: Ahead, is_last: bool) -> None:
+        """What a prefill leaves behind when it has computed some states of these tokens, and the others not yet."""
+        for number, group in self.map.held():
+            if group.state.per_token or is_last:
+                there = group.numbers <= ahead.num_states
+                tokens = TokenRange(0, ahead.num_tokens if group.state.per_token else 1)
+                places, numbers = group.at(tables[number], tokens)
+                self.bytes[places[:, there]] = pattern(salt, numbers, group.keys[there])
 
     def wrong_bytes(self, salt: int, tables: Tables, ranges: Sequence[TokenRange]) -> int:
         """How many bytes of what was wanted are not the request's own."""

@@ -77,6 +77,7 @@ class Node:
         self.alive, self.outlived = True, False
         layout = side.layouts[party.rank]
         self.memory = RankMemory(side.maps[party.rank], 2 * habits.half_bytes)
+        self.num_states = len(layout.states)
         self.pool = BlockPool(layout, side.shared_pool)
         self.inbox = Inbox(self.site.world)
         self.stager = Stager(self.site, self.memory, StagerEnds(self._later, self._slot_changed, self._copy_moves))
@@ -94,7 +95,7 @@ class Node:
         ours = Ourselves(party, PRODUCT_VERSION, side.layouts, self.site.digest, *moving)
         self.target = plant.target(ours, timing)
         remember_programs(self.source, self.target, side.layouts, party.rank)
-        self.source._carrying.stretch_bytes = self.site.staging.largest_slot_bytes
+        self.source._carrying.stretch_bytes = self.site.world.dice.choice([1, self.site.staging.largest_slot_bytes])
         self._wakes_at, self._wished_at = float("inf"), 0.0
         self._frames.listen(self)
         self._tickets.register(self)
@@ -190,6 +191,15 @@ class Node:
             self.memory.write(salt, lent.tables, num_ready, is_last)
             tables = lent.tables if is_last else self.pool.cut(lent.tables, num_ready)
             self.wish(partial(self._grown, lent, e.LeaseGrown(wanted.request_id, tables, num_ready)))
+
+    def get_ahead(self, lent: Lent, salt: int, num_ready: int, ahead: e.Ahead) -> None:
+        """Some states of the tokens behind the first `num_ready` are computed, unless the lease has ended."""
+        wanted = lent.wanted
+        if self.alive and self.lent.get(wanted.request_id) is lent:
+            is_last = ahead.num_tokens == wanted.num_tokens
+            self.memory.write_states(salt, lent.tables, ahead, is_last)
+            tables = lent.tables if is_last else self.pool.cut(lent.tables, ahead.num_tokens)
+            self.wish(partial(self._grown, lent, e.LeaseGrown(wanted.request_id, tables, num_ready, ahead)))
 
     def _grown(self, lent: Lent, event: e.LeaseGrown) -> None:
         if self.lent.get(event.request_id) is lent:

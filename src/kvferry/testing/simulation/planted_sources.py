@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from kvferry.session.events import Command, DropDigest, FrameArrived, Reply, SourceFree, Timing
+from kvferry.session.events import Command, DropDigest, FrameArrived, LeaseGrown, Reply, SourceFree, Timing
 from kvferry.session.lease import Lease
 from kvferry.session.source import Identity, SourceEvent, SourceSession
 from kvferry.wire.messages import Abort, Aborted, Claim, Hello, Landed, Message, Party, Valid
@@ -20,6 +20,7 @@ __all__ = [
     "CountReaders",
     "EarlyFree",
     "EarlyWord",
+    "HastyStates",
     "IgnoreExpiry",
     "KeepDigest",
     "KeepRecords",
@@ -47,6 +48,16 @@ class CountReaders(SourceSession):
             if lease is not None and lease.live and lease.claims and self._landed_of[lease_id] >= len(lease.readers):
                 commands += self._end(lease, "all readers valid", "done", now)
         return commands
+
+
+class HastyStates(SourceSession):
+    """Takes a state for all of them."""
+
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        if isinstance(event, LeaseGrown) and event.ahead.num_states:
+            every = len(self._identity.layout.states)
+            event = replace(event, ahead=replace(event.ahead, num_states=every))
+        return super().handle(event, now)
 
 
 class IgnoreExpiry(SourceSession):

@@ -51,6 +51,7 @@ _ALL = (
     Plant("early-free", "blocks are given back though they are being written from", source=sources.EarlyFree),
     Plant("early-word", "an abort is acknowledged though its write is open", source=sources.EarlyWord),
     Plant("no-expiry", "a lease that nobody asks for never ends", source=sources.NoExpiry),
+    Plant("hasty-states", "what is computed of some states counts for all", source=sources.HastyStates),
     Plant("cancel-ends", "a slot is given back though a read into it is open", target=staging.CancelEnds),
     Plant("forget-slots", "a slot is given back though its source may still write to it", target=staging.ForgetSlots),
     Plant("scatter-again", "a slot is scattered whenever it is told of", target=staging.ScatterAgain),

@@ -1,0 +1,37 @@
+"""Bundles of states: together they are the program, and each needs no state that is computed later."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_stretch import moved
+
+from kvferry.plan.bundles import bundles
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.model import attention
+from kvferry.plan.program import bind
+from kvferry.plan.request import copies_for
+from kvferry.plan.route import route
+from kvferry.testing.strategies import handmade, scenarios
+
+
+@settings(max_examples=60)
+@given(st.one_of(scenarios(), handmade()), st.integers(1, 5))
+def test_the_bundles_of_a_program_move_each_byte_of_it_once(scenario, num_bundles):
+    found = route(scenario.sources, scenario.targets)
+    for source, target in found.pairs():
+        legs, sides = found.between(source, target), (scenario.sources[source], scenario.targets[target])
+        tables = scenario.source_tables[source], scenario.target_tables[target]
+        cut = bundles(legs, *sides, num_bundles)
+        copies = [copies_for(bundle.program, *tables, scenario.ranges) for bundle in cut]
+        assert moved(*copies) == moved(copies_for(bind(legs, *sides), *tables, scenario.ranges))
+        assert 1 <= len(cut) <= num_bundles
+
+
+@pytest.mark.parametrize(("num_bundles", "ends"), [(1, [6]), (2, [3, 6]), (4, [2, 4, 6]), (6, [1, 2, 3, 4, 5, 6])])
+def test_a_bundle_is_there_when_its_last_state_is(num_bundles, ends):
+    source, target = (
+        describe(attention(3, 2, 8, "float32", 4), EngineShape(1, 1, size, 8, "token-major"), 1 << 20)[0]
+        for size in (4, 8)
+    )
+    cut = bundles(route([source], [target]).between(0, 0), source, target, num_bundles)
+    assert [bundle.num_states for bundle in cut] == ends
