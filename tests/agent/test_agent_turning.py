@@ -48,11 +48,15 @@ def test_a_source_writes_where_reading_crawls(make_rank, may_turn):
     reference = source.agent.lease(LeaseWanted("r1", new_lease_id(), SOURCE_TABLES, NUM_TOKENS))
     target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
     # Every byte was compared with the source's own.
-    assert target.next_notice(Fetched).report.verified == Policy.FULL
+    report = target.next_notice(Fetched).report
+    assert report.verified == Policy.FULL
     source.next_notice(SourceFree)
     (met,) = target.agent.met
     (finding,) = met.findings
     assert "reading over shm is" in finding.what
-    assert target.agent.counts["transport_warnings", "shm"] == int(not may_turn)
+    # Said loudly in any case: something is wrong with these reads, though with `may_turn` nothing suffers from it.
+    assert target.agent.counts["transport_warnings", "shm"] == 1
+    written, read = source.agent.moved_bytes[Direction.WRITE], target.agent.moved_bytes[Direction.READ]
+    assert (written, read) == ((report.num_bytes, 0) if may_turn else (0, report.num_bytes))
     # Who writes has met whom it writes to.
     assert len(source.agent.met) == int(may_turn)

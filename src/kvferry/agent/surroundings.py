@@ -11,8 +11,8 @@ from kvferry.transport.preparing import users_settings
 __all__ = ["surroundings_here"]
 
 
-def surroundings_here(requested: str, may_turn: bool = False) -> Surroundings:
-    """Of this host, for an engine that was started with the transport `requested`."""
+def surroundings_here(requested: str, may_turn: bool = True) -> Surroundings:
+    """Of this host, for an engine with the transport `requested`, and whether it lets its sources write instead."""
     return Surroundings(
         host=host_here(),
         has_rdma=any(nic.is_rdma and nic.is_up for nic in nics()),

@@ -71,7 +71,9 @@ def _of_one(found: Measurement, place: Place) -> Iterator[Finding]:
     yield from judge(found, Direction.READ, place, surroundings_here(found.name))
     if found.writing.error:
         what = f"{found.name} cannot write, so it cannot be used with --transfer-direction push"
-        yield Finding(Severity.WARNING, what, found.writing.error, "a copy that arrives", "use pull, the default")
+        yield Finding(
+            Severity.WARNING, what, found.writing.error, "a copy that arrives", "use auto, the default, or pull"
+        )
 
 
 def verdict(measurements: Iterable[Measurement]) -> str:

@@ -9,7 +9,7 @@ from typing import Final
 
 from kvferry.plan.copies import Direction
 from kvferry.transport.finding import Finding, Severity
-from kvferry.transport.measurement import Measurement
+from kvferry.transport.measurement import FAR_SLOWER, OTHER, Measurement
 from kvferry.transport.situation import Place
 from kvferry.transport.transport_set import RDMA
 
@@ -18,12 +18,7 @@ __all__ = ["Surroundings", "is_far_slower", "judge"]
 ON_ONE_HOST: Final = frozenset(
     {"memory", "shm", "cma", "posix", "sysv", "xpmem", "knem", "cuda_ipc", "rocm_ipc", "ze_ipc", *RDMA}
 )
-# A direction this much slower than the other is not the same path any more, nor a busy machine's mood.
-FAR_SLOWER: Final = 6.0
 WORDS: Final = {Direction.READ: "reading", Direction.WRITE: "writing"}
-OTHER: Final = {Direction.READ: Direction.WRITE, Direction.WRITE: Direction.READ}
-# What users call the direction in which the other one moves.
-INSTEAD: Final = {Direction.READ: "push", Direction.WRITE: "pull"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +26,7 @@ class Surroundings:
     """Of this process: the host's name (empty: not known), whether an RDMA port is up, and the transport asked for.
 
     `user_transports` is the user's own UCX_TLS, `may_attach` whether the kernel lets processes read each other, and
-    `may_turn` whether a direction that is far slower is not used.
+    `may_turn` whether a peer that can only be read far slower than written to is asked to write.
     """
 
     host: str = ""
@@ -93,22 +88,23 @@ def _hint(place: Place, surroundings: Surroundings) -> str:
 
 def is_far_slower(measured: Measurement, direction: Direction) -> bool:
     """Whether this direction is so much slower than the other that it is not the same path any more."""
-    return _ratio(measured, direction) >= FAR_SLOWER
-
-
-def _ratio(measured: Measurement, direction: Direction) -> float:
-    """How many times slower it is than the other; 0 where that cannot be said."""
-    ours, others = measured.rates(direction), measured.rates(OTHER[direction])
-    return 0.0 if ours.error or others.error else ours.seconds_per_gigabyte / others.seconds_per_gigabyte
+    return measured.times_slower(direction) >= FAR_SLOWER
 
 
 def _lopsided(measured: Measurement, direction: Direction, may_turn: bool) -> Iterator[Finding]:
     if not is_far_slower(measured, direction):
         return
-    ratio, others = _ratio(measured, direction), measured.rates(OTHER[direction])
+    ratio, others = measured.times_slower(direction), measured.rates(OTHER[direction])
     what = f"{WORDS[direction]} over {measured.name} is {ratio:.0f} times slower than {WORDS[OTHER[direction]]}"
+    yield Finding(
+        Severity.WARNING, what, str(measured.rates(direction)), f"about {others}", _way_out(direction, may_turn)
+    )
+
+
+def _way_out(direction: Direction, may_turn: bool) -> str:
+    """The engine that a cache goes to decides who moves it."""
+    if direction is Direction.WRITE:
+        return "--transfer-direction pull, or auto, at the engine that is written to"
     if may_turn:
-        severity, hint = Severity.NOTE, "nothing to do: with --transfer-direction auto the other direction is used"
-    else:
-        severity, hint = Severity.WARNING, f"--transfer-direction {INSTEAD[direction]}, or auto"
-    yield Finding(severity, what, str(measured.rates(direction)), f"about {others}", hint)
+        return "with --transfer-direction auto the other engine is asked to write instead, and read only if it cannot"
+    return "--transfer-direction push, or auto"

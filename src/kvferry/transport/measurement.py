@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from kvferry.plan.copies import Direction
 
-__all__ = ["UNMEASURED", "Measurement", "Rates"]
+__all__ = ["FAR_SLOWER", "OTHER", "UNMEASURED", "Measurement", "Rates"]
+
+# A direction this much slower than the other is not the same path any more, nor a busy machine's mood.
+FAR_SLOWER: Final = 6.0
+OTHER: Final = {Direction.READ: Direction.WRITE, Direction.WRITE: Direction.READ}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +68,13 @@ class Measurement:
     def why_not(self, direction: Direction) -> str:
         """Why it cannot be used in a direction; empty where it can."""
         return self.error or self.likely_rates(direction).error
+
+    def times_slower(self, direction: Direction) -> float:
+        """How many times slower it is than the other; 0 where that cannot be said."""
+        ours, others = self.rates(direction), self.rates(OTHER[direction])
+        return 0.0 if ours.error or others.error else ours.seconds_per_gigabyte / others.seconds_per_gigabyte
+
+    @property
+    def is_lopsided(self) -> bool:
+        """Whether one direction is far slower than the other."""
+        return any(self.times_slower(direction) >= FAR_SLOWER for direction in Direction)
