@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.embedded.engine import Engine
+from kvferry.embedded.entry import Grown
 from kvferry.embedded.transfer import TransferReport
 from kvferry.errors import TransferError
 from kvferry.plan.blocks import BlockTables
@@ -73,11 +74,11 @@ class Loopback:
         self.offers.promised[request_id] = Promise(num_tokens)
         return {"do_remote_prefill": True, "remote_request_id": request_id}
 
-    def grow(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> None:
+    def grow(self, request_id: str, grown: Grown) -> None:
         promise = self.offers.promised[request_id]
-        promise.told.append(num_tokens)
-        if num_tokens == promise.num_tokens:
-            self.offers.tables[request_id] = block_tables
+        promise.told.append(grown.num_tokens)
+        if grown.num_tokens == promise.num_tokens:
+            self.offers.tables[request_id] = grown.block_tables
             promise.over.set()
 
     async def fetch(

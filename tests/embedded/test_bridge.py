@@ -6,6 +6,7 @@ import pytest
 
 from kvferry.agent import AgentConfig
 from kvferry.embedded.bridge import AgentCollector, AgentTransfer
+from kvferry.embedded.entry import Grown
 from kvferry.errors import TransferError
 from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape, describe
@@ -256,11 +257,11 @@ def test_a_promise_is_fetched_once_it_is_kept():
         params = await source.transfer.promise("r1", 7)
         assert (params["remote_block_ids"], params["remote_num_tokens"]) == ([], 7)
         fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], 6))
-        source.transfer.grow("r1", [[1]], 4)
-        source.transfer.grow("r1", [[1, 3]], 7)
+        source.transfer.grow("r1", Grown(4, [[1]]))
+        source.transfer.grow("r1", Grown(7, [[1, 3]]))
         assert (await fetch).bytes == 6 * MODEL.bytes_per_token
         assert await source.freed() == "r1"
-        source.transfer.grow("r1", [[1, 3]], 7)
+        source.transfer.grow("r1", Grown(7, [[1, 3]]))
         assert dict(source.transfer.leases_ended) == {"done": 1}
 
     with_two_sides(scenario)
@@ -271,13 +272,13 @@ def test_a_promise_is_not_over_before_all_is_computed():
 
     async def scenario(source, target):
         params = await source.transfer.promise("r1", 7)
-        source.transfer.grow("r1", [[1, 3]], 6)
+        source.transfer.grow("r1", Grown(6, [[1, 3]]))
         await target.transfer.fetch("q1", params, [[0, 5]], 6)
         # Whatever the source has to say to that, it says before it grants another one.
         other = await source.transfer.offer("r2", [[2]], 4)
         await target.transfer.fetch("q2", other, [[6]], 3)
         assert await source.freed() == "r2"
-        source.transfer.grow("r1", [[1, 3]], 7)
+        source.transfer.grow("r1", Grown(7, [[1, 3]]))
         assert await source.freed() == "r1"
         assert dict(source.transfer.leases_ended) == {"done": 2}
 
@@ -291,7 +292,7 @@ def test_a_promise_is_kept_longer_than_a_lease_lives():
         params = await source.transfer.promise("r1", 7)
         await source.transfer.offer("never", [[2]], 4)
         assert await source.freed() == "never"
-        source.transfer.grow("r1", [[1, 3]], 7)
+        source.transfer.grow("r1", Grown(7, [[1, 3]]))
         await target.transfer.fetch("q1", params, [[0, 5]], 6)
         assert await source.freed() == "r1"
 
@@ -302,7 +303,7 @@ def test_a_promise_that_is_taken_back_ends_the_fetch_of_it():
     async def scenario(source, target):
         params = await source.transfer.promise("r1", 7)
         fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], 6))
-        source.transfer.grow("r1", [[1]], 4)
+        source.transfer.grow("r1", Grown(4, [[1]]))
         source.transfer.abort("r1")
         assert await source.freed() == "r1"
         with pytest.raises(TransferError):
@@ -318,7 +319,7 @@ def test_a_dead_agent_promises_nothing_and_gives_back_what_it_had():
         await source.transfer.promise("r1", 7)
         await source.transfer.close()
         assert await source.freed() == "r1"
-        source.transfer.grow("r1", [[1, 3]], 7)
+        source.transfer.grow("r1", Grown(7, [[1, 3]]))
         with pytest.raises(TransferError, match="has stopped"):
             await source.transfer.promise("r2", 7)
 

@@ -9,15 +9,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import pytest
 from embedded_server import Served
 from embedded_support import DEADLINE_S, Loop, request
 
-from kvferry.connectors.jobs import Produced
+from kvferry.connectors.jobs import Event, Produced, Progressed, Settings
 from kvferry.embedded.engine import Engine
+from kvferry.embedded.entry import Grown
 from kvferry.errors import RequestError
+from kvferry.session.events import Ahead
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 EARLY = {"do_remote_decode": True, "kvferry": {"early": True}}
@@ -77,8 +80,8 @@ def id_of(event: dict[str, Any]) -> str:
 def test_what_is_told_is_computed_and_stays(loop: Loop, source: Engine) -> None:
     told: list[tuple[int, bytes]] = []
 
-    def tell(tables: list[list[int]], num_tokens: int) -> None:
-        told.append((num_tokens, bytes_of(source, tables[0][: num_tokens // 16])))
+    def tell(grown: Grown) -> None:
+        told.append((grown.num_tokens, bytes_of(source, grown.block_tables[0][: grown.num_tokens // 16])))
 
     async def compute() -> bytes:
         await source.begin(request("early", NUM_TOKENS, 1))
@@ -184,3 +187,60 @@ def test_a_prefill_that_fails_takes_its_promise_back(loop: Loop, prefiller: Serv
         assert stream.at_end()
         loop.run(asyncio.wait_for(prefiller.transfer.offers.promised[request_id].over.wait(), DEADLINE_S))
     stream.leave()
+
+
+def test_what_is_told_layer_by_layer_is_computed_and_stays(loop: Loop, model_path: Path) -> None:
+    """The bytes of each state, at the moment at which it is said to be there, are those at the end."""
+    engine = Engine(Settings(str(model_path), block_tokens=16, num_blocks=320, max_batch_tokens=256, layer_wise=True))
+    emitted: list[tuple[Ahead, dict[str, bytes]]] = []
+    handle = engine._core._desk.emit
+
+    def emit(event: Event) -> None:
+        """In the engine's thread, in the middle of its step."""
+        if isinstance(event, Progressed) and event.ahead.num_states:
+            emitted.append((event.ahead, states_of(engine, event.block_tables[0], event.ahead.num_tokens)))
+        handle(event)
+
+    object.__setattr__(engine._core._desk, "emit", emit)
+
+    async def compute() -> tuple[list[Ahead], dict[str, bytes]]:
+        await engine.start()
+        await engine.begin(request("early", NUM_TOKENS, 1))
+        told: list[Ahead] = []
+        prefilled = await engine.finish("early", lambda grown: told.append(grown.ahead))
+        whole = states_of(engine, tuple(prefilled.block_tables[0]), NUM_TOKENS)
+        engine.release("early")
+        await engine.idle()
+        return [ahead for ahead in told if ahead.num_states], whole
+
+    try:
+        told, whole = loop.run(compute())
+    finally:
+        loop.run(engine.close())
+    names = list(whole)
+    assert [ahead for ahead, _ in emitted] == told
+    assert [ahead.num_tokens for ahead in told] == [n for n in (256, 512, NUM_TOKENS) for _ in names[::2]]
+    assert [ahead.num_states for ahead in told] == 3 * list(range(2, len(names) + 1, 2))
+    for ahead, there in emitted:
+        for name in names[: ahead.num_states]:
+            assert whole[name].startswith(there[name])
+            assert any(there[name])
+
+
+def states_of(engine: Engine, table: tuple[int, ...], num_tokens: int) -> dict[str, bytes]:
+    """The bytes of each state, in the layout's order, of the first tokens of an engine with one cache group."""
+    layout, memory = engine.layout(), engine.memory()
+    where, (group,) = layout.placement_of(), layout.groups
+    found: dict[str, bytes] = {}
+    for state in layout.states:
+        place = where[state.name]
+        row_bytes = state.item_bytes * len(place.spans[0]) * len(place.spans[1])
+        starts = (
+            memory.address
+            + place.offset
+            + table[t // group.block_tokens] * place.block_stride
+            + t % group.block_tokens * place.token_stride
+            for t in range(num_tokens)
+        )
+        found[state.name] = b"".join(ctypes.string_at(start, row_bytes) for start in starts)
+    return found

@@ -146,6 +146,9 @@ def serve(
     lease_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a cache waits for its reader.")] = 30.0,
     heartbeat: Annotated[float, typer.Option(min=0.05, help="Seconds; a peer silent for three is lost.")] = 1.0,
     drain_timeout: Drain = 30.0,
+    layer_wise: Annotated[
+        bool, typer.Option("--layer-wise", help="Push early legs layer by layer (docs/staging.md).")
+    ] = False,
     simulated_step: Annotated[
         str, typer.Option(help="Let steps last as another model's: token=1.2ms,step=50ms (docs/bench.md).")
     ] = "",
@@ -199,6 +202,7 @@ def serve(
                 settings=Settings(
                     *(path, dtype, block_tokens, num_blocks, max_batch_tokens),
                     step_cost=step_cost_named(simulated_step),
+                    layer_wise=layer_wise,
                 ),
                 agent=agent,
                 served_name=served_name or name,
@@ -221,7 +225,7 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str, join: JoinO
     from kvferry.cli import environment
     from kvferry.cli.serve_vllm import VllmOptions, serve_vllm
 
-    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "simulated_step"):
+    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "simulated_step", "layer_wise"):
         if _is_given(context, name):
             option = f"--{name.replace('_', '-')}"
             hint = "what follows -- goes to vllm serve as it is"

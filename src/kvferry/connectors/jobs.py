@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.connectors.step_cost import NO_COST, StepCost
+from kvferry.session.events import NOT_AHEAD, Ahead
 
 __all__ = [
     "Allocated",
@@ -29,7 +30,8 @@ class Settings:
     """What to serve and how large the cache is: `num_blocks` blocks of `block_tokens` tokens of the whole model.
 
     `model` is a folder or a name on the Hugging Face hub; `dtype` is a torch name such as `float32`, or `auto`. A step
-    takes at least what `step_cost` says: real tokens at the pace of another model.
+    takes at least what `step_cost` says: real tokens at the pace of another model. With `layer_wise` jobs that tell
+    their progress do so after every layer, else after every step.
     """
 
     model: str
@@ -39,6 +41,7 @@ class Settings:
     max_batch_tokens: int = 512
     num_threads: int = 1
     step_cost: StepCost = NO_COST
+    layer_wise: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +83,13 @@ class Allocated:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """The first `num_tokens` tokens of a held request are in these blocks and stay as they are; others are computed."""
+    """The first `num_tokens` tokens of a held request are in these blocks and stay as they are, and some states of more
+    tokens (`ahead`); others are computed."""
 
     request_id: str
     block_tables: BlockTables
     num_tokens: int
+    ahead: Ahead = NOT_AHEAD
 
 
 @dataclass(frozen=True, slots=True)

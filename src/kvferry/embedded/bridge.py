@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from kvferry.agent import Agent, AgentConfig, Host, Notice, new_lease_id
 from kvferry.connectors.params import Reach, Remote, from_params, to_params
 from kvferry.embedded.collector import AgentCollector
+from kvferry.embedded.entry import Grown
 from kvferry.embedded.transfer import TransferReport
 from kvferry.errors import TransferError
 from kvferry.plan.layout import Layout
@@ -93,13 +94,13 @@ class AgentTransfer:
         self._loop.call_later(self._word_s, self._keep_promise, request_id)
         return params
 
-    def grow(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> None:
+    def grow(self, request_id: str, grown: Grown) -> None:
         """More of what was promised is computed."""
         if request_id not in self._growing:
             return
-        if num_tokens == self._growing[request_id]:
+        if grown.num_tokens == self._growing[request_id]:
             del self._growing[request_id]
-        self.agent.grow(LeaseGrown(request_id, _tables(block_tables), num_tokens))
+        self.agent.grow(LeaseGrown(request_id, _tables(grown.block_tables), grown.num_tokens, grown.ahead))
 
     def _keep_promise(self, request_id: str) -> None:
         """A prompt may wait for its turn, or a step may take, longer than a lease lives: no news is news as well."""

@@ -28,6 +28,7 @@ from kvferry.embedded.admission import Admission, Ledger, blocks_for, longest, q
 from kvferry.embedded.entry import Entry, Grown, Prefilled, Request, Token
 from kvferry.errors import FerryError, PromptTooLongError, RequestError
 from kvferry.plan.layout import Layout
+from kvferry.session.events import NOT_AHEAD, Ahead
 from kvferry.transport.base import Memory
 
 __all__ = ["Engine"]
@@ -119,16 +120,16 @@ class Engine:
         await self._admit(request, len(request.prompt), lent=True)
         self._core.admit(replace(_job(request, 1, num_cached=0, hold=True), tells_progress=True))
 
-    async def finish(self, request_id: str, tell: Callable[[list[list[int]], int], None]) -> Prefilled:
-        """Wait for a prompt that has begun. `tell` gets its block tables and how many tokens in them are computed and
-        stay as they are, whenever there are more of them; for some models there is nothing to tell before the end.
+    async def finish(self, request_id: str, tell: Callable[[Grown], None]) -> Prefilled:
+        """Wait for a prompt that has begun. `tell` hears where it is and how much of it is computed and stays
+        as it is, whenever that is more; for some models there is nothing to tell before the end.
 
         Raises RequestError for a request that has not begun or is released meanwhile, FerryError when the engine
         cannot answer.
         """
         entry = self._lent(request_id)
         while (grown := await _next(entry.grown)).num_tokens < len(entry.request.prompt):
-            tell(grown.block_tables, grown.num_tokens)
+            tell(grown)
         return Prefilled(await _next(entry.tokens), grown.num_tokens, grown.block_tables)
 
     async def generate(self, request: Request) -> AsyncGenerator[Token, None]:
@@ -258,8 +259,8 @@ class Engine:
         match event:
             case Allocated(request_id, tables):
                 self._grown(request_id, tables, 0)
-            case Progressed(request_id, tables, num_tokens):
-                self._grown(request_id, tables, num_tokens)
+            case Progressed(request_id, tables, num_tokens, ahead):
+                self._grown(request_id, tables, num_tokens, ahead)
             case Held(request_id, tables):
                 self._held(request_id, tables)
             case Freed(request_id):
@@ -273,12 +274,12 @@ class Engine:
         if entry := self._entries.get(request_id):
             self._grown(request_id, tables, len(entry.request.prompt))
 
-    def _grown(self, request_id: str, tables: BlockTables, num_tokens: int) -> None:
+    def _grown(self, request_id: str, tables: BlockTables, num_tokens: int, ahead: Ahead = NOT_AHEAD) -> None:
         entry = self._entries.get(request_id)
         if entry is None:
             return
         if tables:
-            entry.grown.put_nowait(Grown(num_tokens, [list(table) for table in tables]))
+            entry.grown.put_nowait(Grown(num_tokens, [list(table) for table in tables], ahead))
         else:
             entry.fail(RequestError("the engine had no blocks left for an admitted request", found=request_id))
 

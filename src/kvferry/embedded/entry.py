@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from kvferry.errors import FerryError
+from kvferry.session.events import NOT_AHEAD, Ahead
 
 __all__ = ["Entry", "Grown", "Prefilled", "Request", "Token"]
 
@@ -37,10 +38,12 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """Where a request's cache is, or will be: `block_tables`, one per cache group. `num_tokens` of it are computed."""
+    """Where a request's cache is, or will be: `block_tables`, one per cache group. `num_tokens` of it are computed, and
+    of some states more (`ahead`)."""
 
     num_tokens: int
     block_tables: list[list[int]]
+    ahead: Ahead = NOT_AHEAD
 
 
 @dataclass(frozen=True, slots=True)

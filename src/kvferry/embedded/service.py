@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from kvferry.embedded.engine import Engine
-from kvferry.embedded.entry import Prefilled, Request, Token
+from kvferry.embedded.entry import Grown, Prefilled, Request, Token
 from kvferry.embedded.readiness import Readiness
 from kvferry.embedded.report import Metrics, Report
 from kvferry.embedded.requests import Ask
@@ -155,7 +155,7 @@ class Service:
             undo.callback(self._transfer.abort, request_id)
             yield Piece("", (), "", reference=reference)
             prefilled = await self._finish(request_id)
-            self._transfer.grow(request_id, prefilled.block_tables, prefilled.num_tokens)
+            self._transfer.grow(request_id, Grown(prefilled.num_tokens, prefilled.block_tables))
             undo.pop_all()
         yield self._prefilled(call, prefilled.first, reference)
 

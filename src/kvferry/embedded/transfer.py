@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvferry.embedded.entry import Grown
 from kvferry.errors import TransferError
 
 __all__ = ["NoTransfer", "Transfer", "TransferReport"]
@@ -55,8 +56,8 @@ class Transfer(Protocol):
         """
         ...
 
-    def grow(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> None:
-        """The first `num_tokens` tokens of what was promised are in these blocks, and stay. Unknown ids are fine."""
+    def grow(self, request_id: str, grown: Grown) -> None:
+        """So much of what was promised is in these blocks, and stays. Unknown ids are fine."""
         ...
 
     async def fetch(
@@ -94,7 +95,7 @@ class NoTransfer:
     async def promise(self, request_id: str, num_tokens: int) -> dict[str, object]:
         raise _alone()
 
-    def grow(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> None:
+    def grow(self, request_id: str, grown: Grown) -> None:
         return
 
     async def fetch(

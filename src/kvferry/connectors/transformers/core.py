@@ -1,0 +1,195 @@
+"""A loaded model, its cache, and the thread that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
+from transformers.utils import logging
+
+from kvferry.connectors.jobs import Event, GroupSize, Job, Settings, Stopped
+from kvferry.connectors.step_cost import NO_COST
+from kvferry.connectors.transformers.pace import Pace
+from kvferry.connectors.transformers.pool import STATES_PER_LAYER, layout_of, owning_layers, ring_tokens, share_pool
+from kvferry.connectors.transformers.scheduler import Command, Desk, DeskRouter, FerryScheduler
+from kvferry.errors import ConfigurationError
+from kvferry.plan.layout import Layout
+from kvferry.transport.base import Memory
+
+__all__ = ["Core"]
+
+MIN_BLOCK_TOKENS = 4  # transformers refuses smaller pages
+STOP_WITHIN_S = 30.0
+
+
+class Core:
+    """A loaded model, its cache in memory that other processes can map, and the thread that runs it.
+
+    `emit` is called in the engine's thread for everything that happens. Raises ConfigurationError when the model
+    cannot be loaded or the cache cannot be made.
+    """
+
+    def __init__(self, settings: Settings, emit: Callable[[Event], None]) -> None:
+        _check(settings)
+        torch.set_num_threads(settings.num_threads)
+        self._model, self.tokenizer = _load(settings)
+        self._desk = Desk(emit, pace=Pace(settings.step_cost))
+        self._manager = _manager(self._model, settings, self._desk)
+        processor = self._manager.batch_processor
+        if settings.step_cost != NO_COST:
+            processor._generation_step = partial(self._desk.pace.step, processor._generation_step)
+        self._cache = processor.cache
+        self._shared = share_pool(self._cache)
+        if settings.layer_wise:
+            self._tell_layers()
+
+    def start(self) -> None:
+        """Start the engine's thread; may be done once."""
+        run = self._manager._run_generation_loop
+        self._manager._run_generation_loop = partial(self._run, run)
+        self._manager.start()
+
+    def stop(self) -> None:
+        """End the thread, wait for it and let go of the shared memory. Blocks; safe to call twice."""
+        if self._manager.is_running():
+            self._manager.stop(block=True, timeout=STOP_WITHIN_S, hard_stop=True)
+        self._shared.close()
+
+    def allocate(self, request_id: str, num_tokens: int) -> None:
+        """Give a new request blocks for `num_tokens` tokens; answered by `Allocated`."""
+        self._command(lambda scheduler: scheduler.allocate(request_id, num_tokens))
+
+    def admit(self, job: Job) -> None:
+        """Run a request; answered by `Produced`, and by `Held` before the last one when it is to be held."""
+        self._command(lambda scheduler: scheduler.admit(job))
+
+    def free(self, request_id: str) -> None:
+        """End a request, whatever it does, and free its blocks; answered by `Freed`."""
+        self._command(lambda scheduler: scheduler.set_request_cancellation(request_id))
+
+    @property
+    def num_sectors(self) -> int:
+        """The size of the pool that all cache groups share."""
+        return int(self._cache.num_sectors)
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that the model was made for."""
+        config = self._model.config.get_text_config()
+        return int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this; a larger one would end the engine's thread."""
+        return int(self._model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """What the model ends its answers with."""
+        ids = self._model.generation_config.eos_token_id
+        if ids is None:
+            return frozenset()
+        return frozenset((ids,) if isinstance(ids, int) else ids)
+
+    def group_sizes(self) -> tuple[GroupSize, ...]:
+        """The cache groups, in the order of the block tables."""
+        return tuple(
+            GroupSize(allocator.tokens_per_page, allocator.blocks_per_sector, ring_tokens(allocator))
+            for allocator in self._allocators()
+        )
+
+    def num_allocated_blocks(self) -> tuple[int, ...]:
+        """Blocks in block tables, per cache group; a snapshot that may be a step old."""
+        return tuple(sum(map(len, list(a.block_table.values()))) for a in self._allocators())
+
+    def memory(self) -> Memory:
+        """The cache's memory. It stays mapped as long as this object lives."""
+        return self._shared.memory
+
+    def layout(self) -> Layout:
+        """Where every element of the cache lies. Raises LayoutError when upstream's views contradict themselves."""
+        return layout_of(self._allocators(), self._shared.memory)
+
+    def _tell_layers(self) -> None:
+        """Hear of every layer that has ended, and so has its part of the cache."""
+        owners = owning_layers(self._allocators())
+        for number, layer in enumerate(self._model.get_decoder().layers):
+            num_states = STATES_PER_LAYER * sum(owner <= number for owner in owners)
+            layer.register_forward_hook(partial(self._layer_ended, num_states))
+
+    def _layer_ended(self, num_states: int, *_: Any) -> None:
+        self._manager.batch_processor.scheduler.tell_states(num_states)
+
+    def _allocators(self) -> list[Any]:
+        return list(self._cache.cache_allocators.values())
+
+    def _command(self, command: Command) -> None:
+        self._desk.commands.put(command)
+        self._manager._wake_up_loop.set()
+
+    def _run(self, run: Callable[[], None]) -> None:
+        """The engine's thread. Upstream catches every error in it, keeps it and returns."""
+        run()
+        error = self._manager.background_thread_status.fatal_error
+        self._desk.emit(Stopped("" if error is None else f"{type(error).__name__}: {error}"))
+
+
+def _check(settings: Settings) -> None:
+    if settings.block_tokens < MIN_BLOCK_TOKENS:
+        raise ConfigurationError(
+            "blocks are too small", found=f"{settings.block_tokens} tokens", expected=f">= {MIN_BLOCK_TOKENS}"
+        )
+    if min(settings.num_blocks, settings.max_batch_tokens, settings.num_threads) < 1:
+        raise ConfigurationError("num_blocks, max_batch_tokens and num_threads must be positive", found=str(settings))
+    if settings.dtype != "auto" and not isinstance(getattr(torch, settings.dtype, None), torch.dtype):
+        raise ConfigurationError("unknown dtype", found=settings.dtype, expected="auto, float32, bfloat16 or float16")
+
+
+def _load(settings: Settings) -> tuple[Any, Any]:
+    """The model and its tokenizer. Upstream's complaints are long and end in advice of its own: one line is kept."""
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype, attn_implementation="sdpa")
+        return model.eval(), AutoTokenizer.from_pretrained(settings.model)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigurationError(
+            f"cannot load the model {settings.model!r}",
+            found=str(error).strip().partition("\n")[0],
+            expected="a folder with a causal language model and its tokenizer, or a name on the hub",
+            hint="check the path or the name; leave the model out to use the built-in tiny one",
+        ) from None
+
+
+def _manager(model: Any, settings: Settings, desk: Desk) -> Any:
+    """A manager whose processor exists before its thread, so that the cache can be moved; `start` keeps it."""
+    config = ContinuousBatchingConfig(
+        page_size=settings.block_tokens,
+        num_blocks=settings.num_blocks,
+        max_batch_tokens=settings.max_batch_tokens,
+        allow_block_sharing=False,  # a shared block would have two owners
+        use_async_batching=False,
+        use_cuda_graph=False,
+        auto_switch_to_flash=False,
+        safety_margin=0.0,  # admission keeps the margin: none is needed
+        scheduler_type="kvferry",
+    )
+    eos = model.generation_config.eos_token_id
+    greedy = GenerationConfig(do_sample=False, eos_token_id=-1 if eos is None else eos)
+    try:
+        manager = model.init_continuous_batching(greedy, continuous_batching_config=config)
+        manager.output_router = DeskRouter(desk)
+        SCHEDULER_MAPPING["kvferry"] = partial(FerryScheduler, desk)
+        manager.batch_processor = manager._create_batch_processor()
+    except (ValueError, MemoryError) as error:
+        raise ConfigurationError(
+            f"the engine cannot make a cache for {settings.model!r}",
+            found=str(error),
+            expected="a model with full or sliding-window attention and room for the cache",
+            hint="lower num_blocks or max_batch_tokens, or serve another model",
+        ) from None
+    return manager
