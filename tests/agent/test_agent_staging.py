@@ -3,6 +3,7 @@
 import pytest
 from agent_support import (
     BYTES_PER_TOKEN,
+    ITEM_BYTES,
     NUM_TOKENS,
     SOURCE,
     SOURCE_TABLES,
@@ -19,7 +20,7 @@ from kvferry.plan.describe import EngineShape
 from kvferry.plan.staged import Strategy
 from kvferry.plan.tokens import TokenRange
 from kvferry.session import carrying
-from kvferry.session.events import Failed, Fetched, FetchWanted, LeaseGrown, LeaseWanted, SourceFree, TargetFree
+from kvferry.session.events import Ahead, Failed, Fetched, FetchWanted, LeaseGrown, LeaseWanted, SourceFree, TargetFree
 from kvferry.session.ways import StagingPolicy
 from kvferry.testing import oracle
 
@@ -97,6 +98,36 @@ def test_tokens_are_sent_while_others_are_still_computed(make_rank, way, cuts, m
     check(target)
     assert source.next_notice(SourceFree) == SourceFree("r1", "done")
     assert target.agent.num_slots == source.agent.num_slots == 0
+
+
+@pytest.mark.parametrize("way", GROWING)
+def test_states_are_sent_while_others_are_still_computed(make_rank, way, monkeypatch):
+    """The bytes of each state are there when the source is told so, and not before."""
+    monkeypatch.setattr(carrying, "STRETCH_BYTES", 1)
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, **GROWING[way])
+    oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS))
+    whole = {start: buffer.copy() for start, buffer in source.memory.buffers.items()}
+    for buffer in source.memory.buffers.values():
+        buffer[:] = 0
+    reference = source.agent.lease(LeaseWanted("r1", new_lease_id(), ((),), NUM_TOKENS, is_growing=True))
+    target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
+    for number in range(len(source.memory.layout.states)):
+        fill_state(source.memory, number, whole)
+        source.agent.grow(LeaseGrown("r1", SOURCE_TABLES, 0, Ahead(NUM_TOKENS, number + 1)))
+    source.agent.grow(LeaseGrown("r1", SOURCE_TABLES, NUM_TOKENS))
+    assert target.next_notice(Fetched).report.num_bytes == NUM_TOKENS * BYTES_PER_TOKEN
+    check(target)
+    assert source.next_notice(SourceFree) == SourceFree("r1", "done")
+
+
+def fill_state(memory, number, whole):
+    """All tokens of one state of the request, out of a copy of the whole memory."""
+    layout, tokens = memory.layout, TokenRange(0, NUM_TOKENS)
+    placement = layout.placement_of()[layout.states[number].name]
+    start = layout.regions[placement.region].address
+    for _, _, address in oracle.element_addresses(layout, placement, SOURCE_TABLES, tokens):
+        there = slice(address - start, address - start + ITEM_BYTES)
+        memory.buffers[start][there] = whole[start][there]
 
 
 @pytest.mark.parametrize("way", GROWING)
