@@ -1,13 +1,15 @@
 """Two real agents over real sockets and real transports, caches without an engine."""
 
+from functools import partial
+
+import agent_support
 import msgspec
-import numpy as np
 import pytest
 import zmq
+from agent_support import SOURCE, TARGET
 
 from kvferry.agent import Agent, AgentConfig, Host, new_lease_id
 from kvferry.errors import ConfigurationError
-from kvferry.plan.describe import EngineShape
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree, Timing
 from kvferry.testing import oracle
@@ -15,8 +17,6 @@ from kvferry.transport.opening import open_transports
 from kvferry.wire.codec import decode, frame_of
 from kvferry.wire.messages import Reason, Reference, Refusal
 
-SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
-TARGET = EngineShape(1, 1, block_tokens=6, num_blocks=9, format="block-head-major")
 # An offer whose span ends at 2**64 - 1: more than `len` can say.
 HUGE_SPAN = msgspec.msgpack.encode(
     {
@@ -54,23 +54,14 @@ HUGE_SPAN = msgspec.msgpack.encode(
 SOURCE_TABLES = [[3, 4, 5, 1, 12]]
 TARGET_TABLES = ((7, 2, 0),)
 NUM_TOKENS = 18
+# A part of what was computed.
+check = partial(agent_support.check, num_tokens=NUM_TOKENS, tables=TARGET_TABLES)
 DEADLINE_MS = 30_000
 
 
 def leased(source) -> Reference:
     oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS + 1))
     return source.agent.lease(LeaseWanted("r1", new_lease_id(), SOURCE_TABLES, NUM_TOKENS + 1))
-
-
-def check(target, num_tokens=NUM_TOKENS):
-    """Every requested element is right and nothing else was touched."""
-    wanted = {start: np.zeros(len(buffer), np.uint8) for start, buffer in target.memory.buffers.items()}
-    layout, tokens = target.memory.layout, TokenRange(0, num_tokens)
-    for placement in layout.placements:
-        for _, _, address in oracle.element_addresses(layout, placement, TARGET_TABLES, tokens):
-            start = layout.regions[placement.region].address
-            wanted[start][address - start : address - start + 4] = 1
-    oracle.expect(target.memory, TARGET_TABLES, [tokens], wanted)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "nixl", "auto"])

@@ -2,36 +2,23 @@
 
 import numpy as np
 import pytest
+from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, leased
 
-from kvferry.agent import new_lease_id
 from kvferry.agent.digests import STEP_BYTES, Digester, HostBytes
 from kvferry.plan.copies import Copies
-from kvferry.plan.describe import EngineShape
 from kvferry.plan.digest import Policy
 from kvferry.plan.extract import Extract
 from kvferry.plan.layout import Region
 from kvferry.plan.parts import Grid
-from kvferry.plan.tokens import TokenRange
-from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree
+from kvferry.session.events import Failed, Fetched, SourceFree, TargetFree
 from kvferry.session.ways import NO_STAGING
-from kvferry.testing import oracle
 from kvferry.transport.base import Memory
 from kvferry.transport.faulty import Fault, FaultKind, FaultyTransport
-
-SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
-TARGET = EngineShape(1, 1, block_tokens=6, num_blocks=9, format="block-head-major")
-SOURCE_TABLES, TARGET_TABLES = ((3, 9, 1, 15, 0, 7),), ((8, 0, 5, 2),)
-NUM_TOKENS = 21
 
 
 def spoiled(*faults):
     """What wraps a transport so that a few of its reads go wrong. The first ones are the self-test's."""
     return lambda transport: FaultyTransport(transport, faults)
-
-
-def leased(source, request_id="r1"):
-    oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS))
-    return source.agent.lease(LeaseWanted(request_id, new_lease_id(), SOURCE_TABLES, NUM_TOKENS))
 
 
 def fetched(target, source, request_id="q1"):

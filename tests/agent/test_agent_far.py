@@ -3,7 +3,7 @@
 import queue
 from dataclasses import replace
 
-import numpy as np
+import agent_support
 import pytest
 
 from kvferry.agent import Agent, AgentConfig, Host, new_lease_id
@@ -63,13 +63,7 @@ class FarRank:
         return notice
 
     def check(self):
-        wanted = {start: np.zeros(len(buffer), np.uint8) for start, buffer in self.memory.buffers.items()}
-        tokens = TokenRange(0, NUM_TOKENS)
-        for placement in self.layout.placements:
-            for _, _, address in oracle.element_addresses(self.layout, placement, TABLES["d0"], tokens):
-                start = self.layout.regions[placement.region].address
-                wanted[start][address - start : address - start + 4] = 1
-        oracle.expect(self.memory, TABLES["d0"], [tokens], wanted)
+        agent_support.check(self, NUM_TOKENS, TABLES["d0"])
 
 
 @pytest.fixture
