@@ -162,6 +162,24 @@ def test_what_a_dead_source_had_sent_is_waited_for(target, word):
     assert first >= 10 * TIMING.fence_s
 
 
+def test_a_source_that_ends_while_it_writes_is_not_asked_for_its_word(target):
+    """Nobody is left to give it: what it had sent is all that is waited for, from now on."""
+    play(target, [*GRANTED, (0.6, PeerGone(PEER), [Count, Failed, ABORT, Disconnect(PEER)])])
+    first = next(now for now in range(1, 100) if TargetFree("q1") in target.handle(Tick(), 0.6 + now / 10))
+    assert first == pytest.approx(10 * TIMING.fence_s, abs=1)
+
+
+def test_it_is_known_to_whose_blocks_a_source_may_write(target):
+    play(target, HANDSHAKE[:3])
+    assert target.written_ids() == frozenset()
+    play(target, HANDSHAKE[3:])
+    assert target.written_ids() == {"q1"}
+    play(target, [(0.5, AbortWanted("q1"), FAILED)])
+    assert target.written_ids() == {"q1"}
+    play(target, [(0.6, CLEAN, [TargetFree("q1")])])
+    assert target.written_ids() == frozenset()
+
+
 def test_the_wait_for_what_was_sent_only_counts_while_we_run(target):
     """A target that was stopped has not emptied its own buffers meanwhile."""
     silent(target)

@@ -298,10 +298,11 @@ class TargetSession:
         yield from self._free_when_drained(fetch)
 
     def _gone(self, event: PeerGone, now: float) -> Iterator[Command]:
-        self._farewells.gone(event.peer, now)
         if event.peer in self._peers and (not self._peers[event.peer].ready or self._reads.wait_for(event.peer)):
             what, hint = f"nobody listens at {event.peer.address} any more", "has that engine ended?"
             yield from self._lose(event.peer, TransferError(Reason.PEER_LOST, what, hint=hint), now)
+        # Of what has just failed, too: nobody's word has to be waited for.
+        self._farewells.gone(event.peer, now)
 
     def _end_farewells(self, now: float) -> Iterator[Command]:
         """What sources have acknowledged, or cannot do any more, is over; so is the quarantine that waited for it."""
