@@ -1,11 +1,14 @@
 """What moving costs, from the self-test of a transport."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvferry.agent.costs import costs_of
+from kvferry.plan.copies import Direction
 from kvferry.plan.staged import Strategy
 from kvferry.plan.strategy import Counts, prices
-from kvferry.transport.measurement import Measurement
+from kvferry.transport.measurement import Measurement, Rates
 from kvferry.transport.situation import Place
 
 SLOT = 4 << 20
@@ -47,3 +50,23 @@ def test_where_the_wire_is_no_copy_its_rate_says_nothing_about_copies(place, car
     costs = [costs_of(measured(rate, 2e-6, carriers), place) for rate in (1.0, 40.0)]
     assert costs[0].gather_bytes_per_s == costs[1].gather_bytes_per_s
     assert costs[0].num_at_once == 3
+
+
+WRITES = {"fast": Rates(20.0, 10.0, 1e-5), "slow": Rates(0.1, 0.05, 1e-3)}
+
+
+def test_what_a_direction_costs_is_its_own():
+    found = replace(measured(2.5, 2e-6), writing=WRITES["fast"])
+    assert costs_of(found, Place.OTHER_HOST).wire_bytes_per_s == pytest.approx(2.5e9)
+    written = costs_of(found, Place.OTHER_HOST, Direction.WRITE)
+    assert (written.wire_bytes_per_s, written.latency_s) == (pytest.approx(20e9), 1e-5)
+    unmeasured = measured(2.5, 2e-6)
+    assert costs_of(unmeasured, Place.OTHER_HOST, Direction.WRITE) == costs_of(unmeasured, Place.OTHER_HOST)
+
+
+@pytest.mark.parametrize(("writes", "expected"), [("fast", "pack"), ("slow", "scatter")])
+def test_nothing_is_packed_where_writing_is_far_slower(writes, expected):
+    """Rows of the target that are many for each run of the source: through staging memory, whoever moves it."""
+    costs = costs_of(replace(measured(2.5, 2e-6), writing=WRITES[writes]), Place.OTHER_HOST)
+    counts = Counts(12 * SLOT, 12 * SLOT // 768, 12 * SLOT // (8 * 768))
+    assert prices(counts, costs)[0].strategy == expected

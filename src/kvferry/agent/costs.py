@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from kvferry.plan.copies import Direction
 from kvferry.plan.strategy import TYPICAL_HOST, Costs
-from kvferry.transport.measurement import Measurement
+from kvferry.transport.measurement import FAR_SLOWER, Measurement
 from kvferry.transport.situation import Place
 from kvferry.transport.steps import ROW_BYTES
 
@@ -22,21 +23,33 @@ STAGES_PER_CORE = 0.75
 MAX_STAGES = 3.0
 
 
-def costs_of(found: Measurement, place: Place) -> Costs:
-    """A long row tells the rate, many short ones what each costs beside that.
+def costs_of(found: Measurement, place: Place, direction: Direction = Direction.READ) -> Costs:
+    """Of moving in a direction: a long row tells the rate, many short ones what each costs beside that.
 
     What a gather and a scatter cost is not measured. Between processes of one host, whose wire is a copy too, it
     follows from that one's rate: so a moment at which everything is slow changes nothing about what is cheaper.
     Elsewhere it is what they typically cost on a host.
     """
-    long_s, short_s = (ROW_BYTES / rate / 1e9 for rate in (found.gigabytes_per_s, found.row_gigabytes_per_s))
+    rates = found.likely_rates(direction)
+    long_s, short_s = (ROW_BYTES / rate / 1e9 for rate in (rates.gigabytes_per_s, rates.row_gigabytes_per_s))
     costs = replace(
         TYPICAL_HOST,
-        latency_s=found.latency_s,
+        latency_s=rates.latency_s,
         row_s=max(short_s - long_s, LEAST_ROW_S),
-        wire_bytes_per_s=found.gigabytes_per_s * 1e9,
+        wire_bytes_per_s=rates.gigabytes_per_s * 1e9,
         launch_s=SLOT_S,
     )
+    return _slowed(found, _on_one_host(found, place, costs))
+
+
+def _slowed(found: Measurement, costs: Costs) -> Costs:
+    """What is packed is written. Where that is far slower than reading, slots leave the source no faster than that."""
+    if found.times_slower(Direction.WRITE) < FAR_SLOWER:
+        return costs
+    return replace(costs, gather_bytes_per_s=min(costs.gather_bytes_per_s, found.writing.gigabytes_per_s * 1e9))
+
+
+def _on_one_host(found: Measurement, place: Place, costs: Costs) -> Costs:
     if place is not Place.SAME_HOST or any(carrier.startswith("tcp") for carrier in found.carriers):
         return costs
     copy_rate = GATHER_PER_WIRE * costs.wire_bytes_per_s

@@ -141,4 +141,7 @@ class Meeting:
         everything = (*self._measured, *self._unconnected)
         self.met = (Met(self.peer, self._place, self._direction, choice.name, everything, findings),)
         is_slow = is_far_slower(measured, self._direction)
-        return PeerConnected(self.peer, choice.name, choice.reason, costs_of(measured, self._place), is_slow)
+        # Where the source will write instead, our own writes are the best guess at what that costs.
+        is_turning = is_slow and self._surroundings.may_turn
+        costs = costs_of(measured, self._place, Direction.WRITE if is_turning else self._direction)
+        return PeerConnected(self.peer, choice.name, choice.reason, costs, is_slow)
