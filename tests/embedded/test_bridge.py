@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from kvferry.agent import AgentConfig
+from kvferry.embedded import bridge
 from kvferry.embedded.bridge import AgentCollector, AgentTransfer
 from kvferry.embedded.entry import Grown
 from kvferry.errors import TransferError
@@ -297,6 +298,17 @@ def test_a_promise_is_kept_longer_than_a_lease_lives():
         assert await source.freed() == "r1"
 
     with_two_sides(scenario, lease_s=3.0)
+
+
+def test_a_promise_of_an_engine_that_stands_still_runs_out(monkeypatch):
+    monkeypatch.setattr(bridge, "MAX_SILENT_WORDS", 1)
+
+    async def scenario(source, target):
+        await source.transfer.promise("r1", 7)
+        assert await source.freed() == "r1"
+        assert dict(source.transfer.leases_ended) == {"expired": 1}
+
+    with_two_sides(scenario, lease_s=0.5)
 
 
 def test_a_promise_that_is_taken_back_ends_the_fetch_of_it():

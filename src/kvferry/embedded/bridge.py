@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvferry.agent import Agent, AgentConfig, Host, Notice, new_lease_id
 from kvferry.connectors.params import Reach, Remote, from_params, to_params
@@ -37,6 +38,16 @@ Settled = Fetched | Failed
 
 # So often within a lease its agent hears that a prompt is still being computed.
 WORDS_PER_LEASE = 3
+# And so often when nothing more of it is: an engine that stands still for 20 leases will not go on.
+MAX_SILENT_WORDS = 60
+
+
+@dataclass(slots=True)
+class _Promise:
+    """A prompt that will have `num_tokens` tokens; nothing more of it was computed for `num_words` words."""
+
+    num_tokens: int
+    num_words: int = 0
 
 
 class AgentTransfer:
@@ -57,8 +68,8 @@ class AgentTransfer:
         self._owed: set[str] = set()
         # The lease of each offered request: only who knows its id may end it.
         self._lease_ids: dict[str, str] = {}
-        # What is promised and not all computed yet: how many tokens it will have.
-        self._growing: dict[str, int] = {}
+        # What is promised and not all computed yet.
+        self._growing: dict[str, _Promise] = {}
         self._word_s = config.timing.lease_s / WORDS_PER_LEASE
         self.leases_ended: Counter[str] = Counter()
         self._over = asyncio.Event()
@@ -90,21 +101,26 @@ class AgentTransfer:
         """Lease a prompt's blocks before they are computed. Raises TransferError."""
         nowhere = ((),) * self._num_groups
         params = self._lease(LeaseWanted(request_id, new_lease_id(), nowhere, num_tokens, is_growing=True))
-        self._growing[request_id] = num_tokens
+        self._growing[request_id] = _Promise(num_tokens)
         self._loop.call_later(self._word_s, self._keep_promise, request_id)
         return params
 
     def grow(self, request_id: str, grown: Grown) -> None:
         """More of what was promised is computed."""
-        if request_id not in self._growing:
+        promise = self._growing.get(request_id)
+        if promise is None:
             return
-        if grown.num_tokens == self._growing[request_id]:
+        promise.num_words = 0
+        if grown.num_tokens == promise.num_tokens:
             del self._growing[request_id]
         self.agent.grow(LeaseGrown(request_id, _tables(grown.block_tables), grown.num_tokens, grown.ahead))
 
     def _keep_promise(self, request_id: str) -> None:
-        """A prompt may wait for its turn, or a step may take, longer than a lease lives: no news is news as well."""
-        if request_id in self._growing:
+        """A prompt may wait for its turn, or a step may take, longer than a lease lives: no news is news as well. Of an
+        engine that stands still there is none, and the lease runs out."""
+        promise = self._growing.get(request_id)
+        if promise is not None and promise.num_words < MAX_SILENT_WORDS:
+            promise.num_words += 1
             self.agent.grow(LeaseGrown(request_id, ((),) * self._num_groups, 0))
             self._loop.call_later(self._word_s, self._keep_promise, request_id)
 
