@@ -1,4 +1,4 @@
-"""Everything that goes into a session and everything that comes out of it.
+"""Everything that goes into a session; and what comes out of it (`commands`), to be imported from one place.
 
 Events and commands are data, so that a test is a list of events and the list of commands that must follow. `peer` is
 a `PeerKey` where we speak first (target side) and an opaque name to answer where the peer does (source side). Times
@@ -7,16 +7,35 @@ are seconds of any monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from kvferry.errors import TransferError
-from kvferry.plan.copies import Copies, Direction
-from kvferry.plan.extract import Extract
 from kvferry.plan.strategy import TYPICAL_HOST, Costs
 from kvferry.plan.tokens import TokenRange
+from kvferry.session.commands import (
+    Acquire,
+    Cancel,
+    Command,
+    Connect,
+    Count,
+    Digest,
+    Disconnect,
+    DropDigest,
+    Failed,
+    Fetched,
+    FetchReport,
+    Knock,
+    Post,
+    Release,
+    Reply,
+    Send,
+    SourceFree,
+    Stage,
+    Stopped,
+    TargetFree,
+)
 from kvferry.session.keys import ClaimKey, PeerKey, ReadKey, Remote, SlotKey, WorkKey, peers_of
-from kvferry.wire.messages import Message, Offer, Reference, TargetOffer
+from kvferry.session.timing import Timing
+from kvferry.wire.messages import Message, Reference
 
 __all__ = [
     "AbortWanted",
@@ -66,39 +85,6 @@ __all__ = [
     "WorkKey",
     "peers_of",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """All deadlines, in seconds.
-
-    A lease ends `lease_s` after it was opened or last renewed. A target renews every `heartbeat_s` and takes a peer
-    for lost after `missed_heartbeats` without any answer; it repeats an unanswered message every `resend_s`.
-    A claim that is faster than the engine's own word waits `early_claim_s` for its lease. A peer that nothing has been
-    fetched from for `idle_peer_s` is forgotten. A lease is held for a request that waits for its turn, but no
-    longer than `hold_s`. What was under way when a peer's write ended badly, or it died, has landed or is lost after
-    `fence_s`.
-    """
-
-    lease_s: float = 30.0
-    heartbeat_s: float = 1.0
-    missed_heartbeats: int = 3
-    resend_s: float = 1.0
-    handshake_s: float = 15.0
-    transfer_s: float = 60.0
-    tombstone_s: float = 60.0
-    early_claim_s: float = 10.0
-    hold_s: float = 600.0
-    idle_peer_s: float = 600.0
-    fence_s: float = 10.0
-
-    @property
-    def silence_s(self) -> float:
-        """How long a peer may stay silent while it is being waited for."""
-        return self.heartbeat_s * self.missed_heartbeats
-
-
-# --- events --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,185 +252,3 @@ class Staged:
 
     key: SlotKey
     error: str
-
-
-# --- commands ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message to a peer that we address."""
-
-    peer: PeerKey
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Answer a peer that has addressed us."""
-
-    peer: str
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Connect:
-    """Choose a transport from the offer; answer with PeerConnected or PeerUnreachable."""
-
-    peer: Remote
-    offer: Offer | TargetOffer
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnect:
-    """Forget a peer."""
-
-    peer: Remote
-
-
-@dataclass(frozen=True, slots=True)
-class Knock:
-    """Find out whether anybody still listens at the address of a silent peer; answer with PeerGone if not."""
-
-    peer: PeerKey
-
-
-@dataclass(frozen=True, slots=True)
-class Post:
-    """Start reading or writing; answer with TicketEnded."""
-
-    key: WorkKey
-    copies: Copies
-    direction: Direction = Direction.READ
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Lose interest in a posted ticket; TicketEnded is still awaited."""
-
-    key: WorkKey
-
-
-@dataclass(frozen=True, slots=True)
-class Acquire:
-    """Get in line for a slot of staging memory; answer with Acquired."""
-
-    key: SlotKey
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Give a slot back, or leave the line: Acquired is not awaited any more."""
-
-    key: SlotKey
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Gather from our blocks into a slot, or scatter from a slot into our blocks; answer with Staged."""
-
-    key: SlotKey
-    copies: Copies
-
-
-@dataclass(frozen=True, slots=True)
-class Digest:
-    """Hash these bytes of our own blocks; answer with Digested. The bytes may change after DropDigest only."""
-
-    key: WorkKey
-    extracts: tuple[Extract, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DropDigest:
-    """Lose interest in a digest; Digested is not awaited any more."""
-
-    key: WorkKey
-
-
-@dataclass(frozen=True, slots=True)
-class FetchReport:
-    """What one finished fetch moved, over what, and how long each phase took (seconds).
-
-    `verified` says by what digest: `sampled`, `full`, `off`, or `unreadable` when a sample was wanted but the CPU
-    cannot read the memory of one side.
-    """
-
-    tokens: int
-    num_bytes: int
-    num_rows: int
-    transport: str
-    choice: str
-    strategy: str
-    phases_s: Mapping[str, float] = field(default_factory=dict)
-    verified: str = "off"
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """The cache is there and valid: the request may be decoded."""
-
-    request_id: str
-    report: FetchReport
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The cache did not arrive. Its blocks stay in quarantine until TargetFree."""
-
-    request_id: str
-    error: TransferError
-
-
-@dataclass(frozen=True, slots=True)
-class TargetFree:
-    """No ticket, ours or the source's, touches the blocks of a failed fetch any more: they may be used again."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFree:
-    """Nobody will read the blocks of a leased request any more, nor do we; `reason` says how it ended."""
-
-    request_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """Not from a session but from its owner: we move nothing any more, and no further notice will come.
-
-    A source that was writing when this happened may still do so: the blocks of such fetches stay in quarantine for
-    the rest of the process's life.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """Something worth a counter: `what` names it, `reason` labels it."""
-
-    what: str
-    reason: str
-
-
-Command = (
-    Send
-    | Reply
-    | Connect
-    | Disconnect
-    | Knock
-    | Post
-    | Cancel
-    | Acquire
-    | Release
-    | Stage
-    | Digest
-    | DropDigest
-    | Fetched
-    | Failed
-    | TargetFree
-    | SourceFree
-    | Count
-)

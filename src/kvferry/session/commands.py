@@ -1,0 +1,217 @@
+"""Everything that comes out of a session: what its owner has to do, and what the engine is told.
+
+Import them from `kvferry.session.events`, together with the events that answer them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvferry.errors import TransferError
+from kvferry.plan.copies import Copies, Direction
+from kvferry.plan.extract import Extract
+from kvferry.session.keys import PeerKey, Remote, SlotKey, WorkKey
+from kvferry.wire.messages import Message, Offer, TargetOffer
+
+__all__ = [
+    "Acquire",
+    "Cancel",
+    "Command",
+    "Connect",
+    "Count",
+    "Digest",
+    "Disconnect",
+    "DropDigest",
+    "Failed",
+    "FetchReport",
+    "Fetched",
+    "Knock",
+    "Post",
+    "Release",
+    "Reply",
+    "Send",
+    "SourceFree",
+    "Stage",
+    "Stopped",
+    "TargetFree",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to a peer that we address."""
+
+    peer: PeerKey
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer a peer that has addressed us."""
+
+    peer: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Choose a transport from the offer; answer with PeerConnected or PeerUnreachable."""
+
+    peer: Remote
+    offer: Offer | TargetOffer
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Forget a peer."""
+
+    peer: Remote
+
+
+@dataclass(frozen=True, slots=True)
+class Knock:
+    """Find out whether anybody still listens at the address of a silent peer; answer with PeerGone if not."""
+
+    peer: PeerKey
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Start reading or writing; answer with TicketEnded."""
+
+    key: WorkKey
+    copies: Copies
+    direction: Direction = Direction.READ
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Lose interest in a posted ticket; TicketEnded is still awaited."""
+
+    key: WorkKey
+
+
+@dataclass(frozen=True, slots=True)
+class Acquire:
+    """Get in line for a slot of staging memory; answer with Acquired."""
+
+    key: SlotKey
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give a slot back, or leave the line: Acquired is not awaited any more."""
+
+    key: SlotKey
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Gather from our blocks into a slot, or scatter from a slot into our blocks; answer with Staged."""
+
+    key: SlotKey
+    copies: Copies
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Hash these bytes of our own blocks; answer with Digested. The bytes may change after DropDigest only."""
+
+    key: WorkKey
+    extracts: tuple[Extract, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropDigest:
+    """Lose interest in a digest; Digested is not awaited any more."""
+
+    key: WorkKey
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReport:
+    """What one finished fetch moved, over what, and how long each phase took (seconds).
+
+    `verified` says by what digest: `sampled`, `full`, `off`, or `unreadable` when a sample was wanted but the CPU
+    cannot read the memory of one side.
+    """
+
+    tokens: int
+    num_bytes: int
+    num_rows: int
+    transport: str
+    choice: str
+    strategy: str
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    verified: str = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The cache is there and valid: the request may be decoded."""
+
+    request_id: str
+    report: FetchReport
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The cache did not arrive. Its blocks stay in quarantine until TargetFree."""
+
+    request_id: str
+    error: TransferError
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFree:
+    """No ticket, ours or the source's, touches the blocks of a failed fetch any more: they may be used again."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFree:
+    """Nobody will read the blocks of a leased request any more, nor do we; `reason` says how it ended."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Not from a session but from its owner: we move nothing any more, and no further notice will come.
+
+    A source that was writing when this happened may still do so: the blocks of such fetches stay in quarantine for
+    the rest of the process's life.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Something worth a counter: `what` names it, `reason` labels it."""
+
+    what: str
+    reason: str
+
+
+Command = (
+    Send
+    | Reply
+    | Connect
+    | Disconnect
+    | Knock
+    | Post
+    | Cancel
+    | Acquire
+    | Release
+    | Stage
+    | Digest
+    | DropDigest
+    | Fetched
+    | Failed
+    | TargetFree
+    | SourceFree
+    | Count
+)

@@ -1,0 +1,37 @@
+"""How long a session waits for what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Timing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """All deadlines, in seconds.
+
+    A lease ends `lease_s` after it was opened or last renewed. A target renews every `heartbeat_s` and takes a peer
+    for lost after `missed_heartbeats` without any answer; it repeats an unanswered message every `resend_s`.
+    A claim that is faster than the engine's own word waits `early_claim_s` for its lease. A peer that nothing has been
+    fetched from for `idle_peer_s` is forgotten. A lease is held for a request that waits for its turn, but no
+    longer than `hold_s`. What was under way when a peer's write ended badly, or it died, has landed or is lost after
+    `fence_s`.
+    """
+
+    lease_s: float = 30.0
+    heartbeat_s: float = 1.0
+    missed_heartbeats: int = 3
+    resend_s: float = 1.0
+    handshake_s: float = 15.0
+    transfer_s: float = 60.0
+    tombstone_s: float = 60.0
+    early_claim_s: float = 10.0
+    hold_s: float = 600.0
+    idle_peer_s: float = 600.0
+    fence_s: float = 10.0
+
+    @property
+    def silence_s(self) -> float:
+        """How long a peer may stay silent while it is being waited for."""
+        return self.heartbeat_s * self.missed_heartbeats
