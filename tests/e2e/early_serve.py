@@ -4,12 +4,12 @@ import sys
 from pathlib import Path
 
 from kvferry.cli.main import main
-from kvferry.connectors import transformers
+from kvferry.connectors.transformers import core, scheduler
 
 gate = Path(sys.argv.pop(1))
 
 
-class GatedScheduler(transformers.FerryScheduler):
+class GatedScheduler(scheduler.FerryScheduler):
     def schedule_batch(self, token_budget, cache_budget):
         """Nothing is scheduled, but commands are still obeyed between the steps that are not made."""
         left = [len(state.remaining_prefill_tokens) for state in self.active_requests.values()]
@@ -18,5 +18,5 @@ class GatedScheduler(transformers.FerryScheduler):
         return super().schedule_batch(token_budget, cache_budget)
 
 
-transformers.FerryScheduler = GatedScheduler
+core.FerryScheduler = GatedScheduler
 main()
