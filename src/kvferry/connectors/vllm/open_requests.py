@@ -53,9 +53,9 @@ class OpenRequests:
             self._results.finished_recving.add(order.request_id)
 
     @property
-    def num_fetching(self) -> int:
-        """Fetches that are expected to end."""
-        return len(self._fetching)
+    def num_open(self) -> int:
+        """Leases and fetches that are expected to end."""
+        return len(self._leased) + len(self._fetching)
 
     def is_fetching(self, request_id: str) -> bool:
         """Whether a fetch of this request is expected to end."""

@@ -163,7 +163,7 @@ class Worker:
 
         In a step that computes nothing a transfer that is under way has a moment to end.
         """
-        if self._is_idle and self._open.num_fetching:
+        if self._is_idle and self._open.num_open:
             with contextlib.suppress(queue.Empty):
                 self._note(self._notices.get(timeout=IDLE_WAIT_S))
         while not self._notices.empty():
