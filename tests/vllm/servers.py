@@ -101,7 +101,7 @@ class Server:
         environment = {**os.environ, **ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port)}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self._command(), stdout=log, stderr=log, env=environment, start_new_session=True
+                self._command(), stdout=log, stderr=log, env=environment, process_group=0
             )
 
     def wait_until_ready(self) -> None:

@@ -72,9 +72,10 @@ def serve_vllm(options: VllmOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: told.set())
     port = options.port or _free_port(options.host)
-    # A session of its own: Ctrl-C reaches it through us only, and what it leaves behind can be ended with it.
+    # A group of its own: Ctrl-C reaches it through us only, and what it leaves behind can be ended with it. Not a session:
+    # Linux schedules sessions as wholes, and one that rarely runs is then kept waiting for a tenth of a second and more.
     process = subprocess.Popen(
-        vllm_command(options, port), stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
+        vllm_command(options, port), stdin=subprocess.DEVNULL, stdout=sys.stderr, process_group=0
     )
     try:
         return _watch(process, options, f"http://{options.host}:{port}", told)
