@@ -15,7 +15,7 @@ from kvferry.plan.copies import Copies
 from kvferry.testing.contract import finish
 from kvferry.testing.transport_peer import PeerProcess, digest
 from kvferry.transport.base import Completion, Direction, Memory
-from kvferry.transport.cma import SLICE_BYTES, TURN_BYTES, CrossMemoryDescriptor, CrossMemoryTransport
+from kvferry.transport.cma import CALL_BYTES, SLICE_BYTES, CrossMemoryDescriptor, CrossMemoryTransport
 from kvferry.transport.origin import Origin
 from kvferry.transport.selftest import fill_probe
 
@@ -106,7 +106,7 @@ def test_a_part_of_what_was_asked_for_is_an_error(transport):
     assert finish(transport, [ticket])[ticket].error.startswith(f"{page} of {2 * page} bytes")
 
 
-def test_a_long_ticket_is_copied_in_slices_and_does_not_hold_up_a_short_one(transport):
+def test_a_long_ticket_is_copied_in_slices_and_does_not_hold_up_a_short_one(transport, monkeypatch):
     with PeerProcess("cma", SIZE_BYTES, 3) as peer:
         buffer = np.zeros(SIZE_BYTES + 8, np.uint8)
         transport.register(memory_of(buffer))
@@ -114,7 +114,8 @@ def test_a_long_ticket_is_copied_in_slices_and_does_not_hold_up_a_short_one(tran
         near, far = int(buffer.ctypes.data), peer.probe.address
         long = transport.post("peer", one_row(far, near, SIZE_BYTES), Direction.READ)
         short = transport.post("peer", one_row(far, near + SIZE_BYTES, 8), Direction.READ)
-        assert SIZE_BYTES > SLICE_BYTES > TURN_BYTES
+        assert SIZE_BYTES > SLICE_BYTES > CALL_BYTES
+        monkeypatch.setattr(transport._jobs[0], "turn_bytes", 1)
         assert transport.poll() == [Completion(short, "")]
         assert transport.poll() == [Completion(long, "")]
         assert digest(buffer[:SIZE_BYTES]) == peer.digest()

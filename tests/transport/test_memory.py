@@ -11,6 +11,7 @@ from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
 from kvferry.testing.contract import PIECE_BYTES, Row, World, copies_of
 from kvferry.transport.base import Completion, Direction
+from kvferry.transport.copying import TURN_BYTES
 from kvferry.transport.memory import SLICE_BYTES, MemoryFabric, MemoryTransport
 
 
@@ -43,12 +44,25 @@ def test_a_closed_peer_ends_tickets_and_is_not_found_again(world: World) -> None
 
 
 def test_a_poll_is_bounded_and_tickets_take_turns(world: World) -> None:
-    num_rows = 3 * SLICE_BYTES // PIECE_BYTES
+    num_rows = (TURN_BYTES + 2 * SLICE_BYTES) // PIECE_BYTES
     columns = [
         np.full(num_rows, n, np.uint64) for n in (world.far.address(0, 0), world.near.address(0, 0), PIECE_BYTES)
     ]
     long = world.post(Copies(columns[0], columns[1], columns[2], num_rows), Direction.READ)
     short = world.post(copies_of(world, [Row((1, 0), (1, 0), 100)], Direction.READ), Direction.READ)
-    assert world.near.transport.poll() == []
-    assert world.near.transport.poll() == [Completion(short, "")]
+    polls = [world.near.transport.poll() for _ in range(TURN_BYTES // SLICE_BYTES + 1)]
+    assert polls[:-2] == [[]] * (len(polls) - 2)
+    assert polls[-2] + polls[-1] == [Completion(short, "")]
     assert world.finish([long])[long].error == ""
+
+
+def test_tickets_of_one_size_end_one_after_the_other(world: World) -> None:
+    columns = [
+        np.full(2 * SLICE_BYTES // PIECE_BYTES, n, np.uint64)
+        for n in (world.far.address(0, 0), world.near.address(0, 0), PIECE_BYTES)
+    ]
+    copies = Copies(columns[0], columns[1], columns[2], len(columns[0]))
+    tickets = [world.post(copies, Direction.READ) for _ in range(3)]
+    ended = [world.near.transport.poll() for _ in range(6)]
+    assert [completion.ticket for some in ended for completion in some] == tickets
+    assert [len(some) for some in ended] == [0, 1, 0, 1, 0, 1]

@@ -100,9 +100,7 @@ class Server:
         """Begin to start; `wait_until_ready` waits. A server that was killed keeps its ports over a new start."""
         environment = {**os.environ, **ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port)}
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self._command(), stdout=log, stderr=log, env=environment, process_group=0
-            )
+            self.process = subprocess.Popen(self._command(), stdout=log, stderr=log, env=environment, process_group=0)
 
     def wait_until_ready(self) -> None:
         """Raises StartError when it ends or is not ready within START_S."""

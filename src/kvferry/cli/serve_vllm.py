@@ -72,8 +72,8 @@ def serve_vllm(options: VllmOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: told.set())
     port = options.port or _free_port(options.host)
-    # A group of its own: Ctrl-C reaches it through us only, and what it leaves behind can be ended with it. Not a session:
-    # Linux schedules sessions as wholes, and one that rarely runs is then kept waiting for a tenth of a second and more.
+    # A group of its own: Ctrl-C reaches it through us only, and what it leaves behind can be ended with it. Not a
+    # session: Linux schedules sessions as wholes, and lets one that rarely runs wait for a tenth of a second and more.
     process = subprocess.Popen(
         vllm_command(options, port), stdin=subprocess.DEVNULL, stdout=sys.stderr, process_group=0
     )

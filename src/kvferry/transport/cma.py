@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
+from kvferry.transport.copying import TURN_BYTES
 from kvferry.transport.descriptors import Natural, check_size, decode
 from kvferry.transport.origin import Origin, check_same, origin_here
 from kvferry.transport.pieces import Pieces, Registry
@@ -38,8 +39,8 @@ __all__ = ["CrossMemoryTransport"]
 SLICE_BYTES: Final = 16 << 20
 # The kernel takes no more rows in one call.
 MAX_ROWS: Final = 1024
-# A ticket's turn copies no more than this, so that a long one does not hold up a short one. A row neither.
-TURN_BYTES: Final = 4 << 20
+# Nor more bytes than this are copied in one call; a row neither.
+CALL_BYTES: Final = 4 << 20
 START_FIELD: Final = 19
 """Of /proc/<pid>/stat, counted from behind the command's name: when the process was started."""
 
@@ -70,7 +71,8 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """An open ticket. `near` and `far` are N x 2 columns, address and length, `first` is the next row to copy."""
+    """An open ticket. `near` and `far` are N x 2 columns, address and length, `first` is the next row to copy,
+    `turn_bytes` what is left of its turn."""
 
     ticket: Ticket
     name: str
@@ -79,6 +81,7 @@ class _Job:
     near: Vectors
     far: Vectors
     first: int = 0
+    turn_bytes: int = TURN_BYTES
 
 
 _Where = Callable[[_Job], bool]
@@ -154,7 +157,7 @@ class CrossMemoryTransport:
         # Checked before it is split: a row of nonsense length would be split into very many.
         self._registry.pieces.locate(near, copies.length, f"this process ({direction})")
         known.pieces.locate(far, copies.length, f"peer {peer!r} ({direction})")
-        rows = split(copies, TURN_BYTES)
+        rows = split(copies, CALL_BYTES)
         source, target = _vectors(rows.source, rows.length), _vectors(rows.target, rows.length)
         sides = (target, source) if is_read else (source, target)
         job = _Job(Ticket(next(self._numbers)), peer, known, direction, *sides)
@@ -170,9 +173,13 @@ class CrossMemoryTransport:
             job = self._jobs.popleft()
             copied, error = self._advance(job)
             budget -= copied
+            job.turn_bytes -= copied
             if error or job.first >= len(job.near):
                 self._ended.append(Completion(job.ticket, error))
+            elif job.turn_bytes > 0:
+                self._jobs.appendleft(job)
             else:
+                job.turn_bytes = TURN_BYTES
                 self._jobs.append(job)
         ended, self._ended = self._ended, []
         return ended
@@ -188,7 +195,7 @@ class CrossMemoryTransport:
         self._jobs = deque(job for job in self._jobs if not where(job))
 
     def _advance(self, job: _Job) -> tuple[int, str]:
-        """Copy a turn's rows; how many bytes that were, and what went wrong."""
+        """Copy a call's rows; how many bytes that were, and what went wrong."""
         part = slice(job.first, job.first + _num_rows(job.near[job.first : job.first + MAX_ROWS, 1]))
         job.first = part.stop
         near, far = job.near[part], job.far[part]
@@ -230,8 +237,8 @@ def _vectors(address: NDArray[np.uint64], length: NDArray[np.uint64]) -> Vectors
 
 
 def _num_rows(length: NDArray[np.uint64]) -> int:
-    """How many rows, one at least, hold no more than a turn's bytes."""
-    return max(1, int(np.searchsorted(np.cumsum(length), TURN_BYTES, side="right")))
+    """How many rows, one at least, hold no more than a call's bytes."""
+    return max(1, int(np.searchsorted(np.cumsum(length), CALL_BYTES, side="right")))
 
 
 def _call(name: str) -> _Call:

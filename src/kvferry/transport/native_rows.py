@@ -200,7 +200,10 @@ def _advance(target: Offsets, source: Offsets, length: Offsets, first: int, past
     left = STEP_BYTES
     for row in range(first, len(length)):
         num_bytes = length[row]
-        if past_cache:
+        if past_cache and not (target[row] | num_bytes) & (LINE_BYTES - 1):
+            for done in range(0, num_bytes, LINE_BYTES):
+                _write_line(target[row] + done, source[row] + done)
+        elif past_cache:
             _write_past_cache(target[row], source[row], num_bytes)
         else:
             _move(target[row], source[row], num_bytes)
