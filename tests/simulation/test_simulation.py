@@ -13,7 +13,7 @@ from kvferry.testing.simulation.run import simulate, simulate_with
 from kvferry.testing.simulation.summary import Summary
 
 NUM_RUNS = 600
-MAX_PLANT_RUNS = 1000
+MAX_PLANT_RUNS = 1500
 
 
 def test_nothing_is_wrong_whatever_goes_wrong():

@@ -61,7 +61,7 @@ class Faults:
     @classmethod
     def drawn(cls, dice: random.Random) -> Faults:
         """Calm, a theme, or a mixture in which each fault takes part with one chance in three."""
-        theme = dice.choice(["calm", "mixture", "mixture", "mixture", *THEMES])
+        theme = dice.choice(["calm", "mixture", "mixture", "mixture", "standstill", *THEMES])
         if theme == "calm":
             slow, late, hold, grow, told = (dice.choice([0.0, 0.3]) for _ in range(5))
             return replace(CALM, slow=slow, late=late, hold=hold, grow=grow, tell_states=told)
