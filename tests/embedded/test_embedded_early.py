@@ -103,7 +103,7 @@ def test_what_is_told_is_computed_and_stays(loop: Loop, source: Engine) -> None:
 
 def test_what_has_not_begun_cannot_be_finished(loop: Loop, source: Engine) -> None:
     with pytest.raises(RequestError, match="nothing is reserved"):
-        loop.run(source.finish("nobody", lambda tables, num_tokens: None))
+        loop.run(source.finish("nobody", lambda grown: None))
 
 
 def test_the_reference_comes_first_and_the_answer_is_that_of_one_leg(prefiller: Served, decoder: Served) -> None:

@@ -90,7 +90,7 @@ def test_of_a_ring_that_is_written_over_nothing_is_told_before_the_end(loop: Loo
     async def compute(num_tokens: int) -> list[int]:
         told.clear()
         await source.begin(request(f"r{num_tokens}", num_tokens, 1))
-        prefilled = await source.finish(f"r{num_tokens}", lambda tables, num_ready: told.append(num_ready))
+        prefilled = await source.finish(f"r{num_tokens}", lambda grown: told.append(grown.num_tokens))
         assert prefilled.num_tokens == num_tokens
         source.release(f"r{num_tokens}")
         return told
