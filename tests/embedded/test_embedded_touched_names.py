@@ -49,6 +49,7 @@ def test_functions_are_called_as_before(function: object) -> None:
 
 def test_attributes_are_still_there(source: Engine) -> None:
     manager, cache = source._core._manager, source._core._cache
+    assert len(source._core._model.get_decoder().layers) == source._core._model.config.num_hidden_layers
     for owner, names in (
         (manager, ["_wake_up_loop", "background_thread_status", "batch_processor", "output_router"]),
         (manager.background_thread_status, ["fatal_error"]),
