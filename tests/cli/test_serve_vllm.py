@@ -156,6 +156,17 @@ def test_it_announces_itself_and_leaves_nothing_behind_when_told_to_end(start, t
     assert_gone(pids)
 
 
+def test_vllm_is_in_our_session_and_in_a_process_group_of_its_own(start, tmp_path):
+    """Linux shares its cores among sessions first; and what we end must not be our own group."""
+    process = start()
+    process.stdout.readline()
+    first, helper = seen(tmp_path)[1]
+    assert os.getsid(first) == os.getsid(helper) == os.getsid(process.pid)
+    assert os.getpgid(first) == os.getpgid(helper) == first
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE_S) == 0
+
+
 def test_as_a_child_it_ends_when_its_parent_is_gone(start, tmp_path):
     process = start("--as-child")
     process.stdout.readline()

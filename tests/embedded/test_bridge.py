@@ -311,6 +311,24 @@ def test_a_promise_of_an_engine_that_stands_still_runs_out(monkeypatch):
     with_two_sides(scenario, lease_s=0.5)
 
 
+def test_an_engine_that_goes_on_has_all_its_silent_words_again(monkeypatch):
+    monkeypatch.setattr(bridge, "MAX_SILENT_WORDS", 2)
+
+    async def scenario(source, target):
+        words = []
+        await source.transfer.promise("r1", 7)
+        monkeypatch.setattr(source.transfer.agent, "grow", words.append)
+        for _ in range(3):
+            source.transfer._keep_promise("r1")
+        assert [word.num_ready for word in words] == [0, 0]
+        source.transfer.grow("r1", Grown(4, [[1]]))
+        for _ in range(3):
+            source.transfer._keep_promise("r1")
+        assert [word.num_ready for word in words] == [0, 0, 4, 0, 0]
+
+    with_two_sides(scenario)
+
+
 def test_a_promise_that_is_taken_back_ends_the_fetch_of_it():
     async def scenario(source, target):
         params = await source.transfer.promise("r1", 7)

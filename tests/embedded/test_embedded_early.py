@@ -210,6 +210,9 @@ def test_what_is_told_layer_by_layer_is_computed_and_stays(loop: Loop, model_pat
         prefilled = await engine.finish("early", lambda grown: told.append(grown.ahead))
         whole = states_of(engine, tuple(prefilled.block_tables[0]), NUM_TOKENS)
         engine.release("early")
+        # What steps compute after it is not its own.
+        await engine.prefill(request("plain", 40, 1))
+        engine.release("plain")
         await engine.idle()
         return [ahead for ahead in told if ahead.num_states], whole
 

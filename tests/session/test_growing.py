@@ -1,17 +1,41 @@
 """Leases that grow: what is claimed of them waits for its tokens, however long they take."""
 
+from dataclasses import replace
+
 import pytest
-from test_source_push import ABORT, CLAIM, CLEAN, GRANT, KEY, LANDED, LEASE, MET, NUM_BYTES, TIMING, said
+from test_source_push import (
+    ABORT,
+    CLAIM,
+    CLEAN,
+    GRANT,
+    KEY,
+    LANDED,
+    LEASE,
+    MET,
+    NUM_BYTES,
+    OFFER,
+    REFERENCE,
+    THEM,
+    TIMING,
+    US,
+    said,
+)
 from test_source_push import source as source  # the fixture
 from test_target_push import GRANTED, HANDSHAKE, WRITTEN, answer, failure
 from test_target_push import LANDED as TELL_LANDED
 from test_target_push import TIMING as TARGET_TIMING
 from test_target_push import target as target  # the fixture
 
+from kvferry.plan.copies import Direction
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.layout import Axis, State
+from kvferry.plan.model import CacheModel, Kept, LayerCache
+from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import (
     NOT_AHEAD,
     Ahead,
     Cancel,
+    Connect,
     Failed,
     LeaseGrown,
     Post,
@@ -21,6 +45,7 @@ from kvferry.session.events import (
     Tick,
     TicketEnded,
 )
+from kvferry.session.source import Identity, SourceSession
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
@@ -46,6 +71,12 @@ def test_the_last_word_said_again_changes_nothing_but_the_deadline(source):
     """A prompt may take longer than its lease lives."""
     waits = [(at, grown(0, NOWHERE), []) for at in range(2, 100, int(TIMING.lease_s) - 1)]
     play(source, [*BEGUN, *waits, (99, grown(6), [Post]), (100, grown(0, NOWHERE), [])])
+
+
+def test_a_word_that_goes_backwards_changes_nothing(source):
+    """The lease is as computed as it was, and ends with its reader."""
+    play(source, [*BEGUN, (2, grown(7), [Post]), (3, grown(0, NOWHERE), []), (4, TicketEnded(STRETCH, ""), [Reply])])
+    play(source, [(5, said(LANDED), [VALID, FREE])])
 
 
 def test_who_waits_for_tokens_hears_that_they_are_still_computed(source):
@@ -108,6 +139,44 @@ def test_what_is_left_is_sent_when_all_is_computed(cutting):
     assert len(posted(cutting.handle(layers(6, 2), 2))) == 2
     assert posted(cutting.handle(layers(6, 2), 3)) == []
     assert sum(num_bytes for _, num_bytes in posted(cutting.handle(grown(7), 4))) == NUM_BYTES // 2
+
+
+def test_states_of_fewer_tokens_are_not_sent_for_those_of_more(cutting):
+    """All states of five tokens are there, and what is cut are the states of six."""
+    assert len(posted(cutting.handle(layers(6, 1), 2))) == 1
+    play(cutting, [(3, grown(4, ahead=Ahead(5, 4)), [])])
+    assert len(posted(cutting.handle(grown(6), 4))) == 3
+
+
+def test_what_is_sent_of_some_states_is_not_all(cutting):
+    """The others are still computed when all tickets have ended: nothing is written yet, and who asks is patient."""
+    cutting.handle(layers(6, 1), 2)
+    play(cutting, [(3, TicketEnded(STRETCH, ""), []), (4, said(CLAIM, "y"), [Reply("y", QUEUED)])])
+    assert len(posted(cutting.handle(grown(6), 5))) == 3
+
+
+def kept(name, per_token):
+    return (Kept(State(name, "float32", 4, (Axis("head", 2), Axis("dim", 4)), per_token), "head"),)
+
+
+def test_the_last_states_are_sent_with_those_of_fixed_size():
+    """The second layer keeps one state of a whole request: it is there once all tokens are, and then it is sent."""
+    layers_of = (
+        LayerCache(0, "full", kept("model.layers.0.k", True)),
+        LayerCache(1, "ssm", kept("model.layers.1.s", False)),
+    )
+    model, token_bytes = CacheModel(2, layers_of), 4 * 2 * 4
+    (layout,), (there,) = (describe(model, EngineShape(1, 1, 4, 8, "token-major"), base) for base in (1 << 20, 1 << 30))
+    source = SourceSession(Identity(US, "0.1.0", (layout,), (), m.Probe(0, 0, 0)), TIMING)
+    source._carrying.stretch_bytes = 1
+    lease = replace(GROWING, block_tables=((), ()))
+    ranges, tables = (TokenRange(0, 7),) * 2, ((1, 2), (3,))
+    claim = m.Claim(THEM, "c1", REFERENCE, 7, (0,), Direction.WRITE, tables, ranges)
+    offer = m.TargetOffer(THEM, (there,), OFFER.transports, OFFER.probe)
+    met = [(0, said(offer), [Connect(THEM, offer)]), MET[2], (0, lease, []), (1, said(claim), [GRANT])]
+    play(source, met)
+    words = [grown(0, tables, Ahead(7, number)) for number in (1, 2)]
+    assert [posted(source.handle(word, 2)) for word in words] == [[(0, 7 * token_bytes)], [(1, token_bytes)]]
 
 
 def test_little_is_not_sent_state_by_state(cutting):

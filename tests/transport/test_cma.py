@@ -121,6 +121,23 @@ def test_a_long_ticket_is_copied_in_slices_and_does_not_hold_up_a_short_one(tran
         assert digest(buffer[:SIZE_BYTES]) == peer.digest()
 
 
+def test_tickets_of_one_size_end_one_after_the_other(transport, monkeypatch):
+    """A poll copies half of a ticket, and a call a quarter."""
+    page = mmap.PAGESIZE
+    monkeypatch.setattr("kvferry.transport.cma.CALL_BYTES", page)
+    monkeypatch.setattr("kvferry.transport.cma.SLICE_BYTES", 2 * page)
+    source, buffer = np.arange(4 * page, dtype=np.uint8), np.zeros(4 * page, np.uint8)
+    known = descriptor_of(memory_of(source))
+    transport.register(memory_of(buffer))
+    transport.connect("peer", msgspec.msgpack.encode(known))
+    copies = one_row(int(source.ctypes.data), int(buffer.ctypes.data), 4 * page)
+    tickets = [transport.post("peer", copies, Direction.READ) for _ in range(3)]
+    ended = [transport.poll() for _ in range(6)]
+    assert [completion.ticket for some in ended for completion in some] == tickets
+    assert [len(some) for some in ended] == [0, 1, 0, 1, 0, 1]
+    assert np.array_equal(source, buffer)
+
+
 @pytest.mark.parametrize("direction", Direction)
 def test_a_process_that_has_ended_is_an_error_in_both_directions(transport, direction):
     buffer = np.zeros(4096, np.uint8)

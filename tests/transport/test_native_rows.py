@@ -88,6 +88,28 @@ def test_more_rows_than_are_addressed_at_once() -> None:
     assert np.array_equal(target.reshape(-1, 4), source[:, :4])
 
 
+@pytest.mark.parametrize("length", [64, 256, 4096])
+@pytest.mark.parametrize("skip", [0, 1])
+def test_rows_of_whole_lines(length: int, skip: int) -> None:
+    """Into a target that is too large for the cache: lines alone, and none of them is left out or written twice."""
+    num_rows = LARGE // length
+    source = np.random.default_rng(4).integers(0, 256, num_rows * length + skip, dtype=np.uint8)
+    target = aligned(2 * num_rows * length)
+    near, far = np.arange(num_rows) * 2 * length, np.arange(num_rows) * length + skip
+    lengths = np.full(num_rows, length)
+    assert sum(ROWS.copy(side(source, *far), side(target, *near), lengths)) == num_rows * length
+    found = target.reshape(num_rows, 2, length)
+    assert np.array_equal(found[:, 0].ravel(), source[skip:])
+    assert (found[:, 1] == 0xEE).all()
+
+
+def aligned(num_bytes: int) -> np.ndarray:
+    """Where a line of the processor's cache begins."""
+    room = np.full(num_bytes + 64, 0xEE, np.uint8)
+    first = -address(room) % 64
+    return room[first : first + num_bytes]
+
+
 @pytest.mark.parametrize("num_rows", [0, 3])
 def test_rows_of_nothing(num_rows: int) -> None:
     view, zeros = np.zeros(4, np.uint8), np.zeros(num_rows, np.int64)

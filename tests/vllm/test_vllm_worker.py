@@ -2,7 +2,7 @@
 
 import importlib
 import logging
-import threading
+import queue
 import warnings
 from dataclasses import dataclass, field, replace
 
@@ -32,6 +32,7 @@ REFERENCE = Reference("prefill", "epoch", "cmpl-there", "lease")
 REPORT = FetchReport(39, 4096, 1, "tcp", "tcp 1 GB/s", "direct", {"wire": 0.1})
 LOST = TransferError(Reason.PEER_LOST, "gone")
 LONG = "x" * 5000
+LEASE = LeaseOrder("l", "lease", ((1,),), 40)
 
 
 @dataclass
@@ -144,7 +145,7 @@ def test_leased_blocks_are_given_back_once(rank, request_id):
 
 
 def test_everything_open_ends_with_the_agent(rank):
-    rank.worker.obey(Orders(leases=[LeaseOrder("l", "lease", ((1,),), 40)], fetches=[fetch()]))
+    rank.worker.obey(Orders(leases=[LEASE], fetches=[fetch()]))
     assert rank.says(Stopped()) == ({"l"}, {"a"}, {"a"})
     assert rank.says(TargetFree("a"), SourceFree("l", "done")) == NOTHING
 
@@ -162,14 +163,14 @@ def test_blocks_that_a_source_may_still_write_to_are_not_given_back(rank, caplog
 def test_orders_to_an_agent_that_has_stopped_end_at_once(rank, alive):
     rank.says(Stopped())
     rank.agent.alive = alive
-    rank.worker.obey(Orders(leases=[LeaseOrder("l", "lease", ((1,),), 40)], fetches=[fetch()]))
+    rank.worker.obey(Orders(leases=[LEASE], fetches=[fetch()]))
     assert rank.agent.wanted == []
     assert rank.told() == ({"l"}, {"a"}, {"a"})
     assert rank.told() == NOTHING
 
 
 def test_orders_before_the_last_word_of_an_agent_that_has_died_end_once(rank):
-    rank.worker.obey(Orders(leases=[LeaseOrder("l", "lease", ((1,),), 40)], fetches=[fetch()]))
+    rank.worker.obey(Orders(leases=[LEASE], fetches=[fetch()]))
     rank.agent.alive = False
     rank.worker.obey(Orders(leases=[LeaseOrder("m", "lease", ((1,),), 40)], fetches=[fetch("b")]))
     assert rank.says(Stopped()) == ({"l", "m"}, {"a", "b"}, {"a", "b"})
@@ -213,14 +214,31 @@ def test_a_rank_that_moved_nothing_does_not_spoil_the_figures(rank):
     assert rank.worker.take_stats().is_empty()
 
 
-def test_a_step_that_computes_nothing_waits_a_moment_for_what_is_under_way(rank):
+class LateNotices(queue.SimpleQueue):
+    """Has a word only for a step that waits for one."""
+
+    def __init__(self, notice):
+        self._notice = notice
+
+    def get(self, block=True, timeout=None):
+        assert timeout == 3600.0
+        return self._notice
+
+
+@pytest.mark.parametrize(
+    ("orders", "notice", "told"),
+    [
+        (Orders(fetches=[fetch()], is_idle=True), Fetched("a", REPORT), (set(), {"a"}, set())),
+        (Orders(leases=[LEASE], is_idle=True), SourceFree("l", "done"), ({"l"}, set(), set())),
+    ],
+    ids=["fetch", "lease"],
+)
+def test_a_step_that_computes_nothing_waits_a_moment_for_what_is_under_way(rank, monkeypatch, orders, notice, told):
     """The word comes while the step waits for it: the same step tells it."""
-    rank.worker.obey(Orders(fetches=[fetch()], is_idle=True))
-    threading.Timer(0.0, rank.worker._notices.put, [Fetched("a", REPORT)]).start()
-    told = rank.told()
-    while not told[1]:
-        told = rank.told()
-    assert told == (set(), {"a"}, set())
+    monkeypatch.setattr("kvferry.connectors.vllm.worker.IDLE_WAIT_S", 3600.0)
+    monkeypatch.setattr(rank.worker, "_notices", LateNotices(notice))
+    rank.worker.obey(orders)
+    assert rank.told() == told
 
 
 @pytest.mark.parametrize("orders", [Orders(fetches=[fetch()]), Orders(is_idle=True)], ids=["computes", "nothing open"])
