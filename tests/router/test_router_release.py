@@ -6,9 +6,20 @@ import asyncio
 
 import pytest
 from aiohttp import web
-from router_harness import TRANSFER, answer, cluster, decode_engine, failing, hanging, prefill_engine, resetting
+from router_harness import (
+    DEADLINE_S,
+    TRANSFER,
+    answer,
+    cluster,
+    decode_engine,
+    failing,
+    hanging,
+    prefill_engine,
+    resetting,
+)
 from test_router_flow import D0, P0, REQUEST, failed, pick, play, to_prefilling
 
+from kvferry.router import client
 from kvferry.router.events import (
     Answered,
     Cancel,
@@ -71,6 +82,14 @@ def test_an_answer_that_has_begun_has_read_its_cache(event, commands):
     play(Flow(REQUEST), *to_decoding(), (Opened(can_append=True), [Relay()]), (event, commands))
 
 
+@pytest.mark.parametrize(
+    ("last_word", "releases"),
+    [(PREFILLED.body, [released("client_left")]), (b'{"kv_transfer_params": null}', []), (b"{", []), (b"", [])],
+)
+def test_what_prefill_has_answered_while_the_client_left_is_released(last_word, releases):
+    play(Flow(REQUEST), *to_prefilling(), (ClientGone(last_word), [*releases, Cancel()]))
+
+
 @pytest.mark.parametrize("params", [b'{"remote_block_ids": [1]}', b'{"kvferry": ', b'{"a": {}}'])
 def test_what_other_engines_keep_is_left_to_them(params):
     flow = Flow(REQUEST)
@@ -119,6 +138,32 @@ def test_the_prefill_instance_is_told_when_the_client_leaves():
             asking.cancel()
             assert await c.prefill[0].released.get() == {"kv_transfer_params": OURS}
             assert await c.metric(RELEASES % "client_left") == 1
+
+    asyncio.run(main())
+
+
+def test_an_answer_of_prefill_that_is_under_way_when_the_client_leaves_is_heard(monkeypatch):
+    """Its blocks are kept already, for a decode leg that will not be: the decode instance hears nothing of it."""
+    monkeypatch.setattr("kvferry.router.driver.LAST_WORD_S", DEADLINE_S)
+    left, wait_until_gone = asyncio.Event(), client._wait_until_gone
+
+    async def noticed(receive):
+        await wait_until_gone(receive)
+        left.set()
+
+    async def crossing(request, seen):
+        await left.wait()
+        return await prefilled(request, seen)
+
+    async def main():
+        monkeypatch.setattr(client, "_wait_until_gone", noticed)
+        async with cluster([prefill_engine("p0", crossing)], [decode_engine()]) as c:
+            asking = asyncio.create_task(c.complete())
+            await c.prefill[0].arrived.wait()
+            asking.cancel()
+            assert await c.prefill[0].released.get() == {"kv_transfer_params": OURS}
+            assert await c.metric(RELEASES % "client_left") == 1
+            assert c.decode[0].seen == []
 
     asyncio.run(main())
 

@@ -54,6 +54,9 @@ from kvferry.router.upstream import Outgoing
 __all__ = ["Call", "Driver"]
 
 RELEASE_PATH = "/kvferry/release"
+# P may have answered in the moment in which the client left: its word is on its way, and keeps blocks for nobody. Much
+# longer, and P would compute in vain.
+LAST_WORD_S = 0.2
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +165,8 @@ class Driver:
         self._judge.sends(reservation, divided)
         self.pace.leg_began(role, self._now())
         event = await self._unless_client_leaves(leg.ask())
+        if isinstance(event, ClientGone) and role is Role.PREFILL:
+            event = ClientGone(await self._last_word())
         self.pace.leg_answered(role, self._now(), leg.head.headers)
         self._trace.leg_ended(outcome_of(event), self.pace.told)
         self._judge.hears(event, leg.head.headers, self.pace.decode_s)
@@ -223,6 +228,17 @@ class Driver:
         task = self._work = asyncio.create_task(work)
         await asyncio.wait({task, self._client.gone}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else ClientGone()
+
+    async def _last_word(self) -> bytes:
+        """What the leg in flight has answered to a client that is gone; empty when it does not, or with a refusal."""
+        if self._work is None:
+            return b""
+        await asyncio.wait({self._work}, timeout=LAST_WORD_S)
+        match self._work.result() if self._work.done() else None:
+            case Answered(status, body) if 200 <= status < 300:
+                return body
+            case _:
+                return b""
 
     async def _stop(self) -> None:
         if self._work is not None and not self._work.done():

@@ -118,7 +118,9 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class ClientGone:
-    """The client closed its connection."""
+    """The client closed its connection. `last_word` is what P has answered meanwhile, if it was P's turn."""
+
+    last_word: bytes = b""
 
 
 Event = Began | Picked | NobodyPicked | Skipped | TurnedAway | Answered | Opened | Ended | Failed | ClientGone

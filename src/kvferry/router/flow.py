@@ -188,6 +188,8 @@ class Flow:
         return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, event.reason), *self._finish(last)]
 
     def abandon(self, event: ClientGone) -> list[Command]:
+        if event.last_word:
+            self._kept = (kept_cache(event.last_word),)
         return [*self._release("client_left"), *self._finish(Cancel())]
 
     def _pick(self, role: Role) -> list[Command]:
