@@ -126,6 +126,10 @@ class Process:
     def until_reading(self, number: int = 1) -> None:
         eventually(lambda: self.num_reads >= number, f"{number} reads are under way")
 
+    @property
+    def num_slots(self) -> float:
+        return metric(self.url, "kvferry_agent_open_slots")
+
     def until_free(self) -> None:
         eventually(lambda: self.num_granted == 0, f"the blocks of {self.url} are free")
 

@@ -48,6 +48,9 @@ class AgentCollector(Collector):
         yield leases
         reads = GaugeMetricFamily("kvferry_agent_open_reads", "Reads that are under way.", value=agent.num_open_reads)
         yield reads
+        yield GaugeMetricFamily(
+            "kvferry_agent_open_slots", "Slots of staging memory held or waited for.", value=agent.num_slots
+        )
         moved = CounterMetricFamily(
             "kvferry_agent_moved_bytes", "Bytes that reads and writes of this agent have moved.", labels=("direction",)
         )
