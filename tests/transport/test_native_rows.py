@@ -35,7 +35,9 @@ def rows(draw: st.DrawFn) -> tuple[Side, Side, np.ndarray]:
     length = lengths[order]
     offset = (dice.random(len(length)) * (SMALL - 64 - length)).astype(np.int64)
     pieces = dice.integers(0, 3, len(length)), dice.integers(0, 2, len(length))
-    return Side(sources, pieces[0], offset), Side(targets, pieces[1], start[order]), length
+    starts = draw(st.sampled_from([(), (3, 10**12, 1 << 40)]))
+    source = Side(sources, pieces[0], offset + np.array(starts or (0, 0, 0))[pieces[0]], starts)
+    return source, Side(targets, pieces[1], start[order]), length
 
 
 def copied(copy, source: Side, target: Side, length: np.ndarray) -> tuple[list[np.ndarray], int]:
@@ -118,15 +120,19 @@ def test_rows_of_nothing(num_rows: int) -> None:
 
 @pytest.mark.parametrize(
     ("piece", "offset", "length"),
-    [(0, 95, 6), (0, -1, 2), (0, 0, 101), (0, 0, -1), (1, 0, 1), (-1, 0, 1), (0, 1 << 62, 1)],
+    [(0, 95, 6), (0, -1, 2), (0, 0, 101), (0, 0, -1), (2, 0, 1), (-1, 0, 1), (0, 1 << 62, 1)],
 )
+@pytest.mark.parametrize("starts", [(), (7, 5000)])
 @pytest.mark.parametrize("is_target", [True, False])
-def test_a_row_outside_its_view_is_refused(piece: int, offset: int, length: int, is_target: bool) -> None:
+def test_a_row_outside_its_view_is_refused(
+    piece: int, offset: int, length: int, starts: tuple[int, ...], is_target: bool
+) -> None:
     """Whoever calls has checked it; but machine code would write anywhere."""
-    views = (np.zeros(100, np.uint8),)
-    bad = Side(views, np.array([0, piece]), np.array([0, offset]))
+    views = (np.zeros(100, np.uint8), np.zeros(100, np.uint8))
+    first = starts[0] if starts else 0
+    bad = Side(views, np.array([0, piece]), np.array([first, first + offset]), starts)
     good = Side((np.zeros(1000, np.uint8),), np.zeros(2, np.int64), np.array([0, 0]))
-    with pytest.raises((TransportError, ValueError)):
+    with pytest.raises((TransportError, ValueError, IndexError)):
         sum(ROWS.copy(*((good, bad) if is_target else (bad, good)), np.array([1, length])))
     assert not views[0].any()
 

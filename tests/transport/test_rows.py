@@ -110,42 +110,50 @@ def test_chunks_are_all_rows_in_order_and_bounded(lengths: list[int], size: int)
     assert all(int(length[chunk].sum()) < size + 100 for chunk in chunks)
 
 
-PIECES = Pieces.of([(1000, 100), (1100, 50), (5000, 10)])
+VIEWS = [np.zeros(size, np.uint8) for size in (100, 50, 10)]
+PIECES = Pieces.of([(1000, 100), (1100, 50), (5000, 10)], VIEWS)
+ONE_PIECE = Pieces.of([(1000, 100)], VIEWS[:1])
 
 
-@given(st.integers(0, 6000), st.integers(0, 6000))
-def test_a_row_lies_in_one_piece_or_is_refused(address: int, length: int) -> None:
+@given(st.sampled_from([PIECES, ONE_PIECE]), st.lists(st.tuples(st.integers(900, 1200), st.integers(0, 200))))
+def test_rows_lie_in_one_piece_or_the_first_that_does_not_is_named(pieces: Pieces, rows: list[tuple[int, int]]) -> None:
+    columns = np.array([row[0] for row in rows], np.uint64), np.array([row[1] for row in rows], np.uint64)
+    extents = list(zip(pieces.address.tolist(), pieces.size_bytes.tolist(), strict=True))
     inside = [
-        number
-        for number, (start, size) in enumerate(zip(PIECES.address.tolist(), PIECES.size_bytes.tolist(), strict=True))
-        if start <= address and address + length <= start + size
+        [i for i, (start, size) in enumerate(extents) if start <= address and address + length <= start + size]
+        for address, length in rows
     ]
-    columns = np.array([address], np.uint64), np.array([length], np.uint64)
-    if not inside:
-        with pytest.raises(TransportError, match="row 0 leaves"):
-            PIECES.locate(*columns, "somebody")
+    if not all(inside):
+        wanted = f"^row {next(i for i, found in enumerate(inside) if not found)} leaves"
+        for ask in (pieces.check, pieces.locate, pieces.side):
+            with pytest.raises(TransportError, match=wanted):
+                ask(*columns, "somebody")
         return
-    piece, offset = PIECES.locate(*columns, "somebody")
-    assert piece[0] in inside
-    assert offset[0] == address - int(PIECES.address[piece[0]])
+    pieces.check(*columns, "somebody")
+    assert all(piece in found for piece, found in zip(pieces.locate(*columns, "somebody"), inside, strict=True))
+    side = pieces.side(*columns, "somebody")
+    found = [extents[piece][0] + begin for piece, begin in zip(side.piece.tolist(), side.begins.tolist(), strict=True)]
+    assert found == [address for address, _ in rows]
+    assert side.rows(slice(1, None)).begins.tolist() == side.begins[1:].tolist()
 
 
+@pytest.mark.parametrize("pieces", [PIECES, ONE_PIECE])
 @pytest.mark.parametrize("address", [0, 999, 1151, 4990, 5011, 2**63, 2**64 - 1])
 @pytest.mark.parametrize("length", [1, 2**63, 2**64 - 1])
-def test_sums_that_overflow_are_outside(address: int, length: int) -> None:
+def test_sums_that_overflow_are_outside(pieces: Pieces, address: int, length: int) -> None:
     with pytest.raises(TransportError):
-        PIECES.locate(np.array([address], np.uint64), np.array([length], np.uint64), "somebody")
+        pieces.check(np.array([address], np.uint64), np.array([length], np.uint64), "somebody")
 
 
 def test_a_length_that_wraps_around_is_outside() -> None:
     with pytest.raises(TransportError):
-        PIECES.locate(np.array([1050], np.uint64), np.array([2**64 - 10], np.uint64), "somebody")
+        PIECES.check(np.array([1050], np.uint64), np.array([2**64 - 10], np.uint64), "somebody")
 
 
 def test_the_first_bad_row_is_named() -> None:
     address = np.array([1000, 1000, 999], np.uint64)
     with pytest.raises(TransportError, match=r"row 1 leaves .* of somebody; found: 101 bytes at 0x3e8"):
-        PIECES.locate(address, np.array([100, 101, 1], np.uint64), "somebody")
+        PIECES.check(address, np.array([100, 101, 1], np.uint64), "somebody")
 
 
 @pytest.mark.parametrize("extents", [[(10, 10), (19, 1)], [(10, 10), (10, 10)], [(0, 5)], [(5, 0)], [(1 << 63, 1)]])
@@ -157,6 +165,6 @@ def test_pieces_are_disjoint_and_exist(extents: list[tuple[int, int]]) -> None:
 def test_nothing_registered_holds_no_row() -> None:
     none = Pieces.of(())
     empty = np.empty(0, np.uint64)
-    assert len(none.locate(empty, empty, "somebody")[0]) == 0
+    assert len(none.side(empty, empty, "somebody").piece) == 0
     with pytest.raises(TransportError, match="no registered memory"):
-        none.locate(np.array([1], np.uint64), np.array([1], np.uint64), "somebody")
+        none.check(np.array([1], np.uint64), np.array([1], np.uint64), "somebody")

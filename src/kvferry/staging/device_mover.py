@@ -89,8 +89,8 @@ class DeviceMover:
         if self._is_closed:
             self._ended[key] = CLOSED
             return
-        self._pieces.locate(copies.source, copies.length, "this process (source)")
-        self._pieces.locate(copies.target, copies.length, "this process (target)")
+        self._pieces.check(copies.source, copies.length, "this process (source)")
+        self._pieces.check(copies.target, copies.length, "this process (target)")
         tile = tile_of(copies)
         if len(tile):
             self._running[key] = self._launcher.launch(tile)

@@ -29,15 +29,26 @@ IN_CACHE_BYTES = 2 << 20
 # So many rows are checked and addressed at once: their columns stay in the cache.
 PART_ROWS = 16 << 10
 
+NO_PIECES = np.empty(0, np.int64)
 _COLUMN = types.Array(types.int64, 1, "C")
 
 
 class Resolve(Protocol):
-    """Write where rows begin, `address[piece] + offset`, to `found`. Returns the first row outside its view, or -1."""
+    """Write the addresses where rows begin to `found`. Returns the first row outside its view, or -1.
+
+    Row i begins `offset[i] - start[piece[i]]` bytes behind `address[piece[i]]`; no `piece` stands for zeros.
+    """
 
     # Few and plain arguments, here and below: with the columns in tuples the loop took a third longer.
     def __call__(
-        self, address: Offsets, size: Offsets, piece: Offsets, offset: Offsets, length: Offsets, found: Offsets
+        self,
+        address: Offsets,
+        size: Offsets,
+        start: Offsets,
+        piece: Offsets,
+        offset: Offsets,
+        length: Offsets,
+        found: Offsets,
     ) -> int: ...
 
 
@@ -67,13 +78,13 @@ class NativeRows:
             yield from self._copy_part(_cut(*rows) if int(rows[2].max()) > STEP_BYTES else rows, past_cache)
 
     def _addresses(self, places: _Places, part: slice, sizes: Offsets) -> Offsets:
-        piece, offset, length = _column(places.side.piece[part]), _column(places.side.offset[part]), sizes[part]
+        piece, offset, length = places.pieces(part), _column(places.side.offset[part]), sizes[part]
         found = np.empty(len(length), np.int64)
-        row = self.resolve(places.address, places.size_bytes, piece, offset, length, found)
+        row = self.resolve(places.address, places.size_bytes, places.start, piece, offset, length, found)
         if row >= 0:
             raise TransportError(
                 f"row {part.start + row} leaves its memory, and nothing has refused it: a defect of ours",
-                found=f"{length[row]} bytes at {offset[row]} of view {piece[row]}",
+                found=f"{length[row]} bytes at {offset[row]} of view {places.side.piece[part.start + row]}",
                 expected=f"{len(places.address)} views of {places.size_bytes.min()} to {places.size_bytes.max()} bytes",
             )
         return found
@@ -92,11 +103,12 @@ _Rows: TypeAlias = tuple[Offsets, Offsets, Offsets]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """A side, and of each of its views the address and the size."""
+    """A side, and of each of its views the address, the size, and what offsets count from."""
 
     side: Side
     address: Offsets
     size_bytes: Offsets
+    start: Offsets
 
     @classmethod
     def of(cls, side: Side) -> _Places:
@@ -106,7 +118,12 @@ class _Places:
         for number in side.used:
             view = side.views[number]
             address[number], size_bytes[number] = view.__array_interface__["data"][0], view.size
-        return cls(side, address, size_bytes)
+        start = np.array(side.starts or [0] * len(side.views), np.int64)
+        return cls(side, address, size_bytes, start)
+
+    def pieces(self, part: slice) -> Offsets:
+        """In which view each row lies; nothing where there is only one."""
+        return NO_PIECES if len(self.side.views) == 1 else _column(self.side.piece[part])
 
 
 def _column(values: Offsets) -> Offsets:
@@ -128,7 +145,7 @@ def compile_rows(on_disk: bool) -> NativeRows:
     Takes a second or two the first time. Raises whatever numba and the file system raise.
     """
     number = types.int64
-    resolve = njit(number(*[_COLUMN] * 6), nogil=True, cache=on_disk)(_resolve)
+    resolve = njit(number(*[_COLUMN] * 7), nogil=True, cache=on_disk)(_resolve)
     advance = njit(number(_COLUMN, _COLUMN, _COLUMN, number, types.boolean), nogil=True, cache=on_disk)(_advance)
     return NativeRows(resolve, advance)
 
@@ -187,10 +204,22 @@ def _write_past_cache(target: int, source: int, num_bytes: int) -> None:
         _move(target + last, source + last, num_bytes - last)
 
 
-def _resolve(address: Offsets, size: Offsets, piece: Offsets, offset: Offsets, length: Offsets, found: Offsets) -> int:
+def _resolve(
+    address: Offsets,
+    size: Offsets,
+    start: Offsets,
+    piece: Offsets,
+    offset: Offsets,
+    length: Offsets,
+    found: Offsets,
+) -> int:
+    in_many = len(piece) > 0
     for row in range(len(length)):
-        number, skip, num_bytes = piece[row], offset[row], length[row]
-        if number < 0 or number >= len(size) or skip < 0 or num_bytes < 0 or skip > size[number] - num_bytes:
+        number, num_bytes = piece[row] if in_many else 0, length[row]
+        if number < 0 or number >= len(size):
+            return row
+        skip = offset[row] - start[number]
+        if skip < 0 or num_bytes < 0 or skip > size[number] - num_bytes:
             return row
         found[row] = address[number] + skip
     return -1

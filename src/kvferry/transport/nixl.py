@@ -204,8 +204,8 @@ class NixlTransport:
         is_read = direction is Direction.READ
         near, far = (copies.target, copies.source) if is_read else (copies.source, copies.target)
         # Checked before it is split: a row of nonsense length would be split into very many.
-        self._registry.pieces.locate(near, copies.length, f"this process ({direction})")
-        known.pieces.locate(far, copies.length, f"peer {peer!r} ({direction})")
+        self._registry.pieces.check(near, copies.length, f"this process ({direction})")
+        known.pieces.check(far, copies.length, f"peer {peer!r} ({direction})")
         rows = split(copies, PART_BYTES)
         source, target = describe(rows.source, rows.length), describe(rows.target, rows.length)
         local, remote = (target, source) if is_read else (source, target)

@@ -112,7 +112,7 @@ class Devices:
         """Write the devices' numbers into the rows; which of them lie in a device's memory."""
         if not self.kinds:
             return np.zeros(len(rows), np.bool_)
-        piece, _ = pieces.locate(rows[:, 0], rows[:, 1], "a device")
+        piece = pieces.locate(rows[:, 0], rows[:, 1], "a device")
         rows[:, 2] = np.array(self.numbers, np.uint64)[piece]
         return np.array([kind is MemoryKind.VRAM for kind in self.kinds])[piece]
 

@@ -39,10 +39,10 @@ def copy(source: Side, target: Side, length: Offsets) -> Iterator[int]:
 
     `length` is an int64 column. Rows must lie inside their views and their targets must not overlap.
     """
+    rows = _Rows(source.begins, target.begins, length)
     pair = source.piece * len(target.views) + target.piece
     for members in _groups(pair.astype(np.uint16) if _fits_uint16(source, target) else pair):
         first = int(members[0])
-        rows = _Rows(source.offset, target.offset, length)
         yield from _copy_between(
             source.views[int(source.piece[first])],
             target.views[int(target.piece[first])],

@@ -25,15 +25,27 @@ ROWS_AT_ONCE = 16 << 10
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """One side of rows: row i begins at byte `offset[i]` of `views[piece[i]]`. Two int64 columns."""
+    """One side of rows: row i lies in `views[piece[i]]`, and `offset[i]` is where it begins. Two int64 columns.
+
+    Offsets count from `starts[piece[i]]`, or from the beginning of the view where `starts` is empty: addresses can be
+    used as they are, without a column of differences.
+    """
 
     views: tuple[View, ...]
     piece: Offsets
     offset: Offsets
+    starts: tuple[int, ...] = ()
 
     def rows(self, which: slice | NDArray[np.intp]) -> Side:
         """Only some of the rows."""
-        return Side(self.views, self.piece[which], self.offset[which])
+        return Side(self.views, self.piece[which], self.offset[which], self.starts)
+
+    @property
+    def begins(self) -> Offsets:
+        """At which byte of its view each row begins."""
+        if not self.starts:
+            return self.offset
+        return self.offset - (self.starts[0] if len(self.starts) == 1 else np.array(self.starts)[self.piece])
 
     @property
     def used(self) -> list[int]:
@@ -72,34 +84,42 @@ class Pieces:
         shown = tuple(views)
         return cls(address, size, tuple(shown[i] for i in order) if shown else ())
 
-    def locate(self, address: Column, length: Column, owner: str) -> tuple[Offsets, Offsets]:
-        """For each row the index of its piece and its offset there.
+    def check(self, address: Column, length: Column, owner: str) -> None:
+        """Raises TransportError naming the first row that does not lie within one piece of `owner`."""
+        if len(self.address) != 1 or not self._holds_all(address, length):
+            self.locate(address, length, owner)
 
-        Raises TransportError naming the first row that does not lie within one piece of `owner`.
-        """
+    def locate(self, address: Column, length: Column, owner: str) -> Offsets:
+        """For each row the index of its piece. Raises TransportError like `check`."""
         if not len(self.address):
             if len(address):
                 raise TransportError(f"{owner} has no registered memory", expected="register() before post()")
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        is_one = len(self.address) == 1
-        piece = np.broadcast_to(np.int64(0), address.shape) if is_one else np.empty(len(address), np.int64)
-        offset = np.empty(len(address), np.uint64)
+            return np.empty(0, np.int64)
+        piece = np.empty(len(address), np.int64)
         for first in range(0, len(address), ROWS_AT_ONCE):
             part = slice(first, first + ROWS_AT_ONCE)
-            start, size = self.address, self.size_bytes
-            if not is_one:
-                piece[part] = np.maximum(np.searchsorted(start, address[part], side="right") - 1, 0)
-                start, size = start[piece[part]], size[piece[part]]
+            piece[part] = np.maximum(np.searchsorted(self.address, address[part], side="right") - 1, 0)
+            start, size = self.address[piece[part]], self.size_bytes[piece[part]]
             # Below the first piece the difference wraps around to a huge offset, which is outside as well.
-            np.subtract(address[part], start, out=offset[part])
-            outside = (offset[part] > size) | (length[part] > size - offset[part])
+            offset = address[part] - start
+            outside = (offset > size) | (length[part] > size - offset)
             if outside.any():
                 self._refuse(first + int(outside.argmax()), (address, length), owner)
-        return piece, offset.view(np.int64)
+        return piece
 
     def side(self, address: Column, length: Column, owner: str) -> Side:
-        """The rows as places in `views`. Raises TransportError like `locate`."""
-        return Side(self.views, *self.locate(address, length, owner))
+        """The rows as places in `views`. Raises TransportError like `check`."""
+        starts = tuple(self.address.tolist())
+        if len(self.address) == 1 and self._holds_all(address, length):
+            return Side(self.views, np.broadcast_to(np.int64(0), address.shape), address.view(np.int64), starts)
+        return Side(self.views, self.locate(address, length, owner), address.view(np.int64), starts)
+
+    def _holds_all(self, address: Column, length: Column) -> bool:
+        """Whether the first piece surely holds every row. A look at the extremes takes a fifth of one at each row."""
+        if not len(address):
+            return True
+        first, stop = int(self.address[0]), int(self.address[0] + self.size_bytes[0])
+        return first <= int(address.min()) and int(address.max()) + int(length.max()) <= stop
 
     def _refuse(self, row: int, columns: tuple[Column, Column], owner: str) -> None:
         start, length = int(columns[0][row]), int(columns[1][row])

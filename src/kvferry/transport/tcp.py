@@ -115,8 +115,8 @@ class TcpTransport:
         lane, pieces = known
         here = f"this process ({direction})"
         # Checked before it is split: a row of nonsense length would be split into very many.
-        self._registry.pieces.locate(_near(copies, direction), copies.length, here)
-        pieces.locate(_far(copies, direction), copies.length, f"peer {peer!r} ({direction})")
+        self._registry.pieces.check(_near(copies, direction), copies.length, here)
+        pieces.check(_far(copies, direction), copies.length, f"peer {peer!r} ({direction})")
         rows = split(copies, CHUNK_BYTES)
         local = self._registry.pieces.side(_near(rows, direction), rows.length, here)
         ticket = Ticket(next(self._numbers))

@@ -181,7 +181,7 @@ class Lane:
 
 
 def _only_row(side: Side, sizes: Offsets) -> memoryview:
-    start = int(side.offset[0])
+    start = int(side.begins[0])
     return side.views[int(side.piece[0])].data[start : start + int(sizes[0])]
 
 

@@ -188,7 +188,7 @@ class Server:
                 found=f"{int(length.min())} to {int(length.max())} bytes",
                 expected=f"1 to {CHUNK_BYTES}",
             )
-        self._registry.pieces.locate(address, length, THIS)
+        self._registry.pieces.check(address, length, THIS)
 
     def _send(self, connection: Connection, rows: tuple[Column, Column], staging: View) -> None:
         for address, length, sizes in _chunks(rows):
