@@ -161,7 +161,7 @@ def _input_is_closed() -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes], within_s: float) -> None:
-    """Politely, then by force; nothing of its session survives."""
+    """Politely, then by force; nothing of its group survives."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(within_s)
