@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -29,13 +29,13 @@ from kvferry.router.members import MembersFile, Registry
 from kvferry.router.membership import Membership
 from kvferry.router.metrics import Metrics
 from kvferry.router.models import find_model, list_models
+from kvferry.router.pool import Pool
 from kvferry.router.prompt import task_of
 from kvferry.router.readiness import readiness
 from kvferry.router.request import Endpoint, parse_request
 from kvferry.router.services import Services
 from kvferry.router.status import status_of
 from kvferry.router.tracing import NO_TRACING, Tracing
-from kvferry.router.upstream import open_session
 
 __all__ = ["create_app"]
 
@@ -55,10 +55,9 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> Starlette
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with open_session(config) as session:
-            errands = Errands(session, config)
-            app.state.services = Services(config, membership, metrics, session, errands, tracing)
-            prober = Prober(session, membership, config)
+        async with aclosing(Pool(config.connect_timeout_s)) as pool, aclosing(Errands(pool, config)) as errands:
+            app.state.services = Services(config, membership, metrics, pool, errands, tracing)
+            prober = Prober(pool, membership, config)
             await prober.probe_all()
             runs = [prober.run(), *(file.run() for file in watched)]
             tasks = {asyncio.create_task(run) for run in runs}
@@ -68,7 +67,6 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> Starlette
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks)
-                await errands.close()
 
     routes = [
         *(Route(endpoint, Generate(endpoint), methods=["POST"]) for endpoint in Endpoint),

@@ -181,7 +181,7 @@ class Driver:
     async def release(self, command: Release) -> None:
         self._services.metrics.count_release(command.reason)
         headers = prefill_headers(self._call.headers, self._call.request_id)
-        outgoing = Outgoing("POST", command.instance.url + RELEASE_PATH, headers, command.body)
+        outgoing = Outgoing("POST", command.instance.url, RELEASE_PATH, headers, command.body)
         self._services.errands.send(outgoing)
 
     async def relay(self, command: Relay) -> Event:
@@ -262,7 +262,7 @@ class Driver:
         headers = select(self._call.headers, self._call.request_id)
         if traced := self._trace.leg_began(command.instance):
             headers = [*(pair for pair in headers if pair[0] not in dict(traced)), *traced]
-        return Outgoing("POST", command.instance.url + self._call.target, headers, command.body)
+        return Outgoing("POST", command.instance.url, self._call.target, headers, command.body)
 
     def _response_headers(self, head: Head) -> Headers:
         own = {"x-request-id": self._call.request_id, "x-kvferry-path": str(self.flow.path)}

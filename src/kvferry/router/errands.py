@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import aiohttp
-
 from kvferry.router.config import RouterConfig
+from kvferry.router.pool import Pool
 from kvferry.router.upstream import FAILURES, Exchange, Outgoing
 
 __all__ = ["Errands"]
@@ -18,8 +17,8 @@ logger = logging.getLogger(__name__)
 class Errands:
     """Belongs to the app's event loop. An errand that fails is only logged: its effect comes later anyway."""
 
-    def __init__(self, session: aiohttp.ClientSession, config: RouterConfig) -> None:
-        self._session = session
+    def __init__(self, pool: Pool, config: RouterConfig) -> None:
+        self._pool = pool
         self._limit_s = config.probe_timeout_s
         self._open: set[asyncio.Task[None]] = set()
 
@@ -29,7 +28,7 @@ class Errands:
         self._open.add(errand)
         errand.add_done_callback(self._open.discard)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Wait for what is under way: each errand has a time limit of its own."""
         if self._open:
             await asyncio.wait(self._open)
@@ -37,7 +36,7 @@ class Errands:
     async def _run(self, outgoing: Outgoing) -> None:
         try:
             async with asyncio.timeout(self._limit_s):
-                exchange = await Exchange.open(self._session, outgoing)
+                exchange = await Exchange.open(self._pool, outgoing)
                 exchange.close()
         except FAILURES as error:
-            logger.info("an errand to %s failed: %r", outgoing.url, error)
+            logger.info("an errand to %s failed: %r", outgoing.base, error)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-import aiohttp
-
 from kvferry.router.config import RouterConfig
 from kvferry.router.info import ask_facts
 from kvferry.router.member import Member, Verdict
 from kvferry.router.membership import Membership
 from kvferry.router.policy import Instance
+from kvferry.router.pool import Pool
 from kvferry.router.upstream import CONNECT_TIMEOUT, DEADLINE, FAILURES, Exchange, Outgoing, reason_of
 
 __all__ = ["Prober"]
@@ -25,8 +24,8 @@ ROUNDS_PER_INFO = 15
 class Prober:
     """Keeps a membership's health true. One task runs it for the life of the app."""
 
-    def __init__(self, session: aiohttp.ClientSession, membership: Membership, config: RouterConfig) -> None:
-        self._session = session
+    def __init__(self, pool: Pool, membership: Membership, config: RouterConfig) -> None:
+        self._pool = pool
         self._membership = membership
         self._config = config
         self._round = 0
@@ -55,7 +54,7 @@ class Prober:
                 ready = await self._ask(instance, "/ready")
                 healthy = 200 if ready == 200 else await self._ask(instance, "/health")
                 if healthy == 200 and (not member.healthy or self._round % ROUNDS_PER_INFO == 0):
-                    self._membership.introduce(instance, await ask_facts(self._session, instance))
+                    self._membership.introduce(instance, await ask_facts(self._pool, instance))
         except FAILURES as error:
             reason = reason_of(error, DEADLINE)
             verdict = Verdict.SILENT if reason in SLOW else Verdict.DOWN
@@ -71,6 +70,6 @@ class Prober:
             self._membership.probed(instance, Verdict.READY, "it is ready")
 
     async def _ask(self, instance: Instance, path: str) -> int:
-        exchange = await Exchange.open(self._session, Outgoing("GET", instance.url + path, [], b""))
+        exchange = await Exchange.open(self._pool, Outgoing("GET", instance.url, path, [], b""))
         exchange.close()
         return exchange.status

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import aiohttp
 import msgspec
 
 from kvferry.router.compatibility import Facts
 from kvferry.router.policy import Instance
+from kvferry.router.pool import Pool
 from kvferry.router.upstream import Exchange, Outgoing
 
 __all__ = ["INFO_PATH", "ask_facts"]
@@ -44,21 +44,21 @@ class Version(msgspec.Struct):
     version: str = ""
 
 
-async def ask_facts(session: aiohttp.ClientSession, instance: Instance) -> Facts:
+async def ask_facts(pool: Pool, instance: Instance) -> Facts:
     """Empty where it tells nothing that can be understood. Raises only `FAILURES`."""
-    told = await _get(session, instance.url + INFO_PATH)
+    told = await _get(pool, instance, INFO_PATH)
     if told:
         info = _understood(told, Info) or Info()
         named = (info.engine, info.version, info.wire_version, info.epoch)
         return Facts(*named, info.models, info.cache, info.prefix_cache)
-    models = _understood(await _get(session, instance.url + "/v1/models"), Models) or Models([])
-    version = _understood(await _get(session, instance.url + "/version"), Version) or Version()
+    models = _understood(await _get(pool, instance, "/v1/models"), Models) or Models([])
+    version = _understood(await _get(pool, instance, "/version"), Version) or Version()
     owners = sorted({model.owned_by for model in models.data})
     return Facts(" ".join(owners), version.version, "", "", tuple(model.id for model in models.data), "")
 
 
-async def _get(session: aiohttp.ClientSession, url: str) -> bytes:
-    exchange = await Exchange.open(session, Outgoing("GET", url, [], b""))
+async def _get(pool: Pool, instance: Instance, path: str) -> bytes:
+    exchange = await Exchange.open(pool, Outgoing("GET", instance.url, path, [], b""))
     try:
         return await exchange.whole(MAX_BYTES) if exchange.status == 200 else b""
     finally:

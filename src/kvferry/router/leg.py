@@ -109,7 +109,7 @@ class Leg:
             self._exchange.close()
 
     async def _ask(self) -> Answered | Opened:
-        exchange = self._exchange = await Exchange.open(self._services.session, self._outgoing)
+        exchange = self._exchange = await Exchange.open(self._services.pool, self._outgoing)
         if self.instance.role is Role.DECODE and 200 <= exchange.status < 300:
             self._first = await exchange.piece()
             return Opened(exchange.is_plain_event_stream)

@@ -35,7 +35,7 @@ async def list_models(services: Services, target: str, headers: Headers) -> tupl
     """
     membership = services.membership
     instances = [*membership.healthy(Role.PREFILL), *membership.healthy(Role.DECODE)]
-    outgoing = [Outgoing("GET", instance.url + target, headers, b"") for instance in instances]
+    outgoing = [Outgoing("GET", instance.url, target, headers, b"") for instance in instances]
     answers = await asyncio.gather(*(_ask(services, one) for one in outgoing))
     models = {model.id: raw for status, body in answers if status == 200 for model, raw in _entries(body)}
     if models:
@@ -60,7 +60,7 @@ async def _ask(services: Services, outgoing: Outgoing) -> tuple[int, bytes]:
     """Status and body; a status of 0 when the instance could not be asked."""
     try:
         async with asyncio.timeout(services.config.probe_timeout_s):
-            exchange = await Exchange.open(services.session, outgoing)
+            exchange = await Exchange.open(services.pool, outgoing)
             try:
                 return exchange.status, await exchange.whole(services.config.max_answer_bytes)
             finally:

@@ -1,28 +1,22 @@
-"""The border to aiohttp: one exchange with one upstream, its failures as short labels."""
+"""One exchange with one upstream, and its failures as short labels."""
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 
-import aiohttp
-from yarl import URL
-
-from kvferry.errors import PeerError
-from kvferry.router.config import RouterConfig
+from kvferry.errors import PeerError, TransportError
+from kvferry.router.connection import Connection
 from kvferry.router.headers import Headers
+from kvferry.router.pool import Origin, Pool, origin_of
+from kvferry.router.reply import Reply
 
-__all__ = ["DEADLINE", "FAILURES", "GONE", "STALL", "WORDS", "Exchange", "Outgoing", "open_session", "reason_of"]
+__all__ = ["DEADLINE", "FAILURES", "GONE", "STALL", "WORDS", "Exchange", "Outgoing", "reason_of"]
 
 REFUSED, CONNECT_TIMEOUT, RESET, MALFORMED = "refused", "connect_timeout", "reset", "malformed"
 DEADLINE, STALL = "deadline", "stall"
 
 # The reasons that say something about the instance rather than about one request.
 GONE = frozenset((REFUSED, CONNECT_TIMEOUT, RESET))
-
-# How long an idle connection is kept for the next leg.
-KEPT_S = 2.0
-LARGE_BYTES = 1 << 19
 
 # What a client is told. The error itself names hosts and ports of the inside, so it goes to the log.
 WORDS = {
@@ -35,71 +29,68 @@ WORDS = {
 }
 
 # Everything that an upstream can make an exchange raise.
-FAILURES = (aiohttp.ClientError, OSError, PeerError)
+FAILURES = (OSError, PeerError)
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A request to an upstream; `url` is absolute and already encoded."""
+    """A request to an upstream: `base` is the URL of an instance, `target` path and query, already encoded."""
 
     method: str
-    url: str
+    base: str
+    target: str
     headers: Headers
     body: bytes
-
-
-def open_session(config: RouterConfig) -> aiohttp.ClientSession:
-    """The client of one app; the caller closes it. Must be called in the app's event loop.
-
-    Connections are kept for less time than servers keep theirs (vLLM: 5 s): one that the upstream closes in the moment
-    of its next use looks like a broken engine.
-    """
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
-        timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_timeout_s),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-        skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent", "Content-Type"),
-    )
 
 
 class Exchange:
     """One request and its response as it arrives. Raises only `FAILURES`; `close` it in the end."""
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
+    def __init__(self, pool: Pool, origin: Origin, connection: Connection, reply: Reply) -> None:
+        self._pool, self._origin, self._connection, self._reply = pool, origin, connection, reply
+        self._is_over = False
 
     @classmethod
-    async def open(cls, session: aiohttp.ClientSession, outgoing: Outgoing) -> Exchange:
-        """Send a request and wait for the head of its response. Cancelling it closes the connection."""
-        response = await session.request(
-            outgoing.method,
-            URL(outgoing.url, encoded=True),
-            headers=[(_text(name), _text(value)) for name, value in outgoing.headers],
-            data=_payload(outgoing.body),
-            allow_redirects=False,
-        )
-        return cls(response)
+    async def open(cls, pool: Pool, outgoing: Outgoing) -> Exchange:
+        """Send a request and wait for the head of its response. Cancelling it closes the connection.
+
+        Whoever only asks (GET) asks on a connection of its own: a probe is to find out whether there is one.
+        """
+        origin = origin_of(outgoing.base)
+        connection = await (pool.connect(origin) if outgoing.method == "GET" else pool.take(origin))
+        exchange = cls(pool, origin, connection, connection.send(_head(origin, outgoing), outgoing.body))
+        try:
+            await exchange._until_head()
+        finally:
+            if not exchange.status:
+                exchange.close()
+        return exchange
 
     @property
     def status(self) -> int:
-        return self._response.status
+        return self._reply.status
 
     @property
-    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        return self._response.raw_headers
+    def headers(self) -> Headers:
+        return self._reply.headers
 
     @property
     def is_plain_event_stream(self) -> bool:
         """Whether a server-sent event may be added: an uncompressed event stream of no announced length."""
-        headers = self._response.headers
-        encoded = headers.get("Content-Encoding", "identity").lower() != "identity"
-        is_event_stream = self._response.content_type == "text/event-stream"
-        return is_event_stream and not encoded and "Content-Length" not in headers
+        headers = {name.lower(): value.lower() for name, value in self._reply.headers}
+        is_event_stream = headers.get(b"content-type", b"").partition(b";")[0].strip() == b"text/event-stream"
+        encoded = headers.get(b"content-encoding", b"identity") != b"identity"
+        return is_event_stream and not encoded and b"content-length" not in headers
 
     async def piece(self) -> bytes:
         """The bytes that have arrived, at least one; empty at the end of the body."""
-        return await self._response.content.readany()
+        reply = self._reply
+        while not reply.num_waiting_bytes and not reply.is_whole:
+            await self._connection.more()
+        piece = reply.take()
+        if reply.is_whole:
+            self._let_go()
+        return piece
 
     async def whole(self, max_bytes: int) -> bytes:
         """The whole body. Raises PeerError when it is longer than `max_bytes`."""
@@ -111,31 +102,43 @@ class Exchange:
         return bytes(body)
 
     def close(self) -> None:
-        """Close the connection, whatever is still to come on it."""
-        self._response.close()
+        """Close the connection, whatever is still to come on it; one that has nothing more to come is kept."""
+        if not self._is_over:
+            self._is_over = True
+            self._connection.close()
+
+    async def _until_head(self) -> None:
+        while not self._reply.status:
+            await self._connection.more()
+
+    def _let_go(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._pool.give_back(self._origin, self._connection)
 
 
 def reason_of(error: BaseException, timeout_reason: str) -> str:
     """The label of a failure; `timeout_reason` is the one of a time limit that was the caller's own."""
     match error:
-        case aiohttp.ConnectionTimeoutError() | aiohttp.SocketTimeoutError():
+        case TransportError():
             return CONNECT_TIMEOUT
-        case aiohttp.ClientConnectorError():
+        case ConnectionRefusedError():
             return REFUSED
         case TimeoutError():
             return timeout_reason
-        case aiohttp.ClientConnectionError() | aiohttp.ClientPayloadError() | OSError():
+        case OSError():
             return RESET
         case _:
             return MALFORMED
 
 
-def _payload(body: bytes) -> bytes | io.BytesIO | None:
-    """Large bodies as a stream: aiohttp warns of those given as bytes. Small ones are cheaper as they are."""
-    if not body:
-        return None
-    return body if len(body) < LARGE_BYTES else io.BytesIO(body)
-
-
-def _text(value: bytes) -> str:
-    return value.decode("utf-8", "replace")
+def _head(origin: Origin, outgoing: Outgoing) -> bytes:
+    """Header values came through a parser, or are ours: they hold no line ends."""
+    target = (origin.prefix + outgoing.target).encode("latin-1")
+    parts = [outgoing.method.encode(), b" ", target, b" HTTP/1.1\r\nhost: ", origin.host_header, b"\r\n"]
+    for name, value in outgoing.headers:
+        parts += (name, b": ", value, b"\r\n")
+    if outgoing.method != "GET":
+        parts.append(b"content-length: %d\r\n" % len(outgoing.body))
+    parts.append(b"\r\n")
+    return b"".join(parts)
