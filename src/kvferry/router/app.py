@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
@@ -94,7 +95,7 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)
         services: Services = http.app.state.services
-        started_s = asyncio.get_running_loop().time()
+        started_s = time.monotonic()
         request_id = request_id_of(scope["headers"])
         try:
             body = await _read(http, services.config.max_body_bytes)
@@ -107,7 +108,7 @@ class Generate:
         try:
             await driver.run()
         finally:
-            client.gone.cancel()
+            client.forget()
             services.metrics.count_request(self._endpoint, driver.flow.path, client.status)
             driver.close(self._endpoint)
 

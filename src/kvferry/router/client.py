@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from starlette.types import Receive, Send
 
@@ -14,15 +16,46 @@ __all__ = ["CLIENT_LEFT", "Client"]
 # The status that counts a client who did not wait for one.
 CLIENT_LEFT = 499
 
+Outcome = TypeVar("Outcome")
+
 
 class Client:
-    """`gone` is a task that ends when the client has left; `status` is what it was told, 499 if nothing yet."""
+    """`has_left` says that nobody waits any more; `status` is what the client was told, 499 if nothing yet."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self.status = CLIENT_LEFT
-        self.gone = asyncio.create_task(_wait_until_gone(receive))
+        self.has_left = False
         self._send = send
         self._tail = b""
+        self._watch = asyncio.create_task(self._until_left(receive))
+        # Of the work that the client waits for, and how long that may go on without it.
+        self._limit: asyncio.Timeout | None = None
+        self._grace_s = 0.0
+
+    async def unless_left(self, work: Callable[[], Awaitable[Outcome]], grace_s: float) -> Outcome | None:
+        """The outcome of `work`, which is cancelled `grace_s` after the client has left: then it is None."""
+        if self.has_left:
+            return None
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._limit, self._grace_s = limit, grace_s
+                return await work()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return None
+        finally:
+            self._limit = None
+
+    def forget(self) -> None:
+        """It has everything: whether it leaves does not matter any more."""
+        self._watch.cancel()
+
+    async def _until_left(self, receive: Receive) -> None:
+        await _wait_until_gone(receive)
+        self.has_left = True
+        if self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._grace_s)
 
     async def start(self, status: int, headers: Headers) -> None:
         self.status = status

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A client's request: `target` is path and query, `headers` are as they came, `started_s` is loop time."""
+    """A client's request: `target` is path and query, `headers` are as they came, `started_s` is monotonic time."""
 
     target: str
     headers: Headers
@@ -84,7 +84,6 @@ class Driver:
         self._held: dict[Role, Reservation] = {}
         # All legs so far; the last one is in flight.
         self._legs: list[Leg] = []
-        self._work: asyncio.Task[Event] | None = None
         self._answer = (Head(0, []), b"")
         self._judge = Judge(services.membership, call.task, call.request.streams)
         self.pace = Pace(call.started_s)
@@ -97,7 +96,7 @@ class Driver:
             while event is not None:
                 event = await self._carry_out(self.flow.handle(event))
         finally:
-            await self._stop()
+            self._stop()
             for role in tuple(self._held):
                 self._let_go(role)
             self._judge.end()
@@ -164,9 +163,7 @@ class Driver:
         reservation = self._held[role]
         self._judge.sends(reservation, divided)
         self.pace.leg_began(role, self._now())
-        event = await self._unless_client_leaves(leg.ask())
-        if isinstance(event, ClientGone) and role is Role.PREFILL:
-            event = ClientGone(await self._last_word())
+        event = await self._ask(leg)
         self.pace.leg_answered(role, self._now(), leg.head.headers)
         self._trace.leg_ended(outcome_of(event), self.pace.told)
         self._judge.hears(event, leg.head.headers, self.pace.decode_s)
@@ -185,11 +182,12 @@ class Driver:
         self._services.errands.send(outgoing)
 
     async def relay(self, command: Relay) -> Event:
-        return await self._unless_client_leaves(self._pass_on(self._legs[-1]))
+        leg = self._legs[-1]
+        return await self._client.unless_left(lambda: self._pass_on(leg), 0.0) or ClientGone()
 
     async def cancel(self, command: Cancel) -> None:
         self._client.status = CLIENT_LEFT
-        await self._stop()
+        self._stop()
 
     async def forward(self, command: Forward) -> None:
         head, body = self._answer
@@ -224,26 +222,15 @@ class Driver:
         await self._client.finish(b"")
         return Ended()
 
-    async def _unless_client_leaves(self, work: Coroutine[Any, Any, Event]) -> Event:
-        task = self._work = asyncio.create_task(work)
-        await asyncio.wait({task, self._client.gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else ClientGone()
+    async def _ask(self, leg: Leg) -> Event:
+        """The answer of a leg. What P says when the client has just left is its last word, and not for a next leg."""
+        is_prefill = leg.instance.role is Role.PREFILL
+        event = await self._client.unless_left(leg.ask, LAST_WORD_S if is_prefill else 0.0)
+        if event is None or (is_prefill and self._client.has_left):
+            return ClientGone(_kept_by(event))
+        return event
 
-    async def _last_word(self) -> bytes:
-        """What the leg in flight has answered to a client that is gone; empty when it does not, or with a refusal."""
-        if self._work is None:
-            return b""
-        await asyncio.wait({self._work}, timeout=LAST_WORD_S)
-        match self._work.result() if self._work.done() else None:
-            case Answered(status, body) if 200 <= status < 300:
-                return body
-            case _:
-                return b""
-
-    async def _stop(self) -> None:
-        if self._work is not None and not self._work.done():
-            self._work.cancel()
-            await asyncio.wait({self._work})
+    def _stop(self) -> None:
         for leg in self._legs:
             leg.close()
 
@@ -271,7 +258,7 @@ class Driver:
         return response_headers(head.headers, own)
 
     def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return time.monotonic()
 
 
 ACTIONS: Mapping[type[Command], Callable[[Driver, Any], Awaitable[Event | None]]] = {
@@ -286,3 +273,12 @@ ACTIONS: Mapping[type[Command], Callable[[Driver, Any], Awaitable[Event | None]]
     Release: Driver.release,
     Send: Driver.send,
 }
+
+
+def _kept_by(event: Event | None) -> bytes:
+    """The answer of a P that did what it was asked for; else empty."""
+    match event:
+        case Answered(status, body) if 200 <= status < 300:
+            return body
+        case _:
+            return b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 from kvferry.router.events import Answered, Failed, Opened
@@ -76,7 +77,7 @@ class Leg:
         if self._first:
             first, self._first = self._first, b""
             return first
-        self._waits_since_s = asyncio.get_running_loop().time()
+        self._waits_since_s = time.monotonic()
         if self._watch is None:
             self._watch_silence(self._services.config.stall_timeout_s)
         try:
@@ -91,7 +92,7 @@ class Leg:
         self._watch = asyncio.get_running_loop().call_later(in_s, self._look_for_silence)
 
     def _look_for_silence(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         # While a slow client takes its time, nothing is expected of the engine.
         silent_s = now - self._waits_since_s if self._waits_since_s != NOT_WAITING else 0.0
         left_s = self._services.config.stall_timeout_s - silent_s
