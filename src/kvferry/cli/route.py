@@ -18,6 +18,9 @@ from kvferry.router.config import NO_REGISTRATION, Registration, RouterConfig
 from kvferry.router.policy import Limits
 from kvferry.router.tracing import NO_TRACING, Tracing
 
+# More than some hundred open streams hold.
+NUM_NEW_OBJECTS = 50_000
+
 __all__ = ["LogOptions", "RouteOptions", "limits_of", "registration_of", "route"]
 
 
@@ -96,9 +99,11 @@ async def _route(options: RouteOptions, bound: socket.socket, tracing: Tracing) 
     ends = [http.stdin_closed()] if options.as_child else []
     app = create_app(options.router, tracing)
     drain = http.Drain(options.drain_s, app.state.membership.drain)
-    # What is there now stays: a collector that looks at all of it again holds up every open stream for tens of ms.
+    # What is there now stays: a collector that looks at all of it again holds up every open stream for tens of ms. What
+    # a request leaves behind is almost never a cycle, so there is little to find, and nothing to look for often.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(NUM_NEW_OBJECTS)
     try:
         await http.run(app, bound, ends, http.ROUTER_GRACE_S, drain)
     finally:

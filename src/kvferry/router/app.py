@@ -12,6 +12,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -46,7 +47,7 @@ MAX_ANNOUNCEMENT_BYTES = 4096
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
-def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> Starlette:
+def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> Front:
     """The router for these instances. Its lifespan owns the connections and the health probe."""
     metrics = Metrics()
     membership = Membership(config.instances, metrics, config.judgement)
@@ -83,7 +84,28 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> Starlette
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     app.state.membership, app.state.metrics, app.state.config = membership, metrics, config
     app.state.registry = Registry(config, membership, metrics)
-    return app
+    return Front(app)
+
+
+class Front:
+    """The ASGI app. Requests that generate take a short way past the framework, which costs as much as their flow.
+
+    Everything else, and whatever has another method, is the framework's; `state` is what all of them share.
+    """
+
+    def __init__(self, framework: Starlette) -> None:
+        self.state = framework.state
+        self._framework = framework
+        self._generating = {str(one): ServerErrorMiddleware(Generate(one), handler=on_defect) for one in Endpoint}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        generate = self._generating.get(scope["path"]) if is_post else None
+        if generate is None:
+            await self._framework(scope, receive, send)
+            return
+        scope["app"] = self
+        await generate(scope, receive, send)
 
 
 class Generate:
@@ -94,16 +116,26 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive)
-        services: Services = http.app.state.services
-        started_s = time.monotonic()
-        request_id = request_id_of(scope["headers"])
         try:
-            body = await _read(http, services.config.max_body_bytes)
+            call = await self._call(http)
+            await self._serve(http.app.state.services, call, Client(receive, send))
         except ClientDisconnect:
             return
+        except HTTPException as error:
+            await (await on_http_error(http, error))(scope, receive, send)
+        except FerryError as error:
+            await (await on_ferry_error(http, error))(scope, receive, send)
+
+    async def _call(self, http: Request) -> Call:
+        """What the client wants. Raises HTTPException, RequestError or ClientDisconnect."""
+        started_s = time.monotonic()
+        headers = http.scope["headers"]
+        request_id = request_id_of(headers)
+        body = await _read(http, http.app.state.config.max_body_bytes)
         request = parse_request(body, self._endpoint)
-        call = Call(_target(http), scope["headers"], request_id, request, task_of(request), started_s)
-        client = Client(receive, send)
+        return Call(_target(http), headers, request_id, request, task_of(request), started_s)
+
+    async def _serve(self, services: Services, call: Call, client: Client) -> None:
         driver = Driver(services, call, client)
         try:
             await driver.run()
@@ -152,7 +184,8 @@ async def take_member(http: Request) -> Response:
 async def show_metrics(http: Request) -> Response:
     state = http.app.state
     state.metrics.show_ready(readiness(state.membership, state.config.require_prefill)[0] == 200)
-    return Response(http.app.state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    state.membership.show()
+    return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def on_http_error(http: Request, error: Exception) -> Response:

@@ -212,15 +212,17 @@ class Driver:
         await self._client.start(leg.head.status, self._response_headers(leg.head))
         reservation = self._held[Role.DECODE]
         observe = self._services.metrics.inter_token(leg.instance).observe if leg.is_event_stream else None
-        while piece := await leg.piece():
+        while True:
+            piece = await leg.piece()
             if isinstance(piece, Failed):
                 self._judge.hears(piece, [], 0.0)
                 return piece
             if observe is not None:
                 self.pace.piece(piece, self._now(), observe, reservation)
+            if leg.is_over:
+                await self._client.finish(piece)
+                return Ended()
             await self._client.pass_on(piece)
-        await self._client.finish(b"")
-        return Ended()
 
     async def _ask(self, leg: Leg) -> Event:
         """The answer of a leg. What P says when the client has just left is its last word, and not for a next leg."""

@@ -26,9 +26,9 @@ HOP_BY_HOP = frozenset(
     )
 )
 # The HTTP client on each leg writes its own.
-OWN_OF_REQUEST = frozenset((b"host", b"content-length", b"expect", b"x-request-id"))
+OWN_OF_REQUEST = HOP_BY_HOP | frozenset((b"host", b"content-length", b"expect", b"x-request-id"))
 # The HTTP server of the router writes its own date and server; the timing is told with the router's part in it.
-OWN_OF_RESPONSE = frozenset(
+OWN_OF_RESPONSE = HOP_BY_HOP | frozenset(
     (
         b"date",
         b"server",
@@ -82,4 +82,5 @@ def response_headers(headers: Iterable[tuple[bytes, bytes]], own: dict[str, str]
 def _without_hops(headers: Iterable[tuple[bytes, bytes]], own: frozenset[bytes]) -> Headers:
     pairs = [(name.lower(), value) for name, value in headers]
     named = {token.strip().lower() for name, value in pairs if name == b"connection" for token in value.split(b",")}
-    return [(name, value) for name, value in pairs if name not in HOP_BY_HOP | own | named]
+    dropped = own | named if named else own
+    return [pair for pair in pairs if pair[0] not in dropped]

@@ -62,6 +62,11 @@ class Leg:
         """Whether tokens can be told apart as they come."""
         return self._exchange is not None and self._exchange.is_plain_event_stream
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the piece that came last was the last one."""
+        return self._exchange is not None and self._exchange.is_over
+
     async def ask(self) -> Answered | Opened | Failed:
         """Send the request and wait for the answer: D's success up to its first byte, all others whole."""
         try:

@@ -57,6 +57,8 @@ class Membership:
         self._metrics = metrics
         self._judgement = judgement
         self._num_choices = 0
+        # The last one about a prefill leg.
+        self._last_question: Question | None = None
         # Pairs that are not made of one kind; found when an instance says who it is, not for each request.
         self._strangers: frozenset[Pair] = frozenset()
         for instance in instances:
@@ -137,7 +139,7 @@ class Membership:
         question = self._question(wanted)
         decision = self._judgement.policy(question)
         if wanted.role is Role.PREFILL:
-            self._metrics.show_threshold(threshold_tokens(question))
+            self._last_question = question
         if not isinstance(decision, Use):
             return decision
         if decision.instance not in {load.instance for load in question.candidates}:
@@ -149,7 +151,7 @@ class Membership:
         if wanted.role is Role.PREFILL:
             for partner in wanted.partners:
                 self.pairs.begin((member.instance, partner), self.now)
-        return Reservation(member, wanted.task, self._show_load, self._judgement.clock)
+        return Reservation(member, wanted.task, self._judgement.clock)
 
     def probed(self, instance: Instance, verdict: Verdict, reason: str) -> None:
         """What a probe, or traffic, found out about an instance; one that has left meanwhile is left alone."""
@@ -174,6 +176,13 @@ class Membership:
         for pair, found in self._found_strange(instance):
             self._strangers |= {pair}
             logger.warning("%s and %s are never paired: %s", *_urls(pair), "; ".join(found))
+
+    def show(self) -> None:
+        """Bring the gauges up to date for whoever reads them; at each request that would cost more than its choice."""
+        for member in self.members:
+            self._metrics.show_load(member.instance, member.num_outstanding, member.outstanding_tokens)
+        if self._last_question is not None:
+            self._metrics.show_threshold(threshold_tokens(self._last_question))
 
     def drain(self) -> None:
         """This router has been told to end: it is not ready any more, but it answers what comes."""
@@ -242,10 +251,6 @@ class Membership:
                 found = differences(*(self._members[one].facts for one in pair))
                 if found:
                     yield pair, found
-
-    def _show_load(self, member: Member) -> None:
-        if member.instance in self._members:
-            self._metrics.show_load(member.instance, member.num_outstanding, member.outstanding_tokens)
 
 
 def _urls(pair: Pair) -> tuple[str, str]:

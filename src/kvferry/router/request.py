@@ -41,26 +41,33 @@ class ClientRequest:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A field, the type its value must have, and the words for that type."""
+    """A field, what decodes its value, and the words for the type that this must have."""
 
     field: str
-    type: Any
+    decoder: msgspec.json.Decoder[Any]
     expected: str
 
 
+def _rule(field: str, type_: Any, expected: str) -> Rule:
+    return Rule(field, msgspec.json.Decoder(type_), expected)
+
+
+TOP_LEVEL = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
 COMMON_RULES = (
-    Rule("model", str | None, "a string"),
-    Rule("stream", bool | None, "true or false"),
-    Rule("max_tokens", Count | None, "a whole number, at least 0"),
-    Rule("max_completion_tokens", Count | None, "a whole number, at least 0"),
-    Rule("n", Count | None, "a whole number"),
-    Rule("best_of", Count | None, "a whole number"),
+    _rule("model", str | None, "a string"),
+    _rule("stream", bool | None, "true or false"),
+    _rule("max_tokens", Count | None, "a whole number, at least 0"),
+    _rule("max_completion_tokens", Count | None, "a whole number, at least 0"),
+    _rule("n", Count | None, "a whole number"),
+    _rule("best_of", Count | None, "a whole number"),
 )
 CONTENT_RULES = {
-    Endpoint.COMPLETIONS: Rule(
+    Endpoint.COMPLETIONS: _rule(
         "prompt", str | list[str | int | list[int]], "a string, a list of token ids, or a list of either"
     ),
-    Endpoint.CHAT: Rule("messages", list[dict[str, msgspec.Raw]], "a list of objects"),
+    Endpoint.CHAT: _rule("messages", list[dict[str, msgspec.Raw]], "a list of objects"),
 }
 
 # What a prefill leg asks of P, in the keys that vLLM's connectors and their proxies use.
@@ -117,7 +124,7 @@ def _fields(raw: bytes) -> Fields:
     expected, hint = "a JSON object", "send the body as UTF-8 JSON"
     try:
         raw.decode("utf-8")
-        return msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        return TOP_LEVEL.decode(raw)
     except msgspec.ValidationError as error:
         raise RequestError("the body is no object", found=str(error), expected=expected, hint=hint) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -128,7 +135,7 @@ def _fields(raw: bytes) -> Fields:
 
 def _value(fields: Fields, rule: Rule) -> Any:
     try:
-        return msgspec.json.decode(fields[rule.field], type=rule.type)
+        return rule.decoder.decode(fields[rule.field])
     except msgspec.DecodeError as error:
         raise RequestError(
             f"{rule.field} has the wrong type",

@@ -11,22 +11,16 @@ __all__ = ["Reservation"]
 
 
 class Reservation:
-    """Counts one request and its tokens to a member until `release`, and tells its breaker and its speed how it went.
+    """Counts one request and its tokens to a member until `release`; tells its breaker and its speed how it went."""
 
-    `changed` is called with the member whenever its load changes.
-    """
-
-    def __init__(
-        self, member: Member, task: Task, changed: Callable[[Member], None], clock: Callable[[], float]
-    ) -> None:
-        self._member, self._clock, self._changed = member, clock, changed
+    def __init__(self, member: Member, task: Task, clock: Callable[[], float]) -> None:
+        self._member, self._clock = member, clock
         self._tokens = task.work(member.instance.role)
         self._prompt_tokens = task.prompt_tokens
         self._is_open, self._is_judged, self._computes = True, False, False
         member.num_outstanding += 1
         member.outstanding_tokens += self._tokens
         member.breaker.begin(clock())
-        changed(member)
 
     @property
     def instance(self) -> Instance:
@@ -65,7 +59,6 @@ class Reservation:
             self._member.breaker.abandoned()
         self._member.num_outstanding -= 1
         self._member.outstanding_tokens -= self._tokens
-        self._changed(self._member)
 
     def _end_computing(self, num_tokens: int) -> None:
         if self._computes:

@@ -48,7 +48,8 @@ class Exchange:
 
     def __init__(self, pool: Pool, origin: Origin, connection: Connection, reply: Reply) -> None:
         self._pool, self._origin, self._connection, self._reply = pool, origin, connection, reply
-        self._is_over = False
+        # Nothing more will come, or is wanted.
+        self.is_over = False
 
     @classmethod
     async def open(cls, pool: Pool, outgoing: Outgoing) -> Exchange:
@@ -103,8 +104,8 @@ class Exchange:
 
     def close(self) -> None:
         """Close the connection, whatever is still to come on it; one that has nothing more to come is kept."""
-        if not self._is_over:
-            self._is_over = True
+        if not self.is_over:
+            self.is_over = True
             self._connection.close()
 
     async def _until_head(self) -> None:
@@ -112,8 +113,8 @@ class Exchange:
             await self._connection.more()
 
     def _let_go(self) -> None:
-        if not self._is_over:
-            self._is_over = True
+        if not self.is_over:
+            self.is_over = True
             self._pool.give_back(self._origin, self._connection)
 
 
