@@ -18,8 +18,8 @@ from kvferry.router.config import NO_REGISTRATION, Registration, RouterConfig
 from kvferry.router.policy import Limits
 from kvferry.router.tracing import NO_TRACING, Tracing
 
-# More than some hundred open streams hold.
-NUM_NEW_OBJECTS = 50_000
+# More than a hundred open streams hold, and looked through in a few milliseconds.
+NUM_NEW_OBJECTS = 10_000
 
 __all__ = ["LogOptions", "RouteOptions", "limits_of", "registration_of", "route"]
 
@@ -99,8 +99,8 @@ async def _route(options: RouteOptions, bound: socket.socket, tracing: Tracing) 
     ends = [http.stdin_closed()] if options.as_child else []
     app = create_app(options.router, tracing)
     drain = http.Drain(options.drain_s, app.state.membership.drain)
-    # What is there now stays: a collector that looks at all of it again holds up every open stream for tens of ms. What
-    # a request leaves behind is almost never a cycle, so there is little to find, and nothing to look for often.
+    # What is there now stays: a collector that looks at all of it again holds up every open stream for tens of ms. A
+    # request that is answered leaves no cycles behind, so there is nothing to look for often.
     gc.collect()
     gc.freeze()
     gc.set_threshold(NUM_NEW_OBJECTS)

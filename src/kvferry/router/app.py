@@ -140,7 +140,6 @@ class Generate:
         try:
             await driver.run()
         finally:
-            client.forget()
             services.metrics.count_request(self._endpoint, driver.flow.path, client.status)
             driver.close(self._endpoint)
 

@@ -27,6 +27,7 @@ class Client:
         self.has_left = False
         self._send = send
         self._tail = b""
+        # It ends by itself: servers tell of the end of a response in the same words. Cancelling it would leave a cycle.
         self._watch = asyncio.create_task(self._until_left(receive))
         # Of the work that the client waits for, and how long that may go on without it.
         self._limit: asyncio.Timeout | None = None
@@ -46,10 +47,6 @@ class Client:
             return None
         finally:
             self._limit = None
-
-    def forget(self) -> None:
-        """It has everything: whether it leaves does not matter any more."""
-        self._watch.cancel()
 
     async def _until_left(self, receive: Receive) -> None:
         await _wait_until_gone(receive)

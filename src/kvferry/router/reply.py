@@ -39,28 +39,32 @@ class Reply:
         self.is_whole = False
         self.can_go_on = False
         self.num_waiting_bytes = 0
-        self._parser = httptools.HttpResponseParser(self)
+        # It knows us, too: whoever is done lets go of it, so that nothing is left for the garbage collector.
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         self._pieces: list[bytes] = []
         self._ends_with_connection = False
         self._num_idle_bytes = 0
 
     def feed(self, data: bytes) -> None:
         """Take what has arrived. Raises PeerError when that is no HTTP, or a head without an end."""
-        if self.is_whole:
+        if self._parser is None:
             self.can_go_on = False
             return
         self._num_idle_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.can_go_on = False
             if not self.is_whole:
                 raise PeerError("an upstream does not speak HTTP/1.1", found=repr(error)) from error
+        if self.is_whole:
+            self._parser = None
         if self._num_idle_bytes > MAX_IDLE_BYTES and not self.is_whole:
             raise PeerError("the head of an answer is too long", expected=f"at most {MAX_IDLE_BYTES} bytes")
 
     def end(self) -> None:
         """The connection has ended: for some answers that is their end, the others will never be whole."""
-        self.can_go_on = False
+        self.can_go_on, self._parser = False, None
         self.is_whole = self.is_whole or self._ends_with_connection
 
     def take(self) -> bytes:
@@ -79,7 +83,7 @@ class Reply:
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
+        status = self._parser.get_status_code() if self._parser else 0
         if self.is_whole:
             return
         if status < 200:
@@ -98,7 +102,7 @@ class Reply:
     def on_message_complete(self) -> None:
         if self.status and not self.is_whole:
             self.is_whole = True
-            self.can_go_on = self._parser.should_keep_alive()
+            self.can_go_on = self._parser is not None and self._parser.should_keep_alive()
 
 
 def _is_delimited(headers: list[tuple[bytes, bytes]]) -> bool:
