@@ -132,8 +132,10 @@ def test_rows_lie_in_one_piece_or_the_first_that_does_not_is_named(pieces: Piece
     pieces.check(*columns, "somebody")
     assert all(piece in found for piece, found in zip(pieces.locate(*columns, "somebody"), inside, strict=True))
     side = pieces.side(*columns, "somebody")
-    found = [extents[piece][0] + begin for piece, begin in zip(side.piece.tolist(), side.begins.tolist(), strict=True)]
-    assert found == [address for address, _ in rows]
+    begins = zip(side.piece.tolist(), side.begins.tolist(), strict=True)
+    assert [side.starts[piece] + begin for piece, begin in begins] == [address for address, _ in rows]
+    by_start = dict(zip(pieces.address.tolist(), pieces.views, strict=True))
+    assert all(by_start[start] is view for start, view in zip(side.starts, side.views, strict=True))
     assert side.rows(slice(1, None)).begins.tolist() == side.begins[1:].tolist()
 
 

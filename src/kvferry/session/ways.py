@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.errors import ConfigurationError, TransferError
 from kvferry.plan.copies import Copies, Direction
@@ -16,6 +16,10 @@ __all__ = ["AUTO", "NO_STAGING", "StagingPolicy", "allowed_by", "through_staging
 
 AUTO = (Strategy.DIRECT, Strategy.SCATTER, Strategy.PACK)
 """The cheapest of all."""
+
+WORTH_STAGING = 0.8
+"""Prices are guesses, and slots take turns of two agents, which no price counts. So what is staged must save a fifth:
+where a hundredth was to be saved, it has taken twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class StagingPolicy:
         if direction is Direction.WRITE:
             # A source that writes to our blocks needs no slots of ours, and one that needs them packs.
             allowed = tuple(each for each in allowed if each is not Strategy.SCATTER) or (Strategy.PACK,)
-        return _cheapest(Counts(num_bytes, num_rows, num_rows), costs, allowed)
+        return self._cheapest(Counts(num_bytes, num_rows, num_rows), costs, allowed)
 
     def packing_only(self, source: str) -> Strategy:
         """For a source whose blocks no transport reaches. Raises TransferError when that is not allowed."""
@@ -68,7 +72,15 @@ class StagingPolicy:
         allowed = tuple(each for each in self.allowed if each is not Strategy.PACK) or (Strategy.DIRECT,)
         if len(allowed) == 1:
             return allowed[0]
-        return _cheapest(counts_of(copies, starts.source), costs, allowed)
+        return self._cheapest(counts_of(copies, starts.source), costs, allowed)
+
+    def _cheapest(self, counts: Counts, costs: Costs, allowed: tuple[Strategy, ...]) -> Strategy:
+        costs = replace(costs, slot_bytes=self.slot_bytes or costs.slot_bytes)
+        found = [price for price in prices(counts, costs) if price.strategy in allowed]
+        for price in found:
+            if price.strategy is Strategy.DIRECT and found[0].seconds > price.seconds * WORTH_STAGING:
+                return price.strategy
+        return found[0].strategy
 
 
 def allowed_by(name: str) -> tuple[Strategy, ...]:
@@ -96,16 +108,3 @@ def through_staging_only(policy: StagingPolicy) -> StagingPolicy:
 
 NO_STAGING = StagingPolicy((Strategy.DIRECT,), 0)
 """Everything moves straight."""
-
-
-WORTH_STAGING = 0.8
-"""Prices are guesses, and slots take turns of two agents, which no price counts. So what is staged must save a fifth:
-where a hundredth was to be saved, it has taken twice as long."""
-
-
-def _cheapest(counts: Counts, costs: Costs, allowed: tuple[Strategy, ...]) -> Strategy:
-    found = [price for price in prices(counts, costs) if price.strategy in allowed]
-    for price in found:
-        if price.strategy is Strategy.DIRECT and found[0].seconds > price.seconds * WORTH_STAGING:
-            return price.strategy
-    return found[0].strategy

@@ -65,7 +65,7 @@ class CopyQueue:
             target = posting.remote.side(copies.target, copies.length, remote)
             far = target
         work = copy_rows(source, target, copies.length.view(np.int64))
-        touched = frozenset(posting.remote.address[far.used].tolist())
+        touched = frozenset(far.starts[number] for number in far.used)
         job = Job(Ticket(next(self._numbers)), posting.peer, work, touched)
         self._jobs.append(job)
         return job.ticket
