@@ -47,6 +47,7 @@ def latency(port: int, pid: int, engines: tuple[int, int], seconds: float) -> di
         "direct_p50_ms": base_s * 1000,
         "direct_p99_ms": percentile(direct.first_s, 0.99) * 1000,
         **added,
+        "generator_late_p99_ms": percentile(routed.late_s, 0.99) * 1000,
         "core_busy": busy,
     }
 

@@ -7,6 +7,7 @@ connectors: a prefill leg gets `kv_transfer_params` at once, everything else so 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 
@@ -103,6 +104,8 @@ class Connection(asyncio.Protocol):
 async def main(num_tokens: int, gap_ms: float) -> None:
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Connection(num_tokens, gap_ms / 1000), "127.0.0.1", 0, backlog=4096)
+    # Its own pauses are not the router's.
+    gc.disable()
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

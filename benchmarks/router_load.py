@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import time
 from dataclasses import dataclass, field
+
+from router_alarm import Alarm
 
 __all__ = ["Load", "Outcome", "percentile", "run"]
 
@@ -30,9 +33,13 @@ class Load:
 
 @dataclass(slots=True)
 class Outcome:
-    """Times in seconds. An error is an answer with another status, too few tokens, or no `[DONE]`."""
+    """Times in seconds. An error is an answer with another status, too few tokens, or no `[DONE]`.
+
+    `late_s` is how much later than meant the generator sent each request: as late, it notices what comes.
+    """
 
     first_s: list[float] = field(default_factory=list)
+    late_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     num_open: int = 0
     most_open: int = 0
@@ -47,13 +54,20 @@ def percentile(values: list[float], part: float) -> float:
 async def run(load: Load) -> Outcome:
     """Everything is over when it returns."""
     outcome, chooser = Outcome(), random.Random(load.seed)
-    began, due_s, tasks = time.perf_counter(), 0.0, []
-    for _ in range(load.num):
-        due_s += chooser.expovariate(load.rate) if load.rate else load.ramp_s / load.num
-        await asyncio.sleep(max(began + due_s - time.perf_counter(), 0))
-        # A late generator is no delay of the router: the clock of a request begins when it is sent.
-        tasks.append(asyncio.create_task(_one(load, outcome)))
-    await asyncio.gather(*tasks)
+    # A collection of what the requests so far left would hold up the next ones by milliseconds, which are not the
+    # router's.
+    gc.collect()
+    gc.disable()
+    with Alarm() as alarm:
+        due_s, tasks = time.monotonic(), []
+        for _ in range(load.num):
+            due_s += chooser.expovariate(load.rate) if load.rate else load.ramp_s / load.num
+            await alarm.until(due_s)
+            outcome.late_s.append(time.monotonic() - due_s)
+            # A late generator is no delay of the router: the clock of a request begins when it is sent.
+            tasks.append(asyncio.create_task(_one(load, outcome)))
+        await asyncio.gather(*tasks)
+    gc.enable()
     return outcome
 
 
