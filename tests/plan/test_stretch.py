@@ -10,7 +10,7 @@ from kvferry.plan.model import attention
 from kvferry.plan.program import bind
 from kvferry.plan.request import copies_for, num_rows, volume
 from kvferry.plan.route import route
-from kvferry.plan.stretch import WHOLE, Stretch, stretch_tokens, stretches
+from kvferry.plan.stretch import WHOLE, Stretch, even_tokens, stretch_tokens, stretches
 from kvferry.plan.tokens import TokenRange
 from kvferry.testing.strategies import handmade, scenarios
 
@@ -71,3 +71,29 @@ def test_a_request_without_tokens_is_one_stretch(ranges):
 
 def test_the_whole_is_a_stretch():
     assert Stretch(TokenRange(0, 1 << 48), is_last=True) == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("last", "most", "unit", "even"),
+    [
+        (100, 40, 4, 36),
+        (2048, 672, 16, 512),
+        (40, 40, 4, 40),
+        (41, 40, 4, 24),
+        (3, 40, 4, 4),
+        (0, 40, 4, 4),
+        (9, 4, 4, 4),
+    ],
+)
+def test_stretches_of_one_length(last: int, most: int, unit: int, even: int) -> None:
+    assert even_tokens([TokenRange(0, last)], most, unit) == even
+
+
+@given(st.integers(0, 500), st.integers(0, 500), st.integers(1, 20), st.integers(1, 8))
+def test_even_stretches_are_units_and_no_more_than_had_to_be(first: int, more: int, units: int, unit: int) -> None:
+    ranges, most = [TokenRange(first, first + more)], units * unit
+    even = even_tokens(ranges, most, unit)
+    assert even % unit == 0
+    assert unit <= even <= most
+    # Where the first token lies between two cuts there is one more of them.
+    assert len(stretches(ranges, even)) <= len(stretches(ranges, most)) + 1

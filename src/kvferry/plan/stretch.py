@@ -10,7 +10,7 @@ from kvferry.plan.program import Program, Section
 from kvferry.plan.span import MAX_STOP
 from kvferry.plan.tokens import TokenRange
 
-__all__ = ["WHOLE", "Stretch", "stretch_tokens", "stretches"]
+__all__ = ["WHOLE", "Stretch", "even_tokens", "stretch_tokens", "stretches", "unit_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +26,39 @@ WHOLE = Stretch(TokenRange(0, MAX_STOP), is_last=True)
 """A request in one piece."""
 
 
+def unit_tokens(program: Program) -> int:
+    """So many tokens, or a multiple of them, need not be taken apart in any group."""
+    return lcm(*(group.unit_tokens for group in program.groups))
+
+
 def stretch_tokens(program: Program, most_bytes: int) -> int:
     """How many tokens make about `most_bytes`: as many as fit, in units that need not be taken apart, but one unit at
     least. Both ranks find the same number. It counts every group in full, also those of which only a window moves."""
-    unit = lcm(*(group.unit_tokens for group in program.groups))
+    unit = unit_tokens(program)
     num_bytes = sum(_bytes(group.units) * unit // group.unit_tokens for group in program.groups)
     return max(1, most_bytes // max(1, num_bytes)) * unit
 
 
+def even_tokens(ranges: Sequence[TokenRange], most_tokens: int, unit: int) -> int:
+    """How many tokens of at most `most_tokens`, a multiple of `unit`, cut a request into as many stretches of about one
+    length: with a short one at the end, the others would wait for each other longer than they have to."""
+    first, last = _ends(ranges)
+    num_stretches = max(1, -(-(last - first) // most_tokens))
+    return min(most_tokens, max(1, -(-(last - first) // (num_stretches * unit))) * unit)
+
+
 def stretches(ranges: Sequence[TokenRange], num_tokens: int) -> tuple[Stretch, ...]:
     """Cut where a multiple of `num_tokens` is, from the first wanted token to the last; one even when none is."""
-    last = max((tokens.last for tokens in ranges), default=0)
-    first = min((tokens.first for tokens in ranges if len(tokens)), default=last)
+    first, last = _ends(ranges)
     starts = range(first // num_tokens * num_tokens, max(last, 1), num_tokens)
     found = [Stretch(TokenRange(start, start + num_tokens), start == starts[-1]) for start in starts]
     return tuple(found) or (WHOLE,)
+
+
+def _ends(ranges: Sequence[TokenRange]) -> tuple[int, int]:
+    """The first wanted token, and the one behind the last."""
+    last = max((tokens.last for tokens in ranges), default=0)
+    return min((tokens.first for tokens in ranges if len(tokens)), default=last), last
 
 
 def _bytes(sections: Sequence[Section]) -> int:
