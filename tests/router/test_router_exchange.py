@@ -211,6 +211,34 @@ def test_an_exchange_that_is_given_up_closes_its_connection(loop):
     run(main, loop, b"", OPEN)
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_server_that_leaves_before_it_is_asked_is_reset(loop, monkeypatch):
+    async def main(server, pool):
+        connection = await pool.connect(origin_of(server.url))
+        connection.close()
+        monkeypatch.setattr(pool, "take", lambda origin: asyncio.sleep(0, connection))
+        assert await failure(pool, post(server)) == "reset"
+        await asyncio.sleep(0)
+        assert await failure(pool, post(server)) == "reset"
+
+    run(main, loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_connection_that_was_held_up_is_kept_and_read_again(loop):
+    large = b"z" * (4 * HIGH_WATER_BYTES)
+
+    async def main(server, pool):
+        exchange = await Exchange.open(pool, post(server))
+        while exchange._reply.num_waiting_bytes <= HIGH_WATER_BYTES:
+            await asyncio.sleep(0)
+        assert await exchange.whole(1 << 26) == large
+        assert await told(pool, post(server)) == b"ok"
+        assert [number for number, *_ in server.asked] == [1, 1]
+
+    run(main, loop, b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(large) + large, OK)
+
+
 class Transport(asyncio.Transport):
     """Says what is asked of it."""
 

@@ -38,18 +38,18 @@ class Connection(asyncio.Protocol):
         return not reply.num_waiting_bytes and not self._transport.get_write_buffer_size()
 
     def send(self, head: bytes, body: bytes) -> Reply:
-        """Write a request; what the upstream answers will be in the reply."""
+        """Write a request; what the upstream answers will be in the reply. Raises ConnectionResetError: it has left."""
+        if not self.is_open:
+            raise ConnectionResetError("the connection has ended before it was used")
         reply = self._reply = Reply()
         self._transport.writelines((head, body) if body else (head,))
         return reply
 
     async def more(self) -> None:
         """Wait until more of the reply has arrived."""
-        if self._is_paused:
-            self._is_paused = False
-            self._transport.resume_reading()
         if self._error is not None:
             raise self._error
+        self._go_on_reading()
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
@@ -59,6 +59,7 @@ class Connection(asyncio.Protocol):
     def rest(self) -> None:
         """The answer has been read: whatever comes now ends the connection."""
         self._reply = None
+        self._go_on_reading()
 
     def close(self) -> None:
         """End it at once, whatever was still to be sent or to come. May be called again."""
@@ -81,7 +82,7 @@ class Connection(asyncio.Protocol):
             self._fail(error)
             self.close()
             return
-        if reply.num_waiting_bytes > HIGH_WATER_BYTES and not self._is_paused:
+        if reply.num_waiting_bytes > HIGH_WATER_BYTES and not self._is_paused and self.is_open:
             self._is_paused = True
             self._transport.pause_reading()
         self._wake()
@@ -92,6 +93,11 @@ class Connection(asyncio.Protocol):
         reset = ConnectionResetError(str(error) if error else "the connection has ended")
         reset.__cause__ = error
         self._fail(reset)
+
+    def _go_on_reading(self) -> None:
+        if self._is_paused and self.is_open:
+            self._is_paused = False
+            self._transport.resume_reading()
 
     def _fail(self, error: Exception) -> None:
         self._error = self._error or error
