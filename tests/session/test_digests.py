@@ -39,7 +39,8 @@ from kvferry.session.events import (
     TicketEnded,
     Timing,
 )
-from kvferry.session.source import Identity, SourceSession
+from kvferry.session.introduction import Identity
+from kvferry.session.source import SourceSession
 from kvferry.session.target import Ourselves, TargetSession
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m

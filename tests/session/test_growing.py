@@ -45,7 +45,8 @@ from kvferry.session.events import (
     Tick,
     TicketEnded,
 )
-from kvferry.session.source import Identity, SourceSession
+from kvferry.session.introduction import Identity
+from kvferry.session.source import SourceSession
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 

@@ -9,9 +9,10 @@ from kvferry.plan.model import attention
 from kvferry.plan.span import Span
 from kvferry.session.early import MAX_EARLY, MAX_EARLY_OF_ONE
 from kvferry.session.events import Count, FrameArrived, LeaseWanted, LeaseWithdrawn, Reply, SourceFree, Tick, Timing
+from kvferry.session.introduction import Identity
 from kvferry.session.lease import LEASE_TABLE, LeaseState
 from kvferry.session.machine import Machine, diagram
-from kvferry.session.source import Identity, SourceSession
+from kvferry.session.source import SourceSession
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 

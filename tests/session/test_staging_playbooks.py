@@ -52,8 +52,9 @@ from kvferry.session.events import (
     Timing,
 )
 from kvferry.session.handshake import Ourselves
+from kvferry.session.introduction import Identity
 from kvferry.session.slot_use import SLOT_TABLE, SlotState
-from kvferry.session.source import Identity, SourceSession
+from kvferry.session.source import SourceSession
 from kvferry.session.target import TargetSession
 from kvferry.session.ways import AUTO, StagingPolicy, allowed_by
 from kvferry.testing.playbook import play

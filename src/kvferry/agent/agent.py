@@ -30,7 +30,8 @@ from kvferry.agent.wake import Wake
 from kvferry.errors import RequestError, WireError, WireVersionError
 from kvferry.plan.copies import Direction
 from kvferry.session import events as e
-from kvferry.session.source import Identity, SourceSession
+from kvferry.session.introduction import Identity
+from kvferry.session.source import SourceSession
 from kvferry.session.target import TargetSession
 from kvferry.transport.base import Transport
 from kvferry.wire.codec import decode, encode

@@ -8,7 +8,7 @@ from kvferry.agent.config import AgentConfig
 from kvferry.errors import ConfigurationError
 from kvferry.plan.copies import Direction
 from kvferry.session.handshake import Ourselves
-from kvferry.session.source import Identity
+from kvferry.session.introduction import Identity
 from kvferry.session.ways import through_staging_only
 from kvferry.wire.codec import MAX_REQUEST_BYTES, encode
 from kvferry.wire.messages import TargetOffer

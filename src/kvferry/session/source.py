@@ -7,12 +7,10 @@ however the lease ended.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvferry.errors import FerryError, TransferError
 from kvferry.plan.copies import Direction
 from kvferry.plan.extract import Extractor
-from kvferry.plan.layout import Layout, fingerprint
 from kvferry.session.aborted import AbortedClaims
 from kvferry.session.carrying import Carrying
 from kvferry.session.early import Early, EarlyMessages
@@ -38,33 +36,28 @@ from kvferry.session.events import (
     TicketEnded,
     Timing,
 )
+from kvferry.session.introduction import Identity, Introduction
 from kvferry.session.lease import Lease
 from kvferry.session.targets import Targets
 from kvferry.wire.messages import (
-    WIRE_VERSION,
     Abort,
     Aborted,
     Claim,
     Grant,
     Hello,
     Landed,
-    Offer,
     OfferRequest,
     Pack,
-    Party,
-    Probe,
     Queued,
     Reason,
     Refusal,
     Renew,
     Renewed,
     TargetOffer,
-    TransportOffer,
     Valid,
-    Welcome,
 )
 
-__all__ = ["Identity", "SourceSession"]
+__all__ = ["SourceSession"]
 
 SourceEvent = (
     LeaseWanted
@@ -81,29 +74,6 @@ SourceEvent = (
 )
 
 
-MAX_OFFERED = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who this rank is and what it tells peers about itself. `layouts` are those of all ranks of its engine.
-
-    With `is_staged` no transport reaches its blocks, and whoever wants something of it has it packed.
-    """
-
-    party: Party
-    product_version: str
-    layouts: tuple[Layout, ...]
-    transports: tuple[TransportOffer, ...]
-    probe: Probe
-    is_staged: bool = False
-
-    @property
-    def layout(self) -> Layout:
-        """This rank's own."""
-        return self.layouts[self.party.rank]
-
-
 class SourceSession:
     """Leases of one rank. Feed it events; do what its commands say."""
 
@@ -113,7 +83,7 @@ class SourceSession:
         self._leases: dict[str, Lease] = {}
         self._by_request: dict[str, Lease] = {}
         self._early = EarlyMessages()
-        self._offered: dict[Party, float] = {}
+        self._introduction = Introduction(identity, timing.handshake_s)
         self._aborted = AbortedClaims()
         self._targets = Targets(identity.layouts, identity.party.rank, timing)
         self._carrying = Carrying(self._targets, identity.party.epoch, timing.transfer_s)
@@ -151,8 +121,9 @@ class SourceSession:
 
         Also of a lease that has ended: its reader can use its own blocks again only when its ticket has ended.
         """
-        is_tested = any(until > now for until in self._offered.values())
-        return is_tested or any(lease.claims.keys() - lease.completed.keys() for lease in self._leases.values())
+        return self._introduction.is_tested(now) or any(
+            lease.claims.keys() - lease.completed.keys() for lease in self._leases.values()
+        )
 
     # --- how leases begin and end ---
 
@@ -247,27 +218,11 @@ class SourceSession:
         return handler(event.peer, event.message, now)
 
     def _hello(self, peer: str, hello: Hello, now: float) -> list[Command]:
-        ours, theirs = self._identity.party, hello
-        checks = (
-            (Reason.WIRE_VERSION, "wire versions differ", str(theirs.wire_version), str(WIRE_VERSION)),
-            (Reason.WRONG_ENGINE, "another engine listens here", theirs.expects_engine_id, ours.engine_id),
-            (Reason.WRONG_EPOCH, "the engine has restarted", theirs.expects_epoch, ours.epoch),
-        )
-        for reason, what, found, expected in checks:
-            if found != expected:
-                return _refuse(peer, Refusal(reason, what, found, expected, ""))
-        identity = self._identity
-        name = fingerprint(identity.layout)
-        return [Reply(peer, Welcome(WIRE_VERSION, identity.product_version, ours, len(identity.layouts), name))]
+        answer = self._introduction.hello(hello)
+        return _refuse(peer, answer) if isinstance(answer, Refusal) else [Reply(peer, answer)]
 
     def _offer(self, peer: str, request: OfferRequest, now: float) -> list[Command]:
-        identity = self._identity
-        self._offered = {party: until for party, until in self._offered.items() if until > now}
-        if len(self._offered) < MAX_OFFERED:
-            self._offered[request.party] = now + self._timing.handshake_s
-        return [
-            Reply(peer, Offer(identity.party, identity.layout, identity.transports, identity.probe, identity.is_staged))
-        ]
+        return [Reply(peer, self._introduction.offer(request, now))]
 
     def _target_offer(self, peer: str, offer: TargetOffer, now: float) -> list[Command]:
         return self._targets.offered(peer, offer, now)
@@ -295,7 +250,7 @@ class SourceSession:
             lease.deadline = now + self._timing.lease_s
             return [Reply(peer, Queued(claim.claim_id))]
         lease.claim(claim, now + self._timing.lease_s)
-        self._offered.pop(claim.party, None)
+        self._introduction.has_met(claim.party)
         return [Reply(peer, Grant(claim.claim_id, lease.wanted.block_tables))]
 
     def _write(self, peer: str, claim: Claim, lease: Lease, now: float) -> list[Command]:

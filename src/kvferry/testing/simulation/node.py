@@ -12,7 +12,8 @@ from kvferry.errors import WireError, WireVersionError
 from kvferry.plan.copies import Direction
 from kvferry.session import events as e
 from kvferry.session.handshake import Ourselves
-from kvferry.session.source import Identity, SourceEvent
+from kvferry.session.introduction import Identity
+from kvferry.session.source import SourceEvent
 from kvferry.session.target import TargetEvent
 from kvferry.session.ways import StagingPolicy
 from kvferry.testing.simulation import staging_checks

@@ -24,8 +24,9 @@ from kvferry.session.events import (
     Timing,
 )
 from kvferry.session.handshake import Ourselves
+from kvferry.session.introduction import Identity
 from kvferry.session.packing import Packing
-from kvferry.session.source import Identity, SourceEvent, SourceSession
+from kvferry.session.source import SourceEvent, SourceSession
 from kvferry.session.target import TargetEvent, TargetSession
 from kvferry.wire.messages import Aborted, Pack, Packed
 
