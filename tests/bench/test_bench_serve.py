@@ -186,6 +186,7 @@ def test_mistakes_are_told_before_anything_is_asked(tmp_path):
             (("--trace", bad_trace, "--rate", 3), "--rate and --trace"),
             (("--sweep", "1,2", "--concurrency", 3), "--sweep and --concurrency"),
             (("--plot", tmp_path / "no" / "x.html"), "no such folder"),
+            (("--plot", tmp_path / "x.png"), "a name in .html"),
             (("--header", "nothing"), "not a header"),
         ):
             assert words in bench("--url", url, *arguments, code=2).stderr
