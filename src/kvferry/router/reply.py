@@ -10,7 +10,6 @@ __all__ = ["MAX_IDLE_BYTES", "Reply"]
 
 # As many bytes may come that are no part of a body: a head, trailers, what surrounds chunks.
 MAX_IDLE_BYTES = 1 << 16
-NO_BODY = frozenset((204, 304))
 
 
 class Reply:
@@ -91,7 +90,7 @@ class Reply:
             self.headers.clear()
             return
         self.status, self._num_idle_bytes = status, 0
-        self._ends_with_connection = status not in NO_BODY and not _is_delimited(self.headers)
+        self._ends_with_connection = not _is_delimited(self.headers)
 
     def on_body(self, data: bytes) -> None:
         if not self.is_whole:
