@@ -1,5 +1,7 @@
 """Stretches of a request: together they are the whole, and a group's window is that of the whole."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from kvferry.plan.model import attention
 from kvferry.plan.program import bind
 from kvferry.plan.request import copies_for, num_rows, volume
 from kvferry.plan.route import route
-from kvferry.plan.stretch import WHOLE, Stretch, even_tokens, stretch_tokens, stretches
+from kvferry.plan.stretch import WHOLE, Stretch, even_stretches, stretch_tokens, stretches
 from kvferry.plan.tokens import TokenRange
 from kvferry.testing.strategies import handmade, scenarios
 
@@ -74,26 +76,32 @@ def test_the_whole_is_a_stretch():
 
 
 @pytest.mark.parametrize(
-    ("last", "most", "unit", "even"),
+    ("first", "last", "most", "cuts"),
     [
-        (100, 40, 4, 36),
-        (2048, 672, 16, 512),
-        (40, 40, 4, 40),
-        (41, 40, 4, 24),
-        (3, 40, 4, 4),
-        (0, 40, 4, 4),
-        (9, 4, 4, 4),
+        (0, 100, 40, [0, 36, 72]),
+        (10, 100, 40, [8, 40, 72]),
+        (0, 40, 40, [0]),
+        (0, 41, 40, [0, 24]),
+        (0, 3, 40, [0]),
+        (0, 0, 40, [0]),
+        (7, 7, 40, [4]),
+        (0, 9, 4, [0, 4, 8]),
     ],
 )
-def test_stretches_of_one_length(last: int, most: int, unit: int, even: int) -> None:
-    assert even_tokens([TokenRange(0, last)], most, unit) == even
+def test_stretches_of_one_length(first: int, last: int, most: int, cuts: list[int]) -> None:
+    found = even_stretches([TokenRange(first, last)], most, 4)
+    assert [each.tokens.first for each in found] == cuts
+    assert [each.is_last for each in found] == [False] * (len(cuts) - 1) + [True]
 
 
-@given(st.integers(0, 500), st.integers(0, 500), st.integers(1, 20), st.integers(1, 8))
-def test_even_stretches_are_units_and_no_more_than_had_to_be(first: int, more: int, units: int, unit: int) -> None:
-    ranges, most = [TokenRange(first, first + more)], units * unit
-    even = even_tokens(ranges, most, unit)
-    assert even % unit == 0
-    assert unit <= even <= most
-    # Where the first token lies between two cuts there is one more of them.
-    assert len(stretches(ranges, even)) <= len(stretches(ranges, most)) + 1
+@given(st.integers(0, 500), st.integers(1, 500), st.integers(1, 20), st.integers(1, 8))
+def test_even_stretches_cover_everything_and_are_no_more_than_there_must_be(
+    first: int, more: int, units: int, unit: int
+) -> None:
+    most = units * unit
+    found = [each.tokens for each in even_stretches([TokenRange(first, first + more)], most, unit)]
+    assert all(each.last == after.first for each, after in pairwise(found))
+    assert all(each.first % unit == 0 and unit <= len(each) <= most for each in found)
+    assert found[0].first <= first
+    assert found[-1].last >= first + more
+    assert len(found) <= max(1, -(-(first % unit + more) // most))

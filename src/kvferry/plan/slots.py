@@ -17,7 +17,7 @@ from kvferry.plan.layout import Layout
 from kvferry.plan.program import Program
 from kvferry.plan.request import Ranges, copies_for
 from kvferry.plan.staged import RegionStarts, Side, Stages, Staging, Strategy, staged
-from kvferry.plan.stretch import Stretch, even_tokens, stretch_tokens, stretches, unit_tokens
+from kvferry.plan.stretch import Stretch, even_stretches, stretch_tokens, unit_tokens
 
 __all__ = ["Slot", "SlotPlan", "StagedRequest", "any_tables", "region_starts"]
 
@@ -53,8 +53,7 @@ class SlotPlan:
         self._request = request
         self._side = side
         most = stretch_tokens(request.program, request.slot_bytes)
-        num_tokens = even_tokens(request.ranges, most, unit_tokens(request.program))
-        self.stretches: tuple[Stretch, ...] = stretches(request.ranges, num_tokens)
+        self.stretches: tuple[Stretch, ...] = even_stretches(request.ranges, most, unit_tokens(request.program))
         self._planned = lru_cache(maxsize=4)(self._plan)
 
     def slots(self, number: int) -> tuple[Slot, ...]:

@@ -10,7 +10,7 @@ from kvferry.plan.program import Program, Section
 from kvferry.plan.span import MAX_STOP
 from kvferry.plan.tokens import TokenRange
 
-__all__ = ["WHOLE", "Stretch", "even_tokens", "stretch_tokens", "stretches", "unit_tokens"]
+__all__ = ["WHOLE", "Stretch", "even_stretches", "stretch_tokens", "stretches", "unit_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +39,24 @@ def stretch_tokens(program: Program, most_bytes: int) -> int:
     return max(1, most_bytes // max(1, num_bytes)) * unit
 
 
-def even_tokens(ranges: Sequence[TokenRange], most_tokens: int, unit: int) -> int:
-    """How many tokens of at most `most_tokens`, a multiple of `unit`, cut a request into as many stretches of about one
-    length: with a short one at the end, the others would wait for each other longer than they have to."""
+def even_stretches(ranges: Sequence[TokenRange], most_tokens: int, unit: int) -> tuple[Stretch, ...]:
+    """As few stretches of at most `most_tokens` as there can be, all of about one length: with a short one at the end,
+    the others would wait for each other longer than they have to. Cuts are multiples of `unit`, of which `most_tokens`
+    is one, too."""
     first, last = _ends(ranges)
-    num_stretches = max(1, -(-(last - first) // most_tokens))
-    return min(most_tokens, max(1, -(-(last - first) // (num_stretches * unit))) * unit)
+    start = first // unit * unit
+    num_stretches = max(1, -(-(last - start) // most_tokens))
+    return _cut(start, last, max(1, -(-(last - start) // (num_stretches * unit))) * unit)
 
 
 def stretches(ranges: Sequence[TokenRange], num_tokens: int) -> tuple[Stretch, ...]:
     """Cut where a multiple of `num_tokens` is, from the first wanted token to the last; one even when none is."""
     first, last = _ends(ranges)
-    starts = range(first // num_tokens * num_tokens, max(last, 1), num_tokens)
+    return _cut(first // num_tokens * num_tokens, last, num_tokens)
+
+
+def _cut(first: int, last: int, num_tokens: int) -> tuple[Stretch, ...]:
+    starts = range(first, max(last, 1), num_tokens)
     found = [Stretch(TokenRange(start, start + num_tokens), start == starts[-1]) for start in starts]
     return tuple(found) or (WHOLE,)
 
