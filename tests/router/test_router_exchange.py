@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import struct
 from dataclasses import dataclass, field
 
 import pytest
@@ -288,3 +290,59 @@ def test_an_engine_that_is_faster_than_its_client_waits():
 def test_where_an_instance_is(url, expected):
     found = origin_of(url)
     assert (found.host, found.port, found.is_secure, found.host_header, found.prefix) == expected
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_leg_that_is_cancelled_as_its_head_comes_leaves_no_connection(loop, monkeypatch):
+    received = Connection.data_received
+
+    async def main(server, pool):
+        asking = asyncio.create_task(Exchange.open(pool, post(server)))
+
+        def and_cancelled(connection, data):
+            received(connection, data)
+            asking.cancel()
+
+        monkeypatch.setattr(Connection, "data_received", and_cancelled)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asking
+        assert asking.cancelled()
+        await server.ended.acquire()
+
+    run(main, loop, OPEN)
+
+
+@pytest.mark.parametrize("way", ["reset", "closed", "ours"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_only_an_end_in_order_ends_an_answer_without_a_length(loop, way):
+    async def main(server, pool):
+        go = asyncio.Event()
+
+        async def half(reader, writer):
+            await reader.readuntil(b"\r\n\r\n{}")
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\nhalf")
+            await go.wait()
+            if way == "reset":
+                at_once = struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            writer.close()
+
+        async with await asyncio.start_server(half, "127.0.0.1", 0) as listening:
+            server.url = "http://{}:{}".format(*listening.sockets[0].getsockname())
+            exchange = await Exchange.open(pool, post(server))
+            assert await exchange.piece() == b"half"
+            assert not exchange.is_over
+            if way == "ours":
+                exchange.close()
+            else:
+                go.set()
+            if way == "closed":
+                assert await exchange.piece() == b""
+                assert exchange.is_over
+            else:
+                with pytest.raises(ConnectionResetError):
+                    await exchange.piece()
+                assert not exchange.is_over
+            go.set()
+
+    run(main, loop)

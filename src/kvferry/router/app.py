@@ -133,7 +133,7 @@ class Generate:
         request_id = request_id_of(headers)
         body = await _read(http, http.app.state.config.max_body_bytes)
         request = parse_request(body, self._endpoint)
-        return Call(_target(http), headers, request_id, request, task_of(request), started_s)
+        return Call(_target(self._endpoint, http), headers, request_id, request, task_of(request), started_s)
 
     async def _serve(self, services: Services, call: Call, client: Client) -> None:
         driver = Driver(services, call, client)
@@ -149,7 +149,7 @@ OTHERS = "/v1/models, /health, /ready or /metrics"
 
 async def models(http: Request) -> Response:
     headers = prefill_headers(http.scope["headers"], request_id_of(http.scope["headers"]))
-    status, body = await list_models(http.app.state.services, _target(http), headers)
+    status, body = await list_models(http.app.state.services, _target("/v1/models", http), headers)
     return _json(status, body, {})
 
 
@@ -232,10 +232,9 @@ async def _read(http: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _target(http: Request) -> str:
-    """Path and query as the client wrote them."""
+def _target(path: str, http: Request) -> str:
+    """A path of ours, and the query as the client wrote it. Its path is decoded: other bytes than it seems."""
     query = http.scope["query_string"].decode("latin-1")
-    path = http.scope["path"]
     return f"{path}?{query}" if query else path
 
 

@@ -113,5 +113,7 @@ def _is_base_url(url: str) -> bool:
         _ = parts.port
     except ValueError:
         return False
-    extra = parts.query or parts.fragment or parts.username or parts.path.endswith("/v1")
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and not extra
+    extra = parts.query or parts.fragment or "@" in parts.netloc or parts.path.endswith("/v1")
+    # It becomes a part of requests as it is.
+    is_visible = all("!" <= character <= "~" for character in url)
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and is_visible and not extra

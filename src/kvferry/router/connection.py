@@ -87,9 +87,14 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
         self._wake()
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def eof_received(self) -> None:
+        """The upstream has closed it in order: for some answers that is the end. No other one is: not a broken
+        connection, and not one that we have closed."""
         if self._reply is not None:
             self._reply.end()
+            self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
         reset = ConnectionResetError(str(error) if error else "the connection has ended")
         reset.__cause__ = error
         self._fail(reset)

@@ -48,8 +48,9 @@ class Exchange:
 
     def __init__(self, pool: Pool, origin: Origin, connection: Connection, reply: Reply) -> None:
         self._pool, self._origin, self._connection, self._reply = pool, origin, connection, reply
-        # Nothing more will come, or is wanted.
+        # The last piece has been taken.
         self.is_over = False
+        self._has_let_go = False
 
     @classmethod
     async def open(cls, pool: Pool, outgoing: Outgoing) -> Exchange:
@@ -58,13 +59,15 @@ class Exchange:
         Whoever only asks (GET) asks on a connection of its own: a probe is to find out whether there is one.
         """
         origin = origin_of(outgoing.base)
+        head = _head(origin, outgoing)
         connection = await (pool.connect(origin) if outgoing.method == "GET" else pool.take(origin))
-        exchange = cls(pool, origin, connection, connection.send(_head(origin, outgoing), outgoing.body))
+        exchange = cls(pool, origin, connection, connection.send(head, outgoing.body))
         try:
             await exchange._until_head()
-        finally:
-            if not exchange.status:
-                exchange.close()
+        except BaseException:
+            # Also when it is cancelled in the moment in which the head has come: nobody else knows of it.
+            exchange.close()
+            raise
         return exchange
 
     @property
@@ -104,8 +107,8 @@ class Exchange:
 
     def close(self) -> None:
         """Close the connection, whatever is still to come on it; one that has nothing more to come is kept."""
-        if not self.is_over:
-            self.is_over = True
+        if not self._has_let_go:
+            self._has_let_go = True
             self._connection.close()
 
     async def _until_head(self) -> None:
@@ -113,8 +116,9 @@ class Exchange:
             await self._connection.more()
 
     def _let_go(self) -> None:
-        if not self.is_over:
-            self.is_over = True
+        self.is_over = True
+        if not self._has_let_go:
+            self._has_let_go = True
             self._pool.give_back(self._origin, self._connection)
 
 
