@@ -1,8 +1,7 @@
 """Which memory transfers may use beside an engine's device: the table of (device, buffer device) pairs.
 
 The device is where the engine computes, the buffer device what the memory that transports register belongs to. Equal
-means that the engine's own blocks are registered, or staging memory on the same device; `cpu` that everything goes
-through staging memory in the host.
+means that the engine's own blocks are registered; `cpu` that everything goes through staging memory in the host.
 """
 
 from __future__ import annotations
