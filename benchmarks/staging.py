@@ -60,12 +60,12 @@ class Case:
     def rows(self, memory: Memory) -> tuple[Side, Side, Offsets]:
         """Source, target and lengths."""
         num_rows = memory.total_bytes // self.row_bytes
-        places = _places(self.order, num_rows) * self.row_bytes
+        sparse = places(self.order, num_rows) * self.row_bytes
         dense = np.arange(num_rows) * self.row_bytes
-        source = _side(memory.staging, dense) if self.way == "scatter" else _side(memory.source, places)
-        target = _side(memory.staging, dense) if self.way == "gather" else _side(memory.target, places)
+        source = _side(memory.staging, dense) if self.way == "scatter" else _side(memory.source, sparse)
+        target = _side(memory.staging, dense) if self.way == "gather" else _side(memory.target, sparse)
         if self.way == "direct" and self.order == "blocks":
-            target = _side(memory.target, _places("1 of 2", num_rows) * self.row_bytes)
+            target = _side(memory.target, places("1 of 2", num_rows) * self.row_bytes)
         return source, target, np.full(num_rows, self.row_bytes)
 
 
@@ -82,7 +82,7 @@ def _side(view: View, offset: Offsets) -> Side:
     return Side((view,), np.zeros(len(offset), np.int64), offset)
 
 
-def _places(order: str, num_rows: int) -> Offsets:
+def places(order: str, num_rows: int) -> Offsets:
     """Every second or fourth head, token by token; or every second in blocks of 16 tokens that lie in any order."""
     if order == "blocks":
         blocks = np.random.default_rng(SEED).permutation(num_rows // BLOCK_ROWS)

@@ -1,0 +1,190 @@
+"""How fast a device gathers and scatters rows: against its copy engine and against a copy in its own memory.
+
+    python benchmarks/staging_device.py > benchmarks/results/staging_device_NAME.json
+
+Prints JSON. Needs a GPU and Triton (`pip install 'kvferry[kernels]'`). *kernel* is the copy alone, with its columns on
+the device already; *with columns* sends them there first, as the mover does. Limits: one copy of as many contiguous
+bytes, to or from pinned host memory, or in the device's own. Everything takes turns, every result is compared with
+plain indexing, figures are medians by the device's own clock.
+
+`TRITON_INTERPRET=1 python benchmarks/staging_device.py --device cpu --mebibytes 1 --repeats 1` runs all of it without a
+device, in Triton's interpreter: to see that it works, not how fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from measuring import machine, say
+from staging import places
+
+from kvferry.plan.copies import Copies
+from kvferry.staging.tiles import launch_of, tile_of
+
+ROW_BYTES = (256, 1 << 10, 4 << 10, 64 << 10)
+ORDERS = ("1 of 2", "1 of 4", "blocks")
+GOALS = {"gather to host": 0.97, "scatter from host": 0.95, "gather on the device": 0.85}
+SEED = 11
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """A cache of four times `total_bytes` on the device, and staging on both sides."""
+
+    cache: torch.Tensor
+    here: torch.Tensor
+    host: torch.Tensor
+    total_bytes: int
+
+    @classmethod
+    def of(cls, device: str, total_bytes: int) -> Memory:
+        noise = torch.randint(
+            0, 256, (4 * total_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(SEED)
+        )
+        host = torch.zeros(total_bytes, dtype=torch.uint8)
+        here = torch.zeros(total_bytes, dtype=torch.uint8, device=device)
+        return cls(noise.to(device), here, host if device == "cpu" else host.pin_memory(), total_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Rows of one length, at every second or fourth place, or in blocks in any order."""
+
+    row_bytes: int
+    order: str
+    way: str
+
+    def ends(self, memory: Memory) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is read and what is written."""
+        return {
+            "gather to host": (memory.cache, memory.host),
+            "scatter from host": (memory.host, memory.cache),
+            "gather on the device": (memory.cache, memory.here),
+        }[self.way]
+
+    def where(self, memory: Memory) -> np.ndarray:
+        return places(self.order, memory.total_bytes // self.row_bytes)
+
+    def copies(self, memory: Memory) -> Copies:
+        source, target = self.ends(memory)
+        sparse = self.where(memory) * self.row_bytes
+        dense = np.arange(len(sparse)) * self.row_bytes
+        offsets = [sparse if end is memory.cache else dense for end in (source, target)]
+        columns = [
+            (offset + end.data_ptr()).astype(np.uint64) for offset, end in zip(offsets, (source, target), strict=True)
+        ]
+        return Copies(*columns, np.full(len(sparse), self.row_bytes, np.uint64), len(sparse))
+
+
+def work(case: Case, memory: Memory) -> dict[str, Step]:
+    """The kernel, and what limits it."""
+    from kvferry.staging.kernels import copy_tile
+
+    tile = tile_of(case.copies(memory))
+    launch, columns = launch_of(tile), torch.from_numpy(tile.columns())
+    device = memory.cache.device
+    pinned = columns if device.type == "cpu" else columns.pin_memory()
+    there = columns.to(device)
+    source, target = case.ends(memory)
+    total = memory.total_bytes
+    return {
+        "limit": lambda: target[:total].copy_(source[:total], non_blocking=True),
+        "kernel": lambda: copy_tile(there, launch),
+        "with columns": lambda: copy_tile(pinned.to(device, non_blocking=True), launch),
+    }
+
+
+def check(case: Case, memory: Memory, step: Step) -> None:
+    """Every row is where it belongs."""
+    source, target = case.ends(memory)
+    where = torch.from_numpy(case.where(memory))
+    (memory.here if target is memory.here else memory.host).random_(generator=None)
+    step()
+    wait(memory)
+    in_cache = memory.cache.view(-1, case.row_bytes)[where.to(memory.cache.device)]
+    in_staging = (source if target is memory.cache else target).view(-1, case.row_bytes)
+    if not torch.equal(in_cache.cpu(), in_staging.cpu()):
+        raise RuntimeError(f"{case}: other bytes")
+
+
+def wait(memory: Memory) -> None:
+    if memory.cache.device.type != "cpu":
+        torch.get_device_module(memory.cache.device).synchronize()
+
+
+def milliseconds(steps: Mapping[str, Step], memory: Memory, repeats: int) -> dict[str, float]:
+    """Medians; every repeat runs everything once."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    timed = timed_on_device if memory.cache.device.type != "cpu" else timed_here
+    for _ in range(repeats):
+        for name, step in steps.items():
+            times[name].append(timed(step, memory))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def timed_here(step: Step, memory: Memory) -> float:
+    began = time.perf_counter()
+    step()
+    return (time.perf_counter() - began) * 1000
+
+
+def timed_on_device(step: Step, memory: Memory) -> float:
+    module: Any = torch.get_device_module(memory.cache.device)
+    began, ended = module.Event(enable_timing=True), module.Event(enable_timing=True)
+    began.record()
+    step()
+    ended.record()
+    wait(memory)
+    return float(began.elapsed_time(ended))
+
+
+def cases() -> Iterator[Case]:
+    for row_bytes in ROW_BYTES:
+        for order in ORDERS:
+            for way in GOALS:
+                yield Case(row_bytes, order, way)
+
+
+def measure(case: Case, memory: Memory, repeats: int) -> dict[str, object]:
+    steps = work(case, memory)
+    for name in ("kernel", "with columns"):
+        check(case, memory, steps[name])
+    ms = milliseconds(steps, memory, repeats)
+    share = {name: round(ms["limit"] / ms[name], 3) for name in steps if name != "limit"}
+    say(f"{case.row_bytes:6} {case.order:7} {case.way:20} {share} (goal {GOALS[case.way]})")
+    rate = round(memory.total_bytes / ms["limit"] / 1e6, 2)
+    row = {"row_bytes": case.row_bytes, "order": case.order, "way": case.way, "limit_gigabytes_per_s": rate}
+    return {**row, "ms": {name: round(value, 4) for name, value in ms.items()}, "share_of_limit": share}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda", help="cuda (ROCm too), xpu; cpu with Triton's interpreter")
+    parser.add_argument("--mebibytes", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=15)
+    arguments = parser.parse_args()
+    if importlib.util.find_spec("triton") is None:
+        parser.error("Triton is not installed; hint: pip install 'kvferry[kernels]'")
+    if arguments.device != "cpu" and not torch.get_device_module(arguments.device).is_available():
+        parser.error(f"no {arguments.device} device here; see --help for a run without one")
+    name = "cpu" if arguments.device == "cpu" else torch.get_device_module(arguments.device).get_device_name()
+    memory = Memory.of(arguments.device, arguments.mebibytes << 20)
+    found = [measure(case, memory, arguments.repeats) for case in cases()]
+    head = {"device": name, "machine": machine(), "torch": torch.__version__, "goals": GOALS}
+    sizes = {"total_bytes": memory.total_bytes, "repeats": arguments.repeats}
+    print(json.dumps({**head, **sizes, "cases": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
