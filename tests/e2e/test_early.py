@@ -21,6 +21,8 @@ WAYS = {
     "pack": ("--strategy", "pack"),
     "pull": ("--transfer-direction", "pull"),
 }
+SENT = {"push": 6 * STEP_TOKENS, "pack": NUM_TOKENS // 2}
+"""Of six steps, whole stretches: three of 4 MiB that are pushed, and the first of two slots of one length."""
 DONE = 'kvferry_agent_leases_ended_total{how="done"}'
 MOVED = 'kvferry_agent_moved_bytes_total{direction="write"}'
 
@@ -119,13 +121,13 @@ def test_many_at_the_same_time_do_not_mix(site):
 
 @pytest.mark.parametrize("way", ["push", "pack"])
 def test_what_is_computed_is_sent_while_the_rest_is_not(site, way):
-    """Six steps are made, the seventh is kept back: three stretches of 4 MiB go, and the answer cannot begin."""
+    """Six steps are made, the seventh is kept back: all stretches but the last go, and the answer cannot begin."""
     target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=2)
     expected, before, done = alone(target, prompt), metric(site.p.url, MOVED), metric(site.p.url, DONE)
     with site.p.held():
         leg, params = begun(site, prompt)
         asking = decoding(target, prompt, params)
-        until_sent(site, before, 6 * STEP_TOKENS)
+        until_sent(site, before, SENT[way])
         assert b"finish_reason" not in leg.text
         assert asking.status == 0
     answer = asking.answer()
