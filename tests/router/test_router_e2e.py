@@ -20,6 +20,7 @@ from router_harness import (
     prefill_engine,
     prefilling,
 )
+from yarl import URL
 
 from kvferry.errors import IllegalEventError
 from kvferry.router.flow import Flow
@@ -331,6 +332,21 @@ def test_unknown_paths_and_methods_are_openai_errors():
                 async with c.session.request(method, c.url + path) as response:
                     assert response.status == status
                     assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+    run(main)
+
+
+def test_what_engines_are_asked_is_a_path_of_ours():
+    """A path that only decodes to nearly one of them is not passed on as it decodes: here, with a line feed in it."""
+
+    async def main():
+        d = decode_engine()
+        async with cluster([], [d]) as c:
+            almost = URL(c.url + "/v1/completions%0a?a=b", encoded=True)
+            async with c.session.post(almost, json={"prompt": "x", "max_tokens": 1}) as response:
+                assert response.status == 200
+            (seen,) = d.seen
+            assert seen.path == "/v1/completions?a=b"
 
     run(main)
 
