@@ -4,6 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.model import attention
 from kvferry.plan.program import bind
 from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
@@ -42,6 +44,19 @@ def test_i7_slot_by_slot_the_target_is_the_same(scenario, strategy, slot_bytes):
             _through_slots(SlotPlan(request), sources[source_rank], through, slot_bytes)
         for address, buffer in straight.buffers.items():
             assert np.array_equal(buffer, through.buffers[address])
+
+
+def test_slots_have_one_length():
+    """Five units of which four fit into a slot: three and two of them, not four and one."""
+    model = attention(1, 2, 4, "float32", 4)
+    (source,), (target,) = (describe(model, EngineShape(1, 1, 4, 8, "token-major"), 1 << at) for at in (20, 30))
+    program = bind(route((source,), (target,)).between(0, 0), source, target)
+    table, unit_bytes = (tuple(range(5)),), 4 * model.bytes_per_token
+    starts = region_starts(source, target)
+    request = StagedRequest(program, table, table, (TokenRange(0, 20),), Strategy.PACK, 4 * unit_bytes, starts)
+    plan = SlotPlan(request)
+    sizes = [slot.num_bytes for number in range(len(plan.stretches)) for slot in plan.slots(number)]
+    assert sizes == [3 * unit_bytes, 2 * unit_bytes]
 
 
 def _through_slots(plan, source, target, most_bytes):

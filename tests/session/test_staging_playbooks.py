@@ -559,6 +559,13 @@ def test_a_strategy_is_chosen_among_those_that_are_allowed():
     assert StagingPolicy((Strategy.PACK,), 1).before_read(copies, dear_rows, starts) is Strategy.DIRECT
 
 
+@pytest.mark.parametrize(("slot_bytes", "expected"), [(64, Strategy.DIRECT), (1 << 20, Strategy.PACK)])
+def test_a_price_is_that_of_the_slots_that_are_used(slot_bytes, expected):
+    """Each slot costs something: many small ones cost more than the rows do."""
+    costs = replace(TYPICAL_HOST, row_s=1e-4, launch_s=1e-3)
+    assert StagingPolicy(AUTO, slot_bytes).before_claim(bind_of_both(), RANGES, costs, Direction.READ) is expected
+
+
 def bind_of_both():
     found = route((SOURCE_LAYOUT,), TARGET_LAYOUTS)
     return bind(found.between(0, 0), SOURCE_LAYOUT, TARGET_LAYOUTS[0])

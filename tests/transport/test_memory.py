@@ -11,8 +11,9 @@ from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
 from kvferry.testing.contract import PIECE_BYTES, Row, World, copies_of
 from kvferry.transport.base import Completion, Direction
-from kvferry.transport.copying import TURN_BYTES
+from kvferry.transport.copying import TURN_BYTES, CopyQueue, Posting
 from kvferry.transport.memory import SLICE_BYTES, MemoryFabric, MemoryTransport
+from kvferry.transport.pieces import Pieces
 
 
 @pytest.fixture
@@ -30,6 +31,17 @@ def test_only_tickets_that_touch_memory_end_when_it_is_taken_back(world: World) 
     ended = world.finish([touching, other])
     assert "unregistered" in ended[touching].error
     assert ended[other].error == ""
+
+
+def test_a_ticket_touches_the_pieces_in_which_it_has_rows() -> None:
+    view = np.zeros(100, np.uint8)
+    far, near = Pieces.of([(start, 100) for start in (1000, 2000, 3000)], [view] * 3), Pieces.of([(9000, 100)], [view])
+    queue, found = CopyQueue(), []
+    for sources in ([1000, 3000], [2000, 2050]):
+        columns = [np.array(values, np.uint64) for values in (sources, [9000, 9010], [10, 10])]
+        queue.add(Posting("far", near, far, Copies(*columns, 2), Direction.READ))
+    queue.drop(lambda job: bool(found.append(job.remote_addresses)), "")
+    assert set(found) == {frozenset({1000, 3000}), frozenset({2000})}
 
 
 def test_a_closed_peer_ends_tickets_and_is_not_found_again(world: World) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import TransportError
@@ -115,6 +115,7 @@ PIECES = Pieces.of([(1000, 100), (1100, 50), (5000, 10)], VIEWS)
 ONE_PIECE = Pieces.of([(1000, 100)], VIEWS[:1])
 
 
+@example(PIECES, [(1110, 20), (1149, 1)])
 @given(st.sampled_from([PIECES, ONE_PIECE]), st.lists(st.tuples(st.integers(900, 1200), st.integers(0, 200))))
 def test_rows_lie_in_one_piece_or_the_first_that_does_not_is_named(pieces: Pieces, rows: list[tuple[int, int]]) -> None:
     columns = np.array([row[0] for row in rows], np.uint64), np.array([row[1] for row in rows], np.uint64)
