@@ -23,8 +23,8 @@ from kvferry.transport.base import Memory
 __all__ = ["AgentConfig", "Host", "Notice", "new_epoch", "new_lease_id", "staging_named"]
 
 STAGING_BYTES = 128 << 20
-# Measured on 2 cores: slots of 4 MiB take a quarter longer, those of 16 MiB just as long. Each is a few milliseconds of
-# work for three threads that wake one another.
+# With slots of 4 MiB benchmarks/mixed_tp.py takes a quarter longer on 2 cores, with 16 MiB just as long: each is a few
+# milliseconds of work for three threads that wake one another.
 SLOT_BYTES = 8 << 20
 
 Notice = e.Fetched | e.Failed | e.TargetFree | e.SourceFree | e.Stopped
