@@ -186,6 +186,8 @@ def test_a_stream_that_breaks_ends_with_an_error_frame_and_no_done(tail):
             assert rest.endswith(b"}\n\n")
             assert d1.seen == []
             assert await c.metric(f'{ERRORS}{{reason="reset",role="decode"}}') == 1
+            labels = 'endpoint="/v1/completions",path="disaggregated",status="502"'
+            assert await c.metric(f"kvferry_router_requests_total{{{labels}}}") == 1
 
     run(main)
 

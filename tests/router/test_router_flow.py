@@ -9,6 +9,7 @@ import pytest
 from kvferry.errors import IllegalEventError
 from kvferry.router.answers import lost_cache
 from kvferry.router.events import (
+    TOO_LATE,
     Answered,
     Began,
     Cancel,
@@ -27,6 +28,7 @@ from kvferry.router.events import (
     Picked,
     Refuse,
     Relay,
+    Release,
     Send,
     Skipped,
     TurnedAway,
@@ -298,6 +300,35 @@ def test_after_the_first_byte_nothing_is_tried_again():
 def test_a_broken_answer_that_takes_no_frame_is_cut():
     flow = new_flow()
     play(flow, *to_relaying(can_append=False), (Failed("stall", ""), [failed(Role.DECODE, "stall"), Cut()]))
+
+
+def test_a_prefill_for_which_the_client_has_no_more_time_is_the_end():
+    flow = new_flow()
+    play(flow, *to_prefilling())
+    [refusal] = flow.handle(Failed(TOO_LATE, "the time is over"))
+    assert (refusal.status, refusal.body["error"]["code"]) == (504, "deadline_exceeded")
+    assert "the time is over" in refusal.body["error"]["message"]
+
+
+def test_a_decode_for_which_the_client_has_no_more_time_releases_the_cache_and_is_the_end():
+    flow = new_flow()
+    params = b'{"kvferry": {"lease_id": "l"}}'
+    play(
+        flow,
+        *to_prefilling(),
+        (Answered(200, b'{"kv_transfer_params":' + params + b"}"), [Send(D0, decode_body(REQUEST, params))]),
+    )
+    release, refusal = flow.handle(Failed(TOO_LATE, "the time is over"))
+    assert release == Release(P0, b'{"kv_transfer_params": ' + params + b"}", TOO_LATE)
+    assert (refusal.status, refusal.body["error"]["code"]) == (504, "deadline_exceeded")
+
+
+def test_an_answer_for_which_the_client_has_no_more_time_is_broken_off_without_blame():
+    flow = new_flow()
+    play(flow, *to_relaying())
+    [last] = flow.handle(Failed(TOO_LATE, "the time is over"))
+    assert isinstance(last, EndWithError)
+    assert last.code == "deadline_exceeded"
 
 
 @pytest.mark.parametrize("way", [to_prefilling, to_decoding, to_relaying])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from router_harness import answer, cluster, decode_engine, failing, prefill_engine, web
+from router_harness import answer, cluster, decode_engine, failing, frame, open_stream, prefill_engine, web
 
 from kvferry.router.otel import OtelTracing
 
@@ -60,6 +61,25 @@ def test_a_leg_that_failed_says_so():
     assert not spans["kvferry.prefill"].status.is_ok
     assert spans["kvferry.request"].attributes["kvferry.reason"] == "prefill_failed"
     assert spans["kvferry.request"].status.is_ok
+
+
+def test_the_span_of_a_stream_lasts_to_its_end_and_tells_how_it_ended():
+    written = []
+
+    async def breaking(request, seen):
+        response = await open_stream(request)
+        await response.write(frame({"x": 1}))
+        written.append(time.time_ns())
+        request.transport.close()
+        return response
+
+    spans = spans_of(prefill_engine(), decode_engine("d0", breaking), body={"prompt": "a", "stream": True})
+    decode, request = spans["kvferry.decode"], spans["kvferry.request"]
+    assert decode.attributes["kvferry.outcome"] == "reset"
+    assert not decode.status.is_ok
+    assert decode.end_time > written[0]
+    assert request.attributes["http.response.status_code"] == 502
+    assert not request.status.is_ok
 
 
 def test_an_answer_of_5xx_is_an_error_of_the_request():

@@ -25,7 +25,7 @@ from kvferry.router.client import Client
 from kvferry.router.config import RouterConfig
 from kvferry.router.driver import Call, Driver
 from kvferry.router.errands import Errands
-from kvferry.router.headers import prefill_headers, request_id_of
+from kvferry.router.headers import prefill_headers, request_id_of, timeout_of
 from kvferry.router.health import Prober
 from kvferry.router.members import MembersFile, Registry
 from kvferry.router.membership import Membership
@@ -133,7 +133,8 @@ class Generate:
         request_id = request_id_of(headers)
         body = await _read(http, http.app.state.config.max_body_bytes)
         request = parse_request(body, self._endpoint)
-        return Call(_target(self._endpoint, http), headers, request_id, request, task_of(request), started_s)
+        target, deadline_s = _target(self._endpoint, http), started_s + timeout_of(headers)
+        return Call(target, headers, request_id, request, task_of(request), started_s, deadline_s)
 
     async def _serve(self, services: Services, call: Call, client: Client) -> None:
         driver = Driver(services, call, client)

@@ -57,13 +57,18 @@ RELEASE_PATH = "/kvferry/release"
 # P may have answered in the moment in which the client left: its word is on its way, and keeps blocks for nobody. Much
 # longer, and P would compute in vain.
 LAST_WORD_S = 0.2
+# What counts an answer that has begun well and ended badly.
+BROKEN_OFF = 502
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A client's request: `target` is path and query, `headers` are as they came, `started_s` is monotonic time."""
+    """A client's request: `target` is path and query, `headers` are as they came.
+
+    `started_s` and `deadline_s`, after which the client has no use for an answer, are monotonic time.
+    """
 
     target: str
     headers: Headers
@@ -71,6 +76,7 @@ class Call:
     request: ClientRequest
     task: Task
     started_s: float
+    deadline_s: float
 
 
 class Driver:
@@ -157,7 +163,7 @@ class Driver:
 
     async def send(self, command: Send) -> Event:
         role = command.instance.role
-        leg = Leg(self._services, command.instance, self._outgoing(command))
+        leg = Leg(self._services, command.instance, self._outgoing(command), self._call.deadline_s)
         self._legs.append(leg)
         divided = self.flow.path is Path.DISAGGREGATED
         reservation = self._held[role]
@@ -165,7 +171,9 @@ class Driver:
         self.pace.leg_began(role, self._now())
         event = await self._ask(leg)
         self.pace.leg_answered(role, self._now(), leg.head.headers)
-        self._trace.leg_ended(outcome_of(event), self.pace.told)
+        self._trace.leg_answered(self.pace.told)
+        if not isinstance(event, Opened):
+            self._trace.leg_ended(outcome_of(event))
         self._judge.hears(event, leg.head.headers, self.pace.decode_s)
         if isinstance(event, Answered):
             self._answer = (leg.head, event.body)
@@ -183,7 +191,9 @@ class Driver:
 
     async def relay(self, command: Relay) -> Event:
         leg = self._legs[-1]
-        return await self._client.unless_left(lambda: self._pass_on(leg), 0.0) or ClientGone()
+        event = await self._client.unless_left(lambda: self._pass_on(leg), 0.0) or ClientGone()
+        self._trace.leg_ended(outcome_of(event))
+        return event
 
     async def cancel(self, command: Cancel) -> None:
         self._client.status = CLIENT_LEFT
@@ -203,10 +213,12 @@ class Driver:
         await self._client.finish(body)
 
     async def end_with_error(self, command: EndWithError) -> None:
+        self._client.status = BROKEN_OFF
         await self._client.finish_with_error(command.message, command.code, command.reason)
 
     async def cut(self, command: Cut) -> None:
         """Send nothing: a server closes the connection of an app that returns amid its response."""
+        self._client.status = BROKEN_OFF
 
     async def _pass_on(self, leg: Leg) -> Event:
         await self._client.start(leg.head.status, self._response_headers(leg.head))

@@ -32,8 +32,12 @@ __all__ = [
     "Release",
     "Send",
     "Skipped",
+    "TOO_LATE",
     "TurnedAway",
 ]
+
+TOO_LATE = "request_deadline"
+"""Why a leg failed of which the client had said how long it may take: no instance is to blame."""
 
 
 class Path(StrEnum):

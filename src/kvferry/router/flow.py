@@ -9,7 +9,8 @@ The last command of a batch is the one that is answered by the next event. Rules
   call does not fit one token): D is asked by itself, so that the client hears what an engine alone would say. A P that
   has too much to do (429) is replaced by another one if there is one: D alone would be worse off still;
 * a D that answers that the cache did not arrive is not at fault alone: it stays, and P is another one, or none;
-* a computed cache that D will not answer from is released: P would keep it until its lease runs out.
+* a computed cache that D will not answer from is released: P would keep it until its lease runs out;
+* when the time is over that the client has given the request, nothing is tried again and nobody is to blame.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvferry.errors import IllegalEventError
 from kvferry.openai import SERVER_ERROR, error_body
 from kvferry.router.answers import can_be_released, kept_cache, lost_cache
 from kvferry.router.events import (
+    TOO_LATE,
     Answered,
     Began,
     Cancel,
@@ -157,6 +159,8 @@ class Flow:
         return self._send_decode(decode_body(self._request, transfer))
 
     def lose_prefill(self, event: Failed) -> list[Command]:
+        if event.reason == TOO_LATE:
+            return self._finish(_too_late(event))
         return self._lose_prefill(event.reason)
 
     def take_decode_answer(self, event: Answered) -> list[Command]:
@@ -167,6 +171,8 @@ class Flow:
         return self._lose_decode(f"status_{event.status}", Forward())
 
     def lose_decode(self, event: Failed) -> list[Command]:
+        if event.reason == TOO_LATE:
+            return [*self._release(TOO_LATE), *self._finish(_too_late(event))]
         late = event.reason == "deadline"
         status, code = (504, "upstream_timeout") if late else (502, "upstream_unavailable")
         message = f"the decode instance did not answer: {event.detail}"
@@ -184,8 +190,11 @@ class Flow:
 
     def break_off(self, event: Failed) -> list[Command]:
         message = f"the answer broke off: {event.detail}"
-        last = EndWithError(message, "upstream_broke_off", event.reason) if self._can_append else Cut()
-        return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, event.reason), *self._finish(last)]
+        is_ours = event.reason == TOO_LATE
+        code = "deadline_exceeded" if is_ours else "upstream_broke_off"
+        last = EndWithError(message, code, event.reason) if self._can_append else Cut()
+        counts = [] if is_ours else [Count(Counted.UPSTREAM_ERROR, Role.DECODE, event.reason)]
+        return [*counts, *self._finish(last)]
 
     def abandon(self, event: ClientGone) -> list[Command]:
         if event.last_word:
@@ -275,7 +284,7 @@ TRANSITIONS: Mapping[tuple[State, type[Event]], Transition] = {
     (State.PICKING_PREFILL, Skipped): _to(Flow.skip_prefill, State.DECODING),
     (State.PICKING_PREFILL, TurnedAway): _to(Flow.turn_away, State.DONE),
     (State.PREFILLING, Answered): _to(Flow.take_prefill_answer, *AFTER_LOST_PREFILL, State.DONE),
-    (State.PREFILLING, Failed): _to(Flow.lose_prefill, *AFTER_LOST_PREFILL),
+    (State.PREFILLING, Failed): _to(Flow.lose_prefill, *AFTER_LOST_PREFILL, State.DONE),
     (State.PREFILLING, ClientGone): _to(Flow.abandon, State.DONE),
     (State.DECODING, Opened): _to(Flow.relay, State.RELAYING),
     (State.DECODING, Answered): _to(Flow.take_decode_answer, *AFTER_LOST_DECODE),
@@ -285,6 +294,10 @@ TRANSITIONS: Mapping[tuple[State, type[Event]], Transition] = {
     (State.RELAYING, Failed): _to(Flow.break_off, State.DONE),
     (State.RELAYING, ClientGone): _to(Flow.abandon, State.DONE),
 }
+
+
+def _too_late(event: Failed) -> Refuse:
+    return _refusal(504, "deadline_exceeded", f"there is no answer: {event.detail}", event.reason)
 
 
 def _refusal(status: int, code: str, message: str, reason: str) -> Refuse:

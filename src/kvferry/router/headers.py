@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import uuid
 from collections.abc import Iterable
 
 from kvferry.errors import RequestError
 
-__all__ = ["Headers", "decode_headers", "prefill_headers", "request_id_of", "response_headers"]
+__all__ = ["Headers", "decode_headers", "prefill_headers", "request_id_of", "response_headers", "timeout_of"]
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -26,7 +27,7 @@ HOP_BY_HOP = frozenset(
     )
 )
 # The HTTP client on each leg writes its own.
-OWN_OF_REQUEST = HOP_BY_HOP | frozenset((b"host", b"content-length", b"expect", b"x-request-id"))
+OWN_OF_REQUEST = HOP_BY_HOP | frozenset((b"host", b"content-length", b"expect", b"x-request-id", b"x-kvferry-timeout"))
 # The HTTP server of the router writes its own date and server; the timing is told with the router's part in it.
 OWN_OF_RESPONSE = HOP_BY_HOP | frozenset(
     (
@@ -38,6 +39,9 @@ OWN_OF_RESPONSE = HOP_BY_HOP | frozenset(
         b"x-kvferry-reason",
     )
 )
+
+TIMEOUT = b"x-kvferry-timeout"
+SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 # Engines put the id into comma- and colon-separated lists of their own, where a separator in it is taken for two
 # ids and the lease of the first is never renewed.
@@ -57,6 +61,24 @@ def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
             hint="leave the header out to have an id made",
         )
     return ids[0]
+
+
+def timeout_of(headers: Iterable[tuple[bytes, bytes]]) -> float:
+    """Seconds that the caller has for the whole request (`x-kvferry-timeout`), infinite if it does not say.
+
+    Raises RequestError for what is no time.
+    """
+    told = [value.decode("latin-1").strip() for name, value in headers if name.lower() == TIMEOUT]
+    if not told:
+        return math.inf
+    if len(told) > 1 or not SECONDS.fullmatch(told[0]) or not float(told[0]):
+        raise RequestError(
+            "x-kvferry-timeout is not a time",
+            found=", ".join(told)[:200],
+            expected="seconds above 0, such as 30 or 2.5",
+            hint="leave the header out for the limits of the router alone",
+        )
+    return float(told[0])
 
 
 def decode_headers(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> Headers:

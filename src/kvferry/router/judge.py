@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.router.answers import lost_cache
-from kvferry.router.events import Answered, Event, Failed, Opened
+from kvferry.router.events import TOO_LATE, Answered, Event, Failed, Opened
 from kvferry.router.headers import Headers
 from kvferry.router.membership import Membership
 from kvferry.router.pairs import Pair
@@ -13,8 +13,9 @@ from kvferry.router.upstream import CONNECT_TIMEOUT, REFUSED
 
 __all__ = ["Judge"]
 
-# The probe finds out about these at once, and finds the instance again at once when it is back.
-PROBED = frozenset((REFUSED, CONNECT_TIMEOUT))
+# The probe finds out about these at once, and finds the instance again at once when it is back; or the client had no
+# more time.
+BLAMELESS = frozenset((REFUSED, CONNECT_TIMEOUT, TOO_LATE))
 CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"
 
 
@@ -58,7 +59,7 @@ class Judge:
                     self._membership.handover.add(decode_s)
             case Answered(status, body):
                 self._judge_answer(reservation, status, body)
-            case Failed(reason, _) if reason not in PROBED:
+            case Failed(reason, _) if reason not in BLAMELESS:
                 reservation.failed()
 
     def end(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from kvferry.router.events import Answered, Failed, Opened
+from kvferry.router.events import TOO_LATE, Answered, Failed, Opened
 from kvferry.router.headers import Headers
 from kvferry.router.policy import Instance, Role
 from kvferry.router.services import Services
@@ -36,9 +36,12 @@ class Head:
 
 
 class Leg:
-    """`ask` once; after `Opened`, `piece` until it is empty. Failures come back as events, never as exceptions."""
+    """`ask` once; after `Opened`, `piece` until it is empty. Failures come back as events, never as exceptions.
 
-    def __init__(self, services: Services, instance: Instance, outgoing: Outgoing) -> None:
+    After `deadline_s`, monotonic time, nothing is waited for.
+    """
+
+    def __init__(self, services: Services, instance: Instance, outgoing: Outgoing, deadline_s: float) -> None:
         self.instance = instance
         self._services = services
         self._outgoing = outgoing
@@ -48,7 +51,9 @@ class Leg:
         self.trouble = ""
         self._watch: asyncio.TimerHandle | None = None
         self._waits_since_s = NOT_WAITING
-        self._is_silent = False
+        self._deadline_s = deadline_s
+        # Which limit ended a stream, if one did.
+        self._given_up = ""
 
     @property
     def head(self) -> Head:
@@ -69,11 +74,12 @@ class Leg:
 
     async def ask(self) -> Answered | Opened | Failed:
         """Send the request and wait for the answer: D's success up to its first byte, all others whole."""
+        limit_s, left_s = self._limit_s(), self._left_s()
         try:
-            async with asyncio.timeout(self._limit_s()):
+            async with asyncio.timeout(min(limit_s, left_s)):
                 return await self._ask()
         except FAILURES as error:
-            return self._failed(error, DEADLINE)
+            return self._failed(error, TOO_LATE if left_s < limit_s else DEADLINE)
 
     async def piece(self) -> bytes | Failed:
         """The next bytes of an opened answer, empty at its end."""
@@ -84,11 +90,11 @@ class Leg:
             return first
         self._waits_since_s = time.monotonic()
         if self._watch is None:
-            self._watch_silence(self._services.config.stall_timeout_s)
+            self._watch_silence(min(self._services.config.stall_timeout_s, self._left_s()))
         try:
             return await self._exchange.piece()
         except FAILURES as error:
-            return self._failed(TimeoutError() if self._is_silent else error, STALL)
+            return self._failed(TimeoutError() if self._given_up else error, self._given_up or STALL)
         finally:
             self._waits_since_s = NOT_WAITING
 
@@ -100,12 +106,12 @@ class Leg:
         now = time.monotonic()
         # While a slow client takes its time, nothing is expected of the engine.
         silent_s = now - self._waits_since_s if self._waits_since_s != NOT_WAITING else 0.0
-        left_s = self._services.config.stall_timeout_s - silent_s
-        self._is_silent = left_s <= 0
-        if self._is_silent and self._exchange is not None:
-            self._exchange.close()
-        else:
+        left_s = min(self._services.config.stall_timeout_s - silent_s, self._left_s())
+        if left_s > 0:
             self._watch_silence(left_s)
+        elif self._exchange is not None:
+            self._given_up = TOO_LATE if self._left_s() <= 0 else STALL
+            self._exchange.close()
 
     def close(self) -> None:
         """Close the connection; the upstream sees its client leave."""
@@ -121,6 +127,9 @@ class Leg:
             return Opened(exchange.is_plain_event_stream)
         body = await exchange.whole(self._services.config.max_answer_bytes)
         return Answered(exchange.status, body)
+
+    def _left_s(self) -> float:
+        return self._deadline_s - time.monotonic()
 
     def _limit_s(self) -> float:
         config = self._services.config

@@ -15,6 +15,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from kvferry.router.headers import Headers
 from kvferry.router.policy import Instance
+from kvferry.router.story import ANSWERED
 from kvferry.router.tracing import RequestTrace
 
 __all__ = ["OtelTracing", "exporting"]
@@ -65,14 +66,17 @@ class _OtelRequest:
         self._propagator.inject(carrier, trace.set_span_in_context(self._leg))
         return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in carrier.items()]
 
-    def leg_ended(self, outcome: str, phases: Mapping[str, float]) -> None:
+    def leg_answered(self, phases: Mapping[str, float]) -> None:
+        self._leg.add_event("answered")
         context, at_ns = trace.set_span_in_context(self._leg), self._leg_began_ns
         for name, seconds in phases.items():
             phase = self._tracer.start_span(f"kvferry.{name}", context, start_time=at_ns)
             at_ns += int(seconds * NS_PER_S)
             phase.end(at_ns)
+
+    def leg_ended(self, outcome: str) -> None:
         self._leg.set_attribute("kvferry.outcome", outcome)
-        if outcome not in ("answered", "opened"):
+        if outcome != ANSWERED:
             self._leg.set_status(StatusCode.ERROR, outcome)
         self._leg.end()
 
@@ -82,4 +86,6 @@ class _OtelRequest:
         status = facts.get("http.response.status_code", 0)
         if isinstance(status, int) and status >= 500:
             self._span.set_status(StatusCode.ERROR)
+        if self._leg.is_recording() and self._leg is not self._span:
+            self._leg.end()
         self._span.end()

@@ -6,10 +6,12 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvferry.router.events import Answered, ClientGone, Event, Failed, Opened
+from kvferry.router.events import Answered, ClientGone, Ended, Event, Failed
 from kvferry.router.policy import Role
 
-__all__ = ["Story", "outcome_of"]
+__all__ = ["ANSWERED", "Story", "outcome_of"]
+
+ANSWERED = "answered"
 
 # One line per request, at the level INFO: shown with `--access-log`.
 logger = logging.getLogger("kvferry.router.access")
@@ -61,12 +63,12 @@ class Story:
 
 
 def outcome_of(event: Event) -> str:
-    """A leg's end in a word: `answered` and `opened` are successes or the engine's own refusals."""
+    """A leg's end in a word: `answered` are successes and the engine's own refusals."""
     match event:
-        case Opened():
-            return "opened"
+        case Ended():
+            return ANSWERED
         case Answered(status, _):
-            return "answered" if status < 500 else f"status_{status}"
+            return ANSWERED if status < 500 else f"status_{status}"
         case Failed(reason, _):
             return reason
         case ClientGone():

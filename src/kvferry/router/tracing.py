@@ -18,8 +18,12 @@ class RequestTrace(Protocol):
         """Headers that make the engine's own spans children of this leg's; they replace the client's."""
         ...
 
-    def leg_ended(self, outcome: str, phases: Mapping[str, float]) -> None:
+    def leg_answered(self, phases: Mapping[str, float]) -> None:
         """The leg has its answer, or the first byte of it; `phases` are the engine's seconds, in their order."""
+        ...
+
+    def leg_ended(self, outcome: str) -> None:
+        """Nothing more comes of the leg."""
         ...
 
     def ended(self, facts: Mapping[str, str | float]) -> None:
@@ -51,7 +55,10 @@ class _Untraced:
     def leg_began(self, instance: Instance) -> Headers:
         return []
 
-    def leg_ended(self, outcome: str, phases: Mapping[str, float]) -> None:
+    def leg_answered(self, phases: Mapping[str, float]) -> None:
+        return
+
+    def leg_ended(self, outcome: str) -> None:
         return
 
     def ended(self, facts: Mapping[str, str | float]) -> None:

@@ -1,0 +1,89 @@
+"""How long a client gives its request, and what becomes of one that takes longer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+
+import pytest
+from router_harness import chat_chunk, cluster, decode_engine, frame, hanging, open_stream, prefill_engine
+
+from kvferry.errors import RequestError
+from kvferry.router.headers import decode_headers, timeout_of
+from kvferry.router.member import INSTANCE_FUSE
+
+# Long enough for an engine in this process, short enough to wait for.
+SHORT = {"x-kvferry-timeout": "0.8"}
+STREAM = {"prompt": "a", "stream": True}
+
+
+@pytest.mark.parametrize(("told", "seconds"), [([], math.inf), ([b"30"], 30.0), ([b" 2.5 "], 2.5)])
+def test_the_time_that_a_client_gives(told, seconds):
+    assert timeout_of([(b"X-Kvferry-Timeout", value) for value in told]) == seconds
+
+
+@pytest.mark.parametrize("told", [[b"0"], [b"0.0"], [b"-1"], [b"soon"], [b"nan"], [b"1e3"], [b""], [b"1", b"2"]])
+def test_what_is_no_time_is_refused_in_words(told):
+    with pytest.raises(RequestError, match="seconds above 0"):
+        timeout_of([(b"x-kvferry-timeout", value) for value in told])
+
+
+def test_the_time_is_the_routers_business():
+    assert b"x-kvferry-timeout" not in dict(decode_headers([(b"x-kvferry-timeout", b"3")], "one"))
+
+
+async def until_it_has_left(engine):
+    async with asyncio.timeout(20):
+        await engine.left.wait()
+
+
+@pytest.mark.parametrize("slow", ["prefill", "decode"])
+def test_requests_that_take_too_long_are_504_and_nobody_is_to_blame(slow):
+    async def main():
+        p, d = prefill_engine(), decode_engine()
+        engine = p if slow == "prefill" else d
+        engine.behave = hanging
+        async with cluster([p], [d]) as c:
+            # More than would take out an instance that fails.
+            num_requests = INSTANCE_FUSE.num_failures + 1
+            replies = await asyncio.gather(*(c.complete(headers=SHORT) for _ in range(num_requests)))
+            assert {(reply.status, reply.error["reason"]) for reply in replies} == {(504, "request_deadline")}
+            await until_it_has_left(engine)
+            assert len(engine.seen) == num_requests
+            assert "kvferry_router_upstream_errors_total{" not in await c.metrics()
+            assert {one["breaker"] for one in (await c.members())["members"]} == {"closed"}
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_takes_too_long_ends_with_that_word():
+    async def behave(request, seen):
+        response = await open_stream(request)
+        await response.write(frame(chat_chunk("one")))
+        await asyncio.Event().wait()
+        return response
+
+    async def main():
+        d = decode_engine("d0", behave)
+        async with cluster([prefill_engine()], [d]) as c:
+            async with c.session.post(c.url + "/v1/completions", json=STREAM, headers=SHORT) as response:
+                body = await response.read()
+            last = body.strip().split(b"\n\n")[-1]
+            error = json.loads(last.removeprefix(b"data: "))["error"]
+            assert (error["code"], error["reason"]) == ("deadline_exceeded", "request_deadline")
+            await until_it_has_left(d)
+            labels = 'endpoint="/v1/completions",path="disaggregated",status="502"'
+            assert await c.metric(f"kvferry_router_requests_total{{{labels}}}") == 1
+
+    asyncio.run(main())
+
+
+def test_what_is_no_time_is_a_400():
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine()]) as c:
+            reply = await c.complete(headers={"x-kvferry-timeout": "soon"})
+            assert reply.status == 400
+            assert "x-kvferry-timeout" in reply.error["message"]
+
+    asyncio.run(main())
