@@ -99,6 +99,8 @@ def test_an_engine_says_who_it_is(decoder: Served) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", decoder.port, timeout=30)
     connection.request("GET", "/kvferry/info")
     told = json.loads(connection.getresponse().read())
+    connection.request("GET", "/ready")
+    assert connection.getresponse().headers["x-kvferry-epoch"] == told["epoch"]
     connection.close()
     assert told["engine"] == "kvferry"
     assert {"version", "wire_version", "engine_id", "epoch", "models", "cache"} <= set(told)

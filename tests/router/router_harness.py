@@ -47,6 +47,8 @@ class Engine:
     health_status: int = 200
     # Engines of others have no `/ready`.
     ready_status: int = 404
+    # What kvferry's own engines tell of themselves; others tell nothing.
+    info: dict = field(default_factory=dict)
     models: list[dict] = field(default_factory=list)
     models_status: int = 200
     seen: list[Seen] = field(default_factory=list)
@@ -71,7 +73,11 @@ class Engine:
         return web.Response(status=self.health_status)
 
     async def ready(self, request: web.Request) -> web.Response:
-        return web.Response(status=self.ready_status)
+        epoch = self.info.get("epoch", "")
+        return web.Response(status=self.ready_status, headers={"x-kvferry-epoch": epoch} if epoch else {})
+
+    async def who(self, request: web.Request) -> web.Response:
+        return web.json_response(self.info, status=200 if self.info else 404)
 
     async def release(self, request: web.Request) -> web.Response:
         self.released.put_nowait(await request.json())
@@ -86,6 +92,7 @@ class Engine:
         app.router.add_post("/v1/chat/completions", self.generate)
         app.router.add_get("/health", self.health)
         app.router.add_get("/ready", self.ready)
+        app.router.add_get("/kvferry/info", self.who)
         app.router.add_post("/kvferry/release", self.release)
         app.router.add_get("/v1/models", self.list_models)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01, access_log=None)

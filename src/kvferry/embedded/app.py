@@ -25,6 +25,8 @@ from kvferry.wire.messages import WIRE_VERSION
 __all__ = ["create_app"]
 
 MAX_BODY_BYTES = 16 << 20
+# Routers ask who this is again when it changes.
+EPOCH_HEADER = "x-kvferry-epoch"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._=/+-]{1,128}")
 
 
@@ -63,9 +65,8 @@ class Endpoints:
 
     async def ready(self, request: Request) -> Response:
         reason = self._service.not_ready
-        return json_response(
-            {"status": "not ready" if reason else "ready", "reason": reason}, {}, 503 if reason else 200
-        )
+        body = {"status": "not ready" if reason else "ready", "reason": reason}
+        return json_response(body, {EPOCH_HEADER: self._service.info.epoch}, 503 if reason else 200)
 
     async def info(self, request: Request) -> Response:
         """Who this is, for routers: they never pair engines that cannot exchange a cache."""

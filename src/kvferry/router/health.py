@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from kvferry.router.config import RouterConfig
 from kvferry.router.info import ask_facts
@@ -14,10 +15,13 @@ from kvferry.router.upstream import CONNECT_TIMEOUT, DEADLINE, FAILURES, Exchang
 
 __all__ = ["Prober"]
 
+logger = logging.getLogger(__name__)
+
 UNREADY = 503
+EPOCH = b"x-kvferry-epoch"
 # Whoever does not answer in time may only be busy.
 SLOW = frozenset((DEADLINE, CONNECT_TIMEOUT))
-# An instance says who it is when it comes up, and again every so many rounds.
+# An instance says who it is when it comes up, when it is another process than before, and every so many rounds.
 ROUNDS_PER_INFO = 15
 
 
@@ -38,7 +42,11 @@ class Prober:
                     await self._membership.doubted.wait()
             except TimeoutError:
                 pass
-            await self.probe_all()
+            try:
+                await self.probe_all()
+            except Exception:
+                # The top of a task: nobody would hear of its end, and no instance would be probed again.
+                logger.exception("a defect of the router ended a round of probes")
 
     async def probe_all(self) -> None:
         """One round, all instances at the same time."""
@@ -51,9 +59,10 @@ class Prober:
         instance = member.instance
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
-                ready = await self._ask(instance, "/ready")
-                healthy = 200 if ready == 200 else await self._ask(instance, "/health")
-                if healthy == 200 and (not member.healthy or self._round % ROUNDS_PER_INFO == 0):
+                ready, epoch = await self._ask(instance, "/ready")
+                healthy = 200 if ready == 200 else (await self._ask(instance, "/health"))[0]
+                is_new = not member.healthy or epoch not in ("", member.facts.epoch)
+                if healthy == 200 and (is_new or self._round % ROUNDS_PER_INFO == 0):
                     self._membership.introduce(instance, await ask_facts(self._pool, instance))
         except FAILURES as error:
             reason = reason_of(error, DEADLINE)
@@ -69,7 +78,9 @@ class Prober:
             # Other engines have no /ready: they are ready when they are healthy.
             self._membership.probed(instance, Verdict.READY, "it is ready")
 
-    async def _ask(self, instance: Instance, path: str) -> int:
+    async def _ask(self, instance: Instance, path: str) -> tuple[int, str]:
+        """The status, and the epoch of the process that answers, if it tells."""
         exchange = await Exchange.open(self._pool, Outgoing("GET", instance.url, path, [], b""))
         exchange.close()
-        return exchange.status
+        epochs = [value.decode("latin-1") for name, value in exchange.headers if name.lower() == EPOCH]
+        return exchange.status, "".join(epochs)

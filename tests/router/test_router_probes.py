@@ -1,0 +1,51 @@
+"""What the router finds out by asking: who an instance is, and that it is another one now."""
+
+from __future__ import annotations
+
+import asyncio
+
+from router_harness import cluster, decode_engine, prefill_engine
+
+from kvferry.router import health
+from kvferry.router.membership import Membership
+
+DEADLINE_S = 20
+
+
+def telling(engine, epoch, model):
+    engine.ready_status = 200
+    engine.info = {"engine": "kvferry", "wire_version": "1", "epoch": epoch, "models": [model], "cache": model}
+    return engine
+
+
+def test_an_instance_that_comes_back_as_another_one_between_two_probes_is_asked_again(monkeypatch):
+    monkeypatch.setattr(health, "ROUNDS_PER_INFO", 1 << 40)
+
+    async def main():
+        p, d = telling(prefill_engine(), "p-1", "tiny"), telling(decode_engine(), "d-1", "tiny")
+        async with cluster([p], [d], probe_interval_s=0.05) as c, asyncio.timeout(DEADLINE_S):
+            assert (await c.complete()).headers["x-kvferry-path"] == "disaggregated"
+            telling(p, "p-2", "another")
+            while not (await c.members())["incompatible_pairs"]:
+                continue
+            assert (await c.complete()).headers["x-kvferry-path"] == "decode-only"
+
+    asyncio.run(main())
+
+
+def test_a_defect_in_a_round_of_probes_is_not_the_end_of_them(monkeypatch, caplog):
+    def fail(membership):
+        raise ZeroDivisionError("the defect")
+
+    async def main():
+        p = prefill_engine()
+        async with cluster([p], [decode_engine()], probe_interval_s=0.05) as c, asyncio.timeout(DEADLINE_S):
+            with monkeypatch.context() as patch:
+                patch.setattr(Membership, "expire", fail)
+                while "the defect" not in caplog.text:
+                    await asyncio.sleep(0)
+            p.health_status = 500
+            await c.until_health_changes()
+
+    asyncio.run(main())
+    assert "ended a round of probes" in caplog.text
