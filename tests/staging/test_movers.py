@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -38,12 +38,13 @@ class ManualLauncher:
         self._bytes = [Bytes(each.ctypes.data, torch.from_numpy(each)) for each in memories]
         self.is_held = False
         self.fails = ""
-        self._waiting: list[tuple[Tile, list[bool]]] = []
+        self._waiting: list[tuple[Sequence[Tile], list[bool]]] = []
 
-    def launch(self, tile: Tile) -> Callable[[], bool]:
-        assert len(tile), "devices refuse to launch nothing"
+    def launch(self, tiles: Sequence[Tile]) -> Callable[[], bool]:
+        assert tiles, "devices refuse to launch nothing"
+        assert all(tiles), "devices refuse to launch nothing"
         done: list[bool] = []
-        self._waiting.append((tile, done))
+        self._waiting.append((tiles, done))
 
         def is_done() -> bool:
             if self.fails:
@@ -57,8 +58,9 @@ class ManualLauncher:
     def finish(self) -> None:
         if self.fails:
             raise RuntimeError(self.fails)
-        for tile, done in self._waiting:
-            copy(tile.copies(), self._bytes, self._bytes)
+        for tiles, done in self._waiting:
+            for tile in tiles:
+                copy(tile.copies(), self._bytes, self._bytes)
             done.append(True)
         self._waiting.clear()
 
@@ -242,7 +244,7 @@ def test_a_device_that_fails_ends_its_copies(when):
 def test_a_launch_that_fails_ends_its_copy(monkeypatch):
     case = Case("device")
 
-    def launch(_tile):
+    def launch(_tiles):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(case.mover._launcher, "launch", launch)

@@ -75,14 +75,14 @@ def test_the_side_waits_for_the_engine_and_nobody_for_the_side(monkeypatch):
         side_stream, "copy_tile", lambda columns, launch: module.story.append(("copy", module.current, len(columns)))
     )
     side = side_stream.SideStream(torch.device("cpu"), "engine stream")
-    is_done = side.launch(tile_of(Copies(*np.array([[64], [128], [16]], np.uint64), 1)))
+    is_done = side.launch([tile_of(Copies(*np.array([[64], [128], [16]], np.uint64), 1))])
     own = module.story[1][1]
     assert own.made_on == "engine stream"
     ready, done = module.story[0][2], module.story[3][2]
     assert module.story == [
         ("record", "engine stream", ready),
         ("wait", own, ready),
-        ("copy", own, 5),
+        ("copy", own, 6),
         ("record", own, done),
     ]
     assert ready is not done

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 from kvferry.errors import FerryError, IllegalEventError
 from kvferry.plan.copies import Copies
 from kvferry.staging.mover import CLOSED, Moved
-from kvferry.staging.tiles import Tile, tile_of
+from kvferry.staging.patterns import tiles_of
+from kvferry.staging.tiles import Tile
 from kvferry.transport.pieces import Pieces
 
 __all__ = ["DeviceMover", "Launcher"]
@@ -17,9 +18,9 @@ __all__ = ["DeviceMover", "Launcher"]
 class Launcher(Protocol):
     """Where copies of a device run; `SideStream` is the real one."""
 
-    def launch(self, tile: Tile) -> Callable[[], bool]:
-        """Queue the copies of at least one row, after all that the engine has queued so far; what is returned tells
-        whether they are done. Both raise RuntimeError when the device fails."""
+    def launch(self, tiles: Sequence[Tile]) -> Callable[[], bool]:
+        """Queue the copies of tiles that have at least one row each, after all that the engine has queued so far; what
+        is returned tells whether all are done. Both raise RuntimeError when the device fails, and then none runs."""
         ...
 
     def finish(self) -> None:
@@ -91,9 +92,9 @@ class DeviceMover:
             return
         self._pieces.check(copies.source, copies.length, "this process (source)")
         self._pieces.check(copies.target, copies.length, "this process (target)")
-        tile = tile_of(copies)
-        if len(tile):
-            self._running[key] = self._launcher.launch(tile)
+        tiles = tiles_of(copies)
+        if tiles:
+            self._running[key] = self._launcher.launch(tiles)
         else:
             self._ended[key] = ""
 

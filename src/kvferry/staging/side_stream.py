@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvferry.staging.kernels import copy_tile
-from kvferry.staging.tiles import Tile, launch_of
+from kvferry.staging.tiles import Launch, Tile, launch_of
 
 __all__ = ["SideStream"]
 
@@ -29,16 +31,18 @@ class SideStream:
         with self._module.stream(engine_stream):
             self._stream = self._module.Stream()
 
-    def launch(self, tile: Tile) -> Callable[[], bool]:
+    def launch(self, tiles: Sequence[Tile]) -> Callable[[], bool]:
         """See `Launcher`. Neither the calling thread nor the engine's stream waits for anything."""
-        launch = launch_of(tile)
+        launches = [launch_of(tile) for tile in tiles]
+        parts = [_even(tile.columns()) for tile in tiles]
         ready, done = self._module.Event(), self._module.Event()
         with self._module.stream(self._stream):
             ready.record(self._engine_stream)
             self._stream.wait_event(ready)
-            here = self._pinned(torch.from_numpy(tile.columns()))
+            here = self._pinned(torch.from_numpy(np.concatenate(parts)))
             columns = here.to(self._device, non_blocking=True)
-            copy_tile(columns, launch)
+            for part, launch in zip(torch.split(columns, [len(part) for part in parts]), launches, strict=True):
+                self._copy(part, launch)
             done.record(self._stream)
 
         def is_done() -> bool:
@@ -51,6 +55,20 @@ class SideStream:
         """See `Launcher`."""
         self._stream.synchronize()
 
+    def _copy(self, columns: torch.Tensor, launch: Launch) -> None:
+        try:
+            copy_tile(columns, launch)
+        except RuntimeError:
+            # Nobody will ask for the tiles that were launched before this one: they must not go on by themselves.
+            self.finish()
+            raise
+
     def _pinned(self, columns: torch.Tensor) -> torch.Tensor:
         """Only from pinned memory does an upload not stop the thread."""
         return columns if self._device.type == "cpu" else columns.pin_memory()
+
+
+def _even(columns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """With a number more where it takes that: Triton makes another kernel for columns that begin at no multiple of 16
+    bytes."""
+    return np.append(columns, 0) if len(columns) % 2 else columns

@@ -1,0 +1,215 @@
+"""Rows of real plans are few tiles: exactly the same rows, with far less to say about them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.plan.copies import NOTHING, Copies
+from kvferry.plan.describe import FORMATS, EngineShape, describe
+from kvferry.plan.model import attention
+from kvferry.plan.program import bind
+from kvferry.plan.request import copies_for
+from kvferry.plan.route import route
+from kvferry.plan.slots import SlotPlan, StagedRequest, region_starts
+from kvferry.plan.staged import Strategy
+from kvferry.plan.tokens import TokenRange
+from kvferry.staging import patterns
+from kvferry.staging.patterns import tiles_of
+from kvferry.staging.tiles import MAX_ROW_BYTES, Tile, tile_of
+from kvferry.testing.strategies import handmade, scenarios
+
+STAGED = st.sampled_from([Strategy.SCATTER, Strategy.PACK])
+MIB = 1 << 20
+# A pattern in the middle, one beside it on each side, one beside each of these, and what is left.
+MOST_TILES = 8
+
+
+def numbers(tiles: list[Tile] | tuple[Tile, ...]) -> int:
+    """How many have to travel to the device."""
+    return sum(len(tile.columns()) for tile in tiles)
+
+
+def listed(tiles: list[Tile] | tuple[Tile, ...]) -> np.ndarray:
+    """The rows of all tiles in the order of their numbers, three columns."""
+    copies = [tile.copies() for tile in tiles]
+    columns = np.array(
+        [np.concatenate([getattr(each, name) for each in copies]) for name in ("source", "target", "length")]
+    )
+    return columns[:, np.lexsort(columns)]
+
+
+def check(copies: Copies) -> tuple[Tile, ...]:
+    """The tiles of some rows, which they must have exactly."""
+    tiles = tiles_of(copies)
+    plain = tile_of(copies)
+    assert all(tiles)
+    if not len(plain):
+        assert tiles == ()
+        return tiles
+    assert np.array_equal(listed(tiles), listed([plain]))
+    assert numbers(tiles) <= numbers([plain])
+    return tiles
+
+
+def moved(plan: SlotPlan) -> list[Copies]:
+    """All that one request gathers and scatters, slot by slot."""
+    slots = [slot for number in range(len(plan.stretches)) for slot in plan.slots(number)]
+    found = [copies for slot in slots for copies in (slot.stages.gather, slot.stages.scatter)]
+    return [copies for copies in found if len(copies)]
+
+
+@pytest.fixture(autouse=True)
+def short_rows_too(monkeypatch):
+    """What is drawn has a few rows."""
+    monkeypatch.setattr(patterns, "MIN_ROWS", 4)
+    monkeypatch.setattr(patterns, "EVEN_PERIOD", 4)
+
+
+@settings(max_examples=100)
+@given(st.one_of(scenarios(), handmade()), STAGED, st.integers(1, 3000))
+def test_tiles_have_the_rows_of_any_plan(scenario, strategy, slot_bytes):
+    found = route(scenario.sources, scenario.targets)
+    for rank, layout in enumerate(scenario.targets):
+        for source_rank in found.sources_of(rank):
+            source = scenario.sources[source_rank]
+            program = bind(found.between(source_rank, rank), source, layout)
+            tables = scenario.source_tables[source_rank], scenario.target_tables[rank]
+            check(copies_for(program, *tables, scenario.ranges))
+            starts = region_starts(source, layout)
+            for copies in moved(
+                SlotPlan(StagedRequest(program, *tables, scenario.ranges, strategy, slot_bytes, starts))
+            ):
+                check(copies)
+
+
+@st.composite
+def nested(draw) -> Copies:
+    """Rows out of loops in loops, some of which are cut off or replaced; addresses may be far apart, or backwards."""
+    dice = random.Random(draw(st.integers(0, 1 << 32)))
+    source = target = np.array([1 << 40], np.uint64)
+    length = np.array([16], np.uint64)
+    for _ in range(draw(st.integers(1, 3))):
+        extent = draw(st.integers(1, 9))
+        steps = np.array([[dice.randrange(1 << 30) for _ in range(extent)] for _ in range(2)], np.uint64)
+        if draw(st.booleans()):
+            steps = np.arange(extent, dtype=np.uint64) * np.array([[dice.randrange(99)], [48]], np.uint64)
+        source, target = (np.add.outer(side, step).ravel() for side, step in zip((source, target), steps, strict=True))
+        length = np.add.outer(length, np.zeros(extent, np.uint64)).ravel()
+        if draw(st.booleans()):
+            length = length + np.tile(np.array(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))), len(length))[
+                : len(length)
+            ].astype(np.uint64)
+    rows = Copies(source, target, length, len(length))
+    for _ in range(draw(st.integers(0, 2))):
+        at = draw(st.integers(0, len(rows) - 1))
+        for column in (rows.source, rows.target, rows.length):
+            column[at] = draw(st.integers(0, 1 << 50))
+    first = draw(st.integers(0, len(rows)))
+    stop = draw(st.integers(first, len(rows)))
+    return Copies(rows.source[first:stop], rows.target[first:stop], rows.length[first:stop] % np.uint64(200), len(rows))
+
+
+@settings(max_examples=300)
+@given(nested())
+def test_tiles_have_the_rows_of_any_pattern(copies):
+    check(copies)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), max_size=80))
+def test_tiles_have_any_rows(rows):
+    check(Copies(*np.array(rows, np.uint64).reshape(-1, 3).T.copy(), len(rows)))
+
+
+def test_no_rows_are_no_tiles():
+    assert tiles_of(NOTHING) == ()
+    assert tiles_of(Copies(*np.array([[1, 2], [1, 2], [0, 0]], np.uint64), 2)) == ()
+
+
+def request_of(formats: tuple[str, str], tokens: TokenRange, slot_bytes: int, strategy: Strategy) -> SlotPlan:
+    """Of 32 layers from one rank to one of four, whose blocks have another size, at blocks in no order."""
+    model = attention(num_layers=32, num_heads=8, head_dim=64, dtype="float16", item_bytes=2)
+    shapes = EngineShape(1, 1, 16, 80, formats[0]), EngineShape(4, 1, 24, 80, formats[1])
+    engines = [describe(model, shape, 1 << at) for shape, at in zip(shapes, (41, 50), strict=True)]
+    (source,), target = engines[0], engines[1][1]
+    dice = random.Random(5)
+    tables = [(tuple(dice.sample(range(80), 80)),) for _ in shapes]
+    program = bind(route(*engines).between(0, 1), source, target)
+    starts = region_starts(source, target)
+    return SlotPlan(StagedRequest(program, *tables, (tokens,), strategy, slot_bytes, starts))
+
+
+@pytest.mark.parametrize("tokens", [TokenRange(0, 960), TokenRange(0, 1027), TokenRange(5, 1027)])
+@pytest.mark.parametrize("strategy", [Strategy.SCATTER, Strategy.PACK])
+@pytest.mark.parametrize("target", FORMATS)
+@pytest.mark.parametrize("source", FORMATS)
+def test_slots_of_every_format_have_little_to_say(source, target, strategy, tokens):
+    for copies in moved(request_of((source, target), tokens, 8 * MIB, strategy)):
+        tiles = check(copies)
+        assert len(tiles) <= MOST_TILES
+        # Where rows are long, 24 bytes for each are hardly anything.
+        if len(copies) >= 2048 and copies.num_bytes < 1024 * len(copies):
+            assert 2 * numbers(tiles) < numbers([tile_of(copies)])
+
+
+def test_a_token_major_slot_is_one_tile_of_hardly_any_numbers():
+    """512 tokens of 64 tensors in rows of 256 bytes: 8 MiB, of whose 24 bytes a row one in fifty is left."""
+    plan = request_of(("token-major", "token-major"), TokenRange(0, 512), 8 * MIB, Strategy.PACK)
+    gather, _ = moved(plan)
+    assert set(gather.length.tolist()) == {256}
+    (tile,) = check(gather)
+    assert 50 * numbers([tile]) < numbers([tile_of(gather)])
+
+
+@pytest.mark.parametrize("slot_bytes", [100_001, 1_000_003])
+def test_slots_that_end_in_the_middle_of_a_row_have_few_tiles(slot_bytes):
+    """One block of all layers takes more than a slot: it is cut where the bytes happen to end."""
+    plan = request_of(("block-major", "token-major"), TokenRange(0, 960), slot_bytes, Strategy.PACK)
+    for copies in moved(plan):
+        assert len(check(copies)) <= MOST_TILES
+
+
+def test_rows_in_the_middle_of_a_pattern_are_found_from_both_ends():
+    """Ten layers at 61 places, each in rows of two lengths, cut off in the middle of a layer and of a row."""
+    dice = random.Random(3)
+    places = np.array(dice.sample(range(1 << 20), 61), np.uint64) * np.uint64(256)
+    source = np.add.outer(np.arange(10, dtype=np.uint64) << np.uint64(40), places).ravel()
+    length = np.tile(np.where(np.arange(61) % 7, 256, 96).astype(np.uint64), 10)
+    target = np.cumsum(length) - length
+    rows = Copies(source[37:-20].copy(), target[37:-20].copy(), length[37:-20].copy(), 1)
+    rows.source[0] += np.uint64(60)
+    rows.target[0] += np.uint64(60)
+    rows.length[0] -= np.uint64(60)
+    rows.length[-1] -= np.uint64(8)
+    tiles = check(rows)
+    assert len(tiles) == 2
+    assert 3 * numbers(tiles) < numbers([tile_of(rows)])
+
+
+def test_one_row_that_is_elsewhere_is_not_put_where_the_pattern_has_it():
+    """A guess looks at a few rows. Every row counts."""
+    for at in (0, 1, 700, 4095):
+        for column in range(3):
+            rows = np.array([np.arange(4096) * 512, np.arange(4096) * 256, np.full(4096, 256)], np.uint64)
+            rows[column][at] += np.uint64(1)
+            tiles = check(Copies(*rows, 4096))
+            assert numbers(tiles) < 4096
+
+
+def test_long_rows_in_a_pattern_are_several_rows_of_it():
+    steps = np.arange(64, dtype=np.uint64)
+    length = np.full(64, 2 * MAX_ROW_BYTES + 4096, np.uint64)
+    (tile,) = check(Copies(steps << np.uint64(30), steps << np.uint64(20), length, 64))
+    assert len(tile) == 3 * 64
+    assert numbers([tile]) < 64 * 3
+
+
+def test_rows_without_a_pattern_are_left_as_they_are():
+    noise = np.random.default_rng(4).permutation(1 << 14).astype(np.uint64)
+    (tile,) = check(Copies(noise * np.uint64(64), noise[::-1] * np.uint64(64), np.full(1 << 14, 64, np.uint64), 1))
+    assert (tile.num_starts, tile.num_shifts) == (1, 1 << 14)
