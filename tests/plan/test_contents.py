@@ -11,6 +11,7 @@ def name(dim: int, block_tokens: int) -> str:
     model = latent(num_layers=2, dim=dim, dtype="int8", item_bytes=1)
     shape = EngineShape(1, 1, block_tokens, 4, "token-major")
     (layout,) = describe(model, shape, 0)
+    assert contents(layout) == contents(layout, layout)
     return contents(layout)
 
 

@@ -13,11 +13,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
     importlib.import_module("vllm.v1.worker.utils")
 
+import msgspec
 import vllm
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 
 from kvferry.connectors.vllm.settings import check_version, settings_of
-from kvferry.connectors.vllm.stats import FerryStats
+from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
+from kvferry.connectors.vllm_doors.arrivals import Arrival, Arrivals
 from kvferry.errors import ConfigurationError
 from kvferry.plan.copies import Direction
 from kvferry.session.events import FetchReport
@@ -124,8 +127,8 @@ def test_every_build_of_this_version_is_fine(monkeypatch):
 
 def test_figures_of_all_ranks_add_up():
     one, other = FerryStats(), FerryStats()
-    one.fetched(REPORT, "prefill")
-    other.fetched(REPORT, "prefill")
+    one.fetched("a", REPORT, "prefill")
+    other.fetched("b", REPORT, "prefill")
     other.freed("expired")
     other.freed("done")
     both = one.aggregate(other).aggregate(FerryStats())
@@ -136,13 +139,41 @@ def test_figures_of_all_ranks_add_up():
 
 def test_figures_survive_the_way_to_the_front_end():
     stats = FerryStats()
-    stats.fetched(REPORT, "prefill")
+    stats.fetched("a", REPORT, "prefill")
     assert FerryStats(data=stats.data).reduce() == stats.reduce()
+
+
+class Silent:
+    """Every kind of metric; its values do not matter."""
+
+    def __init__(self, **facts):
+        self.observe = self.inc = lambda value=1: None
+
+    def labels(self, *values, **named):
+        return self
+
+
+def test_the_front_end_hears_how_each_cache_came(monkeypatch):
+    """Over two ranks and the encoding that vLLM sends them in."""
+    arrivals = Arrivals()
+    monkeypatch.setattr("kvferry.connectors.vllm.stats.ARRIVALS", arrivals)
+    one, other = FerryStats(), FerryStats()
+    one.fetched("cmpl-a-0-12345678", REPORT, "prefill")
+    one.fetched("cmpl-b-0-12345678", REPORT, "prefill")
+    other.failed("cmpl-a-0-12345678", "peer_lost", "it is gone")
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(one.aggregate(other).to_dict()))
+    arrivals.expect("cmpl-a-0")
+    arrivals.expect("cmpl-b-0")
+    config = SimpleNamespace(kv_transfer_config=None)
+    kinds = dict.fromkeys((Gauge, Counter, Histogram), Silent)
+    FerryPromMetrics(config, kinds, ["engine"], {0: ["0"]}).observe(told)
+    assert arrivals.told("cmpl-a-0") == Arrival("peer_lost", "it is gone", REPORT.phases_s)
+    assert arrivals.told("cmpl-b-0") == Arrival(phases_s=REPORT.phases_s)
 
 
 def test_failures_alone_are_reported():
     stats = FerryStats()
     assert stats.is_empty()
-    stats.count("num_failed_transfers")
+    stats.failed("a", "peer_lost", "it is gone")
     assert not stats.is_empty()
     assert stats.reduce()["Num failed transfers"] == 1

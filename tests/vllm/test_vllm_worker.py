@@ -25,12 +25,13 @@ from kvferry.errors import TransferError
 from kvferry.plan.layout import Layout
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, Stopped, TargetFree
-from kvferry.wire.messages import Reason, Reference
+from kvferry.wire.messages import Party, Reason, Reference
 
 SETTINGS = Settings("ours", "127.0.0.1", 0, "auto", 30.0, "")
 REFERENCE = Reference("prefill", "epoch", "cmpl-there", "lease")
 REPORT = FetchReport(39, 4096, 1, "tcp", "tcp 1 GB/s", "direct", {"wire": 0.1})
 LOST = TransferError(Reason.PEER_LOST, "gone")
+PARTY = Party("prefill_dp0", "epoch", 0)
 LONG = "x" * 5000
 LEASE = LeaseOrder("l", "lease", ((1,),), 40)
 
@@ -42,7 +43,9 @@ class FakeAgent:
     alive: bool = True
     wanted: list = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    withdrawn: list[str] = field(default_factory=list)
     written_ids: frozenset[str] = frozenset()
+    party: Party = PARTY
 
     def lease(self, wanted):
         self.wanted.append(wanted)
@@ -51,6 +54,9 @@ class FakeAgent:
 
     def abort(self, request_id):
         self.aborted.append(request_id)
+
+    def withdraw(self, request_id):
+        self.withdrawn.append(request_id)
 
 
 class Rank:
@@ -246,3 +252,55 @@ def test_no_other_step_waits(rank, orders, monkeypatch):
     monkeypatch.setattr("kvferry.connectors.vllm.worker.IDLE_WAIT_S", 3600.0)
     rank.worker.obey(orders)
     assert rank.told() == (set(), set(), set())
+
+
+def reference(**changed):
+    return Reference(
+        **{"engine_id": "prefill_dp0", "epoch": "epoch", "request_id": "l", "lease_id": "lease", **changed}
+    )
+
+
+def test_a_lease_is_ended_by_whoever_knows_its_id_and_vllm_hears_of_it_once(rank):
+    rank.worker.obey(Orders(leases=[LEASE]))
+    assert rank.worker.release(reference()) == "released"
+    assert rank.agent.withdrawn == ["l"]
+    assert rank.says(SourceFree("l", "withdrawn")) == ({"l"}, set(), set())
+    assert rank.worker.release(reference()) == "unknown_lease"
+    assert rank.says(SourceFree("l", "withdrawn")) == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"lease_id": "guessed"}, "unknown_lease"),
+        ({"request_id": "m"}, "unknown_lease"),
+        ({"engine_id": "decode"}, "wrong_engine"),
+        ({"engine_id": "prefill_dp1"}, "unknown_lease"),
+        ({"epoch": "before"}, "wrong_epoch"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_nobody_else_ends_a_lease(rank, changed, reason):
+    rank.worker.obey(Orders(leases=[LEASE]))
+    assert rank.worker.release(reference(**changed)) == reason
+    rank.worker.obey(Orders(leases=[LeaseOrder("m", "other", ((1,),), 40)]))
+    assert rank.agent.withdrawn == []
+    assert rank.told() == NOTHING
+
+
+def test_a_release_that_comes_before_its_lease_ends_it_when_it_comes(rank):
+    assert rank.worker.release(reference()) == "unknown_lease"
+    rank.worker.obey(Orders(leases=[LEASE]))
+    assert rank.agent.withdrawn == ["l"]
+    assert rank.says(SourceFree("l", "withdrawn")) == ({"l"}, set(), set())
+
+
+def test_every_end_of_a_fetch_is_told_by_vllms_name_and_a_reason(rank):
+    orders = [fetch("well"), fetch(LONG), fetch("ill", error="nonsense"), fetch("nothing", is_waited_for=False)]
+    rank.worker.obey(Orders(fetches=orders))
+    rank.says(Fetched("well", REPORT), Failed(agent_name(LONG), LOST), Failed("nothing", LOST))
+    assert sorted(rank.worker.take_stats().data["fetches"]) == [
+        ["ill", "malformed", "nonsense", {}],
+        ["well", "", "", {"wire": 0.1}],
+        [LONG, "peer_lost", str(LOST), {}],
+    ]

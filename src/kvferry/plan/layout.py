@@ -147,9 +147,12 @@ def fingerprint(layout: Layout) -> str:
     return hashlib.blake2b(repr(plain).encode(), digest_size=8).hexdigest()
 
 
-def contents(layout: Layout) -> str:
-    """A short name for what is kept of a request, wherever it lies: engines with equal names can exchange it."""
-    plain = sorted(repr(state) for state in layout.states)
+def contents(*layouts: Layout) -> str:
+    """A short name for what is kept of a request, wherever it lies: engines with equal names can exchange it.
+
+    `layouts` are those of all ranks of one engine.
+    """
+    plain = sorted({repr(state) for layout in layouts for state in layout.states})
     return hashlib.blake2b(repr(plain).encode(), digest_size=8).hexdigest()
 
 

@@ -28,6 +28,7 @@ from kvferry.connectors.vllm.settings import check_version, settings_of, speak_l
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
 from kvferry.connectors.vllm.worker import Worker
 from kvferry.errors import ConfigurationError
+from kvferry.wire.messages import Reference
 
 __all__ = ["FerryConnector"]
 
@@ -129,6 +130,14 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
             stats = worker.take_stats()
             return None if stats.is_empty() else stats
         return None
+
+    def facts(self) -> dict[str, str]:
+        """Who this engine is."""
+        return self._worker.facts
+
+    def release(self, reference: Reference) -> str:
+        """End a lease that nobody will read; see `Worker.release`."""
+        return self._worker.release(reference)
 
     def shutdown(self) -> None:
         for worker in self._workers:

@@ -28,7 +28,7 @@ class OpenRequests:
         self.has_stopped = False
         self._results = KVConnectorTransferResults()
         self._stats = FerryStats()
-        self._leased: dict[str, str] = {}
+        self._leased: dict[str, LeaseOrder] = {}
         self._fetching: dict[str, FetchOrder] = {}
         self._failed: set[str] = set()
         self._met: set[tuple[str, str]] = set()
@@ -36,7 +36,7 @@ class OpenRequests:
     def lease(self, order: LeaseOrder) -> str:
         """Expect the end of a lease; the agent's name for the request."""
         name = agent_name(order.request_id)
-        self._leased[name] = order.request_id
+        self._leased[name] = order
         return name
 
     def fetch(self, order: FetchOrder) -> str:
@@ -45,10 +45,10 @@ class OpenRequests:
         self._fetching[name] = order
         return name
 
-    def refuse(self, order: FetchOrder, why: str) -> None:
+    def refuse(self, order: FetchOrder, reason: str, why: str) -> None:
         """A fetch that could not even be begun has failed."""
         if order.is_waited_for:
-            self._warn(order, why)
+            self._warn(order, reason, why)
             self._results.failed_recving.add(order.request_id)
             self._results.finished_recving.add(order.request_id)
 
@@ -56,6 +56,10 @@ class OpenRequests:
     def num_open(self) -> int:
         """Leases and fetches that are expected to end."""
         return len(self._leased) + len(self._fetching)
+
+    def is_leased(self, name: str, lease_id: str) -> bool:
+        """Whether the end of this lease is expected. Only who was given the reference knows its id."""
+        return name in self._leased and self._leased[name].lease_id == lease_id
 
     def is_fetching(self, request_id: str) -> bool:
         """Whether a fetch of this request is expected to end."""
@@ -83,12 +87,13 @@ class OpenRequests:
                 self._end_fetch(name)
             case SourceFree(name, reason):
                 self._stats.freed(reason)
-                self._results.finished_sending |= {self._leased.pop(name)} if name in self._leased else set()
+                ended = {self._leased.pop(name).request_id} if name in self._leased else set()
+                self._results.finished_sending |= ended
 
     def _fetched(self, name: str, report: FetchReport) -> None:
         order = self._fetching.get(name)
         if order is not None and order.is_waited_for and report.num_bytes:
-            self._stats.fetched(report, order.reference.engine_id)
+            self._stats.fetched(order.request_id, report, order.reference.engine_id)
             self._introduce(order, report)
 
     def _introduce(self, order: FetchOrder, report: FetchReport) -> None:
@@ -110,12 +115,12 @@ class OpenRequests:
         self._failed.add(name)
         order = self._fetching.get(name)
         if order is not None and order.is_waited_for:
-            self._warn(order, str(error))
+            self._warn(order, error.reason, str(error))
 
-    def _warn(self, order: FetchOrder, why: str) -> None:
+    def _warn(self, order: FetchOrder, reason: str, why: str) -> None:
         reference = order.reference
         logger.warning("request %s from %s#%s: %s", order.request_id, reference.engine_id, reference.epoch, why)
-        self._stats.count("num_failed_transfers")
+        self._stats.failed(order.request_id, str(reason), why)
 
     def _end_fetch(self, name: str) -> None:
         order = self._fetching.pop(name, None)
@@ -140,5 +145,5 @@ class OpenRequests:
         for name in list(self._fetching):
             self._failed.add(name)
             self._end_fetch(name)
-        self._results.finished_sending |= set(self._leased.values())
+        self._results.finished_sending |= {order.request_id for order in self._leased.values()}
         self._leased = {}

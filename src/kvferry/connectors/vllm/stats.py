@@ -8,23 +8,29 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 
+from kvferry.connectors.vllm_doors.arrivals import ARRIVALS, Arrival
 from kvferry.session.events import FetchReport
 
 __all__ = ["FerryPromMetrics", "FerryStats"]
 
-PHASES = "phases"
+PHASES, FETCHES = "phases", "fetches"
 PHASE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 @dataclass
 class FerryStats(NixlKVConnectorStats):
-    """The stock connector's lists, and one record per phase of a fetch: (phase, peer, transport, seconds)."""
+    """The stock connector's lists, one record per phase of a fetch (phase, peer, transport, seconds), and one per fetch
+    that has ended (vLLM's id of the request, reason and words of a failure, seconds by phase).
+    """
 
     def reset(self) -> None:
         super().reset()
-        self.data[PHASES] = []
+        self.data[PHASES], self.data[FETCHES] = [], []
 
-    def fetched(self, report: FetchReport, peer: str) -> None:
+    def is_empty(self) -> bool:
+        return super().is_empty() and not self.data[FETCHES]
+
+    def fetched(self, request_id: str, report: FetchReport, peer: str) -> None:
         """One finished fetch from an engine."""
         phases = report.phases_s
         self.data["transfer_duration"].append(phases.get("wire", 0.0))
@@ -32,6 +38,12 @@ class FerryStats(NixlKVConnectorStats):
         self.data["bytes_transferred"].append(report.num_bytes)
         self.data["num_descriptors"].append(report.num_rows)
         self.data[PHASES] += [[phase, peer, report.transport, seconds] for phase, seconds in phases.items()]
+        self.data[FETCHES].append([request_id, "", "", dict(phases)])
+
+    def failed(self, request_id: str, reason: str, words: str) -> None:
+        """One fetch that has failed."""
+        self.count("num_failed_transfers")
+        self.data[FETCHES].append([request_id, reason, words, {}])
 
     def count(self, name: str) -> None:
         """One more of what the stock connector counts under this name."""
@@ -47,7 +59,10 @@ class FerryStats(NixlKVConnectorStats):
 
 
 class FerryPromMetrics(NixlPromMetrics):
-    """The stock connector's metrics, and `vllm:kvferry_phase_seconds` by phase, peer and transport."""
+    """The stock connector's metrics, and `vllm:kvferry_phase_seconds` by phase, peer and transport.
+
+    In vLLM's API server, which hears of a fetch before it hears of the request's first token: answers are told of it.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -64,3 +79,5 @@ class FerryPromMetrics(NixlPromMetrics):
         labels = self.per_engine_labelvalues[engine_idx]
         for phase, peer, transport, seconds in transfer_stats_data.get(PHASES, []):
             self._phases.labels(*labels, phase, peer, transport).observe(seconds)
+        for request_id, *arrival in transfer_stats_data.get(FETCHES, []):
+            ARRIVALS.note(request_id, Arrival(*arrival))

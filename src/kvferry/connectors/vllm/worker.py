@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import re
 import sys
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
 import torch
+import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_world_group
@@ -27,10 +30,12 @@ from kvferry.connectors.vllm.open_requests import OpenRequests
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, RankAddress, agent_name
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.stats import FerryStats
+from kvferry.connectors.vllm_doors.workers import RELEASED
 from kvferry.errors import ConfigurationError
-from kvferry.plan.layout import Layout
+from kvferry.plan.layout import Layout, contents
 from kvferry.session.events import FetchWanted, HoldWanted, LeaseWanted, SourceFree, Stopped, Timing
 from kvferry.transport.opening import open_transports
+from kvferry.wire.messages import Reason, Reference
 
 __all__ = ["Worker"]
 
@@ -45,6 +50,7 @@ MISSED_HEARTBEATS = 30
 # While nothing is computed vLLM asks step after step, without a pause, and takes from the agent's thread the core and
 # the interpreter that it needs to get done. Short enough that a new request does not notice.
 IDLE_WAIT_S = 0.003
+MAX_EARLY_RELEASES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +63,11 @@ class _Introduction:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """The agent, and the description by which vLLM's block tables become its own."""
+    """The agent, and the description by which vLLM's block tables become its own. `cache` names what all ranks keep."""
 
     agent: Agent
     described: Described
+    cache: str = ""
 
 
 class Worker:
@@ -74,6 +81,8 @@ class Worker:
         self._started: list[_Started] = []
         self._open = OpenRequests()
         self._is_idle = False
+        # A step may bring a lease later than vLLM's client brings its end.
+        self._released: deque[tuple[str, str]] = deque(maxlen=MAX_EARLY_RELEASES)
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe this rank's caches, meet the other ranks of the engine, and start the agent.
@@ -106,7 +115,7 @@ class Worker:
         # At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.
         sys.setswitchinterval(SWITCH_S)
         agent.start()
-        self._started.append(_Started(agent, described))
+        self._started.append(_Started(agent, described, contents(*layouts)))
         logger.info("kvferry rank %d of %d listens at %s", rank, len(layouts), agent.address)
 
     def address(self) -> RankAddress:
@@ -142,10 +151,13 @@ class Worker:
         ours = self._ours()
         tables = ours.described.tables(order.block_tables)
         ours.agent.lease(LeaseWanted(name, order.lease_id, tables, order.num_tokens))
+        if (name, order.lease_id) in self._released:
+            ours.agent.withdraw(name)
 
     def _fetch(self, order: FetchOrder) -> None:
         if order.error or self._is_over():
-            self._open.refuse(order, order.error or "the transfer agent has stopped")
+            reason = Reason.MALFORMED if order.error else Reason.ABORTED
+            self._open.refuse(order, reason, order.error or "the transfer agent has stopped")
             return
         name = self._open.fetch(order)
         ours = self._ours()
@@ -155,6 +167,39 @@ class Worker:
     def _is_over(self) -> bool:
         # Its last word comes a moment before its end.
         return self._open.has_stopped or not self._ours().agent.alive
+
+    # --- asked by vLLM's API server ---
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Who this engine is."""
+        ours = self._ours()
+        party = ours.agent.party
+        return {
+            "version": vllm.__version__,
+            "engine_id": party.engine_id,
+            "epoch": party.epoch,
+            "cache": ours.cache,
+        }
+
+    def release(self, reference: Reference) -> str:
+        """End a lease that nobody will read: `released`, or the reason why there is none.
+
+        vLLM hears of its end as of any other's: `SourceFree` follows.
+        """
+        agent = self._ours().agent
+        if _without_replica(reference.engine_id) != _without_replica(agent.party.engine_id):
+            return str(Reason.WRONG_ENGINE)
+        if reference.engine_id != agent.party.engine_id:
+            # All replicas of data parallelism are asked, and the first one answers for them.
+            return str(Reason.UNKNOWN_LEASE)
+        if reference.epoch != agent.party.epoch:
+            return str(Reason.WRONG_EPOCH)
+        if not self._open.is_leased(reference.request_id, reference.lease_id):
+            self._released.append((reference.request_id, reference.lease_id))
+            return str(Reason.UNKNOWN_LEASE)
+        agent.withdraw(reference.request_id)
+        return RELEASED
 
     # --- what has ended ---
 
@@ -185,6 +230,11 @@ class Worker:
         for started in self._started:
             started.agent.close()
         self._started = []
+
+
+def _without_replica(engine_id: str) -> str:
+    """vLLM adds a number to the name of each replica of data parallelism."""
+    return re.sub(r"_dp\d+$", "", engine_id)
 
 
 def _timing(settings: Settings) -> Timing:

@@ -1,0 +1,31 @@
+"""What vLLM's API server asks its workers: `--worker-extension-cls kvferry.connectors.vllm.extension.Extension`."""
+
+from __future__ import annotations
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+from kvferry.connectors.vllm.connector import FerryConnector
+from kvferry.wire.messages import Reason, Reference
+
+__all__ = ["Extension"]
+
+
+class Extension:
+    """vLLM makes it a base of its worker's class; a method is called between two steps, and must not raise."""
+
+    def kvferry_facts(self) -> dict[str, str]:
+        """Who this engine is; empty where another connector moves its caches."""
+        connector = _ours()
+        return connector.facts() if connector is not None else {}
+
+    def kvferry_release(self, engine_id: str, epoch: str, request_id: str, lease_id: str) -> str:
+        """End a lease: `released`, or the reason why there is none."""
+        connector = _ours()
+        if connector is None:
+            return str(Reason.WRONG_ENGINE)
+        return connector.release(Reference(engine_id, epoch, request_id, lease_id))
+
+
+def _ours() -> FerryConnector | None:
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    return connector if isinstance(connector, FerryConnector) else None

@@ -1,0 +1,97 @@
+"""How the caches of requests came: told by vLLM's statistics, asked for by the answers that wait for it.
+
+Both are in vLLM's API server, which makes each of them by itself: they meet in `ARRIVALS`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["ARRIVALS", "Arrival", "Arrivals"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """How one request's cache came. Of one that did not, `reason` is why, and `words` tell it in full.
+
+    `phases_s` are the seconds spent in each named phase of the transfer, those of the slowest rank.
+    """
+
+    reason: str = ""
+    words: str = ""
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+
+    def joined(self, other: Arrival) -> Arrival:
+        """What two ranks of one engine tell together: what one of them lacks, the request lacks."""
+        failed = self if self.reason else other
+        phases = {**self.phases_s}
+        for name, seconds in other.phases_s.items():
+            phases[name] = max(seconds, phases.get(name, 0.0))
+        return Arrival(failed.reason, failed.words, phases)
+
+
+@dataclass(slots=True)
+class _Expected:
+    """So many answers wait for news of a request of this name; the news by the id that vLLM made of the name."""
+
+    num_waiting: int = 0
+    found: dict[str, Arrival] = field(default_factory=dict)
+
+
+class Arrivals:
+    """Only what an answer waits for is kept, and only as long as it does. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._expected: dict[str, _Expected] = {}
+
+    def __len__(self) -> int:
+        """Names that are waited for."""
+        return len(self._expected)
+
+    def expect(self, name: str) -> None:
+        """An answer to a request of this name waits; `forget` follows."""
+        with self._lock:
+            self._expected.setdefault(name, _Expected()).num_waiting += 1
+
+    def note(self, request_id: str, arrival: Arrival) -> None:
+        """What a rank tells of a request, by vLLM's id for it; what nobody waits for is dropped."""
+        with self._lock:
+            for name in _names(request_id):
+                if (expected := self._expected.get(name)) is not None:
+                    before = expected.found.get(request_id)
+                    expected.found[request_id] = arrival if before is None else before.joined(arrival)
+
+    def told(self, name: str) -> Arrival | None:
+        """How the cache of the request of this name came, if that is known. Of several that cannot be told apart (a
+        client may use a name twice) nothing is."""
+        with self._lock:
+            expected = self._expected.get(name)
+            if expected is None or expected.num_waiting > 1 or len(expected.found) != 1:
+                return None
+            return next(iter(expected.found.values()))
+
+    def forget(self, name: str) -> None:
+        """An answer that waited knows what it needs, or is over."""
+        with self._lock:
+            expected = self._expected.get(name)
+            if expected is not None:
+                expected.num_waiting -= 1
+                if not expected.num_waiting:
+                    del self._expected[name]
+
+
+ARRIVALS = Arrivals()
+
+
+RANDOM_CHARACTERS = 8
+
+
+def _names(request_id: str) -> Iterator[str]:
+    """What vLLM was asked to call a request: it adds random characters, unless it is told not to."""
+    yield request_id
+    name, dash, end = request_id.rpartition("-")
+    if dash and len(end) == RANDOM_CHARACTERS:
+        yield name

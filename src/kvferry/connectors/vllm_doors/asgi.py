@@ -1,0 +1,53 @@
+"""The words of ASGI, and a JSON answer in them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import RequestError
+
+__all__ = ["App", "Headers", "Message", "Receive", "Scope", "Send", "answer_json", "body_of", "header", "json_messages"]
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+
+def header(headers: Headers, name: bytes) -> str | None:
+    """The first value of a header by its name in lower case, as vLLM reads it."""
+    return next((value.decode("latin-1") for found, value in headers if found.lower() == name), None)
+
+
+def json_messages(status: int, body: object, headers: Headers) -> tuple[Message, Message]:
+    """A whole JSON answer: its head and its body."""
+    encoded = msgspec.json.encode(body)
+    own = [(b"content-type", b"application/json"), (b"content-length", str(len(encoded)).encode())]
+    head = {"type": "http.response.start", "status": status, "headers": [*own, *headers]}
+    return head, {"type": "http.response.body", "body": encoded, "more_body": False}
+
+
+async def answer_json(send: Send, status: int, body: object) -> None:
+    """Send a whole JSON answer."""
+    for message in json_messages(status, body, []):
+        await send(message)
+
+
+async def body_of(receive: Receive, max_bytes: int) -> bytes:
+    """A request's whole body. Raises RequestError for one that is too large; empty when the client has left."""
+    parts, size_bytes = [], 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b""
+        parts.append(message.get("body", b""))
+        size_bytes += len(parts[-1])
+        if size_bytes > max_bytes:
+            raise RequestError("the request body is too large", expected=f"at most {max_bytes} bytes")
+        if not message.get("more_body", False):
+            return b"".join(parts)

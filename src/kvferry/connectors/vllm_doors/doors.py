@@ -1,0 +1,96 @@
+"""`Doors`: ours in vLLM's HTTP server. A release, who this is, and how the cache of an answer came."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.connectors.params import Reach, from_params
+from kvferry.connectors.vllm_doors.arrivals import ARRIVALS, Arrivals
+from kvferry.connectors.vllm_doors.asgi import App, Receive, Scope, Send, answer_json, body_of
+from kvferry.connectors.vllm_doors.legs import ANSWER_PATHS
+from kvferry.connectors.vllm_doors.passage import Passage
+from kvferry.connectors.vllm_doors.workers import Workers
+from kvferry.errors import ConfigurationError, FerryError, RequestError, TransferError
+from kvferry.openai import error_body, error_of
+from kvferry.wire.messages import WIRE_VERSION, Reason
+
+__all__ = ["Doors"]
+
+RELEASE, INFO = ("POST", "/kvferry/release"), ("GET", "/kvferry/info")
+MAX_RELEASE_BYTES = 1 << 20
+
+
+class _Release(msgspec.Struct):
+    """The body of a release: a prefill's parameters, which nobody will use."""
+
+    kv_transfer_params: dict[str, object]
+
+
+class Doors:
+    """ASGI middleware, which vLLM makes around its app. What is none of our doors' is passed on as it is."""
+
+    def __init__(self, app: App, arrivals: Arrivals = ARRIVALS) -> None:
+        self._app = app
+        self._arrivals = arrivals
+        self._workers = Workers()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        door = (scope["method"], path)
+        if door in (RELEASE, INFO):
+            status, body = await self._opened(door, scope, receive)
+            await answer_json(send, status, body)
+        elif scope["method"] == "POST" and path in ANSWER_PATHS:
+            await self._pass(path, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _pass(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        passage = Passage(self._arrivals, path, scope, receive, send)
+        try:
+            await self._app(scope, passage.receive, passage.send)
+        finally:
+            passage.close()
+
+    async def _opened(self, door: tuple[str, str], scope: Scope, receive: Receive) -> tuple[int, object]:
+        try:
+            return 200, await (self._release(scope, receive) if door == RELEASE else self._info(scope))
+        except ConfigurationError as error:
+            return 501, error_body(str(error), "server_error", "not_available", None)
+        except TransferError as error:
+            # Not of a cache that did not come, but of the parameters that were sent.
+            status = 400 if error.reason == Reason.MALFORMED else 404
+            return status, error_body(str(error), "invalid_request_error", error.reason, None)
+        except FerryError as error:
+            return error_of(error)
+
+    async def _release(self, scope: Scope, receive: Receive) -> dict[str, object]:
+        """Whoever was given a reference may say that nobody will fetch it."""
+        body = await body_of(receive, MAX_RELEASE_BYTES)
+        try:
+            params = msgspec.json.decode(body, type=_Release).kv_transfer_params
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RequestError("the request body cannot be understood", found=str(error)) from None
+        # Where the source may be reached does not matter: it is here.
+        reference = from_params(params, Reach.ANY_HOST).reference
+        return {"released": await self._workers.release(scope["app"].state, reference)}
+
+    async def _info(self, scope: Scope) -> dict[str, object]:
+        """Who this is, for routers: they never pair engines that cannot exchange a cache."""
+        state = scope["app"].state
+        facts = await self._workers.facts(state)
+        models = await state.openai_serving_models.show_available_models()
+        return {
+            "engine": "vllm",
+            "version": facts["version"],
+            "wire_version": str(WIRE_VERSION),
+            "engine_id": facts["engine_id"],
+            "epoch": facts["epoch"],
+            "models": [model.id for model in models.data],
+            "cache": facts["cache"],
+            "prefix_cache": bool(state.engine_client.vllm_config.cache_config.enable_prefix_caching),
+        }

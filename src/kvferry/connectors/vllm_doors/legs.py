@@ -1,0 +1,38 @@
+"""Which requests are decode legs, and what vLLM calls them: pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["ANSWER_PATHS", "leg_name"]
+
+# How vLLM's two OpenAI endpoints make a request's name of the caller's id: that of the first of several prompts.
+_NAMES = {"/v1/completions": "cmpl-{}-0", "/v1/chat/completions": "chatcmpl-{}"}
+ANSWER_PATHS = frozenset(_NAMES)
+
+
+class _Params(msgspec.Struct):
+    do_remote_prefill: bool = False
+
+
+class _Body(msgspec.Struct):
+    """The fields that matter here; vLLM judges the rest."""
+
+    kv_transfer_params: _Params | None = None
+    request_id: str | None = None
+
+
+def leg_name(path: str, header_id: str | None, body: bytes) -> str:
+    """vLLM's name for a decode leg; empty for any other request, and for one whose name vLLM makes up.
+
+    `header_id` is the caller's `X-Request-Id`, which goes before the body's `request_id`.
+    """
+    if b"do_remote_prefill" not in body:
+        return ""
+    try:
+        asked = msgspec.json.decode(body, type=_Body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    is_leg = asked.kv_transfer_params is not None and asked.kv_transfer_params.do_remote_prefill
+    given = asked.request_id if header_id is None else header_id
+    return _NAMES[path].format(given) if is_leg and given is not None else ""

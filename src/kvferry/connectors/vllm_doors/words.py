@@ -1,0 +1,44 @@
+"""What an answer says of its cache, in the words of our own engine: pure."""
+
+from __future__ import annotations
+
+from kvferry.connectors.vllm_doors.arrivals import Arrival
+from kvferry.connectors.vllm_doors.asgi import Headers, Message, json_messages
+from kvferry.errors import TransferError
+from kvferry.openai import error_of
+
+__all__ = ["is_error", "lost", "with_headers"]
+
+CACHE, CACHE_REASON, TIMING = b"x-kvferry-cache", b"x-kvferry-cache-reason", b"server-timing"
+# What of a head belongs to its body.
+OF_BODY = frozenset((b"content-type", b"content-length", b"content-encoding", b"transfer-encoding"))
+# vLLM's streams begin before it knows whether there is anything to say.
+STREAM_ERROR = b'data: {"error"'
+
+
+def is_error(head: Message, first: Message) -> bool:
+    """Whether an answer says that the engine failed, by its status or as the only event of a stream."""
+    return bool(head["status"] >= 500 or first.get("body", b"").startswith(STREAM_ERROR))
+
+
+def with_headers(head: Message, arrival: Arrival) -> Message:
+    """The head of an answer that was computed, with how its cache came."""
+    word = b"recomputed" if arrival.reason else b"received"
+    return {**head, "headers": [*head.get("headers", ()), *_headers(word, arrival)]}
+
+
+def lost(head: Message, arrival: Arrival) -> tuple[Message, Message]:
+    """Instead of vLLM's `Internal server error`: the answer of our own engine to a cache that did not come."""
+    status, body = error_of(TransferError(arrival.reason, arrival.words))
+    kept = [pair for pair in head.get("headers", ()) if pair[0].lower() not in OF_BODY]
+    return json_messages(status, body, [*kept, *_headers(b"lost", arrival)])
+
+
+def _headers(word: bytes, arrival: Arrival) -> Headers:
+    headers = [(CACHE, word)]
+    if arrival.reason:
+        headers.append((CACHE_REASON, arrival.reason.encode()))
+    if arrival.phases_s:
+        entries = (f"{name};dur={seconds * 1000:.3f}" for name, seconds in arrival.phases_s.items())
+        headers.append((TIMING, ", ".join(entries).encode()))
+    return headers

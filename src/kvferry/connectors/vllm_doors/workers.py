@@ -1,0 +1,67 @@
+"""vLLM's workers, asked by its API server through `collective_rpc`: each rank answers for itself."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from kvferry.errors import ConfigurationError, FerryError, TransferError
+from kvferry.wire.messages import Reason, Reference
+
+__all__ = ["RELEASED", "Workers"]
+
+RELEASED = "released"
+# They answer between two steps.
+ANSWER_S = 30.0
+EXTENSION = "kvferry.connectors.vllm.extension.Extension"
+
+
+class Workers:
+    """`state` is that of vLLM's app. Facts are asked for once."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, str] = {}
+
+    async def facts(self, state: Any) -> dict[str, str]:
+        """What the first rank tells of its engine. Raises ConfigurationError where it cannot, FerryError."""
+        if not self._facts:
+            self._facts = dict((await _ask(state, "kvferry_facts", ()))[0])
+        if not self._facts:
+            what = "this server's caches are not moved by kvferry"
+            raise ConfigurationError(what, expected="the connector FerryConnector")
+        return self._facts
+
+    async def release(self, state: Any, reference: Reference) -> bool:
+        """End a lease of this engine; whether there was one.
+
+        Raises TransferError for another engine's or another process's, ConfigurationError, FerryError.
+        """
+        asked = (reference.engine_id, reference.epoch, reference.request_id, reference.lease_id)
+        answers = set(await _ask(state, "kvferry_release", asked))
+        for reason, what in FOREIGN.items():
+            if reason in answers:
+                raise TransferError(reason, what, hint="send it to the server that answered the prefill")
+        return RELEASED in answers
+
+
+FOREIGN = {
+    Reason.WRONG_ENGINE: "these kv_transfer_params are another engine's",
+    Reason.WRONG_EPOCH: "these kv_transfer_params are of this engine before it was started again",
+}
+
+
+async def _ask(state: Any, method: str, arguments: tuple[str, ...]) -> list[Any]:
+    client = state.engine_client
+    if not client.vllm_config.parallel_config.worker_extension_cls:
+        expected = f"vllm serve --worker-extension-cls {EXTENSION}"
+        raise ConfigurationError("vLLM's workers cannot be asked", expected=expected)
+    # vLLM raises a bare Exception with whatever went wrong in a worker: it is taken from a task, and not caught.
+    asking = asyncio.ensure_future(client.collective_rpc(method, args=arguments))
+    try:
+        await asyncio.wait((asking,), timeout=ANSWER_S)
+    finally:
+        asking.cancel()
+    trouble = asking.exception() if asking.done() else TimeoutError(f"no answer within {ANSWER_S:g} s")
+    if trouble is not None:
+        raise FerryError("vLLM's workers could not be asked", found=str(trouble))
+    return list(asking.result())

@@ -1,0 +1,359 @@
+"""The doors on vLLM's HTTP server, with a stand-in for vLLM: an ASGI app that says what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.connectors.params import to_params
+from kvferry.connectors.vllm_doors import Doors
+from kvferry.connectors.vllm_doors.arrivals import Arrival, Arrivals
+from kvferry.connectors.vllm_doors.legs import leg_name
+from kvferry.router.answers import lost_cache
+from kvferry.router.timing import told_phases
+from kvferry.wire.messages import Reference
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LEG = {"model": "m", "prompt": [1, 2], "kv_transfer_params": {"do_remote_prefill": True, "remote_port": 7}}
+OK_HEADERS = [(b"content-type", b"application/json"), (b"content-length", b"2"), (b"x-request-id", b"r")]
+STREAM_HEADERS = [(b"content-type", b"text/event-stream")]
+WHOLE = [
+    {"type": "http.response.start", "status": 200, "headers": OK_HEADERS},
+    {"type": "http.response.body", "body": b"{}"},
+]
+BROKEN = [{**WHOLE[0], "status": 500}, {"type": "http.response.body", "body": b"{}"}]
+STREAM = [
+    {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS},
+    {"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True},
+    {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False},
+]
+BROKEN_STREAM = [STREAM[0], {**STREAM[1], "body": b'data: {"error": {"code": 500}}\n\n'}, STREAM[2]]
+FETCHED = Arrival(phases_s={"claim": 0.002, "wire": 0.0105})
+LOST = Arrival("peer_lost", "it is gone")
+REFERENCE = Reference("p", "epoch", "cmpl-r-0-12345678", "lease")
+PARAMS = to_params(REFERENCE, ["tcp://10.0.0.1:7001"], [[1]], 16)
+
+
+@dataclass
+class Vllm:
+    """vLLM's app behind the doors: reads its request, hears what its workers tell, says its messages.
+
+    `noted` are the fetches that end before it answers. `seen` is what it was asked, `sent` what the client got.
+    """
+
+    says: list[dict[str, Any]] = field(default_factory=lambda: WHOLE)
+    noted: dict[str, Arrival] = field(default_factory=dict)
+    workers: Any = None
+    extension: str = "Extension"
+    seen: list[Any] = field(default_factory=list)
+    sent: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.arrivals = Arrivals()
+        self.doors = Doors(self.app, self.arrivals)
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(worker_extension_cls=self.extension),
+            cache_config=SimpleNamespace(enable_prefix_caching=True),
+        )
+        client = SimpleNamespace(vllm_config=config, collective_rpc=self.collective_rpc)
+        self.state = SimpleNamespace(engine_client=client, openai_serving_models=self)
+
+    async def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[Any]:
+        self.seen.append((method, args))
+        if isinstance(self.workers, Exception):
+            raise self.workers
+        return self.workers
+
+    async def show_available_models(self) -> Any:
+        return SimpleNamespace(data=[SimpleNamespace(id="m"), SimpleNamespace(id="adapter")])
+
+    async def app(self, scope, receive, send) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        self.seen.append(body)
+        for request_id, arrival in self.noted.items():
+            self.arrivals.note(request_id, arrival)
+        for message in self.says:
+            await send(message)
+
+    def ask(self, path: str, body: object, headers: dict[str, str] | None = None, method: str = "POST") -> None:
+        """One request, its body in pieces."""
+        encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
+        pieces = [encoded[:9], encoded[9:]]
+        messages = [{"type": "http.request", "body": piece, "more_body": piece is pieces[0]} for piece in pieces]
+
+        async def receive() -> dict[str, Any]:
+            return messages.pop(0) if messages else {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            self.sent.append(message)
+
+        pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in (headers or {}).items()]
+        scope = {"type": "http", "method": method, "path": path, "root_path": "", "headers": pairs, "app": self}
+        asyncio.run(self.doors(scope, receive, send))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {name.decode(): value.decode() for name, value in self.sent[0]["headers"]}
+
+    @property
+    def answer(self) -> tuple[int, Any]:
+        return self.sent[0]["status"], json.loads(b"".join(message["body"] for message in self.sent[1:]))
+
+
+def asked(path=COMPLETIONS, body=LEG, request_id="r", **vllm) -> Vllm:
+    served = Vllm(**vllm)
+    served.ask(path, body, {"X-Request-Id": request_id} if request_id else {})
+    assert len(served.arrivals) == 0
+    return served
+
+
+IDS = {COMPLETIONS: "cmpl-r-0-12345678", CHAT: "chatcmpl-r-12345678"}
+
+
+@pytest.mark.parametrize("path", IDS)
+@pytest.mark.parametrize("says", [WHOLE, STREAM], ids=["whole", "streamed"])
+def test_an_answer_tells_that_its_cache_was_received_and_how_long_it_took(path, says):
+    served = asked(path, says=says, noted={IDS[path]: FETCHED, "cmpl-other-0-12345678": LOST})
+    assert served.headers.items() >= {"x-kvferry-cache": "received"}.items()
+    assert "x-kvferry-cache-reason" not in served.headers
+    assert told_phases(served.sent[0]["headers"]) == FETCHED.phases_s
+    assert served.sent[0]["headers"][: len(says[0]["headers"])] == says[0]["headers"]
+    assert served.sent[1:] == says[1:]
+    assert json.loads(served.seen[0]) == LEG
+
+
+def test_an_answer_that_was_computed_again_says_so_and_why():
+    served = asked(says=STREAM, noted={IDS[COMPLETIONS]: LOST})
+    assert (served.headers["x-kvferry-cache"], served.headers["x-kvferry-cache-reason"]) == ("recomputed", "peer_lost")
+    assert "server-timing" not in served.headers
+    assert served.sent[1:] == STREAM[1:]
+
+
+@pytest.mark.parametrize("says", [BROKEN, BROKEN_STREAM], ids=["whole", "streamed"])
+def test_an_error_for_want_of_a_cache_is_that_of_our_own_engine(says):
+    """It has a status of its own, and a body in which routers find the reason."""
+    served = asked(says=says, noted={IDS[COMPLETIONS]: LOST})
+    assert len(served.sent) == 2
+    status, body = served.answer
+    assert status == 502
+    assert lost_cache(json.dumps(body).encode()) == "peer_lost"
+    assert "it is gone" in body["error"]["message"]
+    assert (served.headers["x-kvferry-cache"], served.headers["x-kvferry-cache-reason"]) == ("lost", "peer_lost")
+    assert served.headers["content-length"] == str(len(served.sent[1]["body"]))
+    assert [name for name, _ in served.sent[0]["headers"]].count(b"content-type") == 1
+
+
+@pytest.mark.parametrize("says", [BROKEN, BROKEN_STREAM], ids=["whole", "streamed"])
+def test_an_error_that_came_after_the_cache_is_vllms(says):
+    served = asked(says=says, noted={IDS[COMPLETIONS]: FETCHED})
+    assert [message.get("body") for message in served.sent] == [message.get("body") for message in says]
+    assert served.sent[0]["status"] == says[0]["status"]
+
+
+OTHERS = {
+    "no leg": {"body": {"model": "m", "prompt": "x"}},
+    "a prefill leg": {"body": {**LEG, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}},
+    "a word in the prompt": {"body": {"model": "m", "prompt": "do_remote_prefill"}},
+    "no object": {"body": b'["do_remote_prefill"'},
+    "half a character": {"body": b'{"do_remote_prefill": "\xed\xa0\x80"}'},
+    "a type of its own": {"body": {"kv_transfer_params": {"do_remote_prefill": "yes"}}},
+    "no id": {"request_id": ""},
+    "another id": {"request_id": "s"},
+    "several at once": {"noted": {"cmpl-r-0-12345678": LOST, "cmpl-r-0-87654321": FETCHED}},
+    "nothing heard": {"noted": {}},
+}
+
+
+@pytest.mark.parametrize("says", [WHOLE, STREAM, BROKEN, BROKEN_STREAM], ids=["whole", "streamed", "500", "broken"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_answer_of_which_nothing_is_known_passes_unchanged(name, says):
+    served = asked(**{"says": says, "noted": {IDS[COMPLETIONS]: LOST}, **OTHERS[name]})
+    assert served.sent == says
+
+
+def test_only_the_head_waits_and_only_for_the_first_of_the_body():
+    served, counts = Vllm(noted={IDS[COMPLETIONS]: FETCHED}), []
+
+    async def app(scope, receive, send):
+        await receive()
+        await receive()
+        served.arrivals.note(IDS[COMPLETIONS], FETCHED)
+        for message in STREAM:
+            await send(message)
+            counts.append(len(served.sent))
+
+    served.doors = Doors(app, served.arrivals)
+    served.ask(COMPLETIONS, LEG, {"X-Request-Id": "r"})
+    assert counts == [0, 2, 3]
+
+
+def test_an_app_that_fails_before_it_answers_leaves_nothing_behind():
+    served = Vllm()
+
+    async def app(scope, receive, send):
+        await receive()
+        await receive()
+        await send(WHOLE[0])
+        assert len(served.arrivals) == 1
+        raise ValueError("a defect")
+
+    served.doors = Doors(app, served.arrivals)
+    with pytest.raises(ValueError, match="a defect"):
+        served.ask(COMPLETIONS, LEG, {"X-Request-Id": "r"})
+    assert (served.sent, len(served.arrivals)) == ([], 0)
+
+
+def test_what_is_no_request_and_what_is_no_door_of_ours_is_vllms():
+    served = Vllm(workers=["released"])
+    served.ask("/v1/models", b"", method="GET")
+    served.ask("/kvferry/release", b"", method="GET")
+    served.ask("/kvferry/info", b"")
+    assert served.sent == WHOLE * 3
+    scopes = []
+
+    async def app(scope, receive, send):
+        scopes.append(scope)
+
+    asyncio.run(Doors(app, Arrivals())({"type": "lifespan"}, None, None))
+    assert scopes == [{"type": "lifespan"}]
+
+
+# --- the names of requests ---
+
+
+def test_the_callers_header_goes_before_the_bodys_id():
+    body = json.dumps({**LEG, "request_id": "of-body"}).encode()
+    assert leg_name(CHAT, None, body) == "chatcmpl-of-body"
+    assert leg_name(COMPLETIONS, "given", body) == "cmpl-given-0"
+    assert leg_name(COMPLETIONS, None, json.dumps(LEG).encode()) == ""
+
+
+@given(st.text(min_size=1), st.text("0123456789abcdef", min_size=8, max_size=8))
+def test_any_id_is_found_with_and_without_vllms_random_characters(given_id, random):
+    arrivals = Arrivals()
+    name = leg_name(CHAT, given_id, json.dumps(LEG).encode())
+    for request_id in (f"{name}-{random}", name):
+        arrivals.expect(name)
+        arrivals.note(request_id, LOST)
+        assert arrivals.told(name) == LOST
+        arrivals.forget(name)
+    assert len(arrivals) == 0
+
+
+def test_ranks_tell_the_slowest_phases_and_any_failure():
+    arrivals = Arrivals()
+    arrivals.expect("a")
+    for arrival in (Arrival(phases_s={"wire": 1.0}), LOST, Arrival(phases_s={"wire": 2.0, "verify": 0.5})):
+        arrivals.note("a-12345678", arrival)
+    assert arrivals.told("a") == Arrival("peer_lost", "it is gone", {"wire": 2.0, "verify": 0.5})
+
+
+def test_two_answers_that_wait_under_one_name_are_not_told_apart():
+    arrivals = Arrivals()
+    arrivals.expect("a")
+    arrivals.expect("a")
+    arrivals.note("a-12345678", LOST)
+    assert arrivals.told("a") is None
+    arrivals.forget("a")
+    assert arrivals.told("a") == LOST
+    arrivals.forget("a")
+    assert (arrivals.told("a"), len(arrivals)) == (None, 0)
+
+
+def test_what_nobody_waits_for_is_not_kept():
+    arrivals = Arrivals()
+    arrivals.note("a-12345678", LOST)
+    arrivals.expect("a")
+    assert arrivals.told("a") is None
+
+
+# --- the other doors ---
+
+RELEASE_BODY = {"kv_transfer_params": PARAMS}
+
+
+@pytest.mark.parametrize("answers", [["released"], ["unknown_lease"], ["released", "unknown_lease"]])
+def test_a_release_is_passed_to_the_workers(answers):
+    served = Vllm(workers=answers)
+    served.ask("/kvferry/release", RELEASE_BODY)
+    assert served.answer == (200, {"released": "released" in answers})
+    assert served.seen == [("kvferry_release", ("p", "epoch", "cmpl-r-0-12345678", "lease"))]
+
+
+@pytest.mark.parametrize("reason", ["wrong_engine", "wrong_epoch"])
+def test_a_reference_of_another_engine_is_the_callers_mistake(reason):
+    served = Vllm(workers=[reason])
+    served.ask("/kvferry/release", RELEASE_BODY)
+    status, body = served.answer
+    assert (status, body["error"]["code"], body["error"]["type"]) == (404, reason, "invalid_request_error")
+
+
+MISTAKES = {
+    "no object": (b"[", "invalid_request"),
+    "not UTF-8": (b'{"kv_transfer_params": {"\xff": 1}}', "invalid_request"),
+    "no parameters": ({}, "invalid_request"),
+    "too large": (b" " * (1 << 20) + b"{}", "invalid_request"),
+    "no lease": ({"kv_transfer_params": {**PARAMS, "kvferry": {"epoch": "e", "addresses": ["x"]}}}, "malformed"),
+    "half a character": ({"kv_transfer_params": {**PARAMS, "remote_request_id": "\ud800"}}, "invalid_request"),
+    "not of kvferry": ({"kv_transfer_params": {"do_remote_prefill": True}}, "malformed"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_release_that_makes_no_sense_reaches_no_worker(name):
+    body, code = MISTAKES[name]
+    served = Vllm(workers=["released"])
+    served.ask("/kvferry/release", body)
+    status, answer = served.answer
+    assert (status, answer["error"]["code"], served.seen) == (400, code, [])
+
+
+FACTS = {"version": "0.32.0", "engine_id": "p", "epoch": "e", "cache": "abc"}
+
+
+def test_a_server_says_who_it_is_and_asks_its_workers_once():
+    served = Vllm(workers=[FACTS, FACTS])
+    served.ask("/kvferry/info", b"", method="GET")
+    told = served.answer
+    assert told == (
+        200,
+        {
+            "engine": "vllm",
+            "wire_version": told[1]["wire_version"],
+            "models": ["m", "adapter"],
+            "prefix_cache": True,
+            **FACTS,
+        },
+    )
+    served.sent.clear()
+    served.ask("/kvferry/info", b"", method="GET")
+    assert served.answer == told
+    assert served.seen == [("kvferry_facts", ())]
+
+
+@pytest.mark.parametrize(
+    ("vllm", "status", "words"),
+    [
+        ({"extension": "", "workers": [FACTS]}, 501, "--worker-extension-cls"),
+        ({"workers": [{}]}, 501, "FerryConnector"),
+        ({"workers": Exception("Executor failed.")}, 500, "could not be asked"),
+    ],
+    ids=["not extended", "another connector", "dead"],
+)
+def test_a_server_that_cannot_say_who_it_is_says_why(vllm, status, words):
+    served = Vllm(**vllm)
+    served.ask("/kvferry/info", b"", method="GET")
+    assert served.answer[0] == status
+    assert words in served.answer[1]["error"]["message"]
+    # It may be able to later.
+    assert served.doors._workers._facts == {}
