@@ -1,9 +1,12 @@
 """I7 slot by slot: what goes through staging memory, in slots that are used again, leaves what direct copies leave."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.errors import RequestError
+from kvferry.plan import slots
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.model import attention
 from kvferry.plan.program import bind
@@ -57,6 +60,22 @@ def test_slots_have_one_length():
     plan = SlotPlan(request)
     sizes = [slot.num_bytes for number in range(len(plan.stretches)) for slot in plan.slots(number)]
     assert sizes == [3 * unit_bytes, 2 * unit_bytes]
+
+
+def test_more_slots_than_anybody_needs_are_refused(monkeypatch):
+    monkeypatch.setattr(slots, "MAX_SLOTS", 8)
+    model = attention(1, 2, 4, "float32", 4)
+    (source,), (target,) = (describe(model, EngineShape(1, 1, 4, 8, "token-major"), 1 << at) for at in (20, 30))
+    program = bind(route((source,), (target,)).between(0, 0), source, target)
+    table, unit_bytes = (tuple(range(2)),), 4 * model.bytes_per_token
+    for slot_bytes, is_enough in ((unit_bytes // 8, True), (unit_bytes // 8 - 1, False)):
+        starts = region_starts(source, target)
+        plan = SlotPlan(StagedRequest(program, table, table, (TokenRange(0, 8),), Strategy.PACK, slot_bytes, starts))
+        if is_enough:
+            assert len(plan.slots(0)) == 8
+            continue
+        with pytest.raises(RequestError, match="at most 8 slots"):
+            plan.slots(0)
 
 
 def _through_slots(plan, source, target, most_bytes):

@@ -201,7 +201,7 @@ def answer(message):
 def meeting(layout=SOURCE_LAYOUT, claim=(Send,)):
     return [
         (0.0, WANTED, [Send]),
-        (0.1, answer(m.Welcome(1, "0.1.0", SOURCE, 1, fingerprint(layout))), [Send]),
+        (0.1, answer(m.Welcome(m.WIRE_VERSION, "0.1.0", SOURCE, 1, fingerprint(layout))), [Send]),
         (0.2, answer(m.Offer(SOURCE, layout, (), m.Probe(0, 0, 0))), [Connect]),
         (0.3, PeerConnected(PEER, "shm", ""), claim),
     ]

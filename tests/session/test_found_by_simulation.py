@@ -52,7 +52,7 @@ def handshake(wanted, party=SOURCE, model=MODEL):
     offer = m.Offer(party, layout, (), m.Probe(0, 0, 0))
     return [
         (0.0, wanted, [Send]),
-        (0.1, AnswerArrived(peer, m.Welcome(1, "0.1.0", party, 1, fingerprint(layout))), [Send]),
+        (0.1, AnswerArrived(peer, m.Welcome(m.WIRE_VERSION, "0.1.0", party, 1, fingerprint(layout))), [Send]),
         (0.2, AnswerArrived(peer, offer), [Connect]),
         (0.3, PeerConnected(peer, "shm", "shm"), [Send]),
     ]
@@ -118,7 +118,7 @@ def test_two_sources_may_have_leases_of_the_same_id():
     address = "tcp://127.0.0.1:2"
     peer = PeerKey(address, "p1", "epoch-1")
     layout = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
-    welcome = m.Welcome(1, "0.1.0", other, 1, fingerprint(layout))
+    welcome = m.Welcome(m.WIRE_VERSION, "0.1.0", other, 1, fingerprint(layout))
     play(
         target,
         [

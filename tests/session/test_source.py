@@ -55,8 +55,8 @@ def test_a_cache_is_claimed_read_validated_and_freed():
 
 
 def test_hello_names_us_and_the_layout():
-    hello = m.Hello(1, "0.1.0", READER, "p0", "epoch-1")
-    welcome = m.Welcome(1, "0.1.0", US, 1, fingerprint(LAYOUT))
+    hello = m.Hello(m.WIRE_VERSION, "0.1.0", READER, "p0", "epoch-1")
+    welcome = m.Welcome(m.WIRE_VERSION, "0.1.0", US, 1, fingerprint(LAYOUT))
     offer = m.Offer(US, LAYOUT, (), m.Probe(0, 0, 0))
     play(
         session(),
@@ -71,8 +71,8 @@ def test_hello_names_us_and_the_layout():
     ("hello", "reason"),
     [
         (m.Hello(9, "9.0", READER, "p0", "epoch-1"), m.Reason.WIRE_VERSION),
-        (m.Hello(1, "0.1.0", READER, "p7", "epoch-1"), m.Reason.WRONG_ENGINE),
-        (m.Hello(1, "0.1.0", READER, "p0", "epoch-0"), m.Reason.WRONG_EPOCH),
+        (m.Hello(m.WIRE_VERSION, "0.1.0", READER, "p7", "epoch-1"), m.Reason.WRONG_ENGINE),
+        (m.Hello(m.WIRE_VERSION, "0.1.0", READER, "p0", "epoch-0"), m.Reason.WRONG_EPOCH),
     ],
 )
 def test_a_hello_that_does_not_fit_is_refused(hello, reason):

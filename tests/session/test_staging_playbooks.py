@@ -7,6 +7,7 @@ import pytest
 from msgspec import structs
 
 from kvferry.errors import ConfigurationError, TransferError
+from kvferry.plan import slots
 from kvferry.plan.copies import Copies, Direction
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.layout import fingerprint
@@ -102,8 +103,8 @@ def pack(stretch):
     return Send(PEER, m.Pack(US, "q1", "l1", stretch, 0, at(stretch)))
 
 
-def packed(stretch):
-    return answer(m.Packed("q1", stretch, 0))
+def packed(stretch, num_missing=0):
+    return answer(m.Packed("q1", stretch, 0, num_missing))
 
 
 def failure(commands):
@@ -123,7 +124,7 @@ def met(wanted=WANTED):
     offer = m.Offer(SOURCE, SOURCE_LAYOUT, (), m.Probe(0, 0, 0))
     return [
         (0.0, wanted, [Send]),
-        (0.1, answer(m.Welcome(1, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT))), [Send]),
+        (0.1, answer(m.Welcome(m.WIRE_VERSION, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT))), [Send]),
         (0.2, answer(offer), [Connect]),
     ]
 
@@ -373,6 +374,13 @@ def test_slots_of_nothing_are_refused():
     assert reasons(session.handle(said(m.Claim(*fields_with(slot_bytes=0))), 0.0)) == ["malformed"]
 
 
+def test_a_claim_of_more_slots_than_anybody_needs_gets_none(monkeypatch):
+    monkeypatch.setattr(slots, "MAX_SLOTS", STRETCH_BYTES - 1)
+    session = source()
+    play(session, [*CLAIMED[:3], (0, said(m.Claim(*fields_with(slot_bytes=1))), [Reply])])
+    assert reasons(session.handle(said(asked(0)), 1.0)) == ["out_of_range"]
+
+
 def fields_with(**changed):
     names = m.Claim.__struct_fields__
     return [changed.get(name, vars_of(CLAIM)[name]) for name in names]
@@ -476,7 +484,11 @@ def test_a_slot_goes_round_once():
 # --- a source whose request is still computed
 
 GROWING = replace(LEASE, block_tables=((),), is_growing=True)
-GROWING_CLAIMED = [(0, GROWING, []), *CLAIMED[1:]]
+GROWING_CLAIMED = [
+    (0, GROWING, []),
+    *CLAIMED[1:-1],
+    (0, said(CLAIM), [Reply("x", m.Grant("q1", (), NUM_TOKENS))]),
+]
 DIRECT_CLAIM = m.Claim(US, "q1", REFERENCE, NUM_TOKENS, (0,), Direction.WRITE, TABLES, RANGES)
 
 
@@ -484,12 +496,31 @@ def grown(num_ready):
     return LeaseGrown("r1", (SOURCE_TABLES[0][: -(-num_ready // 4)],), num_ready)
 
 
+def test_a_target_holds_one_slot_for_tokens_that_are_not_computed():
+    session = target(Strategy.PACK)
+    play(session, [*PACKING[:-1], (0.5, answer(m.Grant("q1", (), NUM_TOKENS - 5)), [acquire(0), acquire(1)])])
+    play(session, [(1, acquired(0), [pack(0)]), (1, acquired(1), [pack(1)])])
+    play(session, [(2, packed(0, NUM_TOKENS - 5), [Stage]), (3, Staged(key(0), ""), [Release(key(0))])])
+    # The second is ready, and what follows it; the last one is not.
+    play(session, [(4, packed(1, 1), [Stage, acquire(2), acquire(3)])])
+    play(session, [(5, acquired(2), [pack(2)]), (5, acquired(3), [pack(3)]), (6, packed(2, 1), [Stage])])
+
+
+def test_what_a_source_says_late_makes_no_token_missing_again():
+    session = target(Strategy.PACK)
+    play(session, [*PACKING[:-1], (0.5, answer(m.Grant("q1", (), 4)), WINDOW)])
+    play(session, [(1, acquired(0), [pack(0)]), (2, packed(0, 0), [Stage]), (3, packed(0, 16), [])])
+    play(session, [(3, Staged(key(0), ""), [Release(key(0)), acquire(3)])])
+
+
 def test_a_slot_waits_for_its_tokens():
     session = source()
     queued = Reply("x", m.Queued("q1"))
     play(session, [*GROWING_CLAIMED, (1, said(asked(0)), [queued]), (1, said(asked(0)), [queued]), (2, grown(3), [])])
     play(session, [(3, grown(5), [OWN_ACQUIRE]), (3, Acquired(own(0), OWN), [Stage]), (3, said(asked(1)), [queued])])
-    play(session, [(4, Staged(own(0), ""), [Post]), (5, TicketEnded(own(0), ""), [Release, Reply("x", PACKED)])])
+    told = Reply("x", m.Packed("q1", 0, 0, NUM_TOKENS - 5))
+    play(session, [(4, Staged(own(0), ""), [Post]), (5, TicketEnded(own(0), ""), [Release, told])])
+    play(session, [(5, grown(9), [Acquire]), (5, said(asked(0)), [Reply("x", m.Packed("q1", 0, 0, NUM_TOKENS - 9))])])
     commands = session.handle(LeaseWithdrawn("r1"), 6.0)
     assert SourceFree("r1", "withdrawn") in commands
 

@@ -45,7 +45,7 @@ REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
 WANTED = FetchWanted("q1", REFERENCE, (PEER.address,), ((0,),), (TokenRange(0, 6),))
 KEY = ReadKey("q1", PEER)
 OFFER = m.Offer(SOURCE, SOURCE_LAYOUT, (), m.Probe(0, 0, 0))
-HELLO = Send(PEER, m.Hello(1, "0.1.0", US, "p0", "epoch-1"))
+HELLO = Send(PEER, m.Hello(m.WIRE_VERSION, "0.1.0", US, "p0", "epoch-1"))
 CLAIM = Send(PEER, m.Claim(US, "q1", REFERENCE, 6, (0,)))
 LANDED = Send(PEER, m.Landed(US, "q1", "l1"))
 ABORT = Send(PEER, m.Abort(US, "q1", "l1"))
@@ -62,7 +62,11 @@ def session(layouts=TARGET_LAYOUTS) -> TargetSession:
 
 HANDSHAKE = [
     (0.0, WANTED, [HELLO]),
-    (0.1, answer(m.Welcome(1, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT))), [Send(PEER, m.OfferRequest(US))]),
+    (
+        0.1,
+        answer(m.Welcome(m.WIRE_VERSION, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT))),
+        [Send(PEER, m.OfferRequest(US))],
+    ),
     (0.2, answer(OFFER), [Connect(PEER, OFFER)]),
     (0.3, PeerConnected(PEER, "shm", "shm 9 GB/s"), [CLAIM]),
 ]
@@ -301,7 +305,7 @@ def test_two_source_ranks_are_read_and_both_must_be_valid():
     target.handle(replace(WANTED, addresses=tuple(peer.address for peer in peers)), 0.0)
     for rank, peer in enumerate(peers):
         party = m.Party("p0", "epoch-1", rank)
-        target.handle(AnswerArrived(peer, m.Welcome(1, "0.1.0", party, 2, fingerprint(ranks[rank]))), 0.1)
+        target.handle(AnswerArrived(peer, m.Welcome(m.WIRE_VERSION, "0.1.0", party, 2, fingerprint(ranks[rank]))), 0.1)
         target.handle(AnswerArrived(peer, m.Offer(party, ranks[rank], (), m.Probe(0, 0, 0))), 0.1)
     target.handle(PeerConnected(peers[0], "shm", ""), 0.2)
     claims = target.handle(PeerConnected(peers[1], "shm", ""), 0.2)
@@ -323,7 +327,9 @@ def meet(target, ranks=RANKS, numbers=(0, 1), num_ranks=2):
     commands = target.handle(replace(WANTED, addresses=tuple(peer.address for peer in PEERS)), 0.0)
     for peer, layout, number in zip(PEERS, ranks, numbers, strict=True):
         party = m.Party("p0", "epoch-1", number)
-        target.handle(AnswerArrived(peer, m.Welcome(1, "0.1.0", party, num_ranks, fingerprint(layout))), 0.1)
+        target.handle(
+            AnswerArrived(peer, m.Welcome(m.WIRE_VERSION, "0.1.0", party, num_ranks, fingerprint(layout))), 0.1
+        )
         target.handle(AnswerArrived(peer, m.Offer(party, layout, (), m.Probe(0, 0, 0))), 0.1)
         commands = target.handle(PeerConnected(peer, "shm", ""), 0.2)
     return commands
@@ -431,15 +437,15 @@ def test_a_farewell_ends_with_the_silence_of_its_peer():
 
 
 def test_a_repeated_welcome_and_a_repeated_offer_change_nothing():
-    welcome = answer(m.Welcome(1, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT)))
+    welcome = answer(m.Welcome(m.WIRE_VERSION, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT)))
     play(session(), [*HANDSHAKE[:2], (0.2, welcome, []), *HANDSHAKE[2:3], (0.2, answer(OFFER), [])])
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        m.Welcome(1, "0.1.0", m.Party("p9", "epoch-1", 0), 1, fingerprint(SOURCE_LAYOUT)),
-        m.Welcome(1, "0.1.0", m.Party("p0", "epoch-2", 0), 1, fingerprint(SOURCE_LAYOUT)),
+        m.Welcome(m.WIRE_VERSION, "0.1.0", m.Party("p9", "epoch-1", 0), 1, fingerprint(SOURCE_LAYOUT)),
+        m.Welcome(m.WIRE_VERSION, "0.1.0", m.Party("p0", "epoch-2", 0), 1, fingerprint(SOURCE_LAYOUT)),
     ],
 )
 def test_somebody_else_who_answers_is_not_the_source(message):
@@ -461,7 +467,7 @@ def test_a_new_incarnation_replaces_the_old_one():
     target = session()
     play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q1")), [Fetched])])
     newer = PeerKey(PEER.address, "p0", "epoch-2")
-    welcome = m.Welcome(1, "0.1.0", m.Party("p0", "epoch-2", 0), 1, fingerprint(SOURCE_LAYOUT))
+    welcome = m.Welcome(m.WIRE_VERSION, "0.1.0", m.Party("p0", "epoch-2", 0), 1, fingerprint(SOURCE_LAYOUT))
     wanted = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-2", "r2", "l2"))
     play(target, [(1.0, wanted, [Send]), (1.1, AnswerArrived(newer, welcome), [Send, Disconnect(PEER)])])
 

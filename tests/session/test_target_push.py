@@ -41,7 +41,7 @@ TABLES, RANGES = ((0,),), (TokenRange(0, 6),)
 WANTED = FetchWanted("q1", REFERENCE, (PEER.address,), TABLES, RANGES)
 TRANSPORTS, PROBE = (m.TransportOffer("shm", b"here", ""),), m.Probe(4096, 64, 7)
 OFFER = m.Offer(SOURCE, SOURCE_LAYOUT, (), m.Probe(0, 0, 0))
-HELLO = Send(PEER, m.Hello(1, "0.1.0", US, "p0", "epoch-1"))
+HELLO = Send(PEER, m.Hello(m.WIRE_VERSION, "0.1.0", US, "p0", "epoch-1"))
 OURS = Send(PEER, m.TargetOffer(US, TARGET_LAYOUTS, TRANSPORTS, PROBE))
 CLAIM = Send(PEER, m.Claim(US, "q1", REFERENCE, 6, (0,), Direction.WRITE, TABLES, RANGES))
 LANDED, ABORT = Send(PEER, m.Landed(US, "q1", "l1")), Send(PEER, m.Abort(US, "q1", "l1"))
@@ -58,7 +58,11 @@ NEXT_START = answer(m.Aborted("q1", "epoch-2"))
 REFUSED = answer(m.Refusal(m.Reason.TRANSPORT, "the write failed", "peer reset", "", "q1"))
 HANDSHAKE = [
     (0.0, WANTED, [HELLO]),
-    (0.1, answer(m.Welcome(1, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT))), [Send(PEER, m.OfferRequest(US))]),
+    (
+        0.1,
+        answer(m.Welcome(m.WIRE_VERSION, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT))),
+        [Send(PEER, m.OfferRequest(US))],
+    ),
     (0.2, answer(OFFER), [OURS]),
     (0.3, answer(m.Reached("shm", "shm 9 GB/s")), [CLAIM]),
 ]
@@ -200,7 +204,7 @@ def test_a_source_that_has_restarted_elsewhere_may_still_write_from_where_it_was
     newer = PeerKey("tcp://127.0.0.1:7", "p0", "epoch-2")
     reference = m.Reference("p0", "epoch-2", "r2", "l2")
     target.handle(replace(WANTED, request_id="q2", reference=reference, addresses=(newer.address,)), 0.5)
-    welcome = m.Welcome(1, "0.1.0", m.Party("p0", "epoch-2", 0), 1, fingerprint(SOURCE_LAYOUT))
+    welcome = m.Welcome(m.WIRE_VERSION, "0.1.0", m.Party("p0", "epoch-2", 0), 1, fingerprint(SOURCE_LAYOUT))
     commands = target.handle(AnswerArrived(newer, welcome), 0.6)
     assert failure(commands).reason == "peer_lost"
     assert TargetFree("q1") not in commands

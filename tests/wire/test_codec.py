@@ -15,6 +15,7 @@ from kvferry.plan.tokens import TokenRange, TokenSet
 from kvferry.wire import messages as m
 from kvferry.wire.codec import MAX_FRAME_BYTES, decode, encode, frame_of
 
+VERSION = bytes([m.WIRE_VERSION])
 PARTY = m.Party("prefill-0", "e1", 0)
 LAYOUT = describe(attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
 PART = Part(("s", "t"), (Span(0, 2), Span(1, 4)), TokenSet(4, (Span(0, 2),)), TokenRange(3, 9))
@@ -62,13 +63,13 @@ def test_every_message_survives_the_wire(message):
         (b"", "not a frame"),
         (b"GET / HTTP/1.1", "not a frame"),
         (b"KF\x07\x80", "version 7"),
-        (b"KF\x01\x80", "damaged"),
+        (b"KF" + VERSION + b"\x80", "damaged"),
         (frame_of(b"\x80"), "malformed"),
         (frame_of(msgspec.msgpack.encode({"type": "valid", "claim_id": 3})), "malformed"),
         (frame_of(msgspec.msgpack.encode({"type": "valid", "claim_id": "c", "more": 1})), "malformed"),
         (frame_of(msgspec.msgpack.encode({"type": "delete"})), "malformed"),
         (frame_of(b"\x91" * 100_000), "malformed"),
-        (b"KF\x01" + b"\x00" * MAX_FRAME_BYTES, "too large"),
+        (b"KF" + VERSION + b"\x00" * MAX_FRAME_BYTES, "too large"),
     ],
 )
 def test_a_bad_frame_is_refused_with_the_reason(frame, says):

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from kvferry.errors import RequestError
 from kvferry.plan.blocks import BlockTables
 from kvferry.plan.copies import Column, Copies
 from kvferry.plan.layout import Layout
@@ -19,7 +20,12 @@ from kvferry.plan.request import Ranges, copies_for
 from kvferry.plan.staged import RegionStarts, Side, Stages, Staging, Strategy, staged
 from kvferry.plan.stretch import Stretch, even_stretches, stretch_tokens, unit_tokens
 
-__all__ = ["Slot", "SlotPlan", "StagedRequest", "any_tables", "region_starts"]
+__all__ = ["MAX_SLOTS", "Slot", "SlotPlan", "StagedRequest", "any_tables", "region_starts"]
+
+
+MAX_SLOTS = 1 << 14
+"""Of one stretch. A single block, or state, that needs more slots than this is not worth staging; a peer says how large
+slots are, and each is a record here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,11 +62,20 @@ class SlotPlan:
         self.stretches: tuple[Stretch, ...] = even_stretches(request.ranges, most, unit_tokens(request.program))
         self._planned = lru_cache(maxsize=4)(self._plan)
 
+    @property
+    def num_tokens(self) -> int:
+        """So many tokens have to be computed for all of it."""
+        return max((tokens.last for tokens in self._request.ranges), default=0)
+
+    def tokens_for(self, number: int) -> int:
+        """How many tokens have to be computed for one stretch."""
+        return min(self.stretches[number].tokens.last, self.num_tokens)
+
     def slots(self, number: int) -> tuple[Slot, ...]:
         """The slots of one stretch: one, unless a single block or a state of fixed size does not fit into it; none
         when nothing of it moves between these two ranks.
 
-        Raises what `copies_for` raises.
+        Raises what `copies_for` raises, and RequestError when a stretch has more than `MAX_SLOTS`.
         """
         return self._planned(number)
 
@@ -68,6 +83,12 @@ class SlotPlan:
         request = self._request
         tables = request.source_tables, request.target_tables
         copies = copies_for(request.program, *tables, request.ranges, self.stretches[number])
+        if copies.num_bytes > MAX_SLOTS * request.slot_bytes:
+            raise RequestError(
+                "slots are too small for what they are to carry",
+                found=f"{copies.num_bytes:,} bytes that stay together, in slots of {request.slot_bytes:,}",
+                expected=f"at most {MAX_SLOTS:,} slots",
+            )
         stages = staged(copies, request.strategy, Staging(0, 0, request.slot_bytes), request.starts, self._side)
         size, total = request.slot_bytes, copies.num_bytes
         if 0 < total <= size:

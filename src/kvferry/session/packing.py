@@ -67,7 +67,11 @@ class Packing:
         """What there is to say while the lease is live."""
         if self.error:
             return Refusal(Reason.TRANSPORT, "a slot could not be written", self.error, "", self.claim_id)
-        return Grant(self.claim_id, ())
+        return Grant(self.claim_id, (), self._num_missing)
+
+    @property
+    def _num_missing(self) -> int:
+        return max(0, self.plan.num_tokens - self.num_ready)
 
     def pack(self, message: Pack, peer: str, gets_on: bool) -> Iterator[Command]:
         """A slot is wanted; asked again, say how far it is. Written it is once, wherever a repetition points to. Who
@@ -88,7 +92,7 @@ class Packing:
     def _how_far(self, key: SlotKey, gets_on: bool) -> Packed | Grant | Refusal | Queued | Renewed:
         """What there is to say of a slot that was asked for before, and of every other once something has failed."""
         if key in self.done:
-            return Packed(self.claim_id, key.stretch, key.number)
+            return self._packed(key)
         if self.error:
             return self.word()
         is_waiting = key in self.uses and self.uses[key].state is SlotState.WAITING
@@ -103,8 +107,7 @@ class Packing:
 
     def _is_ready(self, key: SlotKey) -> bool:
         """Whether the tokens of a slot are computed; of one that does not exist, there is nothing to wait for."""
-        cuts, last = self.plan.stretches, max(tokens.last for tokens in self.request.ranges)
-        return key.stretch >= len(cuts) or min(cuts[key.stretch].tokens.last, last) <= self.num_ready
+        return key.stretch >= len(self.plan.stretches) or self.plan.tokens_for(key.stretch) <= self.num_ready
 
     def grown(self, block_tables: tuple[tuple[int, ...], ...], num_ready: int) -> Iterator[Command]:
         """More tokens are computed: on with what has waited for them. Raises RequestError for a slot that turns out not
@@ -155,7 +158,10 @@ class Packing:
         del self.uses[use.key]
         self.done.add(use.key)
         yield Release(use.key)
-        yield Reply(self.peer, Packed(self.claim_id, use.key.stretch, use.key.number))
+        yield Reply(self.peer, self._packed(use.key))
+
+    def _packed(self, key: SlotKey) -> Packed:
+        return Packed(self.claim_id, key.stretch, key.number, self._num_missing)
 
     def _over(self, use: SlotUse, error: str) -> Iterator[Command]:
         """The end of a slot that comes to nothing."""

@@ -151,14 +151,14 @@ class Reads:
             slot_bytes,
             binding.starts[key],
         )
-        yield from self.staged.begin(fetch, key, SlotPlan(request, Side.TARGET), now)
+        yield from self.staged.begin(fetch, key, SlotPlan(request, Side.TARGET), grant, now)
 
     def packed(self, peer: Peer, packed: Packed, now: float) -> Iterator[Step]:
         """The source has written a slot. Of one that we fill ourselves it has nothing to say."""
         for fetch, read in self.of(peer.key, packed.claim_id, ReadState.MOVING, ReadState.DRAINING):
             if read.strategy is Strategy.PACK:
                 key = SlotKey(fetch.key(peer.key), packed.stretch, packed.number)
-                yield from self.staged.filled(key, "", now)
+                yield from self.staged.packed(key, packed, now)
 
     def queued(self, peer: Peer, queued: Queued, now: float) -> Iterator[Step]:
         """The source will go on later: it has its reasons, and is there."""

@@ -9,7 +9,7 @@ from kvferry.plan.slots import SlotPlan
 from kvferry.session.events import Acquired, PeerKey, ReadKey, Release, SlotKey, Staged
 from kvferry.session.fetch import Broken, Fetch, Read, Step
 from kvferry.session.unpacking import Unpacking
-from kvferry.wire.messages import Party, Reason
+from kvferry.wire.messages import Grant, Packed, Party, Reason
 
 __all__ = ["StagedReads"]
 
@@ -26,11 +26,11 @@ class StagedReads:
         # When a slot last got on, or had a reason to wait: so long, others that wait for slots have reason to.
         self.moved_at = 0.0
 
-    def begin(self, fetch: Fetch, key: PeerKey, plan: SlotPlan, now: float) -> Iterator[Step]:
+    def begin(self, fetch: Fetch, key: PeerKey, plan: SlotPlan, grant: Grant, now: float) -> Iterator[Step]:
         """A source has said where its bytes are."""
         read = fetch.reads[key]
-        lease_id = fetch.wanted.reference.lease_id
-        unpacking = Unpacking(fetch.key(key), plan, read.strategy, lease_id, self._ours)
+        told = fetch.wanted.reference.lease_id, self._ours
+        unpacking = Unpacking(fetch.key(key), plan, read.strategy, told, grant.num_missing_tokens)
         read.unpacking = (unpacking,)
         yield from self._on(fetch, key, unpacking.go_on(), now)
 
@@ -53,6 +53,13 @@ class StagedReads:
             if error and not fetch.failed:
                 yield Broken(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=error))
             yield from self._on(fetch, peer, unpacking.filled(key), now)
+
+    def packed(self, key: SlotKey, packed: Packed, now: float) -> Iterator[Step]:
+        """The source has written one, and says how far it is."""
+        yield from self.filled(key, "", now)
+        for fetch, peer, unpacking in self._of(key):
+            if not fetch.failed:
+                yield from self._on(fetch, peer, unpacking.computed(packed.num_missing_tokens), now)
 
     def staged(self, event: Staged, now: float) -> Iterator[Step]:
         """A slot's bytes are in their blocks."""

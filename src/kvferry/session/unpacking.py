@@ -2,7 +2,8 @@
 
 With `scatter` the target fills its slots itself, with runs of the source's blocks. With `pack` it tells the source
 where each slot is, and the source writes there what it has gathered. A slot is told to a source once: it is the
-source's to write to until that says it has, or is known to write no more.
+source's to write to until that says it has, or is known to write no more. So of tokens that are not computed yet one
+slot is asked for and not several: others could not use them meanwhile.
 """
 
 from __future__ import annotations
@@ -23,22 +24,28 @@ WINDOW = 4
 
 
 class Unpacking:
-    """The slots of one read. `lease_id` and `ours` are what a source has to be told."""
+    """The slots of one read. `told` are the lease and ourselves, as a source has to be told; `num_missing` tokens of it
+    are not computed yet."""
 
-    def __init__(self, key: ReadKey, plan: SlotPlan, strategy: Strategy, lease_id: str, ours: Party) -> None:
+    def __init__(
+        self, key: ReadKey, plan: SlotPlan, strategy: Strategy, told: tuple[str, Party], num_missing: int
+    ) -> None:
         self._key = key
         self._strategy = strategy
-        self._lease_id = lease_id
-        self._ours = ours
+        self._lease_id, self._ours = told
+        self._plan = plan
+        self._num_ready = max(0, plan.num_tokens - num_missing)
+        # The slot that was asked for last.
+        self._last: tuple[SlotKey, ...] = ()
         self._open: dict[SlotKey, SlotUse] = {}
-        self._todo = self._all(plan)
+        self._todo = self._all()
         self._is_planned = False
         self.num_bytes = 0
         self.num_rows = 0
 
-    def _all(self, plan: SlotPlan) -> Iterator[tuple[SlotKey, Slot]]:
-        for stretch in range(len(plan.stretches)):
-            for number, slot in enumerate(plan.slots(stretch)):
+    def _all(self) -> Iterator[tuple[SlotKey, Slot]]:
+        for stretch in range(len(self._plan.stretches)):
+            for number, slot in enumerate(self._plan.slots(stretch)):
                 yield SlotKey(self._key, stretch, number), slot
 
     def __contains__(self, key: SlotKey) -> bool:
@@ -70,13 +77,24 @@ class Unpacking:
 
     def go_on(self) -> Iterator[Command]:
         """Ask for the next slots. Raises what planning them raises."""
-        while len(self._open) < WINDOW and not self._is_planned:
+        while len(self._open) < WINDOW and not self._is_planned and not self._is_ahead:
             for key, slot in self._todo:
                 self._open[key] = SlotUse.begun(key, slot)
+                self._last = (key,)
                 yield Acquire(key, slot.num_bytes)
                 break
             else:
                 self._is_planned = True
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether a slot is open whose tokens are not computed, for all we know."""
+        return any(key in self._open and self._plan.tokens_for(key.stretch) > self._num_ready for key in self._last)
+
+    def computed(self, num_missing: int) -> Iterator[Command]:
+        """So many tokens are missing by now: on with those that are not. Raises what planning slots raises."""
+        self._num_ready = max(self._num_ready, self._plan.num_tokens - num_missing)
+        yield from self.go_on()
 
     def acquired(self, key: SlotKey, address: int, now: float) -> Iterator[Command]:
         """A slot is there: have it filled."""

@@ -48,7 +48,7 @@ __all__ = [
     "Written",
 ]
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -198,11 +198,13 @@ class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
 class Grant(Struct, frozen=True, tag="grant", forbid_unknown_fields=True):
     """The source lets the target read: one block table per cache group, for as long as the lease is renewed.
 
-    Where the source writes: it has begun. There are no tables then.
+    Where the source writes: it has begun. There are no tables then. Of a prompt that is still computed, so many tokens
+    are missing of what was claimed.
     """
 
     claim_id: Name
     block_tables: tuple[tuple[BlockId, ...], ...]
+    num_missing_tokens: Count = 0
 
 
 class Pack(Struct, frozen=True, tag="pack", forbid_unknown_fields=True):
@@ -217,11 +219,12 @@ class Pack(Struct, frozen=True, tag="pack", forbid_unknown_fields=True):
 
 
 class Packed(Struct, frozen=True, tag="packed", forbid_unknown_fields=True):
-    """A slot has been written, and the lease was live all the time."""
+    """A slot has been written, and the lease was live all the time; so many tokens are still missing."""
 
     claim_id: Name
     stretch: Count
     number: Count
+    num_missing_tokens: Count = 0
 
 
 class Queued(Struct, frozen=True, tag="queued", forbid_unknown_fields=True):
