@@ -2,10 +2,11 @@
 
     python benchmarks/staging_device.py > benchmarks/results/staging_device_NAME.json
 
-Prints JSON. Needs a GPU and Triton (`pip install 'kvferry[kernels]'`). *kernel* is the copy alone, with its columns on
-the device already; *with columns* sends them there first, as the mover does. Limits: one copy of as many contiguous
-bytes, to or from pinned host memory, or in the device's own. Everything takes turns, every result is compared with
-plain indexing, figures are medians by the device's own clock.
+Prints JSON. Needs a GPU and Triton (`pip install 'kvferry[kernels]'`). *kernel* is the copy alone, with its index on
+the device already; *with index* sends that there first, as the mover does; *row by row* does so with an index that has
+three numbers for every row instead of a few tiles. Limits: one copy of as many contiguous bytes, to or from pinned host
+memory, or in the device's own. Everything takes turns, every result is compared with plain indexing, figures are
+medians by the device's own clock. `index_bytes` is what travels, `index_ms` what the processor takes to prepare it.
 
 `TRITON_INTERPRET=1 python benchmarks/staging_device.py --device cpu --mebibytes 1 --repeats 1` runs all of it without a
 device, in Triton's interpreter: to see that it works, not how fast.
@@ -18,7 +19,7 @@ import importlib.util
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,8 @@ from measuring import machine, say
 from staging import places
 
 from kvferry.plan.copies import Copies
-from kvferry.staging.tiles import launch_of, tile_of
+from kvferry.staging.patterns import tiles_of
+from kvferry.staging.tiles import Launch, Tile, launch_of, tile_of
 
 ROW_BYTES = (256, 1 << 10, 4 << 10, 64 << 10)
 ORDERS = ("1 of 2", "1 of 4", "blocks")
@@ -87,22 +89,64 @@ class Case:
         return Copies(*columns, np.full(len(sparse), self.row_bytes, np.uint64), len(sparse))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Index:
+    """What a device is told of rows: tiles, each with its columns."""
+
+    launches: tuple[Launch, ...]
+    columns: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, tiles: Sequence[Tile]) -> Index:
+        launches = tuple(launch_of(tile) for tile in tiles)
+        return cls(launches, tuple(torch.from_numpy(tile.columns()) for tile in tiles))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self.columns)
+
+    def on(self, device: torch.device) -> Index:
+        return Index(self.launches, tuple(part.to(device, non_blocking=True) for part in self.columns))
+
+    def pinned(self, device: torch.device) -> Index:
+        is_here = device.type == "cpu"
+        return Index(self.launches, tuple(part if is_here else part.pin_memory() for part in self.columns))
+
+    def copy(self) -> None:
+        from kvferry.staging.kernels import copy_tile
+
+        for part, launch in zip(self.columns, self.launches, strict=True):
+            copy_tile(part, launch)
+
+
+def indices(case: Case, memory: Memory) -> dict[str, Callable[[], Index]]:
+    """Both ways to tell a device which rows."""
+    copies = case.copies(memory)
+    return {"tiles": lambda: Index.of(tiles_of(copies)), "row by row": lambda: Index.of([tile_of(copies)])}
+
+
 def work(case: Case, memory: Memory) -> dict[str, Step]:
     """The kernel, and what limits it."""
-    from kvferry.staging.kernels import copy_tile
-
-    tile = tile_of(case.copies(memory))
-    launch, columns = launch_of(tile), torch.from_numpy(tile.columns())
     device = memory.cache.device
-    pinned = columns if device.type == "cpu" else columns.pin_memory()
-    there = columns.to(device)
+    tiles, rows = (make().pinned(device) for make in indices(case, memory).values())
+    there = tiles.on(device)
     source, target = case.ends(memory)
     total = memory.total_bytes
     return {
         "limit": lambda: target[:total].copy_(source[:total], non_blocking=True),
-        "kernel": lambda: copy_tile(there, launch),
-        "with columns": lambda: copy_tile(pinned.to(device, non_blocking=True), launch),
+        "kernel": there.copy,
+        "with index": lambda: tiles.on(device).copy(),
+        "row by row": lambda: rows.on(device).copy(),
     }
+
+
+def preparing(case: Case, memory: Memory, repeats: int) -> dict[str, dict[str, float]]:
+    """Bytes of either index, and the median time that the processor takes to make it."""
+    found = {}
+    for name, make in indices(case, memory).items():
+        times = [timed_here(make, memory) for _ in range(repeats)]
+        found[name] = {"index_bytes": make().num_bytes, "index_ms": round(statistics.median(times), 4)}
+    return found
 
 
 def check(case: Case, memory: Memory, step: Step) -> None:
@@ -158,14 +202,15 @@ def cases() -> Iterator[Case]:
 
 def measure(case: Case, memory: Memory, repeats: int) -> dict[str, object]:
     steps = work(case, memory)
-    for name in ("kernel", "with columns"):
+    for name in ("kernel", "with index", "row by row"):
         check(case, memory, steps[name])
     ms = milliseconds(steps, memory, repeats)
     share = {name: round(ms["limit"] / ms[name], 3) for name in steps if name != "limit"}
     say(f"{case.row_bytes:6} {case.order:7} {case.way:20} {share} (goal {GOALS[case.way]})")
     rate = round(memory.total_bytes / ms["limit"] / 1e6, 2)
     row = {"row_bytes": case.row_bytes, "order": case.order, "way": case.way, "limit_gigabytes_per_s": rate}
-    return {**row, "ms": {name: round(value, 4) for name, value in ms.items()}, "share_of_limit": share}
+    ms = {name: round(value, 4) for name, value in ms.items()}
+    return {**row, "ms": ms, "share_of_limit": share, "index": preparing(case, memory, repeats)}
 
 
 def main() -> None:

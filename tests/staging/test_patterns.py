@@ -67,6 +67,7 @@ def moved(plan: SlotPlan) -> list[Copies]:
 def short_rows_too(monkeypatch):
     """What is drawn has a few rows."""
     monkeypatch.setattr(patterns, "MIN_ROWS", 4)
+    monkeypatch.setattr(patterns, "MIN_ROWS_OF_PARTS", 4)
     monkeypatch.setattr(patterns, "EVEN_PERIOD", 4)
 
 

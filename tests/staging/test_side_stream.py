@@ -65,7 +65,9 @@ class RecordedModule:
         return Context()
 
 
-def test_the_side_waits_for_the_engine_and_nobody_for_the_side(monkeypatch):
+@pytest.fixture
+def recorded(monkeypatch):
+    """A module on which nothing runs, and the side streams that are made with it."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from kvferry.staging import side_stream
 
@@ -74,8 +76,21 @@ def test_the_side_waits_for_the_engine_and_nobody_for_the_side(monkeypatch):
     monkeypatch.setattr(
         side_stream, "copy_tile", lambda columns, launch: module.story.append(("copy", module.current, len(columns)))
     )
+    return module, side_stream
+
+
+def tile_at(start, num_rows=1):
+    """Rows of 16 bytes that lie back to back."""
+    offset = np.arange(num_rows, dtype=np.uint64) * np.uint64(16)
+    return tile_of(
+        Copies(offset + np.uint64(start), offset + np.uint64(2 * start), np.full(num_rows, 16, np.uint64), 1)
+    )
+
+
+def test_the_side_waits_for_the_engine_and_nobody_for_the_side(recorded):
+    module, side_stream = recorded
     side = side_stream.SideStream(torch.device("cpu"), "engine stream")
-    is_done = side.launch([tile_of(Copies(*np.array([[64], [128], [16]], np.uint64), 1))])
+    is_done = side.launch([tile_at(64)])
     own = module.story[1][1]
     assert own.made_on == "engine stream"
     ready, done = module.story[0][2], module.story[3][2]
@@ -91,6 +106,34 @@ def test_the_side_waits_for_the_engine_and_nobody_for_the_side(monkeypatch):
     assert is_done()
     side.finish()
     assert module.story[-1] == ("synchronize", own)
+
+
+def test_all_tiles_of_a_copy_are_done_together(recorded):
+    module, side_stream = recorded
+    side = side_stream.SideStream(torch.device("cpu"), "engine stream")
+    is_done = side.launch([tile_at(64, 2), tile_at(256, 3)])
+    assert [step[0] for step in module.story] == ["record", "wait", "copy", "copy", "record"]
+    # Each begins at a multiple of 16 bytes.
+    assert [step[2] for step in module.story[2:4]] == [8, 12]
+    assert not is_done()
+    module.is_done = True
+    assert is_done()
+
+
+def test_nothing_goes_on_when_a_later_tile_cannot_be_launched(recorded, monkeypatch):
+    module, side_stream = recorded
+    side = side_stream.SideStream(torch.device("cpu"), "engine stream")
+    copy_tile = side_stream.copy_tile
+
+    def fail_at_last(columns, launch):
+        if launch.num_shifts == 3:
+            raise RuntimeError("no kernel for it")
+        copy_tile(columns, launch)
+
+    monkeypatch.setattr(side_stream, "copy_tile", fail_at_last)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        side.launch([tile_at(64), tile_at(256, 3)])
+    assert [step[0] for step in module.story] == ["record", "wait", "copy", "synchronize"]
 
 
 def test_a_mover_on_a_device(device, side_streams):

@@ -20,20 +20,21 @@ from kvferry.transport.rows import split
 
 __all__ = ["tiles_of"]
 
-# Below this the index of plain rows is smaller than what one more launch costs.
+# Below these the index of plain rows takes less time than to look for a pattern of all of them, or of some.
 MIN_ROWS = 64
+MIN_ROWS_OF_PARTS = 2048
 # Where rows begin and end in the middle of a pattern, what is left on both sides is looked at as often again.
 MAX_DEPTH = 2
 # Any period does for rows at equal distances, of which a short one would be found otherwise.
 EVEN_PERIOD = 64
-NUM_PERIODS = 4
+NUM_ASKED = 12
 
 _Numbers = NDArray[np.int64]
 _Number = TypeVar("_Number", int, _Numbers)
 
 
 class _Stretch(NamedTuple):
-    """Rows from `first` to `stop` that seem to have a period, in so many numbers."""
+    """Rows from `first` to `stop` that seem to have a period; as a tile they are `saved` numbers fewer."""
 
     first: int
     stop: int
@@ -44,7 +45,7 @@ def tiles_of(copies: Copies) -> tuple[Tile, ...]:
     """The same rows in a few tiles, in any order; those without a pattern in one. Rows that are very long are several
     rows of it, empty rows none.
 
-    Costs a few looks at each row where all have one pattern, and a sort where only some have.
+    Costs a few looks at each row where all have one pattern, and some dozens where only some have, or none.
     """
     rows = split(copies, MAX_ROW_BYTES)
     patterned: list[Tile] = []
@@ -62,7 +63,7 @@ def _rest(rows: Copies, part: slice, depth: int, patterned: list[Tile]) -> Itera
         return
     found = 0, len(inside)
     tile = _tile(inside)
-    if tile is None and depth:
+    if tile is None and depth and len(inside) >= MIN_ROWS_OF_PARTS:
         found = _repeating(inside)
         tile = _tile(_parts(inside, [slice(*found)]))
     if tile is None:
@@ -127,12 +128,16 @@ def _seems(rows: Copies, period: int) -> bool:
 
 
 def _has(rows: Copies, period: int) -> bool:
-    """Whether every row is where the period has it."""
-    length = rows.length.reshape(-1, period)
-    if (length != length[0]).any():
+    """Whether every row is where the period has it: as far from the row a period before as all others of its period."""
+    if not np.array_equal(rows.length[period:], rows.length[:-period]):
         return False
-    tables = (column.reshape(-1, period) for column in (rows.source, rows.target))
-    return all(np.array_equal(table, np.add.outer(table[:, 0], table[0] - table[0, 0])) for table in tables)
+    for column in (rows.source, rows.target):
+        distance = column[period:] - column[:-period]
+        same = distance[1:] == distance[:-1]
+        same[period - 1 :: period] = True
+        if not same.all():
+            return False
+    return True
 
 
 # --- a period for some of the rows ---
@@ -153,20 +158,27 @@ def _steps(rows: Copies) -> _Numbers:
     return step.view(np.int64)
 
 
-def _periods(step: _Numbers) -> list[int]:
-    """At what distances equal steps follow one another, the ones that have the most rows and different steps."""
-    order = np.argsort(step, kind="stable")
-    is_again = step[order[1:]] == step[order[:-1]]
-    distances = np.bincount(np.diff(order)[is_again], minlength=2)
-    weight = distances * np.arange(len(distances))
-    best = np.argsort(weight[2:])[::-1][:NUM_PERIODS] + 2
-    return [EVEN_PERIOD, *(int(period) for period in best if weight[period])]
+def _periods(step: _Numbers) -> set[int]:
+    """At what distances steps follow themselves. Only steps are asked that differ from the one before: those are not
+    at every place, and where blocks are in no order each is at one place of the pattern."""
+    changes = np.flatnonzero(step[1:] != step[:-1]) + 1
+    # With an odd distance, as what changes once mostly changes back at once.
+    asked = np.unique(step[changes[:: len(changes) // NUM_ASKED | 1]])
+    found = {EVEN_PERIOD}
+    for number in asked.tolist():
+        distances = np.bincount(np.diff(np.flatnonzero(step == number)), minlength=3)
+        distances[:2] = 0
+        if distances.any():
+            found.add(int(distances.argmax()))
+    return found
 
 
 def _stretch(rows: Copies, step: _Numbers, period: int) -> _Stretch:
     """Where a period holds: there, rows differ from those a period before only where each period begins, as how far
     that is from the row before does not matter."""
     breaks = np.flatnonzero(step[period:] != step[:-period]) + period
+    if 2 * len(breaks) >= len(step):
+        return _Stretch(0, 0, 0)
     # Lengths must be equal there as well. The first row has no row before it.
     is_length = rows.length[breaks] != rows.length[breaks - period]
     breaks, is_length = (column[(breaks != period) | is_length] for column in (breaks, is_length))
