@@ -86,7 +86,7 @@ class Agent:
             self._knocks = undo.enter_context(closing(Knocks()))
             self._wake = undo.enter_context(closing(Wake()))
             self._control.watch(self._wake.fileno())
-            mover = host.mover([*host.memories, self._arena.memory], self._wake.ring)
+            mover = undo.enter_context(closing(host.mover([*host.memories, self._arena.memory], self._wake.ring)))
             self._stager = undo.enter_context(closing(Stager(self._arena.memory, mover)))
             identity = self._identity(host)
             self._source = SourceSession(identity, config.timing)

@@ -12,7 +12,15 @@ from kvferry.staging.patterns import tiles_of
 from kvferry.staging.tiles import Tile
 from kvferry.transport.pieces import Pieces
 
-__all__ = ["DeviceMover", "Launcher"]
+__all__ = ["DeviceMover", "Launcher", "Pins"]
+
+
+class Pins(Protocol):
+    """Host memory that the device reaches until `close`; `kvferry.staging.pinned.Pinned` is the real one."""
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        ...
 
 
 class Launcher(Protocol):
@@ -32,12 +40,13 @@ class DeviceMover:
     """A `Mover` whose copies run on a device: nothing here waits for it, except `close`.
 
     `pieces` are all memories that rows may touch, of the device and pinned ones of the host: a kernel that leaves them
-    would end the engine's process. They must stay until `close`.
+    would end the engine's process. They must stay until `close`, which lets go of `pins` when nothing runs any more.
     """
 
-    def __init__(self, launcher: Launcher, pieces: Pieces) -> None:
+    def __init__(self, launcher: Launcher, pieces: Pieces, pins: Sequence[Pins] = ()) -> None:
         self._launcher = launcher
         self._pieces = pieces
+        self._pins = tuple(pins)
         self._running: dict[Hashable, Callable[[], bool]] = {}
         self._ended: dict[Hashable, str] = {}
         self._is_closed = False
@@ -85,6 +94,8 @@ class DeviceMover:
         except RuntimeError as error:
             self._ended.update(dict.fromkeys(self._running, _failed(error)))
             self._running.clear()
+        for pins in self._pins:
+            pins.close()
 
     def _launch(self, key: Hashable, copies: Copies) -> None:
         if self._is_closed:

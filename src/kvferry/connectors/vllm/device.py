@@ -14,6 +14,7 @@ from kvferry.plan.layout import Layout
 from kvferry.staging.device_mover import DeviceMover
 from kvferry.staging.device_plugins import load_devices
 from kvferry.staging.devices import check_pair
+from kvferry.staging.pinned import CudaRuntime, Pinned
 from kvferry.staging.side_stream import SideStream
 from kvferry.transport.base import Memory
 from kvferry.transport.pieces import Pieces
@@ -40,9 +41,8 @@ class Buffers:
 
         def mover(near: Sequence[Memory], ring: Callable[[], None]) -> DeviceMover:
             in_host = [memory for memory in near if memory.device == "cpu"]
-            _pin(in_host)
-            extents = [(memory.address, memory.size_bytes) for memory in (*on_device, *in_host)]
-            return DeviceMover(stream, Pieces.of(extents))
+            pieces = Pieces.of([(memory.address, memory.size_bytes) for memory in (*on_device, *in_host)])
+            return DeviceMover(stream, pieces, [Pinned(CudaRuntime(self.device), in_host)])
 
         return Host(layouts, tuple(on_device) if self.buffer_device == self.name else (), notify, mover)
 
@@ -68,15 +68,3 @@ def buffers_of(caches: Mapping[str, torch.Tensor], buffer_device: str) -> Buffer
             hint="staging memory would have to be pinned for this device",
         )
     return Buffers(device, name, wanted)
-
-
-def _pin(memories: Sequence[Memory]) -> None:
-    """Make host memory reachable for the device's kernels. Raises ConfigurationError when the driver refuses."""
-    for memory in memories:
-        status = torch.cuda.cudart().cudaHostRegister(memory.address, memory.size_bytes, 0)  # type: ignore[no-untyped-call]
-        if int(status) != 0:
-            raise ConfigurationError(
-                "staging memory cannot be pinned",
-                found=f"cudaHostRegister returned {int(status)} for {memory.size_bytes:,} bytes",
-                hint="raise the limit on locked memory (ulimit -l), or use less staging memory",
-            )

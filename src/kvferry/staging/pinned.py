@@ -1,0 +1,83 @@
+"""Host memory that a device's kernels reach: pinned while it is in use, and let go before anybody unmaps it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+
+from kvferry.errors import ConfigurationError
+from kvferry.transport.base import Memory
+
+__all__ = ["CudaRuntime", "Pinned", "Runtime"]
+
+
+class Runtime(Protocol):
+    """What pins host memory for a device; each returns the driver's status, 0 when all is well."""
+
+    def register(self, address: int, num_bytes: int) -> int: ...
+
+    def unregister(self, address: int) -> int:
+        """Also raises RuntimeError, when the device has failed."""
+        ...
+
+
+class CudaRuntime:
+    """That of CUDA or ROCm for one device: whichever thread asks, no other device is woken up by it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """See `Runtime`."""
+        with torch.cuda.device(self._device):
+            return int(_cudart().cudaHostRegister(address, num_bytes, 0))
+
+    def unregister(self, address: int) -> int:
+        """See `Runtime`."""
+        with torch.cuda.device(self._device):
+            return int(_cudart().cudaHostUnregister(address))
+
+
+class Pinned:
+    """Memories of the host, pinned until `close`.
+
+    A driver knows by its address what it has pinned. Were that unmapped, whatever is mapped there next could not be
+    pinned, and a kernel would still reach the pages that were there before.
+    """
+
+    def __init__(self, runtime: Runtime, memories: Sequence[Memory]) -> None:
+        """Raises ConfigurationError when the driver refuses one; then none is pinned."""
+        with ExitStack() as undo:
+            for memory in memories:
+                _pin(runtime, memory)
+                undo.callback(_unpin, runtime, memory)
+            self._pins = undo.pop_all()
+
+    def close(self) -> None:
+        """Let go of the memories; no kernel may reach them any more. Safe to call twice."""
+        self._pins.close()
+
+
+def _pin(runtime: Runtime, memory: Memory) -> None:
+    status = runtime.register(memory.address, memory.size_bytes)
+    if status != 0:
+        raise ConfigurationError(
+            "staging memory cannot be pinned",
+            found=f"cudaHostRegister returned {status} for {memory.size_bytes:,} bytes",
+            hint="raise the limit on locked memory (ulimit -l), or use less staging memory",
+        )
+
+
+def _unpin(runtime: Runtime, memory: Memory) -> None:
+    try:
+        runtime.unregister(memory.address)
+    except RuntimeError:
+        # The device has failed, and the driver has given up everything that belonged to it.
+        return
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
