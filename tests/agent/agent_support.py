@@ -62,12 +62,12 @@ class Gate:
 
     def behind(self, transport) -> GatedTransport:
         """The transport as its user sees it: what `make_rank` wraps it with."""
-        return _Telling(transport, self._path, self._posts)
+        return _Telling(transport, self._path.exists, self._posts)
 
 
 class _Telling(GatedTransport):
-    def __init__(self, inner, path, posts) -> None:
-        super().__init__(inner, path)
+    def __init__(self, inner, is_shut, posts) -> None:
+        super().__init__(inner, is_shut)
         self._posts = posts
 
     def post(self, peer, copies, direction):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.agent import Agent, AgentConfig, Host, new_epoch
+from kvferry.agent.config import near_mover
 from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.model import attention
@@ -46,7 +47,13 @@ def make_rank() -> Iterator[Callable[..., Rank]]:
     made, memories = [], []
 
     def make(
-        engine_id: str, shape: EngineShape, transport: str = "shm", timing: Timing = TIMING, wrap=None, **config
+        engine_id: str,
+        shape: EngineShape,
+        transport: str = "shm",
+        timing: Timing = TIMING,
+        wrap=None,
+        mover=near_mover,
+        **config,
     ) -> Rank:
         size_bytes = sum(region.size_bytes for region in describe(MODEL, shape, 0)[0].regions)
         shared = allocate_shared(size_bytes, engine_id)
@@ -60,7 +67,7 @@ def make_rank() -> Iterator[Callable[..., Rank]]:
         }
         notices: queue.SimpleQueue = queue.SimpleQueue()
         opened = open_transports(transport)
-        host = Host((layout,), (shared.memory,), notices.put)
+        host = Host((layout,), (shared.memory,), notices.put, mover)
         transports = [wrap(each) for each in opened.transports] if wrap else opened.transports
         agent_config = AgentConfig(engine_id, transport=transport, timing=timing, **FIXED | config)
         agent = Agent(agent_config, host, transports, opened.unavailable)

@@ -64,6 +64,25 @@ def test_a_packed_slot_is_one_row_on_the_wire(make_rank):
     assert target.next_notice(Fetched).report.num_rows == 1
 
 
+@pytest.mark.parametrize(("of_source", "of_target", "num_peers"), [(2, 1, 2), (4, 2, 2), (2, 4, 1), (2, 2, 1)])
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_unequal_parallelism_by_tokens_is_one_row_per_peer_and_chunk(
+    make_engine, of_source, of_target, num_peers, num_chunks
+):
+    """Piece by piece it would be a row for each token, layer, head, key and value."""
+    sources = make_engine("p0", EngineShape(of_source, 1, 4, 16, "token-major"))
+    staging = only(Strategy.PACK, BYTES_PER_TOKEN * 24 // num_chunks // max(of_source, of_target))
+    targets = make_engine("d0", EngineShape(of_target, 1, 4, 16, "token-major"), staging=staging)
+    addresses, lease_id = tuple(source.agent.address for source in sources), new_lease_id()
+    reference, *_ = [leased(source, "r1", lease_id) for source in sources]
+    for rank in targets:
+        ranges = (TokenRange(0, NUM_TOKENS),)
+        rank.agent.fetch(FetchWanted("q1", reference, addresses, SOURCE_TABLES, ranges))
+    for rank in targets:
+        assert rank.next_notice(Fetched).report.num_rows == num_peers * num_chunks
+        check(rank, tables=SOURCE_TABLES)
+
+
 def test_slots_that_staging_memory_can_never_have_are_an_error(make_rank):
     source = make_rank("p0", SOURCE, staging_bytes=1 << 14, staging=only(Strategy.DIRECT, 1 << 10))
     target = make_rank("d0", TARGET, staging=only(Strategy.PACK, 1 << 20))

@@ -9,5 +9,5 @@ from kvferry.transport import opening
 from kvferry.transport.tcp import TcpTransport
 
 gate = Path(sys.argv.pop(1))
-opening.OPENERS["tcp"] = lambda *_: GatedTransport(TcpTransport(), gate)
+opening.OPENERS["tcp"] = lambda *_: GatedTransport(TcpTransport(), gate.exists)
 main()

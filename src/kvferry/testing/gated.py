@@ -1,13 +1,13 @@
 """A transport whose tickets wait at a gate: for tests that need something to happen while a read is under way.
 
-The gate is a file, so that another process can open and close it: as long as it exists, nothing that is posted moves.
+As long as the gate is shut, nothing that is posted moves. Another process can open and close it when it is a file:
+`GatedTransport(inner, path.exists)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 
 from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
@@ -19,11 +19,11 @@ Waiting = tuple[str, Copies, Direction]
 
 
 class GatedTransport:
-    """Passes everything on to `inner`; its tickets are its own."""
+    """Passes everything on to `inner`; its tickets are its own. `is_shut` is asked at each post, and then by `poll`."""
 
-    def __init__(self, inner: Transport, gate: Path) -> None:
+    def __init__(self, inner: Transport, is_shut: Callable[[], bool]) -> None:
         self._inner = inner
-        self._gate = gate
+        self._is_shut = is_shut
         self._numbers = count(1)
         self._waiting: dict[Ticket, Waiting] = {}
         self._running: dict[Ticket, Ticket] = {}
@@ -59,7 +59,7 @@ class GatedTransport:
 
     def post(self, peer: str, copies: Copies, direction: Direction) -> Ticket:
         ticket = Ticket(next(self._numbers))
-        if self._gate.exists():
+        if self._is_shut():
             self._waiting[ticket] = (peer, copies, direction)
         else:
             self._running[self._inner.post(peer, copies, direction)] = ticket
@@ -72,7 +72,7 @@ class GatedTransport:
                 self._inner.cancel(inner)
 
     def poll(self) -> list[Completion]:
-        if self._waiting and not self._gate.exists():
+        if self._waiting and not self._is_shut():
             for ticket in list(self._waiting):
                 self._let_in(ticket)
         for completion in self._inner.poll():

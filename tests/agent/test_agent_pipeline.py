@@ -1,0 +1,149 @@
+"""Who uses staging memory at the same time: the stages of one read, and peers that all want more than there is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from math import inf
+
+from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, check, leased
+
+from kvferry.agent.config import near_mover
+from kvferry.plan.staged import Strategy
+from kvferry.session.events import Fetched
+from kvferry.session.unpacking import WINDOW
+from kvferry.session.ways import StagingPolicy
+from kvferry.testing.gated import GatedTransport
+
+DEADLINE_S = 30.0
+# Six slots per request.
+STAGING = StagingPolicy((Strategy.PACK,), 5 * BYTES_PER_TOKEN)
+
+
+class Turnstile:
+    """Lets everybody through, until it is told how many. Then the next one stands before it, and that can be seen."""
+
+    def __init__(self) -> None:
+        self._left = inf
+        self._reached = threading.Event()
+
+    def allow(self, num: float) -> None:
+        self._left = num
+
+    def is_shut(self) -> bool:
+        """Asked by the agent's thread, once per copy or ticket."""
+        if self._left > 0:
+            self._left -= 1
+            return False
+        self._reached.set()
+        return True
+
+    def wait_until_reached(self) -> None:
+        assert self._reached.wait(DEADLINE_S)
+
+
+class GatedMover:
+    """Passes everything on to `inner`, when the turnstile lets it."""
+
+    rings = False
+
+    def __init__(self, inner, turnstile) -> None:
+        self._inner = inner
+        self._turnstile = turnstile
+        self._waiting = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting) or self._inner.busy
+
+    def start(self, key, copies) -> None:
+        self._waiting.append((key, copies))
+        self._let_in()
+
+    def poll(self):
+        self._let_in()
+        return self._inner.poll()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _let_in(self) -> None:
+        while self._waiting and not self._turnstile.is_shut():
+            self._inner.start(*self._waiting.pop(0))
+
+
+class Recording(GatedTransport):
+    """Notes whom each ticket is for."""
+
+    def __init__(self, inner, turnstile) -> None:
+        super().__init__(inner, turnstile.is_shut)
+        self.posts = []
+
+    def post(self, peer, copies, direction):
+        self.posts.append(peer)
+        return super().post(peer, copies, direction)
+
+
+def until(is_so):
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def behind(turnstile):
+    """What makes a mover behind it."""
+    return lambda near, ring: GatedMover(near_mover(near, ring), turnstile)
+
+
+def test_while_one_slot_is_gathered_another_is_on_the_wire_and_a_third_is_scattered(make_rank):
+    gather, wire, scatter = Turnstile(), Turnstile(), Turnstile()
+
+    def wrap(transport):
+        return GatedTransport(transport, wire.is_shut)
+
+    source = make_rank("p0", SOURCE, wrap=wrap, mover=behind(gather), staging=STAGING)
+    target = make_rank("d0", TARGET, mover=behind(scatter), staging=STAGING)
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS, "to meet"))
+    target.next_notice(Fetched)
+    for turnstile, num_done in ((gather, 2), (wire, 1), (scatter, 0)):
+        turnstile.allow(num_done)
+    target.agent.fetch(target.wanted(source, leased(source, "r2"), TARGET_TABLES, NUM_TOKENS, "q2"))
+    for turnstile in (gather, wire, scatter):
+        turnstile.wait_until_reached()
+    for turnstile in (gather, wire, scatter):
+        turnstile.allow(inf)
+    assert target.next_notice(Fetched).report.num_bytes == NUM_TOKENS * BYTES_PER_TOKEN
+    check(target)
+
+
+def test_who_wants_little_is_served_in_turn_with_who_wants_far_more_than_there_is(make_rank):
+    """Room for two slots at the source. One target wants 120 of them, then another wants six."""
+    wire, recorded = Turnstile(), []
+
+    def wrap(transport):
+        recorded.append(Recording(transport, wire))
+        return recorded[-1]
+
+    source = make_rank("p0", SOURCE, wrap=wrap, staging_bytes=4 << 12, staging=STAGING)
+    greedy, modest = (make_rank(name, TARGET, staging=STAGING) for name in ("greedy", "modest"))
+    for number, target in enumerate((greedy, modest)):
+        target.agent.fetch(target.wanted(source, leased(source, f"to meet {number}"), TARGET_TABLES, NUM_TOKENS))
+        target.next_notice(Fetched)
+    (transport,) = recorded
+    of_modest = transport.posts[-1]
+    transport.posts.clear()
+    wire.allow(0)
+    for number in range(20):
+        reference = leased(source, f"r{number}")
+        greedy.agent.fetch(greedy.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, f"q{number}"))
+    until(lambda: source.agent.num_slots == 20 * WINDOW)
+    modest.agent.fetch(modest.wanted(source, leased(source, "modest"), TARGET_TABLES, NUM_TOKENS, "modest"))
+    until(lambda: source.agent.num_slots == 21 * WINDOW)
+    wire.allow(inf)
+    modest.next_notice(Fetched)
+    for _ in range(20):
+        greedy.next_notice(Fetched)
+    # Two had their slots before; then both take turns.
+    assert transport.posts[2 : 2 + 2 * WINDOW].count(of_modest) == WINDOW
+    assert [rank.agent.num_slots for rank in (source, greedy, modest)] == [0, 0, 0]
