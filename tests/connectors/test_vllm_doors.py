@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,12 +31,13 @@ WHOLE = [
 BROKEN = [{**WHOLE[0], "status": 500}, {"type": "http.response.body", "body": b"{}"}]
 STREAM = [
     {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS},
-    {"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True},
+    {"type": "http.response.body", "body": b'data: {"role": "assistant"}\n\n', "more_body": True},
     {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False},
 ]
-BROKEN_STREAM = [STREAM[0], {**STREAM[1], "body": b'data: {"error": {"code": 500}}\n\n'}, STREAM[2]]
+BROKEN_STREAM = [*STREAM[:2], {**STREAM[1], "body": b'data: {"error": {"code": 500}}\n\n'}, STREAM[2]]
 FETCHED = Arrival(phases_s={"claim": 0.002, "wire": 0.0105})
 LOST = Arrival("peer_lost", "it is gone")
+FATAL = replace(LOST, is_fatal=True)
 REFERENCE = Reference("p", "epoch", "cmpl-r-0-12345678", "lease")
 PARAMS = to_params(REFERENCE, ["tcp://10.0.0.1:7001"], [[1]], 16)
 
@@ -142,7 +143,7 @@ def test_an_answer_that_was_computed_again_says_so_and_why():
 @pytest.mark.parametrize("says", [BROKEN, BROKEN_STREAM], ids=["whole", "streamed"])
 def test_an_error_for_want_of_a_cache_is_that_of_our_own_engine(says):
     """It has a status of its own, and a body in which routers find the reason."""
-    served = asked(says=says, noted={IDS[COMPLETIONS]: LOST})
+    served = asked(says=says, noted={IDS[COMPLETIONS]: FATAL})
     assert len(served.sent) == 2
     status, body = served.answer
     assert status == 502
@@ -253,9 +254,9 @@ def test_any_id_is_found_with_and_without_vllms_random_characters(given_id, rand
 def test_ranks_tell_the_slowest_phases_and_any_failure():
     arrivals = Arrivals()
     arrivals.expect("a")
-    for arrival in (Arrival(phases_s={"wire": 1.0}), LOST, Arrival(phases_s={"wire": 2.0, "verify": 0.5})):
+    for arrival in (Arrival(phases_s={"wire": 1.0}), FATAL, Arrival(phases_s={"wire": 2.0, "verify": 0.5})):
         arrivals.note("a-12345678", arrival)
-    assert arrivals.told("a") == Arrival("peer_lost", "it is gone", {"wire": 2.0, "verify": 0.5})
+    assert arrivals.told("a") == Arrival("peer_lost", "it is gone", True, {"wire": 2.0, "verify": 0.5})
 
 
 def test_two_answers_that_wait_under_one_name_are_not_told_apart():

@@ -29,6 +29,11 @@ MOST_RANKS = 2
 FIRST_PORT, LAST_PORT = 20_000, 30_000
 MOST_WORDS = 20
 FERRY_MODULE = "kvferry.connectors.vllm"
+# What our router asks of an engine, on vLLM's own server.
+DOORS = (
+    *("--middleware", "kvferry.connectors.vllm_doors.Doors"),
+    *("--worker-extension-cls", "kvferry.connectors.vllm.extension.Extension"),
+)
 CACHE_BYTES = 128 << 20
 # One OpenMP thread that is bound to no core: several servers share two cores without stalling each other.
 ENVIRONMENT = {
@@ -174,6 +179,7 @@ class Server:
             *("--tensor-parallel-size", str(self.spec.tp)),
             *(("--block-size", str(block_tokens)) if block_tokens else ()),
             *("--kv-transfer-config", json.dumps(self._transfer_settings())),
+            *(DOORS if self.connector == "FerryConnector" else ()),
             *model.flags,
             *self.spec.flags,
         ]

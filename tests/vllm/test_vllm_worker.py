@@ -27,7 +27,7 @@ from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, Stopped, TargetFree
 from kvferry.wire.messages import Party, Reason, Reference
 
-SETTINGS = Settings("ours", "127.0.0.1", 0, "auto", 30.0, "")
+SETTINGS = Settings("ours", "127.0.0.1", 0, "auto", 30.0, "", is_loss_fatal=True)
 REFERENCE = Reference("prefill", "epoch", "cmpl-there", "lease")
 REPORT = FetchReport(39, 4096, 1, "tcp", "tcp 1 GB/s", "direct", {"wire": 0.1})
 LOST = TransferError(Reason.PEER_LOST, "gone")
@@ -300,7 +300,7 @@ def test_every_end_of_a_fetch_is_told_by_vllms_name_and_a_reason(rank):
     rank.worker.obey(Orders(fetches=orders))
     rank.says(Fetched("well", REPORT), Failed(agent_name(LONG), LOST), Failed("nothing", LOST))
     assert sorted(rank.worker.take_stats().data["fetches"]) == [
-        ["ill", "malformed", "nonsense", {}],
-        ["well", "", "", {"wire": 0.1}],
-        [LONG, "peer_lost", str(LOST), {}],
+        ["ill", "malformed", "nonsense", True, {}],
+        ["well", "", "", False, {"wire": 0.1}],
+        [LONG, "peer_lost", str(LOST), True, {}],
     ]

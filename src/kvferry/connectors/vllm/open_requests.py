@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvferry.agent import Notice
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, agent_name
 from kvferry.connectors.vllm.stats import FerryStats
+from kvferry.connectors.vllm_doors.arrivals import Arrival
 from kvferry.errors import TransferError
 from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, TargetFree
 
@@ -22,9 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 class OpenRequests:
-    """Orders go in, the agent's notices go in, vLLM's results come out. Requests go by the agent's name for them."""
+    """Orders go in, the agent's notices go in, vLLM's results come out. Requests go by the agent's name for them.
 
-    def __init__(self) -> None:
+    `is_loss_fatal` is vLLM's policy: a request whose cache did not arrive ends with an error.
+    """
+
+    def __init__(self, is_loss_fatal: bool = False) -> None:
+        self._is_loss_fatal = is_loss_fatal
         self.has_stopped = False
         self._results = KVConnectorTransferResults()
         self._stats = FerryStats()
@@ -120,7 +125,7 @@ class OpenRequests:
     def _warn(self, order: FetchOrder, reason: str, why: str) -> None:
         reference = order.reference
         logger.warning("request %s from %s#%s: %s", order.request_id, reference.engine_id, reference.epoch, why)
-        self._stats.failed(order.request_id, str(reason), why)
+        self._stats.failed(order.request_id, Arrival(str(reason), why, self._is_loss_fatal))
 
     def _end_fetch(self, name: str) -> None:
         order = self._fetching.pop(name, None)

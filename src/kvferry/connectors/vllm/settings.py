@@ -42,6 +42,7 @@ class Settings:
     """One engine's settings. `port` is that of rank 0; the others follow it; 0 lets the system choose them all.
 
     Without a shared token `token_file` is empty. `direction` and `may_turn` are what `transfer_direction` says.
+    `is_loss_fatal` says that a request whose cache did not arrive ends with an error and is not computed here.
     """
 
     engine_id: str
@@ -55,6 +56,7 @@ class Settings:
     staging: StagingPolicy = field(default_factory=lambda: staging_named("auto"))
     direction: Direction = Direction.READ
     may_turn: bool = True
+    is_loss_fatal: bool = False
 
 
 def check_version() -> None:
@@ -100,6 +102,7 @@ def settings_of(config: VllmConfig) -> Settings:
         staging=staging_named(str(extra.get("strategy", "auto"))),
         direction=direction_named(direction),
         may_turn=may_turn(direction),
+        is_loss_fatal=transfer.kv_load_failure_policy == "fail",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -20,7 +20,7 @@ PHASE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 @dataclass
 class FerryStats(NixlKVConnectorStats):
     """The stock connector's lists, one record per phase of a fetch (phase, peer, transport, seconds), and one per fetch
-    that has ended (vLLM's id of the request, reason and words of a failure, seconds by phase).
+    that has ended (vLLM's id of the request, and the fields of its `Arrival`).
     """
 
     def reset(self) -> None:
@@ -38,12 +38,15 @@ class FerryStats(NixlKVConnectorStats):
         self.data["bytes_transferred"].append(report.num_bytes)
         self.data["num_descriptors"].append(report.num_rows)
         self.data[PHASES] += [[phase, peer, report.transport, seconds] for phase, seconds in phases.items()]
-        self.data[FETCHES].append([request_id, "", "", dict(phases)])
+        self._tell(request_id, Arrival(phases_s=dict(phases)))
 
-    def failed(self, request_id: str, reason: str, words: str) -> None:
+    def failed(self, request_id: str, arrival: Arrival) -> None:
         """One fetch that has failed."""
         self.count("num_failed_transfers")
-        self.data[FETCHES].append([request_id, reason, words, {}])
+        self._tell(request_id, arrival)
+
+    def _tell(self, request_id: str, arrival: Arrival) -> None:
+        self.data[FETCHES].append([request_id, *astuple(arrival)])
 
     def count(self, name: str) -> None:
         """One more of what the stock connector counts under this name."""

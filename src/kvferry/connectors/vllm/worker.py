@@ -79,7 +79,7 @@ class Worker:
         self._kv_cache_config = kv_cache_config
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
         self._started: list[_Started] = []
-        self._open = OpenRequests()
+        self._open = OpenRequests(settings.is_loss_fatal)
         self._is_idle = False
         # A step may bring a lease later than vLLM's client brings its end.
         self._released: deque[tuple[str, str]] = deque(maxlen=MAX_EARLY_RELEASES)

@@ -14,13 +14,15 @@ __all__ = ["ARRIVALS", "Arrival", "Arrivals"]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """How one request's cache came. Of one that did not, `reason` is why, and `words` tell it in full.
+    """How one request's cache came. Of one that did not, `reason` is why, and `words` tell it in full; where that
+    `is_fatal` the request ends with an error, else it is computed here.
 
     `phases_s` are the seconds spent in each named phase of the transfer, those of the slowest rank.
     """
 
     reason: str = ""
     words: str = ""
+    is_fatal: bool = False
     phases_s: Mapping[str, float] = field(default_factory=dict)
 
     def joined(self, other: Arrival) -> Arrival:
@@ -29,7 +31,7 @@ class Arrival:
         phases = {**self.phases_s}
         for name, seconds in other.phases_s.items():
             phases[name] = max(seconds, phases.get(name, 0.0))
-        return Arrival(failed.reason, failed.words, phases)
+        return Arrival(failed.reason, failed.words, failed.is_fatal, phases)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvferry.connectors.vllm_doors.arrivals import Arrivals
 from kvferry.connectors.vllm_doors.asgi import Message, Receive, Scope, Send, header
 from kvferry.connectors.vllm_doors.legs import leg_name
-from kvferry.connectors.vllm_doors.words import is_error, lost, with_headers
+from kvferry.connectors.vllm_doors.words import lost, with_headers
 
 __all__ = ["Passage"]
 
@@ -46,7 +46,7 @@ class Passage:
             self._heads.append(message)
             return
         for head in self._heads:
-            await self._send_head(head, message)
+            await self._send_head(head)
         self._heads = []
         if not self._is_replaced:
             await self._send(message)
@@ -66,12 +66,12 @@ class Passage:
         if self._has_asked:
             self._body = bytearray()
 
-    async def _send_head(self, head: Message, first: Message) -> None:
+    async def _send_head(self, head: Message) -> None:
         arrival = self._arrivals.told(self._name)
         self._forget()
         if arrival is None:
             await self._send(head)
-        elif arrival.reason and is_error(head, first):
+        elif arrival.is_fatal:
             self._is_replaced = True
             for message in lost(head, arrival):
                 await self._send(message)

@@ -7,18 +7,11 @@ from kvferry.connectors.vllm_doors.asgi import Headers, Message, json_messages
 from kvferry.errors import TransferError
 from kvferry.openai import error_of
 
-__all__ = ["is_error", "lost", "with_headers"]
+__all__ = ["lost", "with_headers"]
 
 CACHE, CACHE_REASON, TIMING = b"x-kvferry-cache", b"x-kvferry-cache-reason", b"server-timing"
 # What of a head belongs to its body.
 OF_BODY = frozenset((b"content-type", b"content-length", b"content-encoding", b"transfer-encoding"))
-# vLLM's streams begin before it knows whether there is anything to say.
-STREAM_ERROR = b'data: {"error"'
-
-
-def is_error(head: Message, first: Message) -> bool:
-    """Whether an answer says that the engine failed, by its status or as the only event of a stream."""
-    return bool(head["status"] >= 500 or first.get("body", b"").startswith(STREAM_ERROR))
 
 
 def with_headers(head: Message, arrival: Arrival) -> Message:
@@ -28,7 +21,9 @@ def with_headers(head: Message, arrival: Arrival) -> Message:
 
 
 def lost(head: Message, arrival: Arrival) -> tuple[Message, Message]:
-    """Instead of vLLM's `Internal server error`: the answer of our own engine to a cache that did not come."""
+    """Instead of vLLM's `Internal server error`, which in a stream comes after a status of 200: the answer of our own
+    engine to a cache that did not come.
+    """
     status, body = error_of(TransferError(arrival.reason, arrival.words))
     kept = [pair for pair in head.get("headers", ()) if pair[0].lower() not in OF_BODY]
     return json_messages(status, body, [*kept, *_headers(b"lost", arrival)])

@@ -1,0 +1,266 @@
+"""Our doors on real vLLM servers: how a cache came, releases, who they are, and what our router makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from answers import prompts_of, wait_until_free
+from crossing import metric, route
+from proxy import REMOTE_DECODE, Question, prefill
+from servers import PLAIN, Pair
+
+from kvferry import __version__
+from kvferry.router.timing import told_phases
+from kvferry.wire.messages import WIRE_VERSION
+
+# Long before the leases of these pairs end.
+FREE_S = 10.0
+ASKED_S = 60.0
+EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
+USAGE = "vllm:kv_cache_usage_perc"
+RECOMPUTE = replace(PLAIN, failure_policy="recompute")
+PATHS = ("/v1/completions", "/v1/chat/completions")
+MESSAGES = [{"role": "user", "content": "What does the ferry carry across the river at night?"}]
+
+
+def question_of(name: str, num_tokens: int = 300, seed: int = 0) -> Question:
+    return replace(prompts_of((num_tokens,), seed=seed)[0], salt=f"doors-{name}", request_id=f"doors-{name}")
+
+
+def post(url: str, path: str, body: dict[str, Any], request_id: str = "") -> tuple[int, dict[str, str], bytes]:
+    """Status, headers by their names in lower case, and the whole body."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=300)
+    headers = {"content-type": "application/json"} | ({"x-request-id": request_id} if request_id else {})
+    with contextlib.closing(connection):
+        connection.request("POST", path, json.dumps(body), headers)
+        response = connection.getresponse()
+        return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+
+
+def get(url: str, path: str) -> Any:
+    with urllib.request.urlopen(f"{url}{path}", timeout=60) as response:
+        return json.loads(response.read())
+
+
+def asked(question: Question, path: str, num_tokens: int = 4) -> dict[str, Any]:
+    """A request that both of vLLM's endpoints take."""
+    content = {"messages": MESSAGES} if "chat" in path else {"prompt": list(question.prompt)}
+    common = {"model": "tiny", "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    return {**common, **content, "cache_salt": question.salt}
+
+
+def first_leg(url: str, question: Question, path: str) -> dict[str, Any]:
+    status, _, body = post(url, path, asked(question, path, 1) | {"kv_transfer_params": REMOTE_DECODE})
+    assert status == 200, body
+    params: dict[str, Any] = json.loads(body)["kv_transfer_params"]
+    return params
+
+
+def unknown(params: dict[str, Any]) -> dict[str, Any]:
+    """The same reference but for its lease, which there is not."""
+    return {**params, "kvferry": {**params["kvferry"], "lease_id": "never-given"}}
+
+
+def outdated(params: dict[str, Any]) -> dict[str, Any]:
+    """The same reference as if its server had been started again since. It is refused at once."""
+    return {**params, "kvferry": {**params["kvferry"], "epoch": "before"}}
+
+
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_an_answer_tells_how_its_cache_came(pair, spec, path, stream):
+    question = question_of(f"came-{stream}")
+    body = asked(question, path) | {"stream": stream}
+    params = first_leg(pair.prefill.url, question, path)
+    leg = body | {"kv_transfer_params": params}
+    status, headers, text = post(pair.decode.url, path, leg, question.request_id)
+    assert (status, headers["x-kvferry-cache"]) == (200, "received"), text
+    assert {"claim", "wire", "verify"} <= told_phases([(b"server-timing", headers["server-timing"].encode())]).keys()
+    _, headers, _ = post(pair.decode.url, path, body, question.request_id)
+    assert "x-kvferry-cache" not in headers
+    wait_until_free(pair.servers, FREE_S)
+
+
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_an_error_for_want_of_a_cache_has_a_status_and_a_reason(pair, spec, path, stream):
+    question = question_of(f"want-{stream}")
+    params = first_leg(pair.prefill.url, question, path)
+    leg = asked(question, path) | {"stream": stream, "kv_transfer_params": outdated(params)}
+    status, headers, text = post(pair.decode.url, path, leg, question.request_id)
+    assert (status, json.loads(text)["error"]["code"]) == (502, "wrong_epoch")
+    assert (headers["x-kvferry-cache"], headers["x-kvferry-cache-reason"]) == ("lost", "wrong_epoch")
+    assert post(pair.prefill.url, "/kvferry/release", {"kv_transfer_params": params})[0] == 200
+    wait_until_free(pair.servers, FREE_S)
+
+
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
+def test_a_release_frees_the_blocks_of_a_prefill_at_once(pair, spec):
+    expired = pair.prefill.metric(EXPIRED)
+    params = prefill(pair.prefill, question_of("release")).params
+    assert pair.prefill.metric(USAGE) > 0
+    assert released(pair, unknown(params)) == (200, {"released": False})
+    for changed, code in (({"remote_engine_id": "x"}, "wrong_engine"), ({"kvferry": {}}, "malformed")):
+        status, answer = released(pair, params | changed)
+        assert (400 <= status < 500, answer["error"]["code"]) == (True, code)
+    assert pair.prefill.metric(USAGE) > 0
+    assert released(pair, params) == (200, {"released": True})
+    wait_until_free(pair.servers, FREE_S)
+    assert released(pair, params) == (200, {"released": False})
+    assert pair.prefill.metric(EXPIRED) == expired
+    assert pair.prefill.healthy()
+
+
+def released(pair: Pair, params: dict[str, Any]) -> tuple[int, Any]:
+    status, _, body = post(pair.prefill.url, "/kvferry/release", {"kv_transfer_params": params})
+    return status, json.loads(body)
+
+
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
+def test_servers_say_who_they_are(pair, spec):
+    told = [get(server.url, "/kvferry/info") for server in pair.servers]
+    for one in told:
+        assert (one["engine"], one["models"], one["wire_version"]) == ("vllm", ["tiny"], str(WIRE_VERSION))
+        assert one["version"].startswith("0.32")
+        assert one["version"] != __version__
+    assert told[0]["cache"] == told[1]["cache"] != ""
+    assert told[0]["epoch"] != told[1]["epoch"]
+    params = prefill(pair.prefill, question_of("who")).params
+    assert told[0]["engine_id"] == params["remote_engine_id"]
+    released(pair, params)
+
+
+# --- behind our router ---
+
+
+class Between(BaseHTTPRequestHandler):
+    """Between the router and a server: passes everything on, but for what a test changes."""
+
+    def do_GET(self) -> None:
+        self._pass_on(b"")
+
+    def do_POST(self) -> None:
+        self._pass_on(self.rfile.read(int(self.headers["content-length"])))
+
+    def _pass_on(self, body: bytes) -> None:
+        connection = http.client.HTTPConnection(self.server.upstream, timeout=300)
+        kept = {name: self.headers[name] for name in ("content-type", "x-request-id") if name in self.headers}
+        with contextlib.closing(connection):
+            connection.request(self.command, self.path, body, kept)
+            answer = connection.getresponse()
+            status, text = answer.status, answer.read()
+        if self.command == "POST" and self.path in PATHS:
+            text = self.server.changed(text)
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *words: object) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def between(upstream: str, changed) -> Iterator[str]:
+    """The URL of a server that changes answers."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Between) as server:
+        server.upstream, server.changed = upstream.removeprefix("http://"), changed
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
+def test_a_pair_whose_caches_do_not_arrive_is_taken_apart_and_its_clients_are_served(pair, spec, tmp_path):
+    def forged(answer: bytes) -> bytes:
+        document = json.loads(answer)
+        released(pair, document["kv_transfer_params"])
+        return json.dumps(document | {"kv_transfer_params": outdated(document["kv_transfer_params"])}).encode()
+
+    with between(pair.prefill.url, forged) as source, route(source, pair.decode.url, tmp_path / "log") as url:
+        assert get(url, "/kvferry/members")["broken_pairs"] == []
+        for i in range(4):
+            question = question_of(f"pair-{i}", seed=i)
+            body = asked(question, PATHS[0]) | {"stream": bool(i % 2)}
+            status, headers, text = post(url, PATHS[0], body, question.request_id)
+            assert (status, headers["x-kvferry-path"]) == (200, "decode-only"), text
+        (broken,) = get(url, "/kvferry/members")["broken_pairs"]
+        assert (broken["prefill"], broken["decode"]) == (source, pair.decode.url)
+        assert metric(url, "kvferry_router_lost_caches_total") == 3
+        ready = get(url, "/ready")
+        assert (ready["num_ready_decode"], ready["num_usable_pairs"]) == (1, 0)
+    wait_until_free(pair.servers, FREE_S)
+
+
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
+def test_a_client_that_leaves_between_the_legs_frees_both_sides_at_once(pair, spec, tmp_path):
+    """The decode leg is held back until the client has left."""
+    expired, begun, left = pair.prefill.metric(EXPIRED), threading.Event(), threading.Event()
+
+    def held(answer: bytes) -> bytes:
+        begun.set()
+        left.wait(FREE_S)
+        return answer
+
+    with between(pair.prefill.url, held) as source, route(source, pair.decode.url, tmp_path / "log") as url:
+        question = question_of("leaves")
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=300)
+        connection.request(
+            "POST", PATHS[0], json.dumps(asked(question, PATHS[0])), {"content-type": "application/json"}
+        )
+        assert begun.wait(ASKED_S)
+        assert pair.prefill.metric(USAGE) > 0
+        connection.close()
+        left.set()
+        wait_until_free(pair.servers, FREE_S)
+        assert metric(url, "kvferry_router_releases_total") == 1
+    assert pair.prefill.metric(EXPIRED) == expired
+
+
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
+def test_a_client_that_leaves_at_any_other_moment_frees_both_sides_at_once(pair, spec, tmp_path):
+    expired = pair.prefill.metric(EXPIRED)
+    with route(pair.prefill.url, pair.decode.url, tmp_path / "log") as url:
+        for i, after_s in enumerate((0.02, 0.1, 0.2, 0.4)):
+            question = question_of(f"moment-{i}", 2000, seed=i)
+            connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=300)
+            body = json.dumps(asked(question, PATHS[0], 100))
+            connection.request("POST", PATHS[0], body, {"content-type": "application/json"})
+            threading.Event().wait(after_s)
+            connection.close()
+        wait_until_free(pair.servers, FREE_S)
+    assert pair.prefill.metric(EXPIRED) == expired
+
+
+@pytest.mark.parametrize("spec", [RECOMPUTE], ids=str)
+def test_an_answer_that_was_computed_again_says_so(pair, spec):
+    """A lease that there is not, and then a server that there is not any more."""
+    first, second = question_of("again"), question_of("again-killed", seed=1)
+    for path in PATHS:
+        params = first_leg(pair.prefill.url, first, path)
+        leg = asked(first, path) | {"stream": True, "kv_transfer_params": outdated(params)}
+        _, headers, _ = post(pair.decode.url, path, leg, first.request_id)
+        assert (headers["x-kvferry-cache"], headers["x-kvferry-cache-reason"]) == ("recomputed", "wrong_epoch")
+    params = first_leg(pair.prefill.url, second, PATHS[0])
+    pair.prefill.kill()
+    leg = asked(second, PATHS[0]) | {"kv_transfer_params": params}
+    status, headers, text = post(pair.decode.url, PATHS[0], leg, second.request_id)
+    assert (status, headers["x-kvferry-cache"]) == (200, "recomputed"), text
+    assert headers["x-kvferry-cache-reason"] in ("peer_lost", "unreachable", "deadline")
