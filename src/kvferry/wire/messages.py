@@ -54,6 +54,8 @@ Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
+# Of any memory: a device's can lie far beyond what a processor's programs use.
+Address = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 SlotBytes = Annotated[int, Meta(ge=0, le=1 << 32)]
 Value = Annotated[bytes, Meta(min_length=8, max_length=8)]
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 48)]
@@ -140,7 +142,7 @@ class Probe(Struct, frozen=True, forbid_unknown_fields=True):
     for peers on one host, and empty where the system does not say.
     """
 
-    address: Count
+    address: Address
     size_bytes: Count
     seed: Count
     num_marks: Count = 0
@@ -215,7 +217,7 @@ class Pack(Struct, frozen=True, tag="pack", forbid_unknown_fields=True):
     lease_id: Name
     stretch: Count
     number: Count
-    address: Count
+    address: Address
 
 
 class Packed(Struct, frozen=True, tag="packed", forbid_unknown_fields=True):
