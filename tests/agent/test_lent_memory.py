@@ -8,18 +8,24 @@ import numpy as np
 import pytest
 from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, Gate, leased
 
+from kvferry.agent import Agent, AgentConfig, Host
 from kvferry.agent.config import STAGING_BYTES
 from kvferry.agent.lent_memory import LentMemory
+from kvferry.errors import ConfigurationError
 from kvferry.plan.copies import Copies, Direction
+from kvferry.plan.describe import describe
+from kvferry.plan.model import attention
 from kvferry.plan.staged import Strategy
 from kvferry.session.events import Failed, Fetched, SourceFree
 from kvferry.session.ways import StagingPolicy
 from kvferry.transport.base import Memory
 from kvferry.transport.cma import CrossMemoryTransport
+from kvferry.transport.opening import open_transports
 from kvferry.transport.probe import room_bytes
 from kvferry.transport.shared_memory import SharedMemory
 
 NUM_BYTES = 1 << 16
+MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)
 PACK = StagingPolicy((Strategy.PACK,), 1 << 12)
 STAGING, PROBE = STAGING_BYTES, room_bytes()
 
@@ -160,3 +166,66 @@ def test_the_probe_stays_in_place_while_a_source_may_test(kept, make_rank, tmp_p
     target.agent.close()
     assert sizes(kept) == [PROBE]
     gate.open()
+
+
+# --- what copies to and from it ---
+
+
+def is_taken(memory):
+    """Whether these addresses belong to a mapping of this process."""
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= memory.address < int(stop, 16) for start, stop in ranges)
+
+
+class Watched:
+    """A mover that writes down whether its memories are still there when it is closed."""
+
+    busy, rings = False, True
+
+    def __init__(self, memories):
+        self.arena = memories[-1]
+        self.was_there = []
+
+    def poll(self):
+        return []
+
+    def close(self):
+        self.was_there.append(is_taken(self.arena))
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_the_mover_ends_before_the_memory_does(is_started):
+    movers = []
+
+    def mover(memories, _ring):
+        movers.append(Watched(memories))
+        return movers[-1]
+
+    (layout,) = describe(MODEL, SOURCE, 1 << 20)
+    host, opened = Host((layout,), (), lambda _notice: None, mover), open_transports("tcp")
+    agent = Agent(AgentConfig("p0", transport="tcp"), host, opened.transports, opened.unavailable)
+    (watched,) = movers
+    if is_started:
+        agent.start()
+    assert is_taken(watched.arena)
+    agent.close()
+    assert all(watched.was_there)
+    assert watched.was_there
+    assert not is_taken(watched.arena)
+
+
+def test_a_mover_is_closed_when_the_agent_comes_to_nothing():
+    movers = []
+
+    def mover(memories, _ring):
+        movers.append(Watched(memories))
+        return movers[-1]
+
+    # A part of the regions can be registered, and the others cannot: that is seen after the mover was made.
+    (layout,) = describe(MODEL, SOURCE, 1 << 20)
+    region = layout.regions[0]
+    host = Host((layout,), (Memory(region.address, region.size_bytes, -1),), lambda _notice: None, mover)
+    opened = open_transports("tcp")
+    with pytest.raises(ConfigurationError, match="others cannot"):
+        Agent(AgentConfig("p0", transport="tcp"), host, opened.transports, opened.unavailable)
+    assert movers[0].was_there[0]

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from typing import TypeVar
 
 from kvferry import __version__
 from kvferry.agent.carrier import Carrier
@@ -20,7 +21,7 @@ from kvferry.agent.config import AgentConfig, Host
 from kvferry.agent.control import Arrival, ControlChannel
 from kvferry.agent.digests import Digester, HostBytes
 from kvferry.agent.knocks import Knocks
-from kvferry.agent.lent_memory import LentMemory
+from kvferry.agent.lent_memory import Arena
 from kvferry.agent.meeting import Met
 from kvferry.agent.ourselves import ourselves_of
 from kvferry.agent.own_probe import allocate_probe, describe_probe
@@ -34,6 +35,7 @@ from kvferry.session.introduction import Identity
 from kvferry.session.source import SourceSession
 from kvferry.session.target import TargetSession
 from kvferry.transport.base import Transport
+from kvferry.transport.memory_kind import HOST
 from kvferry.wire.codec import decode, encode
 from kvferry.wire.messages import Message, Party, Reason, Reference, Refusal
 
@@ -50,6 +52,7 @@ DIGEST_BYTES = 16 << 20
 
 logger = logging.getLogger(__name__)
 
+_Lent = TypeVar("_Lent", bound=Arena)
 _SourceEvent = e.LeaseWanted | e.LeaseGrown | e.LeaseWithdrawn
 _TargetEvent = e.HoldWanted | e.FetchWanted | e.AbortWanted
 _Work = e.Post | e.Cancel | e.Digest | e.DropDigest | e.Knock | e.Acquire | e.Release | e.Stage
@@ -73,12 +76,12 @@ class Agent:
         self._inbox: queue.SimpleQueue[_SourceEvent | _TargetEvent] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-agent", daemon=True)
-        self._still_written: tuple[LentMemory, ...] = ()
+        self._still_written: tuple[Arena, ...] = ()
         with ExitStack() as undo:
             # Closed last: whoever finds nobody at the address knows that nothing of ours moves any more.
             self._control = undo.enter_context(closing(ControlChannel(config.host, config.port, config.token)))
             # Closed after everything that copies.
-            self._arena = self._lent(LentMemory(config.staging_bytes, "kvferry-staging"), undo)
+            self._arena = self._lent(host.arena(config.staging_bytes), undo)
             self._probe = self._lent(allocate_probe(), undo)
             self._carrier = undo.enter_context(closing(_carrier(config, transports, unavailable)))
             self._carrier.register([*host.memories, self._probe.memory, self._arena.memory])
@@ -91,11 +94,12 @@ class Agent:
             identity = self._identity(host)
             self._source = SourceSession(identity, config.timing)
             self._target = TargetSession(ourselves_of(identity, config), config.timing)
-            self._digester = Digester(HostBytes(host.memories, identity.layout.regions))
+            readable = [memory for memory in host.memories if memory.device == HOST]
+            self._digester = Digester(HostBytes(readable, identity.layout.regions))
             self.address = self._control.address
             self._resources = undo.pop_all()
 
-    def _lent(self, memory: LentMemory, undo: ExitStack) -> LentMemory:
+    def _lent(self, memory: _Lent, undo: ExitStack) -> _Lent:
         """Have memory closed by what is known then of those that may still write to it."""
         undo.callback(lambda: memory.close(may_be_written=memory in self._still_written))
         return memory
@@ -206,7 +210,7 @@ class Agent:
             finally:
                 self._notify(e.Stopped())
 
-    def _written_by_peers(self) -> Iterator[LentMemory]:
+    def _written_by_peers(self) -> Iterator[Arena]:
         """Memory of ours into which bytes may still come when nothing of ours runs any more."""
         if self._stager.num_slots:
             yield self._arena

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.agent.digests import lies_in
+from kvferry.agent.lent_memory import Arena, host_arena
 from kvferry.agent.reach import listening_address
 from kvferry.agent.shared_token import NO_TOKEN, SharedToken
 from kvferry.errors import ConfigurationError
@@ -94,12 +95,14 @@ class Host:
 
     Regions that lie in none of `memories` are reached through staging memory only. `mover` makes what copies between
     them, the memories and staging memory: it is given all registered memory, and what to call when a copy has ended.
+    `arena` makes staging memory of so many bytes: the host's, or that of the device where transports register it.
     """
 
     layouts: tuple[Layout, ...]
     memories: tuple[Memory, ...]
     notify: Callable[[Notice], None]
     mover: Callable[[Sequence[Memory], Callable[[], None]], Mover] = near_mover
+    arena: Callable[[int], Arena] = host_arena
 
     def is_staged(self, rank: int) -> bool:
         """Whether a region of this rank is no registered memory. Raises ConfigurationError when only a part is."""

@@ -6,14 +6,30 @@ all those that a network card carries out: whoever got the same addresses next w
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from kvferry.transport.base import Memory
 from kvferry.transport.shared_memory import SharedMemory, allocate_shared
 
-__all__ = ["LentMemory"]
+__all__ = ["Arena", "LentMemory", "host_arena"]
 
 # Addresses that peers may still write to. No message says when that is over, as nobody of ours is left to receive it:
 # so they stay taken for the rest of the process's life. What they cost is a file descriptor, not the memory.
 _kept: list[SharedMemory] = []
+
+
+class Arena(Protocol):
+    """Memory that peers are told of, of the host or of a device: whoever brings it knows how to keep it."""
+
+    @property
+    def memory(self) -> Memory:
+        """What transports register."""
+        ...
+
+    def close(self, may_be_written: bool) -> None:
+        """Free it, unless a peer may still write to it: then nothing else may get its addresses while this process
+        lives. Called when nothing of ours copies any more. Safe to call twice: the first word counts."""
+        ...
 
 
 class LentMemory:
@@ -34,12 +50,14 @@ class LentMemory:
         return self._shared.buffer
 
     def close(self, may_be_written: bool) -> None:
-        """Unmap it, unless a peer may still write to it. To be called when nothing of ours copies any more.
-
-        Safe to call twice: the first word counts.
-        """
+        """See `Arena`. What is kept takes addresses and no memory."""
         if may_be_written and self.memory.shared_fd >= 0:
             self._shared.abandon()
             _kept.append(self._shared)
         else:
             self._shared.close()
+
+
+def host_arena(num_bytes: int) -> Arena:
+    """Staging memory of the host. Raises TransportError when there is not enough memory."""
+    return LentMemory(num_bytes, "kvferry-staging")

@@ -7,10 +7,19 @@ means that the engine's own blocks are registered; `cpu` that everything goes th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["check_pair", "devices", "register_device"]
+__all__ = ["StagingMemory", "check_pair", "check_staging", "devices", "register_device", "staging_memory_named"]
+
+
+class StagingMemory(StrEnum):
+    """Where staging memory lies: the host's goes with every device, the device's keeps bytes off the host's memory."""
+
+    HOST = "host"
+    DEVICE = "device"
+
 
 BUILT_IN = {
     "cpu": ("cpu",),
@@ -65,6 +74,26 @@ def check_pair(device: str, buffer_device: str) -> None:
             found=f"buffer device {buffer_device!r}",
             expected=_listed(known[device]),
             hint=f"set the buffer device to {known[device][0]!r}",
+        )
+
+
+def staging_memory_named(name: str) -> StagingMemory:
+    """Raises ConfigurationError for another name."""
+    try:
+        return StagingMemory(name)
+    except ValueError as error:
+        raise ConfigurationError("no such staging memory", found=name, expected=_listed(list(StagingMemory))) from error
+
+
+def check_staging(device: str, buffer_device: str, where: StagingMemory) -> None:
+    """Raises ConfigurationError when staging memory of an engine on `device` cannot lie there: peers reach the
+    device's only where transports register it."""
+    if where is StagingMemory.DEVICE and (device == "cpu" or buffer_device != device):
+        raise ConfigurationError(
+            "staging memory can only lie on a device whose memory is registered",
+            found=f"device {device!r}, buffer device {buffer_device!r}",
+            expected="a device other than 'cpu' that is its own buffer device",
+            hint="set staging_memory to 'host', or the buffer device to the engine's device",
         )
 
 

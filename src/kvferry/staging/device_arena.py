@@ -1,0 +1,42 @@
+"""Staging memory on a device: gathers and scatters stay inside it, the wire goes from device to device."""
+
+from __future__ import annotations
+
+import torch
+
+from kvferry.errors import TransportError
+from kvferry.transport.base import Memory
+
+__all__ = ["DeviceArena"]
+
+# What peers may still write to stays the process's for the rest of its life, as nothing says when that is over. Given
+# back, it would soon be a tensor of the engine's.
+_kept: list[torch.Tensor] = []
+
+
+class DeviceArena:
+    """Zeroed memory of a device until `close`. `memory` is what transports register, named as they call the device."""
+
+    __slots__ = ("_tensors", "memory")
+
+    def __init__(self, num_bytes: int, device: torch.device, name: str) -> None:
+        """Wait until the device is done with it: peers do not ask its streams. Raises TransportError when there is not
+        enough memory."""
+        try:
+            tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            torch.get_device_module(device).synchronize()
+        except RuntimeError as error:
+            raise TransportError(
+                f"cannot allocate {num_bytes:,} bytes of {name} memory for staging",
+                found=str(error),
+                hint="leave the device more memory beside the engine's, or set staging_memory to 'host'",
+            ) from error
+        self.memory = Memory(tensor.data_ptr(), num_bytes, -1, name, device.index or 0)
+        self._tensors = [tensor]
+
+    def close(self, may_be_written: bool) -> None:
+        """Give it back, or keep it for ever where a peer may still write to it. To be called when nothing of ours
+        copies any more. Safe to call twice: the first word counts."""
+        tensors, self._tensors = self._tensors, []
+        if may_be_written:
+            _kept.extend(tensors)
