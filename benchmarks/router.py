@@ -17,7 +17,7 @@ from typing import Any
 
 import uvloop
 from measuring import machine, say
-from router_load import Load, Outcome, percentile, run
+from router_load import TROUBLES, Load, Outcome, percentile, run
 from router_subjects import Subject, cpu_s, engine, rss_bytes, started, subjects
 
 ROUTER_CORE, LOAD_CORE = 0, 1
@@ -70,19 +70,25 @@ def streams(port: int, pid: int) -> dict[str, Any]:
     }
 
 
-def soak(port: int, pid: int, seconds: float, rate: float) -> dict[str, Any]:
-    """Memory while requests come. Growth is of the second half: the first fills pools and caches."""
-    samples, errors, began = [], 0, time.perf_counter()
+def soak(port: int, pid: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Memory while requests come, some in trouble. Growth is of the second half: the first fills pools and caches."""
+    seconds, rate = options.soak_s, options.soak_rate
+    samples, errors, first_error, began = [], 0, [], time.perf_counter()
     while time.perf_counter() - began < seconds:
-        found = ask(Load((port,), int(rate * 10), rate, LATENCY_TOKENS))
+        seed = len(samples)
+        found = ask(Load((port,), int(rate * 10), rate, LATENCY_TOKENS, seed=seed, trouble=options.soak_trouble))
         errors += len(found.errors)
+        first_error = first_error or found.errors[:1]
         samples.append(rss_bytes(pid))
         say(f"  {time.perf_counter() - began:.0f} s: {samples[-1] / 2**20:.1f} MiB, {errors} errors")
     half = samples[len(samples) // 2]
     return {
         "seconds": seconds,
         "requests_per_s": rate,
+        "in_trouble": options.soak_trouble,
+        "troubles": TROUBLES,
         "errors": errors,
+        "first_error": first_error,
         "samples_mib": [round(sample / 2**20, 2) for sample in samples],
         "growth_in_second_half_bytes": samples[-1] - half,
     }
@@ -105,7 +111,7 @@ def measure(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
             elif part == "streams":
                 found[part] = streams(port, pid)
             else:
-                found[part] = soak(port, pid, options.soak_s, options.soak_rate)
+                found[part] = soak(port, pid, options)
         say(f"{subject.name}: {part}: {json.dumps(found[part])}")
     return found
 
@@ -120,6 +126,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=["latency", "streams"], choices=["latency", "streams", "soak"])
     parser.add_argument("--soak-s", type=float, default=600.0)
     parser.add_argument("--soak-rate", type=float, default=RATE / 2)
+    parser.add_argument("--soak-trouble", type=float, default=0.05)
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     os.sched_setaffinity(0, {LOAD_CORE})

@@ -1,7 +1,8 @@
 """A server that streams and computes nothing: what a router is measured against costs as little as it can.
 
 `python benchmarks/router_engine.py TOKENS GAP_MS` prints its port. It speaks HTTP/1.1 and the two legs of vLLM's
-connectors: a prefill leg gets `kv_transfer_params` at once, everything else so many events, so far apart.
+connectors: a prefill leg gets `kv_transfer_params` at once, everything else so many events, so far apart. Where a
+prompt says so (`FAIL`, `CUT`), a prefill leg gets 500 and a stream breaks off in its middle.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Connection(asyncio.Protocol):
         self._num_tokens, self._gap_s = num_tokens, gap_s
         self._received = b""
         self._left = 0
+        self._cut_at = -1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -81,14 +83,19 @@ class Connection(asyncio.Protocol):
         elif not path.startswith(b"/v1/"):
             self._transport.write(whole(b"404 Not Found", b"{}"))
         elif b'"do_remote_decode":true' in body.replace(b" ", b""):
-            self._transport.write(whole(b"200 OK", PREFILLED))
+            is_failing = b"FAIL" in body
+            self._transport.write(whole(b"500 No", b"{}") if is_failing else whole(b"200 OK", PREFILLED))
         else:
+            self._cut_at = self._num_tokens // 2 if b"CUT" in body else -1
             self._transport.write(STREAM)
             self._left = self._num_tokens
             self._token()
 
     def _token(self) -> None:
         if self._transport.is_closing():
+            return
+        if self._left == self._cut_at:
+            self._transport.abort()
             return
         if not self._left:
             self._transport.write(chunk(END) + b"0\r\n\r\n")

@@ -14,13 +14,17 @@ from router_alarm import Alarm
 __all__ = ["Load", "Outcome", "percentile", "run"]
 
 TIMEOUT_S = 60.0
+NONE = "none"
+TROUBLES = ("the client leaves", "prefill fails", "the stream breaks off", "the body is no JSON")
+MARKS = {"prefill fails": "FAIL", "the stream breaks off": "CUT"}
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """Ask `legs`, ports that are asked one after the other, `rate` times a second for `num` requests.
 
-    One leg is a router, two are a prefill and a decode engine. `rate` 0 begins all requests within `ramp_s`.
+    One leg is a router, two are a prefill and a decode engine. `rate` 0 begins all requests within `ramp_s`. A share
+    of `trouble` of them has one of `TROUBLES` each.
     """
 
     legs: tuple[int, ...]
@@ -29,11 +33,13 @@ class Load:
     num_tokens: int
     ramp_s: float = 0.0
     seed: int = 1
+    trouble: float = 0.0
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Times in seconds. An error is an answer with another status, too few tokens, or no `[DONE]`.
+    """Times in seconds. An error is an answer that is not what its request has to get: all tokens and `[DONE]`, or
+    where the engine breaks off an error event instead, or 400 for what is no JSON.
 
     `late_s` is how much later than meant the generator sent each request: as late, it notices what comes.
     """
@@ -65,35 +71,37 @@ async def run(load: Load) -> Outcome:
             await alarm.until(due_s)
             outcome.late_s.append(time.monotonic() - due_s)
             # A late generator is no delay of the router: the clock of a request begins when it is sent.
-            tasks.append(asyncio.create_task(_one(load, outcome)))
+            trouble = chooser.choice(TROUBLES) if chooser.random() < load.trouble else NONE
+            tasks.append(asyncio.create_task(_one(load, trouble, outcome)))
         await asyncio.gather(*tasks)
     gc.enable()
     return outcome
 
 
-async def _one(load: Load, outcome: Outcome) -> None:
+async def _one(load: Load, trouble: str, outcome: Outcome) -> None:
     outcome.num_open += 1
     outcome.most_open = max(outcome.most_open, outcome.num_open)
     began = time.perf_counter()
     try:
         async with asyncio.timeout(TIMEOUT_S):
             for port in load.legs[:-1]:
-                await _ask(port, _body(True), load.num_tokens)
-            outcome.first_s.append(await _ask(load.legs[-1], _body(False), load.num_tokens) - began)
+                await _ask(port, _body(True), load.num_tokens, NONE)
+            body = b"{" if trouble == "the body is no JSON" else _body(False, MARKS.get(trouble, ""))
+            outcome.first_s.append(await _ask(load.legs[-1], body, load.num_tokens, trouble) - began)
     except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
         outcome.errors.append(repr(error)[:200])
     finally:
         outcome.num_open -= 1
 
 
-def _body(is_prefill: bool) -> bytes:
+def _body(is_prefill: bool, mark: str = "") -> bytes:
     more = {"kv_transfer_params": {"do_remote_decode": True}, "max_tokens": 1} if is_prefill else {"stream": True}
     return json.dumps(
-        {"model": "fake", "prompt": "When does the ferry leave? " * 15, "max_tokens": 64, **more}
+        {"model": "fake", "prompt": "When does the ferry leave? " * 15 + mark, "max_tokens": 64, **more}
     ).encode()
 
 
-async def _ask(port: int, body: bytes, num_tokens: int) -> float:
+async def _ask(port: int, body: bytes, num_tokens: int, trouble: str) -> float:
     """The time of the first byte of the body; raises ValueError when the answer is not whole."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
@@ -101,11 +109,15 @@ async def _ask(port: int, body: bytes, num_tokens: int) -> float:
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         answer = await reader.readuntil(b"\r\n\r\n")
-        if b" 200 " not in answer.partition(b"\r\n")[0]:
+        status = b" 400 " if trouble == "the body is no JSON" else b" 200 "
+        if status not in answer.partition(b"\r\n")[0]:
             raise ValueError(answer.partition(b"\r\n")[0].decode())
         first = await reader.read(1 << 16)
         at = time.perf_counter()
-        if b"text/event-stream" in answer or b'"kv_transfer_params"' not in first:
+        is_stream = b"text/event-stream" in answer or b'"kv_transfer_params"' not in first
+        if trouble == "the stream breaks off":
+            await _to_error(reader, first)
+        elif is_stream and trouble in (NONE, "prefill fails"):
             await _to_end(reader, first, num_tokens)
         return at
     finally:
@@ -122,3 +134,9 @@ async def _to_end(reader: asyncio.StreamReader, piece: bytes, num_tokens: int) -
         tail = tail[-16:] + piece
     if found != num_tokens:
         raise ValueError(f"{found} tokens, expected {num_tokens}")
+
+
+async def _to_error(reader: asyncio.StreamReader, piece: bytes) -> None:
+    body = piece + await reader.read(-1)
+    if b"[DONE]" in body or b'"upstream_broke_off"' not in body:
+        raise ValueError(f"a stream that broke off ended in {body[-200:]!r}")

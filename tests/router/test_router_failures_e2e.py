@@ -358,17 +358,33 @@ def test_an_instance_that_comes_back_is_used_again():
     run(main)
 
 
-def test_a_hiccup_is_probed_at_once():
-    """With an hour between probes, an instance that dropped one connection is back as soon as it answers."""
+def test_an_instance_that_drops_one_connection_is_probed_at_once_and_serves_others():
+    """With an hour between probes."""
+
+    async def main():
+        d = decode_engine("d0", resetting)
+        async with cluster([], [d]) as c:
+            d.probed.clear()
+            assert (await c.complete()).status == 502
+            d.behave = failing(418, "alive")
+            assert (await c.complete()).status == 418
+            await wait_for(d.probed)
+
+    run(main)
+
+
+def test_an_instance_that_is_gone_after_a_hiccup_is_found_out_at_once():
+    """With an hour between probes."""
 
     async def main():
         d = decode_engine("d0", resetting)
         async with cluster([], [d]) as c:
             assert (await c.complete()).status == 502
-            while not c.app.state.membership.healthy(Role.DECODE):
+            d.health_status = 500
+            assert (await c.complete()).status == 502
+            while c.app.state.membership.healthy(Role.DECODE):
                 await c.until_health_changes()
-            d.behave = failing(418, "alive")
-            assert (await c.complete()).status == 418
+            assert (await c.complete()).status == 503
 
     run(main)
 

@@ -14,6 +14,7 @@ from kvferry.router.upstream import (
     DEADLINE,
     FAILURES,
     GONE,
+    RESET,
     STALL,
     WORDS,
     Exchange,
@@ -140,5 +141,7 @@ class Leg:
         reason = reason_of(error, timeout_reason)
         self.trouble = f" ({error!r})"
         if reason in GONE:
-            self._services.membership.doubt(self.instance, reason)
+            self._services.membership.lose(self.instance, reason)
+        elif reason == RESET:
+            self._services.membership.doubt()
         return Failed(reason, WORDS[reason])

@@ -41,7 +41,7 @@ class Membership:
     """All instances. Belongs to the app's event loop.
 
     `changed` is set at each change of health, for whoever clears it and waits. `doubted` is set when traffic
-    found an instance dead or a new one came, so that the prober looks at once and does not wait for its interval.
+    found something wrong with an instance or a new one came, so that the prober looks at once, whatever its interval.
     """
 
     def __init__(
@@ -188,9 +188,13 @@ class Membership:
         """This router has been told to end: it is not ready any more, but it answers what comes."""
         self.draining = True
 
-    def doubt(self, instance: Instance, reason: str) -> None:
+    def lose(self, instance: Instance, reason: str) -> None:
         """Traffic found it dead: down until a probe says otherwise, and that soon."""
         self.probed(instance, Verdict.DOWN, reason)
+        self.doubt()
+
+    def doubt(self) -> None:
+        """Have all instances probed soon: something may be wrong with one, or is over."""
         self.doubted.set()
 
     def arrived(self, pair: Pair) -> None:

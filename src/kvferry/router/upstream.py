@@ -11,13 +11,13 @@ from kvferry.router.headers import Headers
 from kvferry.router.pool import Origin, Pool, origin_of
 from kvferry.router.reply import Reply
 
-__all__ = ["DEADLINE", "FAILURES", "GONE", "STALL", "WORDS", "Exchange", "Outgoing", "reason_of"]
+__all__ = ["DEADLINE", "FAILURES", "GONE", "RESET", "STALL", "WORDS", "Exchange", "Outgoing", "reason_of"]
 
 REFUSED, CONNECT_TIMEOUT, RESET, MALFORMED = "refused", "connect_timeout", "reset", "malformed"
 DEADLINE, STALL = "deadline", "stall"
 
-# The reasons that say something about the instance rather than about one request.
-GONE = frozenset((REFUSED, CONNECT_TIMEOUT, RESET))
+# The reasons that say that nobody is there. A connection that breaks may be the end of one request alone.
+GONE = frozenset((REFUSED, CONNECT_TIMEOUT))
 
 # What a client is told. The error itself names hosts and ports of the inside, so it goes to the log.
 WORDS = {
