@@ -68,6 +68,11 @@ def test_who_moves_a_cache(extra, direction, may_turn):
     assert (found.direction, found.may_turn) == (direction, may_turn)
 
 
+def test_where_staging_memory_lies():
+    assert settings().staging_memory == "host"
+    assert settings({"staging_memory": "device"}).staging_memory == "device"
+
+
 def test_the_token_is_named_by_its_file():
     assert settings().token_file == ""
     assert settings({"token_file": "/run/secrets/kvferry"}).token_file == "/run/secrets/kvferry"
@@ -104,6 +109,7 @@ def test_the_stock_connectors_keys_are_accepted(monkeypatch, caplog):
         ({"backends": ["GDS"]}, "GDS"),
         ({"token_file": 7}, "token_file"),
         ({"transprot": "tcp"}, "transprot"),
+        ({"staging_memory": "vram"}, "staging memory"),
         ({"transfer_direction": "sideways"}, "direction"),
     ],
 )

@@ -8,15 +8,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvferry.agent import Host, Notice
+from kvferry.agent.lent_memory import Arena, host_arena
 from kvferry.connectors.vllm.describe import Described
 from kvferry.errors import ConfigurationError
 from kvferry.plan.layout import Layout
+from kvferry.staging.device_arena import DeviceArena
 from kvferry.staging.device_mover import DeviceMover
 from kvferry.staging.device_plugins import load_devices
-from kvferry.staging.devices import check_pair
+from kvferry.staging.devices import StagingMemory, check_pair, check_staging
 from kvferry.staging.pinned import CudaRuntime, Pinned
 from kvferry.staging.side_stream import SideStream
 from kvferry.transport.base import Memory
+from kvferry.transport.memory_kind import HOST
 from kvferry.transport.pieces import Pieces
 
 __all__ = ["Buffers", "buffers_of"]
@@ -24,42 +27,54 @@ __all__ = ["Buffers", "buffers_of"]
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """The device that caches lie on, by kvferry's name, and whose memory transports register."""
+    """The device that caches lie on, by kvferry's name, whose memory transports register, and where staging lies."""
 
     device: torch.device
     name: str
     buffer_device: str
+    staging: StagingMemory = StagingMemory.HOST
 
     def host(self, described: Described, layouts: tuple[Layout, ...], notify: Callable[[Notice], None]) -> Host:
         """How the agent gets at the caches; called on the engine's thread, behind whose work copies have to wait."""
         if self.name == "cpu":
             return Host(layouts, described.memories, notify)
-        on_device = [
+        on_device = tuple(
             replace(memory, device=self.name, device_id=self.device.index or 0) for memory in described.memories
-        ]
+        )
         stream = SideStream(self.device, torch.cuda.current_stream(self.device))
 
         def mover(near: Sequence[Memory], ring: Callable[[], None]) -> DeviceMover:
-            in_host = [memory for memory in near if memory.device == "cpu"]
-            pieces = Pieces.of([(memory.address, memory.size_bytes) for memory in (*on_device, *in_host)])
+            known = dict.fromkeys((*on_device, *near))
+            pieces = Pieces.of([(memory.address, memory.size_bytes) for memory in known])
+            in_host = [memory for memory in near if memory.device == HOST]
             return DeviceMover(stream, pieces, [Pinned(CudaRuntime(self.device), in_host)])
 
-        return Host(layouts, tuple(on_device) if self.buffer_device == self.name else (), notify, mover)
+        registered = on_device if self.buffer_device == self.name else ()
+        return Host(layouts, registered, notify, mover, self._arena)
+
+    def _arena(self, num_bytes: int) -> Arena:
+        if self.staging is StagingMemory.DEVICE:
+            return DeviceArena(num_bytes, self.device, self.name)
+        return host_arena(num_bytes)
 
 
-def buffers_of(caches: Mapping[str, torch.Tensor], buffer_device: str) -> Buffers:
-    """Of the device that vLLM's caches lie on, and its `kv_buffer_device`.
+def buffers_of(
+    caches: Mapping[str, torch.Tensor], buffer_device: str, staging: StagingMemory = StagingMemory.HOST
+) -> Buffers:
+    """Of the device that vLLM's caches lie on, its `kv_buffer_device`, and where staging memory is wanted.
 
-    Raises ConfigurationError for two that do not go together, and for a device that nothing here can copy on.
+    Raises ConfigurationError for what does not go together, and for a device that nothing here can copy on.
     """
     device = next(iter(caches.values())).device
     if device.type == "cpu":
+        check_staging("cpu", "cpu", staging)
         return Buffers(device, "cpu", "cpu")
     name = "rocm" if device.type == "cuda" and torch.version.hip else device.type
     # vLLM calls it cuda wherever torch does.
     wanted = name if buffer_device == device.type else buffer_device
     load_devices()
     check_pair(name, wanted)
+    check_staging(name, wanted, staging)
     if device.type != "cuda":
         raise ConfigurationError(
             f"vLLM's caches on {name} cannot be reached yet",
@@ -67,4 +82,4 @@ def buffers_of(caches: Mapping[str, torch.Tensor], buffer_device: str) -> Buffer
             expected="a cpu, or a device of CUDA or ROCm",
             hint="staging memory would have to be pinned for this device",
         )
-    return Buffers(device, name, wanted)
+    return Buffers(device, name, wanted, staging)

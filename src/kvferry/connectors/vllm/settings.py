@@ -15,6 +15,7 @@ from kvferry.errors import ConfigurationError
 from kvferry.plan.copies import Direction, direction_named, may_turn
 from kvferry.plan.digest import Policy, policy_named
 from kvferry.session.ways import StagingPolicy
+from kvferry.staging.devices import StagingMemory, staging_memory_named
 
 __all__ = ["Settings", "check_version", "settings_of", "speak_like_vllm"]
 
@@ -27,6 +28,7 @@ KNOWN_KEYS = (
     "host",
     "kv_lease_duration",
     "port",
+    "staging_memory",
     "strategy",
     "token_file",
     "transfer_direction",
@@ -54,6 +56,7 @@ class Settings:
     buffer_device: str = "cpu"
     digest: Policy = Policy.SAMPLED
     staging: StagingPolicy = field(default_factory=lambda: staging_named("auto"))
+    staging_memory: StagingMemory = StagingMemory.HOST
     direction: Direction = Direction.READ
     may_turn: bool = True
     is_loss_fatal: bool = False
@@ -100,6 +103,7 @@ def settings_of(config: VllmConfig) -> Settings:
         buffer_device=transfer.kv_buffer_device or "cpu",
         digest=policy_named(str(extra.get("digest", Policy.SAMPLED))),
         staging=staging_named(str(extra.get("strategy", "auto"))),
+        staging_memory=staging_memory_named(str(extra.get("staging_memory", StagingMemory.HOST))),
         direction=direction_named(direction),
         may_turn=may_turn(direction),
         is_loss_fatal=transfer.kv_load_failure_policy == "fail",

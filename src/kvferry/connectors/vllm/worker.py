@@ -93,7 +93,7 @@ class Worker:
         described = describe(self._kv_cache_config, kv_caches, facts)
         everyone, rank = _meet(_Introduction(new_epoch(), described.layout), self._config.parallel_config.world_size)
         layouts = tuple(introduction.layout for introduction in everyone)
-        buffers = buffers_of(kv_caches, self._settings.buffer_device)
+        buffers = buffers_of(kv_caches, self._settings.buffer_device, self._settings.staging_memory)
         place = buffers.name, buffers.buffer_device
         opened = open_transports(self._settings.transport, self._settings.host, *place)
         agent_config = AgentConfig(
