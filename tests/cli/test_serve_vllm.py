@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from kvferry.cli import main
 from kvferry.cli.serve_vllm import VllmOptions, vllm_command
+from kvferry.connectors.vllm_doors import Doors, doors
 
 DEADLINE_S = 60.0
 STAND_IN = """
@@ -60,6 +62,16 @@ def test_the_command_line_names_our_connector():
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {"transport": "tcp", "port": 7000},
     }
+
+
+def test_our_router_finds_the_doors_that_it_knows():
+    command = vllm_command(OPTIONS, 1)
+    assert after(command, "--middleware") == f"{Doors.__module__.rpartition('.')[0]}.{Doors.__name__}"
+    module, _, name = after(command, "--worker-extension-cls").rpartition(".")
+    assert module == "kvferry.connectors.vllm.extension"
+    # It needs vLLM to be imported.
+    source = Path(doors.__file__).parents[1] / "vllm" / "extension.py"
+    assert f"class {name}:" in source.read_text()
 
 
 def test_leases_and_draining_are_vllms_own_unless_chosen():

@@ -16,6 +16,7 @@ from kvferry.connectors.params import to_params
 from kvferry.connectors.vllm_doors import Doors
 from kvferry.connectors.vllm_doors.arrivals import Arrival, Arrivals
 from kvferry.connectors.vllm_doors.legs import leg_name
+from kvferry.connectors.vllm_doors.workers import Workers
 from kvferry.router.answers import lost_cache
 from kvferry.router.timing import told_phases
 from kvferry.wire.messages import Reference
@@ -289,6 +290,28 @@ def test_a_release_is_passed_to_the_workers(answers):
     served.ask("/kvferry/release", RELEASE_BODY)
     assert served.answer == (200, {"released": "released" in answers})
     assert served.seen == [("kvferry_release", ("p", "epoch", "cmpl-r-0-12345678", "lease"))]
+
+
+def test_releases_are_passed_on_one_by_one():
+    """Anybody may send them, and vLLM stops computing for each."""
+    open_calls, most = set(), []
+
+    async def collective_rpc(method, args):
+        open_calls.add(args)
+        most.append(len(open_calls))
+        await asyncio.sleep(0)
+        open_calls.remove(args)
+        return ["released"]
+
+    async def release_all():
+        state = Vllm().state
+        state.engine_client.collective_rpc = collective_rpc
+        workers = Workers()
+        references = [Reference("p", "epoch", f"r-{i}", "lease") for i in range(5)]
+        return await asyncio.gather(*(workers.release(state, reference) for reference in references))
+
+    assert asyncio.run(release_all()) == [True] * 5
+    assert most == [1] * 5
 
 
 @pytest.mark.parametrize("reason", ["wrong_engine", "wrong_epoch"])

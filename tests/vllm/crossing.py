@@ -20,7 +20,7 @@ from servers import ENVIRONMENT
 
 from kvferry.cli.processes import Child, Command
 
-__all__ = ["Crossing", "Engine", "Prompt", "across", "alone", "body", "crossing", "metric", "post", "route"]
+__all__ = ["Crossing", "Engine", "Prompt", "across", "alone", "body", "crossing", "get", "metric", "post", "route"]
 
 READY_S = 300.0
 ANSWER_S = 300.0
@@ -108,7 +108,7 @@ def across(source: Engine, target: Engine, prompt: Prompt) -> dict[str, Any]:
 
 
 def post(url: str, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
-    """The answer as JSON; fails with the body of an error."""
+    """The answer as JSON, with `path` and `cache` of its headers; fails with the body of an error."""
     parts = urlsplit(url)
     connection = HTTPConnection(parts.hostname or "", parts.port, timeout=ANSWER_S)
     try:
@@ -118,8 +118,15 @@ def post(url: str, body: dict[str, Any], path: str = "/v1/completions") -> dict[
     finally:
         connection.close()
     assert response.status == 200, text
-    found: dict[str, Any] = json.loads(text) | {"path": response.headers.get("x-kvferry-path", "")}
+    told = {name: response.headers.get(f"x-kvferry-{name}", "") for name in ("path", "cache")}
+    found: dict[str, Any] = json.loads(text) | told
     return found
+
+
+def get(url: str) -> Any:
+    """The JSON at an address."""
+    with urllib.request.urlopen(url, timeout=60) as response:
+        return json.loads(response.read())
 
 
 def body(prompt: Prompt, num_tokens: int) -> dict[str, Any]:

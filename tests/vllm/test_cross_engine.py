@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from answers import EXTERNAL_HITS, FIRST_PLAIN_TOKEN
-from crossing import Crossing, Prompt, across, alone, body, crossing, metric, post, route
+from crossing import Crossing, Prompt, across, alone, body, crossing, get, metric, post, route
 from models import VOCAB_SIZE
 
 # One token, below a block, exactly blocks, one more, beyond a window of 192, and sizes that no block divides.
@@ -80,5 +80,9 @@ def test_our_router_mixes_engines(engines, to_vllm, tmp_path):
     (prompt,) = prompts((129,), f"router {to_vllm}")
     with route(source.url, target.url, tmp_path / "router.log") as url:
         answer = post(url, body(prompt, prompt.num_tokens))
+        members = get(f"{url}/kvferry/members")["members"]
+    # By this the router knows that the two can exchange a cache.
+    assert len({member["cache"] for member in members} - {""}) == 1
+    assert answer["cache"] == "received"
     assert answer["path"] == "disaggregated"
     assert tokens(answer) == tokens(alone(target, prompt))

@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import threading
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 from answers import prompts_of, wait_until_free
-from crossing import metric, route
+from crossing import get, metric, route
 from proxy import REMOTE_DECODE, Question, prefill
 from servers import PLAIN, Pair
 
@@ -45,11 +44,6 @@ def post(url: str, path: str, body: dict[str, Any], request_id: str = "") -> tup
         connection.request("POST", path, json.dumps(body), headers)
         response = connection.getresponse()
         return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
-
-
-def get(url: str, path: str) -> Any:
-    with urllib.request.urlopen(f"{url}{path}", timeout=60) as response:
-        return json.loads(response.read())
 
 
 def asked(question: Question, path: str, num_tokens: int = 4) -> dict[str, Any]:
@@ -130,7 +124,7 @@ def released(pair: Pair, params: dict[str, Any]) -> tuple[int, Any]:
 
 @pytest.mark.parametrize("spec", [PLAIN], ids=str)
 def test_servers_say_who_they_are(pair, spec):
-    told = [get(server.url, "/kvferry/info") for server in pair.servers]
+    told = [get(f"{server.url}/kvferry/info") for server in pair.servers]
     for one in told:
         assert (one["engine"], one["models"], one["wire_version"]) == ("vllm", ["tiny"], str(WIRE_VERSION))
         assert one["version"].startswith("0.32")
@@ -195,16 +189,16 @@ def test_a_pair_whose_caches_do_not_arrive_is_taken_apart_and_its_clients_are_se
         return json.dumps(document | {"kv_transfer_params": outdated(document["kv_transfer_params"])}).encode()
 
     with between(pair.prefill.url, forged) as source, route(source, pair.decode.url, tmp_path / "log") as url:
-        assert get(url, "/kvferry/members")["broken_pairs"] == []
+        assert get(f"{url}/kvferry/members")["broken_pairs"] == []
         for i in range(4):
             question = question_of(f"pair-{i}", seed=i)
             body = asked(question, PATHS[0]) | {"stream": bool(i % 2)}
             status, headers, text = post(url, PATHS[0], body, question.request_id)
             assert (status, headers["x-kvferry-path"]) == (200, "decode-only"), text
-        (broken,) = get(url, "/kvferry/members")["broken_pairs"]
+        (broken,) = get(f"{url}/kvferry/members")["broken_pairs"]
         assert (broken["prefill"], broken["decode"]) == (source, pair.decode.url)
         assert metric(url, "kvferry_router_lost_caches_total") == 3
-        ready = get(url, "/ready")
+        ready = get(f"{url}/ready")
         assert (ready["num_ready_decode"], ready["num_usable_pairs"]) == (1, 0)
     wait_until_free(pair.servers, FREE_S)
 

@@ -21,6 +21,8 @@ class Workers:
 
     def __init__(self) -> None:
         self._facts: dict[str, str] = {}
+        # Anybody may send a release: whatever comes, vLLM is asked once per step at most.
+        self._turn = asyncio.Lock()
 
     async def facts(self, state: Any) -> dict[str, str]:
         """What the first rank tells of its engine. Raises ConfigurationError where it cannot, FerryError."""
@@ -37,7 +39,8 @@ class Workers:
         Raises TransferError for another engine's or another process's, ConfigurationError, FerryError.
         """
         asked = (reference.engine_id, reference.epoch, reference.request_id, reference.lease_id)
-        answers = set(await _ask(state, "kvferry_release", asked))
+        async with self._turn:
+            answers = set(await _ask(state, "kvferry_release", asked))
         for reason, what in FOREIGN.items():
             if reason in answers:
                 raise TransferError(reason, what, hint="send it to the server that answered the prefill")
