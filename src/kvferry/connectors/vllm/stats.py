@@ -27,9 +27,6 @@ class FerryStats(NixlKVConnectorStats):
         super().reset()
         self.data[PHASES], self.data[FETCHES] = [], []
 
-    def is_empty(self) -> bool:
-        return super().is_empty() and not self.data[FETCHES]
-
     def fetched(self, request_id: str, report: FetchReport, peer: str) -> None:
         """One finished fetch from an engine."""
         phases = report.phases_s
