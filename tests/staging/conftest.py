@@ -50,7 +50,10 @@ class Device:
             torch.accelerator.synchronize()
 
 
-@pytest.fixture(params=["cpu", "cuda", "xpu"])
+REAL = [pytest.param(name, marks=pytest.mark.device) for name in ("cuda", "xpu")]
+
+
+@pytest.fixture(params=["cpu", *REAL])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
     if not HAS_TRITON:
         pytest.skip("Triton is not installed (pip install 'kvferry[kernels]')")

@@ -9,7 +9,14 @@ import pytest
 
 from kvferry.errors import ConfigurationError
 from kvferry.staging import devices as table
-from kvferry.staging.devices import check_pair, devices, register_device
+from kvferry.staging.devices import (
+    StagingMemory,
+    check_pair,
+    check_staging,
+    devices,
+    register_device,
+    staging_memory_named,
+)
 
 NAMES = ["cpu", "cuda", "rocm", "tpu", "xpu"]
 ALLOWED = {
@@ -85,3 +92,20 @@ def test_the_table_in_the_documents_is_this_one():
     text = (Path(__file__).parents[2] / "docs/staging.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (`\w+`(?:, `\w+`)*) \|$", text, re.MULTILINE)
     assert {device: tuple(re.findall(r"\w+", buffers)) for device, buffers in rows} == devices()
+
+
+@pytest.mark.parametrize(("device", "buffer_device"), sorted(ALLOWED))
+def test_staging_memory_lies_on_a_device_that_is_its_own_buffer_device(device, buffer_device):
+    check_staging(device, buffer_device, StagingMemory.HOST)
+    if device == buffer_device != "cpu":
+        check_staging(device, buffer_device, StagingMemory.DEVICE)
+        return
+    with pytest.raises(ConfigurationError, match=r"hint: set staging_memory to 'host'") as caught:
+        check_staging(device, buffer_device, StagingMemory.DEVICE)
+    assert f"device {device!r}, buffer device {buffer_device!r}" in caught.value.found
+
+
+def test_staging_memory_has_two_names():
+    assert [staging_memory_named(name) for name in ("host", "device")] == list(StagingMemory)
+    with pytest.raises(ConfigurationError, match="found: vram; expected: 'host' or 'device'"):
+        staging_memory_named("vram")

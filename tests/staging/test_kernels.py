@@ -148,6 +148,7 @@ def check_far(device, flat: torch.Tensor, far: int) -> None:
     assert torch.equal(flat[128:160], flat[:32])
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("device", ["cuda", "xpu"], indirect=True)
 def test_pinned_host_memory_is_read_and_written(device):
     host = noise(4096, "cpu", 4).pin_memory()

@@ -24,7 +24,7 @@ class DeviceArena:
         enough memory."""
         try:
             tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-            torch.get_device_module(device).synchronize()
+            torch.get_device_module(device).synchronize(device)
         except RuntimeError as error:
             raise TransportError(
                 f"cannot allocate {num_bytes:,} bytes of {name} memory for staging",

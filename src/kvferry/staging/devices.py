@@ -82,7 +82,9 @@ def staging_memory_named(name: str) -> StagingMemory:
     try:
         return StagingMemory(name)
     except ValueError as error:
-        raise ConfigurationError("no such staging memory", found=name, expected=_listed(list(StagingMemory))) from error
+        raise ConfigurationError(
+            "no such staging memory", found=name, expected=_listed([str(known) for known in StagingMemory])
+        ) from error
 
 
 def check_staging(device: str, buffer_device: str, where: StagingMemory) -> None:
