@@ -87,8 +87,8 @@ class Vllm:
         for message in self.says:
             await send(message)
 
-    def ask(self, path: str, body: object, headers: dict[str, str] | None = None, method: str = "POST") -> None:
-        """One request, its body in pieces."""
+    def ask(self, path: str, body: object, headers: dict[str, str] | None = None, **scope: str) -> None:
+        """One request, its body in pieces; a POST unless `scope` says something else."""
         encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
         pieces = [encoded[:9], encoded[9:]]
         messages = [{"type": "http.request", "body": piece, "more_body": piece is pieces[0]} for piece in pieces]
@@ -100,8 +100,8 @@ class Vllm:
             self.sent.append(message)
 
         pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in (headers or {}).items()]
-        scope = {"type": "http", "method": method, "path": path, "root_path": "", "headers": pairs, "app": self}
-        asyncio.run(self.doors(scope, receive, send))
+        common = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": pairs, "app": self}
+        asyncio.run(self.doors(common | scope, receive, send))
 
     @property
     def headers(self) -> dict[str, str]:
@@ -132,6 +132,13 @@ def test_an_answer_tells_that_its_cache_was_received_and_how_long_it_took(path, 
     assert served.sent[0]["headers"][: len(says[0]["headers"])] == says[0]["headers"]
     assert served.sent[1:] == says[1:]
     assert json.loads(served.seen[0]) == LEG
+
+
+def test_a_server_may_be_below_a_path_of_its_own():
+    """vLLM's `--root-path`."""
+    served = Vllm(noted={IDS[COMPLETIONS]: FETCHED})
+    served.ask(f"/below{COMPLETIONS}", LEG, {"X-Request-Id": "r"}, root_path="/below")
+    assert served.headers["x-kvferry-cache"] == "received"
 
 
 def test_an_answer_that_was_computed_again_says_so_and_why():
@@ -169,6 +176,8 @@ OTHERS = {
     "no object": {"body": b'["do_remote_prefill"'},
     "half a character": {"body": b'{"do_remote_prefill": "\xed\xa0\x80"}'},
     "a type of its own": {"body": {"kv_transfer_params": {"do_remote_prefill": "yes"}}},
+    "a deep one": {"body": b'{"kv_transfer_params": {"do_remote_prefill": true, "x": ' + b"[" * 100_000},
+    "a large one": {"body": {**LEG, "prompt": "x" * 200}},
     "no id": {"request_id": ""},
     "another id": {"request_id": "s"},
     "several at once": {"noted": {"cmpl-r-0-12345678": LOST, "cmpl-r-0-87654321": FETCHED}},
@@ -178,13 +187,15 @@ OTHERS = {
 
 @pytest.mark.parametrize("says", [WHOLE, STREAM, BROKEN, BROKEN_STREAM], ids=["whole", "streamed", "500", "broken"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_an_answer_of_which_nothing_is_known_passes_unchanged(name, says):
+def test_an_answer_of_which_nothing_is_known_passes_unchanged(name, says, monkeypatch):
+    monkeypatch.setattr("kvferry.connectors.vllm_doors.passage.MAX_BODY_BYTES", 200)
     served = asked(**{"says": says, "noted": {IDS[COMPLETIONS]: LOST}, **OTHERS[name]})
     assert served.sent == says
 
 
-def test_only_the_head_waits_and_only_for_the_first_of_the_body():
-    served, counts = Vllm(noted={IDS[COMPLETIONS]: FETCHED}), []
+@pytest.mark.parametrize(("body", "sent"), [(LEG, [0, 2, 3]), ({"prompt": "x"}, [1, 2, 3])], ids=["leg", "other"])
+def test_only_the_head_waits_and_only_for_the_first_of_the_body(body, sent):
+    served, counts = Vllm(), []
 
     async def app(scope, receive, send):
         await receive()
@@ -195,8 +206,8 @@ def test_only_the_head_waits_and_only_for_the_first_of_the_body():
             counts.append(len(served.sent))
 
     served.doors = Doors(app, served.arrivals)
-    served.ask(COMPLETIONS, LEG, {"X-Request-Id": "r"})
-    assert counts == [0, 2, 3]
+    served.ask(COMPLETIONS, body, {"X-Request-Id": "r"})
+    assert counts == sent
 
 
 def test_an_app_that_fails_before_it_answers_leaves_nothing_behind():
@@ -255,7 +266,7 @@ def test_any_id_is_found_with_and_without_vllms_random_characters(given_id, rand
 def test_ranks_tell_the_slowest_phases_and_any_failure():
     arrivals = Arrivals()
     arrivals.expect("a")
-    for arrival in (Arrival(phases_s={"wire": 1.0}), FATAL, Arrival(phases_s={"wire": 2.0, "verify": 0.5})):
+    for arrival in (Arrival(phases_s={"wire": 2.0}), FATAL, Arrival(phases_s={"wire": 1.0, "verify": 0.5})):
         arrivals.note("a-12345678", arrival)
     assert arrivals.told("a") == Arrival("peer_lost", "it is gone", True, {"wire": 2.0, "verify": 0.5})
 
@@ -274,6 +285,10 @@ def test_two_answers_that_wait_under_one_name_are_not_told_apart():
 
 def test_what_nobody_waits_for_is_not_kept():
     arrivals = Arrivals()
+    arrivals.expect("b")
+    arrivals.note("b-c", LOST)
+    assert arrivals.told("b") is None
+    arrivals.forget("b")
     arrivals.note("a-12345678", LOST)
     arrivals.expect("a")
     assert arrivals.told("a") is None
@@ -326,7 +341,7 @@ MISTAKES = {
     "no object": (b"[", "invalid_request"),
     "not UTF-8": (b'{"kv_transfer_params": {"\xff": 1}}', "invalid_request"),
     "no parameters": ({}, "invalid_request"),
-    "too large": (b" " * (1 << 20) + b"{}", "invalid_request"),
+    "too large": ({"kv_transfer_params": {**PARAMS, "x": "x" * (1 << 20)}}, "invalid_request"),
     "no lease": ({"kv_transfer_params": {**PARAMS, "kvferry": {"epoch": "e", "addresses": ["x"]}}}, "malformed"),
     "half a character": ({"kv_transfer_params": {**PARAMS, "remote_request_id": "\ud800"}}, "invalid_request"),
     "not of kvferry": ({"kv_transfer_params": {"do_remote_prefill": True}}, "malformed"),

@@ -76,7 +76,7 @@ class Arrivals:
             return next(iter(expected.found.values()))
 
     def forget(self, name: str) -> None:
-        """An answer that waited knows what it needs, or is over."""
+        """An answer that waited is over."""
         with self._lock:
             expected = self._expected.get(name)
             if expected is not None:

@@ -39,12 +39,10 @@ async def answer_json(send: Send, status: int, body: object) -> None:
 
 
 async def body_of(receive: Receive, max_bytes: int) -> bytes:
-    """A request's whole body. Raises RequestError for one that is too large; empty when the client has left."""
+    """A request's whole body, or what a client that has left had sent. Raises RequestError if it is too large."""
     parts, size_bytes = [], 0
     while True:
         message = await receive()
-        if message["type"] != "http.request":
-            return b""
         parts.append(message.get("body", b""))
         size_bytes += len(parts[-1])
         if size_bytes > max_bytes:

@@ -44,7 +44,7 @@ class Doors:
         if door in (RELEASE, INFO):
             status, body = await self._opened(door, scope, receive)
             await answer_json(send, status, body)
-        elif scope["method"] == "POST" and path in ANSWER_PATHS:
+        elif path in ANSWER_PATHS:
             await self._pass(path, scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -53,13 +53,15 @@ class Passage:
 
     def close(self) -> None:
         """The request is over, however."""
-        self._forget()
+        if self._name:
+            self._arrivals.forget(self._name)
 
     def _read(self, message: Message) -> None:
         self._body += message.get("body", b"")
         is_whole = not message.get("more_body", False)
-        self._has_asked = is_whole or len(self._body) > MAX_BODY_BYTES
-        if is_whole:
+        is_too_large = len(self._body) > MAX_BODY_BYTES
+        self._has_asked = is_whole or is_too_large
+        if is_whole and not is_too_large:
             self._name = leg_name(self._path, self._request_id, bytes(self._body))
         if self._name:
             self._arrivals.expect(self._name)
@@ -68,7 +70,6 @@ class Passage:
 
     async def _send_head(self, head: Message) -> None:
         arrival = self._arrivals.told(self._name)
-        self._forget()
         if arrival is None:
             await self._send(head)
         elif arrival.is_fatal:
@@ -77,8 +78,3 @@ class Passage:
                 await self._send(message)
         else:
             await self._send(with_headers(head, arrival))
-
-    def _forget(self) -> None:
-        name, self._name = self._name, ""
-        if name:
-            self._arrivals.forget(name)
