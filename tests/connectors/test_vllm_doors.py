@@ -176,7 +176,6 @@ OTHERS = {
     "no object": {"body": b'["do_remote_prefill"'},
     "half a character": {"body": b'{"do_remote_prefill": "\xed\xa0\x80"}'},
     "a type of its own": {"body": {"kv_transfer_params": {"do_remote_prefill": "yes"}}},
-    "a deep one": {"body": b'{"kv_transfer_params": {"do_remote_prefill": true, "x": ' + b"[" * 100_000},
     "a large one": {"body": {**LEG, "prompt": "x" * 200}},
     "no id": {"request_id": ""},
     "another id": {"request_id": "s"},
@@ -249,6 +248,14 @@ def test_the_callers_header_goes_before_the_bodys_id():
     assert leg_name(CHAT, None, body) == "chatcmpl-of-body"
     assert leg_name(COMPLETIONS, "given", body) == "cmpl-given-0"
     assert leg_name(COMPLETIONS, None, json.dumps(LEG).encode()) == ""
+
+
+@pytest.mark.parametrize(
+    "text", ['"x": ' + "[" * 100_000, '"request_id": "\xff"', '"request_id": 7'], ids=["deep", "not UTF-8", "a number"]
+)
+def test_a_body_that_makes_no_sense_is_vllms_to_refuse(text):
+    body = '{"kv_transfer_params": {"do_remote_prefill": true}, ' + text + "}"
+    assert leg_name(CHAT, "given", body.encode("latin-1")) == ""
 
 
 @given(st.text(min_size=1), st.text("0123456789abcdef", min_size=8, max_size=8))
@@ -339,6 +346,7 @@ def test_a_reference_of_another_engine_is_the_callers_mistake(reason):
 
 MISTAKES = {
     "no object": (b"[", "invalid_request"),
+    "deep": (b'{"kv_transfer_params": {"x": ' + b"[" * 100_000, "invalid_request"),
     "not UTF-8": (b'{"kv_transfer_params": {"\xff": 1}}', "invalid_request"),
     "no parameters": ({}, "invalid_request"),
     "too large": ({"kv_transfer_params": {**PARAMS, "x": "x" * (1 << 20)}}, "invalid_request"),
