@@ -15,7 +15,7 @@ from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, Tar
 from kvferry.testing import oracle
 from kvferry.transport.opening import open_transports
 from kvferry.wire.codec import decode, frame_of
-from kvferry.wire.messages import Reason, Reference, Refusal
+from kvferry.wire.messages import WIRE_VERSION, Reason, Reference, Refusal
 
 # An offer whose span ends at 2**64 - 1: more than `len` can say.
 HUGE_SPAN = msgspec.msgpack.encode(
@@ -163,7 +163,7 @@ def test_nonsense_on_the_control_channel_is_refused_and_changes_nothing(make_ran
             b"",
             b"hello",
             b"KF\x09\x80",
-            b"KF\x01\xff",
+            b"KF" + bytes([WIRE_VERSION]) + b"\xff",
             frame_of(b"\x81\xa4type\xa5offer"),
             frame_of(HUGE_SPAN),
         ):

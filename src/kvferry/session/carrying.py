@@ -13,7 +13,6 @@ from kvferry.session.events import (
     Cancel,
     ClaimKey,
     Command,
-    Count,
     Post,
     Reply,
     SlotKey,
@@ -22,6 +21,7 @@ from kvferry.session.events import (
 )
 from kvferry.session.lease import Lease
 from kvferry.session.packing import Packing
+from kvferry.session.refusals import refuse
 from kvferry.session.stretch_writes import STRETCH_BYTES, StretchWrites
 from kvferry.session.targets import Targets
 from kvferry.session.writes import Write
@@ -142,7 +142,7 @@ class Carrying:
             was_open = write.is_open
             yield from _stop(key, write)
             if was_open and not write.is_aborted:
-                yield from _refuse(write.peer, lease.refusal_of_end(key))
+                yield from refuse(write.peer, lease.refusal_of_end(key))
 
 
 def _stop(key: ClaimKey, write: Write | Packing | StretchWrites) -> Iterator[Command]:
@@ -167,11 +167,6 @@ def _changed(write: Packing | StretchWrites, event: Acquired | Staged | TicketEn
 def _say(write: Write | Packing | StretchWrites) -> Iterator[Command]:
     word = write.word()
     if isinstance(word, Refusal):
-        yield from _refuse(write.peer, word)
+        yield from refuse(write.peer, word)
     else:
         yield Reply(write.peer, word)
-
-
-def _refuse(peer: str, refusal: Refusal) -> Iterator[Command]:
-    yield Reply(peer, refusal)
-    yield Count("refusals_sent", refusal.reason)

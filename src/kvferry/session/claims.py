@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 from msgspec.structs import replace
 
 from kvferry.errors import TransferError
 from kvferry.plan.copies import Direction
 from kvferry.plan.staged import Strategy
-from kvferry.session.events import FetchWanted, PeerKey, Send, Timing
+from kvferry.session.events import FetchWanted, Timing
 from kvferry.session.fetch import Fetch, Read, ReadState
-from kvferry.wire.messages import Claim, Party, Reason, Renew
+from kvferry.wire.messages import Claim, Party, Reason
 
-__all__ = ["ASKING", "USING", "WAITING", "claim_of", "overdue", "renewals"]
+__all__ = ["ASKING", "WAITING", "claim_of", "overdue"]
 
 WAITING = (ReadState.CLAIMING, ReadState.EXPOSED, ReadState.MOVING, ReadState.LANDED, ReadState.DIGESTED)
 """States in which a read needs its source to be alive."""
-USING = (ReadState.MOVING, ReadState.LANDED, ReadState.DIGESTED)
-"""States in which it needs its lease."""
 ASKING = (ReadState.LANDED, ReadState.DIGESTED)
 """States in which it wants to hear whether its bytes are valid."""
 
@@ -44,16 +40,3 @@ def overdue(fetch: Fetch, timing: Timing, now: float) -> tuple[TransferError, ..
     ):
         return (TransferError(Reason.DEADLINE, f"the read took longer than {timing.transfer_s:g} s"),)
     return ()
-
-
-def renewals(ours: Party, fetches: Iterable[Fetch], held: Iterable[tuple[PeerKey, str]]) -> Iterator[Send]:
-    """Heartbeats for the leases that are being used or held: one message per peer."""
-    by_peer: dict[PeerKey, list[str]] = {}
-    for fetch in fetches:
-        for key, read in fetch.reads.items():
-            if read.state in USING:
-                by_peer.setdefault(key, []).append(fetch.wanted.reference.lease_id)
-    for key, lease_id in held:
-        by_peer.setdefault(key, []).append(lease_id)
-    for key, lease_ids in by_peer.items():
-        yield Send(key, Renew(ours, tuple(lease_ids)))

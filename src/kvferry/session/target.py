@@ -13,19 +13,15 @@ from collections.abc import Callable, Iterator
 from kvferry.errors import TransferError
 from kvferry.plan.copies import Direction
 from kvferry.plan.staged import Strategy
-from kvferry.session.claims import WAITING, renewals
+from kvferry.session.claims import WAITING
 from kvferry.session.events import (
     AbortWanted,
     Acquired,
     AnswerArrived,
-    Cancel,
-    ClaimKey,
     Command,
     Count,
     Digested,
     Disconnect,
-    DropDigest,
-    Failed,
     FetchWanted,
     HoldWanted,
     Knock,
@@ -36,16 +32,17 @@ from kvferry.session.events import (
     ReadKey,
     SlotKey,
     Staged,
-    TargetFree,
     Tick,
     TicketEnded,
     Timing,
     peers_of,
 )
 from kvferry.session.farewell import Farewells
-from kvferry.session.fetch import Broken, Fetch, ReadState
+from kvferry.session.fetch import Broken, Fetch, ReadState, Step
 from kvferry.session.handshake import Handshakes, Lost, Ourselves, Peer, PeerState
+from kvferry.session.heartbeats import Heartbeats
 from kvferry.session.holds import Holds
+from kvferry.session.quarantine import Quarantine
 from kvferry.session.reading import Reads
 from kvferry.wire.messages import (
     Aborted,
@@ -87,18 +84,18 @@ class TargetSession:
     """Fetches of one rank. Feed it events; do what its commands say."""
 
     def __init__(self, ourselves: Ourselves, timing: Timing) -> None:
-        self._ours = ourselves.party
         self._timing = timing
         self._peers = Handshakes(ourselves, timing)
         self._fetches: dict[str, Fetch] = {}
         self._reads = Reads(ourselves, self._peers, self._fetches, timing)
         self._farewells = Farewells(ourselves.party, self._peers, timing)
         self._holds = Holds(timing.hold_s)
-        self._last_heartbeat = 0.0
+        self._heartbeats = Heartbeats(ourselves.party, self._peers, self._fetches, self._holds, timing)
+        self._quarantine = Quarantine(self._fetches, self._farewells, self._peers)
 
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
         """The commands that follow from an event at time `now`."""
-        handlers: dict[type, Callable[..., Iterator[Command]]] = {
+        handlers: dict[type, Callable[..., Iterator[Step | Lost]]] = {
             HoldWanted: self._hold,
             FetchWanted: self._fetch,
             AbortWanted: self._abort,
@@ -107,12 +104,12 @@ class TargetSession:
             PeerUnreachable: self._unreachable,
             PeerGone: self._gone,
             TicketEnded: self._ticket_ended,
-            Acquired: self._acquired,
+            Acquired: self._reads.staged.acquired,
             Staged: self._staged,
-            Digested: self._digested,
+            Digested: self._reads.digested,
             Tick: self._tick,
         }
-        return list(handlers[type(event)](event, now))
+        return list(self._follow(handlers[type(event)](event, now), now))
 
     def next_deadline(self, now: float) -> float:
         """When `handle(Tick())` is due next; infinity when there is nobody to watch."""
@@ -140,45 +137,49 @@ class TargetSession:
             if any(read.is_exposed and read.strategy is Strategy.DIRECT for read in fetch.reads.values())
         )
 
+    def _follow(self, steps: Iterator[Step | Lost], now: float) -> Iterator[Command]:
+        """What becomes of peers that are lost and fetches that are broken: at once, whatever follows."""
+        for step in steps:
+            if isinstance(step, Lost):
+                yield from self._lose(step.peer, step.error, now)
+            elif isinstance(step, Broken):
+                yield from self._quarantine.fail(step.fetch, step.error, now)
+            else:
+                yield step
+
+    def _lose(self, key: PeerKey, error: TransferError, now: float) -> Iterator[Command]:
+        """Forget a peer and fail everything that depends on it. The next fetch meets it anew."""
+        self._peers.forget(key)
+        self._reads.bindings.forget(key)
+        for fetch in list(self._fetches.values()):
+            if key in fetch.peers and not fetch.failed:
+                yield from self._quarantine.fail(fetch, error, now)
+        yield Disconnect(key)
+
     # --- the engine's side ---
 
-    def _hold(self, event: HoldWanted, now: float) -> Iterator[Command]:
+    def _hold(self, event: HoldWanted, now: float) -> Iterator[Step | Lost]:
         self._holds.add(event, now)
         for key in peers_of(event.reference, event.addresses):
             yield from self._peers.meet(key, now)
 
-    def _fetch(self, event: FetchWanted, now: float) -> Iterator[Command]:
+    def _fetch(self, event: FetchWanted, now: float) -> Iterator[Step | Lost]:
         self._holds.end(event.reference)
         peers = peers_of(event.reference, event.addresses)
         fetch = Fetch(event, peers, began=now)
         self._fetches[event.request_id] = fetch
         for key in peers:
             yield from self._peers.meet(key, now)
-        yield from self._follow(self._reads.claim_when_ready(fetch, now), now)
+        yield from self._reads.claim_when_ready(fetch, now)
 
-    def _abort(self, event: AbortWanted, now: float) -> Iterator[Command]:
+    def _abort(self, event: AbortWanted, now: float) -> Iterator[Step | Lost]:
         fetch = self._fetches.get(event.request_id)
         if fetch is not None and not fetch.failed:
-            yield from self._fail(fetch, TransferError(Reason.ABORTED, "the request was aborted"), now)
+            yield Broken(fetch, TransferError(Reason.ABORTED, "the request was aborted"))
 
     # --- meeting peers ---
 
-    def _welcome(self, peer: Peer, welcome: Welcome, now: float) -> Iterator[Command]:
-        yield from self._follow(self._peers.welcomed(peer, welcome, now), now)
-
-    def _offer(self, peer: Peer, offer: Offer, now: float) -> Iterator[Command]:
-        yield from self._follow(self._peers.offered(peer, offer, now), now)
-
-    def _follow(self, steps: Iterator[Command | Lost | Broken], now: float) -> Iterator[Command]:
-        for step in steps:
-            if isinstance(step, Lost):
-                yield from self._lose(step.peer, step.error, now)
-            elif isinstance(step, Broken):
-                yield from self._fail(step.fetch, step.error, now)
-            else:
-                yield step
-
-    def _reached(self, peer: Peer, reached: Reached, now: float) -> Iterator[Command]:
+    def _reached(self, peer: Peer, reached: Reached, now: float) -> Iterator[Step | Lost]:
         """The source says the same as a transport of ours would."""
         if peer.direction is Direction.WRITE:
             yield from self._connected(PeerConnected(peer.key, reached.transport, reached.choice), now)
@@ -188,7 +189,7 @@ class TargetSession:
                 event = PeerConnected(peer.key, reached.transport, reached.choice)
             yield from self._connected(event, now)
 
-    def _connected(self, event: PeerConnected, now: float) -> Iterator[Command]:
+    def _connected(self, event: PeerConnected, now: float) -> Iterator[Step | Lost]:
         if not isinstance(event.peer, PeerKey) or event.peer not in self._peers:
             return
         peer = self._peers[event.peer]
@@ -199,11 +200,11 @@ class TargetSession:
         else:
             yield from self._claim_what_waits(event.peer, now)
 
-    def _claim_what_waits(self, key: PeerKey, now: float) -> Iterator[Command]:
+    def _claim_what_waits(self, key: PeerKey, now: float) -> Iterator[Step | Lost]:
         for fetch in [fetch for fetch in self._fetches.values() if key in fetch.peers]:
-            yield from self._follow(self._reads.claim_when_ready(fetch, now), now)
+            yield from self._reads.claim_when_ready(fetch, now)
 
-    def _unreachable(self, event: PeerUnreachable, now: float) -> Iterator[Command]:
+    def _unreachable(self, event: PeerUnreachable, now: float) -> Iterator[Step | Lost]:
         if not isinstance(event.peer, PeerKey):
             return
         error = TransferError(
@@ -212,130 +213,53 @@ class TargetSession:
             found=event.error,
             hint="start both engines with --transport tcp",
         )
-        yield from self._lose(event.peer, error, now)
-
-    def _lose(self, key: PeerKey, error: TransferError, now: float) -> Iterator[Command]:
-        """Forget a peer and fail everything that depends on it. The next fetch meets it anew."""
-        self._peers.forget(key)
-        self._reads.bindings.forget(key)
-        for fetch in list(self._fetches.values()):
-            if key in fetch.peers and not fetch.failed:
-                yield from self._fail(fetch, error, now)
-        yield Disconnect(key)
+        yield Lost(event.peer, error)
 
     # --- reading ---
 
-    def _grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Command]:
-        yield from self._follow(self._reads.grant(peer, grant, now), now)
+    def _packed(self, peer: Peer, packed: Packed, now: float) -> Iterator[Step | Lost]:
+        yield from self._reads.packed(peer, packed, now)
+        yield from self._quarantine.drained(ReadKey(packed.claim_id, peer.key))
 
-    def _packed(self, peer: Peer, packed: Packed, now: float) -> Iterator[Command]:
-        yield from self._follow(self._reads.packed(peer, packed, now), now)
-        yield from self._drained(ReadKey(packed.claim_id, peer.key))
-
-    def _queued(self, peer: Peer, queued: Queued, now: float) -> Iterator[Command]:
-        yield from self._follow(self._reads.queued(peer, queued, now), now)
-
-    def _written(self, peer: Peer, written: Written, now: float) -> Iterator[Command]:
-        yield from self._follow(self._reads.written(peer, written, now), now)
-
-    def _valid(self, peer: Peer, valid: Valid, now: float) -> Iterator[Command]:
-        yield from self._follow(self._reads.valid(peer, valid, now), now)
-
-    def _digested(self, event: Digested, now: float) -> Iterator[Command]:
-        yield from self._follow(self._reads.digested(event, now), now)
-
-    def _ticket_ended(self, event: TicketEnded, now: float) -> Iterator[Command]:
+    def _ticket_ended(self, event: TicketEnded, now: float) -> Iterator[Step | Lost]:
         if isinstance(event.key, SlotKey):
-            yield from self._follow(self._reads.staged.filled(event.key, event.error, now), now)
-            yield from self._drained(event.key.work)
+            yield from self._reads.staged.filled(event.key, event.error, now)
+            yield from self._quarantine.drained(event.key.work)
             return
         fetch = self._fetches.get(event.key.request_id) if isinstance(event.key, ReadKey) else None
         if fetch is None or not isinstance(event.key, ReadKey) or event.key.peer not in fetch.reads:
             return
         fetch.reads[event.key.peer].machine.move("ticket ended")
         if fetch.failed:
-            yield from self._free_when_drained(fetch)
+            yield from self._quarantine.free_when_drained(fetch)
         else:
-            yield from self._follow(self._reads.ticket_ended(fetch, event.key.peer, event.error, now), now)
+            yield from self._reads.ticket_ended(fetch, event.key.peer, event.error, now)
 
-    def _acquired(self, event: Acquired, now: float) -> Iterator[Command]:
-        yield from self._follow(self._reads.staged.acquired(event, now), now)
-
-    def _staged(self, event: Staged, now: float) -> Iterator[Command]:
-        yield from self._follow(self._reads.staged.staged(event, now), now)
-        yield from self._drained(event.key.work)
-
-    def _drained(self, work: ReadKey | ClaimKey) -> Iterator[Command]:
-        """A failed read through staging memory is over when all its slots are."""
-        fetch = self._fetches.get(work.request_id) if isinstance(work, ReadKey) else None
-        if fetch is not None and isinstance(work, ReadKey) and fetch.failed and work.peer in fetch.reads:
-            read = fetch.reads[work.peer]
-            if read.state is ReadState.DRAINING and not any(unpacking.is_open for unpacking in read.unpacking):
-                read.machine.move("ticket ended")
-                yield from self._free_when_drained(fetch)
+    def _staged(self, event: Staged, now: float) -> Iterator[Step | Lost]:
+        yield from self._reads.staged.staged(event, now)
+        yield from self._quarantine.drained(event.key.work)
 
     # --- failing ---
 
-    def _fail(self, fetch: Fetch, error: TransferError, now: float) -> Iterator[Command]:
-        """End a fetch: tell the engine, tell every source, and keep the blocks until nothing can write to them."""
-        fetch.failed = True
-        request_id = fetch.wanted.request_id
-        yield Count("fetches_failed", error.reason)
-        yield Failed(request_id, error)
-        for key, read in fetch.reads.items():
-            if read.state is ReadState.MOVING and (read.direction, read.strategy) == (Direction.READ, Strategy.DIRECT):
-                yield Cancel(ReadKey(request_id, key))
-            for unpacking in read.unpacking:
-                yield from unpacking.fail()
-            if read.is_digesting:
-                yield DropDigest(ReadKey(request_id, key))
-            read.machine.move("fail")
-        for key in fetch.peers:
-            is_exposed = key in fetch.reads and fetch.reads[key].is_exposed
-            yield from self._farewells.say(fetch.wanted, key, is_exposed, now)
-        for key in [key for key, read in fetch.reads.items() if read.strategy is not Strategy.DIRECT]:
-            yield from self._drained(fetch.key(key))
-        yield from self._free_when_drained(fetch)
-
-    def _gone(self, event: PeerGone, now: float) -> Iterator[Command]:
+    def _gone(self, event: PeerGone, now: float) -> Iterator[Step | Lost]:
         if event.peer in self._peers and (not self._peers[event.peer].ready or self._reads.wait_for(event.peer)):
             what, hint = f"nobody listens at {event.peer.address} any more", "has that engine ended?"
-            yield from self._lose(event.peer, TransferError(Reason.PEER_LOST, what, hint=hint), now)
+            yield Lost(event.peer, TransferError(Reason.PEER_LOST, what, hint=hint))
         # Of what has just failed, too: nobody's word has to be waited for.
         self._farewells.gone(event.peer, now)
 
-    def _end_farewells(self, now: float) -> Iterator[Command]:
-        """What sources have acknowledged, or cannot do any more, is over; so is the quarantine that waited for it."""
-        for key in self._farewells.take_over(now):
-            fetch = self._fetches.get(key.request_id)
-            if fetch is not None and key.peer in fetch.reads and fetch.reads[key.peer].is_exposed:
-                read = fetch.reads[key.peer]
-                if read.strategy is Strategy.DIRECT:
-                    read.machine.move("ticket ended")
-                for unpacking in read.unpacking:
-                    yield from unpacking.fenced()
-                yield from self._drained(key)
-                yield from self._free_when_drained(fetch)
-                if key.peer not in self._peers and not self._farewells.waits_for(key.peer):
-                    yield Disconnect(key.peer)
-
-    def _free_when_drained(self, fetch: Fetch) -> Iterator[Command]:
-        if not fetch.has_open_tickets and self._fetches.get(fetch.wanted.request_id) is fetch:
-            del self._fetches[fetch.wanted.request_id]
-            yield TargetFree(fetch.wanted.request_id)
-
     # --- answers ---
 
-    def _answer(self, event: AnswerArrived, now: float) -> Iterator[Command]:
-        handlers: dict[type, Callable[..., Iterator[Command]]] = {
-            Welcome: self._welcome,
-            Offer: self._offer,
+    def _answer(self, event: AnswerArrived, now: float) -> Iterator[Step | Lost]:
+        handlers: dict[type, Callable[..., Iterator[Step | Lost]]] = {
+            Welcome: self._peers.welcomed,
+            Offer: self._peers.offered,
             Reached: self._reached,
-            Grant: self._grant,
+            Grant: self._reads.grant,
             Packed: self._packed,
-            Queued: self._queued,
-            Written: self._written,
-            Valid: self._valid,
+            Queued: self._reads.queued,
+            Written: self._reads.written,
+            Valid: self._reads.valid,
             Renewed: self._renewed,
             Refusal: self._refused,
         }
@@ -343,7 +267,7 @@ class TargetSession:
         if isinstance(event.message, Aborted):
             # Wanted also of a peer that counts as lost: it may have woken up.
             self._farewells.noted(event.peer, event.message, now)
-            yield from self._end_farewells(now)
+            yield from self._quarantine.end_farewells(now)
         elif handler is None:
             yield Count("unexpected_messages", type(event.message).__name__)
             return
@@ -352,7 +276,7 @@ class TargetSession:
             peer.last_heard = now
             yield from handler(peer, event.message, now) if handler else ()
 
-    def _refused(self, peer: Peer, refusal: Refusal, now: float) -> Iterator[Command]:
+    def _refused(self, peer: Peer, refusal: Refusal, now: float) -> Iterator[Step | Lost]:
         error = TransferError(
             refusal.reason, f"the source refused: {refusal.what}", found=refusal.found, expected=refusal.expected
         )
@@ -361,48 +285,35 @@ class TargetSession:
             yield from self._claim_what_waits(peer.key, now)
             return
         if not refusal.claim_id:
-            yield from self._lose(peer.key, error, now)
+            yield Lost(peer.key, error)
             return
         for fetch, _ in self._reads.of(peer.key, refusal.claim_id, *WAITING):
-            yield from self._fail(fetch, error, now)
+            yield Broken(fetch, error)
 
-    def _renewed(self, peer: Peer, renewed: Renewed, now: float) -> Iterator[Command]:
+    def _renewed(self, peer: Peer, renewed: Renewed, now: float) -> Iterator[Step | Lost]:
         error = TransferError(Reason.EXPIRED, "the lease ended before the bytes were there")
         for fetch in list(self._fetches.values()):
             reading = peer.key in fetch.reads and fetch.reads[peer.key].state is ReadState.MOVING
             if reading and fetch.wanted.reference.lease_id in renewed.gone:
-                yield from self._fail(fetch, error, now)
+                yield Broken(fetch, error)
 
     # --- time ---
 
-    def _tick(self, event: Tick, now: float) -> Iterator[Command]:
+    def _tick(self, event: Tick, now: float) -> Iterator[Step | Lost]:
         for peer in self._peers:
             yield from self._watch(peer, now)
         for fetch in list(self._fetches.values()):
-            yield from self._follow(self._reads.hurry(fetch, now), now)
-        yield from self._end_farewells(now)
+            yield from self._reads.hurry(fetch, now)
+        yield from self._quarantine.end_farewells(now)
         yield from self._farewells.repeat(now)
         self._holds.expire(now)
-        if now - self._last_heartbeat >= self._timing.heartbeat_s:
-            self._last_heartbeat = now
-            held = [(key, lease) for key, lease in self._holds.leases() if self._is_met(key)]
-            yield from renewals(self._ours, self._fetches.values(), [*held, *self._unclaimed()])
+        yield from self._heartbeats.send(now)
 
-    def _is_met(self, key: PeerKey) -> bool:
-        return key in self._peers and self._peers[key].ready
-
-    def _unclaimed(self) -> Iterator[tuple[PeerKey, str]]:
-        """What will be claimed once a transport to its source is found, which on a busy machine can outlast a lease."""
-        for fetch in self._fetches.values():
-            for key in fetch.peers:
-                if not fetch.reads and not fetch.failed and key in self._peers and self._peers[key].offer is not None:
-                    yield key, fetch.wanted.reference.lease_id
-
-    def _watch(self, peer: Peer, now: float) -> Iterator[Command]:
+    def _watch(self, peer: Peer, now: float) -> Iterator[Step | Lost]:
         """Repeat an unanswered question of the handshake; give a peer up that stays silent while it is needed, sooner
         when nobody listens there any more."""
         if not peer.ready:
-            yield from self._follow(self._peers.repeat(peer, now), now)
+            yield from self._peers.repeat(peer, now)
             if peer.ready:
                 yield from self._claim_what_waits(peer.key, now)
             return
@@ -412,10 +323,10 @@ class TargetSession:
             yield Knock(peer.key)
         if silent_s > self._timing.silence_s:
             what = f"{peer.key} has not answered for {self._timing.silence_s:g} s"
-            yield from self._lose(peer.key, TransferError(Reason.PEER_LOST, what), now)
+            yield Lost(peer.key, TransferError(Reason.PEER_LOST, what))
         elif now >= peer.last_heard + self._timing.idle_peer_s and not self._is_needed(peer):
             # It may be gone for good; if not, the next fetch meets it anew.
-            yield from self._lose(peer.key, TransferError(Reason.PEER_LOST, f"{peer.key} was idle"), now)
+            yield Lost(peer.key, TransferError(Reason.PEER_LOST, f"{peer.key} was idle"))
 
     def _is_needed(self, peer: Peer) -> bool:
         return any(peer.key in fetch.peers for fetch in self._fetches.values())

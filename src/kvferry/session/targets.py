@@ -17,7 +17,6 @@ from kvferry.plan.staged import Strategy
 from kvferry.session.events import (
     Command,
     Connect,
-    Count,
     Disconnect,
     LeaseWanted,
     PeerConnected,
@@ -25,6 +24,7 @@ from kvferry.session.events import (
     Reply,
     Timing,
 )
+from kvferry.session.refusals import refuse
 from kvferry.wire.messages import Claim, Party, Reached, Reason, Refusal, TargetOffer
 
 __all__ = ["Targets"]
@@ -175,4 +175,4 @@ def _is_replaced(older: Party, newer: Party) -> bool:
 
 
 def _refuse(peer: str, reason: Reason, what: str, found: str) -> list[Command]:
-    return [Reply(peer, Refusal(reason, what, found[:4096], "", "")), Count("refusals_sent", reason)]
+    return refuse(peer, Refusal(reason, what, found[:4096], "", ""))

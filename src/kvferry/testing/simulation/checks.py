@@ -154,7 +154,7 @@ class Checks:
         left = {
             "blocks": node.pool.num_used,
             "leases": source.num_live(),
-            "tombstones": len(source._leases),
+            "tombstones": len(list(source._leases)),
             "early messages": len(source._early._waiting),
             "aborted claims": len(source._aborted),
             "targets": len(source._targets),

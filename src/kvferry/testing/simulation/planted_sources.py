@@ -9,7 +9,6 @@ from msgspec import structs
 
 from kvferry.session.events import Command, DropDigest, FrameArrived, LeaseGrown, Reply, SourceFree, Timing
 from kvferry.session.introduction import Identity
-from kvferry.session.lease import Lease
 from kvferry.session.source import SourceEvent, SourceSession
 from kvferry.wire.messages import Abort, Aborted, Claim, Hello, Landed, Message, Party, Valid
 
@@ -47,7 +46,7 @@ class CountReaders(SourceSession):
             self._landed_of[lease_id] += 1
             lease = self._leases.get(lease_id)
             if lease is not None and lease.live and lease.claims and self._landed_of[lease_id] >= len(lease.readers):
-                commands += self._end(lease, "all readers valid", "done", now)
+                commands += self._leases.end(lease, "all readers valid", "done", now)
         return commands
 
 
@@ -101,7 +100,7 @@ class ByRequest(SourceSession):
     def handle(self, event: SourceEvent, now: float) -> list[Command]:
         if isinstance(event, FrameArrived) and isinstance(event.message, Claim):
             reference = event.message.reference
-            lease = self._by_request.get(reference.request_id)
+            lease = self._leases.of_request(reference.request_id)
             if lease is not None:
                 self._meant[event.message.claim_id] = lease.wanted.lease_id
                 meant = structs.replace(reference, lease_id=lease.wanted.lease_id)
@@ -165,10 +164,12 @@ class TwiceFreed(SourceSession):
 class EarlyFree(SourceSession):
     """Gives the blocks back when a lease ends, though it writes out of them."""
 
-    def _free_when_drained(self, lease: Lease) -> list[Command]:
-        writes, lease.writes = lease.writes, {}
-        commands = super()._free_when_drained(lease)
-        lease.writes = writes
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        commands = super().handle(event, now)
+        for lease in self._leases:
+            writes, lease.writes = lease.writes, {}
+            commands += self._leases.free_when_drained(lease)
+            lease.writes = writes
         return commands
 
 

@@ -74,7 +74,7 @@ class ForgetSlots(TargetSession):
             for key, read in fetch.reads.items() if fetch is not None else ():
                 for unpacking in read.unpacking:
                     commands += unpacking.fenced()
-                commands += self._drained(ReadKey(command.request_id, key))
+                commands += self._quarantine.drained(ReadKey(command.request_id, key))
         return commands
 
 
@@ -129,7 +129,9 @@ class LatePack(SourceSession):
             packing.error = ""
         commands = super().handle(event, now)
         if isinstance(event, FrameArrived) and isinstance(event.message, Pack) and found:
-            lease = self._leases[event.message.lease_id]
+            lease = self._leases.get(event.message.lease_id)
+            if lease is None:
+                return commands
             if not lease.live or (event.message.party, event.message.claim_id) in self._aborted:
                 commands += self._carrying.pack(event.peer, event.message, lease, now)
         return commands
