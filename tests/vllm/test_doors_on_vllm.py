@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from answers import prompts_of, wait_until_free
 from crossing import get, metric, route
-from proxy import REMOTE_DECODE, Question, prefill
+from proxy import REMOTE_DECODE, Question, open_request, prefill
 from servers import PLAIN, Pair
 
 from kvferry import __version__
@@ -120,6 +120,19 @@ def test_a_release_frees_the_blocks_of_a_prefill_at_once(pair, spec):
 def released(pair: Pair, params: dict[str, Any]) -> tuple[int, Any]:
     status, _, body = post(pair.prefill.url, "/kvferry/release", {"kv_transfer_params": params})
     return status, json.loads(body)
+
+
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
+def test_a_client_that_leaves_a_prefill_in_its_last_step_frees_it_at_once(pair, spec):
+    """One step computes all of it, which vLLM does not break off. It takes longer than the client stays."""
+    expired = pair.prefill.metric(EXPIRED)
+    for i, after_s in enumerate((0.01, 0.015, 0.02)):
+        question = question_of(f"last-{i}", 1000, seed=i)
+        connection = open_request(pair.prefill, question, question.body(1, REMOTE_DECODE))
+        threading.Event().wait(after_s)
+        connection.close()
+        wait_until_free(pair.servers, FREE_S)
+    assert pair.prefill.metric(EXPIRED) == expired
 
 
 @pytest.mark.parametrize("spec", [PLAIN], ids=str)
