@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvferry.connectors.params import to_params
 from kvferry.connectors.vllm_doors import Doors
 from kvferry.connectors.vllm_doors.arrivals import Arrival, Arrivals
-from kvferry.connectors.vllm_doors.legs import NO_LEG, Leg, leg_of
+from kvferry.connectors.vllm_doors.legs import leg_name
 from kvferry.connectors.vllm_doors.workers import Workers
 from kvferry.router.answers import lost_cache
 from kvferry.router.timing import told_phases
@@ -23,7 +23,6 @@ from kvferry.wire.messages import Reference
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LEG = {"model": "m", "prompt": [1, 2], "kv_transfer_params": {"do_remote_prefill": True, "remote_port": 7}}
-PREFILL = {**LEG, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
 OK_HEADERS = [(b"content-type", b"application/json"), (b"content-length", b"2"), (b"x-request-id", b"r")]
 STREAM_HEADERS = [(b"content-type", b"text/event-stream")]
 WHOLE = [
@@ -172,7 +171,7 @@ def test_an_error_that_came_after_the_cache_is_vllms(says):
 
 OTHERS = {
     "no leg": {"body": {"model": "m", "prompt": "x"}},
-    "a prefill leg": {"body": PREFILL},
+    "a prefill leg": {"body": {**LEG, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}},
     "a word in the prompt": {"body": {"model": "m", "prompt": "do_remote_prefill"}},
     "no object": {"body": b'["do_remote_prefill"'},
     "half a character": {"body": b'{"do_remote_prefill": "\xed\xa0\x80"}'},
@@ -246,10 +245,9 @@ def test_what_is_no_request_and_what_is_no_door_of_ours_is_vllms():
 
 def test_the_callers_header_goes_before_the_bodys_id():
     body = json.dumps({**LEG, "request_id": "of-body"}).encode()
-    assert leg_of(CHAT, None, body) == Leg("chatcmpl-of-body", is_decode=True)
-    assert leg_of(COMPLETIONS, "given", body) == Leg("cmpl-given-0", is_decode=True)
-    assert leg_of(COMPLETIONS, "given", json.dumps(PREFILL).encode()) == Leg("cmpl-given-0", is_decode=False)
-    assert leg_of(COMPLETIONS, None, json.dumps(LEG).encode()) == NO_LEG
+    assert leg_name(CHAT, None, body) == "chatcmpl-of-body"
+    assert leg_name(COMPLETIONS, "given", body) == "cmpl-given-0"
+    assert leg_name(COMPLETIONS, None, json.dumps(LEG).encode()) == ""
 
 
 @pytest.mark.parametrize(
@@ -257,13 +255,13 @@ def test_the_callers_header_goes_before_the_bodys_id():
 )
 def test_a_body_that_makes_no_sense_is_vllms_to_refuse(text):
     body = '{"kv_transfer_params": {"do_remote_prefill": true}, ' + text + "}"
-    assert leg_of(CHAT, "given", body.encode("latin-1")) == NO_LEG
+    assert leg_name(CHAT, "given", body.encode("latin-1")) == ""
 
 
 @given(st.text(min_size=1), st.text("0123456789abcdef", min_size=8, max_size=8))
 def test_any_id_is_found_with_and_without_vllms_random_characters(given_id, random):
     arrivals = Arrivals()
-    name = leg_of(CHAT, given_id, json.dumps(LEG).encode()).name
+    name = leg_name(CHAT, given_id, json.dumps(LEG).encode())
     for request_id in (f"{name}-{random}", name):
         arrivals.expect(name)
         arrivals.note(request_id, LOST)
@@ -301,71 +299,6 @@ def test_what_nobody_waits_for_is_not_kept():
     arrivals.note("a-12345678", LOST)
     arrivals.expect("a")
     assert arrivals.told("a") is None
-
-
-# --- clients that leave ---
-
-
-def left(body: object, answers: list[list[int]], says=(), extension="Extension") -> Vllm:
-    """A client that leaves before vLLM says that."""
-    served = Vllm(workers=None, extension=extension)
-    served.asked_at = []
-
-    async def app(scope, receive, send):
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        for message in says:
-            await send(message)
-
-    async def collective_rpc(method, args):
-        served.seen.append((method, args[0]))
-        served.asked_at.append(args[1])
-        return answers.pop(0)
-
-    served.state.engine_client.collective_rpc = collective_rpc
-    served.doors = Doors(app, served.arrivals)
-    served.ask(COMPLETIONS, body, {"X-Request-Id": "r"})
-    assert len(served.arrivals) == 0
-    return served
-
-
-FORSAKE = ("kvferry_forsake", "cmpl-r-0")
-
-
-@pytest.mark.parametrize(
-    ("answers", "num_asked"), [([[1, 1]], 1), ([[0, 0], [0, 1]], 2), ([[0, 0]] * 9, 4)], ids=["now", "next", "never"]
-)
-@pytest.mark.parametrize("says", [(), WHOLE], ids=["no answer", "an answer to nobody"])
-def test_the_cache_of_a_prefill_that_nobody_waits_for_is_forsaken(answers, num_asked, says):
-    """Its lease is opened by vLLM's next step: it may take another question."""
-    served = left(PREFILL, list(answers), says)
-    assert served.seen == [FORSAKE] * num_asked
-    assert all(0 <= within_s < 60 for within_s in served.asked_at)
-
-
-@pytest.mark.parametrize("body", [LEG, {"model": "m", "prompt": "x"}], ids=["decode", "no leg"])
-def test_no_other_request_forsakes_anything(body):
-    assert left(body, [[1]]).seen == []
-
-
-def test_a_server_whose_workers_cannot_be_asked_keeps_it_for_its_lease():
-    assert left(PREFILL, [[1]], extension="").seen == []
-
-
-def test_a_client_that_leaves_after_its_answer_forsakes_nothing():
-    served = Vllm(workers=[1])
-
-    async def app(scope, receive, send):
-        await receive()
-        await receive()
-        for message in STREAM:
-            await send(message)
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    served.doors = Doors(app, served.arrivals)
-    served.ask(COMPLETIONS, PREFILL, {"X-Request-Id": "r"})
-    assert (served.seen, served.sent) == ([], STREAM)
 
 
 # --- the other doors ---

@@ -295,20 +295,6 @@ def test_a_release_that_comes_before_its_lease_ends_it_when_it_comes(rank):
     assert rank.says(SourceFree("l", "withdrawn")) == ({"l"}, set(), set())
 
 
-def test_what_a_client_has_left_is_found_by_the_name_that_it_gave(rank, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("kvferry.connectors.vllm.worker.time.monotonic", lambda: now[0])
-    before = LeaseOrder("cmpl-r-0-87654321", "before", ((1,),), 40)
-    rank.worker.obey(Orders(leases=[before]))
-    assert rank.worker.forsake("cmpl-r-0", 5.0) == 1
-    now[0] = 110.0
-    assert rank.worker.forsake("cmpl-r-0", 5.0) == 0
-    other = LeaseOrder("cmpl-s-0-12345678", "other", ((2,),), 40)
-    rank.worker.obey(Orders(leases=[LeaseOrder("cmpl-r-0-12345678", "lease", ((3,),), 40), other]))
-    assert rank.worker.forsake("cmpl-r-0", 5.0) == 1
-    assert rank.agent.withdrawn == ["cmpl-r-0-87654321", "cmpl-r-0-12345678"]
-
-
 def test_every_end_of_a_fetch_is_told_by_vllms_name_and_a_reason(rank):
     orders = [fetch("well"), fetch(LONG), fetch("ill", error="nonsense"), fetch("nothing", is_waited_for=False)]
     rank.worker.obey(Orders(fetches=orders))

@@ -139,10 +139,6 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         """End a lease that nobody will read; see `Worker.release`."""
         return self._worker.release(reference)
 
-    def forsake(self, name: str, within_s: float) -> int:
-        """End the leases of a request whose client has left; see `Worker.forsake`."""
-        return self._worker.forsake(name, within_s)
-
     def shutdown(self) -> None:
         for worker in self._workers:
             worker.close()

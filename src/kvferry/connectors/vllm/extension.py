@@ -25,11 +25,6 @@ class Extension:
             return str(Reason.WRONG_ENGINE)
         return connector.release(Reference(engine_id, epoch, request_id, lease_id))
 
-    def kvferry_forsake(self, name: str, within_s: float) -> int:
-        """End the leases of a request that were opened within this time, by the name that vLLM was given for it."""
-        connector = _ours()
-        return 0 if connector is None else connector.forsake(name, within_s)
-
 
 def _ours() -> FerryConnector | None:
     connector = get_kv_transfer_group() if has_kv_transfer_group() else None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
@@ -15,21 +14,12 @@ from kvferry.agent import Notice
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, agent_name
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.connectors.vllm_doors.arrivals import Arrival
-from kvferry.connectors.vllm_doors.legs import names_of
 from kvferry.errors import TransferError
 from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, TargetFree
 
 __all__ = ["OpenRequests"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Lease:
-    """One that is open, and since when."""
-
-    order: LeaseOrder
-    since: float
 
 
 class OpenRequests:
@@ -43,15 +33,15 @@ class OpenRequests:
         self.has_stopped = False
         self._results = KVConnectorTransferResults()
         self._stats = FerryStats()
-        self._leased: dict[str, _Lease] = {}
+        self._leased: dict[str, LeaseOrder] = {}
         self._fetching: dict[str, FetchOrder] = {}
         self._failed: set[str] = set()
         self._met: set[tuple[str, str]] = set()
 
-    def lease(self, order: LeaseOrder, now: float) -> str:
+    def lease(self, order: LeaseOrder) -> str:
         """Expect the end of a lease; the agent's name for the request."""
         name = agent_name(order.request_id)
-        self._leased[name] = _Lease(order, now)
+        self._leased[name] = order
         return name
 
     def fetch(self, order: FetchOrder) -> str:
@@ -74,12 +64,7 @@ class OpenRequests:
 
     def is_leased(self, name: str, lease_id: str) -> bool:
         """Whether the end of this lease is expected. Only who was given the reference knows its id."""
-        return name in self._leased and self._leased[name].order.lease_id == lease_id
-
-    def leased_as(self, name: str, since: float) -> list[str]:
-        """The agent's names for requests whose leases are not older, by the name that vLLM was given for them."""
-        leases = self._leased.items()
-        return [ours for ours, one in leases if one.since >= since and name in names_of(one.order.request_id)]
+        return name in self._leased and self._leased[name].lease_id == lease_id
 
     def is_fetching(self, request_id: str) -> bool:
         """Whether a fetch of this request is expected to end."""
@@ -107,7 +92,7 @@ class OpenRequests:
                 self._end_fetch(name)
             case SourceFree(name, reason):
                 self._stats.freed(reason)
-                ended = {self._leased.pop(name).order.request_id} if name in self._leased else set()
+                ended = {self._leased.pop(name).request_id} if name in self._leased else set()
                 self._results.finished_sending |= ended
 
     def _fetched(self, name: str, report: FetchReport) -> None:
@@ -165,5 +150,5 @@ class OpenRequests:
         for name in list(self._fetching):
             self._failed.add(name)
             self._end_fetch(name)
-        self._results.finished_sending |= {lease.order.request_id for lease in self._leased.values()}
+        self._results.finished_sending |= {order.request_id for order in self._leased.values()}
         self._leased = {}

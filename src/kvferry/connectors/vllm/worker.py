@@ -11,7 +11,6 @@ import logging
 import queue
 import re
 import sys
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -145,7 +144,7 @@ class Worker:
                 self._ours().agent.abort(agent_name(request_id))
 
     def _lease(self, order: LeaseOrder) -> None:
-        name = self._open.lease(order, time.monotonic())
+        name = self._open.lease(order)
         if self._is_over():
             self._notices.put(SourceFree(name, "withdrawn"))
             return
@@ -201,16 +200,6 @@ class Worker:
             return str(Reason.UNKNOWN_LEASE)
         agent.withdraw(reference.request_id)
         return RELEASED
-
-    def forsake(self, name: str, within_s: float) -> int:
-        """End the leases that were opened within this time for a request that vLLM was asked to call so; how many.
-
-        A client may use a name again: what was opened before its request began is another one's.
-        """
-        found = self._open.leased_as(name, time.monotonic() - within_s)
-        for one in found:
-            self._ours().agent.withdraw(one)
-        return len(found)
 
     # --- what has ended ---
 

@@ -6,10 +6,8 @@ Both are in vLLM's API server, which makes each of them by itself: they meet in 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-
-from kvferry.connectors.vllm_doors.legs import names_of
 
 __all__ = ["ARRIVALS", "Arrival", "Arrivals"]
 
@@ -63,7 +61,7 @@ class Arrivals:
     def note(self, request_id: str, arrival: Arrival) -> None:
         """What a rank tells of a request, by vLLM's id for it; what nobody waits for is dropped."""
         with self._lock:
-            for name in names_of(request_id):
+            for name in _names(request_id):
                 if (expected := self._expected.get(name)) is not None:
                     before = expected.found.get(request_id)
                     expected.found[request_id] = arrival if before is None else before.joined(arrival)
@@ -88,3 +86,14 @@ class Arrivals:
 
 
 ARRIVALS = Arrivals()
+
+
+RANDOM_CHARACTERS = 8
+
+
+def _names(request_id: str) -> Iterator[str]:
+    """What vLLM was asked to call a request: it adds random characters, unless it is told not to."""
+    yield request_id
+    name, dash, end = request_id.rpartition("-")
+    if dash and len(end) == RANDOM_CHARACTERS:
+        yield name

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-
 import msgspec
 
 from kvferry.connectors.params import Reach, from_params
@@ -53,16 +50,11 @@ class Doors:
             await self._app(scope, receive, send)
 
     async def _pass(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        passage, began_s = Passage(self._arrivals, path, scope, receive, send), time.monotonic()
+        passage = Passage(self._arrivals, path, scope, receive, send)
         try:
             await self._app(scope, passage.receive, passage.send)
         finally:
             passage.close()
-            if passage.is_forsaken and passage.leg.name and not passage.leg.is_decode:
-                # Nobody knows the reference that it would have given. Whoever cannot be asked keeps it for its lease.
-                with contextlib.suppress(FerryError):
-                    lasted_s = time.monotonic() - began_s
-                    await self._workers.forsake(scope["app"].state, passage.leg.name, lasted_s)
 
     async def _opened(self, door: tuple[str, str], scope: Scope, receive: Receive) -> tuple[int, object]:
         try:

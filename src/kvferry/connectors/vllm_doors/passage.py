@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.connectors.vllm_doors.arrivals import Arrivals
 from kvferry.connectors.vllm_doors.asgi import Message, Receive, Scope, Send, header
-from kvferry.connectors.vllm_doors.legs import NO_LEG, leg_of
+from kvferry.connectors.vllm_doors.legs import leg_name
 from kvferry.connectors.vllm_doors.words import lost, with_headers
 
 __all__ = ["Passage"]
@@ -16,8 +16,7 @@ MAX_BODY_BYTES = 16 << 20
 class Passage:
     """Passes everything on. Of a decode leg's answer the head waits for the first of its body, and gets its headers.
 
-    vLLM begins a stream at once; by the time of its first token it is known how the cache came. `leg` is what is being
-    asked for; one that `is_forsaken` has lost its client before the end of its answer.
+    vLLM begins a stream at once; by the time of its first token it is known how the cache came.
     """
 
     def __init__(self, arrivals: Arrivals, path: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -28,27 +27,22 @@ class Passage:
         self._send = send
         self._body = bytearray()
         self._has_asked = False
-        self.leg = NO_LEG
-        self.is_forsaken = False
+        self._name = ""
         self._heads: list[Message] = []
         self._is_replaced = False
-        self._is_sent = False
 
     async def receive(self) -> Message:
         """The next message of the client. What it has asked for is known before vLLM knows it."""
         message = await self._receive()
         if not self._has_asked and message["type"] == "http.request":
             self._read(message)
-        if message["type"] == "http.disconnect" and not self._is_sent:
-            self.is_forsaken = True
         return message
 
     async def send(self, message: Message) -> None:
         """The next message of vLLM."""
         if self._is_replaced:
             return
-        is_head = message["type"] == "http.response.start"
-        if is_head and self.leg.is_decode:
+        if self._name and message["type"] == "http.response.start":
             self._heads.append(message)
             return
         for head in self._heads:
@@ -56,12 +50,11 @@ class Passage:
         self._heads = []
         if not self._is_replaced:
             await self._send(message)
-        self._is_sent = not is_head and not message.get("more_body", False)
 
     def close(self) -> None:
         """The request is over, however."""
-        if self.leg.is_decode:
-            self._arrivals.forget(self.leg.name)
+        if self._name:
+            self._arrivals.forget(self._name)
 
     def _read(self, message: Message) -> None:
         self._body += message.get("body", b"")
@@ -69,14 +62,14 @@ class Passage:
         is_too_large = len(self._body) > MAX_BODY_BYTES
         self._has_asked = is_whole or is_too_large
         if is_whole and not is_too_large:
-            self.leg = leg_of(self._path, self._request_id, bytes(self._body))
-        if self.leg.is_decode:
-            self._arrivals.expect(self.leg.name)
+            self._name = leg_name(self._path, self._request_id, bytes(self._body))
+        if self._name:
+            self._arrivals.expect(self._name)
         if self._has_asked:
             self._body = bytearray()
 
     async def _send_head(self, head: Message) -> None:
-        arrival = self._arrivals.told(self.leg.name)
+        arrival = self._arrivals.told(self._name)
         if arrival is None:
             await self._send(head)
         elif arrival.is_fatal:

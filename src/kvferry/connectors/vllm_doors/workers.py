@@ -13,8 +13,6 @@ __all__ = ["RELEASED", "Workers"]
 RELEASED = "released"
 # They answer between two steps.
 ANSWER_S = 30.0
-# Several may be under way at once.
-NUM_STEPS = 4
 EXTENSION = "kvferry.connectors.vllm.extension.Extension"
 
 
@@ -48,17 +46,6 @@ class Workers:
                 raise TransferError(reason, what, hint="send it to the server that answered the prefill")
         return RELEASED in answers
 
-    async def forsake(self, state: Any, name: str, within_s: float) -> None:
-        """End the lease of a prefill whose client has left, if it was computed nevertheless.
-
-        Its lease is opened by the step after its last one, and calls are taken between two steps: so it takes more than
-        one to know. Raises ConfigurationError, FerryError.
-        """
-        for _ in range(NUM_STEPS):
-            async with self._turn:
-                if any(await _ask(state, "kvferry_forsake", (name, within_s))):
-                    return
-
 
 FOREIGN = {
     Reason.WRONG_ENGINE: "these kv_transfer_params are another engine's",
@@ -66,7 +53,7 @@ FOREIGN = {
 }
 
 
-async def _ask(state: Any, method: str, arguments: tuple[object, ...]) -> list[Any]:
+async def _ask(state: Any, method: str, arguments: tuple[str, ...]) -> list[Any]:
     client = state.engine_client
     if not client.vllm_config.parallel_config.worker_extension_cls:
         expected = f"vllm serve --worker-extension-cls {EXTENSION}"
