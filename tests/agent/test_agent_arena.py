@@ -186,3 +186,8 @@ def test_it_is_kept_while_a_source_may_still_write_to_it(kept, make_rank, tmp_pa
     assert STAGING_BYTES in sizes(kept)
     assert arena.memory.address - FAR_ADDRESS in [memory.memory.address for memory in kept]
     gate.open()
+
+
+def test_no_digest_is_made_of_what_the_processor_cannot_read(make_rank):
+    """A peer that asks for one all the same gets a refusal: looking would end the engine's process."""
+    assert "region" in make_rank("p0", Strategy.PACK).agent._digester._memory.unreadable
