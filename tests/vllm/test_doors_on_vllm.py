@@ -124,7 +124,7 @@ def released(pair: Pair, params: dict[str, Any]) -> tuple[int, Any]:
 
 @pytest.mark.parametrize("spec", [PLAIN], ids=str)
 def test_a_client_that_leaves_a_prefill_in_its_last_step_frees_it_at_once(pair, spec):
-    """One step computes all of it and takes longer than the client stays: vLLM ends the request before its lease begins."""
+    """One step computes all of it, and takes longer than the client stays: the request ends before its lease begins."""
     expired = pair.prefill.metric(EXPIRED)
     for i, after_s in enumerate((0.01, 0.015, 0.02)):
         question = question_of(f"last-{i}", 1000, seed=i)
