@@ -1,5 +1,6 @@
 """What holds for all tests: which of them count lines, and that no time is short for a property's example."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,11 @@ COUNTED = {"plan", "wire", "session", "catalog"}
 # Hypothesis has chosen the same examples every time.
 settings.register_profile("unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--example-proxy", default="", help="vLLM's toy_proxy_server.py, to be tested with our engines.")
+    parser.addoption("--example-python", default=sys.executable, help="A Python that has what it needs: vLLM's.")
 
 
 def pytest_collection_modifyitems(items):
