@@ -33,6 +33,8 @@ def measure(target: Target, repeats: int) -> Figures:
         for name in AGENTS:
             elapsed, reports[name] = target.fetch(name)
             seconds[name].append(elapsed)
+        # What the peers' bare lists are to be compared with: neither asking before nor verifying after.
+        seconds["auto, moving"].append(reports["auto"].phases_s["wire"])
         for name, run in peers_and_limits(target).items():
             if len(seconds[name]) < 2 or seconds[name][0] < SLOW_S:
                 seconds[name].append(run())
@@ -76,6 +78,8 @@ def ratios(ms: Figures, chosen: str) -> Figures:
         "auto / best of ours": round(min(ms["direct"], ms["scatter"], ms["pack"]) / ms["auto"], 3),
         "auto / sglang": round(ms["sglang"] / ms["auto"], 2),
         "auto / vllm": round(ms["vllm"] / ms["auto"], 2),
+        "moving / sglang": round(ms["sglang"] / ms["auto, moving"], 2),
+        "moving / vllm": round(ms["vllm"] / ms["auto, moving"], 2),
     }
 
 
