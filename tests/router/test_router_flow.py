@@ -198,7 +198,6 @@ def test_a_prefill_without_parameters_leaves_decode_alone(body):
         (Failed("refused", ""), "refused"),
         (Failed("reset", ""), "reset"),
         (Failed("deadline", ""), "deadline"),
-        (Answered(502, b"{}"), "status_502"),
     ],
 )
 def test_a_failed_decode_is_tried_once_elsewhere_with_a_fresh_prefill(event, reason):
@@ -262,8 +261,36 @@ def test_a_5xx_of_the_only_decode_instance_goes_to_the_client_as_it_is():
     play(
         flow,
         *to_decoding(),
-        (Answered(507, b""), [failed(Role.DECODE, "status_507"), pick(Role.DECODE, D0)]),
+        (Answered(507, b""), [failed(Role.DECODE, "status_507"), pick(Role.DECODE, D0, P0)]),
+        (NobodyPicked(), [pick(Role.DECODE, P0)]),
         (NobodyPicked(), [Forward()]),
+    )
+
+
+def test_a_decode_that_fails_with_anothers_cache_and_no_word_of_that_is_replaced_with_its_prefill():
+    flow = new_flow()
+    play(
+        flow,
+        *to_decoding(),
+        (Answered(500, b"{}"), [failed(Role.DECODE, "status_500"), pick(Role.DECODE, D0, P0)]),
+        (Picked(D1), [retry(Role.DECODE, "status_500"), pick(Role.PREFILL, D0, P0)]),
+        (Picked(P1), [Send(P1, PREFILL_BODY)]),
+        (PREFILLED, [Send(D1, DIVIDED)]),
+        (Opened(True), [Relay()]),
+        (Ended(), []),
+    )
+
+
+def test_the_only_decode_that_fails_with_anothers_cache_tries_without_that():
+    flow = new_flow()
+    play(
+        flow,
+        *to_decoding(),
+        (Answered(500, b"{}"), [failed(Role.DECODE, "status_500"), pick(Role.DECODE, D0, P0)]),
+        (NobodyPicked(), [pick(Role.DECODE, P0)]),
+        (Picked(D0), [retry(Role.DECODE, "status_500"), pick(Role.PREFILL, P0)]),
+        (NobodyPicked(), [fallback("prefill_failed"), Send(D0, RAW)]),
+        (Answered(500, b""), [failed(Role.DECODE, "status_500"), Forward()]),
     )
 
 

@@ -58,7 +58,10 @@ def released(reason):
         (ClientGone(), [released("client_left"), Cancel()]),
         (Answered(400, b"{}"), [released("decode_refused"), Forward()]),
         (Failed("reset", "x"), [failed(Role.DECODE, "reset"), released("decode_failed"), pick(Role.DECODE, D0)]),
-        (Answered(500, b"{}"), [failed(Role.DECODE, "status_500"), released("decode_failed"), pick(Role.DECODE, D0)]),
+        (
+            Answered(500, b"{}"),
+            [failed(Role.DECODE, "status_500"), released("decode_failed"), pick(Role.DECODE, D0, P0)],
+        ),
     ],
 )
 def test_a_cache_that_decode_will_not_answer_from_is_released(event, commands):

@@ -6,7 +6,7 @@ import msgspec
 
 from kvferry.wire.messages import Reason
 
-__all__ = ["can_be_released", "kept_cache", "lost_cache"]
+__all__ = ["can_be_released", "kept_cache", "lost_cache", "streamed_error"]
 
 
 class PrefillAnswer(msgspec.Struct):
@@ -46,6 +46,18 @@ def lost_cache(body: bytes) -> str:
     except (msgspec.DecodeError, RecursionError):
         return ""
     return code if isinstance(code, str) and code in frozenset(Reason) else ""
+
+
+def streamed_error(piece: bytes) -> int:
+    """The status that an event stream would have had that begins with an error event; 0 for any other beginning."""
+    event, end, _ = piece.partition(b"\n\n")
+    if not end or not event.startswith(b"data:"):
+        return 0
+    try:
+        code = msgspec.json.decode(event.removeprefix(b"data:"), type=ErrorAnswer).error.code
+    except (msgspec.DecodeError, RecursionError):
+        return 0
+    return code if isinstance(code, int) and 400 <= code <= 599 else 500
 
 
 def can_be_released(transfer: bytes) -> bool:

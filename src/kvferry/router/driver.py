@@ -232,6 +232,7 @@ class Driver:
             if observe is not None:
                 self.pace.piece(piece, self._now(), observe, reservation)
             if leg.is_over:
+                self._judge.hears(Ended(), [], 0.0)
                 await self._client.finish(piece)
                 return Ended()
             await self._client.pass_on(piece)

@@ -8,7 +8,8 @@ The last command of a batch is the one that is answered by the next event. Rules
 * a 4xx is about the request, so nothing is tried again. One of P may only be about the leg that we made of it (a tool
   call does not fit one token): D is asked by itself, so that the client hears what an engine alone would say. A P that
   has too much to do (429) is replaced by another one if there is one: D alone would be worse off still;
-* a D that answers that the cache did not arrive is not at fault alone: it stays, and P is another one, or none;
+* a D that answers that the cache did not arrive is not at fault alone: it stays, and P is another one, or none. One
+  that fails without a word about that may be at fault or not: both are others, or D alone tries again;
 * a computed cache that D will not answer from is released: P would keep it until its lease runs out;
 * when the time is over that the client has given the request, nothing is tried again and nobody is to blame.
 """
@@ -88,6 +89,8 @@ class Flow:
         self._can_append = False
         # A P had too much to do: the client hears it if there is no other one.
         self._overloaded = False
+        # A D that failed with another's cache: either may be at fault. It is chosen again if it is the only one.
+        self._suspected: frozenset[Instance] = frozenset()
         # What P keeps for D, until D answers.
         self._kept: tuple[bytes, ...] = ()
 
@@ -117,6 +120,9 @@ class Flow:
         return [*counts, *self._pick(Role.PREFILL)]
 
     def give_up(self, event: NobodyPicked) -> list[Command]:
+        if self._suspected:
+            self._failed, self._suspected = self._failed - self._suspected, frozenset()
+            return self._pick(Role.DECODE)
         return self._finish(self._last_word)
 
     def turn_away(self, event: TurnedAway) -> list[Command]:
@@ -166,8 +172,12 @@ class Flow:
     def take_decode_answer(self, event: Answered) -> list[Command]:
         if event.status < 500:
             return [*self._release("decode_refused"), *self._finish(Forward())]
-        if self.path is Path.DISAGGREGATED and (reason := lost_cache(event.body)):
+        if self.path is not Path.DISAGGREGATED:
+            return self._lose_decode(f"status_{event.status}", Forward())
+        if reason := lost_cache(event.body):
             return self._lose_decode(reason, Forward(), self._picked[Role.PREFILL])
+        self._failed |= {self._picked[Role.PREFILL]}
+        self._suspected = frozenset((self._picked[Role.DECODE],))
         return self._lose_decode(f"status_{event.status}", Forward())
 
     def lose_decode(self, event: Failed) -> list[Command]:
@@ -277,7 +287,7 @@ AFTER_LOST_DECODE = (State.PICKING_DECODE, State.DONE)
 TRANSITIONS: Mapping[tuple[State, type[Event]], Transition] = {
     (State.NEW, Began): _to(Flow.begin, State.PICKING_DECODE),
     (State.PICKING_DECODE, Picked): _to(Flow.take_decode, *PICKED),
-    (State.PICKING_DECODE, NobodyPicked): _to(Flow.give_up, State.DONE),
+    (State.PICKING_DECODE, NobodyPicked): _to(Flow.give_up, State.PICKING_DECODE, State.DONE),
     (State.PICKING_DECODE, TurnedAway): _to(Flow.turn_away, State.DONE),
     (State.PICKING_PREFILL, Picked): _to(Flow.take_prefill, State.PREFILLING),
     (State.PICKING_PREFILL, NobodyPicked): _to(Flow.do_without_prefill, State.DECODING, State.DONE),

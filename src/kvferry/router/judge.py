@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.router.answers import lost_cache
-from kvferry.router.events import TOO_LATE, Answered, Event, Failed, Opened
+from kvferry.router.events import TOO_LATE, Answered, Ended, Event, Failed, Opened
 from kvferry.router.headers import Headers
 from kvferry.router.membership import Membership
 from kvferry.router.pairs import Pair
@@ -54,9 +54,13 @@ class Judge:
             return
         match event:
             case Opened():
-                self._works(reservation, headers)
+                # Whether it is worth anything shows at its end.
+                reservation.answers()
+                self._judge_cache(reservation, headers)
                 if self._divided and self._streams:
                     self._membership.handover.add(decode_s)
+            case Ended():
+                self._works(reservation)
             case Answered(status, body):
                 self._judge_answer(reservation, status, body)
             case Failed(reason, _) if reason not in BLAMELESS:
@@ -69,23 +73,25 @@ class Judge:
         self._pair = None
 
     def _judge_answer(self, reservation: Reservation, status: int, body: bytes) -> None:
-        lost = lost_cache(body) if self._divided and status >= 500 else ""
-        if lost and self._pair is not None and reservation.instance.role is Role.DECODE:
-            self._membership.lost(self._pair, lost)
+        if status >= 500 and self._divided and self._pair is not None and reservation.instance.role is Role.DECODE:
+            # Engines of others do not tell a cache that did not come from any other trouble. One whose fault it is
+            # every time is soon in no pair any more, and is then judged by what it does alone.
+            self._membership.lost(self._pair, lost_cache(body) or f"status_{status}")
         elif status >= 500:
             reservation.failed()
         elif 200 <= status < 300:
-            self._works(reservation, [])
+            self._works(reservation)
 
-    def _works(self, reservation: Reservation, headers: Headers) -> None:
+    def _works(self, reservation: Reservation) -> None:
         reservation.succeeded()
         self._membership.prefixes.remember(reservation.instance, self._task.prefixes)
-        if reservation.instance.role is Role.DECODE and self._divided and self._pair is not None:
-            self._judge_cache(self._pair, {name.lower(): value for name, value in headers})
 
-    def _judge_cache(self, pair: Pair, headers: dict[bytes, bytes]) -> None:
+    def _judge_cache(self, reservation: Reservation, headers: Headers) -> None:
         """Engines of others do not tell how a cache came: that it was answered is all there is."""
-        if headers.get(CACHE) == b"recomputed":
-            self._membership.lost(pair, headers.get(CACHE_REASON, b"unknown").decode("latin-1"))
+        if reservation.instance.role is not Role.DECODE or not self._divided or self._pair is None:
+            return
+        told = {name.lower(): value for name, value in headers}
+        if told.get(CACHE) == b"recomputed":
+            self._membership.lost(self._pair, told.get(CACHE_REASON, b"unknown").decode("latin-1"))
         else:
-            self._membership.arrived(pair)
+            self._membership.arrived(self._pair)

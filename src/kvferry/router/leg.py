@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from kvferry.router.answers import streamed_error
 from kvferry.router.events import TOO_LATE, Answered, Failed, Opened
 from kvferry.router.headers import Headers
 from kvferry.router.policy import Instance, Role
@@ -125,7 +126,11 @@ class Leg:
         exchange = self._exchange = await Exchange.open(self._services.pool, self._outgoing)
         if self.instance.role is Role.DECODE and 200 <= exchange.status < 300:
             self._first = await exchange.piece()
-            return Opened(exchange.is_plain_event_stream)
+            failed = streamed_error(self._first) if exchange.is_plain_event_stream else 0
+            if not failed:
+                return Opened(exchange.is_plain_event_stream)
+            # An engine that begins a stream before it knows how that will go: nothing of it has reached the client.
+            return Answered(failed, self._first + await exchange.whole(self._services.config.max_answer_bytes))
         body = await exchange.whole(self._services.config.max_answer_bytes)
         return Answered(exchange.status, body)
 

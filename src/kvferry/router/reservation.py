@@ -31,8 +31,12 @@ class Reservation:
         self._computes = True
         self._member.speed.began(self._clock())
 
+    def answers(self) -> None:
+        """Its first byte is there, so the prompt is computed."""
+        self._end_computing(self._prompt_tokens)
+
     def succeeded(self) -> None:
-        """It has answered: a prefill all, a decode its first byte."""
+        """It has answered, all of it."""
         self._end_computing(self._prompt_tokens)
         self._is_judged = True
         self._member.breaker.succeeded()

@@ -1,0 +1,102 @@
+"""Engines of others, which do not tell a cache that did not come from any other trouble."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+from router_harness import chat_chunk, cluster, decode_engine, decoding, frame, open_stream, prefill_engine
+
+from kvferry.router.answers import streamed_error
+from kvferry.router.member import INSTANCE_FUSE
+from kvferry.router.membership import PAIR_FUSE
+
+ERROR = {"error": {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}}
+STREAM = {"prompt": "a", "stream": True}
+
+
+def failing_with_caches_of(name):
+    """As vLLM does: 500, or in a stream an event after a status of 200."""
+
+    async def behave(request, seen):
+        if seen.body.get("kv_transfer_params", {}).get("remote_engine_id") != name:
+            return await decoding(request, seen)
+        if not seen.body.get("stream"):
+            return web.json_response(ERROR, status=500)
+        response = await open_stream(request)
+        await response.write(frame(ERROR) + b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    return behave
+
+
+@pytest.mark.parametrize("body", [{"prompt": "a"}, STREAM], ids=["whole", "stream"])
+def test_a_prefill_whose_caches_do_not_come_takes_out_no_decode_instance(body):
+    async def main():
+        ds = [decode_engine(name, failing_with_caches_of("p0")) for name in ("d0", "d1")]
+        async with cluster([prefill_engine("p0")], ds) as c:
+            for _ in range(2 * (INSTANCE_FUSE.num_failures + PAIR_FUSE.num_failures)):
+                reply = await c.complete(body)
+                assert reply.status == 200
+                assert b"Internal server error" not in reply.raw
+            members = await c.members()
+            assert {one["breaker"] for one in members["members"]} == {"closed"}
+            assert {pair["decode"] for pair in members["broken_pairs"]} == {d.url for d in ds}
+
+    asyncio.run(main())
+
+
+def test_an_error_at_the_beginning_of_a_stream_is_forwarded_as_it_is_when_there_is_no_other_way():
+    async def behave(request, seen):
+        response = await open_stream(request)
+        await response.write(frame(ERROR) + b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def main():
+        async with cluster([], [decode_engine("d0", behave)]) as c:
+            reply = await c.complete(STREAM)
+            assert (reply.status, reply.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+            assert reply.raw == frame(ERROR) + b"data: [DONE]\n\n"
+
+    asyncio.run(main())
+
+
+def test_an_instance_that_breaks_every_stream_is_taken_out():
+    async def behave(request, seen):
+        response = await open_stream(request)
+        await response.write(frame(chat_chunk("one")))
+        request.transport.close()
+        return response
+
+    async def main():
+        async with cluster([], [decode_engine("d0", behave)]) as c:
+            for _ in range(INSTANCE_FUSE.num_failures):
+                assert b"upstream_broke_off" in (await c.complete(STREAM)).raw
+            assert (await c.complete(STREAM)).status == 503
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("piece", "status"),
+    [
+        (frame(ERROR), 500),
+        (frame(ERROR) + b"data: [DONE]\n\n", 500),
+        (frame({"error": {"message": "too long", "code": 400}}), 400),
+        (frame({"error": {"message": "?", "code": "odd"}}), 500),
+        (frame({"error": {"message": "?", "code": 200}}), 500),
+        (frame(chat_chunk("error")), 0),
+        (frame({"choices": [], "error": None}), 0),
+        (b'data: {"error": ', 0),
+        (b"data: [DONE]\n\n", 0),
+        (b": ping\n\n", 0),
+        (json.dumps(ERROR).encode(), 0),
+        (b"", 0),
+    ],
+)
+def test_an_error_event_is_one_that_says_so(piece, status):
+    assert streamed_error(piece) == status
