@@ -492,6 +492,10 @@ GROWING_CLAIMED = [
 DIRECT_CLAIM = m.Claim(US, "q1", REFERENCE, NUM_TOKENS, (0,), Direction.WRITE, TABLES, RANGES)
 
 
+def missing(num_tokens):
+    return Reply("x", m.Grant("q1", (), num_tokens))
+
+
 def grown(num_ready):
     return LeaseGrown("r1", (SOURCE_TABLES[0][: -(-num_ready // 4)],), num_ready)
 
@@ -506,6 +510,20 @@ def test_a_target_holds_one_slot_for_tokens_that_are_not_computed():
     play(session, [(5, acquired(2), [pack(2)]), (5, acquired(3), [pack(3)]), (6, packed(2, 1), [Stage])])
 
 
+def test_a_target_asks_for_what_is_computed_as_soon_as_it_hears_of_it():
+    session = target(Strategy.PACK)
+    play(session, [*PACKING[:-1], (0.5, answer(m.Grant("q1", (), NUM_TOKENS)), [acquire(0)])])
+    play(session, [(1, acquired(0), [pack(0)]), (2, answer(m.Grant("q1", (), 4)), [acquire(1), acquire(2)])])
+    play(session, [(3, answer(m.Grant("q1", (), 12)), []), (3, answer(m.Grant("q1", (), 0)), [])])
+    play(session, [(4, packed(0), [Stage]), (5, Staged(key(0), ""), [Release(key(0)), acquire(3)])])
+
+
+def test_a_lease_that_ends_is_told_to_whoever_waits_for_its_tokens():
+    session = source()
+    play(session, [*GROWING_CLAIMED, (1, said(asked(0)), [Reply("x", m.Queued("q1"))])])
+    assert reasons(session.handle(LeaseWithdrawn("r1"), 2.0)) == ["expired"]
+
+
 def test_what_a_source_says_late_makes_no_token_missing_again():
     session = target(Strategy.PACK)
     play(session, [*PACKING[:-1], (0.5, answer(m.Grant("q1", (), 4)), WINDOW)])
@@ -516,11 +534,20 @@ def test_what_a_source_says_late_makes_no_token_missing_again():
 def test_a_slot_waits_for_its_tokens():
     session = source()
     queued = Reply("x", m.Queued("q1"))
-    play(session, [*GROWING_CLAIMED, (1, said(asked(0)), [queued]), (1, said(asked(0)), [queued]), (2, grown(3), [])])
-    play(session, [(3, grown(5), [OWN_ACQUIRE]), (3, Acquired(own(0), OWN), [Stage]), (3, said(asked(1)), [queued])])
+    play(
+        session,
+        [*GROWING_CLAIMED, (1, said(asked(0)), [queued]), (1, said(asked(0)), [queued]), (2, grown(3), [missing(13)])],
+    )
+    play(
+        session,
+        [(3, grown(5), [OWN_ACQUIRE, missing(11)]), (3, Acquired(own(0), OWN), [Stage]), (3, said(asked(1)), [queued])],
+    )
     told = Reply("x", m.Packed("q1", 0, 0, NUM_TOKENS - 5))
     play(session, [(4, Staged(own(0), ""), [Post]), (5, TicketEnded(own(0), ""), [Release, told])])
-    play(session, [(5, grown(9), [Acquire]), (5, said(asked(0)), [Reply("x", m.Packed("q1", 0, 0, NUM_TOKENS - 9))])])
+    play(
+        session,
+        [(5, grown(9), [Acquire, missing(7)]), (5, said(asked(0)), [Reply("x", m.Packed("q1", 0, 0, NUM_TOKENS - 9))])],
+    )
     commands = session.handle(LeaseWithdrawn("r1"), 6.0)
     assert SourceFree("r1", "withdrawn") in commands
 

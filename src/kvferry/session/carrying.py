@@ -139,7 +139,7 @@ class Carrying:
         """The lease has ended: what is under way is no good any more, and has to end too."""
         for key, write in lease.writes.items():
             # Asked for slots, or at the end for all of them, the target may be between two questions.
-            was_open = write.is_open
+            was_open = write.is_waited_for if isinstance(write, Packing) else write.is_open
             yield from _stop(key, write)
             if was_open and not write.is_aborted:
                 yield from refuse(write.peer, lease.refusal_of_end(key))

@@ -59,6 +59,11 @@ class Packing:
         return bool(self.uses)
 
     @property
+    def is_waited_for(self) -> bool:
+        """Whether the target counts on a slot to be written."""
+        return bool(self.uses or self.held)
+
+    @property
     def is_written(self) -> bool:
         """Whether everything that was asked for is there; what else there is only the target knows."""
         return not self.uses and not self.held and not self.error
@@ -110,13 +115,14 @@ class Packing:
         return key.stretch >= len(self.plan.stretches) or self.plan.tokens_for(key.stretch) <= self.num_ready
 
     def grown(self, block_tables: tuple[tuple[int, ...], ...], num_ready: int) -> Iterator[Command]:
-        """More tokens are computed: on with what has waited for them. Raises RequestError for a slot that turns out not
-        to exist."""
+        """More tokens are computed: on with what has waited for them, and say so, since the target asks for no slots
+        that are not. Raises RequestError for a slot that turns out not to exist."""
         self.num_ready = num_ready
         self.request = replace(self.request, source_tables=block_tables)
         self.plan = SlotPlan(self.request, Side.SOURCE)
         for key in [key for key in self.held if self._is_ready(key)]:
             yield from self._begin(key, self.held.pop(key))
+        yield Reply(self.peer, self.word())
 
     def _slot(self, key: SlotKey) -> Slot:
         num_stretches = len(self.plan.stretches)

@@ -101,7 +101,7 @@ class Reads:
         return claim_of(self._ours, fetch.wanted, readers, fetch.reads[key], self._staging.slot_bytes)
 
     def grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
-        """A source lets us read, or has begun to write."""
+        """A source lets us read, or has begun to write. Said again while it packs, it has computed more."""
         for fetch, read in self.of(peer.key, grant.claim_id, ReadState.CLAIMING, ReadState.EXPOSED):
             if read.strategy is Strategy.PACK:
                 fetch.posted_at = now
@@ -112,6 +112,10 @@ class Reads:
             else:
                 read.machine.move("granted")
                 fetch.posted_at = now
+            return
+        for fetch, read in self.of(peer.key, grant.claim_id, ReadState.MOVING):
+            if read.strategy is Strategy.PACK:
+                yield from self.staged.computed(fetch, peer.key, grant.num_missing_tokens, now)
 
     def _post(self, fetch: Fetch, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
         binding = self.bindings.to(fetch.peers, self._peers)

@@ -57,9 +57,14 @@ class StagedReads:
     def packed(self, key: SlotKey, packed: Packed, now: float) -> Iterator[Step]:
         """The source has written one, and says how far it is."""
         yield from self.filled(key, "", now)
-        for fetch, peer, unpacking in self._of(key):
+        for fetch, peer, _ in self._of(key):
+            yield from self.computed(fetch, peer, packed.num_missing_tokens, now)
+
+    def computed(self, fetch: Fetch, peer: PeerKey, num_missing: int, now: float) -> Iterator[Step]:
+        """The source has computed more of what it packs."""
+        for unpacking in fetch.reads[peer].unpacking:
             if not fetch.failed:
-                yield from self._on(fetch, peer, unpacking.computed(packed.num_missing_tokens), now)
+                yield from self._on(fetch, peer, unpacking.computed(num_missing), now)
 
     def staged(self, event: Staged, now: float) -> Iterator[Step]:
         """A slot's bytes are in their blocks."""

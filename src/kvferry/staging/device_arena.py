@@ -31,7 +31,7 @@ class DeviceArena:
                 found=str(error),
                 hint="leave the device more memory beside the engine's, or set staging_memory to 'host'",
             ) from error
-        self.memory = Memory(tensor.data_ptr(), num_bytes, -1, name, device.index or 0)
+        self.memory = Memory(tensor.data_ptr(), num_bytes, -1, name, tensor.device.index or 0)
         self._tensors = [tensor]
 
     def close(self, may_be_written: bool) -> None:

@@ -7,6 +7,7 @@ from a few rows, and then every row is compared: a tile has exactly the rows tha
 
 from __future__ import annotations
 
+from itertools import islice
 from math import isqrt
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ __all__ = ["tiles_of"]
 
 # Below this, plain rows take less of the processor's time and hardly longer to get to the device.
 MIN_ROWS = 4096
+# Each looks at every row, on the agent's thread.
+MAX_TRIES = 3
 
 
 def tiles_of(copies: Copies) -> tuple[Tile, ...]:
@@ -54,8 +57,9 @@ _NO_PATTERN = _Pattern(0, 0, 0)
 def _pattern(rows: Copies) -> _Pattern:
     """One of all rows; else one of most of them, as in slots that begin and end in the middle of one."""
     num_rows = len(rows)
-    for period in _divisors(num_rows):
-        if _saves(num_rows, period) and _seems(rows, period) and _fits(rows, period):
+    likely = (p for p in _divisors(num_rows) if _saves(num_rows, p) and _seems(rows, p))
+    for period in islice(likely, MAX_TRIES):
+        if _fits(rows, period):
             return _Pattern(0, num_rows, period)
     period = _distance(rows)
     return _stretch(rows, period) if period else _NO_PATTERN
