@@ -162,6 +162,12 @@ def test_an_error_for_want_of_a_cache_is_that_of_our_own_engine(says):
     assert [name for name, _ in served.sent[0]["headers"]].count(b"content-type") == 1
 
 
+def test_a_request_that_has_taken_over_the_name_of_one_that_was_given_up_is_answered_by_vllm():
+    gone = Arrival("aborted", "the request was aborted", is_fatal=True)
+    served = asked(says=STREAM, noted={IDS[COMPLETIONS]: gone})
+    assert served.sent == STREAM
+
+
 @pytest.mark.parametrize("says", [BROKEN, BROKEN_STREAM], ids=["whole", "streamed"])
 def test_an_error_that_came_after_the_cache_is_vllms(says):
     served = asked(says=says, noted={IDS[COMPLETIONS]: FETCHED})
@@ -404,3 +410,36 @@ def test_a_server_that_cannot_say_who_it_is_says_why(vllm, status, words):
     assert words in served.answer[1]["error"]["message"]
     # It may be able to later.
     assert served.doors._workers._facts == {}
+
+
+def draining(vllm, is_draining=True):
+    """What vLLM looks like once it has been told to end."""
+    vllm.state.engine_client.engine_core = SimpleNamespace(_finalizer=SimpleNamespace(alive=not is_draining))
+    return vllm
+
+
+def test_a_server_that_drains_is_not_ready_and_takes_no_more():
+    vllm = draining(Vllm(says=WHOLE))
+    vllm.ask("/ready", b"", method="GET")
+    status, body = vllm.answer
+    assert (status, body["reason"]) == (503, "it drains")
+    vllm.sent.clear()
+    vllm.ask(COMPLETIONS, {"prompt": "x"})
+    status, body = vllm.answer
+    assert (status, body["error"]["code"]) == (503, "draining")
+    assert vllm.seen == []
+
+
+@pytest.mark.parametrize("root", ["", "/behind"])
+def test_a_server_that_does_not_drain_is_as_ready_as_it_is_healthy(root):
+    vllm, asked_for = draining(Vllm(says=WHOLE), is_draining=False), []
+    app = vllm.app
+
+    async def noting(scope, receive, send):
+        asked_for.append((scope["method"], scope["path"]))
+        await app(scope, receive, send)
+
+    vllm.doors = Doors(noting, vllm.arrivals)
+    vllm.ask(f"{root}/ready", b"", method="GET", root_path=root)
+    assert asked_for == [("GET", f"{root}/health")]
+    assert vllm.sent == WHOLE

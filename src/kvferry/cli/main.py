@@ -251,7 +251,8 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str, join: JoinO
         transfer_host=given["transfer_host"],
         token_file=given["token_file"] or environment.token_file(),
         lease_s=given["lease_timeout"] if _is_given(context, "lease_timeout") else 0.0,
-        drain_s=given["drain_timeout"] if _is_given(context, "drain_timeout") else 0.0,
+        # Whoever has started us as a child ends us sooner than that, and would leave vLLM behind.
+        drain_s=given["drain_timeout"] if _is_given(context, "drain_timeout") or not given["as_child"] else 0.0,
         join=join,
     )
     raise typer.Exit(serve_vllm(options))

@@ -171,7 +171,8 @@ class Driver:
         self.pace.leg_began(role, self._now())
         event = await self._ask(leg)
         self.pace.leg_answered(role, self._now(), leg.head.headers)
-        self._trace.leg_answered(self.pace.told)
+        if isinstance(event, Answered | Opened):
+            self._trace.leg_answered(self.pace.told)
         if not isinstance(event, Opened):
             self._trace.leg_ended(outcome_of(event))
         self._judge.hears(event, leg.head.headers, self.pace.decode_s)

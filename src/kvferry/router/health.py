@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 UNREADY = 503
 EPOCH = b"x-kvferry-epoch"
+# However often traffic doubts an instance.
+SHORTEST_PAUSE_S = 0.1
 # Whoever does not answer in time may only be busy.
 SLOW = frozenset((DEADLINE, CONNECT_TIMEOUT))
 # An instance says who it is when it comes up, when it is another process than before, and every so many rounds.
@@ -47,6 +49,7 @@ class Prober:
             except Exception:
                 # The top of a task: nobody would hear of its end, and no instance would be probed again.
                 logger.exception("a defect of the router ended a round of probes")
+            await asyncio.sleep(SHORTEST_PAUSE_S)
 
     async def probe_all(self) -> None:
         """One round, all instances at the same time."""

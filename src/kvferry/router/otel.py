@@ -87,5 +87,5 @@ class _OtelRequest:
         if isinstance(status, int) and status >= 500:
             self._span.set_status(StatusCode.ERROR)
         if self._leg.is_recording() and self._leg is not self._span:
-            self._leg.end()
+            self.leg_ended("unknown")
         self._span.end()

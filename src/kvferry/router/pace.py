@@ -42,7 +42,7 @@ class Pace:
         return phases_of(max(waited_s - prefill_s, 0.0), prefill_s, self.decode_s, self._told)
 
     def leg_began(self, role: Role, now: float) -> None:
-        self._began_s[role] = now
+        self._began_s[role], self._told = now, {}
 
     def leg_answered(self, role: Role, now: float, headers: Headers) -> None:
         self._took_s[role] = now - self._began_s[role]

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from kvferry.wire.messages import Reason
+
 __all__ = ["ARRIVALS", "Arrival", "Arrivals"]
 
 
@@ -24,6 +26,12 @@ class Arrival:
     words: str = ""
     is_fatal: bool = False
     phases_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody waited for it any more. An answer of today is not that request's, but of one that has taken
+        over its name."""
+        return self.reason == Reason.ABORTED
 
     def joined(self, other: Arrival) -> Arrival:
         """What two ranks of one engine tell together: what one of them lacks, the request lacks."""

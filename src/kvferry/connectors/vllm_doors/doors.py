@@ -9,14 +9,14 @@ from kvferry.connectors.vllm_doors.arrivals import ARRIVALS, Arrivals
 from kvferry.connectors.vllm_doors.asgi import App, Receive, Scope, Send, answer_json, body_of
 from kvferry.connectors.vllm_doors.legs import ANSWER_PATHS
 from kvferry.connectors.vllm_doors.passage import Passage
-from kvferry.connectors.vllm_doors.workers import Workers
+from kvferry.connectors.vllm_doors.workers import Workers, is_draining
 from kvferry.errors import ConfigurationError, FerryError, RequestError, TransferError
 from kvferry.openai import error_body, error_of
 from kvferry.wire.messages import WIRE_VERSION, Reason
 
 __all__ = ["Doors"]
 
-RELEASE, INFO = ("POST", "/kvferry/release"), ("GET", "/kvferry/info")
+RELEASE, INFO, READY = ("POST", "/kvferry/release"), ("GET", "/kvferry/info"), ("GET", "/ready")
 MAX_RELEASE_BYTES = 1 << 20
 
 
@@ -44,10 +44,21 @@ class Doors:
         if door in (RELEASE, INFO):
             status, body = await self._opened(door, scope, receive)
             await answer_json(send, status, body)
-        elif path in ANSWER_PATHS:
-            await self._pass(path, scope, receive, send)
+        elif door == READY or path in ANSWER_PATHS:
+            await self._pass_unless_draining(path, scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    async def _pass_unless_draining(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """While it ends, vLLM goes on listening, says that it is healthy, and answers new requests with nothing."""
+        if is_draining(scope["app"].state):
+            body = error_body("this engine drains; hint: ask another one", "server_error", "draining", None)
+            await answer_json(send, 503, body | {"status": "not ready", "reason": "it drains"})
+        elif path == READY[1]:
+            health = scope.get("root_path", "") + "/health"
+            await self._app({**scope, "path": health, "raw_path": health.encode()}, receive, send)
+        else:
+            await self._pass(path, scope, receive, send)
 
     async def _pass(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         passage = Passage(self._arrivals, path, scope, receive, send)

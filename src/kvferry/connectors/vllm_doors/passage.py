@@ -70,7 +70,7 @@ class Passage:
 
     async def _send_head(self, head: Message) -> None:
         arrival = self._arrivals.told(self._name)
-        if arrival is None:
+        if arrival is None or arrival.is_given_up:
             await self._send(head)
         elif arrival.is_fatal:
             self._is_replaced = True

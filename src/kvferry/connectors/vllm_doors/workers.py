@@ -8,7 +8,7 @@ from typing import Any
 from kvferry.errors import ConfigurationError, FerryError, TransferError
 from kvferry.wire.messages import Reason, Reference
 
-__all__ = ["RELEASED", "Workers"]
+__all__ = ["RELEASED", "Workers", "is_draining"]
 
 RELEASED = "released"
 # They answer between two steps.
@@ -45,6 +45,14 @@ class Workers:
             if reason in answers:
                 raise TransferError(reason, what, hint="send it to the server that answered the prefill")
         return RELEASED in answers
+
+
+def is_draining(state: Any) -> bool:
+    """Whether vLLM has been told to end: the first thing that it does then is to take back what would end it when it is
+    forgotten. vLLM itself has no word for it."""
+    core = getattr(getattr(state, "engine_client", None), "engine_core", None)
+    finalizer = getattr(core, "_finalizer", None)
+    return finalizer is not None and not finalizer.alive
 
 
 FOREIGN = {
