@@ -54,6 +54,7 @@ class Vllm:
     noted: dict[str, Arrival] = field(default_factory=dict)
     workers: Any = None
     extension: str = "Extension"
+    replicas: int = 1
     seen: list[Any] = field(default_factory=list)
     sent: list[dict[str, Any]] = field(default_factory=list)
 
@@ -61,7 +62,7 @@ class Vllm:
         self.arrivals = Arrivals()
         self.doors = Doors(self.app, self.arrivals)
         config = SimpleNamespace(
-            parallel_config=SimpleNamespace(worker_extension_cls=self.extension),
+            parallel_config=SimpleNamespace(worker_extension_cls=self.extension, data_parallel_size=self.replicas),
             cache_config=SimpleNamespace(enable_prefix_caching=True),
         )
         client = SimpleNamespace(vllm_config=config, collective_rpc=self.collective_rpc)
@@ -443,3 +444,22 @@ def test_a_server_that_does_not_drain_is_as_ready_as_it_is_healthy(root):
     vllm.ask(f"{root}/ready", b"", method="GET", root_path=root)
     assert asked_for == [("GET", f"{root}/health")]
     assert vllm.sent == WHOLE
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("facts", "code"), [({"epoch": "epoch"}, ""), ({}, "wrong_epoch"), ({"engine_id": "q"}, "wrong_engine")]
+)
+def test_what_is_known_to_be_anothers_costs_no_worker_a_step(facts, code, replicas):
+    """Replicas of one server have names of their own, of which the first one's is known."""
+    served = Vllm(workers=[FACTS | facts], replicas=replicas)
+    served.ask("/kvferry/info", b"", method="GET")
+    served.sent.clear()
+    served.seen.clear()
+    served.workers = ["released"]
+    served.ask("/kvferry/release", RELEASE_BODY)
+    status, body = served.answer
+    if code and replicas == 1:
+        assert (status, body["error"]["code"], served.seen) == (404, code, [])
+    else:
+        assert (status, body) == (200, {"released": True})

@@ -31,8 +31,8 @@ def start_fleet(tiny_model, tmp_path_factory) -> Iterator[Callable[..., Fleet]]:
     """Real engine and router processes, ended after the module."""
     started = []
 
-    def start(num_prefill=1, num_decode=1, transport="auto", decode_block_tokens=16) -> Fleet:
-        arguments = ("--model", str(tiny_model), "--served-name", "tiny", "--transport", transport)
+    def start(num_prefill=1, num_decode=1, transport="auto", decode_block_tokens=16, more=()) -> Fleet:
+        arguments = ("--model", str(tiny_model), "--served-name", "tiny", "--transport", transport, *more)
         options = FleetOptions(num_prefill, num_decode, arguments, 16, decode_block_tokens, 8192, port=0)
         fleet = Fleet(options, tmp_path_factory.mktemp("logs"))
         started.append(fleet)

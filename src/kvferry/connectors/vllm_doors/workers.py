@@ -38,13 +38,24 @@ class Workers:
 
         Raises TransferError for another engine's or another process's, ConfigurationError, FerryError.
         """
+        if foreign := self._foreign(state, reference):
+            raise _not_ours(foreign)
         asked = (reference.engine_id, reference.epoch, reference.request_id, reference.lease_id)
         async with self._turn:
             answers = set(await _ask(state, "kvferry_release", asked))
-        for reason, what in FOREIGN.items():
+        for reason in FOREIGN:
             if reason in answers:
-                raise TransferError(reason, what, hint="send it to the server that answered the prefill")
+                raise _not_ours(reason)
         return RELEASED in answers
+
+    def _foreign(self, state: Any, reference: Reference) -> str:
+        """Why a reference is none of this engine's, as far as that is known without asking it. Of several replicas each
+        has a name of its own."""
+        if not self._facts or state.engine_client.vllm_config.parallel_config.data_parallel_size != 1:
+            return ""
+        if self._facts["engine_id"] != reference.engine_id:
+            return Reason.WRONG_ENGINE
+        return "" if self._facts["epoch"] == reference.epoch else Reason.WRONG_EPOCH
 
 
 def is_draining(state: Any) -> bool:
@@ -59,6 +70,10 @@ FOREIGN = {
     Reason.WRONG_ENGINE: "these kv_transfer_params are another engine's",
     Reason.WRONG_EPOCH: "these kv_transfer_params are of this engine before it was started again",
 }
+
+
+def _not_ours(reason: str) -> TransferError:
+    return TransferError(reason, FOREIGN[Reason(reason)], hint="send it to the server that answered the prefill")
 
 
 async def _ask(state: Any, method: str, arguments: tuple[str, ...]) -> list[Any]:
