@@ -50,6 +50,7 @@ PUSHING = [
     replace(PLAIN, extra=(("transfer_direction", "push"), ("strategy", "direct"))),
     replace(two_way("llama", (2, 1), (64, 128)), extra=(("transfer_direction", "push"), ("strategy", "direct"))),
 ]
+STAGED = [replace(two_way("llama", (2, 1), (64, 128)), extra=(("strategy", name),)) for name in ("scatter", "pack")]
 LONG = [replace(PLAIN, decode=ServerSpec("kv_consumer", 2)), one_way("mistral", 1), one_way("falcon_h1", 1)]
 
 
@@ -72,6 +73,20 @@ def test_a_prompt_of_several_thousand_tokens_in_chunks(pair, spec):
 @pytest.mark.parametrize("spec", [PLAIN, UNEQUAL], ids=str)
 def test_eight_requests_at_once(pair, spec):
     check_equal(pair, prompts_of(FEW_SIZES * 2), at_once=8)
+
+
+@pytest.mark.parametrize("spec", [replace(UNEQUAL, extra=(("strategy", "pack"),))], ids=str)
+def test_everything_packed(pair, spec):
+    check_equal(pair, prompts_of(SIZES))
+    check_equal(pair, prompts_of(FEW_SIZES, seed=1), at_once=4, reverse=True)
+
+
+@pytest.mark.full
+@DIRECTIONS
+@pytest.mark.parametrize("spec", STAGED, ids=lambda spec: f"{spec}-{dict(spec.extra)['strategy']}")
+def test_through_staging_memory_over_unequal_tensor_parallel_sizes(pair, spec, reverse):
+    check_equal(pair, prompts_of(MIXED_SIZES), reverse=reverse)
+    check_equal(pair, prompts_of(FEW_SIZES, seed=1), at_once=4, reverse=reverse)
 
 
 @pytest.mark.full

@@ -56,11 +56,12 @@ class Judge:
             case Opened():
                 # Whether it is worth anything shows at its end.
                 reservation.answers()
+                self._remember(reservation)
                 self._judge_cache(reservation, headers)
                 if self._divided and self._streams:
                     self._membership.handover.add(decode_s)
             case Ended():
-                self._works(reservation)
+                reservation.succeeded()
             case Answered(status, body):
                 self._judge_answer(reservation, status, body)
             case Failed(reason, _) if reason not in BLAMELESS:
@@ -80,10 +81,11 @@ class Judge:
         elif status >= 500:
             reservation.failed()
         elif 200 <= status < 300:
-            self._works(reservation)
+            reservation.succeeded()
+            self._remember(reservation)
 
-    def _works(self, reservation: Reservation) -> None:
-        reservation.succeeded()
+    def _remember(self, reservation: Reservation) -> None:
+        """It has the prompt cached from now on."""
         self._membership.prefixes.remember(reservation.instance, self._task.prefixes)
 
     def _judge_cache(self, reservation: Reservation, headers: Headers) -> None:

@@ -77,6 +77,8 @@ class Leg:
     async def ask(self) -> Answered | Opened | Failed:
         """Send the request and wait for the answer: D's success up to its first byte, all others whole."""
         limit_s, left_s = self._limit_s(), self._left_s()
+        if left_s <= 0:
+            return Failed(TOO_LATE, WORDS[TOO_LATE])
         try:
             async with asyncio.timeout(min(limit_s, left_s)):
                 return await self._ask()
