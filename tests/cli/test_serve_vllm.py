@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvferry.cli import main
 from kvferry.cli.serve_vllm import VllmOptions, vllm_command
-from kvferry.connectors.vllm_doors import Doors, doors
+from kvferry.connectors.vllm_middleware import FerryMiddleware, middleware
 
 DEADLINE_S = 60.0
 STAND_IN = """
@@ -64,13 +64,15 @@ def test_the_command_line_names_our_connector():
     }
 
 
-def test_our_router_finds_the_doors_that_it_knows():
+def test_our_router_finds_the_paths_that_it_knows():
     command = vllm_command(OPTIONS, 1)
-    assert after(command, "--middleware") == f"{Doors.__module__.rpartition('.')[0]}.{Doors.__name__}"
+    assert (
+        after(command, "--middleware") == f"{FerryMiddleware.__module__.rpartition('.')[0]}.{FerryMiddleware.__name__}"
+    )
     module, _, name = after(command, "--worker-extension-cls").rpartition(".")
     assert module == "kvferry.connectors.vllm.extension"
     # It needs vLLM to be imported.
-    source = Path(doors.__file__).parents[1] / "vllm" / "extension.py"
+    source = Path(middleware.__file__).parents[1] / "vllm" / "extension.py"
     assert f"class {name}:" in source.read_text()
 
 

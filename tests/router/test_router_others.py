@@ -81,6 +81,28 @@ def test_an_instance_that_breaks_every_stream_is_taken_out():
     asyncio.run(main())
 
 
+def test_a_stream_that_ends_well_makes_good_for_those_that_broke_before():
+    answers = []
+
+    async def behave(request, seen):
+        if answers.pop(0):
+            return await decoding(request, seen)
+        response = await open_stream(request)
+        await response.write(frame(chat_chunk("one")))
+        request.transport.close()
+        return response
+
+    async def main():
+        async with cluster([], [decode_engine("d0", behave)]) as c:
+            almost = [False] * (INSTANCE_FUSE.num_failures - 1)
+            expected = [*almost, True, *almost, True]
+            answers[:] = expected
+            replies = [await c.complete(STREAM) for _ in expected]
+            assert [b"[DONE]" in reply.raw for reply in replies] == expected
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("piece", "status"),
     [

@@ -30,8 +30,8 @@ FIRST_PORT, LAST_PORT = 20_000, 30_000
 MOST_WORDS = 20
 FERRY_MODULE = "kvferry.connectors.vllm"
 # What our router asks of an engine, on vLLM's own server.
-DOORS = (
-    *("--middleware", "kvferry.connectors.vllm_doors.Doors"),
+MIDDLEWARE = (
+    *("--middleware", "kvferry.connectors.vllm_middleware.FerryMiddleware"),
     *("--worker-extension-cls", "kvferry.connectors.vllm.extension.Extension"),
 )
 CACHE_BYTES = 128 << 20
@@ -179,7 +179,7 @@ class Server:
             *("--tensor-parallel-size", str(self.spec.tp)),
             *(("--block-size", str(block_tokens)) if block_tokens else ()),
             *("--kv-transfer-config", json.dumps(self._transfer_settings())),
-            *(DOORS if self.connector == "FerryConnector" else ()),
+            *(MIDDLEWARE if self.connector == "FerryConnector" else ()),
             *model.flags,
             *self.spec.flags,
         ]

@@ -20,7 +20,7 @@ from vllm.config import KVTransferConfig
 
 from kvferry.connectors.vllm.settings import check_version, settings_of
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
-from kvferry.connectors.vllm_doors.arrivals import Arrival, Arrivals
+from kvferry.connectors.vllm_middleware.arrivals import Arrival, Arrivals
 from kvferry.errors import ConfigurationError
 from kvferry.plan.copies import Direction
 from kvferry.session.events import FetchReport

@@ -28,7 +28,7 @@ POLL_S = 0.25
 # Less than our own parent gives us before it kills us: nobody else would end vLLM then.
 STOP_S = 8.0
 # What our router asks of an engine, on vLLM's own server.
-DOORS = "kvferry.connectors.vllm_doors.Doors"
+MIDDLEWARE = "kvferry.connectors.vllm_middleware.FerryMiddleware"
 EXTENSION = "kvferry.connectors.vllm.extension.Extension"
 
 
@@ -106,7 +106,7 @@ def vllm_command(options: VllmOptions, port: int) -> list[str]:
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
     command += ["--host", options.host, "--port", str(port), "--served-model-name", options.served_name]
     command += ["--dtype", options.dtype, "--kv-transfer-config", json.dumps(transfer)]
-    command += ["--middleware", DOORS, "--worker-extension-cls", EXTENSION]
+    command += ["--middleware", MIDDLEWARE, "--worker-extension-cls", EXTENSION]
     command += ["--block-size", str(options.block_tokens)] if options.block_tokens else []
     command += ["--shutdown-timeout", str(ceil(options.drain_s))] if options.drain_s else []
     return [*command, *options.arguments]

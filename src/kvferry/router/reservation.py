@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvferry.router.member import Member
-from kvferry.router.policy import Instance, Role, Task
+from kvferry.router.policy import Instance, Task
 
 __all__ = ["Reservation"]
 
@@ -68,7 +68,3 @@ class Reservation:
         if self._computes:
             self._computes = False
             self._member.speed.ended(self._clock(), num_tokens)
-
-
-def is_prefill(reservation: Reservation) -> bool:
-    return reservation.instance.role is Role.PREFILL

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvferry.agent import Notice
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, agent_name
 from kvferry.connectors.vllm.stats import FerryStats
-from kvferry.connectors.vllm_doors.arrivals import Arrival
+from kvferry.connectors.vllm_middleware.arrivals import Arrival
 from kvferry.errors import TransferError
 from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, TargetFree
 

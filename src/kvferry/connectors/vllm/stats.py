@@ -8,7 +8,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 
-from kvferry.connectors.vllm_doors.arrivals import ARRIVALS, Arrival
+from kvferry.connectors.vllm_middleware.arrivals import ARRIVALS, Arrival
 from kvferry.session.events import FetchReport
 
 __all__ = ["FerryPromMetrics", "FerryStats"]

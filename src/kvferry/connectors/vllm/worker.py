@@ -30,7 +30,7 @@ from kvferry.connectors.vllm.open_requests import OpenRequests
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, RankAddress, agent_name
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.stats import FerryStats
-from kvferry.connectors.vllm_doors.workers import RELEASED
+from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.errors import ConfigurationError
 from kvferry.plan.layout import Layout, contents
 from kvferry.session.events import FetchWanted, HoldWanted, LeaseWanted, SourceFree, Stopped, Timing

@@ -1,4 +1,4 @@
-"""The doors on vLLM's HTTP server, with a stand-in for vLLM: an ASGI app that says what a test wants."""
+"""Our middleware in vLLM's HTTP server, with a stand-in for vLLM: an ASGI app that says what a test wants."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connectors.params import to_params
-from kvferry.connectors.vllm_doors import Doors
-from kvferry.connectors.vllm_doors.arrivals import Arrival, Arrivals
-from kvferry.connectors.vllm_doors.legs import leg_name
-from kvferry.connectors.vllm_doors.workers import Workers
+from kvferry.connectors.vllm_middleware import FerryMiddleware
+from kvferry.connectors.vllm_middleware.arrivals import Arrival, Arrivals
+from kvferry.connectors.vllm_middleware.legs import leg_name
+from kvferry.connectors.vllm_middleware.workers import Workers
 from kvferry.router.answers import lost_cache
 from kvferry.router.timing import told_phases
 from kvferry.wire.messages import Reference
@@ -45,7 +45,7 @@ PARAMS = to_params(REFERENCE, ["tcp://10.0.0.1:7001"], [[1]], 16)
 
 @dataclass
 class Vllm:
-    """vLLM's app behind the doors: reads its request, hears what its workers tell, says its messages.
+    """vLLM's app behind the middleware: reads its request, hears what its workers tell, says its messages.
 
     `noted` are the fetches that end before it answers. `seen` is what it was asked, `sent` what the client got.
     """
@@ -60,7 +60,7 @@ class Vllm:
 
     def __post_init__(self) -> None:
         self.arrivals = Arrivals()
-        self.doors = Doors(self.app, self.arrivals)
+        self.middleware = FerryMiddleware(self.app, self.arrivals)
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(worker_extension_cls=self.extension, data_parallel_size=self.replicas),
             cache_config=SimpleNamespace(enable_prefix_caching=True),
@@ -102,7 +102,7 @@ class Vllm:
 
         pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in (headers or {}).items()]
         common = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": pairs, "app": self}
-        asyncio.run(self.doors(common | scope, receive, send))
+        asyncio.run(self.middleware(common | scope, receive, send))
 
     @property
     def headers(self) -> dict[str, str]:
@@ -194,7 +194,7 @@ OTHERS = {
 @pytest.mark.parametrize("says", [WHOLE, STREAM, BROKEN, BROKEN_STREAM], ids=["whole", "streamed", "500", "broken"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_answer_of_which_nothing_is_known_passes_unchanged(name, says, monkeypatch):
-    monkeypatch.setattr("kvferry.connectors.vllm_doors.passage.MAX_BODY_BYTES", 200)
+    monkeypatch.setattr("kvferry.connectors.vllm_middleware.passage.MAX_BODY_BYTES", 200)
     served = asked(**{"says": says, "noted": {IDS[COMPLETIONS]: LOST}, **OTHERS[name]})
     assert served.sent == says
 
@@ -211,7 +211,7 @@ def test_only_the_head_waits_and_only_for_the_first_of_the_body(body, sent):
             await send(message)
             counts.append(len(served.sent))
 
-    served.doors = Doors(app, served.arrivals)
+    served.middleware = FerryMiddleware(app, served.arrivals)
     served.ask(COMPLETIONS, body, {"X-Request-Id": "r"})
     assert counts == sent
 
@@ -226,7 +226,7 @@ def test_an_app_that_fails_before_it_answers_leaves_nothing_behind():
         assert len(served.arrivals) == 1
         raise ValueError("a defect")
 
-    served.doors = Doors(app, served.arrivals)
+    served.middleware = FerryMiddleware(app, served.arrivals)
     with pytest.raises(ValueError, match="a defect"):
         served.ask(COMPLETIONS, LEG, {"X-Request-Id": "r"})
     assert (served.sent, len(served.arrivals)) == ([], 0)
@@ -243,7 +243,7 @@ def test_what_is_no_request_and_what_is_no_door_of_ours_is_vllms():
     async def app(scope, receive, send):
         scopes.append(scope)
 
-    asyncio.run(Doors(app, Arrivals())({"type": "lifespan"}, None, None))
+    asyncio.run(FerryMiddleware(app, Arrivals())({"type": "lifespan"}, None, None))
     assert scopes == [{"type": "lifespan"}]
 
 
@@ -308,7 +308,7 @@ def test_what_nobody_waits_for_is_not_kept():
     assert arrivals.told("a") is None
 
 
-# --- the other doors ---
+# --- the paths of our own ---
 
 RELEASE_BODY = {"kv_transfer_params": PARAMS}
 
@@ -410,7 +410,7 @@ def test_a_server_that_cannot_say_who_it_is_says_why(vllm, status, words):
     assert served.answer[0] == status
     assert words in served.answer[1]["error"]["message"]
     # It may be able to later.
-    assert served.doors._workers._facts == {}
+    assert served.middleware._workers._facts == {}
 
 
 def draining(vllm, is_draining=True):
@@ -440,7 +440,7 @@ def test_a_server_that_does_not_drain_is_as_ready_as_it_is_healthy(root):
         asked_for.append((scope["method"], scope["path"]))
         await app(scope, receive, send)
 
-    vllm.doors = Doors(noting, vllm.arrivals)
+    vllm.middleware = FerryMiddleware(noting, vllm.arrivals)
     vllm.ask(f"{root}/ready", b"", method="GET", root_path=root)
     assert asked_for == [("GET", f"{root}/health")]
     assert vllm.sent == WHOLE

@@ -1,4 +1,4 @@
-"""Our doors on real vLLM servers: how a cache came, releases, who they are, and what our router makes of it."""
+"""Our middleware in real vLLM servers: how a cache came, releases, who they are, and what our router makes of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MESSAGES = [{"role": "user", "content": "What does the ferry carry across the ri
 
 
 def question_of(name: str, num_tokens: int = 300, seed: int = 0) -> Question:
-    return replace(prompts_of((num_tokens,), seed=seed)[0], salt=f"doors-{name}", request_id=f"doors-{name}")
+    return replace(prompts_of((num_tokens,), seed=seed)[0], salt=f"middleware-{name}", request_id=f"middleware-{name}")
 
 
 def post(url: str, path: str, body: dict[str, Any], request_id: str = "") -> tuple[int, dict[str, str], bytes]:

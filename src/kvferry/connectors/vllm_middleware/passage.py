@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvferry.connectors.vllm_doors.arrivals import Arrivals
-from kvferry.connectors.vllm_doors.asgi import Message, Receive, Scope, Send, header
-from kvferry.connectors.vllm_doors.legs import leg_name
-from kvferry.connectors.vllm_doors.words import lost, with_headers
+from kvferry.connectors.vllm_middleware.arrivals import Arrivals
+from kvferry.connectors.vllm_middleware.asgi import Message, Receive, Scope, Send, header
+from kvferry.connectors.vllm_middleware.legs import leg_name
+from kvferry.connectors.vllm_middleware.words import lost, with_headers
 
 __all__ = ["Passage"]
 

@@ -1,20 +1,20 @@
-"""`Doors`: ours in vLLM's HTTP server. A release, who this is, and how the cache of an answer came."""
+"""`FerryMiddleware`, for vLLM's HTTP server: a release, who this is, and how the cache of an answer came."""
 
 from __future__ import annotations
 
 import msgspec
 
 from kvferry.connectors.params import Reach, from_params
-from kvferry.connectors.vllm_doors.arrivals import ARRIVALS, Arrivals
-from kvferry.connectors.vllm_doors.asgi import App, Receive, Scope, Send, answer_json, body_of
-from kvferry.connectors.vllm_doors.legs import ANSWER_PATHS
-from kvferry.connectors.vllm_doors.passage import Passage
-from kvferry.connectors.vllm_doors.workers import Workers, is_draining
+from kvferry.connectors.vllm_middleware.arrivals import ARRIVALS, Arrivals
+from kvferry.connectors.vllm_middleware.asgi import App, Receive, Scope, Send, answer_json, body_of
+from kvferry.connectors.vllm_middleware.legs import ANSWER_PATHS
+from kvferry.connectors.vllm_middleware.passage import Passage
+from kvferry.connectors.vllm_middleware.workers import Workers, is_draining
 from kvferry.errors import ConfigurationError, FerryError, RequestError, TransferError
 from kvferry.openai import error_body, error_of
 from kvferry.wire.messages import WIRE_VERSION, Reason
 
-__all__ = ["Doors"]
+__all__ = ["FerryMiddleware"]
 
 RELEASE, INFO, READY = ("POST", "/kvferry/release"), ("GET", "/kvferry/info"), ("GET", "/ready")
 MAX_RELEASE_BYTES = 1 << 20
@@ -26,8 +26,8 @@ class _Release(msgspec.Struct):
     kv_transfer_params: dict[str, object]
 
 
-class Doors:
-    """ASGI middleware, which vLLM makes around its app. What is none of our doors' is passed on as it is."""
+class FerryMiddleware:
+    """ASGI middleware, which vLLM makes around its app. What is none of our own paths is passed on as it is."""
 
     def __init__(self, app: App, arrivals: Arrivals = ARRIVALS) -> None:
         self._app = app
@@ -40,11 +40,11 @@ class Doors:
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        door = (scope["method"], path)
-        if door in (RELEASE, INFO):
-            status, body = await self._opened(door, scope, receive)
+        call = (scope["method"], path)
+        if call in (RELEASE, INFO):
+            status, body = await self._answered(call, scope, receive)
             await answer_json(send, status, body)
-        elif door == READY or path in ANSWER_PATHS:
+        elif call == READY or path in ANSWER_PATHS:
             await self._pass_unless_draining(path, scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -67,9 +67,9 @@ class Doors:
         finally:
             passage.close()
 
-    async def _opened(self, door: tuple[str, str], scope: Scope, receive: Receive) -> tuple[int, object]:
+    async def _answered(self, call: tuple[str, str], scope: Scope, receive: Receive) -> tuple[int, object]:
         try:
-            return 200, await (self._release(scope, receive) if door == RELEASE else self._info(scope))
+            return 200, await (self._release(scope, receive) if call == RELEASE else self._info(scope))
         except ConfigurationError as error:
             return 501, error_body(str(error), "server_error", "not_available", None)
         except TransferError as error:

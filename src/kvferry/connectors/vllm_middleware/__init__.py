@@ -1,0 +1,8 @@
+"""Our HTTP routes and headers on vLLM's own server: `--middleware kvferry.connectors.vllm_middleware.FerryMiddleware`.
+
+Nothing here imports vLLM: it is given the running one with each request.
+"""
+
+from kvferry.connectors.vllm_middleware.middleware import FerryMiddleware
+
+__all__ = ["FerryMiddleware"]
