@@ -83,6 +83,17 @@ def test_leases_and_draining_are_vllms_own_unless_chosen():
     assert json.loads(after(command, "--kv-transfer-config"))["kv_connector_extra_config"]["kv_lease_duration"] == 12.5
 
 
+@pytest.mark.parametrize(
+    ("given", "drain_s"), [([], 30.0), (["--as-child"], 0.0), (["--as-child", "--drain-timeout", "5"], 5.0)]
+)
+def test_vllm_may_drain_unless_whoever_started_us_is_in_a_hurry(given, drain_s, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr("kvferry.cli.serve_vllm.serve_vllm", lambda options: seen.append(options) or 0)
+    result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--model", str(tmp_path), *given])
+    assert result.exit_code == 0, result.output
+    assert [options.drain_s for options in seen] == [drain_s]
+
+
 @pytest.mark.parametrize("option", ["--num-blocks", "--max-batch-tokens", "--heartbeat"])
 def test_what_vllm_has_no_place_for_is_not_passed_over(option):
     result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", option, "7"])

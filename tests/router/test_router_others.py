@@ -12,6 +12,8 @@ from router_harness import chat_chunk, cluster, decode_engine, decoding, frame, 
 from kvferry.router.answers import streamed_error
 from kvferry.router.member import INSTANCE_FUSE
 from kvferry.router.membership import PAIR_FUSE
+from kvferry.router.prompt import task_of
+from kvferry.router.request import Endpoint, parse_request
 
 ERROR = {"error": {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}}
 STREAM = {"prompt": "a", "stream": True}
@@ -77,6 +79,28 @@ def test_an_instance_that_breaks_every_stream_is_taken_out():
             for _ in range(INSTANCE_FUSE.num_failures):
                 assert b"upstream_broke_off" in (await c.complete(STREAM)).raw
             assert (await c.complete(STREAM)).status == 503
+
+    asyncio.run(main())
+
+
+def test_a_prompt_counts_as_cached_from_the_first_byte_on():
+    prompt = "a prompt that is long enough to have a home " * 64
+    task = task_of(parse_request(json.dumps({"prompt": prompt, "stream": True}).encode(), Endpoint.COMPLETIONS))
+
+    async def behave(request, seen):
+        response = await open_stream(request)
+        await response.write(frame(chat_chunk("one")))
+        await asyncio.Event().wait()
+        return response
+
+    async def main():
+        async with cluster([], [decode_engine("d0", behave)]) as c:
+            membership = c.app.state.membership
+            (instance,) = membership.instances
+            body = {"prompt": prompt, "stream": True}
+            async with c.session.post(c.url + "/v1/completions", json=body) as response:
+                assert await response.content.readany() == frame(chat_chunk("one"))
+                assert membership.prefixes.num_known(instance, task.prefixes) == len(task.prefixes) > 0
 
     asyncio.run(main())
 

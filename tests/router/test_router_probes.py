@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 from router_harness import cluster, decode_engine, prefill_engine
 
@@ -49,3 +50,24 @@ def test_a_defect_in_a_round_of_probes_is_not_the_end_of_them(monkeypatch, caplo
 
     asyncio.run(main())
     assert "ended a round of probes" in caplog.text
+
+
+def test_however_often_traffic_doubts_an_instance_probes_have_a_pause(monkeypatch):
+    monkeypatch.setattr(health, "SHORTEST_PAUSE_S", 3600.0)
+    rounds = []
+
+    class Counting(health.Prober):
+        async def probe_all(self):
+            rounds.append(len(rounds))
+
+    async def main():
+        doubted = asyncio.Event()
+        doubted.set()
+        config = SimpleNamespace(probe_interval_s=3600.0)
+        task = asyncio.create_task(Counting(None, SimpleNamespace(doubted=doubted), config).run())
+        for _ in range(100):
+            await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(main())
+    assert rounds == [0]

@@ -9,9 +9,11 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from router_harness import answer, cluster, decode_engine, failing, frame, open_stream, prefill_engine, web
+from router_harness import answer, cluster, decode_engine, failing, frame, open_stream, prefill_engine, resetting, web
 
 from kvferry.router.otel import OtelTracing
+from kvferry.router.pace import Pace
+from kvferry.router.policy import Instance, Role
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CLIENT = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
@@ -85,6 +87,33 @@ def test_the_span_of_a_stream_lasts_to_its_end_and_tells_how_it_ended():
 def test_an_answer_of_5xx_is_an_error_of_the_request():
     spans = spans_of(prefill_engine(), decode_engine("d0", failing(503, "no")))
     assert not spans["kvferry.request"].status.is_ok
+
+
+def test_a_leg_that_was_not_answered_does_not_say_that_it_was():
+    spans = spans_of(prefill_engine("p0", resetting), decode_engine())
+    assert [event.name for event in spans["kvferry.prefill"].events] == []
+    assert [event.name for event in spans["kvferry.decode"].events] == ["answered"]
+
+
+def test_a_leg_that_nobody_ended_is_ended_with_its_request():
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    request = OtelTracing(provider).begin([], "mine")
+    request.leg_began(Instance("http://d0", Role.DECODE))
+    request.ended({})
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert spans["kvferry.decode"].attributes["kvferry.outcome"] == "unknown"
+    assert set(spans) == {"kvferry.request", "kvferry.decode"}
+
+
+def test_what_one_leg_told_is_not_told_of_the_next():
+    pace = Pace(0.0)
+    pace.leg_began(Role.DECODE, 0.0)
+    pace.leg_answered(Role.DECODE, 1.0, [(b"server-timing", b"wire;dur=2")])
+    assert pace.told == {"wire": 0.002}
+    pace.leg_began(Role.PREFILL, 2.0)
+    assert pace.told == {}
 
 
 def test_without_tracing_the_clients_own_headers_pass():
