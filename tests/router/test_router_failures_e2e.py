@@ -246,14 +246,14 @@ def test_a_broken_answer_without_frames_is_cut():
             request.transport.abort()
             return response
 
-        async with (
-            cluster([prefill_engine()], [decode_engine("d0", behave)]) as c,
-            c.session.post(c.url + "/v1/completions", json={"prompt": "a"}) as response,
-        ):
-            assert await response.content.readany() == b'{"half": '
-            delivered.set()
-            with pytest.raises(aiohttp.ClientPayloadError):
-                await response.content.read()
+        async with cluster([prefill_engine()], [decode_engine("d0", behave)]) as c:
+            async with c.session.post(c.url + "/v1/completions", json={"prompt": "a"}) as response:
+                assert await response.content.readany() == b'{"half": '
+                delivered.set()
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    await response.content.read()
+            labels = 'endpoint="/v1/completions",path="disaggregated",status="502"'
+            assert await c.metric(f"kvferry_router_requests_total{{{labels}}}") == 1
 
     run(main)
 
