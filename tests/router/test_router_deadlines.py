@@ -12,11 +12,11 @@ import pytest
 from router_harness import chat_chunk, cluster, decode_engine, frame, hanging, open_stream, prefill_engine
 
 from kvferry.errors import RequestError
-from kvferry.router.config import RouterConfig
 from kvferry.router.events import TOO_LATE
 from kvferry.router.headers import decode_headers, timeout_of
-from kvferry.router.leg import Leg
+from kvferry.router.leg import Leg, Patience
 from kvferry.router.member import INSTANCE_FUSE
+from kvferry.router.tracing import UNTRACED_LEG
 from kvferry.router.upstream import Outgoing
 
 # Long enough for an engine in this process, short enough to wait for.
@@ -86,11 +86,9 @@ def test_a_stream_that_takes_too_long_ends_with_that_word():
 
 
 def test_a_leg_for_which_there_is_no_time_is_not_sent():
-    config = RouterConfig((), ("http://127.0.0.1:1",))
     outgoing = Outgoing("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
-    (instance,) = config.instances
     # Without a pool of connections, nothing can be sent.
-    leg = Leg(SimpleNamespace(config=config), instance, outgoing, deadline_s=time.monotonic())
+    leg = Leg(SimpleNamespace(), SimpleNamespace(), UNTRACED_LEG, outgoing, Patience(1.0, time.monotonic()))
     assert asyncio.run(leg.ask()).reason == TOO_LATE
 
 

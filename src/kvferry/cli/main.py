@@ -276,6 +276,9 @@ def route(
     skip_prefill_below: Annotated[
         str, typer.Option(help="Tokens that decode computes itself: a number, or auto.")
     ] = "0",
+    early_decode_from: Annotated[
+        int, typer.Option(min=0, help="Decode legs of prompts with so many tokens begin with prefill; 0: none.")
+    ] = 0,
     require_prefill: Annotated[bool, typer.Option("--require-prefill", help="Not ready without a pair.")] = False,
     log_format: Annotated[LogFormat, typer.Option(help="Lines for people, or JSON for machines.")] = LogFormat.PLAIN,
     access_log: Annotated[bool, typer.Option("--access-log", help="A line per request.")] = False,
@@ -302,6 +305,7 @@ def route(
             registration=command.registration_of(accept_registrations, token_file),
             judgement=Judgement(policy_named(policy), limits),
             require_prefill=require_prefill,
+            early_from_tokens=early_decode_from,
         )
         logs = command.LogOptions(log_format, access_log, otel)
         command.route(command.RouteOptions(router, host, port, drain_timeout, as_json, as_child, logs))

@@ -80,6 +80,7 @@ class Endpoints:
             "models": [info.model],
             "cache": info.cache,
             "prefix_cache": False,
+            "early": True,
         }
         return json_response(body, {})
 

@@ -6,7 +6,7 @@ import msgspec
 
 from kvferry.wire.messages import Reason
 
-__all__ = ["can_be_released", "kept_cache", "lost_cache", "streamed_error"]
+__all__ = ["can_be_released", "kept_cache", "lost_cache", "promised_cache", "stream_failure", "streamed_error"]
 
 
 class PrefillAnswer(msgspec.Struct):
@@ -58,6 +58,19 @@ def streamed_error(piece: bytes) -> int:
     except (msgspec.DecodeError, RecursionError):
         return 0
     return code if isinstance(code, int) and 400 <= code <= 599 else 500
+
+
+def promised_cache(piece: bytes) -> bytes:
+    """`kv_transfer_params` of the first event of a prefill stream, as they came; empty if there are none."""
+    event, end, _ = piece.partition(b"\n\n")
+    promised = kept_cache(event.removeprefix(b"data:")) if end and event.startswith(b"data:") else b""
+    return promised if promised.startswith(b"{") else b""
+
+
+def stream_failure(body: bytes) -> bytes:
+    """The data of the error event in an event stream that was read to its end; empty if it has none."""
+    events = (event + b"\n\n" for event in body.split(b"\n\n"))
+    return next((event.removeprefix(b"data:").strip() for event in events if streamed_error(event)), b"")
 
 
 def can_be_released(transfer: bytes) -> bool:

@@ -13,7 +13,8 @@ class Facts:
 
     `epoch` is new at every start. `cache` names what is kept of a request: equal names can be exchanged, whatever the
     parallelism, block size and memory format. Engines with a `wire_version` are kvferry's own. Without
-    `has_prefix_cache` nothing that was sent there before spares it any work.
+    `has_prefix_cache` nothing that was sent there before spares it any work. With `has_early_legs` it can refer to a
+    prompt's cache before it has computed it.
     """
 
     engine: str = ""
@@ -23,6 +24,7 @@ class Facts:
     models: tuple[str, ...] = ()
     cache: str = ""
     has_prefix_cache: bool = True
+    has_early_legs: bool = False
 
 
 NO_FACTS = Facts()

@@ -34,7 +34,9 @@ class RouterConfig:
     `prefill_urls` may be empty: then D serves alone; with `takes_members` there may be no decode instance yet either.
     `prefill_timeout_s` is for a whole prefill leg; `decode_timeout_s` ends with the first byte of the answer's body,
     which without streaming is the whole generation. After it only silence is limited: `stall_timeout_s` between two
-    pieces. With `require_prefill` the router is not ready while no pair of instances is. Raises ConfigurationError.
+    pieces. With `require_prefill` the router is not ready while no pair of instances is. Decode legs of prompts of
+    `early_from_tokens` and more begin with the prefill leg, where the prefill instance can do that; 0: none does.
+    Raises ConfigurationError.
     """
 
     prefill_urls: tuple[str, ...]
@@ -51,6 +53,7 @@ class RouterConfig:
     registration: Registration = NO_REGISTRATION
     judgement: Judgement = DEFAULT_JUDGEMENT
     require_prefill: bool = False
+    early_from_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.decode_urls and not self.takes_members:

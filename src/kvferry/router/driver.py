@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvferry.router.client import CLIENT_LEFT, Client
+from kvferry.router.early import EarlyPrefill
 from kvferry.router.events import (
     Answered,
     Began,
@@ -30,6 +31,7 @@ from kvferry.router.events import (
     Path,
     Pick,
     Picked,
+    Promised,
     Refuse,
     Relay,
     Release,
@@ -40,7 +42,7 @@ from kvferry.router.events import (
 from kvferry.router.flow import Flow
 from kvferry.router.headers import Headers, decode_headers, prefill_headers, response_headers
 from kvferry.router.judge import Judge
-from kvferry.router.leg import Head, Leg
+from kvferry.router.leg import Head, Leg, Patience
 from kvferry.router.membership import Wanted
 from kvferry.router.pace import Pace
 from kvferry.router.policy import Busy, Instance, Role, Skip, Task
@@ -88,8 +90,9 @@ class Driver:
         self._call = call
         self._client = client
         self._held: dict[Role, Reservation] = {}
-        # All legs so far; the last one is in flight.
+        # All legs so far; the last one is in flight, and an early one beside it.
         self._legs: list[Leg] = []
+        self._early: list[EarlyPrefill] = []
         self._answer = (Head(0, []), b"")
         self._judge = Judge(services.membership, call.task, call.request.streams)
         self.pace = Pace(call.started_s)
@@ -102,6 +105,7 @@ class Driver:
             while event is not None:
                 event = await self._carry_out(self.flow.handle(event))
         finally:
+            self._leave_early()
             self._stop()
             for role in tuple(self._held):
                 self._let_go(role)
@@ -130,9 +134,12 @@ class Driver:
         return event
 
     async def count(self, command: Count) -> None:
+        self._count(command)
+
+    def _count(self, command: Count) -> None:
         self._services.metrics.count(command)
         if command.what is Counted.UPSTREAM_ERROR:
-            leg = self._legs[-1]
+            leg = next(leg for leg in reversed(self._legs) if leg.instance.role is command.role)
             logger.warning(
                 "request %s: the %s leg on %s failed: %s%s",
                 self._call.request_id,
@@ -144,6 +151,8 @@ class Driver:
             )
 
     async def pick(self, command: Pick) -> Event:
+        if command.role is Role.PREFILL:
+            self._leave_early()
         self._let_go(command.role)
         decode = self._held.get(Role.DECODE)
         partners = (decode.instance,) if command.role is Role.PREFILL and decode else ()
@@ -152,7 +161,7 @@ class Driver:
         if isinstance(found, Reservation):
             self._held[command.role] = found
             self._judge.chosen(found.instance, partners)
-            return Picked(found.instance)
+            return Picked(found.instance, self._may_be_early(found.instance))
         match found:
             case Skip(reason, detail):
                 return Skipped(reason, detail)
@@ -163,28 +172,31 @@ class Driver:
 
     async def send(self, command: Send) -> Event:
         role = command.instance.role
-        leg = Leg(self._services, command.instance, self._outgoing(command), self._call.deadline_s)
+        trace, reservation = self._trace.leg_began(command.instance), self._held[role]
+        outgoing = self._outgoing(command, trace.headers)
+        leg = Leg(self._services, reservation, trace, outgoing, self._patience(role))
         self._legs.append(leg)
-        divided = self.flow.path is Path.DISAGGREGATED
-        reservation = self._held[role]
-        self._judge.sends(reservation, divided)
+        self._judge.sends(reservation, self.flow.path is Path.DISAGGREGATED)
         self.pace.leg_began(role, self._now())
         event = await self._ask(leg)
         self.pace.leg_answered(role, self._now(), leg.head.headers)
-        if isinstance(event, Answered | Opened):
-            self._trace.leg_answered(self.pace.told)
-        if not isinstance(event, Opened):
-            self._trace.leg_ended(outcome_of(event))
-        self._judge.hears(event, leg.head.headers, self.pace.decode_s)
+        if isinstance(event, Answered | Promised | Opened):
+            trace.answered(self.pace.told)
+        if not isinstance(event, Promised | Opened):
+            trace.ended(outcome_of(event))
+        self._judge.hears(event, leg.head.headers, self.pace.handover_s)
         if isinstance(event, Answered):
             self._answer = (leg.head, event.body)
         if isinstance(event, Opened) and event.can_append:
             self._tell_phases(command.instance)
-        if role is Role.PREFILL:
+        if isinstance(event, Promised):
+            self._let_compute(leg)
+        elif role is Role.PREFILL:
             self._let_go(Role.PREFILL)
         return event
 
     async def release(self, command: Release) -> None:
+        self._leave_early()
         self._services.metrics.count_release(command.reason)
         headers = prefill_headers(self._call.headers, self._call.request_id)
         outgoing = Outgoing("POST", command.instance.url, RELEASE_PATH, headers, command.body)
@@ -193,7 +205,7 @@ class Driver:
     async def relay(self, command: Relay) -> Event:
         leg = self._legs[-1]
         event = await self._client.unless_left(lambda: self._pass_on(leg), 0.0) or ClientGone()
-        self._trace.leg_ended(outcome_of(event))
+        leg.trace.ended(outcome_of(event))
         return event
 
     async def cancel(self, command: Cancel) -> None:
@@ -246,6 +258,38 @@ class Driver:
             return ClientGone(_kept_by(event))
         return event
 
+    def _may_be_early(self, instance: Instance) -> bool:
+        from_tokens = self._services.config.early_from_tokens
+        is_long = 0 < from_tokens <= self._call.task.prompt_tokens
+        return is_long and instance.role is Role.PREFILL and self._services.membership.has_early_legs(instance)
+
+    def _let_compute(self, leg: Leg) -> None:
+        self._services.metrics.count_early()
+        self.pace.promised()
+        self._early = [EarlyPrefill(leg, self._prefilled)]
+
+    def _prefilled(self, leg: Leg, event: Event) -> None:
+        """An early leg has ended by itself."""
+        self._early = []
+        self.pace.prefilled(self._now())
+        leg.trace.ended(outcome_of(event))
+        reason = self._judge.hears_end(leg.reservation, event)
+        if reason:
+            self._count(Count(Counted.UPSTREAM_ERROR, Role.PREFILL, reason))
+        self._let_go(Role.PREFILL)
+
+    def _leave_early(self) -> None:
+        for early in self._early:
+            early.close()
+        self._early = []
+
+    def _patience(self, role: Role) -> Patience:
+        """A decode leg waits for what an early prefill leg has not computed yet."""
+        config = self._services.config
+        prefill_s = config.prefill_timeout_s if role is Role.PREFILL or self._early else 0.0
+        decode_s = config.decode_timeout_s if role is Role.DECODE else 0.0
+        return Patience(prefill_s + decode_s, self._call.deadline_s)
+
     def _stop(self) -> None:
         for leg in self._legs:
             leg.close()
@@ -260,10 +304,10 @@ class Driver:
         metrics.observe_first_token(self.flow.path, self._now() - self._call.started_s)
         metrics.observe_phases(self.pace.phases, self._judge.prefill_url, decode.url)
 
-    def _outgoing(self, command: Send) -> Outgoing:
+    def _outgoing(self, command: Send, traced: Headers) -> Outgoing:
         select = prefill_headers if command.instance.role is Role.PREFILL else decode_headers
         headers = select(self._call.headers, self._call.request_id)
-        if traced := self._trace.leg_began(command.instance):
+        if traced:
             headers = [*(pair for pair in headers if pair[0] not in dict(traced)), *traced]
         return Outgoing("POST", command.instance.url, self._call.target, headers, command.body)
 

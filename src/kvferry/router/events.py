@@ -27,6 +27,7 @@ __all__ = [
     "Path",
     "Pick",
     "Picked",
+    "Promised",
     "Refuse",
     "Relay",
     "Release",
@@ -66,9 +67,13 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """The instance that a `Pick` asked for; it counts as loaded from now on."""
+    """The instance that a `Pick` asked for; it counts as loaded from now on.
+
+    `is_early`: P shall refer to the cache before it has computed it.
+    """
 
     instance: Instance
+    is_early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,13 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
+class Promised:
+    """P has begun and refers to the cache that it will compute by `transfer`. Its leg goes on beside D's."""
+
+    transfer: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """D's success with the first byte of its body. `can_append` tells whether a frame of ours may follow it."""
 
@@ -127,7 +139,9 @@ class ClientGone:
     last_word: bytes = b""
 
 
-Event = Began | Picked | NobodyPicked | Skipped | TurnedAway | Answered | Opened | Ended | Failed | ClientGone
+Event = (
+    Began | Picked | NobodyPicked | Skipped | TurnedAway | Answered | Promised | Opened | Ended | Failed | ClientGone
+)
 
 
 # Commands
@@ -146,7 +160,7 @@ class Pick:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Start a leg: POST `body` to `instance`; answered by `Answered`, `Opened` (decode only) or `Failed`."""
+    """Start a leg: POST `body` to `instance`; answered by `Answered`, `Promised`, `Opened` or `Failed`."""
 
     instance: Instance
     body: bytes
@@ -163,7 +177,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Close the upstream connection of the leg in flight, which tells the engine to stop."""
+    """Close the upstream connections of the legs in flight, which tells the engines to stop."""
 
 
 @dataclass(frozen=True, slots=True)

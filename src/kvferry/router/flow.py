@@ -11,6 +11,8 @@ The last command of a batch is the one that is answered by the next event. Rules
 * a D that answers that the cache did not arrive is not at fault alone: it stays, and P is another one, or none. One
   that fails without a word about that may be at fault or not: both are others, or D alone tries again;
 * a computed cache that D will not answer from is released: P would keep it until its lease runs out;
+* a P that is asked early promises the cache before it is computed. D is asked at once and answers when it has come. How
+  P's own leg ends is nobody's event: should it fail, D says that the cache did not arrive;
 * when the time is over that the client has given the request, nothing is tried again and nobody is to blame.
 """
 
@@ -44,6 +46,7 @@ from kvferry.router.events import (
     Path,
     Pick,
     Picked,
+    Promised,
     Refuse,
     Relay,
     Release,
@@ -135,7 +138,7 @@ class Flow:
     def take_prefill(self, event: Picked) -> list[Command]:
         self.state = State.PREFILLING
         self._picked[Role.PREFILL] = event.instance
-        return [*self._count_retry(Role.PREFILL), Send(event.instance, prefill_body(self._request))]
+        return [*self._count_retry(Role.PREFILL), Send(event.instance, prefill_body(self._request, event.is_early))]
 
     def do_without_prefill(self, event: NobodyPicked) -> list[Command]:
         if self._overloaded:
@@ -163,6 +166,10 @@ class Flow:
             return self._decode_alone("no_kv_transfer_params")
         self._kept = (transfer,)
         return self._send_decode(decode_body(self._request, transfer))
+
+    def take_promise(self, event: Promised) -> list[Command]:
+        self._kept = (event.transfer,)
+        return self._send_decode(decode_body(self._request, event.transfer))
 
     def lose_prefill(self, event: Failed) -> list[Command]:
         if event.reason == TOO_LATE:
@@ -294,6 +301,7 @@ TRANSITIONS: Mapping[tuple[State, type[Event]], Transition] = {
     (State.PICKING_PREFILL, Skipped): _to(Flow.skip_prefill, State.DECODING),
     (State.PICKING_PREFILL, TurnedAway): _to(Flow.turn_away, State.DONE),
     (State.PREFILLING, Answered): _to(Flow.take_prefill_answer, *AFTER_LOST_PREFILL, State.DONE),
+    (State.PREFILLING, Promised): _to(Flow.take_promise, State.DECODING),
     (State.PREFILLING, Failed): _to(Flow.lose_prefill, *AFTER_LOST_PREFILL, State.DONE),
     (State.PREFILLING, ClientGone): _to(Flow.abandon, State.DONE),
     (State.DECODING, Opened): _to(Flow.relay, State.RELAYING),

@@ -29,6 +29,7 @@ class Info(msgspec.Struct):
     models: tuple[str, ...] = ()
     cache: str = ""
     prefix_cache: bool = True
+    early: bool = False
 
 
 class Model(msgspec.Struct):
@@ -50,7 +51,7 @@ async def ask_facts(pool: Pool, instance: Instance) -> Facts:
     if told:
         info = _understood(told, Info) or Info()
         named = (info.engine, info.version, info.wire_version, info.epoch)
-        return Facts(*named, info.models, info.cache, info.prefix_cache)
+        return Facts(*named, info.models, info.cache, info.prefix_cache, info.early)
     models = _understood(await _get(pool, instance, "/v1/models"), Models) or Models([])
     version = _understood(await _get(pool, instance, "/version"), Version) or Version()
     owners = sorted({model.owned_by for model in models.data})

@@ -47,8 +47,8 @@ class Judge:
         if reservation.instance.role is Role.PREFILL or (not divided and self._streams):
             reservation.computes()
 
-    def hears(self, event: Event, headers: Headers, decode_s: float) -> None:
-        """How the leg went."""
+    def hears(self, event: Event, headers: Headers, handover_s: float) -> None:
+        """How the leg went. `handover_s` is from a computed prompt to this, 0 where that is not known."""
         reservation = self._reservation
         if reservation is None:
             return
@@ -58,14 +58,30 @@ class Judge:
                 reservation.answers()
                 self._remember(reservation)
                 self._judge_cache(reservation, headers)
-                if self._divided and self._streams:
-                    self._membership.handover.add(decode_s)
+                if self._divided and self._streams and handover_s:
+                    self._membership.handover.add(handover_s)
             case Ended():
                 reservation.succeeded()
             case Answered(status, body):
                 self._judge_answer(reservation, status, body)
             case Failed(reason, _) if reason not in BLAMELESS:
                 reservation.failed()
+
+    def hears_end(self, prefill: Reservation, event: Event) -> str:
+        """How an early prefill leg ended, whatever the decode leg does meanwhile; the reason, if it is at fault."""
+        match event:
+            case Ended():
+                prefill.succeeded()
+                self._remember(prefill)
+            case Answered(status, body) if not lost_cache(body):
+                prefill.failed()
+                return f"status_{status}"
+            case Failed(reason, _):
+                if reason not in BLAMELESS:
+                    prefill.failed()
+                return reason
+        # A cache that nobody waits for any more is not computed to its end.
+        return ""
 
     def end(self) -> None:
         """The request, or this try of it, is over: nothing more will be heard of the pair."""

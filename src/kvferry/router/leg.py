@@ -6,15 +6,19 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from kvferry.router.answers import streamed_error
-from kvferry.router.events import TOO_LATE, Answered, Failed, Opened
+from kvferry.errors import PeerError
+from kvferry.router.answers import promised_cache, stream_failure, streamed_error
+from kvferry.router.events import TOO_LATE, Answered, Ended, Failed, Opened, Promised
 from kvferry.router.headers import Headers
 from kvferry.router.policy import Instance, Role
+from kvferry.router.reservation import Reservation
 from kvferry.router.services import Services
+from kvferry.router.tracing import LegTrace
 from kvferry.router.upstream import (
     DEADLINE,
     FAILURES,
     GONE,
+    MALFORMED,
     RESET,
     STALL,
     WORDS,
@@ -23,10 +27,10 @@ from kvferry.router.upstream import (
     reason_of,
 )
 
-__all__ = ["Head", "Leg"]
-
+__all__ = ["Head", "Leg", "Patience"]
 
 NOT_WAITING = -1.0
+END_OF_EVENT = b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +41,25 @@ class Head:
     headers: Headers
 
 
-class Leg:
-    """`ask` once; after `Opened`, `piece` until it is empty. Failures come back as events, never as exceptions.
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """An answer may take `limit_s` to come, or to begin; after `deadline_s`, monotonic time, nothing is waited for."""
 
-    After `deadline_s`, monotonic time, nothing is waited for.
+    limit_s: float
+    deadline_s: float
+
+
+class Leg:
+    """`ask` once; after `Opened`, `piece` until it is empty; after `Promised`, `rest`.
+
+    Failures come back as events, never as exceptions.
     """
 
-    def __init__(self, services: Services, instance: Instance, outgoing: Outgoing, deadline_s: float) -> None:
-        self.instance = instance
+    def __init__(
+        self, services: Services, reservation: Reservation, trace: LegTrace, outgoing: Outgoing, patience: Patience
+    ) -> None:
+        self.reservation = reservation
+        self.trace = trace
         self._services = services
         self._outgoing = outgoing
         self._exchange: Exchange | None = None
@@ -53,9 +68,15 @@ class Leg:
         self.trouble = ""
         self._watch: asyncio.TimerHandle | None = None
         self._waits_since_s = NOT_WAITING
-        self._deadline_s = deadline_s
+        self._patience = patience
+        # When a limit ends what began with `ask`, and which one.
+        self._ends_s, self._limit = 0.0, ""
         # Which limit ended a stream, if one did.
         self._given_up = ""
+
+    @property
+    def instance(self) -> Instance:
+        return self.reservation.instance
 
     @property
     def head(self) -> Head:
@@ -74,16 +95,30 @@ class Leg:
         """Whether the piece that came last was the last one."""
         return self._exchange is not None and self._exchange.is_over
 
-    async def ask(self) -> Answered | Opened | Failed:
-        """Send the request and wait for the answer: D's success up to its first byte, all others whole."""
-        limit_s, left_s = self._limit_s(), self._left_s()
+    async def ask(self) -> Answered | Promised | Opened | Failed:
+        """Send the request and wait for the answer: D's success up to its first byte, P's stream up to its first event,
+        all others whole."""
+        limit_s, left_s = self._patience.limit_s, self._left_s()
         if left_s <= 0:
             return Failed(TOO_LATE, WORDS[TOO_LATE])
+        self._ends_s, self._limit = time.monotonic() + min(limit_s, left_s), TOO_LATE if left_s < limit_s else DEADLINE
         try:
-            async with asyncio.timeout(min(limit_s, left_s)):
+            async with asyncio.timeout(self._ends_s - time.monotonic()):
                 return await self._ask()
         except FAILURES as error:
-            return self._failed(error, TOO_LATE if left_s < limit_s else DEADLINE)
+            return self._failed(error, self._limit)
+
+    async def rest(self) -> Answered | Ended | Failed:
+        """What follows a promise: its end, or the error that the stream ended with."""
+        if self._exchange is None:
+            return Ended()
+        try:
+            async with asyncio.timeout(self._ends_s - time.monotonic()):
+                body = self._first + await self._exchange.whole(self._services.config.max_answer_bytes)
+        except FAILURES as error:
+            return self._failed(error, self._limit)
+        failure = stream_failure(body)
+        return Answered(streamed_error(b"data:" + failure + END_OF_EVENT), failure) if failure else Ended()
 
     async def piece(self) -> bytes | Failed:
         """The next bytes of an opened answer, empty at its end."""
@@ -124,24 +159,32 @@ class Leg:
         if self._exchange is not None:
             self._exchange.close()
 
-    async def _ask(self) -> Answered | Opened:
+    async def _ask(self) -> Answered | Promised | Opened | Failed:
         exchange = self._exchange = await Exchange.open(self._services.pool, self._outgoing)
-        if self.instance.role is Role.DECODE and 200 <= exchange.status < 300:
-            self._first = await exchange.piece()
-            failed = streamed_error(self._first) if exchange.is_plain_event_stream else 0
-            if not failed:
-                return Opened(exchange.is_plain_event_stream)
+        is_decode, is_stream = self.instance.role is Role.DECODE, exchange.is_plain_event_stream
+        if not 200 <= exchange.status < 300 or not (is_decode or is_stream):
+            return Answered(exchange.status, await exchange.whole(self._services.config.max_answer_bytes))
+        self._first = await (exchange.piece() if is_decode else self._first_event(exchange))
+        failed = streamed_error(self._first) if is_stream else 0
+        if failed:
             # An engine that begins a stream before it knows how that will go: nothing of it has reached the client.
             return Answered(failed, self._first + await exchange.whole(self._services.config.max_answer_bytes))
-        body = await exchange.whole(self._services.config.max_answer_bytes)
-        return Answered(exchange.status, body)
+        if is_decode:
+            return Opened(is_stream)
+        promised = promised_cache(self._first)
+        return Promised(promised) if promised else self._failed(_no_promise(self._first), MALFORMED)
+
+    async def _first_event(self, exchange: Exchange) -> bytes:
+        """The bytes up to the end of the first event, or a few more. Raises PeerError when it is too long."""
+        found, most = bytearray(), self._services.config.max_answer_bytes
+        while END_OF_EVENT not in found and (piece := await exchange.piece()):
+            found += piece
+            if len(found) > most:
+                raise PeerError("an event is too long", found="more", expected=f"at most {most} bytes")
+        return bytes(found)
 
     def _left_s(self) -> float:
-        return self._deadline_s - time.monotonic()
-
-    def _limit_s(self) -> float:
-        config = self._services.config
-        return config.prefill_timeout_s if self.instance.role is Role.PREFILL else config.decode_timeout_s
+        return self._patience.deadline_s - time.monotonic()
 
     def _failed(self, error: BaseException, timeout_reason: str) -> Failed:
         self.close()
@@ -152,3 +195,12 @@ class Leg:
         elif reason == RESET:
             self._services.membership.doubt()
         return Failed(reason, WORDS[reason])
+
+
+def _no_promise(event: bytes) -> PeerError:
+    return PeerError(
+        "a prefill stream does not begin with a reference",
+        found=repr(event[:200]),
+        expected="an event with kv_transfer_params",
+        hint="its /kvferry/info says that it does (early)",
+    )

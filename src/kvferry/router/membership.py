@@ -130,6 +130,11 @@ class Membership:
         decode = self.ready(Role.DECODE)
         return [(p, d) for p in self.ready(Role.PREFILL) for d in decode if self._gets_on((p, d))]
 
+    def has_early_legs(self, instance: Instance) -> bool:
+        """Whether a prefill instance says that it refers to caches before it has computed them."""
+        member = self._members.get(instance)
+        return member is not None and member.facts.has_early_legs
+
     def can_serve(self) -> bool:
         """Whether there is a decode instance that a request could be sent to now."""
         return any(m.instance.role is Role.DECODE and m.can_serve(self.now) for m in self.members)

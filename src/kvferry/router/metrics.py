@@ -39,6 +39,8 @@ class Metrics:
         self._refused_members = self._counter(
             "kvferry_router_refused_registrations", "Registrations that were not believed.", "reason"
         )
+        early_words = "Decode legs that began while the prefill leg was still computing."
+        self._early = self._counter("kvferry_router_early_decodes", early_words)
         self._show_members()
         self._time_to_first_token = self._histogram(
             "kvferry_router_time_to_first_token_seconds",
@@ -85,6 +87,9 @@ class Metrics:
 
     def count_release(self, reason: str) -> None:
         self._releases.labels(reason).inc()
+
+    def count_early(self) -> None:
+        self._early.inc()
 
     def count_lost(self, pair: Pair, reason: str) -> None:
         self._lost.labels(pair[0].url, pair[1].url, reason).inc()

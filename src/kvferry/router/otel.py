@@ -16,7 +16,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from kvferry.router.headers import Headers
 from kvferry.router.policy import Instance
 from kvferry.router.story import ANSWERED
-from kvferry.router.tracing import RequestTrace
+from kvferry.router.tracing import LegTrace, RequestTrace
 
 __all__ = ["OtelTracing", "exporting"]
 
@@ -52,33 +52,19 @@ class OtelTracing:
 class _OtelRequest:
     def __init__(self, tracer: trace.Tracer, propagator: TraceContextTextMapPropagator, span: Span) -> None:
         self._tracer, self._propagator, self._span = tracer, propagator, span
-        self._leg = span
-        self._leg_began_ns = 0
+        self._legs: list[_OtelLeg] = []
 
-    def leg_began(self, instance: Instance) -> Headers:
+    def leg_began(self, instance: Instance) -> LegTrace:
         context = trace.set_span_in_context(self._span)
         attributes = {"server.address": instance.url, "gen_ai.operation.name": str(instance.role)}
-        self._leg_began_ns = time.time_ns()
-        self._leg = self._tracer.start_span(
-            f"kvferry.{instance.role}", context, SpanKind.CLIENT, attributes, start_time=self._leg_began_ns
-        )
+        began_ns = time.time_ns()
+        name = f"kvferry.{instance.role}"
+        span = self._tracer.start_span(name, context, SpanKind.CLIENT, attributes, start_time=began_ns)
         carrier: dict[str, str] = {}
-        self._propagator.inject(carrier, trace.set_span_in_context(self._leg))
-        return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in carrier.items()]
-
-    def leg_answered(self, phases: Mapping[str, float]) -> None:
-        self._leg.add_event("answered")
-        context, at_ns = trace.set_span_in_context(self._leg), self._leg_began_ns
-        for name, seconds in phases.items():
-            phase = self._tracer.start_span(f"kvferry.{name}", context, start_time=at_ns)
-            at_ns += int(seconds * NS_PER_S)
-            phase.end(at_ns)
-
-    def leg_ended(self, outcome: str) -> None:
-        self._leg.set_attribute("kvferry.outcome", outcome)
-        if outcome != ANSWERED:
-            self._leg.set_status(StatusCode.ERROR, outcome)
-        self._leg.end()
+        self._propagator.inject(carrier, trace.set_span_in_context(span))
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in carrier.items()]
+        self._legs.append(_OtelLeg(self._tracer, span, began_ns, headers))
+        return self._legs[-1]
 
     def ended(self, facts: Mapping[str, str | float]) -> None:
         for name, value in facts.items():
@@ -86,6 +72,28 @@ class _OtelRequest:
         status = facts.get("http.response.status_code", 0)
         if isinstance(status, int) and status >= 500:
             self._span.set_status(StatusCode.ERROR)
-        if self._leg.is_recording() and self._leg is not self._span:
-            self.leg_ended("unknown")
+        for leg in self._legs:
+            leg.ended("unknown")
+        self._span.end()
+
+
+class _OtelLeg:
+    def __init__(self, tracer: trace.Tracer, span: Span, began_ns: int, headers: Headers) -> None:
+        self._tracer, self._span, self._began_ns = tracer, span, began_ns
+        self.headers = headers
+
+    def answered(self, phases: Mapping[str, float]) -> None:
+        self._span.add_event("answered")
+        context, at_ns = trace.set_span_in_context(self._span), self._began_ns
+        for name, seconds in phases.items():
+            phase = self._tracer.start_span(f"kvferry.{name}", context, start_time=at_ns)
+            at_ns += int(seconds * NS_PER_S)
+            phase.end(at_ns)
+
+    def ended(self, outcome: str) -> None:
+        if not self._span.is_recording():
+            return
+        self._span.set_attribute("kvferry.outcome", outcome)
+        if outcome != ANSWERED:
+            self._span.set_status(StatusCode.ERROR, outcome)
         self._span.end()

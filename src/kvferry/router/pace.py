@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvferry.router.headers import Headers
 from kvferry.router.policy import Role
 from kvferry.router.reservation import Reservation
-from kvferry.router.timing import phases_of, told_phases
+from kvferry.router.timing import phases_of, told_phases, without_beginning
 
 __all__ = ["Pace"]
 
@@ -22,12 +22,20 @@ class Pace:
         self._began_s: dict[Role, float] = {}
         self._took_s: dict[Role, float] = {}
         self._told: dict[str, float] = {}
+        # For so long the decode leg has waited for a prompt that was still computed.
+        self._overlap_s = 0.0
+        self._is_computing = False
         self._last_token_s = 0.0
 
     @property
     def decode_s(self) -> float:
         """From the decode leg's start to its first byte, or whole answer; 0 before that."""
         return self._took_s.get(Role.DECODE, 0.0)
+
+    @property
+    def handover_s(self) -> float:
+        """From the end of the prefill to the decode leg's answer; 0 when one of the two is not known."""
+        return 0.0 if self._is_computing else max(self.decode_s - self._overlap_s, 0.0)
 
     @property
     def told(self) -> dict[str, float]:
@@ -39,15 +47,32 @@ class Pace:
         """The parts of the time to the decode leg's first byte."""
         prefill_s = self._took_s.get(Role.PREFILL, 0.0)
         waited_s = self._began_s.get(Role.DECODE, self._started_s) - self._started_s
-        return phases_of(max(waited_s - prefill_s, 0.0), prefill_s, self.decode_s, self._told)
+        told, overlap_s = without_beginning(self._told, self._overlap_s), self._overlap_s
+        return phases_of(max(waited_s - prefill_s, 0.0), prefill_s + overlap_s, self.decode_s - overlap_s, told)
 
     def leg_began(self, role: Role, now: float) -> None:
         self._began_s[role], self._told = now, {}
+        self._took_s.pop(role, None)
+        if role is Role.PREFILL:
+            # Nothing that was measured of an earlier try belongs to this one.
+            self._took_s.pop(Role.DECODE, None)
+            self._began_s.pop(Role.DECODE, None)
+            self._overlap_s, self._is_computing = 0.0, False
 
     def leg_answered(self, role: Role, now: float, headers: Headers) -> None:
         self._took_s[role] = now - self._began_s[role]
         if role is Role.DECODE:
             self._told = told_phases(headers)
+
+    def promised(self) -> None:
+        """The prefill leg goes on beside the decode leg."""
+        self._is_computing = True
+
+    def prefilled(self, now: float) -> None:
+        """A promised prompt is computed."""
+        if not self.decode_s and self._is_computing:
+            self._is_computing = False
+            self._overlap_s = max(now - self._began_s.get(Role.DECODE, now), 0.0)
 
     def piece(self, piece: bytes, now: float, observe: Callable[[float], None], reservation: Reservation) -> None:
         """A part of an event stream has come: each frame is taken for a token.

@@ -105,10 +105,14 @@ def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
     return ClientRequest(raw, fields, _undivided_reason(fields, values), bool(values.get("stream")))
 
 
-def prefill_body(request: ClientRequest) -> bytes:
-    """The body of the prefill leg: one token, no stream, and the wish to have the cache kept for another engine."""
+def prefill_body(request: ClientRequest, is_early: bool = False) -> bytes:
+    """The body of the prefill leg: one token, and the wish to have the cache kept for another engine.
+
+    With `is_early` it is a stream, of which the first event refers to the cache that is going to be computed.
+    """
     body: dict[str, Any] = {key: raw for key, raw in request.fields.items() if key not in NOT_FOR_PREFILL}
-    body |= {"max_tokens": 1, "stream": False, "kv_transfer_params": REMOTE_DECODE}
+    wish = {**REMOTE_DECODE, "kvferry": {"early": True}} if is_early else REMOTE_DECODE
+    body |= {"max_tokens": 1, "stream": is_early, "kv_transfer_params": wish}
     if "max_completion_tokens" in body:
         body["max_completion_tokens"] = 1
     return msgspec.json.encode(body)

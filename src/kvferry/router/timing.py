@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-__all__ = ["ENGINE_PHASES", "phases_of", "server_timing", "told_phases"]
+__all__ = ["ENGINE_PHASES", "phases_of", "server_timing", "told_phases", "without_beginning"]
 
 # What a decode engine does before it computes its first token, in this order; other entries are not ours.
 ENGINE_PHASES = ("queue", "handshake", "claim", "wire", "verify")
@@ -25,12 +25,21 @@ def told_phases(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, float]:
 def phases_of(queue_s: float, prefill_s: float, decode_s: float, told: Mapping[str, float]) -> dict[str, float]:
     """The parts of a time to a first byte, in the order in which they happened; they add up to it.
 
-    `decode_s` is from the decode leg's start to its first byte. What the engine does not tell is `first_decode`, which
-    without streaming is the whole answer.
+    `decode_s` is from the end of the prefill to the decode leg's first byte. What the engine does not tell is
+    `first_decode`, which without streaming is the whole answer.
     """
     engine = {("decode_queue" if name == "queue" else name): seconds for name, seconds in told.items()}
     own = {"queue": queue_s} | ({"prefill": prefill_s} if prefill_s else {})
     return own | engine | {"first_decode": max(decode_s - math.fsum(told.values()), 0.0)}
+
+
+def without_beginning(told: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """What is left of phases, one after the other, when they are looked at `seconds` after the first one began."""
+    left = {}
+    for name, lasted_s in told.items():
+        left[name] = max(lasted_s - seconds, 0.0)
+        seconds = max(seconds - lasted_s, 0.0)
+    return left
 
 
 def server_timing(phases: Mapping[str, float]) -> str:

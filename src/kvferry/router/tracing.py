@@ -8,22 +8,31 @@ from typing import Protocol
 from kvferry.router.headers import Headers
 from kvferry.router.policy import Instance
 
-__all__ = ["NO_TRACING", "RequestTrace", "Tracing"]
+__all__ = ["NO_TRACING", "UNTRACED_LEG", "LegTrace", "RequestTrace", "Tracing"]
 
 
-class RequestTrace(Protocol):
-    """One request. Legs do not overlap."""
+class LegTrace(Protocol):
+    """One leg of a request. Legs may overlap."""
 
-    def leg_began(self, instance: Instance) -> Headers:
-        """Headers that make the engine's own spans children of this leg's; they replace the client's."""
+    @property
+    def headers(self) -> Headers:
+        """What makes the engine's own spans children of this leg's; they replace the client's."""
         ...
 
-    def leg_answered(self, phases: Mapping[str, float]) -> None:
+    def answered(self, phases: Mapping[str, float]) -> None:
         """The leg has its answer, or the first byte of it; `phases` are the engine's seconds, in their order."""
         ...
 
-    def leg_ended(self, outcome: str) -> None:
-        """Nothing more comes of the leg."""
+    def ended(self, outcome: str) -> None:
+        """Nothing more comes of the leg. May be said again: the first time counts."""
+        ...
+
+
+class RequestTrace(Protocol):
+    """One request."""
+
+    def leg_began(self, instance: Instance) -> LegTrace:
+        """A leg is about to be sent."""
         ...
 
     def ended(self, facts: Mapping[str, str | float]) -> None:
@@ -43,6 +52,21 @@ class Tracing(Protocol):
         ...
 
 
+class _UntracedLeg:
+    @property
+    def headers(self) -> Headers:
+        return []
+
+    def answered(self, phases: Mapping[str, float]) -> None:
+        return
+
+    def ended(self, outcome: str) -> None:
+        return
+
+
+UNTRACED_LEG: LegTrace = _UntracedLeg()
+
+
 class _Untraced:
     """Requests of a router that nobody traces: the client's own headers pass as they are."""
 
@@ -52,14 +76,8 @@ class _Untraced:
     def close(self) -> None:
         return
 
-    def leg_began(self, instance: Instance) -> Headers:
-        return []
-
-    def leg_answered(self, phases: Mapping[str, float]) -> None:
-        return
-
-    def leg_ended(self, outcome: str) -> None:
-        return
+    def leg_began(self, instance: Instance) -> LegTrace:
+        return UNTRACED_LEG
 
     def ended(self, facts: Mapping[str, str | float]) -> None:
         return

@@ -11,7 +11,7 @@ from kvferry.router.headers import Headers
 from kvferry.router.pool import Origin, Pool, origin_of
 from kvferry.router.reply import Reply
 
-__all__ = ["DEADLINE", "FAILURES", "GONE", "RESET", "STALL", "WORDS", "Exchange", "Outgoing", "reason_of"]
+__all__ = ["DEADLINE", "FAILURES", "GONE", "MALFORMED", "RESET", "STALL", "WORDS", "Exchange", "Outgoing", "reason_of"]
 
 REFUSED, CONNECT_TIMEOUT, RESET, MALFORMED = "refused", "connect_timeout", "reset", "malformed"
 DEADLINE, STALL = "deadline", "stall"

@@ -1,0 +1,491 @@
+"""Decode legs that begin while the prompt is still computed: playbooks, times, and the router on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+
+import pytest
+from aiohttp import web
+from router_harness import (
+    TRANSFER,
+    Engine,
+    chat_chunk,
+    cluster,
+    decode_engine,
+    decoding,
+    failing,
+    frame,
+    hanging,
+    open_stream,
+    prefilling,
+)
+from test_router_flow import D0, P0, REQUEST, failed, pick, play
+
+from kvferry.router import driver
+from kvferry.router.answers import promised_cache, stream_failure
+from kvferry.router.events import (
+    Answered,
+    Began,
+    Cancel,
+    ClientGone,
+    Failed,
+    Forward,
+    Opened,
+    Picked,
+    Promised,
+    Relay,
+    Release,
+    Send,
+)
+from kvferry.router.flow import Flow
+from kvferry.router.leg import Leg
+from kvferry.router.pace import Pace
+from kvferry.router.policy import Role
+from kvferry.router.request import decode_body, prefill_body
+from kvferry.router.timing import without_beginning
+
+PARAMS = b'{"do_remote_prefill": true, "kvferry": {"lease_id": "x"}}'
+OURS = {**TRANSFER, "kvferry": {"lease_id": "x"}}
+PROMISE = frame({"choices": [], "kv_transfer_params": OURS})
+EARLY_BODY = prefill_body(REQUEST, is_early=True)
+RELEASED = Release(P0, b'{"kv_transfer_params": ' + PARAMS + b"}", "client_left")
+EARLY_DECODES = "kvferry_router_early_decodes_total"
+ERRORS = 'kvferry_router_upstream_errors_total{reason="%s",role="prefill"}'
+LONG = {"model": "tiny", "prompt": "a" * 4000, "max_tokens": 9}
+DEADLINE_S = 20.0
+
+
+def to_promised():
+    return (
+        (Began(), [pick(Role.DECODE)]),
+        (Picked(D0), [pick(Role.PREFILL)]),
+        (Picked(P0, is_early=True), [Send(P0, EARLY_BODY)]),
+        (Promised(PARAMS), [Send(D0, decode_body(REQUEST, PARAMS))]),
+    )
+
+
+# --- what is asked and understood
+
+
+def test_an_early_prefill_leg_is_a_stream_that_asks_for_its_reference():
+    body = json.loads(EARLY_BODY)
+    assert (body["stream"], body["max_tokens"]) == (True, 1)
+    assert body["kv_transfer_params"]["kvferry"] == {"early": True}
+    assert body["kv_transfer_params"]["do_remote_decode"]
+    assert "stream_options" not in body
+
+
+@pytest.mark.parametrize(
+    ("piece", "promised"),
+    [
+        (b'data: {"kv_transfer_params": {"a": 1}}\n\n', b'{"a": 1}'),
+        (b'data: {"kv_transfer_params": {"a": 1}}\n\ndata: [DONE]\n\n', b'{"a": 1}'),
+        (b'data: {"kv_transfer_params": null}\n\n', b""),
+        (b'data: {"choices": []}\n\n', b""),
+        (b'data: {"kv_transfer_params": {"a": 1}}', b""),
+        (b'{"kv_transfer_params": {"a": 1}}\n\n', b""),
+        (b"data: [DONE]\n\n", b""),
+        (b": a comment\n\n", b""),
+        (b"", b""),
+    ],
+)
+def test_what_is_a_promise(piece, promised):
+    assert promised_cache(piece) == promised
+
+
+@pytest.mark.parametrize(
+    ("body", "failure"),
+    [
+        (b'data: {"choices": []}\n\ndata: [DONE]\n\n', b""),
+        (b'data: {"choices": []}\n\ndata: {"error": {"code": "aborted"}}\n\n', b'{"error": {"code": "aborted"}}'),
+        (b"", b""),
+    ],
+)
+def test_how_a_stream_has_ended(body, failure):
+    assert stream_failure(body) == failure
+
+
+# --- playbooks
+
+
+@pytest.mark.parametrize(
+    ("event", "commands"),
+    [
+        (Opened(can_append=True), [Relay()]),
+        (ClientGone(), [RELEASED, Cancel()]),
+        (
+            Failed("reset", "x"),
+            [
+                failed(Role.DECODE, "reset"),
+                Release(P0, RELEASED.body, "decode_failed"),
+                pick(Role.DECODE, D0),
+            ],
+        ),
+        (
+            Answered(502, b'{"error": {"code": "aborted"}}'),
+            [failed(Role.DECODE, "aborted"), Release(P0, RELEASED.body, "decode_failed"), pick(Role.DECODE, P0)],
+        ),
+        (Answered(400, b"{}"), [Release(P0, RELEASED.body, "decode_refused"), Forward()]),
+    ],
+)
+def test_decode_is_asked_with_the_promise_and_judged_as_ever(event, commands):
+    play(Flow(REQUEST), *to_promised(), (event, commands))
+
+
+# --- times
+
+
+def timed(computed_s: float, told: bytes = b"") -> Pace:
+    """A promise after 1 s, a decode leg from then on, a prompt that is computed at `computed_s`, an answer at 10 s."""
+    pace = Pace(0.0)
+    pace.leg_began(Role.PREFILL, 0.5)
+    pace.leg_answered(Role.PREFILL, 1.0, [])
+    pace.promised()
+    pace.leg_began(Role.DECODE, 1.0)
+    if computed_s < 10.0:
+        pace.prefilled(computed_s)
+    pace.leg_answered(Role.DECODE, 10.0, [(b"server-timing", told)] if told else [])
+    if computed_s >= 10.0:
+        pace.prefilled(computed_s)
+    return pace
+
+
+def test_what_decode_did_while_the_prompt_was_computed_was_waiting_for_it():
+    pace = timed(8.0, b"queue;dur=2000, claim;dur=1000, wire;dur=5500")
+    assert pace.phases == pytest.approx(
+        {"queue": 0.5, "prefill": 7.5, "decode_queue": 0.0, "claim": 0.0, "wire": 1.5, "first_decode": 0.5}
+    )
+    assert math.fsum(pace.phases.values()) == pytest.approx(10.0)
+    assert pace.handover_s == pytest.approx(2.0)
+
+
+def test_a_prompt_whose_end_is_heard_of_after_the_answer_tells_nothing_of_the_handover():
+    pace = timed(11.0, b"wire;dur=8000")
+    assert pace.handover_s == 0.0
+    assert pace.phases == pytest.approx({"queue": 0.5, "prefill": 0.5, "wire": 8.0, "first_decode": 1.0})
+
+
+def test_the_times_of_one_try_are_not_those_of_the_next():
+    pace = timed(8.0)
+    pace.leg_began(Role.PREFILL, 11.0)
+    pace.leg_answered(Role.PREFILL, 12.0, [])
+    pace.leg_began(Role.DECODE, 12.0)
+    pace.leg_answered(Role.DECODE, 13.0, [])
+    assert pace.handover_s == pytest.approx(1.0)
+    assert pace.phases == pytest.approx({"queue": 11.0, "prefill": 1.0, "first_decode": 1.0})
+
+
+def test_phases_are_cut_in_their_order():
+    assert without_beginning({"a": 1.0, "b": 2.0, "c": 3.0}, 2.5) == {"a": 0.0, "b": 0.5, "c": 3.0}
+    assert without_beginning({"a": 1.0}, 0.0) == {"a": 1.0}
+    assert without_beginning({"a": 1.0}, 5.0) == {"a": 0.0}
+
+
+# --- on sockets
+
+
+def early_engine(name, behave) -> Engine:
+    return Engine(name, behave, info={"engine": "kvferry", "epoch": f"{name}-1", "early": True})
+
+
+class Prompt:
+    """A prefill engine's behaviour: it promises at once, and goes on when it is told to."""
+
+    def __init__(self, last: bytes = b"") -> None:
+        self.may_end = asyncio.Event()
+        self.last = last or frame(chat_chunk("x")) + b"data: [DONE]\n\n"
+
+    async def __call__(self, request, seen):
+        assert seen.body["stream"]
+        response = await open_stream(request)
+        await response.write(PROMISE)
+        async with asyncio.timeout(DEADLINE_S):
+            await self.may_end.wait()
+        if self.last == b"cut":
+            request.transport.abort()
+            return response
+        await response.write(self.last)
+        await response.write_eof()
+        return response
+
+
+async def left(engine):
+    async with asyncio.timeout(DEADLINE_S):
+        await engine.left.wait()
+
+
+async def prefill_of(c):
+    """What the router knows of its prefill instance."""
+    return next(one for one in (await c.members())["members"] if one["role"] == "prefill")
+
+
+async def until_idle(c):
+    async with asyncio.timeout(DEADLINE_S):
+        while any(one["in_flight_requests"] for one in (await c.members())["members"]):
+            await asyncio.sleep(0)
+
+
+def test_decode_begins_while_the_prompt_is_computed():
+    async def main():
+        prompt = Prompt()
+
+        async def behave(request, seen):
+            # The prompt is computed only after decode has been asked.
+            assert seen.body["kv_transfer_params"] == OURS
+            prompt.may_end.set()
+            return await decoding(request, seen)
+
+        p, d = early_engine("p0", prompt), decode_engine("d0", behave)
+        async with cluster([p], [d], early_from_tokens=1000) as c:
+            reply = await c.complete(LONG)
+            assert reply.status == 200
+            assert json.loads(reply.raw)["choices"][0]["text"] == "one two"
+            assert reply.headers["x-kvferry-path"] == "disaggregated"
+            await until_idle(c)
+            assert await c.metric(EARLY_DECODES) == 1
+            assert "kvferry_router_upstream_errors_total{" not in await c.metrics()
+            assert p.released.empty()
+
+    asyncio.run(main())
+
+
+def test_how_fast_it_computes_is_seen_at_the_end_of_its_leg():
+    async def main():
+        prompt, is_asked, is_told = Prompt(), asyncio.Event(), asyncio.Event()
+
+        async def behave(request, seen):
+            is_asked.set()
+            async with asyncio.timeout(DEADLINE_S):
+                await is_told.wait()
+            return await decoding(request, seen)
+
+        async with cluster([early_engine("p0", prompt)], [decode_engine("d0", behave)], early_from_tokens=1) as c:
+            asking = asyncio.create_task(c.complete(LONG))
+            async with asyncio.timeout(DEADLINE_S):
+                await is_asked.wait()
+            p = await prefill_of(c)
+            assert (p["prefill_tokens_per_s"], p["in_flight_requests"]) == (0, 1)
+            prompt.may_end.set()
+            async with asyncio.timeout(DEADLINE_S):
+                while p["in_flight_requests"]:
+                    p = await prefill_of(c)
+            assert p["prefill_tokens_per_s"] > 0
+            is_told.set()
+            assert (await asking).status == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("info", "from_tokens", "body"),
+    [
+        ({"early": True}, 0, LONG),
+        ({"early": True}, 1000, {**LONG, "prompt": "short"}),
+        ({}, 1000, LONG),
+        ({"early": False}, 1000, LONG),
+    ],
+)
+def test_otherwise_the_prompt_is_computed_first(info, from_tokens, body):
+    async def main():
+        p = Engine("p0", prefilling("p0"), info={"engine": "kvferry", "epoch": "1", **info})
+        async with cluster([p], [decode_engine()], early_from_tokens=from_tokens) as c:
+            assert (await c.complete(body)).status == 200
+            assert not p.seen[0].body["stream"]
+            assert await c.metric(EARLY_DECODES) == 0
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_ends_both_legs():
+    async def main():
+        p, d = early_engine("p0", Prompt()), decode_engine("d0", hanging)
+        async with cluster([p], [d], early_from_tokens=1) as c:
+            asking = asyncio.create_task(c.complete(LONG))
+            async with asyncio.timeout(DEADLINE_S):
+                await d.arrived.wait()
+            asking.cancel()
+            await asyncio.gather(left(p), left(d))
+            assert await p.released.get() == {"kv_transfer_params": OURS}
+            await until_idle(c)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("last", [frame({"error": {"message": "x", "code": 500}}), b"cut"])
+def test_a_prompt_that_fails_after_its_promise_is_computed_elsewhere(last):
+    """Decode hears of it from the engine; here it is told by the test."""
+
+    async def main():
+        broken, good = Prompt(last), Prompt()
+        good.may_end.set()
+        p0, p1 = early_engine("p0", broken), early_engine("p1", good)
+
+        async def behave(request, seen):
+            if len(d.seen) == 1:
+                broken.may_end.set()
+                return await failing_with("aborted")(request, seen)
+            return await decoding(request, seen)
+
+        d = decode_engine("d0", behave)
+        async with cluster([p0, p1], [d], early_from_tokens=1) as c:
+            assert (await c.complete(LONG)).status == 200
+            assert len(p0.seen) == len(p1.seen) == 1
+            assert await c.metric(EARLY_DECODES) == 2
+            await until_idle(c)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        (frame({"error": {"message": "x", "code": 500}}), "status_500"),
+        (b"cut", "reset"),
+        (frame({"error": {"message": "nobody waits", "code": "aborted"}}), ""),
+    ],
+)
+def test_whose_fault_it_is_that_a_promise_is_not_kept(last, reason):
+    async def main():
+        prompt, is_over = Prompt(last), asyncio.Event()
+
+        async def behave(request, seen):
+            prompt.may_end.set()
+            async with asyncio.timeout(DEADLINE_S):
+                await is_over.wait()
+            return await decoding(request, seen)
+
+        p, d = early_engine("p0", prompt), decode_engine("d0", behave)
+        async with cluster([p], [d], early_from_tokens=1) as c:
+            asking = asyncio.create_task(c.complete(LONG))
+            async with asyncio.timeout(DEADLINE_S):
+                await d.arrived.wait()
+                while (await prefill_of(c))["in_flight_requests"]:
+                    await asyncio.sleep(0)
+            assert ("kvferry_router_upstream_errors_total{" in await c.metrics()) == bool(reason)
+            assert await c.metric(ERRORS % reason) == (1 if reason else 0)
+            is_over.set()
+            assert (await asking).status == 200
+
+    asyncio.run(main())
+
+
+def failing_with(code):
+    async def behave(request, seen):
+        return web.json_response({"error": {"message": "x", "type": "server_error", "code": code}}, status=502)
+
+    return behave
+
+
+async def no_promise(request, seen):
+    response = await open_stream(request)
+    await response.write(frame(chat_chunk("x")) + b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+async def failing_stream(request, seen):
+    response = await open_stream(request)
+    await response.write(frame({"error": {"message": "x", "code": 503}}))
+    await response.write_eof()
+    return response
+
+
+async def empty_stream(request, seen):
+    response = await open_stream(request)
+    await response.write_eof()
+    return response
+
+
+@pytest.mark.parametrize(
+    ("behave", "reason"),
+    [
+        (no_promise, "malformed"),
+        (empty_stream, "malformed"),
+        (failing_stream, "status_503"),
+        (failing(500, "x"), "status_500"),
+    ],
+)
+def test_a_prefill_that_does_not_promise_has_failed(behave, reason):
+    async def main():
+        p, d = early_engine("p0", behave), decode_engine()
+        async with cluster([p], [d], early_from_tokens=1) as c:
+            reply = await c.complete(LONG)
+            assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "decode-only")
+            assert await c.metric(ERRORS % reason) == 1
+            assert await c.metric(EARLY_DECODES) == 0
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_answers_as_a_whole_is_understood():
+    async def main():
+        p, d = early_engine("p0", prefilling("p0")), decode_engine()
+        async with cluster([p], [d], early_from_tokens=1) as c:
+            reply = await c.complete(LONG)
+            assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "disaggregated")
+            assert d.seen[0].body["kv_transfer_params"]["remote_engine_id"] == "p0"
+
+    asyncio.run(main())
+
+
+def test_a_promise_may_come_in_pieces():
+    async def main():
+        async def behave(request, seen):
+            response = await open_stream(request)
+            for at in range(0, len(PROMISE), 20):
+                await response.write(PROMISE[at : at + 20])
+                await asyncio.sleep(0)
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
+            return response
+
+        async with cluster([early_engine("p0", behave)], [decode_engine()], early_from_tokens=1) as c:
+            assert (await c.complete(LONG)).headers["x-kvferry-path"] == "disaggregated"
+            assert await c.metric(EARLY_DECODES) == 1
+
+    asyncio.run(main())
+
+
+def test_a_promise_is_not_waited_for_longer_than_a_prefill():
+    async def main():
+        p, d = early_engine("p0", Prompt()), decode_engine("d0", hanging)
+        async with cluster([p], [d], early_from_tokens=1, prefill_timeout_s=0.2) as c:
+            asking = asyncio.create_task(c.complete(LONG))
+            await left(p)
+            async with asyncio.timeout(DEADLINE_S):
+                while not await c.metric(ERRORS % "deadline"):
+                    await asyncio.sleep(0)
+            assert not d.left.is_set()
+            asking.cancel()
+            await left(d)
+
+    asyncio.run(main())
+
+
+def test_decode_may_wait_for_the_prompt_as_well(monkeypatch):
+    """Its own limit alone would be over before the prompt is computed."""
+    given = []
+
+    class Recording(Leg):
+        def __init__(self, services, reservation, trace, outgoing, patience):
+            given.append(patience.limit_s)
+            super().__init__(services, reservation, trace, outgoing, patience)
+
+    monkeypatch.setattr(driver, "Leg", Recording)
+
+    async def main(behave):
+        p, d = early_engine("p0", behave), decode_engine()
+        limits = {"prefill_timeout_s": 20.0, "decode_timeout_s": 7.0}
+        async with cluster([p], [d], early_from_tokens=1, **limits) as c:
+            assert (await c.complete(LONG)).status == 200
+
+    async def kept(request, seen):
+        prompt = Prompt()
+        prompt.may_end.set()
+        return await prompt(request, seen)
+
+    asyncio.run(main(kept))
+    asyncio.run(main(prefilling("p0")))
+    assert given == [20.0, 27.0, 20.0, 7.0]
