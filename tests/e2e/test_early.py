@@ -50,6 +50,17 @@ def site(tiny_model, tmp_path_factory):
             process.close()
 
 
+@pytest.fixture(scope="module")
+def router(site, tmp_path_factory):
+    """Before the prefill engine and the one that has everything packed."""
+    urls = ("--prefill", site.p.url, "--decode", site.targets["pack"].url)
+    process = Process(tmp_path_factory.mktemp("router") / "router.log", "route", *urls, "--early-decode-from", "256")
+    try:
+        yield process.start().wait()
+    finally:
+        process.close()
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_lost(site):
     yield
@@ -187,6 +198,31 @@ def test_the_decodes_client_leaves_in_the_middle(site, way):
         site.p.until_free()
         error = json.loads(leg.lines()[-1])["error"]
     assert error["code"] == "aborted"
+
+
+def test_a_router_has_the_cache_moved_while_the_rest_is_computed(site, router):
+    target, prompt = site.targets["pack"], prompt_of(NUM_TOKENS, seed=7)
+    expected, before = alone(target, prompt), metric(site.p.url, MOVED)
+    with site.p.held():
+        asking = Asking(router.url, {"prompt": prompt, "max_tokens": 12})
+        until_sent(site, before, SENT["pack"])
+        assert asking.status == 0
+    answer = asking.answer()
+    assert tokens_of(answer) == expected
+    assert (answer["kvferry"]["recomputed"], answer["kvferry"]["tokens_computed"]) == ("", 1)
+    assert asking.headers["x-kvferry-path"] == "disaggregated"
+    assert metric(router.url, "kvferry_router_early_decodes_total") == 1
+
+
+def test_a_client_of_a_router_leaves_in_the_middle(site, router):
+    target, prompt = site.targets["pack"], prompt_of(NUM_TOKENS, seed=8)
+    before = metric(site.p.url, MOVED)
+    with site.p.held():
+        asking = Asking(router.url, {"prompt": prompt, "max_tokens": 12})
+        until_sent(site, before, STEP_TOKENS)
+        asking.leave()
+        target.until_free()
+        site.p.until_free()
 
 
 @pytest.mark.parametrize("way", WAYS)
