@@ -224,17 +224,11 @@ class Agent:
 
     def _turn(self, wait_s: float) -> float:
         """Everything that is to do now; returns how long the next turn may wait for something new."""
-        arrivals = self._control.receive(wait_s)
-        # Whoever claims a lease has been told of it after the engine has told us: so the engine is heard first.
-        self._take_wishes()
-        for arrival in arrivals:
-            self._arrived(arrival)
-            self._move_slots()
+        self._listen(wait_s)
         began = time.monotonic()
         self._progress()
         # What has been answered while that took long must be read before somebody is taken for silent.
-        for arrival in self._control.receive(0.0):
-            self._arrived(arrival)
+        self._listen(0.0)
         self.counts.update(self._control.take_counts() + self._carrier.take_counts())
         now = time.monotonic()
         self._obey([*self._source.handle(e.Tick(), now), *self._target.handle(e.Tick(), now)])
@@ -247,6 +241,15 @@ class Agent:
         # Only for peers that use our memory: an agent that wakes for nothing takes the interpreter from its engine.
         progress_s = self._carrier.progress_interval_s if self._is_reached(now) else MAX_WAIT_S
         return max(0.0, min(deadline - now, progress_s, MAX_WAIT_S))
+
+    def _listen(self, wait_s: float) -> None:
+        """Whoever claims a lease has been told of it after the engine has told us, and who has read blocks after an
+        engine took them back says so after the engine has: so what has come is looked at after the engine is heard."""
+        arrivals = self._control.receive(wait_s)
+        self._take_wishes()
+        for arrival in arrivals:
+            self._arrived(arrival)
+            self._move_slots()
 
     def _progress(self) -> None:
         """What has happened to work that takes several turns."""

@@ -132,12 +132,12 @@ class Lease:
             return _refusal(landed, Reason.NOT_CLAIMED, "landed without a claim", landed.claim_id, "a claim first")
         if landed.party in self.completed:
             return ()
+        if not self.live:
+            return _refusal(landed, Reason.EXPIRED, TOO_LATE, self.machine.state, "live")
         write = self.writes.get(ClaimKey(landed.lease_id, landed.party, landed.claim_id))
         if write is not None and not write.is_written:
             what = "landed before it was written"
             return _refusal(landed, Reason.NOT_CLAIMED, what, "still being written", "written")
-        if not self.live:
-            return _refusal(landed, Reason.EXPIRED, TOO_LATE, self.machine.state, "live")
         return ()
 
     def refusal_of_end(self, key: ClaimKey) -> Refusal:

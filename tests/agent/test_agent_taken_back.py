@@ -1,0 +1,61 @@
+"""Blocks that an engine takes back while a peer reads them: what was read after that is never used."""
+
+from __future__ import annotations
+
+import pytest
+from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, leased
+
+from kvferry.plan.copies import Direction
+from kvferry.plan.digest import Policy
+from kvferry.plan.staged import Strategy
+from kvferry.session.events import Failed, SourceFree, TargetFree
+from kvferry.session.ways import StagingPolicy
+from kvferry.wire.codec import decode
+from kvferry.wire.messages import Landed
+
+PACKED = StagingPolicy((Strategy.PACK,), 1 << 20)
+WAYS = {
+    "read": {},
+    "pushed": {"direction": Direction.WRITE},
+    "packed": {"staging": PACKED},
+}
+
+
+class LastLook:
+    """Keeps the target's question whether its bytes are good until the last time that a turn looks for messages, and
+    has the engine take the blocks back just before the agent sees it."""
+
+    def __init__(self, agent, take_back):
+        self._take_back = take_back
+        self._receive, self._progress = agent._control.receive, agent._progress
+        self._is_last, self._kept = False, []
+        agent._progress, agent._control.receive = self.progress, self.receive
+
+    def progress(self):
+        self._progress()
+        self._is_last = True
+
+    def receive(self, wait_s):
+        arrivals = self._receive(wait_s)
+        questions = [arrival for arrival in arrivals if isinstance(decode(arrival.frame), Landed)]
+        self._kept += questions
+        arrivals = [arrival for arrival in arrivals if arrival not in questions]
+        if self._is_last and self._kept:
+            self._take_back()
+            arrivals, self._kept = [*self._kept, *arrivals], []
+        self._is_last = False
+        return arrivals
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_may_have_been_read_later_is_refused_whenever_the_word_comes(make_rank, way):
+    """The engine says so before it writes over its blocks, so before the reader can say that it has read other bytes.
+    Nothing is digested: the order alone has to see to it."""
+    source = make_rank("p0", SOURCE)
+    target = make_rank("d0", TARGET, digest=Policy.OFF, **WAYS[way])
+    reference = leased(source)
+    LastLook(source.agent, lambda: source.agent.withdraw("r1"))
+    target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
+    assert target.next_notice(Failed).error.reason == "expired"
+    target.next_notice(TargetFree)
+    assert source.next_notice(SourceFree) == SourceFree("r1", "withdrawn")
