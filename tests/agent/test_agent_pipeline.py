@@ -10,7 +10,7 @@ from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, TARGET_TA
 
 from kvferry.agent.config import near_mover
 from kvferry.plan.staged import Strategy
-from kvferry.session.events import Fetched
+from kvferry.session.events import Fetched, Timing
 from kvferry.session.unpacking import WINDOW
 from kvferry.session.ways import StagingPolicy
 from kvferry.testing.gated import GatedTransport
@@ -147,3 +147,47 @@ def test_who_wants_little_is_served_in_turn_with_who_wants_far_more_than_there_i
     # Two had their slots before; then both take turns.
     assert transport.posts[2 : 2 + 2 * WINDOW].count(of_modest) == WINDOW
     assert [rank.agent.num_slots for rank in (source, greedy, modest)] == [0, 0, 0]
+
+
+class LateMover:
+    """Its copies end right after it was asked whether they have, so that only its bell can tell."""
+
+    def __init__(self, memories, ring):
+        self._has_ended = threading.Event()
+        self._inner, self._ring = near_mover(memories, self._has_ended.set), ring
+        self._told = False
+
+    def start(self, key, copies):
+        self._told = False
+        self._inner.start(key, copies)
+
+    def poll(self):
+        if not self._inner.busy or self._told:
+            return self._inner.poll()
+        assert self._has_ended.wait(DEADLINE_S)
+        self._has_ended.clear()
+        self._told = True
+        self._ring()
+        return []
+
+    @property
+    def busy(self):
+        return self._inner.busy
+
+    @property
+    def rings(self):
+        return True
+
+    def close(self):
+        self._inner.close()
+
+
+def test_a_copy_that_ends_when_nobody_looks_is_heard_of_by_its_bell(make_rank):
+    """Without it the next look would be at the next heartbeat."""
+    timing = Timing(lease_s=1000.0, heartbeat_s=300.0, resend_s=300.0, handshake_s=25.0, transfer_s=1000.0)
+    source = make_rank("p0", SOURCE, timing=timing, mover=LateMover)
+    one_slot = StagingPolicy((Strategy.PACK,), 1 << 20)
+    target = make_rank("d0", TARGET, timing=timing, mover=LateMover, staging=one_slot)
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    target.next_notice(Fetched)
+    check(target)

@@ -228,11 +228,11 @@ class Agent:
         began = time.monotonic()
         self._progress()
         # What has been answered while that took long must be read before somebody is taken for silent.
-        self._listen(0.0)
+        has_rung = self._listen(0.0)
         self.counts.update(self._control.take_counts() + self._carrier.take_counts())
         now = time.monotonic()
         self._obey([*self._source.handle(e.Tick(), now), *self._target.handle(e.Tick(), now)])
-        if self._digester.busy or self._stager.is_changed or self._carrier.is_fresh:
+        if has_rung or self._digester.busy or self._stager.is_changed or self._carrier.is_fresh:
             return 0.0
         if self._carrier.busy or self._knocks.busy or self._stager.busy:
             # A transport that copies inside `poll` has more to copy; one that works elsewhere is asked again soon.
@@ -242,14 +242,19 @@ class Agent:
         progress_s = self._carrier.progress_interval_s if self._is_reached(now) else MAX_WAIT_S
         return max(0.0, min(deadline - now, progress_s, MAX_WAIT_S))
 
-    def _listen(self, wait_s: float) -> None:
-        """Whoever claims a lease has been told of it after the engine has told us, and who has read blocks after an
-        engine took them back says so after the engine has: so what has come is looked at after the engine is heard."""
+    def _listen(self, wait_s: float) -> bool:
+        """Whether the bell was rung, which may also mean that a copy has ended: `_progress` must follow then.
+
+        Whoever claims a lease has been told of it after the engine has told us, and who has read blocks after an
+        engine took them back says so after the engine has: so what has come is looked at after the engine is heard.
+        """
         arrivals = self._control.receive(wait_s)
+        has_rung = self._wake.rang()
         self._take_wishes()
         for arrival in arrivals:
             self._arrived(arrival)
             self._move_slots()
+        return has_rung
 
     def _progress(self) -> None:
         """What has happened to work that takes several turns."""
@@ -272,8 +277,6 @@ class Agent:
                 self._feed(event)
 
     def _take_wishes(self) -> None:
-        if not self._wake.rang():
-            return
         while not self._inbox.empty():
             event = self._inbox.get()
             if isinstance(event, _SourceEvent):
