@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,21 +11,34 @@ from transformers.utils import logging
 
 from kvferry.cli.models import TINY, resolve
 
-__all__ = ["make_model"]
+__all__ = ["SMALL", "Shape", "make_model"]
 
 
-def make_model(folder: Path) -> Path:
-    """One layer with one KV head of 32, and the tokenizer of the tiny model: 256 bytes of cache per token."""
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Layers, and KV heads (as many as query heads share) of so many elements, each of four bytes."""
+
+    num_layers: int
+    num_heads: int
+    head_size: int
+
+
+SMALL = Shape(num_layers=1, num_heads=1, head_size=32)
+"""256 bytes of cache per token."""
+
+
+def make_model(folder: Path, shape: Shape = SMALL) -> Path:
+    """Layers with a cache of this shape, and the tokenizer of the tiny model."""
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(resolve(TINY)[0])
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=2 * shape.num_heads,
+        num_key_value_heads=shape.num_heads,
+        head_dim=shape.head_size,
         max_position_embeddings=8192,
         initializer_range=0.1,
         tie_word_embeddings=False,
