@@ -111,9 +111,9 @@ def row(way: str, num_tokens: int, times: dict[str, float]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--tokens", type=lambda text: [int(word) for word in text.split(",")], default=[256, 1024, 4096]
+        "--tokens", type=lambda text: [int(word) for word in text.split(",")], default=[256, 1024, 2048]
     )
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--transport", default="tcp")
     parser.add_argument("--step", default="token=0.5ms,step=10ms")
     options = parser.parse_args()
