@@ -194,7 +194,7 @@ OTHERS = {
 @pytest.mark.parametrize("says", [WHOLE, STREAM, BROKEN, BROKEN_STREAM], ids=["whole", "streamed", "500", "broken"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_answer_of_which_nothing_is_known_passes_unchanged(name, says, monkeypatch):
-    monkeypatch.setattr("kvferry.connectors.vllm_middleware.passage.MAX_BODY_BYTES", 200)
+    monkeypatch.setattr("kvferry.connectors.vllm_middleware.middleware.MAX_BODY_BYTES", 200)
     served = asked(**{"says": says, "noted": {IDS[COMPLETIONS]: LOST}, **OTHERS[name]})
     assert served.sent == says
 
@@ -386,6 +386,7 @@ def test_a_server_says_who_it_is_and_asks_its_workers_once():
             "wire_version": told[1]["wire_version"],
             "models": ["m", "adapter"],
             "prefix_cache": True,
+            "early": False,
             **FACTS,
         },
     )

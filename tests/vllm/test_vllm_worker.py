@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvferry.connectors.vllm.describe import Described, GroupFacts
+from kvferry.connectors.vllm.early_legs import EarlyLegs, Source
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, agent_name
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.worker import Worker, _Started
@@ -44,6 +45,8 @@ class FakeAgent:
     wanted: list = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     withdrawn: list[str] = field(default_factory=list)
+    grown: list = field(default_factory=list)
+    moved_bytes: dict = field(default_factory=dict)
     written_ids: frozenset[str] = frozenset()
     party: Party = PARTY
 
@@ -58,6 +61,9 @@ class FakeAgent:
     def withdraw(self, request_id):
         self.withdrawn.append(request_id)
 
+    def grow(self, grown):
+        self.grown.append(grown)
+
 
 class Rank:
     """A worker's half and its agent."""
@@ -66,7 +72,8 @@ class Rank:
         self.agent = FakeAgent()
         self.worker = Worker(None, SETTINGS, None)
         described = Described(Layout((), (), (), ()), (), (GroupFacts(0, "tokens", 16),), (0,))
-        self.worker._started.append(_Started(self.agent, described))
+        early_legs = EarlyLegs(Source(self.agent, described), self.worker._open, SETTINGS.lease_s)
+        self.worker._started.append(_Started(self.agent, described, early_legs))
 
     def says(self, *notices):
         for notice in notices:

@@ -20,7 +20,7 @@ from msgspec import Meta
 from kvferry.errors import TransferError
 from kvferry.wire.messages import Reason, Reference
 
-__all__ = ["Reach", "Remote", "from_params", "to_params", "wants_early"]
+__all__ = ["Reach", "Remote", "early_params", "from_params", "to_params", "wants_early"]
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Address = Annotated[str, Meta(max_length=64)]
@@ -83,6 +83,13 @@ def to_params(
         "tp_size": len(addresses),
         "kvferry": {"epoch": reference.epoch, "lease_id": reference.lease_id, "addresses": list(addresses)},
     }
+
+
+def early_params(reference: Reference, addresses: Sequence[str]) -> dict[str, object]:
+    """The parameters for the decode side of a prompt of which only its engine knows how many tokens it will have."""
+    params = to_params(reference, addresses, (), 0)
+    del params["remote_num_tokens"]
+    return params
 
 
 def from_params(params: object, reach: Reach = Reach.THIS_HOST) -> Remote:

@@ -86,6 +86,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._scheduler.scheduled(scheduler_output)
         return self._scheduler.take_orders(is_idle=not scheduler_output.total_num_scheduled_tokens)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -103,6 +104,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         return self._worker.address()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """The very first word of a step: nothing has been written yet to blocks that other requests get in it."""
+        if isinstance(kv_connector_metadata, Orders):
+            self._worker.withdraw(kv_connector_metadata.withdrawn)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The first word of a step: `start_load_kv` comes after the forward pass, which would delay everything."""

@@ -58,6 +58,25 @@ class Described:
         """One block table per group of the layout, from one per transferable group of vLLM's."""
         return tuple(tuple(tables[self.transfer_group_ids.index(group.index)]) for group in self.groups)
 
+    @property
+    def nowhere(self) -> tuple[tuple[int, ...], ...]:
+        """The block tables of a request that has no blocks yet."""
+        return ((),) * len(self.groups)
+
+    @property
+    def counts_alike(self) -> bool:
+        """Whether all groups of the layout count the same: tokens, or pieces of so many."""
+        return len({group.whole_tokens for group in self.groups}) == 1
+
+    def num_counted(self, num_tokens: int) -> int:
+        """What a request of so many tokens is in what the layout counts: that of the group that has most of it."""
+        whole = [TokenRange(0, num_tokens)] * len(self.transfer_group_ids)
+        return max(tokens.last for tokens in self.ranges(whole))
+
+    def num_complete(self, num_tokens: int) -> int:
+        """How much is complete of a request of which so many tokens are computed, where all groups count alike."""
+        return num_tokens // max(1, self.groups[0].whole_tokens)
+
     def ranges(self, ranges: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
         """What to move of each group of the layout, from the tokens wanted of each transferable group of vLLM's."""
         return tuple(group.range(ranges[self.transfer_group_ids.index(group.index)]) for group in self.groups)

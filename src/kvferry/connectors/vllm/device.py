@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
 from kvferry.agent import Host, Notice
 from kvferry.agent.lent_memory import Arena, host_arena
 from kvferry.connectors.vllm.describe import Described
+from kvferry.connectors.vllm.early_legs import at_once
 from kvferry.errors import ConfigurationError
 from kvferry.plan.layout import Layout
 from kvferry.staging.device_arena import DeviceArena
@@ -52,10 +55,24 @@ class Buffers:
         registered = on_device if self.buffer_device == self.name else ()
         return Host(layouts, registered, notify, mover, self._arena)
 
+    def milestone(self) -> Callable[[], bool]:
+        """Mark what the engine has put on its stream so far, on the engine's thread; what comes back says whether that
+        is done, and neither waits nor lets the stream wait."""
+        if self.name == "cpu":
+            return at_once()
+        module: Any = torch.get_device_module(self.device)
+        event = module.Event()
+        event.record(module.current_stream(self.device))
+        return partial(_is_done, event)
+
     def _arena(self, num_bytes: int) -> Arena:
         if self.staging is StagingMemory.DEVICE:
             return DeviceArena(num_bytes, self.device, self.name)
         return host_arena(num_bytes)
+
+
+def _is_done(event: Any) -> bool:
+    return bool(event.query())
 
 
 def buffers_of(

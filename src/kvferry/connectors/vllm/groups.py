@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, iter_layer_spec
 
 from kvferry.plan.tokens import TokenRange
 
-__all__ = ["GroupFacts", "group_facts"]
+__all__ = ["GroupFacts", "forgets", "group_facts", "may_grow"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,26 @@ class GroupFacts:
         if first == tokens.last:
             return TokenRange(0, 0)
         return TokenRange(first // self.whole_tokens, -(-tokens.last // self.whole_tokens))
+
+
+def may_grow(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether what is computed of a prompt stays as it is while the rest is computed, so that it may be read meanwhile.
+
+    Windows, chunks and recurrent states are written over. Memory that vLLM clears for a request that takes it over is
+    cleared before it tells us that it has been taken over.
+    """
+    return not forgets(kv_cache_config) and not kv_cache_config.needs_kv_cache_zeroing
+
+
+def forgets(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether some group gives up what it knows before its request ends: by a window, by chunks, or as a state."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
+    return len(specs) > 1 or any(_forgets(layer) for spec in specs for layer in iter_layer_specs(spec))
+
+
+def _forgets(spec: Any) -> bool:
+    limits = getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None)
+    return isinstance(spec, MambaSpec) or any(limits)
 
 
 def group_facts(kv_cache_config: KVCacheConfig, context_parallel: int = 1) -> tuple[GroupFacts, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvferry.agent import Notice
-from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, agent_name
+from kvferry.connectors.vllm.orders import EndOrder, FetchOrder, LeaseOrder, PromiseOrder, agent_name
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.connectors.vllm_middleware.arrivals import Arrival
 from kvferry.errors import TransferError
@@ -34,6 +34,9 @@ class OpenRequests:
         self._results = KVConnectorTransferResults()
         self._stats = FerryStats()
         self._leased: dict[str, LeaseOrder] = {}
+        # Requests that vLLM still computes; those whose lease has ended nevertheless are only names.
+        self._promised: dict[str, str] = {}
+        self._forsaken: set[str] = set()
         self._fetching: dict[str, FetchOrder] = {}
         self._failed: set[str] = set()
         self._met: set[tuple[str, str]] = set()
@@ -43,6 +46,25 @@ class OpenRequests:
         name = agent_name(order.request_id)
         self._leased[name] = order
         return name
+
+    def promise(self, order: PromiseOrder) -> None:
+        """There is a lease of which vLLM hears nothing before its request has ended."""
+        self._promised[order.name] = order.lease_id
+
+    def end(self, order: EndOrder) -> bool:
+        """A promised request has ended: from now on the end of its lease is expected, if it is still to come."""
+        if order.name in self._promised:
+            lease_id = self._promised.pop(order.name)
+            self._leased[order.name] = LeaseOrder(order.request_id, lease_id, order.block_tables, order.num_tokens)
+            return True
+        self._forsaken.discard(order.name)
+        self._results.finished_sending.add(order.request_id)
+        return False
+
+    def forget(self, name: str) -> bool:
+        """vLLM has taken back what was promised, and wants to hear nothing of it; whether there was a lease."""
+        self._forsaken.discard(name)
+        return bool(self._promised.pop(name, ""))
 
     def fetch(self, order: FetchOrder) -> str:
         """Expect the end of a fetch; the agent's name for the request."""
@@ -64,7 +86,8 @@ class OpenRequests:
 
     def is_leased(self, name: str, lease_id: str) -> bool:
         """Whether the end of this lease is expected. Only who was given the reference knows its id."""
-        return name in self._leased and self._leased[name].lease_id == lease_id
+        promised = self._promised.get(name)
+        return promised == lease_id or (name in self._leased and self._leased[name].lease_id == lease_id)
 
     def is_fetching(self, request_id: str) -> bool:
         """Whether a fetch of this request is expected to end."""
@@ -92,8 +115,14 @@ class OpenRequests:
                 self._end_fetch(name)
             case SourceFree(name, reason):
                 self._stats.freed(reason)
-                ended = {self._leased.pop(name).request_id} if name in self._leased else set()
-                self._results.finished_sending |= ended
+                self._end_lease(name)
+
+    def _end_lease(self, name: str) -> None:
+        if name in self._leased:
+            self._results.finished_sending.add(self._leased.pop(name).request_id)
+        if name in self._promised:
+            del self._promised[name]
+            self._forsaken.add(name)
 
     def _fetched(self, name: str, report: FetchReport) -> None:
         order = self._fetching.get(name)
@@ -150,5 +179,5 @@ class OpenRequests:
         for name in list(self._fetching):
             self._failed.add(name)
             self._end_fetch(name)
-        self._results.finished_sending |= {order.request_id for order in self._leased.values()}
-        self._leased = {}
+        for name in [*self._leased, *self._promised]:
+            self._end_lease(name)

@@ -13,7 +13,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvferry.plan.tokens import TokenRange
 from kvferry.wire.messages import Reference
 
-__all__ = ["FetchOrder", "HoldOrder", "LeaseOrder", "Orders", "RankAddress", "Tables", "agent_name"]
+__all__ = [
+    "EndOrder",
+    "FetchOrder",
+    "GrowthOrder",
+    "HoldOrder",
+    "LeaseOrder",
+    "Orders",
+    "PromiseOrder",
+    "RankAddress",
+    "Tables",
+    "agent_name",
+]
 
 Tables = tuple[tuple[int, ...], ...]
 """One block table per transferable cache group."""
@@ -39,6 +50,36 @@ class LeaseOrder:
     lease_id: str
     block_tables: Tables
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromiseOrder:
+    """A prefill whose cache somebody may ask for already; `name` is what agents call it. It will have `num_tokens`."""
+
+    name: str
+    lease_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthOrder:
+    """What this step computes of a promised prefill: when it has ended, `num_tokens` tokens lie in these blocks."""
+
+    name: str
+    block_tables: Tables
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndOrder:
+    """A promised prefill has ended, and its blocks stay until the agent frees them. `is_kept` says that all of it is
+    computed; else the promise is taken back."""
+
+    request_id: str
+    name: str
+    block_tables: Tables
+    num_tokens: int
+    is_kept: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +110,17 @@ class HoldOrder:
 @dataclass(slots=True)
 class Orders(KVConnectorMetadata):
     """Everything new of one step. `aborted` are requests whose fetch nobody waits for any more. A step that `is_idle`
-    computes nothing: the scheduler only asks what has ended."""
+    computes nothing: the scheduler only asks what has ended.
+
+    `withdrawn` names promised prefills whose blocks are another request's from this step on: that has to be done before
+    the step computes anything.
+    """
 
     leases: list[LeaseOrder] = field(default_factory=list)
+    promises: list[PromiseOrder] = field(default_factory=list)
+    growths: list[GrowthOrder] = field(default_factory=list)
+    ended: list[EndOrder] = field(default_factory=list)
+    withdrawn: list[str] = field(default_factory=list)
     holds: list[HoldOrder] = field(default_factory=list)
     fetches: list[FetchOrder] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -80,7 +129,9 @@ class Orders(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class RankAddress(KVConnectorHandshakeMetadata):
-    """Where one rank's agent listens, told to the scheduler's half when the engine starts."""
+    """Where one rank's agent listens, told to the scheduler's half when the engine starts. With the first rank's `key`
+    promises are sealed."""
 
     address: str
     epoch: str
+    key: str = field(default="", repr=False)

@@ -11,12 +11,15 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.agent import new_lease_id
 from kvferry.connectors.params import Reach, Remote, from_params, to_params
+from kvferry.connectors.vllm.groups import forgets, may_grow
 from kvferry.connectors.vllm.orders import FetchOrder, HoldOrder, LeaseOrder, Orders, RankAddress, Tables, agent_name
+from kvferry.connectors.vllm.promised import Promised
 from kvferry.errors import TransferError
 from kvferry.plan.tokens import TokenRange
 from kvferry.wire.messages import Reference
@@ -49,7 +52,8 @@ class Scheduler:
         specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
         self._fixed = tuple(isinstance(spec, MambaSpec) for spec in specs)
         self._scratch = tuple(spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0 for spec in specs)
-        self._forgets = len(specs) > 1 or any(self._fixed) or any(_forgets(spec) for spec in specs)
+        self._forgets = forgets(kv_cache_config)
+        self._promised = Promised(self._tables, may_grow(kv_cache_config))
 
     def set_ranks(self, ranks: tuple[RankAddress, ...]) -> None:
         """Where the agents of all ranks listen, in the order of the ranks."""
@@ -64,6 +68,7 @@ class Scheduler:
             self._hold(params)
         if params.get("do_remote_decode"):
             self._shorten(request)
+            self._promised.begin(request, self._ranks[0].key if self._ranks else "", self._orders)
 
     def _hold(self, params: Mapping[str, Any]) -> None:
         """Whatever becomes of the request, a fetch follows, if only one of nothing that releases the source."""
@@ -133,7 +138,11 @@ class Scheduler:
             # It was never scheduled: the source must not wait for it.
             params["do_remote_prefill"] = False
             self._release(request.request_id, params)
-        if not params.get("do_remote_decode") or request.status not in FINISHED_WELL:
+        is_well = request.status in FINISHED_WELL
+        for is_kept in self._promised.end(request, block_ids, is_well, self._orders):
+            # Who was promised it has the reference.
+            return is_kept, None
+        if not params.get("do_remote_decode") or not is_well:
             return False, None
         return self._offer(request, self._tables(block_ids))
 
@@ -164,6 +173,10 @@ class Scheduler:
         else:
             self._orders.fetches.append(order)
 
+    def scheduled(self, output: SchedulerOutput) -> None:
+        """A step has been planned; it has not been carried out."""
+        self._promised.step(output, self._orders)
+
     def take_orders(self, is_idle: bool) -> Orders:
         """What has been staged since the last step. With `is_idle` the step computes nothing."""
         orders, self._orders = self._orders, Orders()
@@ -188,11 +201,6 @@ def _running(blocks: list[int], num_scratch: int) -> tuple[int, ...]:
     """The last block, behind which speculative decoding may keep some of its own."""
     kept = len(blocks) - min(num_scratch, max(0, len(blocks) - 1))
     return tuple(blocks[kept - 1 : kept])
-
-
-def _forgets(spec: Any) -> bool:
-    """Whether a group gives up blocks before its request ends: by a window or by chunks."""
-    return bool(getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None))
 
 
 def _fetch(

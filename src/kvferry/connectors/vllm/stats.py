@@ -13,19 +13,31 @@ from kvferry.session.events import FetchReport
 
 __all__ = ["FerryPromMetrics", "FerryStats"]
 
-PHASES, FETCHES = "phases", "fetches"
+PHASES, FETCHES, MOVED = "phases", "fetches", "moved"
 PHASE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 @dataclass
 class FerryStats(NixlKVConnectorStats):
-    """The stock connector's lists, one record per phase of a fetch (phase, peer, transport, seconds), and one per fetch
-    that has ended (vLLM's id of the request, and the fields of its `Arrival`).
+    """The stock connector's lists, one record per phase of a fetch (phase, peer, transport, seconds), one per fetch
+    that has ended (vLLM's id of the request, and the fields of its `Arrival`), and how many bytes the agent has moved
+    in each direction.
     """
 
     def reset(self) -> None:
         super().reset()
-        self.data[PHASES], self.data[FETCHES] = [], []
+        self.data[PHASES], self.data[FETCHES], self.data[MOVED] = [], [], []
+
+    def is_empty(self) -> bool:
+        return super().is_empty() and not self.data[MOVED]
+
+    def moved(self, direction: str, num_bytes: int) -> None:
+        """So many more bytes by the agent's own reads or writes."""
+        self.data[MOVED].append([direction, num_bytes])
+
+    def reduce(self) -> dict[str, int | float]:
+        moved = sum(num_bytes for _, num_bytes in self.data[MOVED])
+        return {**super().reduce(), "MB moved by this agent": round(moved / 2**20, 3)}
 
     def fetched(self, request_id: str, report: FetchReport, peer: str) -> None:
         """One finished fetch from an engine."""
@@ -59,7 +71,8 @@ class FerryStats(NixlKVConnectorStats):
 
 
 class FerryPromMetrics(NixlPromMetrics):
-    """The stock connector's metrics, and `vllm:kvferry_phase_seconds` by phase, peer and transport.
+    """The stock connector's metrics, `vllm:kvferry_phase_seconds` by phase, peer and transport, and
+    `vllm:kvferry_agent_moved_bytes_total` by direction.
 
     In vLLM's API server, which hears of a fetch before it hears of the request's first token: answers are told of it.
     """
@@ -73,11 +86,18 @@ class FerryPromMetrics(NixlPromMetrics):
             buckets=PHASE_BUCKETS,
             labelnames=[*labelnames, "phase", "peer", "transport"],
         )
+        self._moved = self._counter_cls(
+            name="vllm:kvferry_agent_moved_bytes",
+            documentation="Bytes that reads and writes of the agents have moved.",
+            labelnames=[*labelnames, "direction"],
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         super().observe(transfer_stats_data, engine_idx)
         labels = self.per_engine_labelvalues[engine_idx]
         for phase, peer, transport, seconds in transfer_stats_data.get(PHASES, []):
             self._phases.labels(*labels, phase, peer, transport).observe(seconds)
+        for direction, num_bytes in transfer_stats_data.get(MOVED, []):
+            self._moved.labels(*labels, direction).inc(num_bytes)
         for request_id, *arrival in transfer_stats_data.get(FETCHES, []):
             ARRIVALS.note(request_id, Arrival(*arrival))

@@ -12,7 +12,7 @@ import queue
 import re
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -24,14 +24,18 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.agent import Agent, AgentConfig, Notice, new_epoch, read_token
+from kvferry.connectors.promise import new_key
 from kvferry.connectors.vllm.describe import Described, describe, engine_facts
 from kvferry.connectors.vllm.device import buffers_of
+from kvferry.connectors.vllm.early_legs import EarlyLegs, Source
+from kvferry.connectors.vllm.groups import may_grow
 from kvferry.connectors.vllm.open_requests import OpenRequests
-from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, RankAddress, agent_name
+from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, PromiseOrder, RankAddress, agent_name
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.errors import ConfigurationError
+from kvferry.plan.copies import Direction
 from kvferry.plan.layout import Layout, contents
 from kvferry.session.events import FetchWanted, HoldWanted, LeaseWanted, SourceFree, Stopped, Timing
 from kvferry.transport.opening import open_transports
@@ -63,11 +67,14 @@ class _Introduction:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """The agent, and the description by which vLLM's block tables become its own. `cache` names what all ranks keep."""
+    """The agent, and the description by which vLLM's block tables become its own. `cache` names what all ranks keep.
+    With `may_grow` a prefill can be read while it is computed."""
 
     agent: Agent
     described: Described
+    early_legs: EarlyLegs
     cache: str = ""
+    may_grow: bool = False
 
 
 class Worker:
@@ -79,8 +86,10 @@ class Worker:
         self._kv_cache_config = kv_cache_config
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
         self._started: list[_Started] = []
+        self._key = new_key()
         self._open = OpenRequests(settings.is_loss_fatal)
         self._is_idle = False
+        self._moved = dict.fromkeys(Direction, 0)
         # A step may bring a lease later than vLLM's client brings its end.
         self._released: deque[tuple[str, str]] = deque(maxlen=MAX_EARLY_RELEASES)
 
@@ -115,13 +124,15 @@ class Worker:
         # At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.
         sys.setswitchinterval(SWITCH_S)
         agent.start()
-        self._started.append(_Started(agent, described, contents(*layouts)))
+        early_legs = EarlyLegs(Source(agent, described, buffers.milestone), self._open, self._settings.lease_s)
+        grows = described.counts_alike and may_grow(self._kv_cache_config)
+        self._started.append(_Started(agent, described, early_legs, contents(*layouts), grows))
         logger.info("kvferry rank %d of %d listens at %s", rank, len(layouts), agent.address)
 
     def address(self) -> RankAddress:
         """Where this rank's agent listens. Raises ConfigurationError before `register`."""
         agent = self._ours().agent
-        return RankAddress(agent.address, agent.party.epoch)
+        return RankAddress(agent.address, agent.party.epoch, self._key)
 
     def _ours(self) -> _Started:
         for started in self._started:
@@ -133,6 +144,8 @@ class Worker:
     def obey(self, orders: Orders) -> None:
         """Begin what the scheduler has decided. Called before the step's forward pass."""
         self._is_idle = orders.is_idle
+        for ours in self._started:
+            self._obey_early(ours, orders)
         for lease in orders.leases:
             self._lease(lease)
         for hold in orders.holds:
@@ -154,6 +167,26 @@ class Worker:
         if (name, order.lease_id) in self._released:
             ours.agent.withdraw(name)
 
+    def _obey_early(self, ours: _Started, orders: Orders) -> None:
+        for promise in orders.promises:
+            self._promise(ours, promise)
+        ours.early_legs.withdraw(orders.withdrawn)
+        ours.early_legs.step(orders.growths)
+        for end in orders.ended:
+            ours.early_legs.end(end)
+
+    def _promise(self, ours: _Started, order: PromiseOrder) -> None:
+        if self._is_over():
+            return
+        ours.early_legs.promise(order)
+        if (order.name, order.lease_id) in self._released:
+            ours.agent.withdraw(order.name)
+
+    def withdraw(self, names: Sequence[str]) -> None:
+        """Take promises back, before anything is written to their blocks."""
+        for ours in self._started:
+            ours.early_legs.withdraw(names)
+
     def _fetch(self, order: FetchOrder) -> None:
         if order.error or self._is_over():
             reason = Reason.MALFORMED if order.error else Reason.ABORTED
@@ -172,7 +205,7 @@ class Worker:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Who this engine is."""
+        """Who this engine is, and what its own front end needs for early legs."""
         ours = self._ours()
         party = ours.agent.party
         return {
@@ -180,6 +213,9 @@ class Worker:
             "engine_id": party.engine_id,
             "epoch": party.epoch,
             "cache": ours.cache,
+            "address": ours.agent.address,
+            "early": "yes" if ours.may_grow else "",
+            "key": self._key,
         }
 
     def release(self, reference: Reference) -> str:
@@ -213,6 +249,8 @@ class Worker:
                 self._note(self._notices.get(timeout=IDLE_WAIT_S))
         while not self._notices.empty():
             self._note(self._notices.get())
+        for ours in self._started:
+            ours.early_legs.look()
         return self._open.take_results()
 
     def _note(self, notice: Notice) -> None:
@@ -223,7 +261,13 @@ class Worker:
 
     def take_stats(self) -> FerryStats:
         """What happened since the last call."""
-        return self._open.take_stats()
+        stats = self._open.take_stats()
+        for ours in self._started:
+            for direction, num_bytes in ours.agent.moved_bytes.items():
+                if num_bytes > self._moved[direction]:
+                    stats.moved(direction, num_bytes - self._moved[direction])
+                    self._moved[direction] = num_bytes
+        return stats
 
     def close(self) -> None:
         """Stop the agent. Safe to call twice."""
@@ -238,7 +282,14 @@ def _without_replica(engine_id: str) -> str:
 
 
 def _timing(settings: Settings) -> Timing:
-    return replace(Timing(), lease_s=settings.lease_s, handshake_s=HANDSHAKE_S, missed_heartbeats=MISSED_HEARTBEATS)
+    return replace(
+        Timing(),
+        lease_s=settings.lease_s,
+        handshake_s=HANDSHAKE_S,
+        missed_heartbeats=MISSED_HEARTBEATS,
+        # A promise reaches the agent a step after its reference has reached the caller, and a step may be long.
+        early_claim_s=settings.lease_s,
+    )
 
 
 def _meet(ours: _Introduction, num_ranks: int) -> tuple[list[_Introduction], int]:

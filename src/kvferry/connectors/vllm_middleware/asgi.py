@@ -9,7 +9,19 @@ import msgspec
 
 from kvferry.errors import RequestError
 
-__all__ = ["App", "Headers", "Message", "Receive", "Scope", "Send", "answer_json", "body_of", "header", "json_messages"]
+__all__ = [
+    "App",
+    "Headers",
+    "Message",
+    "Opened",
+    "Receive",
+    "Scope",
+    "Send",
+    "answer_json",
+    "body_of",
+    "header",
+    "json_messages",
+]
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -49,3 +61,35 @@ async def body_of(receive: Receive, max_bytes: int) -> bytes:
             raise RequestError("the request body is too large", expected=f"at most {max_bytes} bytes")
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+class Opened:
+    """A request whose body has been read before the app reads it. `body` is empty when it is too large, or when the
+    client left before it was whole: then only the app is to make something of it."""
+
+    def __init__(self, receive: Receive, messages: list[Message], body: bytes) -> None:
+        self.body = body
+        self._receive = receive
+        self._messages = messages
+
+    @classmethod
+    async def read(cls, receive: Receive, max_bytes: int) -> Opened:
+        """Take messages until the body is whole."""
+        messages: list[Message] = []
+        size_bytes = 0
+        while size_bytes <= max_bytes:
+            messages.append(await receive())
+            size_bytes += len(messages[-1].get("body", b""))
+            if messages[-1]["type"] != "http.request" or not messages[-1].get("more_body", False):
+                break
+        is_whole = messages[-1]["type"] == "http.request" and not messages[-1].get("more_body", False)
+        body = b"".join(message.get("body", b"") for message in messages) if is_whole else b""
+        return cls(receive, messages, body if size_bytes <= max_bytes else b"")
+
+    def with_body(self, body: bytes) -> Opened:
+        """The same request with another body."""
+        return Opened(self._receive, [{"type": "http.request", "body": body, "more_body": False}], body)
+
+    async def receive(self) -> Message:
+        """What the app hears: what has been read, and then what the client says."""
+        return self._messages.pop(0) if self._messages else await self._receive()

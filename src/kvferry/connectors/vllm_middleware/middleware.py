@@ -1,4 +1,4 @@
-"""`FerryMiddleware`, for vLLM's HTTP server: a release, who this is, and how the cache of an answer came."""
+"""`FerryMiddleware`, for vLLM's HTTP server: releases, who this is, early legs, and how the cache of an answer came."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import msgspec
 
 from kvferry.connectors.params import Reach, from_params
 from kvferry.connectors.vllm_middleware.arrivals import ARRIVALS, Arrivals
-from kvferry.connectors.vllm_middleware.asgi import App, Receive, Scope, Send, answer_json, body_of
-from kvferry.connectors.vllm_middleware.legs import ANSWER_PATHS
-from kvferry.connectors.vllm_middleware.passage import Passage
-from kvferry.connectors.vllm_middleware.workers import Workers, is_draining
+from kvferry.connectors.vllm_middleware.asgi import App, Opened, Receive, Scope, Send, answer_json, body_of, header
+from kvferry.connectors.vllm_middleware.early import EarlyLeg, early_leg
+from kvferry.connectors.vllm_middleware.legs import ANSWER_PATHS, leg_name
+from kvferry.connectors.vllm_middleware.passage import EarlyPassage, Passage
+from kvferry.connectors.vllm_middleware.workers import EarlyFacts, Workers, is_draining, num_replicas
 from kvferry.errors import ConfigurationError, FerryError, RequestError, TransferError
 from kvferry.openai import error_body, error_of
 from kvferry.wire.messages import WIRE_VERSION, Reason
@@ -18,6 +19,9 @@ __all__ = ["FerryMiddleware"]
 
 RELEASE, INFO, READY = ("POST", "/kvferry/release"), ("GET", "/kvferry/info"), ("GET", "/ready")
 MAX_RELEASE_BYTES = 1 << 20
+MAX_BODY_BYTES = 16 << 20
+REQUEST_ID = b"x-request-id"
+OF_LENGTH = frozenset((b"content-length", b"transfer-encoding"))
 
 
 class _Release(msgspec.Struct):
@@ -61,23 +65,40 @@ class FerryMiddleware:
             await self._pass(path, scope, receive, send)
 
     async def _pass(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        passage = Passage(self._arrivals, path, scope, receive, send)
+        """What is asked for is known before vLLM knows it."""
+        opened = await Opened.read(receive, MAX_BODY_BYTES)
         try:
-            await self._app(scope, passage.receive, passage.send)
+            early = early_leg(path, opened.body)
+            legs = [(early, await self._workers.early(scope["app"].state))] if early is not None else []
+        except FerryError as error:
+            await answer_json(send, *_refusal(error))
+            return
+        for leg in legs:
+            await self._pass_early(leg, scope, opened, send)
+        if not legs:
+            await self._pass_other(path, scope, opened, send)
+
+    async def _pass_early(self, leg: tuple[EarlyLeg, EarlyFacts], scope: Scope, opened: Opened, send: Send) -> None:
+        early, facts = leg
+        body = early.body(facts)
+        headers = [pair for pair in scope["headers"] if pair[0].lower() not in OF_LENGTH]
+        headers.append((b"content-length", str(len(body)).encode()))
+        passage = EarlyPassage(early.first_event(facts), send)
+        await self._app({**scope, "headers": headers}, opened.with_body(body).receive, passage.send)
+
+    async def _pass_other(self, path: str, scope: Scope, opened: Opened, send: Send) -> None:
+        name = leg_name(path, header(scope["headers"], REQUEST_ID), opened.body)
+        passage = Passage(self._arrivals, name, send)
+        try:
+            await self._app(scope, opened.receive, passage.send)
         finally:
             passage.close()
 
     async def _answered(self, call: tuple[str, str], scope: Scope, receive: Receive) -> tuple[int, object]:
         try:
             return 200, await (self._release(scope, receive) if call == RELEASE else self._info(scope))
-        except ConfigurationError as error:
-            return 501, error_body(str(error), "server_error", "not_available", None)
-        except TransferError as error:
-            # Not of a cache that did not come, but of the parameters that were sent.
-            status = 400 if error.reason == Reason.MALFORMED else 404
-            return status, error_body(str(error), "invalid_request_error", error.reason, None)
         except FerryError as error:
-            return error_of(error)
+            return _refusal(error)
 
     async def _release(self, scope: Scope, receive: Receive) -> dict[str, object]:
         """Whoever was given a reference may say that nobody will fetch it."""
@@ -104,4 +125,17 @@ class FerryMiddleware:
             "models": [model.id for model in models.data],
             "cache": facts["cache"],
             "prefix_cache": bool(state.engine_client.vllm_config.cache_config.enable_prefix_caching),
+            "early": bool(facts.get("early")) and num_replicas(state) == 1,
         }
+
+
+def _refusal(error: FerryError) -> tuple[int, dict[str, object]]:
+    match error:
+        case ConfigurationError():
+            return 501, error_body(str(error), "server_error", "not_available", None)
+        case TransferError():
+            # Not of a cache that did not come, but of the parameters that were sent.
+            status = 400 if error.reason == Reason.MALFORMED else 404
+            return status, error_body(str(error), "invalid_request_error", error.reason, None)
+        case _:
+            return error_of(error)

@@ -1,42 +1,30 @@
-"""One request on its way in and its answer on its way out."""
+"""An answer on its way out, behind what is said of it first."""
 
 from __future__ import annotations
 
 from kvferry.connectors.vllm_middleware.arrivals import Arrivals
-from kvferry.connectors.vllm_middleware.asgi import Message, Receive, Scope, Send, header
-from kvferry.connectors.vllm_middleware.legs import leg_name
+from kvferry.connectors.vllm_middleware.asgi import Message, Send
+from kvferry.connectors.vllm_middleware.early import is_event_stream
 from kvferry.connectors.vllm_middleware.words import lost, with_headers
 
-__all__ = ["Passage"]
-
-REQUEST_ID = b"x-request-id"
-MAX_BODY_BYTES = 16 << 20
+__all__ = ["EarlyPassage", "Passage"]
 
 
 class Passage:
     """Passes everything on. Of a decode leg's answer the head waits for the first of its body, and gets its headers.
 
-    vLLM begins a stream at once; by the time of its first token it is known how the cache came.
+    vLLM begins a stream at once; by the time of its first token it is known how the cache came. `name` is vLLM's name
+    for the decode leg, empty for any other request.
     """
 
-    def __init__(self, arrivals: Arrivals, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, arrivals: Arrivals, name: str, send: Send) -> None:
         self._arrivals = arrivals
-        self._path = path
-        self._request_id = header(scope["headers"], REQUEST_ID)
-        self._receive = receive
+        self._name = name
         self._send = send
-        self._body = bytearray()
-        self._has_asked = False
-        self._name = ""
         self._heads: list[Message] = []
         self._is_replaced = False
-
-    async def receive(self) -> Message:
-        """The next message of the client. What it has asked for is known before vLLM knows it."""
-        message = await self._receive()
-        if not self._has_asked and message["type"] == "http.request":
-            self._read(message)
-        return message
+        if name:
+            arrivals.expect(name)
 
     async def send(self, message: Message) -> None:
         """The next message of vLLM."""
@@ -56,18 +44,6 @@ class Passage:
         if self._name:
             self._arrivals.forget(self._name)
 
-    def _read(self, message: Message) -> None:
-        self._body += message.get("body", b"")
-        is_whole = not message.get("more_body", False)
-        is_too_large = len(self._body) > MAX_BODY_BYTES
-        self._has_asked = is_whole or is_too_large
-        if is_whole and not is_too_large:
-            self._name = leg_name(self._path, self._request_id, bytes(self._body))
-        if self._name:
-            self._arrivals.expect(self._name)
-        if self._has_asked:
-            self._body = bytearray()
-
     async def _send_head(self, head: Message) -> None:
         arrival = self._arrivals.told(self._name)
         if arrival is None or arrival.is_given_up:
@@ -78,3 +54,17 @@ class Passage:
                 await self._send(message)
         else:
             await self._send(with_headers(head, arrival))
+
+
+class EarlyPassage:
+    """Puts an event before those of a stream that vLLM has begun; any other answer passes as it is."""
+
+    def __init__(self, first_event: Message, send: Send) -> None:
+        self._first_event = first_event
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        """The next message of vLLM."""
+        await self._send(message)
+        if message["type"] == "http.response.start" and is_event_stream(message):
+            await self._send(self._first_event)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import ConfigurationError, FerryError, TransferError
 from kvferry.wire.messages import Reason, Reference
 
-__all__ = ["RELEASED", "Workers", "is_draining"]
+__all__ = ["RELEASED", "EarlyFacts", "Workers", "is_draining", "num_replicas"]
 
 RELEASED = "released"
 # They answer between two steps.
@@ -16,22 +17,43 @@ ANSWER_S = 30.0
 EXTENSION = "kvferry.connectors.vllm.extension.Extension"
 
 
+@dataclass(frozen=True, slots=True)
+class EarlyFacts:
+    """Who this engine is, the key for promises that its scheduler believes, and where its ranks listen, in order."""
+
+    engine_id: str
+    epoch: str
+    key: str
+    addresses: tuple[str, ...]
+
+
 class Workers:
     """`state` is that of vLLM's app. Facts are asked for once."""
 
     def __init__(self) -> None:
         self._facts: dict[str, str] = {}
+        self._addresses: tuple[str, ...] = ()
         # Anybody may send a release: whatever comes, vLLM is asked once per step at most.
         self._turn = asyncio.Lock()
 
     async def facts(self, state: Any) -> dict[str, str]:
         """What the first rank tells of its engine. Raises ConfigurationError where it cannot, FerryError."""
         if not self._facts:
-            self._facts = dict((await _ask(state, "kvferry_facts", ()))[0])
+            answers = await _ask(state, "kvferry_facts", ())
+            self._facts = dict(answers[0])
+            self._addresses = tuple(answer.get("address", "") for answer in answers)
         if not self._facts:
             what = "this server's caches are not moved by kvferry"
             raise ConfigurationError(what, expected="the connector FerryConnector")
         return self._facts
+
+    async def early(self, state: Any) -> EarlyFacts:
+        """What references to prompts that are not computed are made of. Raises ConfigurationError, FerryError."""
+        facts = await self.facts(state)
+        if num_replicas(state) != 1:
+            what = "which replica will compute a prompt is not known beforehand"
+            raise ConfigurationError(what, found=f"{num_replicas(state)} replicas", expected="no data parallelism")
+        return EarlyFacts(facts["engine_id"], facts["epoch"], facts["key"], self._addresses)
 
     async def release(self, state: Any, reference: Reference) -> bool:
         """End a lease of this engine; whether there was one.
@@ -51,11 +73,16 @@ class Workers:
     def _foreign(self, state: Any, reference: Reference) -> str:
         """Why a reference is none of this engine's, as far as that is known without asking it. Of several replicas each
         has a name of its own."""
-        if not self._facts or state.engine_client.vllm_config.parallel_config.data_parallel_size != 1:
+        if not self._facts or num_replicas(state) != 1:
             return ""
         if self._facts["engine_id"] != reference.engine_id:
             return Reason.WRONG_ENGINE
         return "" if self._facts["epoch"] == reference.epoch else Reason.WRONG_EPOCH
+
+
+def num_replicas(state: Any) -> int:
+    """How many engines answer behind this server: vLLM's data parallelism."""
+    return int(state.engine_client.vllm_config.parallel_config.data_parallel_size)
 
 
 def is_draining(state: Any) -> bool:

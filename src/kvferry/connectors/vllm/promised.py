@@ -1,0 +1,104 @@
+"""The early legs of the scheduler's half: prefills whose cache is promised before it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from kvferry.connectors.promise import Promise, unsealed
+from kvferry.connectors.vllm.orders import EndOrder, GrowthOrder, Orders, PromiseOrder, Tables
+
+__all__ = ["Promised"]
+
+Blocks = tuple[list[int], ...]
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """`num_told` of the prompt's `num_tokens` tokens are computed by the steps that have been ordered."""
+
+    promise: Promise
+    num_tokens: int
+    num_told: int = 0
+
+
+class Promised:
+    """By the id of the request. `tables` makes our tables of vLLM's blocks; with `may_grow` what is computed is told
+    step by step, else all of it at the end."""
+
+    def __init__(self, tables: Callable[[Blocks], Tables], may_grow: bool) -> None:
+        self._tables = tables
+        self._may_grow = may_grow
+        self._prefills: dict[str, _Prefill] = {}
+        # Requests that go on without the promise that was made for them.
+        self._broken: set[str] = set()
+
+    def begin(self, request: Request, key: str, orders: Orders) -> None:
+        """Promise the cache of a request that has arrived, if our front end has said so."""
+        params = request.kv_transfer_params or {}
+        promise = unsealed(params, key)
+        # A client may have several requests made of one: the promise is the first one's. Those that are continued later
+        # get a prompt that is not known yet.
+        is_known = any(prefill.promise == promise for prefill in self._prefills.values())
+        if promise is None or is_known or request.resumable or params.get("do_remote_prefill"):
+            return
+        self._prefills[request.request_id] = _Prefill(promise, request.num_prompt_tokens)
+        orders.promises.append(PromiseOrder(promise.name, promise.lease_id, request.num_prompt_tokens))
+
+    def step(self, output: SchedulerOutput, orders: Orders) -> None:
+        """What a step takes back, and what it computes."""
+        for request_id in output.preempted_req_ids or ():
+            self._break(request_id, orders)
+        if not self._prefills or not self._may_grow:
+            return
+        for request_id, first in _firsts(output):
+            prefill = self._prefills.get(request_id)
+            if prefill is not None:
+                self._grow(request_id, prefill, first + output.num_scheduled_tokens[request_id], output, orders)
+
+    def _grow(
+        self, request_id: str, prefill: _Prefill, num_computed: int, output: SchedulerOutput, orders: Orders
+    ) -> None:
+        state = output.kv_connector_block_state
+        blocks = state.get_block_ids(request_id) if state is not None else None
+        num_tokens = min(num_computed, prefill.num_tokens)
+        if blocks is not None and num_tokens > prefill.num_told:
+            prefill.num_told = num_tokens
+            orders.growths.append(GrowthOrder(prefill.promise.name, self._tables(blocks), num_tokens))
+
+    def _break(self, request_id: str, orders: Orders) -> None:
+        """vLLM takes the blocks of a request away, which will compute all of it again somewhere else."""
+        prefill = self._prefills.pop(request_id, None)
+        if prefill is not None:
+            self._broken.add(request_id)
+            orders.withdrawn.append(prefill.promise.name)
+
+    def end(self, request: Request, blocks: Blocks, is_well: bool, orders: Orders) -> tuple[bool, ...]:
+        """Whether the blocks of a promised request that has ended must stay; nothing for one that was none.
+
+        They stay for a moment even if the promise is taken back, since somebody may be reading them.
+        """
+        request_id = request.request_id
+        prefill = self._prefills.pop(request_id, None)
+        if prefill is None:
+            was_promised = request_id in self._broken
+            self._broken.discard(request_id)
+            return (False,) if was_promised else ()
+        tables, name = self._tables(blocks), prefill.promise.name
+        if not any(tables):
+            orders.withdrawn.append(name)
+            return (False,)
+        is_kept = is_well and request.num_computed_tokens >= prefill.num_tokens
+        orders.ended.append(EndOrder(request_id, name, tables, prefill.num_tokens, is_kept))
+        return (True,)
+
+
+def _firsts(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """The scheduled requests, and how many tokens of each were there before; what was cached is."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)

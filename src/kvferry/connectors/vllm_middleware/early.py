@@ -1,0 +1,105 @@
+"""Prefill legs that are answered at once with a reference to what is going to be computed: pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvferry.connectors.params import early_params, wants_early
+from kvferry.connectors.promise import Promise, new_promise, sealed
+from kvferry.connectors.vllm_middleware.asgi import Message, header
+from kvferry.connectors.vllm_middleware.workers import EarlyFacts
+from kvferry.errors import RequestError
+from kvferry.openai import SSE_MEDIA_TYPE, sse
+from kvferry.wire.messages import Reference
+
+__all__ = ["EarlyLeg", "early_leg", "is_event_stream"]
+
+_KINDS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat.completion.chunk"}
+_TOP_LEVEL = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class EarlyLeg:
+    """One such request, as its client has sent it. `fields` are the top level of its body."""
+
+    def __init__(self, path: str, fields: Mapping[str, msgspec.Raw], params: Mapping[str, Any]) -> None:
+        self._kind = _KINDS[path]
+        self._fields = fields
+        self._params = params
+        self._promise: Promise = new_promise()
+
+    def body(self, facts: EarlyFacts) -> bytes:
+        """What vLLM is to read: a promise in place of whatever the client has written there."""
+        params = {**self._params, "kvferry": sealed(self._promise, facts.key)}
+        return msgspec.json.encode({**self._fields, "kv_transfer_params": params})
+
+    def first_event(self, facts: EarlyFacts) -> Message:
+        """What the caller hears as soon as vLLM has taken the request on."""
+        reference = Reference(facts.engine_id, facts.epoch, self._promise.name, self._promise.lease_id)
+        event = {
+            "id": self._promise.name,
+            "object": self._kind,
+            "created": int(time.time()),
+            "model": _text(self._fields.get("model")),
+            "choices": [],
+            "kv_transfer_params": early_params(reference, facts.addresses),
+        }
+        return {"type": "http.response.body", "body": sse(event), "more_body": True}
+
+
+def early_leg(path: str, body: bytes) -> EarlyLeg | None:
+    """The early leg that a request is; None for any other, and for what vLLM is to refuse.
+
+    Raises RequestError for one that cannot be.
+    """
+    if b"do_remote_decode" not in body or b"early" not in body:
+        return None
+    try:
+        fields = _TOP_LEVEL.decode(body)
+        params = msgspec.json.decode(fields.get("kv_transfer_params", b"null"))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if not isinstance(params, dict) or params.get("do_remote_decode") is not True or not wants_early(params):
+        return None
+    _check(fields, params)
+    return EarlyLeg(path, fields, params)
+
+
+def is_event_stream(head: Message) -> bool:
+    """Whether an answer begins to stream, so that an event can go before the others."""
+    media_type = header(head.get("headers", []), b"content-type") or ""
+    return head["status"] == 200 and media_type.startswith(SSE_MEDIA_TYPE)
+
+
+def _check(fields: Mapping[str, msgspec.Raw], params: Mapping[str, Any]) -> None:
+    """One reference stands for one sequence, and has to come before the answer."""
+    if params.get("do_remote_prefill") is True:
+        what = "kv_transfer_params asks for both legs at once"
+        raise RequestError(what, found="do_remote_decode and do_remote_prefill", expected="one of them")
+    if bytes(fields.get("stream", b"")) != b"true":
+        raise RequestError("an early reference needs a stream to come in", found="no stream", hint="set stream to true")
+    several = [name for name in ("n", "best_of") if bytes(fields.get(name, b"1")) not in (b"1", b"null")]
+    several += [name for name in ("use_beam_search",) if bytes(fields.get(name, b"false")) not in (b"false", b"null")]
+    several += ["prompt"] if _has_several_prompts(fields) else []
+    if several:
+        what = "an early reference stands for one sequence"
+        raise RequestError(what, found=", ".join(several), expected="one prompt and one answer")
+
+
+def _has_several_prompts(fields: Mapping[str, msgspec.Raw]) -> bool:
+    try:
+        prompt = msgspec.json.decode(fields.get("prompt", b"null"))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+
+
+def _text(raw: msgspec.Raw | None) -> str:
+    """A string's value; empty for anything else."""
+    try:
+        return msgspec.json.decode(raw or b'""', type=str)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
