@@ -23,7 +23,7 @@ from router_harness import (
 )
 from test_router_flow import D0, P0, REQUEST, failed, pick, play
 
-from kvferry.router import driver
+from kvferry.router import legs
 from kvferry.router.answers import promised_cache, stream_failure
 from kvferry.router.events import (
     Answered,
@@ -473,7 +473,7 @@ def test_decode_may_wait_for_the_prompt_as_well(monkeypatch):
             given.append(patience.limit_s)
             super().__init__(services, reservation, trace, outgoing, patience)
 
-    monkeypatch.setattr(driver, "Leg", Recording)
+    monkeypatch.setattr(legs, "Leg", Recording)
 
     async def main(behave):
         p, d = early_engine("p0", behave), decode_engine()

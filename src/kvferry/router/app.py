@@ -21,9 +21,10 @@ from starlette.types import Receive, Scope, Send
 from kvferry.errors import FerryError
 from kvferry.openai import INVALID_REQUEST, SERVER_ERROR, error_body, error_of
 from kvferry.registration import MEMBERS_PATH
+from kvferry.router.call import Call
 from kvferry.router.client import Client
 from kvferry.router.config import RouterConfig
-from kvferry.router.driver import Call, Driver
+from kvferry.router.driver import Driver
 from kvferry.router.errands import Errands
 from kvferry.router.headers import prefill_headers, request_id_of, timeout_of
 from kvferry.router.health import Prober

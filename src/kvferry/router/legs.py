@@ -1,0 +1,246 @@
+"""The legs of one request: instances are picked, legs are sent to them, timed, traced and judged."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+from kvferry.router.call import Call
+from kvferry.router.client import Client
+from kvferry.router.early import EarlyPrefill
+from kvferry.router.events import (
+    Answered,
+    ClientGone,
+    Count,
+    Counted,
+    Ended,
+    Event,
+    Failed,
+    NobodyPicked,
+    Opened,
+    Path,
+    Pick,
+    Picked,
+    Promised,
+    Send,
+    Skipped,
+    TurnedAway,
+)
+from kvferry.router.headers import Headers, decode_headers, prefill_headers
+from kvferry.router.judge import Judge
+from kvferry.router.leg import Head, Leg, Patience
+from kvferry.router.membership import Wanted
+from kvferry.router.pace import Pace
+from kvferry.router.policy import Busy, Instance, Role, Skip
+from kvferry.router.reservation import Reservation
+from kvferry.router.services import Services
+from kvferry.router.story import outcome_of
+from kvferry.router.upstream import Outgoing
+
+__all__ = ["Legs"]
+
+# P may have answered in the moment in which the client left: its word is on its way, and keeps blocks for nobody. Much
+# longer, and P would compute in vain.
+LAST_WORD_S = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+class Legs:
+    """One leg is in flight at a time, and an early prefill leg may be beside it. `close` ends them all.
+
+    `answer` is the last one that came whole.
+    """
+
+    def __init__(self, services: Services, call: Call, client: Client) -> None:
+        self.pace = Pace(call.started_s)
+        self.trace = services.tracing.begin(call.headers, call.request_id)
+        self.answer = (Head(0, []), b"")
+        self._services = services
+        self._call = call
+        self._client = client
+        self._judge = Judge(services.membership, call.task, call.request.streams)
+        self._held: dict[Role, Reservation] = {}
+        # All so far; the last one is in flight.
+        self._sent: list[Leg] = []
+        self._early: list[EarlyPrefill] = []
+
+    @property
+    def urls(self) -> Mapping[Role, str]:
+        """The instances of the last leg of each role."""
+        return {leg.instance.role: leg.instance.url for leg in self._sent}
+
+    @property
+    def head(self) -> Head:
+        """What the leg in flight was answered."""
+        return self._sent[-1].head
+
+    def pick(self, command: Pick) -> Event:
+        """Reserve an instance."""
+        if command.role is Role.PREFILL:
+            self.leave_early()
+        self._let_go(command.role)
+        decode = self._held.get(Role.DECODE)
+        partners = (decode.instance,) if command.role is Role.PREFILL and decode else ()
+        wanted = Wanted(command.role, self._call.task, command.excluded, partners)
+        found = self._services.membership.reserve(wanted)
+        if isinstance(found, Reservation):
+            self._held[command.role] = found
+            self._judge.chosen(found.instance, partners)
+            return Picked(found.instance, self._may_be_early(found.instance))
+        match found:
+            case Skip(reason, detail):
+                return Skipped(reason, detail)
+            case Busy(reason, retry_after_s):
+                return TurnedAway(reason, retry_after_s)
+            case _:
+                return NobodyPicked()
+
+    async def send(self, command: Send, path: Path) -> Event:
+        """Send a leg to the instance that was picked for it."""
+        role = command.instance.role
+        trace, reservation = self.trace.leg_began(command.instance), self._held[role]
+        leg = Leg(self._services, reservation, trace, self._outgoing(command, trace.headers), self._patience(role))
+        self._sent.append(leg)
+        self._judge.sends(reservation, path is Path.DISAGGREGATED)
+        self.pace.leg_began(role, _now())
+        event = await self._ask(leg)
+        self.pace.leg_answered(role, _now(), leg.head.headers)
+        if isinstance(event, Answered | Promised | Opened):
+            trace.answered(self.pace.told)
+        if not isinstance(event, Promised | Opened):
+            trace.ended(outcome_of(event))
+        self._judge.hears(event, leg.head.headers, self.pace.handover_s)
+        if isinstance(event, Answered):
+            self.answer = (leg.head, event.body)
+        if isinstance(event, Opened) and event.can_append:
+            self._tell_phases(path, command.instance)
+        if isinstance(event, Promised):
+            self._let_compute(leg)
+        elif role is Role.PREFILL:
+            self._let_go(Role.PREFILL)
+        return event
+
+    async def relay(self, headers: Headers) -> Event:
+        """Pass the opened answer on to the client."""
+        leg = self._sent[-1]
+        event = await self._client.unless_left(lambda: self._pass_on(leg, headers), 0.0) or ClientGone()
+        leg.trace.ended(outcome_of(event))
+        return event
+
+    def count(self, command: Count) -> None:
+        """Count; what failed is logged as well."""
+        self._services.metrics.count(command)
+        if command.what is Counted.UPSTREAM_ERROR:
+            leg = next(leg for leg in reversed(self._sent) if leg.instance.role is command.role)
+            logger.warning(
+                "request %s: the %s leg on %s failed: %s%s",
+                self._call.request_id,
+                command.role,
+                leg.instance.url,
+                command.reason,
+                leg.trouble,
+                extra={"request_id": self._call.request_id},
+            )
+
+    def leave_early(self) -> None:
+        """What an early prefill leg still computes is not wanted any more."""
+        for early in self._early:
+            early.close()
+        self._early = []
+
+    def stop(self) -> None:
+        """Close all connections that something may still come on."""
+        self.leave_early()
+        for leg in self._sent:
+            leg.close()
+
+    def close(self) -> None:
+        """The request is over, however."""
+        self.stop()
+        for role in tuple(self._held):
+            self._let_go(role)
+        self._judge.end()
+
+    async def _ask(self, leg: Leg) -> Event:
+        """The answer of a leg. What P says when the client has just left is its last word, and not for a next leg."""
+        is_prefill = leg.instance.role is Role.PREFILL
+        event = await self._client.unless_left(leg.ask, LAST_WORD_S if is_prefill else 0.0)
+        if event is None or (is_prefill and self._client.has_left):
+            return ClientGone(_kept_by(event))
+        return event
+
+    async def _pass_on(self, leg: Leg, headers: Headers) -> Event:
+        await self._client.start(leg.head.status, headers)
+        reservation = leg.reservation
+        observe = self._services.metrics.inter_token(leg.instance).observe if leg.is_event_stream else None
+        while True:
+            piece = await leg.piece()
+            if isinstance(piece, Failed):
+                self._judge.hears(piece, [], 0.0)
+                return piece
+            if observe is not None:
+                self.pace.piece(piece, _now(), observe, reservation)
+            if leg.is_over:
+                self._judge.hears(Ended(), [], 0.0)
+                await self._client.finish(piece)
+                return Ended()
+            await self._client.pass_on(piece)
+
+    def _may_be_early(self, instance: Instance) -> bool:
+        from_tokens = self._services.config.early_from_tokens
+        is_long = 0 < from_tokens <= self._call.task.prompt_tokens
+        return is_long and instance.role is Role.PREFILL and self._services.membership.has_early_legs(instance)
+
+    def _let_compute(self, leg: Leg) -> None:
+        self._services.metrics.count_early()
+        self.pace.promised()
+        self._early = [EarlyPrefill(leg, self._prefilled)]
+
+    def _prefilled(self, leg: Leg, event: Event) -> None:
+        """An early leg has ended by itself."""
+        self._early = []
+        self.pace.prefilled(_now())
+        leg.trace.ended(outcome_of(event))
+        reason = self._judge.hears_end(leg.reservation, event)
+        if reason:
+            self.count(Count(Counted.UPSTREAM_ERROR, Role.PREFILL, reason))
+        self._let_go(Role.PREFILL)
+
+    def _let_go(self, role: Role) -> None:
+        reservation = self._held.pop(role, None)
+        if reservation is not None:
+            reservation.release()
+
+    def _patience(self, role: Role) -> Patience:
+        """A decode leg waits for what an early prefill leg has not computed yet."""
+        config = self._services.config
+        prefill_s = config.prefill_timeout_s if role is Role.PREFILL or self._early else 0.0
+        decode_s = config.decode_timeout_s if role is Role.DECODE else 0.0
+        return Patience(prefill_s + decode_s, self._call.deadline_s)
+
+    def _outgoing(self, command: Send, traced: Headers) -> Outgoing:
+        select = prefill_headers if command.instance.role is Role.PREFILL else decode_headers
+        headers = select(self._call.headers, self._call.request_id)
+        if traced:
+            headers = [*(pair for pair in headers if pair[0] not in dict(traced)), *traced]
+        return Outgoing("POST", command.instance.url, self._call.target, headers, command.body)
+
+    def _tell_phases(self, path: Path, decode: Instance) -> None:
+        metrics = self._services.metrics
+        metrics.observe_first_token(path, _now() - self._call.started_s)
+        metrics.observe_phases(self.pace.phases, self._judge.prefill_url, decode.url)
+
+
+def _now() -> float:
+    return time.monotonic()
+
+
+def _kept_by(event: Event | None) -> bytes:
+    """The answer of a P that did what it was asked for; else empty."""
+    match event:
+        case Answered(status, body) if 200 <= status < 300:
+            return body
+        case _:
+            return b""
