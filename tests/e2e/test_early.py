@@ -243,3 +243,22 @@ def test_the_prefill_engine_is_killed_in_the_middle(site, way):
     answer = decoding(target, prompt, params).answer()
     assert (tokens_of(answer), answer["kvferry"]["recomputed"]) == (expected, "")
     expect_end(leg, prompt, expected)
+
+
+def test_a_routers_prefill_engine_is_killed_in_the_middle(site, router):
+    """Decode finds out by itself and computes the prompt; the client waits, and sees nothing else of it."""
+    target, prompt = site.targets["pack"], prompt_of(NUM_TOKENS, seed=9)
+    expected, before = alone(target, prompt), metric(site.p.url, MOVED)
+    lost = 'kvferry_router_upstream_errors_total{reason="reset",role="prefill"}'
+    num_lost = metric(router.url, lost)
+    with site.p.held():
+        asking = Asking(router.url, {"prompt": prompt, "max_tokens": 12})
+        until_sent(site, before, STEP_TOKENS)
+        site.p.kill()
+        answer = asking.answer()
+    site.p.restart()
+    assert tokens_of(answer) == expected
+    assert answer["kvferry"]["recomputed"] in ("peer_lost", "deadline", "unreachable", "transport")
+    assert asking.headers["x-kvferry-cache"] == "recomputed"
+    assert metric(router.url, lost) == num_lost + 1
+    target.until_free()
