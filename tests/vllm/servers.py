@@ -56,13 +56,16 @@ class StartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """One side of a pair. `block_tokens` 0 leaves the model's own; `flags` come last on the command line."""
+    """One side of a pair. `block_tokens` 0 leaves the model's own; `flags` come last on the command line. `extra` are
+    settings and `environment` are variables of this side alone."""
 
     role: str
     tp: int = 1
     block_tokens: int = 0
     flags: tuple[str, ...] = ()
     cache_bytes: int = CACHE_BYTES
+    extra: tuple[tuple[str, Any], ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class Server:
     def start(self) -> None:
         """Begin to start; `wait_until_ready` waits. A server that was killed keeps its ports over a new start."""
         environment = {**os.environ, **ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port)}
+        environment |= dict(self.spec.environment)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(self._command(), stdout=log, stderr=log, env=environment, process_group=0)
 
@@ -192,7 +196,10 @@ class Server:
             "kv_role": self.spec.role,
             "kv_buffer_device": "cpu",
             "kv_load_failure_policy": self.pair.failure_policy,
-            "kv_connector_extra_config": {"kv_lease_duration": self.pair.lease_s, **dict(self.pair.extra)},
+            "kv_connector_extra_config": {
+                "kv_lease_duration": self.pair.lease_s,
+                **dict(self.pair.extra + self.spec.extra),
+            },
         }
 
 

@@ -1,40 +1,54 @@
-"""Early legs of real vLLM servers: what is computed leaves while the rest is, and the answer is that of one server."""
+"""Early legs of real vLLM servers: what is computed leaves while the rest is, and the answer is that of one server.
+
+The two servers fetch in different ways; each is the prefill side once.
+"""
 
 from __future__ import annotations
 
-import http.client
 import json
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from answers import alone, judge, prompts_of, wait_until_free
+from crossing import get
 from proxy import Question, RefusedError, ask, ask_disaggregated, decode, open_request
-from servers import PLAIN, Pair, PairSpec, Server, ServerSpec
+from servers import Pair, PairSpec, Server, ServerSpec
 
-CHUNKED = ServerSpec("kv_producer", flags=("--max-num-batched-tokens", "256"))
-PACKED = PairSpec("llama", CHUNKED, lease_s=15, extra=(("strategy", "pack"),))
-PUSHED = PairSpec("llama", CHUNKED, lease_s=15, extra=(("strategy", "direct"), ("transfer_direction", "push")))
+STEP_TOKENS = 256
+CHUNKED = ("--max-num-batched-tokens", str(STEP_TOKENS))
+# It has a door through which all running requests are preempted.
+DEVELOPING = (("VLLM_SERVER_DEV_MODE", "1"),)
+PUSHED = (("strategy", "direct"), ("transfer_direction", "push"))
+BOTH = PairSpec(
+    "llama",
+    ServerSpec("kv_both", flags=CHUNKED, extra=PUSHED, environment=DEVELOPING),
+    ServerSpec("kv_both", flags=CHUNKED, extra=(("strategy", "pack"),), environment=DEVELOPING),
+    lease_s=15,
+)
 EARLY = {"do_remote_decode": True, "do_remote_prefill": False, "kvferry": {"early": True}}
 MOVED, DONE = "vllm:kvferry_agent_moved_bytes_total", "vllm:request_success_total"
-LONG = 4000
-FREE_S = 30.0
+# Half a stretch and more is not computed yet when the first one has moved.
+LONG, VERY_LONG = 4000, 7000
+SOON_S = 60.0
+# Long before the leases of these servers end.
+FREE_S = 10.0
+
+WAYS = pytest.mark.parametrize("way", ["packed", "pushed"])
+ON_BOTH = pytest.mark.parametrize("spec", [BOTH], ids=["both"])
 
 
 class Stream:
     """An early leg, read event by event; `params` are those of its first event."""
 
-    def __init__(self, server: Server, question: Question, **changed: Any) -> None:
-        body = question.body(1, EARLY) | {"stream": True} | changed
-        self._connection = open_request(server, question, body)
+    def __init__(self, server: Server, question: Question) -> None:
+        self._connection = open_request(server, question, question.body(1, EARLY) | {"stream": True})
         self._response = self._connection.getresponse()
-        if self._response.status != 200:
-            raise RefusedError(self._response.status, self._response.read().decode())
+        assert self._response.status == 200, self._response.read()
         first = next(self)
         assert first["choices"] == []
         self.params: dict[str, Any] = first["kv_transfer_params"]
@@ -44,35 +58,146 @@ class Stream:
         assert self._response.readline() == b"\n"
         return line.decode() if line == b"[DONE]" else json.loads(line)
 
-    def rest(self) -> list[Any]:
-        found = []
-        while not found or found[-1] != "[DONE]":
-            found.append(next(self))
-        return found
-
     def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.leave()
 
+    def tokens(self) -> list[int]:
+        """Those of the rest, which ends well."""
+        found: list[int] = []
+        while (event := next(self)) != "[DONE]":
+            found += [token for choice in event["choices"] for token in choice["token_ids"]]
+        return found
+
     def leave(self) -> None:
         self._response.close()
         self._connection.close()
 
 
-@pytest.mark.parametrize("spec", [PACKED, PUSHED], ids=["packed", "pushed"])
-def test_what_is_computed_leaves_while_the_rest_is(pair, spec):
-    ask_disaggregated(pair.prefill, pair.decode, prompts_of((300,), seed=1)[0])
+def sides(pair: Pair, way: str) -> tuple[Server, Server]:
+    """Source and target, which have met: a first meeting takes longer than a prompt."""
+    both = (pair.prefill, pair.decode) if way == "packed" else (pair.decode, pair.prefill)
+    ask_disaggregated(*both, prompts_of((10,))[0])
+    return both
+
+
+def long_question() -> Question:
+    """One whose answer says why it has failed, for which a caller gives it an id."""
+    (question,) = prompts_of((VERY_LONG,))
+    return replace(question, request_id=question.salt)
+
+
+def wait_for(server: Server, metric: str, is_right: Callable[[float], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not is_right(server.metric(metric)):
+        assert time.monotonic() < deadline, f"{metric} is {server.metric(metric)}"
+
+
+def wait_until_moved(server: Server, before: float) -> None:
+    wait_for(server, MOVED, lambda moved: moved > before)
+
+
+def refusal(leg: Future[Any]) -> str:
+    """Why the decode leg had no cache."""
+    with pytest.raises(RefusedError) as caught:
+        leg.result()
+    return str(json.loads(str(caught.value).split(":", 1)[1])["error"]["code"])
+
+
+@WAYS
+@ON_BOTH
+def test_what_is_computed_leaves_while_the_rest_is(pair, spec, way):
+    source, target = sides(pair, way)
     (question,) = prompts_of((LONG,))
-    moved, done = pair.prefill.metric(MOVED), pair.prefill.metric(DONE)
-    with Stream(pair.prefill, question) as stream, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(decode, pair.decode, question, stream.params)
-        seen = []
-        while pair.prefill.metric(DONE) == done:
-            seen.append(pair.prefill.metric(MOVED) - moved)
-        print(f"\n{spec}: {seen}")
-        stream.rest()
-        assert not judge(pair.prefill, pair.decode, question, answer.result()).problem
-    assert max(seen) > 0
+    moved, done, seen = source.metric(MOVED), source.metric(DONE), 0.0
+    with Stream(source, question) as stream, ThreadPoolExecutor(1) as pool:
+        leg = pool.submit(decode, target, question, stream.params)
+        while source.metric(DONE) == done:
+            seen = max(seen, source.metric(MOVED) - moved)
+        assert stream.tokens() == list(leg.result().tokens[:1])
+        assert not judge(source, target, question, leg.result()).problem
+    assert seen > 0
+    wait_until_free(pair.servers, FREE_S)
+
+
+@WAYS
+@ON_BOTH
+def test_prompts_of_any_size_and_several_at_once(pair, spec, way):
+    """One step and several; what P has cached is there from the start; two that share it."""
+    source, target = sides(pair, way)
+    cached, *others = prompts_of((1000, 1, 5, 128, 700))
+    ask(source, replace(cached, num_tokens=1))
+    questions = [cached, replace(cached, prompt=cached.prompt[:900]), *others]
+    streams = [Stream(source, question) for question in questions]
+    with ThreadPoolExecutor(len(streams)) as pool:
+        params = [stream.params for stream in streams]
+        answers = list(
+            pool.map(lambda both: decode(target, alone(both[0]), both[1]), zip(questions, params, strict=True))
+        )
+    for question, answer, stream in zip(questions, answers, streams, strict=True):
+        assert stream.tokens() == list(answer.tokens[:1])
+        assert not judge(source, target, question, answer).problem
+        stream.leave()
+    wait_until_free(pair.servers, FREE_S)
+
+
+@WAYS
+@ON_BOTH
+def test_a_client_that_leaves_takes_the_promise_back(pair, spec, way):
+    source, target = sides(pair, way)
+    question = long_question()
+    before = source.metric(MOVED)
+    with Stream(source, question) as stream, ThreadPoolExecutor(1) as pool:
+        leg = pool.submit(decode, target, question, stream.params)
+        wait_until_moved(source, before)
+        stream.leave()
+        assert refusal(leg) == "expired"
+    wait_until_free(pair.servers, FREE_S)
+
+
+@WAYS
+@ON_BOTH
+def test_a_decode_leg_that_leaves_costs_the_prefill_nothing(pair, spec, way):
+    source, target = sides(pair, way)
+    (question,) = prompts_of((LONG,))
+    before = source.metric(MOVED)
+    with Stream(source, question) as stream:
+        leg = open_request(target, question, question.body(12, stream.params))
+        wait_until_moved(source, before)
+        leg.close()
+        assert stream.tokens() == list(ask(source, alone(replace(question, num_tokens=1))).tokens)
+    wait_until_free(pair.servers, FREE_S)
+
+
+@WAYS
+@ON_BOTH
+def test_blocks_that_vllm_takes_away_are_never_used(pair, spec, way):
+    """All requests that run are preempted: their blocks are free at once, and the prompt is computed from the start."""
+    source, target = sides(pair, way)
+    question = long_question()
+    before = source.metric(MOVED)
+    with Stream(source, question) as stream, ThreadPoolExecutor(1) as pool:
+        leg = pool.submit(decode, target, question, stream.params)
+        wait_until_moved(source, before)
+        url = f"{source.url}/reset_prefix_cache?reset_running_requests=true"
+        with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=SOON_S) as answer:
+            assert answer.status == 200
+        assert refusal(leg) == "expired"
+        assert len(stream.tokens()) == 1
+    wait_until_free(pair.servers, FREE_S)
+
+
+@ON_BOTH
+def test_nobody_asks_for_a_promise_that_was_made(pair, spec):
+    """It ends with its lease. That it is promised at all is told to routers."""
+    assert get(f"{pair.prefill.url}/kvferry/info")["early"] is True
+    (question,) = prompts_of((300,))
+    with Stream(pair.prefill, question) as stream:
+        assert len(stream.tokens()) == 1
+        release = json.dumps({"kv_transfer_params": stream.params}).encode()
+    asked = urllib.request.Request(f"{pair.prefill.url}/kvferry/release", release, method="POST")
+    with urllib.request.urlopen(asked, timeout=SOON_S) as answer:
+        assert json.loads(answer.read()) == {"released": True}
     wait_until_free(pair.servers, FREE_S)

@@ -1,0 +1,240 @@
+"""Early legs in the scheduler's half, on vLLM's own requests and steps: what is promised, told, kept and taken back."""
+
+import importlib
+import warnings
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("vllm.v1", reason="needs vLLM's own environment")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
+    importlib.import_module("vllm.v1.worker.utils")
+
+import torch
+from test_vllm_scheduler import RANKS, end, full, request, sliding
+from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec, UniformTypeKVCacheSpecs
+from vllm.v1.request import RequestStatus
+
+from kvferry.connectors.promise import Promise, new_promise, sealed, unsealed
+from kvferry.connectors.vllm.groups import may_grow
+from kvferry.connectors.vllm.orders import EndOrder, GrowthOrder, PromiseOrder
+from kvferry.connectors.vllm.scheduler import Scheduler
+
+KEY, PROMPT, NUM_BLOCKS = "k" * 64, 40, 64
+PROMISE = Promise("early-1", "lease-1")
+ID = "cmpl-here"
+BLOCKS = ([3, 4, 5],)
+
+
+def config(*specs):
+    groups = [KVCacheGroupSpec([f"model.layers.{i}.attn"], spec) for i, spec in enumerate(specs or (full(),))]
+    return KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def scheduler(*specs, key=KEY):
+    made = Scheduler("ours", config(*specs))
+    made.set_ranks(tuple(replace(rank, key=key) for rank in RANKS))
+    return made
+
+
+def early(promise=PROMISE, request_id=ID, key=KEY, **more):
+    params = {"do_remote_decode": True, "kvferry": sealed(promise, key), **more}
+    return request(params, request_id, PROMPT)
+
+
+def step(computes=(), preempted=(), blocks=BLOCKS, is_first=False):
+    """A step that computes tokens of requests: for each its id, how many are there before, and how many it computes."""
+    new, cached = [], CachedRequestData.make_empty()
+    for request_id, first, _ in computes:
+        if is_first:
+            new.append(NewRequestData(request_id, None, [], None, None, blocks, first, None))
+        else:
+            cached.req_ids.append(request_id)
+            cached.num_computed_tokens.append(first)
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs, output.scheduled_cached_reqs = new, cached
+    output.num_scheduled_tokens = {request_id: num for request_id, _, num in computes}
+    output.preempted_req_ids = set(preempted)
+    output.kv_connector_block_state = KVConnectorBlockState(set(output.num_scheduled_tokens), lambda _: blocks, {})
+    return output
+
+
+def orders(made, output=None):
+    if output is not None:
+        made.scheduled(output)
+    return made.take_orders(is_idle=False)
+
+
+def promised(*specs, **more):
+    made, asked = scheduler(*specs), early(**more)
+    made.on_new_request(asked)
+    assert [order.name for order in orders(made).promises] == ["early-1"]
+    return made, asked
+
+
+def test_a_promise_is_made_when_the_request_arrives_and_told_as_it_is_computed():
+    made, asked = scheduler(), early()
+    made.on_new_request(asked)
+    assert orders(made).promises == [PromiseOrder("early-1", "lease-1", PROMPT)]
+    told = orders(made, step([(ID, 0, 16), ("other", 0, 7)], is_first=True)).growths
+    told += orders(made, step([("other", 7, 1)])).growths
+    told += orders(made, step([(ID, 16, 16)], blocks=([3, 4],))).growths
+    told += orders(made, step([(ID, 32, 8)])).growths
+    assert told == [
+        GrowthOrder("early-1", (tables,), num_tokens)
+        for num_tokens, tables in ((16, (3, 4, 5)), (32, (3, 4)), (40, (3, 4, 5)))
+    ]
+
+
+def test_what_is_cached_counts_and_what_is_generated_does_not():
+    made, _ = promised()
+    assert [order.num_tokens for order in orders(made, step([(ID, 16, 16)], is_first=True)).growths] == [32]
+    assert [order.num_tokens for order in orders(made, step([(ID, 32, 9)])).growths] == [40]
+    assert orders(made, step([(ID, 41, 1)])).growths == []
+
+
+def test_a_promise_that_is_kept_keeps_its_blocks_and_nothing_is_offered_anew():
+    made, asked = promised()
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert made.finished(asked, BLOCKS) == (True, None)
+    told = orders(made)
+    assert told.ended == [EndOrder(ID, "early-1", ((3, 4, 5),), PROMPT, True)]
+    assert (told.leases, told.withdrawn) == ([], [])
+    assert orders(made, step(preempted=[ID])).withdrawn == []
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
+def test_any_other_end_takes_the_promise_back_and_waits_for_the_last_look_at_its_blocks(status):
+    made, asked = promised()
+    end(asked, status)
+    assert made.finished(asked, BLOCKS) == (True, None)
+    assert orders(made).ended == [EndOrder(ID, "early-1", ((3, 4, 5),), PROMPT, False)]
+
+
+def test_an_end_that_came_too_soon_is_none_that_is_kept():
+    made, asked = promised()
+    end(asked, RequestStatus.FINISHED_STOPPED)
+    asked.num_computed_tokens = PROMPT - 1
+    made.finished(asked, BLOCKS)
+    assert [order.is_kept for order in orders(made).ended] == [False]
+
+
+def test_a_request_that_ends_in_its_queue_has_no_blocks_to_wait_for():
+    made, asked = promised()
+    end(asked, RequestStatus.FINISHED_ABORTED)
+    assert made.finished(asked, ([],)) == (False, None)
+    told = orders(made)
+    assert (told.withdrawn, told.ended) == (["early-1"], [])
+
+
+def test_a_preempted_request_has_nothing_promised_any_more_and_offers_nothing():
+    """Not even where it is resumed in the same step. Nobody would hear of what it offered at its end."""
+    made, asked = promised()
+    orders(made, step([(ID, 0, 16)], is_first=True))
+    told = orders(made, step([(ID, 0, 16)], preempted=[ID, "other"]))
+    assert (told.withdrawn, told.growths) == (["early-1"], [])
+    told = orders(made, step([(ID, 16, 24)], preempted=[ID]))
+    assert (told.withdrawn, told.growths) == ([], [])
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert made.finished(asked, BLOCKS) == (False, None)
+    told = orders(made)
+    assert (told.ended, told.leases, told.withdrawn) == ([], [], [])
+    # The id is another request's then.
+    plain = request({"do_remote_decode": True}, ID, PROMPT)
+    made.on_new_request(plain)
+    end(plain, RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert made.finished(plain, BLOCKS)[0]
+    assert len(orders(made).leases) == 1
+
+
+NOT_PROMISED = {
+    "by the client": {"kvferry": {"early": True}},
+    "named by the client": {"kvferry": {"early": True, "name": "early-1", "lease_id": "lease-1"}},
+    "sealed by the client": {"kvferry": {**sealed(PROMISE, "guess")}},
+    "sealed for another lease": {"kvferry": {**sealed(PROMISE, KEY), "lease_id": "lease-2"}},
+    "sealed with half a character": {"kvferry": {**sealed(PROMISE, KEY), "seal": "\ud800"}},
+    "of another type": {"kvferry": ["early"]},
+}
+
+
+@pytest.mark.parametrize("name", NOT_PROMISED)
+def test_only_our_front_end_can_promise_anything(name):
+    made, asked = scheduler(), request({"do_remote_decode": True, **NOT_PROMISED[name]}, ID, PROMPT)
+    made.on_new_request(asked)
+    assert orders(made, step([(ID, 0, 16)], is_first=True)).promises == []
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    stays, params = made.finished(asked, BLOCKS)
+    (lease,) = orders(made).leases
+    assert (stays, params["kvferry"]["lease_id"]) == (True, lease.lease_id)
+    assert lease.lease_id != "lease-1"
+
+
+@pytest.mark.parametrize("key", ["", KEY])
+def test_without_a_key_nothing_is_promised(key):
+    made, asked = scheduler(key=key), early(key=key)
+    made.on_new_request(asked)
+    assert len(orders(made).promises) == len(key) // 64
+
+
+def test_one_promise_is_one_requests():
+    """vLLM makes several requests of one where a client asks for several answers."""
+    made, _ = promised()
+    made.on_new_request(early(request_id="cmpl-here-1"))
+    assert orders(made).promises == []
+    made.on_new_request(early(new_promise(), "cmpl-there"))
+    assert len(orders(made).promises) == 1
+
+
+def test_what_is_fetched_or_continued_is_not_promised():
+    made = scheduler()
+    made.on_new_request(early(do_remote_prefill=True))
+    resumable = early(request_id="session")
+    resumable.resumable = True
+    made.on_new_request(resumable)
+    assert orders(made).promises == []
+
+
+def mamba():
+    return MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,))
+
+
+@pytest.mark.parametrize(
+    ("specs", "grows"),
+    [
+        ((full(),), True),
+        ((UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": full(), "b": full()}),), True),
+        ((UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": sliding(), "b": sliding()}),), False),
+        (
+            (
+                UniformTypeKVCacheSpecs(
+                    block_size=16, kv_cache_specs={"a": full(), "b": replace(full(), dtype=torch.bfloat16)}
+                ),
+            ),
+            False,
+        ),
+        ((sliding(),), False),
+        ((full(), sliding()), False),
+        ((mamba(),), False),
+        ((full(), mamba()), False),
+    ],
+    ids=["full", "alike", "windows alike", "mixed precision", "window", "hybrid", "state", "hybrid state"],
+)
+def test_what_is_written_over_later_is_told_at_the_end_only(specs, grows):
+    assert may_grow(config(*specs)) == grows
+    made, asked = promised(*specs)
+    blocks = tuple([3, 4, 5] for _ in specs)
+    assert len(orders(made, step([(ID, 0, 16)], blocks=blocks, is_first=True)).growths) == grows
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert made.finished(asked, blocks) == (True, None)
+    assert [order.num_tokens for order in orders(made).ended] == [asked.num_prompt_tokens]
+
+
+def test_a_seal_is_good_for_what_it_was_made_for():
+    params = {"kvferry": sealed(PROMISE, KEY)}
+    assert unsealed(params, KEY) == PROMISE
+    assert unsealed(params, "") is None
+    assert unsealed({}, KEY) is None
+    assert new_promise() != new_promise()
