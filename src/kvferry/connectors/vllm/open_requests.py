@@ -6,7 +6,7 @@ vLLM is told of every request exactly once: an id that it does not expect ends t
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
@@ -50,6 +50,10 @@ class OpenRequests:
     def promise(self, order: PromiseOrder) -> None:
         """There is a lease of which vLLM hears nothing before its request has ended."""
         self._promised[order.name] = order.lease_id
+
+    def begun(self, names: Sequence[str]) -> None:
+        """What was promised to these callers is being computed."""
+        self._stats.begun(names)
 
     def end(self, order: EndOrder) -> bool:
         """A promised request has ended: from now on the end of its lease is expected, if it is still to come."""

@@ -112,12 +112,13 @@ class Orders(KVConnectorMetadata):
     """Everything new of one step. `aborted` are requests whose fetch nobody waits for any more. A step that `is_idle`
     computes nothing: the scheduler only asks what has ended.
 
-    `withdrawn` names promised prefills whose blocks are another request's from this step on: that has to be done before
-    the step computes anything.
+    `begun` names promised prefills of which this step computes the first tokens. `withdrawn` names those whose blocks
+    are another request's from this step on: that has to be done before the step computes anything.
     """
 
     leases: list[LeaseOrder] = field(default_factory=list)
     promises: list[PromiseOrder] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
     growths: list[GrowthOrder] = field(default_factory=list)
     ended: list[EndOrder] = field(default_factory=list)
     withdrawn: list[str] = field(default_factory=list)

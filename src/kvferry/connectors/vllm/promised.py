@@ -18,11 +18,13 @@ Blocks = tuple[list[int], ...]
 
 @dataclass(slots=True)
 class _Prefill:
-    """`num_told` of the prompt's `num_tokens` tokens are computed by the steps that have been ordered."""
+    """`num_told` of the prompt's `num_tokens` tokens are computed by the steps that have been ordered, if it
+    `has_begun`."""
 
     promise: Promise
     num_tokens: int
     num_told: int = 0
+    has_begun: bool = False
 
 
 class Promised:
@@ -52,11 +54,14 @@ class Promised:
         """What a step takes back, and what it computes."""
         for request_id in output.preempted_req_ids or ():
             self._break(request_id, orders)
-        if not self._prefills or not self._may_grow:
+        if not self._prefills:
             return
         for request_id, first in _firsts(output):
             prefill = self._prefills.get(request_id)
-            if prefill is not None:
+            if prefill is not None and not prefill.has_begun:
+                prefill.has_begun = True
+                orders.begun.append(prefill.promise.name)
+            if prefill is not None and self._may_grow:
                 self._grow(request_id, prefill, first + output.num_scheduled_tokens[request_id], output, orders)
 
     def _grow(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -9,31 +10,36 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 
 from kvferry.connectors.vllm_middleware.arrivals import ARRIVALS, Arrival
+from kvferry.connectors.vllm_middleware.beginnings import BEGINNINGS
 from kvferry.session.events import FetchReport
 
 __all__ = ["FerryPromMetrics", "FerryStats"]
 
-PHASES, FETCHES, MOVED = "phases", "fetches", "moved"
+PHASES, FETCHES, MOVED, BEGUN = "phases", "fetches", "moved", "begun"
 PHASE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 @dataclass
 class FerryStats(NixlKVConnectorStats):
     """The stock connector's lists, one record per phase of a fetch (phase, peer, transport, seconds), one per fetch
-    that has ended (vLLM's id of the request, and the fields of its `Arrival`), and how many bytes the agent has moved
-    in each direction.
+    that has ended (vLLM's id of the request, and the fields of its `Arrival`), how many bytes the agent has moved
+    in each direction, and the names of early legs that have begun.
     """
 
     def reset(self) -> None:
         super().reset()
-        self.data[PHASES], self.data[FETCHES], self.data[MOVED] = [], [], []
+        self.data[PHASES], self.data[FETCHES], self.data[MOVED], self.data[BEGUN] = [], [], [], []
 
     def is_empty(self) -> bool:
-        return super().is_empty() and not self.data[MOVED]
+        return super().is_empty() and not self.data[MOVED] and not self.data[BEGUN]
 
     def moved(self, direction: str, num_bytes: int) -> None:
         """So many more bytes by the agent's own reads or writes."""
         self.data[MOVED].append([direction, num_bytes])
+
+    def begun(self, names: Sequence[str]) -> None:
+        """These prefills are being computed."""
+        self.data[BEGUN] += names
 
     def reduce(self) -> dict[str, int | float]:
         moved = sum(num_bytes for _, num_bytes in self.data[MOVED])
@@ -101,3 +107,5 @@ class FerryPromMetrics(NixlPromMetrics):
             self._moved.labels(*labels, direction).inc(num_bytes)
         for request_id, *arrival in transfer_stats_data.get(FETCHES, []):
             ARRIVALS.note(request_id, Arrival(*arrival))
+        for name in transfer_stats_data.get(BEGUN, []):
+            BEGINNINGS.note(name)

@@ -170,6 +170,7 @@ class Worker:
     def _obey_early(self, ours: _Started, orders: Orders) -> None:
         for promise in orders.promises:
             self._promise(ours, promise)
+        self._open.begun(orders.begun)
         ours.early_legs.withdraw(orders.withdrawn)
         ours.early_legs.step(orders.growths)
         for end in orders.ended:

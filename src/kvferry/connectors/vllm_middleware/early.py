@@ -36,8 +36,13 @@ class EarlyLeg:
         params = {**self._params, "kvferry": sealed(self._promise, facts.key)}
         return msgspec.json.encode({**self._fields, "kv_transfer_params": params})
 
+    @property
+    def name(self) -> str:
+        """What the agents call it."""
+        return self._promise.name
+
     def first_event(self, facts: EarlyFacts) -> Message:
-        """What the caller hears as soon as vLLM has taken the request on."""
+        """What the caller hears as soon as vLLM computes for the request."""
         reference = Reference(facts.engine_id, facts.epoch, self._promise.name, self._promise.lease_id)
         event = {
             "id": self._promise.name,

@@ -7,6 +7,7 @@ import msgspec
 from kvferry.connectors.params import Reach, from_params
 from kvferry.connectors.vllm_middleware.arrivals import ARRIVALS, Arrivals
 from kvferry.connectors.vllm_middleware.asgi import App, Opened, Receive, Scope, Send, answer_json, body_of, header
+from kvferry.connectors.vllm_middleware.beginnings import BEGINNINGS, Beginnings
 from kvferry.connectors.vllm_middleware.early import EarlyLeg, early_leg
 from kvferry.connectors.vllm_middleware.legs import ANSWER_PATHS, leg_name
 from kvferry.connectors.vllm_middleware.passage import EarlyPassage, Passage
@@ -33,9 +34,10 @@ class _Release(msgspec.Struct):
 class FerryMiddleware:
     """ASGI middleware, which vLLM makes around its app. What is none of our own paths is passed on as it is."""
 
-    def __init__(self, app: App, arrivals: Arrivals = ARRIVALS) -> None:
+    def __init__(self, app: App, arrivals: Arrivals = ARRIVALS, beginnings: Beginnings = BEGINNINGS) -> None:
         self._app = app
         self._arrivals = arrivals
+        self._beginnings = beginnings
         self._workers = Workers()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,8 +85,11 @@ class FerryMiddleware:
         body = early.body(facts)
         headers = [pair for pair in scope["headers"] if pair[0].lower() not in OF_LENGTH]
         headers.append((b"content-length", str(len(body)).encode()))
-        passage = EarlyPassage(early.first_event(facts), send)
-        await self._app({**scope, "headers": headers}, opened.with_body(body).receive, passage.send)
+        passage = EarlyPassage(self._beginnings, early.name, early.first_event(facts), send)
+        try:
+            await self._app({**scope, "headers": headers}, opened.with_body(body).receive, passage.send)
+        finally:
+            passage.close()
 
     async def _pass_other(self, path: str, scope: Scope, opened: Opened, send: Send) -> None:
         name = leg_name(path, header(scope["headers"], REQUEST_ID), opened.body)

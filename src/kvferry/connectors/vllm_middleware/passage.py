@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from kvferry.connectors.vllm_middleware.arrivals import Arrivals
 from kvferry.connectors.vllm_middleware.asgi import Message, Send
+from kvferry.connectors.vllm_middleware.beginnings import Beginnings
 from kvferry.connectors.vllm_middleware.early import is_event_stream
 from kvferry.connectors.vllm_middleware.words import lost, with_headers
 
@@ -57,14 +60,50 @@ class Passage:
 
 
 class EarlyPassage:
-    """Puts an event before those of a stream that vLLM has begun; any other answer passes as it is."""
+    """Puts an event before those of a stream that vLLM has begun; any other answer passes as it is.
 
-    def __init__(self, first_event: Message, send: Send) -> None:
+    Not before vLLM computes for the request: a decode side that made room for a prompt that waits for its turn would
+    keep that room from others, and the prompt may be waiting for just these. Where vLLM does not tell when it computes,
+    the event comes with its own first one.
+    """
+
+    def __init__(self, beginnings: Beginnings, name: str, first_event: Message, send: Send) -> None:
+        self._beginnings = beginnings
+        self._name = name
         self._first_event = first_event
         self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._has_begun = asyncio.Event()
+        # Only of a stream.
+        self._telling: list[asyncio.Task[None]] = []
+        self._one_at_a_time = asyncio.Lock()
+        self._is_told = False
+        beginnings.expect(name, self._begun)
 
     async def send(self, message: Message) -> None:
         """The next message of vLLM."""
+        if self._telling:
+            await self._tell()
         await self._send(message)
         if message["type"] == "http.response.start" and is_event_stream(message):
-            await self._send(self._first_event)
+            self._telling = [asyncio.create_task(self._tell_when_begun())]
+
+    def close(self) -> None:
+        """The request is over, however."""
+        self._beginnings.forget(self._name)
+        for telling in self._telling:
+            telling.cancel()
+
+    def _begun(self) -> None:
+        """From whatever thread."""
+        self._loop.call_soon_threadsafe(self._has_begun.set)
+
+    async def _tell_when_begun(self) -> None:
+        await self._has_begun.wait()
+        await self._tell()
+
+    async def _tell(self) -> None:
+        async with self._one_at_a_time:
+            if not self._is_told:
+                self._is_told = True
+                await self._send(self._first_event)
