@@ -1,0 +1,277 @@
+"""Early legs in the worker's half: when an agent hears of what, and what vLLM hears of their end."""
+
+import importlib
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm.v1", reason="needs vLLM's own environment")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
+    importlib.import_module("vllm.v1.worker.utils")
+
+import torch
+from test_vllm_worker import NOTHING, SETTINGS, Rank
+from test_vllm_worker import rank as rank  # the fixture
+
+from kvferry.connectors.vllm import device as device_module
+from kvferry.connectors.vllm.describe import Described, GroupFacts
+from kvferry.connectors.vllm.device import Buffers
+from kvferry.connectors.vllm.early_legs import EarlyLegs, Source
+from kvferry.connectors.vllm.growing import MAX_SILENT_WORDS, Growing
+from kvferry.connectors.vllm.orders import EndOrder, GrowthOrder, Orders, PromiseOrder
+from kvferry.connectors.vllm.worker import _Started
+from kvferry.plan.layout import Layout
+from kvferry.session.events import LeaseGrown, LeaseWanted, SourceFree, Stopped
+from kvferry.wire.messages import Reference
+
+NAME, PROMPT = "early-1", 40
+PROMISE = PromiseOrder(NAME, "lease", PROMPT)
+KEPT = EndOrder("cmpl-here", NAME, ((1, 2, 3),), PROMPT, True)
+TAKEN = replace(KEPT, is_kept=False)
+
+
+def grows(num_tokens, name=NAME, *blocks):
+    return GrowthOrder(name, (blocks or (1, 2, 3),), num_tokens)
+
+
+class Device:
+    """What is begun on it is done when a test says so."""
+
+    def __init__(self):
+        self.num_begun = self.num_done = 0
+
+    def milestone(self):
+        self.num_begun += 1
+        number = self.num_begun
+        return lambda: number <= self.num_done
+
+
+def with_groups(rank, *groups, milestone=None):
+    """The rank with another description of its caches, and with a device."""
+    described = Described(Layout((), (), (), ()), (), groups, (0,))
+    source = Source(rank.agent, described, milestone) if milestone else Source(rank.agent, described)
+    legs = EarlyLegs(source, rank.worker._open, SETTINGS.lease_s)
+    rank.worker._started = [_Started(rank.agent, described, legs)]
+    return rank
+
+
+def told(rank):
+    return [(grown.request_id, grown.block_tables, grown.num_ready) for grown in rank.agent.grown]
+
+
+def test_a_promise_leases_blocks_that_are_not_known(rank):
+    rank.worker.obey(Orders(promises=[PROMISE]))
+    assert rank.agent.wanted == [LeaseWanted(NAME, "lease", ((),), PROMPT, is_growing=True)]
+
+
+def test_what_a_step_computes_is_told_when_the_next_begins(rank):
+    """Between the two a speculator writes its layers."""
+    rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(16)]))
+    rank.told()
+    assert told(rank) == []
+    rank.worker.obey(Orders(growths=[grows(32)]))
+    assert told(rank) == [(NAME, ((1, 2, 3),), 16)]
+    rank.worker.obey(Orders())
+    rank.worker.obey(Orders())
+    assert [num_ready for _, _, num_ready in told(rank)] == [16, 32]
+
+
+def test_what_a_device_has_not_done_is_told_when_it_has(rank):
+    """In order, and without waiting: the next look may be in the same step or in any later one."""
+    device = Device()
+    with_groups(rank, GroupFacts(0, "tokens", 16), milestone=device.milestone)
+    rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(16)]))
+    assert device.num_begun == 0
+    rank.worker.obey(Orders(growths=[grows(32)]))
+    rank.worker.obey(Orders())
+    rank.worker.obey(Orders(ended=[KEPT]))
+    rank.told()
+    assert (device.num_begun, told(rank)) == (3, [])
+    device.num_done = 1
+    rank.told()
+    assert [num_ready for _, _, num_ready in told(rank)] == [16]
+    device.num_done = 3
+    rank.worker.obey(Orders())
+    assert [num_ready for _, _, num_ready in told(rank)] == [16, 32, 40]
+
+
+def test_the_end_is_told_and_vllm_hears_of_it_when_the_lease_ends(rank):
+    rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(16)]))
+    rank.worker.obey(Orders(ended=[KEPT]))
+    assert [num_ready for _, _, num_ready in told(rank)] == [16, PROMPT]
+    assert rank.told() == NOTHING
+    assert rank.says(SourceFree(NAME, "done")) == ({"cmpl-here"}, set(), set())
+    assert rank.says(SourceFree(NAME, "done"), Stopped()) == NOTHING
+    assert rank.agent.withdrawn == []
+
+
+@pytest.mark.parametrize("reason", ["aborted", "expired", "done", "withdrawn"])
+def test_a_lease_that_ends_before_its_request_frees_nothing_before_that(rank, reason):
+    """vLLM still writes to these blocks; it does not know the id of a lease, and an unknown word ends it."""
+    rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(16)]))
+    assert rank.says(SourceFree(NAME, reason)) == NOTHING
+    rank.worker.obey(Orders(ended=[KEPT]))
+    assert rank.told() == ({"cmpl-here"}, set(), set())
+    assert rank.says(SourceFree(NAME, reason), Stopped()) == NOTHING
+
+
+def test_what_is_taken_back_at_the_end_waits_for_the_agent(rank):
+    rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(16)]))
+    rank.worker.obey(Orders(ended=[TAKEN]))
+    assert rank.agent.withdrawn == [NAME]
+    assert rank.told() == NOTHING
+    assert rank.says(SourceFree(NAME, "withdrawn")) == ({"cmpl-here"}, set(), set())
+    assert [num_ready for _, _, num_ready in told(rank)] == [16]
+
+
+def test_what_vllm_takes_away_is_withdrawn_at_the_first_word_of_a_step_once_and_never_told(rank):
+    rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(16)]))
+    rank.worker.withdraw([NAME, "unknown"])
+    assert rank.agent.withdrawn == [NAME]
+    rank.worker.obey(Orders(withdrawn=[NAME, "unknown"]))
+    rank.worker.obey(Orders())
+    assert (rank.agent.withdrawn, told(rank)) == ([NAME], [])
+    assert rank.says(SourceFree(NAME, "withdrawn"), Stopped()) == NOTHING
+
+
+def test_what_is_promised_and_taken_back_in_one_step_is_both(rank):
+    orders = Orders(promises=[PROMISE], withdrawn=[NAME])
+    rank.worker.withdraw(orders.withdrawn)
+    rank.worker.obey(orders)
+    assert (len(rank.agent.wanted), rank.agent.withdrawn) == (1, [NAME])
+
+
+def test_a_request_that_was_forsaken_and_then_preempted_leaves_nothing(rank):
+    rank.worker.obey(Orders(promises=[PROMISE]))
+    rank.says(SourceFree(NAME, "aborted"))
+    rank.worker.obey(Orders(withdrawn=[NAME]))
+    assert rank.agent.withdrawn == []
+    assert (rank.worker._open._promised, rank.worker._open._forsaken) == ({}, set())
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["told", "dead"])
+def test_an_agent_that_has_stopped_keeps_no_blocks(rank, is_known):
+    """It may have stopped before the promise, or between the two."""
+    rank.worker.obey(Orders(promises=[PROMISE]))
+    if is_known:
+        assert rank.says(Stopped()) == NOTHING
+    rank.agent.alive = False
+    rank.worker.obey(Orders(promises=[replace(PROMISE, name="early-2")]))
+    rank.worker.obey(Orders(ended=[KEPT, replace(KEPT, request_id="cmpl-there", name="early-2")]))
+    found = [rank.told(), rank.says(Stopped())]
+    assert set().union(*(sending for sending, _, _ in found)) == {"cmpl-here", "cmpl-there"}
+    assert rank.says(Stopped()) == NOTHING
+
+
+def test_a_promise_may_be_released_before_and_after_it_is_known(rank):
+    reference = Reference("prefill_dp0", "epoch", NAME, "lease")
+    assert rank.worker.release(reference) == "unknown_lease"
+    rank.worker.obey(Orders(promises=[PROMISE]))
+    assert rank.agent.withdrawn == [NAME]
+    assert rank.worker.release(Reference("prefill_dp0", "epoch", NAME, "guess")) == "unknown_lease"
+    assert rank.worker.release(reference) == "released"
+    rank.says(SourceFree(NAME, "withdrawn"))
+    assert rank.worker.release(reference) == "unknown_lease"
+
+
+WHOLE = GroupFacts(0, "tokens", 32, whole_tokens=16)
+
+
+def test_pieces_are_told_when_they_are_whole(rank):
+    """Of 40 tokens in pieces of 16, the third is whole at the end."""
+    with_groups(rank, WHOLE)
+    rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(31)]))
+    assert rank.agent.wanted[0].num_tokens == 3
+    rank.worker.obey(Orders(growths=[grows(39)]))
+    rank.worker.obey(Orders(ended=[KEPT]))
+    assert [num_ready for _, _, num_ready in told(rank)] == [1, 2, 3]
+
+
+def test_where_groups_count_differently_only_the_end_is_told(rank):
+    with_groups(rank, GroupFacts(0, "tokens", 32), WHOLE)
+    rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(31)]))
+    rank.worker.obey(Orders(ended=[KEPT]))
+    assert told(rank) == [(NAME, ((1, 2, 3), (1, 2, 3)), PROMPT)]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_prompt_that_waits_is_mentioned_until_it_has_waited_too_long():
+    """Three words per lease, also while its prompt gets on; an engine that gets no further has no say any more."""
+    words, clock = [], Clock()
+    growing = Growing(words.append, lambda: lambda: True, 30.0, clock)
+    growing.open(NAME)
+    for clock.now in range(100):
+        growing.step(())
+    assert words == [LeaseGrown(NAME, (), 0)] * 9
+    growing.step([LeaseGrown(NAME, ((1,),), 16)])
+    words.clear()
+    growing.step(())
+    assert words == [LeaseGrown(NAME, ((1,),), 16)]
+    for clock.now in range(100, 100 + 10 * (MAX_SILENT_WORDS + 5)):
+        growing.step(())
+    assert len(words) == 1 + MAX_SILENT_WORDS
+    growing.close(NAME)
+    growing.step([LeaseGrown(NAME, ((1,),), 32)])
+    growing.step(())
+    assert len(words) == 1 + MAX_SILENT_WORDS
+
+
+def test_nothing_is_said_of_a_prompt_after_its_end():
+    words, clock = [], Clock()
+    growing = Growing(words.append, lambda: lambda: True, 30.0, clock)
+    growing.open(NAME)
+    growing.end(LeaseGrown(NAME, ((1,),), PROMPT))
+    clock.now = 1000.0
+    growing.step(())
+    assert [word.num_ready for word in words] == [PROMPT]
+
+
+def test_two_prompts_are_told_apart(rank):
+    other = PromiseOrder("early-2", "other", 20)
+    rank.worker.obey(Orders(promises=[PROMISE, other], growths=[grows(16), grows(20, "early-2", 7, 8)]))
+    rank.worker.obey(Orders(withdrawn=[NAME]))
+    assert told(rank) == [("early-2", ((7, 8),), 20)]
+    assert rank.agent.withdrawn == [NAME]
+
+
+def test_a_milestone_is_an_event_on_the_engines_stream(monkeypatch):
+    done, recorded = [], []
+
+    class Event:
+        def record(self, stream):
+            recorded.append(stream)
+
+        def query(self):
+            return bool(done)
+
+    module = SimpleNamespace(Event=Event, current_stream=lambda device: f"stream of {device}")
+    monkeypatch.setattr(device_module.torch, "get_device_module", lambda device: module)
+    is_done = Buffers(torch.device("cuda:1"), "cuda", "cuda").milestone()
+    assert (is_done(), recorded) == (False, ["stream of cuda:1"])
+    done.append(True)
+    assert is_done()
+    assert Buffers(torch.device("cpu"), "cpu", "cpu").milestone()()
+
+
+def test_a_rank_of_its_own_makes_its_own_key():
+    assert Rank().worker._key != Rank().worker._key
+
+
+def test_what_the_agent_has_moved_is_told_once(rank):
+    rank.agent.moved_bytes = {"read": 0, "write": 4096}
+    assert rank.worker.take_stats().data["moved"] == [["write", 4096]]
+    assert rank.worker.take_stats().is_empty()
+    rank.agent.moved_bytes = {"read": 10, "write": 5000}
+    stats = rank.worker.take_stats()
+    assert stats.data["moved"] == [["read", 10], ["write", 904]]
+    assert stats.reduce()["MB moved by this agent"] == round(914 / 2**20, 3)
