@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -20,8 +21,22 @@ from servers import ENVIRONMENT
 
 from kvferry.cli.processes import Child, Command
 
-__all__ = ["Crossing", "Engine", "Prompt", "across", "alone", "body", "crossing", "get", "metric", "post", "route"]
+__all__ = [
+    "Crossing",
+    "Engine",
+    "Prompt",
+    "across",
+    "alone",
+    "body",
+    "crossing",
+    "get",
+    "metric",
+    "post",
+    "route",
+    "streamed",
+]
 
+JSON = {"content-type": "application/json"}
 READY_S = 300.0
 ANSWER_S = 300.0
 CACHE_BYTES = 128 << 20
@@ -107,12 +122,14 @@ def across(source: Engine, target: Engine, prompt: Prompt) -> dict[str, Any]:
     return post(target.url, body(prompt, prompt.num_tokens) | {"kv_transfer_params": first["kv_transfer_params"]})
 
 
-def post(url: str, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
+def post(
+    url: str, body: dict[str, Any], path: str = "/v1/completions", headers: Mapping[str, str] = JSON
+) -> dict[str, Any]:
     """The answer as JSON, with `path` and `cache` of its headers; fails with the body of an error."""
     parts = urlsplit(url)
     connection = HTTPConnection(parts.hostname or "", parts.port, timeout=ANSWER_S)
     try:
-        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {**JSON, **headers})
         response = connection.getresponse()
         text = response.read().decode()
     finally:
@@ -121,6 +138,22 @@ def post(url: str, body: dict[str, Any], path: str = "/v1/completions") -> dict[
     told = {name: response.headers.get(f"x-kvferry-{name}", "") for name in ("path", "cache")}
     found: dict[str, Any] = json.loads(text) | told
     return found
+
+
+@contextmanager
+def streamed(url: str, body: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
+    """The events of a streamed answer, until it is done or the client leaves."""
+    parts = urlsplit(url)
+    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=ANSWER_S)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), JSON)
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        lines = (line.removeprefix(b"data: ").strip() for line in response)
+        yield (json.loads(line) for line in itertools.takewhile(lambda line: line != b"[DONE]", lines) if line)
+        response.close()
+    finally:
+        connection.close()
 
 
 def get(url: str) -> Any:

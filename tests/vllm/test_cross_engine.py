@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from answers import EXTERNAL_HITS, FIRST_PLAIN_TOKEN
-from crossing import Crossing, Prompt, across, alone, body, crossing, get, metric, post, route
+from crossing import Crossing, Prompt, across, alone, body, crossing, get, metric, post, route, streamed
 from models import VOCAB_SIZE
 
 # One token, below a block, exactly blocks, one more, beyond a window of 192, and sizes that no block divides.
@@ -86,3 +87,30 @@ def test_our_router_mixes_engines(engines, to_vllm, tmp_path):
     assert answer["cache"] == "received"
     assert answer["path"] == "disaggregated"
     assert tokens(answer) == tokens(alone(target, prompt))
+
+
+EARLY = {"do_remote_decode": True, "kvferry": {"early": True}}
+
+
+@DIRECTIONS
+def test_a_reference_that_comes_before_the_prompt_is_computed(engines, to_vllm):
+    """Of models with windows too: there all of it is told at the end."""
+    source, target = (engines.transformers, engines.vllm)[:: 1 if to_vllm else -1]
+    asked = prompts((17, 700, 3000), f"early {to_vllm}")
+    with ThreadPoolExecutor(len(asked)) as pool:
+        legs = [pool.submit(early, source, target, prompt) for prompt in asked]
+        answers = [leg.result() for leg in legs]
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert answer["cache"] == "received"
+        assert tokens(answer) == tokens(alone(target, prompt))
+
+
+def early(source, target, prompt) -> dict[str, Any]:
+    """Both legs at once; the decode leg's answer."""
+    asked = body(prompt, 1) | {"stream": True, "kv_transfer_params": EARLY}
+    with streamed(source.url, asked) as events:
+        params = next(events)["kv_transfer_params"]
+        headers = {"X-Request-Id": f"early-{len(prompt.token_ids)}"}
+        answer = post(target.url, body(prompt, prompt.num_tokens) | {"kv_transfer_params": params}, headers=headers)
+        assert any(event["choices"] for event in events)
+    return answer
