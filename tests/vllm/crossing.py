@@ -87,9 +87,9 @@ def crossing(model: str, block_tokens: tuple[int, int], logs: Path) -> Iterator[
 
 
 @contextmanager
-def route(prefill: str, decode: str, log: Path) -> Iterator[str]:
+def route(prefill: str, decode: str, log: Path, *more: str) -> Iterator[str]:
     """Our router in front of one prefill and one decode engine; its URL."""
-    command = Command("router", ("route", "--port", "0", "--prefill", prefill, "--decode", decode), log)
+    command = Command("router", ("route", "--port", "0", "--prefill", prefill, "--decode", decode, *more), log)
     with _children((command,)) as (url,):
         yield url
 

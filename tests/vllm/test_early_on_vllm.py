@@ -6,6 +6,8 @@ The two servers fetch in different ways; each is the prefill side once.
 from __future__ import annotations
 
 import json
+import random
+import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -15,8 +17,8 @@ from typing import Any
 
 import pytest
 from answers import alone, judge, prompts_of, wait_until_free
-from crossing import get
-from proxy import Question, RefusedError, ask, ask_disaggregated, decode, open_request
+from crossing import get, metric, post, route
+from proxy import Answer, Question, RefusedError, ask, ask_disaggregated, decode, open_request
 from servers import Pair, PairSpec, Server, ServerSpec
 
 STEP_TOKENS = 256
@@ -106,6 +108,20 @@ def refusal(leg: Future[Any]) -> str:
     return str(json.loads(str(caught.value).split(":", 1)[1])["error"]["code"])
 
 
+def outcome(leg: Future[Answer]) -> Answer | RefusedError:
+    try:
+        return leg.result()
+    except RefusedError as refused:
+        return refused
+
+
+def preempt(server: Server) -> None:
+    """All requests that run lose their blocks, and begin anew."""
+    url = f"{server.url}/reset_prefix_cache?reset_running_requests=true"
+    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=SOON_S) as answer:
+        assert answer.status == 200
+
+
 @WAYS
 @ON_BOTH
 def test_what_is_computed_leaves_while_the_rest_is(pair, spec, way):
@@ -181,9 +197,7 @@ def test_blocks_that_vllm_takes_away_are_never_used(pair, spec, way):
     with Stream(source, question) as stream, ThreadPoolExecutor(1) as pool:
         leg = pool.submit(decode, target, question, stream.params)
         wait_until_moved(source, before)
-        url = f"{source.url}/reset_prefix_cache?reset_running_requests=true"
-        with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=SOON_S) as answer:
-            assert answer.status == 200
+        preempt(source)
         assert refusal(leg) == "expired"
         assert len(stream.tokens()) == 1
     wait_until_free(pair.servers, FREE_S)
@@ -201,3 +215,81 @@ def test_nobody_asks_for_a_promise_that_was_made(pair, spec):
     with urllib.request.urlopen(asked, timeout=SOON_S) as answer:
         assert json.loads(answer.read()) == {"released": True}
     wait_until_free(pair.servers, FREE_S)
+
+
+@WAYS
+@ON_BOTH
+def test_our_router_asks_for_both_legs_at_once(pair, spec, way, tmp_path):
+    source, target = sides(pair, way)
+    (question,) = prompts_of((LONG,))
+    expected = ask(target, alone(question))
+    with route(source.url, target.url, tmp_path / "log", "--early-decode-from", "1") as url:
+        answer = post(url, question.body(question.num_tokens, None))
+        early = metric(url, "kvferry_router_early_decodes_total")
+    assert (answer["path"], answer["cache"]) == ("disaggregated", "received")
+    assert tuple(answer["choices"][0]["token_ids"]) == expected.tokens
+    assert early == 1
+    wait_until_free(pair.servers, FREE_S)
+
+
+# One prompt leaves so little room that the next one has to take its blocks; nothing but the lease tells whose they are.
+TIGHT = replace(
+    BOTH,
+    prefill=replace(BOTH.prefill, cache_bytes=70 << 20),
+    decode=replace(BOTH.decode, cache_bytes=70 << 20),
+    extra=(("digest", "off"),),
+)
+NUM_RESETS = 10
+OTHERS = ("mistral", "gemma3", "deepseek_v3", "nemotron_h")
+OTHER = ServerSpec("kv_both")
+
+
+@pytest.mark.full
+@WAYS
+@pytest.mark.parametrize("spec", [TIGHT], ids=["tight"])
+def test_no_answer_is_wrong_however_often_blocks_are_taken_away(pair, spec, way):
+    """At moments that are spread over the prefill; other prompts take the blocks in the same step or soon after."""
+    source, target = sides(pair, way)
+    chooser, refused = random.Random(way), 0
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(NUM_RESETS):
+            question, other = (
+                replace(one, salt=f"{way}-{number}-{one.salt}") for one in prompts_of((5000, 3000), seed=number)
+            )
+            with Stream(source, replace(question, request_id=question.salt)) as stream:
+                leg = pool.submit(decode, target, replace(question, request_id=question.salt), stream.params)
+                behind = pool.submit(ask, source, replace(other, num_tokens=1))
+                threading.Event().wait(chooser.uniform(0.0, 1.0))
+                preempt(source)
+                behind.result()
+                stream.tokens()
+            found = outcome(leg)
+            refused += isinstance(found, RefusedError)
+            assert '"expired"' in str(found) or not judge(source, target, question, found).problem
+    print(f"\n{way}: {refused} of {NUM_RESETS} refused")
+    assert refused > 0
+    wait_until_free(pair.servers, SOON_S)
+
+
+WIDE = PairSpec(
+    "llama",
+    ServerSpec("kv_both", tp=2, block_tokens=64, flags=CHUNKED, extra=PUSHED),
+    ServerSpec("kv_both", flags=CHUNKED, extra=(("strategy", "pack"),)),
+    lease_s=60,
+)
+
+
+@pytest.mark.full
+@WAYS
+@pytest.mark.parametrize(
+    "spec", [WIDE, *(replace(WIDE, model=model, prefill=OTHER, decode=OTHER) for model in OTHERS)], ids=str
+)
+def test_ranks_and_kinds_of_cache(pair, spec, way):
+    """Of what is written over later everything is told at the end."""
+    source, target = sides(pair, way)
+    for question in prompts_of((1, 300, 2500)):
+        with Stream(source, question) as stream:
+            answer = decode(target, question, stream.params)
+            assert len(stream.tokens()) == 1
+        assert not judge(source, target, question, answer).problem
+    wait_until_free(pair.servers, SOON_S)
