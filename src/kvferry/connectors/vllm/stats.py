@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -11,9 +12,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnec
 
 from kvferry.connectors.vllm_middleware.arrivals import ARRIVALS, Arrival
 from kvferry.connectors.vllm_middleware.beginnings import BEGINNINGS
+from kvferry.plan.copies import Direction
 from kvferry.session.events import FetchReport
 
-__all__ = ["FerryPromMetrics", "FerryStats"]
+__all__ = ["FerryPromMetrics", "FerryStats", "Moved"]
 
 PHASES, FETCHES, MOVED, BEGUN = "phases", "fetches", "moved", "begun"
 PHASE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -74,6 +76,20 @@ class FerryStats(NixlKVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         return self if other.is_empty() else super().aggregate(other)
+
+
+class Moved:
+    """How much of what an agent has moved since its start has been told, in each direction."""
+
+    def __init__(self) -> None:
+        self._told: Counter[str] = Counter()
+
+    def tell(self, moved_bytes: Mapping[Direction, int], stats: FerryStats) -> None:
+        """Put down what is new."""
+        for direction, num_bytes in moved_bytes.items():
+            if num_bytes > self._told[direction]:
+                stats.moved(direction, num_bytes - self._told[direction])
+                self._told[direction] = num_bytes
 
 
 class FerryPromMetrics(NixlPromMetrics):

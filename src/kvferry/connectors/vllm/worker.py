@@ -15,12 +15,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
 import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_world_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.agent import Agent, AgentConfig, Notice, new_epoch, read_token
@@ -31,12 +29,12 @@ from kvferry.connectors.vllm.early_legs import EarlyLegs, Source
 from kvferry.connectors.vllm.groups import may_grow
 from kvferry.connectors.vllm.open_requests import OpenRequests
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, PromiseOrder, RankAddress, agent_name
+from kvferry.connectors.vllm.ranks import Introduction, meet
 from kvferry.connectors.vllm.settings import Settings
-from kvferry.connectors.vllm.stats import FerryStats
+from kvferry.connectors.vllm.stats import FerryStats, Moved
 from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.errors import ConfigurationError
-from kvferry.plan.copies import Direction
-from kvferry.plan.layout import Layout, contents
+from kvferry.plan.layout import contents
 from kvferry.session.events import FetchWanted, HoldWanted, LeaseWanted, SourceFree, Stopped, Timing
 from kvferry.transport.opening import open_transports
 from kvferry.wire.messages import Reason, Reference
@@ -55,14 +53,6 @@ MISSED_HEARTBEATS = 30
 # the interpreter that it needs to get done. Short enough that a new request does not notice.
 IDLE_WAIT_S = 0.003
 MAX_EARLY_RELEASES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Introduction:
-    """What every rank tells all others of its engine when it starts."""
-
-    epoch: str
-    layout: Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +79,7 @@ class Worker:
         self._key = new_key()
         self._open = OpenRequests(settings.is_loss_fatal)
         self._is_idle = False
-        self._moved = dict.fromkeys(Direction, 0)
+        self._moved = Moved()
         # A step may bring a lease later than vLLM's client brings its end.
         self._released: deque[tuple[str, str]] = deque(maxlen=MAX_EARLY_RELEASES)
 
@@ -100,7 +90,7 @@ class Worker:
         """
         facts = engine_facts(self._config)
         described = describe(self._kv_cache_config, kv_caches, facts)
-        everyone, rank = _meet(_Introduction(new_epoch(), described.layout), self._config.parallel_config.world_size)
+        everyone, rank = meet(Introduction(new_epoch(), described.layout), self._config.parallel_config.world_size)
         layouts = tuple(introduction.layout for introduction in everyone)
         buffers = buffers_of(kv_caches, self._settings.buffer_device, self._settings.staging_memory)
         place = buffers.name, buffers.buffer_device
@@ -264,10 +254,7 @@ class Worker:
         """What happened since the last call."""
         stats = self._open.take_stats()
         for ours in self._started:
-            for direction, num_bytes in ours.agent.moved_bytes.items():
-                if num_bytes > self._moved[direction]:
-                    stats.moved(direction, num_bytes - self._moved[direction])
-                    self._moved[direction] = num_bytes
+            self._moved.tell(ours.agent.moved_bytes, stats)
         return stats
 
     def close(self) -> None:
@@ -291,17 +278,3 @@ def _timing(settings: Settings) -> Timing:
         # A promise reaches the agent a step after its reference has reached the caller, and a step may be long.
         early_claim_s=settings.lease_s,
     )
-
-
-def _meet(ours: _Introduction, num_ranks: int) -> tuple[list[_Introduction], int]:
-    """What all ranks of this engine say, in their order, and which one we are."""
-    world = get_world_group()
-    if world.world_size == 1:
-        return [ours], 0
-    words: list[bytes] = [b""] * world.world_size
-    # Among the processes of one engine, over vLLM's own group: nothing of this comes from a network peer.
-    torch.distributed.all_gather_object(words, msgspec.msgpack.encode(ours), group=world.cpu_group)
-    # Replicas of data parallelism may be in the same group; each is an engine of its own.
-    first = world.rank_in_group // num_ranks * num_ranks
-    everyone = [msgspec.msgpack.decode(word, type=_Introduction) for word in words[first : first + num_ranks]]
-    return everyone, world.rank_in_group - first
