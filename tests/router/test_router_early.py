@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -20,12 +22,16 @@ from router_harness import (
     hanging,
     open_stream,
     prefilling,
+    resetting,
 )
 from test_router_flow import D0, P0, REQUEST, failed, pick, play
 
 from kvferry.router import legs
 from kvferry.router.answers import promised_cache, stream_failure
+from kvferry.router.early import EarlyPrefill
 from kvferry.router.events import (
+    PREFILL_LOST,
+    TOO_LATE,
     Answered,
     Began,
     Cancel,
@@ -40,9 +46,11 @@ from kvferry.router.events import (
     Send,
 )
 from kvferry.router.flow import Flow
+from kvferry.router.judge import Judge
 from kvferry.router.leg import Leg
+from kvferry.router.member import INSTANCE_FUSE
 from kvferry.router.pace import Pace
-from kvferry.router.policy import Role
+from kvferry.router.policy import NO_TASK, Role
 from kvferry.router.request import decode_body, prefill_body
 from kvferry.router.timing import without_beginning
 
@@ -127,6 +135,10 @@ def test_how_a_stream_has_ended(body, failure):
             Answered(502, b'{"error": {"code": "aborted"}}'),
             [failed(Role.DECODE, "aborted"), Release(P0, RELEASED.body, "decode_failed"), pick(Role.DECODE, P0)],
         ),
+        (
+            Failed(PREFILL_LOST, "x"),
+            [failed(Role.DECODE, PREFILL_LOST), Release(P0, RELEASED.body, "decode_failed"), pick(Role.DECODE, P0)],
+        ),
         (Answered(400, b"{}"), [Release(P0, RELEASED.body, "decode_refused"), Forward()]),
     ],
 )
@@ -175,6 +187,14 @@ def test_the_times_of_one_try_are_not_those_of_the_next():
     pace.leg_answered(Role.DECODE, 13.0, [])
     assert pace.handover_s == pytest.approx(1.0)
     assert pace.phases == pytest.approx({"queue": 11.0, "prefill": 1.0, "first_decode": 1.0})
+
+
+def test_what_a_lost_prefill_overlapped_is_not_taken_from_the_next_leg():
+    pace = timed(8.0)
+    pace.leg_began(Role.DECODE, 11.0)
+    pace.leg_answered(Role.DECODE, 12.0, [])
+    assert math.fsum(pace.phases.values()) == pytest.approx(12.0)
+    assert pace.phases["first_decode"] == pytest.approx(1.0)
 
 
 def test_phases_are_cut_in_their_order():
@@ -313,60 +333,179 @@ def test_a_client_that_leaves_ends_both_legs():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("last", [frame({"error": {"message": "x", "code": 500}}), b"cut"])
-def test_a_prompt_that_fails_after_its_promise_is_computed_elsewhere(last):
-    """Decode hears of it from the engine; here it is told by the test."""
+BAD_ENDS = [
+    (frame({"error": {"message": "x", "code": 500}}), "status_500"),
+    (b"cut", "reset"),
+    (frame(chat_chunk("x")), "malformed"),
+    (b"x" * (2 << 20), "malformed"),
+]
+
+
+@pytest.mark.parametrize(("last", "reason"), BAD_ENDS)
+def test_a_promise_that_is_not_kept_is_made_by_another_at_once(last, reason):
+    """Nobody waits until decode has found out."""
 
     async def main():
         broken, good = Prompt(last), Prompt()
         good.may_end.set()
-        p0, p1 = early_engine("p0", broken), early_engine("p1", good)
+        # Whichever is asked first.
+        prompts = [broken, good]
+
+        async def prefill(request, seen):
+            return await prompts.pop(0)(request, seen)
 
         async def behave(request, seen):
             if len(d.seen) == 1:
                 broken.may_end.set()
-                return await failing_with("aborted")(request, seen)
+                return await hanging(request, seen)
             return await decoding(request, seen)
 
         d = decode_engine("d0", behave)
-        async with cluster([p0, p1], [d], early_from_tokens=1) as c:
+        engines = [early_engine("p0", prefill), early_engine("p1", prefill)]
+        async with cluster(engines, [d], early_from_tokens=1) as c:
             assert (await c.complete(LONG)).status == 200
-            assert len(p0.seen) == len(p1.seen) == 1
+            await left(d)
+            assert [len(engine.seen) for engine in engines] == [1, 1]
             assert await c.metric(EARLY_DECODES) == 2
+            assert await c.metric(ERRORS % reason) == 1
+            assert await c.metric('kvferry_router_retries_total{reason="prefill_lost",role="decode"}') == 1
             await until_idle(c)
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize(
-    ("last", "reason"),
+    ("last", "reason", "blamed"),
     [
-        (frame({"error": {"message": "x", "code": 500}}), "status_500"),
-        (b"cut", "reset"),
-        (frame({"error": {"message": "nobody waits", "code": "aborted"}}), ""),
+        *((last, reason, True) for last, reason in BAD_ENDS),
+        (frame({"error": {"message": "bad grammar", "code": 400}}), "status_400", False),
+        (frame({"error": {"message": "nobody waits", "code": "aborted"}}), "", False),
     ],
 )
-def test_whose_fault_it_is_that_a_promise_is_not_kept(last, reason):
+def test_whose_fault_it_is_that_a_promise_is_not_kept(last, reason, blamed):
     async def main():
-        prompt, is_over = Prompt(last), asyncio.Event()
+        prompt = Prompt(last)
+        prompt.may_end.set()
 
         async def behave(request, seen):
-            prompt.may_end.set()
-            async with asyncio.timeout(DEADLINE_S):
-                await is_over.wait()
+            if seen.body.get("kv_transfer_params"):
+                async with asyncio.timeout(DEADLINE_S):
+                    while (await prefill_of(c))["in_flight_requests"]:
+                        await asyncio.sleep(0)
             return await decoding(request, seen)
 
         p, d = early_engine("p0", prompt), decode_engine("d0", behave)
         async with cluster([p], [d], early_from_tokens=1) as c:
+            for _ in range(INSTANCE_FUSE.num_failures):
+                assert (await c.complete(LONG)).status == 200
+            assert (await prefill_of(c))["breaker"] == ("open" if blamed else "closed")
+            assert ("kvferry_router_upstream_errors_total{" in await c.metrics()) == bool(reason)
+            assert await c.metric(ERRORS % reason) == (INSTANCE_FUSE.num_failures if reason else 0)
+
+    asyncio.run(main())
+
+
+def test_a_request_whose_time_is_over_blames_nobody():
+    judge = Judge(SimpleNamespace(), NO_TASK, streams=True)
+    assert judge.hears_end(SimpleNamespace(), Failed(TOO_LATE, "x")) == ""
+
+
+def test_what_decode_has_lost_is_left_before_it_is_computed_anew():
+    async def main():
+        async def behave(request, seen):
+            if len(p.seen) > 1:
+                was_left.append(p.left.is_set())
+            return await Prompt()(request, seen)
+
+        was_left: list[bool] = []
+        p, d = early_engine("p0", behave), decode_engine("d0", resetting)
+        async with cluster([p], [d, decode_engine("d1")], early_from_tokens=1) as c:
+            for _ in range(4):
+                assert (await c.complete(LONG)).status == 200
+            assert was_left
+            assert all(was_left)
+            await until_idle(c)
+
+    asyncio.run(main())
+
+
+def test_a_promise_and_its_failure_may_come_in_one_piece():
+    async def main():
+        async def behave(request, seen):
+            response = await open_stream(request)
+            await response.write(PROMISE + frame({"error": {"message": "x", "code": 500}}))
+            await response.write_eof()
+            return response
+
+        async with cluster([early_engine("p0", behave)], [decode_engine("d0", hanging)], early_from_tokens=1) as c:
             asking = asyncio.create_task(c.complete(LONG))
             async with asyncio.timeout(DEADLINE_S):
-                await d.arrived.wait()
-                while (await prefill_of(c))["in_flight_requests"]:
+                while not await c.metric(ERRORS % "status_500"):
                     await asyncio.sleep(0)
-            assert ("kvferry_router_upstream_errors_total{" in await c.metrics()) == bool(reason)
-            assert await c.metric(ERRORS % reason) == (1 if reason else 0)
-            is_over.set()
-            assert (await asking).status == 200
+            asking.cancel()
+            await left(c.decode[0])
+
+    asyncio.run(main())
+
+
+def test_who_has_computed_a_cache_that_has_come_has_done_well():
+    """Its own answer is still on its way when decode's is over."""
+
+    async def main():
+        p, d = early_engine("p0", Prompt()), decode_engine()
+        async with cluster([p], [d], early_from_tokens=1) as c:
+            assert (await c.complete(LONG)).status == 200
+            await left(p)
+            told = await prefill_of(c)
+            assert told["prefill_tokens_per_s"] > 0
+            assert told["in_flight_requests"] == 0
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_is_computed_again_tells_nothing_of_the_handover():
+    async def main():
+        async def recomputing(request, seen):
+            response = await open_stream(request, **{"x-kvferry-cache": "recomputed", "x-kvferry-cache-reason": "x"})
+            await response.write(frame(chat_chunk("one")) + b"data: [DONE]\n\n")
+            await response.write_eof()
+            return response
+
+        prompt = Prompt()
+        prompt.may_end.set()
+        p, d = early_engine("p0", prompt), decode_engine("d0", recomputing)
+        async with cluster([p], [d], early_from_tokens=1) as c:
+            async with c.session.post(c.url + "/v1/completions", json=LONG | {"stream": True}) as response:
+                assert response.headers["x-kvferry-cache"] == "recomputed"
+                await response.read()
+            assert c.app.state.membership.handover.value == 0.0
+
+    asyncio.run(main())
+
+
+def test_legs_that_are_left_are_not_kept_in_memory():
+    """Without a collector that looks for cycles."""
+
+    def alive():
+        return [sum(type(one) is kind for one in gc.get_objects()) for kind in (EarlyPrefill, Leg, legs.Legs)]
+
+    async def main():
+        p, d = early_engine("p0", Prompt()), decode_engine()
+        async with cluster([p], [d], early_from_tokens=1) as c:
+            await c.complete(LONG)
+            await until_idle(c)
+            gc.collect()
+            gc.disable()
+            try:
+                before = alive()
+                for _ in range(5):
+                    p.left.clear()
+                    await c.complete(LONG)
+                    await left(p)
+                await until_idle(c)
+                assert alive() == before
+            finally:
+                gc.enable()
 
     asyncio.run(main())
 
@@ -453,13 +592,13 @@ def test_a_promise_is_not_waited_for_longer_than_a_prefill():
         p, d = early_engine("p0", Prompt()), decode_engine("d0", hanging)
         async with cluster([p], [d], early_from_tokens=1, prefill_timeout_s=0.2) as c:
             asking = asyncio.create_task(c.complete(LONG))
-            await left(p)
+            await asyncio.gather(left(p), left(d))
             async with asyncio.timeout(DEADLINE_S):
-                while not await c.metric(ERRORS % "deadline"):
+                while len(d.seen) < 2:
                     await asyncio.sleep(0)
-            assert not d.left.is_set()
+            assert await c.metric(ERRORS % "deadline") == 1
+            assert "kv_transfer_params" not in d.seen[1].body
             asking.cancel()
-            await left(d)
 
     asyncio.run(main())
 

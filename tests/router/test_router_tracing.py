@@ -9,12 +9,26 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from router_harness import answer, cluster, decode_engine, failing, frame, open_stream, prefill_engine, resetting, web
+from opentelemetry.trace import StatusCode
+from router_harness import (
+    DEADLINE_S,
+    TRANSFER,
+    answer,
+    cluster,
+    decode_engine,
+    failing,
+    frame,
+    open_stream,
+    prefill_engine,
+    resetting,
+    web,
+)
 
 from kvferry.router.otel import OtelTracing
 from kvferry.router.pace import Pace
 from kvferry.router.policy import Instance, Role
 
+NONE = {}
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CLIENT = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
 
@@ -24,15 +38,15 @@ async def telling(request, seen):
     return web.json_response(answer("one"), headers=headers)
 
 
-def spans_of(prefill, decode, **options):
+def spans_of(prefill, decode, limits=NONE, exporter=None, **options):
     """The finished spans of one request by name, and the engines that it went through."""
-    exporter = InMemorySpanExporter()
+    exporter = exporter or InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracing = OtelTracing(provider)
 
     async def main():
-        async with cluster([prefill], [decode], tracing=tracing) as c:
+        async with cluster([prefill], [decode], tracing=tracing, **limits) as c:
             await c.complete(**options)
 
     asyncio.run(main())
@@ -124,3 +138,37 @@ def test_without_tracing_the_clients_own_headers_pass():
                 assert CLIENT["traceparent"] in engine.seen[0].headers.values()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("is_kept", "outcome"), [(True, "answered"), (False, "left")])
+def test_legs_beside_one_another_have_spans_of_their_own(is_kept, outcome):
+    """A prefill that nobody waits for any more has not failed."""
+
+    async def prefilling(request, seen):
+        response = await open_stream(request)
+        await response.write(frame({"kv_transfer_params": TRANSFER}))
+        async with asyncio.timeout(DEADLINE_S):
+            await is_asked.wait()
+            await (asyncio.sleep(0) if is_kept else asyncio.Event().wait())
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def behave(request, seen):
+        is_asked.set()
+        async with asyncio.timeout(DEADLINE_S):
+            # The router has heard of the end.
+            while is_kept and not exporter.get_finished_spans():
+                await asyncio.sleep(0)
+        return await telling(request, seen)
+
+    exporter, is_asked = InMemorySpanExporter(), asyncio.Event()
+    prefill = prefill_engine("p0", prefilling)
+    prefill.info = {"epoch": "1", "early": True}
+    spans = spans_of(prefill, decode_engine("d0", behave), {"early_from_tokens": 1}, exporter)
+    early, decode = spans["kvferry.prefill"], spans["kvferry.decode"]
+    assert early.start_time < decode.start_time < early.end_time <= spans["kvferry.request"].end_time
+    assert [event.name for event in early.events] == ["answered"]
+    assert early.attributes["kvferry.outcome"] == outcome
+    assert early.status.status_code is StatusCode.UNSET
+    assert decode.attributes["kvferry.outcome"] == "answered"

@@ -69,7 +69,7 @@ def promised_cache(piece: bytes) -> bytes:
 
 def stream_failure(body: bytes) -> bytes:
     """The data of the error event in an event stream that was read to its end; empty if it has none."""
-    events = (event + b"\n\n" for event in body.split(b"\n\n"))
+    events = (event + b"\n\n" for event in body.split(b"\n\n") if event.startswith(b"data:"))
     return next((event.removeprefix(b"data:").strip() for event in events if streamed_error(event)), b"")
 
 

@@ -48,7 +48,12 @@ class Connection(asyncio.Protocol):
     async def more(self) -> None:
         """Wait until more of the reply has arrived."""
         if self._error is not None:
-            raise self._error
+            # What is raised refers to whoever waits, which refers to us: it is not kept.
+            error, self._error = self._error, ConnectionResetError("the connection has ended")
+            try:
+                raise error
+            finally:
+                del error
         self._go_on_reading()
         self._waiter = self._loop.create_future()
         try:

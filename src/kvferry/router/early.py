@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from kvferry.router.events import Event
 from kvferry.router.leg import Leg
+from kvferry.router.story import LEFT
 
 __all__ = ["EarlyPrefill"]
 
@@ -15,14 +16,19 @@ class EarlyPrefill:
     """Reads a promised leg to its end and tells `ended` how that was, unless it is closed before."""
 
     def __init__(self, leg: Leg, ended: Callable[[Leg, Event], None]) -> None:
-        self._leg = leg
+        self.leg = leg
         self._ended = ended
+        self._is_left = False
+        # It ends by itself when the connection does. Cancelling it would leave a cycle.
         self._reading = asyncio.create_task(self._read())
 
     def close(self) -> None:
         """Leave the stream: the promise is taken back, unless it is kept already."""
-        self._reading.cancel()
-        self._leg.close()
+        self._is_left = True
+        self.leg.close()
+        self.leg.trace.ended(LEFT)
 
     async def _read(self) -> None:
-        self._ended(self._leg, await self._leg.rest())
+        event = await self.leg.rest()
+        if not self._is_left:
+            self._ended(self.leg, event)

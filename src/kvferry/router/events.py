@@ -24,6 +24,7 @@ __all__ = [
     "Forward",
     "NobodyPicked",
     "Opened",
+    "PREFILL_LOST",
     "Path",
     "Pick",
     "Picked",
@@ -39,6 +40,9 @@ __all__ = [
 
 TOO_LATE = "request_deadline"
 """Why a leg failed of which the client had said how long it may take: no instance is to blame."""
+
+PREFILL_LOST = "prefill_lost"
+"""Why a decode leg was ended that waited for a cache which an early prefill leg has failed to compute."""
 
 
 class Path(StrEnum):

@@ -12,7 +12,7 @@ The last command of a batch is the one that is answered by the next event. Rules
   that fails without a word about that may be at fault or not: both are others, or D alone tries again;
 * a computed cache that D will not answer from is released: P would keep it until its lease runs out;
 * a P that is asked early promises the cache before it is computed. D is asked at once and answers when it has come. How
-  P's own leg ends is nobody's event: should it fail, D says that the cache did not arrive;
+  P's own leg ends is no event: should it fail, D's leg has failed for want of a cache;
 * when the time is over that the client has given the request, nothing is tried again and nobody is to blame.
 """
 
@@ -27,6 +27,7 @@ from kvferry.errors import IllegalEventError
 from kvferry.openai import SERVER_ERROR, error_body
 from kvferry.router.answers import can_be_released, kept_cache, lost_cache
 from kvferry.router.events import (
+    PREFILL_LOST,
     TOO_LATE,
     Answered,
     Began,
@@ -190,6 +191,10 @@ class Flow:
     def lose_decode(self, event: Failed) -> list[Command]:
         if event.reason == TOO_LATE:
             return [*self._release(TOO_LATE), *self._finish(_too_late(event))]
+        if event.reason == PREFILL_LOST:
+            message = f"the cache did not come: {event.detail}"
+            last_word = _refusal(502, "prefill_failed", message, event.reason)
+            return self._lose_decode(event.reason, last_word, self._picked[Role.PREFILL])
         late = event.reason == "deadline"
         status, code = (504, "upstream_timeout") if late else (502, "upstream_unavailable")
         message = f"the decode instance did not answer: {event.detail}"

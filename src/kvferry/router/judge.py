@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.router.answers import lost_cache
-from kvferry.router.events import TOO_LATE, Answered, Ended, Event, Failed, Opened
+from kvferry.router.events import PREFILL_LOST, TOO_LATE, Answered, Ended, Event, Failed, Opened
 from kvferry.router.headers import Headers
 from kvferry.router.membership import Membership
 from kvferry.router.pairs import Pair
@@ -14,8 +14,8 @@ from kvferry.router.upstream import CONNECT_TIMEOUT, REFUSED
 __all__ = ["Judge"]
 
 # The probe finds out about these at once, and finds the instance again at once when it is back; or the client had no
-# more time.
-BLAMELESS = frozenset((REFUSED, CONNECT_TIMEOUT, TOO_LATE))
+# more time; or it was another instance's fault.
+BLAMELESS = frozenset((REFUSED, CONNECT_TIMEOUT, TOO_LATE, PREFILL_LOST))
 CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"
 
 
@@ -29,6 +29,8 @@ class Judge:
         self._pair: Pair | None = None
         self._reservation: Reservation | None = None
         self._divided = False
+        # Whether the answer that has begun is made of another's cache.
+        self.has_arrived = False
 
     @property
     def prefill_url(self) -> str:
@@ -57,8 +59,8 @@ class Judge:
                 # Whether it is worth anything shows at its end.
                 reservation.answers()
                 self._remember(reservation)
-                self._judge_cache(reservation, headers)
-                if self._divided and self._streams and handover_s:
+                self.has_arrived = self._judge_cache(reservation, headers)
+                if self.has_arrived and self._streams and handover_s:
                     self._membership.handover.add(handover_s)
             case Ended():
                 reservation.succeeded()
@@ -74,9 +76,10 @@ class Judge:
                 prefill.succeeded()
                 self._remember(prefill)
             case Answered(status, body) if not lost_cache(body):
-                prefill.failed()
+                if status >= 500:
+                    prefill.failed()
                 return f"status_{status}"
-            case Failed(reason, _):
+            case Failed(reason, _) if reason != TOO_LATE:
                 if reason not in BLAMELESS:
                     prefill.failed()
                 return reason
@@ -104,12 +107,13 @@ class Judge:
         """It has the prompt cached from now on."""
         self._membership.prefixes.remember(reservation.instance, self._task.prefixes)
 
-    def _judge_cache(self, reservation: Reservation, headers: Headers) -> None:
-        """Engines of others do not tell how a cache came: that it was answered is all there is."""
+    def _judge_cache(self, reservation: Reservation, headers: Headers) -> bool:
+        """Whether a cache has come. Engines of others do not tell how: that it was answered is all there is."""
         if reservation.instance.role is not Role.DECODE or not self._divided or self._pair is None:
-            return
+            return False
         told = {name.lower(): value for name, value in headers}
         if told.get(CACHE) == b"recomputed":
             self._membership.lost(self._pair, told.get(CACHE_REASON, b"unknown").decode("latin-1"))
-        else:
-            self._membership.arrived(self._pair)
+            return False
+        self._membership.arrived(self._pair)
+        return True

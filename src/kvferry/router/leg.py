@@ -30,7 +30,9 @@ from kvferry.router.upstream import (
 __all__ = ["Head", "Leg", "Patience"]
 
 NOT_WAITING = -1.0
-END_OF_EVENT = b"\n\n"
+END_OF_EVENT, DONE = b"\n\n", b"data: [DONE]"
+# Of a prefill stream: a reference, a token, and the end.
+MAX_STREAM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,10 @@ class Leg:
         self._patience = patience
         # When a limit ends what began with `ask`, and which one.
         self._ends_s, self._limit = 0.0, ""
+        # It was closed by our own side, perhaps for a reason.
+        self._is_closed, self._given_up_for = False, ""
+        # While an answer is waited for.
+        self._asking: asyncio.Timeout | None = None
         # Which limit ended a stream, if one did.
         self._given_up = ""
 
@@ -103,22 +109,25 @@ class Leg:
             return Failed(TOO_LATE, WORDS[TOO_LATE])
         self._ends_s, self._limit = time.monotonic() + min(limit_s, left_s), TOO_LATE if left_s < limit_s else DEADLINE
         try:
-            async with asyncio.timeout(self._ends_s - time.monotonic()):
+            async with asyncio.timeout(self._ends_s - time.monotonic()) as self._asking:
                 return await self._ask()
         except FAILURES as error:
             return self._failed(error, self._limit)
+        finally:
+            self._asking = None
 
     async def rest(self) -> Answered | Ended | Failed:
         """What follows a promise: its end, or the error that the stream ended with."""
-        if self._exchange is None:
+        if self._exchange is None or self._is_closed:
             return Ended()
         try:
             async with asyncio.timeout(self._ends_s - time.monotonic()):
-                body = self._first + await self._exchange.whole(self._services.config.max_answer_bytes)
+                body = self._first + await self._exchange.whole(MAX_STREAM_BYTES)
         except FAILURES as error:
             return self._failed(error, self._limit)
-        failure = stream_failure(body)
-        return Answered(streamed_error(b"data:" + failure + END_OF_EVENT), failure) if failure else Ended()
+        if failure := stream_failure(body):
+            return Answered(streamed_error(b"data:" + failure + END_OF_EVENT), failure)
+        return Ended() if DONE in body else self._failed(_no_end(body), MALFORMED)
 
     async def piece(self) -> bytes | Failed:
         """The next bytes of an opened answer, empty at its end."""
@@ -152,8 +161,15 @@ class Leg:
             self._given_up = TOO_LATE if self._left_s() <= 0 else STALL
             self._exchange.close()
 
+    def give_up(self, reason: str) -> None:
+        """End it with this reason, if its answer has not begun."""
+        if self._asking is not None:
+            self._is_closed, self._given_up_for = True, reason
+            self._asking.reschedule(asyncio.get_running_loop().time())
+
     def close(self) -> None:
         """Close the connection; the upstream sees its client leave."""
+        self._is_closed = True
         if self._watch is not None:
             self._watch.cancel()
         if self._exchange is not None:
@@ -176,25 +192,34 @@ class Leg:
 
     async def _first_event(self, exchange: Exchange) -> bytes:
         """The bytes up to the end of the first event, or a few more. Raises PeerError when it is too long."""
-        found, most = bytearray(), self._services.config.max_answer_bytes
-        while END_OF_EVENT not in found and (piece := await exchange.piece()):
+        found, looked_at = bytearray(), 0
+        while found.find(END_OF_EVENT, looked_at) < 0 and (piece := await exchange.piece()):
+            looked_at = max(0, len(found) - 1)
             found += piece
-            if len(found) > most:
-                raise PeerError("an event is too long", found="more", expected=f"at most {most} bytes")
+            if len(found) > MAX_STREAM_BYTES:
+                raise PeerError("an event is too long", found="more", expected=f"at most {MAX_STREAM_BYTES} bytes")
         return bytes(found)
 
     def _left_s(self) -> float:
         return self._patience.deadline_s - time.monotonic()
 
     def _failed(self, error: BaseException, timeout_reason: str) -> Failed:
+        was_closed = self._is_closed
         self.close()
-        reason = reason_of(error, timeout_reason)
+        reason = self._given_up_for or reason_of(error, timeout_reason)
         self.trouble = f" ({error!r})"
+        if was_closed:
+            # What our own side has done says nothing about the instance.
+            return Failed(reason, WORDS[reason])
         if reason in GONE:
             self._services.membership.lose(self.instance, reason)
         elif reason == RESET:
             self._services.membership.doubt()
         return Failed(reason, WORDS[reason])
+
+
+def _no_end(body: bytes) -> PeerError:
+    return PeerError("a prefill stream broke off", found=repr(body[-200:]), expected=DONE.decode())
 
 
 def _no_promise(event: bytes) -> PeerError:

@@ -10,6 +10,7 @@ from kvferry.router.call import Call
 from kvferry.router.client import Client
 from kvferry.router.early import EarlyPrefill
 from kvferry.router.events import (
+    PREFILL_LOST,
     Answered,
     ClientGone,
     Count,
@@ -65,6 +66,8 @@ class Legs:
         # All so far; the last one is in flight.
         self._sent: list[Leg] = []
         self._early: list[EarlyPrefill] = []
+        # Prefill instances that have not kept a promise.
+        self._unreliable: frozenset[Instance] = frozenset()
 
     @property
     def urls(self) -> Mapping[Role, str]:
@@ -83,7 +86,7 @@ class Legs:
         self._let_go(command.role)
         decode = self._held.get(Role.DECODE)
         partners = (decode.instance,) if command.role is Role.PREFILL and decode else ()
-        wanted = Wanted(command.role, self._call.task, command.excluded, partners)
+        wanted = Wanted(command.role, self._call.task, command.excluded | self._unreliable, partners)
         found = self._services.membership.reserve(wanted)
         if isinstance(found, Reservation):
             self._held[command.role] = found
@@ -114,8 +117,8 @@ class Legs:
         self._judge.hears(event, leg.head.headers, self.pace.handover_s)
         if isinstance(event, Answered):
             self.answer = (leg.head, event.body)
-        if isinstance(event, Opened) and event.can_append:
-            self._tell_phases(path, command.instance)
+        if isinstance(event, Opened):
+            self._take_note(event, path, command.instance)
         if isinstance(event, Promised):
             self._let_compute(leg)
         elif role is Role.PREFILL:
@@ -199,13 +202,15 @@ class Legs:
         self._early = [EarlyPrefill(leg, self._prefilled)]
 
     def _prefilled(self, leg: Leg, event: Event) -> None:
-        """An early leg has ended by itself."""
+        """An early leg has ended by itself. If it has failed, nobody need wait until decode has found that out."""
         self._early = []
-        self.pace.prefilled(_now())
+        if isinstance(event, Ended):
+            self.pace.prefilled(_now())
         leg.trace.ended(outcome_of(event))
-        reason = self._judge.hears_end(leg.reservation, event)
-        if reason:
+        if reason := self._judge.hears_end(leg.reservation, event):
             self.count(Count(Counted.UPSTREAM_ERROR, Role.PREFILL, reason))
+            self._unreliable |= {leg.instance}
+            self._sent[-1].give_up(PREFILL_LOST)
         self._let_go(Role.PREFILL)
 
     def _let_go(self, role: Role) -> None:
@@ -227,7 +232,12 @@ class Legs:
             headers = [*(pair for pair in headers if pair[0] not in dict(traced)), *traced]
         return Outgoing("POST", command.instance.url, self._call.target, headers, command.body)
 
-    def _tell_phases(self, path: Path, decode: Instance) -> None:
+    def _take_note(self, event: Opened, path: Path, decode: Instance) -> None:
+        """An answer has begun. Whose cache has come has computed it, though its own answer may still be on its way."""
+        for early in self._early if self._judge.has_arrived else ():
+            self._judge.hears_end(early.leg.reservation, Ended())
+        if not event.can_append:
+            return
         metrics = self._services.metrics
         metrics.observe_first_token(path, _now() - self._call.started_s)
         metrics.observe_phases(self.pace.phases, self._judge.prefill_url, decode.url)

@@ -15,7 +15,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from kvferry.router.headers import Headers
 from kvferry.router.policy import Instance
-from kvferry.router.story import ANSWERED
+from kvferry.router.story import ANSWERED, LEFT
 from kvferry.router.tracing import LegTrace, RequestTrace
 
 __all__ = ["OtelTracing", "exporting"]
@@ -94,6 +94,6 @@ class _OtelLeg:
         if not self._span.is_recording():
             return
         self._span.set_attribute("kvferry.outcome", outcome)
-        if outcome != ANSWERED:
+        if outcome not in (ANSWERED, LEFT):
             self._span.set_status(StatusCode.ERROR, outcome)
         self._span.end()

@@ -53,11 +53,12 @@ class Pace:
     def leg_began(self, role: Role, now: float) -> None:
         self._began_s[role], self._told = now, {}
         self._took_s.pop(role, None)
+        # Nothing that was measured of an earlier try belongs to this one.
+        self._overlap_s = 0.0
         if role is Role.PREFILL:
-            # Nothing that was measured of an earlier try belongs to this one.
             self._took_s.pop(Role.DECODE, None)
             self._began_s.pop(Role.DECODE, None)
-            self._overlap_s, self._is_computing = 0.0, False
+            self._is_computing = False
 
     def leg_answered(self, role: Role, now: float, headers: Headers) -> None:
         self._took_s[role] = now - self._began_s[role]

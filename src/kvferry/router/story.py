@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from kvferry.router.events import Answered, ClientGone, Ended, Event, Failed
 from kvferry.router.policy import Role
 
-__all__ = ["ANSWERED", "Story", "outcome_of"]
+__all__ = ["ANSWERED", "LEFT", "Story", "outcome_of"]
 
 ANSWERED = "answered"
+LEFT = "left"
+"""Nobody waited for the end of an early leg any more."""
 
 # One line per request, at the level INFO: shown with `--access-log`.
 logger = logging.getLogger("kvferry.router.access")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import PeerError, TransportError
 from kvferry.router.connection import Connection
-from kvferry.router.events import TOO_LATE
+from kvferry.router.events import PREFILL_LOST, TOO_LATE
 from kvferry.router.headers import Headers
 from kvferry.router.pool import Origin, Pool, origin_of
 from kvferry.router.reply import Reply
@@ -27,6 +27,7 @@ WORDS = {
     MALFORMED: "it does not speak the protocol",
     DEADLINE: "it took too long",
     STALL: "it fell silent",
+    PREFILL_LOST: "the prompt was not computed",
     TOO_LATE: "the time is over that the request gave itself",
 }
 
