@@ -59,9 +59,6 @@ class Growing:
         self._computing: Sequence[LeaseGrown] = ()
         self._begun: deque[_Begun] = deque()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._promises
-
     def open(self, name: str) -> None:
         """A cache has been promised."""
         self._promises[name] = _Promise(self._clock())

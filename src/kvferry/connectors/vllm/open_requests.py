@@ -34,9 +34,8 @@ class OpenRequests:
         self._results = KVConnectorTransferResults()
         self._stats = FerryStats()
         self._leased: dict[str, LeaseOrder] = {}
-        # Requests that vLLM still computes; those whose lease has ended nevertheless are only names.
+        # The leases of requests that vLLM still computes.
         self._promised: dict[str, str] = {}
-        self._forsaken: set[str] = set()
         self._fetching: dict[str, FetchOrder] = {}
         self._failed: set[str] = set()
         self._met: set[tuple[str, str]] = set()
@@ -61,13 +60,11 @@ class OpenRequests:
             lease_id = self._promised.pop(order.name)
             self._leased[order.name] = LeaseOrder(order.request_id, lease_id, order.block_tables, order.num_tokens)
             return True
-        self._forsaken.discard(order.name)
         self._results.finished_sending.add(order.request_id)
         return False
 
     def forget(self, name: str) -> bool:
         """vLLM has taken back what was promised, and wants to hear nothing of it; whether there was a lease."""
-        self._forsaken.discard(name)
         return bool(self._promised.pop(name, ""))
 
     def fetch(self, order: FetchOrder) -> str:
@@ -124,9 +121,7 @@ class OpenRequests:
     def _end_lease(self, name: str) -> None:
         if name in self._leased:
             self._results.finished_sending.add(self._leased.pop(name).request_id)
-        if name in self._promised:
-            del self._promised[name]
-            self._forsaken.add(name)
+        self._promised.pop(name, None)
 
     def _fetched(self, name: str, report: FetchReport) -> None:
         order = self._fetching.get(name)
