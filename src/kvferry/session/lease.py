@@ -82,6 +82,11 @@ class Lease:
         return any(write.is_open for write in self.writes.values())
 
     @property
+    def is_read(self) -> bool:
+        """Whether a reader that was let in has not said that its bytes are there."""
+        return len(self.claims) > len(self.completed)
+
+    @property
     def finished(self) -> bool:
         """Every expected reader of the claiming engine has said that its bytes are there, and the engine is done."""
         return self.num_ready == self.wanted.num_tokens and self.readers <= {party.rank for party in self.completed}

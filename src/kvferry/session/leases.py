@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from kvferry.session.carrying import Carrying
 from kvferry.session.events import Command, Count, DropDigest, LeaseWanted, SourceFree, Timing
@@ -21,6 +22,8 @@ class Leases:
         self._timing = timing
         self._by_id: dict[str, Lease] = {}
         self._by_request: dict[str, Lease] = {}
+        # No deadline is sooner than this: most events come when nothing is due.
+        self._due = inf
 
     def __iter__(self) -> Iterator[Lease]:
         return iter(tuple(self._by_id.values()))
@@ -42,21 +45,23 @@ class Leases:
     def may_be_read(self) -> bool:
         """Whether a claim lacks its end. Also of a lease that has ended: its reader can use its own blocks again only
         when its ticket has ended."""
-        return any(lease.claims.keys() - lease.completed.keys() for lease in self._by_id.values())
+        return any(lease.is_read for lease in self._by_id.values())
 
     @property
     def writing(self) -> set[Party]:
         """Targets that we may be writing to."""
-        return {key.party for lease in self._by_id.values() for key in lease.writes if lease.is_writing}
+        # Whoever writes has not given the blocks back: tombstones, of which there are many, need not be looked at.
+        return {key.party for lease in self._by_request.values() for key in lease.writes if lease.is_writing}
 
     def next_deadline(self) -> float:
-        """When the next one ends, or is forgotten; infinity when there is none."""
-        return min((lease.deadline for lease in self._by_id.values()), default=float("inf"))
+        """When one may end, or be forgotten; infinity when there is none."""
+        return self._due
 
     def open(self, wanted: LeaseWanted, now: float) -> None:
         """Nobody has claimed it yet."""
         lease = Lease.opened(wanted, now + self._timing.lease_s)
         self._by_id[wanted.lease_id] = self._by_request[wanted.request_id] = lease
+        self._due = min(self._due, lease.deadline)
 
     def renew(self, lease: Lease, now: float) -> None:
         """It lasts for another while from now on."""
@@ -65,6 +70,8 @@ class Leases:
     def expire(self, now: float) -> list[Command]:
         """End those whose time is over, and forget those that ended long ago."""
         commands: list[Command] = []
+        if now < self._due:
+            return commands
         for lease_id, lease in list(self._by_id.items()):
             if lease.deadline > now:
                 continue
@@ -74,12 +81,14 @@ class Leases:
                 lease.deadline = now + self._timing.tombstone_s
             else:
                 del self._by_id[lease_id]
+        self._due = min((lease.deadline for lease in self._by_id.values()), default=inf)
         return commands
 
     def end(self, lease: Lease, event: str, reason: str, now: float) -> list[Command]:
         """Move a lease to its terminal state, and give the blocks back as soon as nothing looks at them."""
         lease.machine.move(event)
         lease.deadline, lease.ended_as = now + self._timing.tombstone_s, reason
+        self._due = min(self._due, lease.deadline)
         commands = list(self._carrying.end(lease))
         for key, peer in lease.digesting.items():
             commands += [DropDigest(key), *refuse(peer, lease.refusal_of_end(key))]
