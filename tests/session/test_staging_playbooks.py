@@ -242,7 +242,8 @@ def test_a_word_that_is_repeated_does_not_end_the_scatter_of_a_failed_read():
     play(session, [(4, packed(0), []), (5, Staged(key(0), ""), [Release(key(0)), TargetFree("q1")])])
 
 
-def test_own_blocks_that_cannot_be_are_found_when_their_slot_is_planned():
+def test_own_blocks_that_cannot_be_are_found_when_their_slot_is_planned(monkeypatch):
+    monkeypatch.setattr(slots, "TOGETHER", 1)
     session = target(Strategy.PACK)
     wanted = replace(WANTED, block_tables=((0, 5, 2, 99),))
     claim = Send(PEER, structs.replace(CLAIM, block_tables=wanted.block_tables))

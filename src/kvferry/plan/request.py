@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,13 +16,24 @@ from kvferry.plan.span import MAX_STOP
 from kvferry.plan.stretch import WHOLE, Stretch
 from kvferry.plan.tokens import TokenRange
 
-__all__ = ["MAX_ROWS", "Ranges", "copies_for", "num_rows", "volume"]
+__all__ = ["MAX_ROWS", "Places", "Ranges", "bytes_at", "copies_for", "num_rows", "places_for", "volume"]
 
 Ranges = Sequence[TokenRange]
 """One range per cache group of the target."""
 
 # Three columns of 8 bytes, and as much again while they are computed: about 2 GB.
 MAX_ROWS = 1 << 25
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where rows of some sections begin: (kernel block, slot) of each place on both sides, and the number of the
+    stretch that it belongs to."""
+
+    sections: tuple[Section, ...]
+    source: tuple[Indices, Indices]
+    target: tuple[Indices, Indices]
+    stretch: Indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,40 +58,66 @@ def copies_for(
     Raises BlockTableError when a range runs backwards or block ids are no integers, out of range, repeated or too few,
     on either side, and TooManyRowsError when there would be more than MAX_ROWS rows.
     """
+    return _listed(
+        [
+            _tile(section, places.source, places.target)
+            for places in places_for(program, (source, target), ranges, (stretch,))
+            for section in places.sections
+        ]
+    )
+
+
+def places_for(
+    program: Program, tables: tuple[BlockTables, BlockTables], ranges: Ranges, stretches: Sequence[Stretch]
+) -> list[Places]:
+    """Where the rows of some stretches, one after the other, begin; `tables` are those of the source and the target.
+
+    Raises what `copies_for` raises.
+    """
     for tokens in ranges:
         if not 0 <= tokens.first <= tokens.last <= MAX_STOP:
             expected = f"0 <= first <= last <= {MAX_STOP}"
             raise BlockTableError("not a token range", found=f"[{tokens.first}, {tokens.last})", expected=expected)
-    if (found := num_rows(program, ranges, stretch)) > MAX_ROWS:
+    numbers = [_all_numbers(program, ranges, stretch) for stretch in stretches]
+    for stretch, at in zip(stretches, numbers, strict=True):
+        _check_rows(sum(len(section) * times for section, times in _counted(program, at, stretch.is_last)))
+    by_group = [list(at) for at in zip(*numbers, strict=True)]
+    has_fixed = stretches[-1].is_last
+    ends = [_ends(group, at, has_fixed) for group, at in zip(program.groups, by_group, strict=True)]
+    blocks = _all_checked(program.groups, tables, ends)
+    return [
+        places
+        for group, at, (left, right) in zip(program.groups, by_group, blocks, strict=True)
+        for places in _group_places(group, left, right, at, has_fixed)
+    ]
+
+
+def bytes_at(places: Sequence[Places], num_stretches: int) -> list[int]:
+    """How many bytes belong to each stretch."""
+    found = np.zeros(num_stretches, np.int64)
+    for each in places:
+        num_bytes = sum(len(section) * section.length for section in each.sections)
+        found += np.bincount(each.stretch, minlength=num_stretches) * num_bytes
+    return found.tolist()
+
+
+def _check_rows(num_rows: int) -> None:
+    if num_rows > MAX_ROWS:
         raise TooManyRowsError(
             "the request would move in too many small rows",
-            found=f"{found:,}",
+            found=f"{num_rows:,}",
             expected=f"at most {MAX_ROWS:,}",
             hint="fewer tokens, or memory formats that are more alike",
         )
-    groups = program.groups if stretch.is_last else tuple(_without_fixed(group) for group in program.groups)
-    numbers = [_numbers(group, _range_of(group, ranges), stretch) for group in groups]
-    blocks = _all_checked(groups, (source, target), numbers)
-    tiles = [
-        tile
-        for group, at, (left, right) in zip(groups, numbers, blocks, strict=True)
-        for tile in _group_tiles(group, left, right, at)
-    ]
-    return _listed(tiles)
-
-
-def _without_fixed(group: GroupProgram) -> GroupProgram:
-    return replace(group, fixed=())
 
 
 def _all_checked(
-    groups: Sequence[GroupProgram], tables: tuple[BlockTables, BlockTables], numbers: list[range]
+    groups: Sequence[GroupProgram], tables: tuple[BlockTables, BlockTables], all_ends: Sequence[Indices]
 ) -> list[tuple[Blocks, Blocks]]:
     """Both sides' blocks of every group. Raises one error that names everything that is wrong with them."""
     found: list[Blocks] = []
     wrong: list[BlockTableError] = []
-    for group, at in zip(groups, numbers, strict=True):
-        ends = _ends(group, at)
+    for group, ends in zip(groups, all_ends, strict=True):
         owners = (
             Owner("source", group.source_group, group.source),
             Owner("target", group.target_group, group.target),
@@ -99,23 +136,29 @@ def _all_checked(
 
 def num_rows(program: Program, ranges: Ranges, stretch: Stretch = WHOLE) -> int:
     """How many rows a request takes before neighbours are merged; tells without listing them."""
-    return sum(len(section) * times for section, times in _counted(program, ranges, stretch))
+    numbers = _all_numbers(program, ranges, stretch)
+    return sum(len(section) * times for section, times in _counted(program, numbers, stretch.is_last))
 
 
 def volume(program: Program, ranges: Ranges) -> tuple[int, int]:
     """(rows, bytes) of a request before neighbours are merged; tells without listing them."""
-    counted = [(len(section) * times, section.length) for section, times in _counted(program, ranges, WHOLE)]
+    numbers = _all_numbers(program, ranges, WHOLE)
+    counted = [(len(section) * times, section.length) for section, times in _counted(program, numbers, WHOLE.is_last)]
     return sum(rows for rows, _ in counted), sum(rows * length for rows, length in counted)
 
 
-def _counted(program: Program, ranges: Ranges, stretch: Stretch) -> Iterator[tuple[Section, int]]:
-    """Every section, with the number of places at which its rows begin."""
-    for group in program.groups:
-        numbers = _numbers(group, _range_of(group, ranges), stretch)
-        inner = len(_inner(group, numbers))
+def _counted(program: Program, numbers: Sequence[range], is_last: bool) -> Iterator[tuple[Section, int]]:
+    """Every section, with the number of places at which its rows begin; `numbers` are those of every group."""
+    for group, at in zip(program.groups, numbers, strict=True):
+        inner = len(_inner(group, at))
         yield from ((section, inner // group.unit_tokens) for section in group.units)
-        yield from ((section, len(numbers) - inner) for section in group.singles)
-        yield from ((section, int(stretch.is_last)) for section in group.fixed)
+        yield from ((section, len(at) - inner) for section in group.singles)
+        yield from ((section, int(is_last)) for section in group.fixed)
+
+
+def _all_numbers(program: Program, ranges: Ranges, stretch: Stretch) -> list[range]:
+    """See `_numbers`: those of every group."""
+    return [_numbers(group, _range_of(group, ranges), stretch) for group in program.groups]
 
 
 def _range_of(group: GroupProgram, ranges: Ranges) -> TokenRange:
@@ -145,30 +188,38 @@ def _inner(group: GroupProgram, numbers: range) -> range:
     return range(start, max(numbers.stop // unit * unit, start))
 
 
-def _places(group: GroupProgram, numbers: range) -> tuple[tuple[tuple[Section, ...], Indices], ...]:
-    """Each kind of section with the numbers of the tokens at which its rows begin."""
+def _places(group: GroupProgram, numbers: range) -> tuple[Indices, Indices]:
+    """The numbers of the tokens at which units begin, and those of the tokens that are moved one by one."""
     inner = _inner(group, numbers)
     edges = (
         np.arange(numbers.start, inner.start, dtype=np.int64),
         np.arange(inner.stop, numbers.stop, dtype=np.int64),
     )
-    units = np.arange(inner.start, inner.stop, group.unit_tokens, dtype=np.int64)
-    return (group.units, units), (group.singles, np.concatenate(edges)), (group.fixed, np.zeros(1, np.int64))
+    return np.arange(inner.start, inner.stop, group.unit_tokens, dtype=np.int64), np.concatenate(edges)
 
 
-def _group_tiles(group: GroupProgram, source: Blocks, target: Blocks, numbers: range) -> Iterator[_Tile]:
-    for sections, at in _places(group, numbers):
+def _group_places(
+    group: GroupProgram, source: Blocks, target: Blocks, numbers: list[range], has_fixed: bool
+) -> Iterator[Places]:
+    """`numbers` are those of each stretch; states of fixed size, if wanted, belong to the last one."""
+    units, singles = zip(*(_places(group, at) for at in numbers), strict=True)
+    none = np.zeros(0, np.int64)
+    fixed = (*[none] * (len(numbers) - 1), np.zeros(1, np.int64) if has_fixed else none)
+    for sections, parts in ((group.units, units), (group.singles, singles), (group.fixed, fixed)):
+        at = np.concatenate(parts)
         if sections and len(at):
             tokens = group.tokens.token(at)
-            left, right = source.at(tokens), target.at(tokens)
-            for section in sections:
-                yield _tile(section, left, right)
+            stretch = np.repeat(np.arange(len(parts)), list(map(len, parts)))
+            yield Places(sections, source.at(tokens), target.at(tokens), stretch)
 
 
-def _ends(group: GroupProgram, numbers: range) -> Indices:
+def _ends(group: GroupProgram, numbers: list[range], has_fixed: bool) -> Indices:
     """The first and the last token that moves; token 0 stands for states of fixed size."""
-    has_tokens = bool(numbers and (group.units or group.singles))
-    ends = [0] if group.fixed else [numbers[0], numbers[-1]] if has_tokens else []
+    ends: list[int] = []
+    if group.fixed:
+        ends = [0] if has_fixed else []
+    elif group.units or group.singles:
+        ends = [end for at in numbers if at for end in (at[0], at[-1])]
     return group.tokens.token(np.array(ends, np.int64))
 
 

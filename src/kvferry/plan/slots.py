@@ -15,8 +15,10 @@ from kvferry.errors import RequestError
 from kvferry.plan.blocks import BlockTables
 from kvferry.plan.copies import Column, Copies
 from kvferry.plan.layout import Layout
+from kvferry.plan.packed import packed
 from kvferry.plan.program import Program
-from kvferry.plan.request import Ranges, copies_for
+from kvferry.plan.request import Ranges, bytes_at, copies_for, places_for
+from kvferry.plan.span import MAX_STOP
 from kvferry.plan.staged import RegionStarts, Side, Stages, Staging, Strategy, staged
 from kvferry.plan.stretch import Stretch, even_stretches, stretch_tokens, unit_tokens
 
@@ -26,6 +28,10 @@ __all__ = ["MAX_SLOTS", "Slot", "SlotPlan", "StagedRequest", "any_tables", "regi
 MAX_SLOTS = 1 << 14
 """Of one stretch. A single block, or state, that needs more slots than this is not worth staging; a peer says how large
 slots are, and each is a record here."""
+
+
+TOGETHER = 4
+"""So many stretches are planned at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,17 +56,19 @@ class StagedRequest:
 
 
 class SlotPlan:
-    """The slots of a request, stretch after stretch; each stretch is planned when it is looked at.
+    """The slots of a request, stretch after stretch; each stretch is planned when it is looked at, and packed ones
+    with some that follow, as far as the first `num_ready` tokens reach.
 
     Of a packed slot only the copies of one `side` are planned, if only they are needed.
     """
 
-    def __init__(self, request: StagedRequest, side: Side = Side.BOTH) -> None:
+    def __init__(self, request: StagedRequest, side: Side = Side.BOTH, num_ready: int = MAX_STOP) -> None:
         self._request = request
         self._side = side
+        self._num_ready = num_ready
         most = stretch_tokens(request.program, request.slot_bytes)
         self.stretches: tuple[Stretch, ...] = even_stretches(request.ranges, most, unit_tokens(request.program))
-        self._planned = lru_cache(maxsize=4)(self._plan)
+        self._planned = lru_cache(maxsize=2)(self._plan)
 
     @property
     def num_tokens(self) -> int:
@@ -77,24 +85,51 @@ class SlotPlan:
 
         Raises what `copies_for` raises, and RequestError when a stretch has more than `MAX_SLOTS`.
         """
-        return self._planned(number)
+        together = self._together(number)
+        return self._planned(together)[number - together.start]
 
-    def _plan(self, number: int) -> tuple[Slot, ...]:
+    def _together(self, number: int) -> range:
+        """The stretches that are planned with one: the first alone, since somebody waits for it."""
+        if self._request.strategy is not Strategy.PACK or number == 0:
+            return range(number, number + 1)
+        start = number - (number - 1) % TOGETHER
+        stop = min(start + TOGETHER, len(self.stretches))
+        while stop - 1 > number and self.tokens_for(stop - 1) > self._num_ready:
+            stop -= 1
+        return range(start, stop)
+
+    def _plan(self, numbers: range) -> tuple[tuple[Slot, ...], ...]:
+        request, stretches = self._request, self.stretches[numbers.start : numbers.stop]
+        if request.strategy is Strategy.PACK:
+            tables = request.source_tables, request.target_tables
+            places = places_for(request.program, tables, request.ranges, stretches)
+            num_bytes = bytes_at(places, len(stretches))
+            self._check_slots(max(num_bytes))
+            if stages := packed(places, num_bytes, request.starts, request.slot_bytes, self._side):
+                return tuple(map(self._slots, stages))
+        return tuple(self._slots(self._sorted(stretch)) for stretch in stretches)
+
+    def _sorted(self, stretch: Stretch) -> Stages:
+        """The stages of a stretch of which every row is looked at."""
         request = self._request
-        tables = request.source_tables, request.target_tables
-        copies = copies_for(request.program, *tables, request.ranges, self.stretches[number])
-        if copies.num_bytes > MAX_SLOTS * request.slot_bytes:
+        copies = copies_for(request.program, request.source_tables, request.target_tables, request.ranges, stretch)
+        self._check_slots(copies.num_bytes)
+        return staged(copies, request.strategy, Staging(0, 0, request.slot_bytes), request.starts, self._side)
+
+    def _check_slots(self, num_bytes: int) -> None:
+        if num_bytes > MAX_SLOTS * self._request.slot_bytes:
             raise RequestError(
                 "slots are too small for what they are to carry",
-                found=f"{copies.num_bytes:,} bytes that stay together, in slots of {request.slot_bytes:,}",
+                found=f"{num_bytes:,} bytes that stay together, in slots of {self._request.slot_bytes:,}",
                 expected=f"at most {MAX_SLOTS:,} slots",
             )
-        stages = staged(copies, request.strategy, Staging(0, 0, request.slot_bytes), request.starts, self._side)
-        size, total = request.slot_bytes, copies.num_bytes
+
+    def _slots(self, stages: Stages) -> tuple[Slot, ...]:
+        size, total = self._request.slot_bytes, stages.wire.num_bytes
         if 0 < total <= size:
             return (Slot(total, stages),)
         return tuple(
-            _slot(stages, request.strategy, first, min(size, total - first)) for first in range(0, total, size)
+            _slot(stages, self._request.strategy, first, min(size, total - first)) for first in range(0, total, size)
         )
 
 

@@ -11,7 +11,7 @@ fewer slots than the transfer needs is a constant added to the addresses of a sl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -26,7 +26,9 @@ __all__ = [
     "Staging",
     "Strategy",
     "direct",
+    "join",
     "pack",
+    "pack_laid",
     "scatter",
     "source_runs",
     "staged",
@@ -149,6 +151,12 @@ def pack(copies: Copies, staging: Staging, starts: RegionStarts, side: Side = Si
     return Stages(gather=gather, wire=_slots(copies.num_bytes, staging), scatter=scatter)
 
 
+def pack_laid(gather: Copies, scatter: Copies, num_bytes: int, slot_bytes: int) -> Stages:
+    """The stages of `pack` from what was laid out for one side or both: addresses to offsets, as `join` leaves them."""
+    gather, scatter = _cut(gather, slot_bytes), _from_staging(_cut(scatter, slot_bytes), 0)
+    return Stages(gather, _slots(num_bytes, Staging(0, 0, slot_bytes)), scatter)
+
+
 def source_runs(copies: Copies, starts: Column) -> int:
     """How many pieces are contiguous at the source alone. `starts`: where its regions begin, as in RegionStarts."""
     source, length = copies.source, copies.length
@@ -187,24 +195,32 @@ def _laid(address: Column, rows: Copies, starts: Column, slot_bytes: int) -> Cop
     """
     if not len(rows):
         return _nothing()
-    length = rows.length
-    end = np.cumsum(length)
+    end = np.cumsum(rows.length)
+    joined = join(address, end - rows.length, int(end[-1]), starts)
+    return _cut(replace(joined, pieces=rows.pieces), slot_bytes)
+
+
+def join(address: Column, offset: Column, num_bytes: int, starts: Column) -> Copies:
+    """Rows from addresses to offsets in staging memory, back to back from 0 to `num_bytes`, as few as there can be.
+
+    Rows that follow one another at the address are joined, except over the border of a region.
+    """
+    length = np.diff(offset, append=np.uint64(num_bytes))
     joins = np.flatnonzero(address[:-1] + length[:-1] == address[1:]) + 1
     if len(joins):
         # The first row of a region never continues the row before it.
         joins = joins[~np.isin(address[joins], starts)]
     if not len(joins):
-        return _cut(Copies(address, end - length, length, rows.pieces), int(end[-1]), slot_bytes)
+        return Copies(address, offset, length, len(address))
     is_first = np.ones(len(address), np.bool_)
     is_first[joins] = False
-    first = np.flatnonzero(is_first)
-    edges = np.append(end[first] - length[first], end[-1])
-    joined = Copies(address[first], edges[:-1], np.diff(edges), rows.pieces)
-    return _cut(joined, int(end[-1]), slot_bytes)
+    offset = offset[is_first]
+    return Copies(address[is_first], offset, np.diff(offset, append=np.uint64(num_bytes)), len(address))
 
 
-def _cut(laid: Copies, total: int, slot_bytes: int) -> Copies:
-    """The same rows, none of which crosses a slot. `laid.target` are the offsets, back to back from 0 to `total`."""
+def _cut(laid: Copies, slot_bytes: int) -> Copies:
+    """The same rows, none of which crosses a slot. `laid.target` are the offsets, back to back from 0 on."""
+    total = int(laid.target[-1] + laid.length[-1]) if len(laid) else 0
     if total <= slot_bytes:
         return laid
     cuts = np.arange(slot_bytes, total, slot_bytes, dtype=np.uint64)

@@ -50,7 +50,8 @@ class Carrying:
             yield Reply(peer, known.word())
         elif claim.strategy is Strategy.PACK:
             request = self._targets.request(claim, lease.wanted)
-            packing = lease.writes[key] = Packing(key, peer, request, SlotPlan(request, Side.SOURCE), lease.num_ready)
+            plan = SlotPlan(request, Side.SOURCE, lease.num_ready)
+            packing = lease.writes[key] = Packing(key, peer, request, plan, lease.num_ready)
             yield Reply(peer, packing.word())
         elif lease.num_ready < claim.num_tokens:
             writes = lease.writes[key] = StretchWrites.begun(

@@ -54,8 +54,8 @@ class Leases:
         return {key.party for lease in self._by_request.values() for key in lease.writes if lease.is_writing}
 
     def next_deadline(self) -> float:
-        """When one may end, or be forgotten; infinity when there is none."""
-        return self._due
+        """When the next one ends, or is forgotten; infinity when there is none."""
+        return min((lease.deadline for lease in self._by_id.values()), default=inf)
 
     def open(self, wanted: LeaseWanted, now: float) -> None:
         """Nobody has claimed it yet."""
@@ -81,7 +81,7 @@ class Leases:
                 lease.deadline = now + self._timing.tombstone_s
             else:
                 del self._by_id[lease_id]
-        self._due = min((lease.deadline for lease in self._by_id.values()), default=inf)
+        self._due = self.next_deadline()
         return commands
 
     def end(self, lease: Lease, event: str, reason: str, now: float) -> list[Command]:

@@ -119,7 +119,7 @@ class Packing:
         that are not. Raises RequestError for a slot that turns out not to exist."""
         self.num_ready = num_ready
         self.request = replace(self.request, source_tables=block_tables)
-        self.plan = SlotPlan(self.request, Side.SOURCE)
+        self.plan = SlotPlan(self.request, Side.SOURCE, num_ready)
         for key in [key for key in self.held if self._is_ready(key)]:
             yield from self._begin(key, self.held.pop(key))
         yield Reply(self.peer, self.word())

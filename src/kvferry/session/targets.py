@@ -13,7 +13,7 @@ from kvferry.plan.program import Program, bind
 from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
 from kvferry.plan.slots import StagedRequest, region_starts
-from kvferry.plan.staged import Strategy
+from kvferry.plan.staged import RegionStarts, Strategy
 from kvferry.session.events import (
     Command,
     Connect,
@@ -39,11 +39,12 @@ PATIENCE = 2
 @dataclass(slots=True)
 class _Target:
     """`reached` is empty until a transport is connected, `programs` until something has been claimed, `bundles` until
-    something is to be sent state by state."""
+    something is to be sent state by state. `starts` says where the regions of both ranks begin."""
 
     peer: str
     offer: TargetOffer
     last_heard: float
+    starts: RegionStarts
     reached: tuple[Reached, ...] = ()
     programs: tuple[Program, ...] = ()
     bundles: tuple[Bundle, ...] = ()
@@ -74,7 +75,8 @@ class Targets:
         replaced = [self._forget(party) for party in list(self._known) if _is_replaced(party, offer.party)]
         if len(self._known) >= MAX_TARGETS:
             return _refuse(peer, Reason.UNREACHABLE, "too many targets at once", f"{len(self._known)} targets")
-        self._known[offer.party] = _Target(peer, offer, now)
+        starts = region_starts(self._layouts[self._rank], offer.layouts[offer.party.rank])
+        self._known[offer.party] = _Target(peer, offer, now, starts)
         return [*replaced, Connect(offer.party, offer)]
 
     def settled(self, event: PeerConnected | PeerUnreachable) -> list[Command]:
@@ -105,12 +107,11 @@ class Targets:
 
     def request(self, claim: Claim, lease: LeaseWanted) -> StagedRequest:
         """What moves for a claim through staging memory. Raises TransferError when it must not be carried out."""
-        program, offer = self._program_of(claim), self._known[claim.party].offer
+        program, starts = self._program_of(claim), self._known[claim.party].starts
         if claim.strategy is Strategy.PACK and not claim.slot_bytes:
             raise TransferError(
                 Reason.MALFORMED, "slots that hold nothing", found="0 bytes", expected="at least 1 byte"
             )
-        starts = region_starts(self._layouts[self._rank], offer.layouts[claim.party.rank])
         return StagedRequest(
             program, lease.block_tables, claim.block_tables, claim.ranges, claim.strategy, claim.slot_bytes, starts
         )

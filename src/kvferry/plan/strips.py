@@ -1,0 +1,79 @@
+"""The rows of a section put together where they lie side by side in the target's blocks, whatever block it is.
+
+What is packed lies in the order of the target's addresses. Within a strip that order is known once for all blocks, so
+that only the strips of a request have to be sorted, and not its rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.plan.copies import Column
+from kvferry.plan.program import Section
+from kvferry.plan.staged import RegionStarts, Side
+
+__all__ = ["Strips", "strips_of"]
+
+# Of sections that are larger nothing is kept: a peer decides how large they are.
+KEPT_ROWS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Strips:
+    """Of one section, as one side sees it.
+
+    Strip i begins at the target's address `start[i]` in block 0, slot 0, and ends `reach[i]` bytes behind it;
+    `num_bytes[i]` of them are rows. At this side they are `num_runs[i]` runs, from number `first_run[i]` on: run j
+    begins at `address[j]` in block 0, slot 0, is `skip[j]` bytes of rows into its strip, and has `length[j]` bytes.
+    """
+
+    start: Column
+    reach: Column
+    num_bytes: Column
+    first_run: NDArray[np.int64]
+    num_runs: NDArray[np.int64]
+    address: Column
+    skip: Column
+    length: Column
+
+
+def strips_of(section: Section, starts: RegionStarts, side: Side) -> Strips:
+    """Runs never cross the border of a region; `starts` are those of the layouts that the section was bound to."""
+    find = _known if len(section) <= KEPT_ROWS else _found
+    return find(section, starts, side)
+
+
+def _found(section: Section, starts: RegionStarts, side: Side) -> Strips:
+    order = np.argsort(section.target, kind="stable")
+    target, length = section.target[order], np.uint64(section.length)
+    address, borders = (target, starts.target) if side is Side.TARGET else (section.source[order], starts.source)
+    # What is as far away as the next block may have rows of that one in between.
+    first = _firsts(np.diff(target) < np.uint64(max(section.strides.target_block, section.length)))
+    follows = (address[:-1] + length == address[1:]) & ~np.isin(address[1:], borders)
+    follows[first[1:] - 1] = False
+    run = _firsts(follows)
+    first_run = np.searchsorted(run, first)
+    num_rows = np.diff(first, append=len(target))
+    num_runs = np.diff(first_run, append=len(run))
+    return Strips(
+        start=target[first],
+        reach=target[first + num_rows - 1] + length - target[first],
+        num_bytes=num_rows.astype(np.uint64) * length,
+        first_run=first_run,
+        num_runs=num_runs,
+        address=address[run],
+        skip=(run - np.repeat(first, num_runs)).astype(np.uint64) * length,
+        length=np.diff(run, append=len(target)).astype(np.uint64) * length,
+    )
+
+
+_known = lru_cache(maxsize=64)(_found)
+
+
+def _firsts(follows: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The numbers of those that do not follow the one before."""
+    return np.concatenate(([0], np.flatnonzero(~follows) + 1))
