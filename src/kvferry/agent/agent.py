@@ -44,6 +44,10 @@ __all__ = ["Agent"]
 BUSY_POLL_S = 0.0005
 IDLE_POLL_S = 0.001
 MAX_WAIT_S = 60.0
+# After a turn of this length, what has been answered meanwhile is read before somebody is taken for silent.
+LONG_TURN_S = 0.05
+# So long, turns in which nothing comes in do nothing but let transports make progress for peers.
+QUIET_S = 0.1
 MAX_ID_LENGTH = 256
 # Of a handshake, for finding a transport: those that hang one after the other still leave room for the rest.
 TESTS_SHARE = 0.9
@@ -77,6 +81,7 @@ class Agent:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-agent", daemon=True)
         self._still_written: tuple[Arena, ...] = ()
+        self._quiet_until = 0.0
         with ExitStack() as undo:
             # Closed last: whoever finds nobody at the address knows that nothing of ours moves any more.
             self._control = undo.enter_context(closing(ControlChannel(config.host, config.port, config.token)))
@@ -224,26 +229,43 @@ class Agent:
 
     def _turn(self, wait_s: float) -> float:
         """Everything that is to do now; returns how long the next turn may wait for something new."""
-        self._listen(wait_s)
+        waited_from = time.monotonic()
+        has_come = self._listen(wait_s)
         began = time.monotonic()
+        if not has_come and began < self._quiet_until:
+            return self._look(began)
         self._progress()
-        # What has been answered while that took long must be read before somebody is taken for silent.
-        has_rung = self._listen(0.0)
+        now = time.monotonic()
+        has_come = now - waited_from > LONG_TURN_S and self._listen(0.0)
         self.counts.update(self._control.take_counts() + self._carrier.take_counts())
         now = time.monotonic()
         self._obey([*self._source.handle(e.Tick(), now), *self._target.handle(e.Tick(), now)])
-        if has_rung or self._digester.busy or self._stager.is_changed or self._carrier.is_fresh:
+        self._quiet_until = 0.0
+        if has_come or self._digester.busy or self._stager.is_changed or self._carrier.is_fresh:
             return 0.0
         if self._carrier.busy or self._knocks.busy or self._stager.busy:
             # A transport that copies inside `poll` has more to copy; one that works elsewhere is asked again soon.
             return 0.0 if now - began > BUSY_POLL_S else IDLE_POLL_S
         deadline = min(self._source.next_deadline(), self._target.next_deadline(now))
         # Only for peers that use our memory: an agent that wakes for nothing takes the interpreter from its engine.
-        progress_s = self._carrier.progress_interval_s if self._is_reached(now) else MAX_WAIT_S
-        return max(0.0, min(deadline - now, progress_s, MAX_WAIT_S))
+        if not self._is_reached(now):
+            return max(0.0, min(deadline - now, MAX_WAIT_S))
+        self._quiet_until = min(deadline, now + QUIET_S)
+        return self._rest_s(now)
+
+    def _look(self, now: float) -> float:
+        """A turn in which nothing has come, unless to transports; returns like `_turn`."""
+        for event in self._carrier.poll():
+            self._feed(event)
+            self._quiet_until = 0.0
+        return self._rest_s(now)
+
+    def _rest_s(self, now: float) -> float:
+        return max(0.0, min(self._quiet_until - now, self._carrier.progress_interval_s))
 
     def _listen(self, wait_s: float) -> bool:
-        """Whether the bell was rung, which may also mean that a copy has ended: `_progress` must follow then.
+        """Whether a message has come, or the bell was rung, which may also mean that a copy has ended: `_progress` must
+        follow then.
 
         Whoever claims a lease has been told of it after the engine has told us, and who has read blocks after an
         engine took them back says so after the engine has: so what has come is looked at after the engine is heard.
@@ -254,7 +276,7 @@ class Agent:
         for arrival in arrivals:
             self._arrived(arrival)
             self._move_slots()
-        return has_rung
+        return has_rung or bool(arrivals)
 
     def _progress(self) -> None:
         """What has happened to work that takes several turns."""

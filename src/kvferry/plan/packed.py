@@ -63,7 +63,8 @@ class _Placed:
             return spread
         last = np.cumsum(self.num_runs)
         run = np.arange(last[-1]) + np.repeat(self.first_run - (last - self.num_runs), self.num_runs)
-        return column[run] + np.repeat(shift, self.num_runs)
+        found: Column = column[run] + np.repeat(shift, self.num_runs)
+        return found
 
 
 def packed(

@@ -206,10 +206,9 @@ def _group_places(
     none = np.zeros(0, np.int64)
     fixed = (*[none] * (len(numbers) - 1), np.zeros(1, np.int64) if has_fixed else none)
     for sections, parts in ((group.units, units), (group.singles, singles), (group.fixed, fixed)):
-        at = np.concatenate(parts)
-        if sections and len(at):
+        if sections and len(at := np.concatenate(parts)):
             tokens = group.tokens.token(at)
-            stretch = np.repeat(np.arange(len(parts)), list(map(len, parts)))
+            stretch = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
             yield Places(sections, source.at(tokens), target.at(tokens), stretch)
 
 

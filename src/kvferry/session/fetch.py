@@ -11,6 +11,7 @@ from enum import StrEnum
 from kvferry.errors import TransferError
 from kvferry.plan.copies import Direction
 from kvferry.plan.digest import NOTHING, Subject
+from kvferry.plan.extract import Extract
 from kvferry.plan.staged import Strategy
 from kvferry.session.events import Command, FetchReport, FetchWanted, PeerKey, ReadKey
 from kvferry.session.machine import Machine, Table
@@ -70,8 +71,8 @@ class Read:
     """What one fetch reads from one source rank.
 
     `direction` says whose ticket it is. With a `strategy` other than direct the bytes go through staging memory, which
-    `unpacking` has once it is known where from. `subject` is what is digested of it; `ours` and `theirs` are the
-    values, once they are known.
+    `unpacking` has once it is known where from. `subject` is what is digested of it, and `extracts` where that lies
+    here, once it `is_prepared`; `ours` and `theirs` are the values, once they are known.
     """
 
     machine: Machine
@@ -82,6 +83,8 @@ class Read:
     num_bytes: int = 0
     num_rows: int = 0
     subject: Subject = NOTHING
+    extracts: tuple[Extract, ...] = ()
+    is_prepared: bool = False
     ours: tuple[bytes, ...] = ()
     theirs: tuple[bytes, ...] = ()
 

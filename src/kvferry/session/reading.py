@@ -23,6 +23,9 @@ from kvferry.wire.messages import Claim, Grant, Packed, Queued, Reason, Valid, W
 
 __all__ = ["Reads"]
 
+UNANSWERED = (ReadState.CLAIMING, ReadState.EXPOSED)
+"""States in which a read waits for its source's first word."""
+
 
 class Reads:
     """Of the fetches of one rank. `fetches` is the session's own record of them; one that is over leaves it."""
@@ -230,6 +233,12 @@ class Reads:
             verified = binding.verified_by(self._verifier.policy)
             yield Fetched(fetch.wanted.request_id, fetch.report(peer.transport, peer.choice, verified, now))
 
+    def _prepare(self, fetch: Fetch) -> None:
+        """While sources think about what they were asked. Raises TransferError when there will be no digest."""
+        for key, read in fetch.reads.items():
+            if not read.is_prepared and read.state in UNANSWERED:
+                self._verifier.prepare(fetch, key, self.bindings.to(fetch.peers, self._peers))
+
     def of(self, key: PeerKey, claim_id: str, *states: ReadState) -> list[tuple[Fetch, Read]]:
         """The read of a claim from a peer, if it is in one of the states; late and repeated answers match none."""
         fetch = self._fetches.get(claim_id)
@@ -238,7 +247,12 @@ class Reads:
         return [(fetch, fetch.reads[key])]
 
     def hurry(self, fetch: Fetch, now: float) -> Iterator[Step]:
-        """Repeat what was not answered, and end what takes too long."""
+        """Repeat what was not answered, end what takes too long, and get ready for what comes next."""
+        try:
+            self._prepare(fetch)
+        except TransferError as cause:
+            yield Broken(fetch, cause)
+            return
         for error in overdue(fetch, self._timing, now):
             yield Broken(fetch, error)
             return

@@ -29,17 +29,28 @@ class Verifier:
         wanted = fetch.wanted
         return Landed(self._ours, wanted.request_id, wanted.reference.lease_id, read.subject)
 
-    def ask(self, fetch: Fetch, peer: PeerKey, binding: Binding) -> Iterator[Command]:
-        """Ask whether the bytes are valid, and digest them meanwhile. Raises TransferError when that cannot be done."""
+    def prepare(self, fetch: Fetch, peer: PeerKey, binding: Binding) -> None:
+        """Find out what is to be digested, once: while others have to be waited for that costs nothing.
+
+        Raises TransferError when it cannot be digested.
+        """
         read, wanted = fetch.reads[peer], fetch.wanted
+        if read.is_prepared:
+            return
         try:
             read.subject = binding.subject(peer, wanted, self.policy)
-            extracts = self._extractor.extracts(read.subject, wanted.block_tables, wanted.num_tokens)
+            read.extracts = self._extractor.extracts(read.subject, wanted.block_tables, wanted.num_tokens)
         except FerryError as error:
             raise no_digest(str(error)) from error
+        read.is_prepared = True
+
+    def ask(self, fetch: Fetch, peer: PeerKey, binding: Binding) -> Iterator[Command]:
+        """Ask whether the bytes are valid, and digest them meanwhile. Raises what `prepare` raises."""
+        self.prepare(fetch, peer, binding)
+        read = fetch.reads[peer]
         yield Send(peer, self.landed_of(fetch, read))
-        if extracts:
-            yield Digest(fetch.key(peer), extracts)
+        if read.extracts:
+            yield Digest(fetch.key(peer), read.extracts)
         else:
             read.machine.move("digested")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from kvferry.errors import ConfigurationError, TransferError
 from kvferry.plan.copies import Copies, Direction
@@ -75,12 +76,18 @@ class StagingPolicy:
         return self._cheapest(counts_of(copies, starts.source), costs, allowed)
 
     def _cheapest(self, counts: Counts, costs: Costs, allowed: tuple[Strategy, ...]) -> Strategy:
-        costs = replace(costs, slot_bytes=self.slot_bytes or costs.slot_bytes)
+        costs = _in_slots(costs, self.slot_bytes) if self.slot_bytes else costs
         found = [price for price in prices(counts, costs) if price.strategy in allowed]
         for price in found:
             if price.strategy is Strategy.DIRECT and found[0].seconds > price.seconds * WORTH_STAGING:
                 return price.strategy
         return found[0].strategy
+
+
+@lru_cache(maxsize=256)
+def _in_slots(costs: Costs, slot_bytes: int) -> Costs:
+    """Kept, as costs check themselves, which takes longer than finding the cheapest way."""
+    return replace(costs, slot_bytes=slot_bytes)
 
 
 def allowed_by(name: str) -> tuple[Strategy, ...]:
