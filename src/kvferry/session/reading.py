@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from kvferry.errors import FerryError, RequestError, TransferError
 from kvferry.plan.blocks import BlockTables
@@ -234,10 +235,11 @@ class Reads:
             yield Fetched(fetch.wanted.request_id, fetch.report(peer.transport, peer.choice, verified, now))
 
     def _prepare(self, fetch: Fetch) -> None:
-        """While sources think about what they were asked. Raises TransferError when there will be no digest."""
+        """Do what can be done while sources think about what they were asked. What cannot be is told when it has to."""
         for key, read in fetch.reads.items():
             if not read.is_prepared and read.state in UNANSWERED:
-                self._verifier.prepare(fetch, key, self.bindings.to(fetch.peers, self._peers))
+                with suppress(TransferError):
+                    self._verifier.prepare(fetch, key, self.bindings.to(fetch.peers, self._peers))
 
     def of(self, key: PeerKey, claim_id: str, *states: ReadState) -> list[tuple[Fetch, Read]]:
         """The read of a claim from a peer, if it is in one of the states; late and repeated answers match none."""
@@ -248,11 +250,7 @@ class Reads:
 
     def hurry(self, fetch: Fetch, now: float) -> Iterator[Step]:
         """Repeat what was not answered, end what takes too long, and get ready for what comes next."""
-        try:
-            self._prepare(fetch)
-        except TransferError as cause:
-            yield Broken(fetch, cause)
-            return
+        self._prepare(fetch)
         for error in overdue(fetch, self._timing, now):
             yield Broken(fetch, error)
             return
