@@ -6,22 +6,54 @@ from kvferry.agent.control import ControlChannel
 from kvferry.agent.wake import Wake
 from kvferry.errors import RequestError
 from kvferry.plan.describe import EngineShape
-from kvferry.session.events import LeaseWanted, PeerKey, Tick
+from kvferry.session.events import LeaseWanted, PeerKey, ReadKey, Tick, TicketEnded
 
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
 
 
-def test_answers_that_came_during_a_long_poll_are_read_before_time_passes(make_rank, monkeypatch):
-    """Else a long copy would make a peer look silent that has answered."""
-    agent = make_rank("p0", SHAPE).agent
-    agent.close()
+@pytest.fixture
+def steps(make_rank, monkeypatch):
+    """An agent that does nothing but say in which order it would."""
+    rank = make_rank("p0", SHAPE)
+    rank.agent.close()
     order = []
-    monkeypatch.setattr(agent._carrier, "poll", lambda: order.append("poll") or [])
-    monkeypatch.setattr(agent._control, "receive", lambda wait_s: order.append("receive") or [])
-    monkeypatch.setattr(agent._wake, "rang", lambda: False)
-    monkeypatch.setattr(agent._target, "handle", lambda event, now: order.append(type(event)) or [])
+    monkeypatch.setattr(rank.agent._carrier, "poll", lambda: order.append("poll") or [])
+    monkeypatch.setattr(rank.agent._control, "receive", lambda wait_s: order.append("receive") or [])
+    monkeypatch.setattr(rank.agent._wake, "rang", lambda: False)
+    monkeypatch.setattr(rank.agent._target, "handle", lambda event, now: order.append(type(event)) or [])
+    return rank.agent, order
+
+
+@pytest.mark.parametrize(
+    ("long_s", "expected"), [(-1.0, ["receive", "poll", "receive", Tick]), (60.0, ["receive", "poll", Tick])]
+)
+def test_answers_that_came_during_a_long_poll_are_read_before_time_passes(steps, monkeypatch, long_s, expected):
+    """Else a long copy would make a peer look silent that has answered."""
+    monkeypatch.setattr("kvferry.agent.agent.LONG_TURN_S", long_s)
+    agent, order = steps
     agent._turn(0.0)
-    assert order == ["receive", "poll", "receive", Tick]
+    assert order == expected
+
+
+@pytest.mark.parametrize(("is_rung", "expected"), [(False, ["receive", "poll"]), (True, ["receive", "poll", Tick])])
+def test_between_two_deadlines_only_transports_get_on_as_long_as_nothing_comes_in(
+    steps, monkeypatch, is_rung, expected
+):
+    agent, order = steps
+    agent._quiet_until = float("inf")
+    monkeypatch.setattr(agent._wake, "rang", lambda: is_rung)
+    agent._turn(0.0)
+    assert order == expected
+    assert (agent._quiet_until > 0) is not is_rung
+
+
+def test_what_a_transport_has_ended_meanwhile_is_followed_by_a_whole_turn(steps, monkeypatch):
+    agent, order = steps
+    agent._quiet_until = float("inf")
+    ended = [TicketEnded(ReadKey("q1", PeerKey("tcp://127.0.0.1:1", "p0", "e1")), "")]
+    monkeypatch.setattr(agent._carrier, "poll", lambda: ended)
+    assert agent._turn(1.0) == 0.0
+    assert order == ["receive", TicketEnded]
 
 
 @pytest.mark.parametrize("request_id", ["", "x" * 257], ids=["empty", "too long"])

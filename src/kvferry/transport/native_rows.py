@@ -204,6 +204,31 @@ def _write_past_cache(target: int, source: int, num_bytes: int) -> None:
         _move(target + last, source + last, num_bytes - last)
 
 
+@njit(forceinline=True)
+def _write_lines(target: int, source: int, num_bytes: int) -> None:
+    """Whole lines; four at a time, as the loop's own work takes as long as writing one."""
+    last = num_bytes - num_bytes % (4 * LINE_BYTES)
+    for done in range(0, last, 4 * LINE_BYTES):
+        _write_line(target + done, source + done)
+        _write_line(target + done + LINE_BYTES, source + done + LINE_BYTES)
+        _write_line(target + done + 2 * LINE_BYTES, source + done + 2 * LINE_BYTES)
+        _write_line(target + done + 3 * LINE_BYTES, source + done + 3 * LINE_BYTES)
+    for done in range(last, num_bytes, LINE_BYTES):
+        _write_line(target + done, source + done)
+
+
+@njit(forceinline=True)
+def _resolve_in_one(address: int, size: int, start: int, offset: Offsets, length: Offsets, found: Offsets) -> bool:
+    """The same for rows of one view, several at a time as there is no branch; whether all lie in it."""
+    signs = 0
+    for row in range(len(length)):
+        skip, room = offset[row] - start, size - length[row]
+        # Negative as soon as one of them is.
+        signs |= skip | length[row] | room | (room - skip)
+        found[row] = address + skip
+    return signs >= 0
+
+
 def _resolve(
     address: Offsets,
     size: Offsets,
@@ -214,6 +239,8 @@ def _resolve(
     found: Offsets,
 ) -> int:
     in_many = len(piece) > 0
+    if not in_many and _resolve_in_one(address[0], size[0], start[0], offset, length, found):
+        return -1
     for row in range(len(length)):
         number, num_bytes = piece[row] if in_many else 0, length[row]
         if number < 0 or number >= len(size):
@@ -228,14 +255,14 @@ def _resolve(
 def _advance(target: Offsets, source: Offsets, length: Offsets, first: int, past_cache: bool) -> int:
     left = STEP_BYTES
     for row in range(first, len(length)):
-        num_bytes = length[row]
-        if past_cache and not (target[row] | num_bytes) & (LINE_BYTES - 1):
-            for done in range(0, num_bytes, LINE_BYTES):
-                _write_line(target[row] + done, source[row] + done)
+        # Each is read once: for all the compiler knows, what is written might be the columns.
+        goal, start, num_bytes = target[row], source[row], length[row]
+        if past_cache and not (goal | num_bytes) & (LINE_BYTES - 1):
+            _write_lines(goal, start, num_bytes)
         elif past_cache:
-            _write_past_cache(target[row], source[row], num_bytes)
+            _write_past_cache(goal, start, num_bytes)
         else:
-            _move(target[row], source[row], num_bytes)
+            _move(goal, start, num_bytes)
         left -= num_bytes
         if left <= 0:
             _fence()
