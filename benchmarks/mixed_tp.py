@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 from collections import defaultdict
@@ -22,28 +23,55 @@ from mixed_tp_target import AGENTS, Target
 SLOW_S = 1.0
 """What takes longer is repeated twice only."""
 
+STAGES = ("gather", "wire", "scatter")
+
 Figures = dict[str, Any]
 
 
+class Rounds:
+    """Everything once per round, in an order of its own: who comes after whom decides what is in the caches."""
+
+    def __init__(self, target: Target) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.reports: dict[str, Any] = {}
+        self._target = target
+        self._peers = peers_and_limits(target)
+        steps = [(self._ours, AGENTS), (self._theirs, self._peers), (self._alone, STAGES), (self._together, [""])]
+        self._steps = [(run, name) for run, names in steps for name in names]
+
+    def run(self, number: int) -> None:
+        random.Random(number).shuffle(self._steps)
+        for run, name in self._steps:
+            run(name)
+
+    def _ours(self, name: str) -> None:
+        elapsed, self.reports[name] = self._target.fetch(name)
+        self.seconds[name].append(elapsed)
+        if name == "auto":
+            # What the peers' bare lists are to be compared with: neither asking before nor verifying after.
+            self.seconds["auto, moving"].append(self.reports[name].phases_s["wire"])
+
+    def _theirs(self, name: str) -> None:
+        known = self.seconds[name]
+        if len(known) < 2 or known[0] < SLOW_S:
+            known.append(self._peers[name]())
+
+    def _alone(self, name: str) -> None:
+        self.seconds[f"{name} alone"].append(self._target.stages(name)[name])
+
+    def _together(self, _: str) -> None:
+        for name, elapsed in self._target.stages(*STAGES).items():
+            self.seconds["all stages" if name == "all" else f"{name} beside others"].append(elapsed)
+
+
 def measure(target: Target, repeats: int) -> Figures:
-    """Everything once per repeat, one after the other; medians in milliseconds."""
-    seconds: dict[str, list[float]] = defaultdict(list)
-    reports: dict[str, Any] = {}
-    for _ in range(repeats):
-        for name in AGENTS:
-            elapsed, reports[name] = target.fetch(name)
-            seconds[name].append(elapsed)
-        # What the peers' bare lists are to be compared with: neither asking before nor verifying after.
-        seconds["auto, moving"].append(reports["auto"].phases_s["wire"])
-        for name, run in peers_and_limits(target).items():
-            if len(seconds[name]) < 2 or seconds[name][0] < SLOW_S:
-                seconds[name].append(run())
-        for name in ("gather", "wire", "scatter"):
-            seconds[f"{name} alone"].append(target.stages(name)[name])
-        for name, elapsed in target.stages("gather", "wire", "scatter").items():
-            seconds["all stages" if name == "all" else f"{name} beside others"].append(elapsed)
+    """Medians in milliseconds."""
+    rounds = Rounds(target)
+    for number in range(repeats):
+        rounds.run(number)
+    reports = rounds.reports
     return {
-        "ms": {name: round(statistics.median(values) * 1e3, 3) for name, values in seconds.items()},
+        "ms": {name: round(statistics.median(values) * 1e3, 3) for name, values in rounds.seconds.items()},
         "chosen": reports["auto"].strategy,
         "rows": {name: report.num_rows for name, report in reports.items()},
     }
@@ -104,7 +132,7 @@ def run_rig(rig: Rig, arguments: argparse.Namespace) -> list[Figures]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--pairs", default=",".join(f"{source}-{target}" for source, target in PAIRS))
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
