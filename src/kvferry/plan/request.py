@@ -214,11 +214,11 @@ def _group_places(
 
 def _ends(group: GroupProgram, numbers: list[range], has_fixed: bool) -> Indices:
     """The first and the last token that moves; token 0 stands for states of fixed size."""
-    ends: list[int] = []
     if group.fixed:
         ends = [0] if has_fixed else []
-    elif group.units or group.singles:
-        ends = [end for at in numbers if at for end in (at[0], at[-1])]
+    else:
+        has_tokens = bool(group.units or group.singles)
+        ends = [end for at in numbers if at and has_tokens for end in (at[0], at[-1])]
     return group.tokens.token(np.array(ends, np.int64))
 
 
