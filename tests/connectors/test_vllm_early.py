@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -12,6 +13,7 @@ from test_vllm_middleware import CHAT, COMPLETIONS, FACTS, STREAM, WHOLE, Vllm
 from kvferry.connectors.params import from_params
 from kvferry.connectors.promise import Promise, unsealed
 from kvferry.connectors.vllm_middleware.asgi import Opened
+from kvferry.connectors.vllm_middleware.early import EarlyLeg
 
 KEY = "k" * 64
 RANKS = [
@@ -122,6 +124,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"use_beam_search": True}, "found: use_beam_search"),
     "several prompts": ({"prompt": ["a", "b"]}, "found: prompt"),
     "several prompts of ids": ({"prompt": [[1], [2]]}, "found: prompt"),
+    "a prompt that is no text": ({"prompt_embeds": "AAAA"}, "found: prompt_embeds"),
     "both legs": ({"kv_transfer_params": {**EARLY, "do_remote_prefill": True}}, "both legs at once"),
 }
 
@@ -212,6 +215,62 @@ def test_a_client_that_leaves_while_it_asks_is_vllms_to_notice():
     served.middleware._app = waiting
     served.ask(COMPLETIONS, LEG)
     assert heard == ["http.request", "http.disconnect"]
+
+
+def asked_in_pieces(pieces, app):
+    """How often the app was given something, and what."""
+    given = []
+    messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+    messages += [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
+
+    async def reading(scope, receive, send):
+        while (message := await receive())["type"] == "http.request":
+            given.append(message)
+        await app(scope, receive, send)
+
+    async def receive():
+        return messages.pop(0)
+
+    served = Vllm(workers=RANKS)
+    served.middleware._app = reading
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "root_path": "", "headers": [], "app": served}
+    asyncio.run(served.middleware(scope, receive, None))
+    return given
+
+
+async def nothing(scope, receive, send):
+    return
+
+
+def test_a_body_in_many_pieces_is_handed_on_in_one():
+    body = json.dumps(ASK).encode()
+    pieces = [body[at : at + 1] for at in range(len(body))]
+    assert asked_in_pieces(pieces, nothing) == [{"type": "http.request", "body": body, "more_body": False}]
+
+
+def test_what_is_too_large_is_handed_on_as_far_as_it_was_read(monkeypatch):
+    monkeypatch.setattr("kvferry.connectors.vllm_middleware.middleware.MAX_BODY_BYTES", 3)
+    given = asked_in_pieces([b"ab", b"cd", b"ef"], nothing)
+    assert [message["body"] for message in given] == [b"abcd", b"ef", b""]
+    assert [message["more_body"] for message in given] == [True, True, False]
+
+
+def test_a_body_is_not_kept_while_its_answer_lasts():
+    """The app's own copy is enough."""
+    seen = []
+
+    def alive():
+        gc.collect()
+        return [one for one in gc.get_objects() if isinstance(one, Opened | EarlyLeg)]
+
+    async def looking(scope, receive, send):
+        seen.extend(one for one in alive() if not any(one is other for other in before))
+
+    before = alive()
+    for body in ({**LEG, "prompt": "x" * 1000}, ASK):
+        asked_in_pieces([json.dumps(body).encode()], looking)
+    assert [type(one) for one in seen] == [Opened, Opened]
+    assert [(one.body, one._messages) for one in seen] == [(b"", [])] * 2
 
 
 def test_a_body_that_is_too_large_to_be_looked_at_is_vllms(monkeypatch):

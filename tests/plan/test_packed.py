@@ -108,7 +108,9 @@ def test_only_stretches_that_are_computed_are_planned():
                 plan.slots(num_blocks)
 
 
-def test_stretches_are_planned_together_and_once(monkeypatch):
+@pytest.mark.parametrize("may_be_many", [True, False])
+def test_stretches_are_planned_together_and_once(monkeypatch, may_be_many):
+    """Unless each of them has a great many rows."""
     calls = []
 
     def counted(*arguments):
@@ -116,11 +118,13 @@ def test_stretches_are_planned_together_and_once(monkeypatch):
         return places_for(*arguments)
 
     monkeypatch.setattr("kvferry.plan.slots.places_for", counted)
+    if not may_be_many:
+        monkeypatch.setattr("kvferry.plan.slots.MAX_ROWS_TOGETHER", 4)
     plan = SlotPlan(rig("token-major", TABLE))
     for number in range(len(plan.stretches)):
         for _ in range(2):
             assert len(plan.slots(number)) == 1
-    assert calls == [1, TOGETHER, TOGETHER, 12 - 1 - 2 * TOGETHER]
+    assert calls == ([1, TOGETHER, TOGETHER, 12 - 1 - 2 * TOGETHER] if may_be_many else [1] * 12)
 
 
 def test_bytes_are_counted_for_each_stretch():

@@ -89,6 +89,13 @@ def test_a_promise_is_made_when_the_request_arrives_and_told_as_it_is_computed()
     ]
 
 
+def test_that_a_prompt_is_begun_is_told_once():
+    made, _ = promised()
+    assert orders(made, step([("other", 0, 7)], is_first=True)).begun == []
+    assert orders(made, step([(ID, 0, 16)], is_first=True)).begun == ["early-1"]
+    assert orders(made, step([(ID, 16, 16)])).begun == []
+
+
 def test_what_is_cached_counts_and_what_is_generated_does_not():
     made, _ = promised()
     assert [order.num_tokens for order in orders(made, step([(ID, 16, 16)], is_first=True)).growths] == [32]
@@ -186,6 +193,15 @@ def test_one_promise_is_one_requests():
     assert orders(made).promises == []
     made.on_new_request(early(new_promise(), "cmpl-there"))
     assert len(orders(made).promises) == 1
+
+
+def test_a_promise_that_was_kept_is_not_made_again():
+    """Its lease and its name are those of the first request, however late the second one comes."""
+    made, asked = promised()
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert made.finished(asked, BLOCKS) == (True, None)
+    made.on_new_request(early(request_id="cmpl-here-1"))
+    assert orders(made).promises == []
 
 
 def test_what_is_fetched_or_continued_is_not_promised():

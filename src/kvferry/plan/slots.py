@@ -7,7 +7,7 @@ know; so what they tell each other about a slot is its number and where it lies.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from kvferry.plan.copies import Column, Copies
 from kvferry.plan.layout import Layout
 from kvferry.plan.packed import packed
 from kvferry.plan.program import Program
-from kvferry.plan.request import Ranges, bytes_at, copies_for, places_for
+from kvferry.plan.request import Ranges, bytes_at, copies_for, num_rows, places_for
 from kvferry.plan.span import MAX_STOP
 from kvferry.plan.staged import RegionStarts, Side, Stages, Staging, Strategy, staged
 from kvferry.plan.stretch import Stretch, even_stretches, stretch_tokens, unit_tokens
@@ -32,6 +32,9 @@ slots are, and each is a record here."""
 
 TOGETHER = 4
 """So many stretches are planned at once."""
+
+MAX_ROWS_TOGETHER = 1 << 20
+"""If they have so many rows, each is planned by itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,12 +91,19 @@ class SlotPlan:
         together = self._together(number)
         return self._planned(together)[number - together.start]
 
+    @cached_property
+    def _num_together(self) -> int:
+        """Rows are listed for all of them: a peer may have chosen memory in which a stretch has millions."""
+        request, few = self._request, (self.stretches[0], self.stretches[len(self.stretches) // 2], self.stretches[-1])
+        most = max(num_rows(request.program, request.ranges, stretch) for stretch in few)
+        return TOGETHER if most <= MAX_ROWS_TOGETHER // TOGETHER else 1
+
     def _together(self, number: int) -> range:
         """The stretches that are planned with one: the first alone, since somebody waits for it."""
         if self._request.strategy is not Strategy.PACK or number == 0:
             return range(number, number + 1)
-        start = number - (number - 1) % TOGETHER
-        stop = min(start + TOGETHER, len(self.stretches))
+        start = number - (number - 1) % self._num_together
+        stop = min(start + self._num_together, len(self.stretches))
         while stop - 1 > number and self.tokens_for(stop - 1) > self._num_ready:
             stop -= 1
         return range(start, stop)

@@ -85,6 +85,7 @@ class Read:
     subject: Subject = NOTHING
     extracts: tuple[Extract, ...] = ()
     is_prepared: bool = False
+    may_prepare: bool = True
     ours: tuple[bytes, ...] = ()
     theirs: tuple[bytes, ...] = ()
 

@@ -237,7 +237,8 @@ class Reads:
     def _prepare(self, fetch: Fetch) -> None:
         """Do what can be done while sources think about what they were asked. What cannot be is told when it has to."""
         for key, read in fetch.reads.items():
-            if not read.is_prepared and read.state in UNANSWERED:
+            if read.may_prepare and read.state in UNANSWERED:
+                read.may_prepare = False
                 with suppress(TransferError):
                     self._verifier.prepare(fetch, key, self.bindings.to(fetch.peers, self._peers))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from kvferry.connectors.vllm.orders import EndOrder, GrowthOrder, Orders, Promis
 __all__ = ["Promised"]
 
 Blocks = tuple[list[int], ...]
+
+# Requests that are made of one come within moments.
+MAX_MADE = 1024
 
 
 @dataclass(slots=True)
@@ -37,16 +41,17 @@ class Promised:
         self._prefills: dict[str, _Prefill] = {}
         # Requests that go on without the promise that was made for them.
         self._broken: set[str] = set()
+        self._made: deque[Promise] = deque(maxlen=MAX_MADE)
 
     def begin(self, request: Request, key: str, orders: Orders) -> None:
         """Promise the cache of a request that has arrived, if our front end has said so."""
         params = request.kv_transfer_params or {}
         promise = unsealed(params, key)
-        # A client may have several requests made of one: the promise is the first one's. Those that are continued later
-        # get a prompt that is not known yet.
-        is_known = any(prefill.promise == promise for prefill in self._prefills.values())
-        if promise is None or is_known or request.resumable or params.get("do_remote_prefill"):
+        # Should several requests be made of one, the promise is the first one's, also when that has ended. Those that
+        # are continued later get a prompt that is not known yet.
+        if promise is None or promise in self._made or request.resumable or params.get("do_remote_prefill"):
             return
+        self._made.append(promise)
         self._prefills[request.request_id] = _Prefill(promise, request.num_prompt_tokens)
         orders.promises.append(PromiseOrder(promise.name, promise.lease_id, request.num_prompt_tokens))
 
@@ -67,10 +72,11 @@ class Promised:
     def _grow(
         self, request_id: str, prefill: _Prefill, num_computed: int, output: SchedulerOutput, orders: Orders
     ) -> None:
-        state = output.kv_connector_block_state
-        blocks = state.get_block_ids(request_id) if state is not None else None
-        num_tokens = min(num_computed, prefill.num_tokens)
-        if blocks is not None and num_tokens > prefill.num_told:
+        state, num_tokens = output.kv_connector_block_state, min(num_computed, prefill.num_tokens)
+        if state is None or num_tokens <= prefill.num_told:
+            return
+        blocks = state.get_block_ids(request_id)
+        if blocks is not None:
             prefill.num_told = num_tokens
             orders.growths.append(GrowthOrder(prefill.promise.name, self._tables(blocks), num_tokens))
 

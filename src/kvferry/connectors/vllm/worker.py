@@ -270,11 +270,4 @@ def _without_replica(engine_id: str) -> str:
 
 
 def _timing(settings: Settings) -> Timing:
-    return replace(
-        Timing(),
-        lease_s=settings.lease_s,
-        handshake_s=HANDSHAKE_S,
-        missed_heartbeats=MISSED_HEARTBEATS,
-        # A promise reaches the agent a step after its reference has reached the caller, and a step may be long.
-        early_claim_s=settings.lease_s,
-    )
+    return replace(Timing(), lease_s=settings.lease_s, handshake_s=HANDSHAKE_S, missed_heartbeats=MISSED_HEARTBEATS)

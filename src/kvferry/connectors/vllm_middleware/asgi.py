@@ -64,8 +64,11 @@ async def body_of(receive: Receive, max_bytes: int) -> bytes:
 
 
 class Opened:
-    """A request whose body has been read before the app reads it. `body` is empty when it is too large, or when the
-    client left before it was whole: then only the app is to make something of it."""
+    """A request whose body has been read before the app reads it, and is given to it in one message.
+
+    `body` is empty when it is too large, or when the client left before it was whole: then only the app is to make
+    something of it.
+    """
 
     def __init__(self, receive: Receive, messages: list[Message], body: bytes) -> None:
         self.body = body
@@ -75,21 +78,23 @@ class Opened:
     @classmethod
     async def read(cls, receive: Receive, max_bytes: int) -> Opened:
         """Take messages until the body is whole."""
-        messages: list[Message] = []
-        size_bytes = 0
-        while size_bytes <= max_bytes:
-            messages.append(await receive())
-            size_bytes += len(messages[-1].get("body", b""))
-            if messages[-1]["type"] != "http.request" or not messages[-1].get("more_body", False):
+        found, message, is_open = bytearray(), await receive(), True
+        while is_open and message["type"] == "http.request":
+            found += message.get("body", b"")
+            is_open = message.get("more_body", False)
+            if not is_open or len(found) > max_bytes:
                 break
-        is_whole = messages[-1]["type"] == "http.request" and not messages[-1].get("more_body", False)
-        body = b"".join(message.get("body", b"") for message in messages) if is_whole else b""
-        return cls(receive, messages, body if size_bytes <= max_bytes else b"")
+            message = await receive()
+        body = bytes(found)
+        first: Message = {"type": "http.request", "body": body, "more_body": is_open}
+        others = [] if message["type"] == "http.request" else [message]
+        return cls(receive, [first, *others], b"" if is_open or len(body) > max_bytes else body)
 
-    def with_body(self, body: bytes) -> Opened:
-        """The same request with another body."""
-        return Opened(self._receive, [{"type": "http.request", "body": body, "more_body": False}], body)
+    def replace(self, body: bytes) -> None:
+        """Have the app read another body."""
+        self.body, self._messages = body, [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive(self) -> Message:
-        """What the app hears: what has been read, and then what the client says."""
+        """What the app hears: what has been read, and then what the client says. From then on it is not kept here."""
+        self.body = b""
         return self._messages.pop(0) if self._messages else await self._receive()

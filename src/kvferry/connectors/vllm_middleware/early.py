@@ -89,6 +89,8 @@ def _check(fields: Mapping[str, msgspec.Raw], params: Mapping[str, Any]) -> None
     several = [name for name in ("n", "best_of") if bytes(fields.get(name, b"1")) not in (b"1", b"null")]
     several += [name for name in ("use_beam_search",) if bytes(fields.get(name, b"false")) not in (b"false", b"null")]
     several += ["prompt"] if _has_several_prompts(fields) else []
+    # Each of these is a request of its own, beside the prompt.
+    several += ["prompt_embeds"] if bytes(fields.get("prompt_embeds", b"null")) != b"null" else []
     if several:
         what = "an early reference stands for one sequence"
         raise RequestError(what, found=", ".join(several), expected="one prompt and one answer")

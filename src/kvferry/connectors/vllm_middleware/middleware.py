@@ -6,12 +6,22 @@ import msgspec
 
 from kvferry.connectors.params import Reach, from_params
 from kvferry.connectors.vllm_middleware.arrivals import ARRIVALS, Arrivals
-from kvferry.connectors.vllm_middleware.asgi import App, Opened, Receive, Scope, Send, answer_json, body_of, header
+from kvferry.connectors.vllm_middleware.asgi import (
+    App,
+    Message,
+    Opened,
+    Receive,
+    Scope,
+    Send,
+    answer_json,
+    body_of,
+    header,
+)
 from kvferry.connectors.vllm_middleware.beginnings import BEGINNINGS, Beginnings
-from kvferry.connectors.vllm_middleware.early import EarlyLeg, early_leg
+from kvferry.connectors.vllm_middleware.early import early_leg
 from kvferry.connectors.vllm_middleware.legs import ANSWER_PATHS, leg_name
 from kvferry.connectors.vllm_middleware.passage import EarlyPassage, Passage
-from kvferry.connectors.vllm_middleware.workers import EarlyFacts, Workers, is_draining, num_replicas
+from kvferry.connectors.vllm_middleware.workers import Workers, is_draining, num_replicas
 from kvferry.errors import ConfigurationError, FerryError, RequestError, TransferError
 from kvferry.openai import error_body, error_of
 from kvferry.wire.messages import WIRE_VERSION, Reason
@@ -70,26 +80,30 @@ class FerryMiddleware:
         """What is asked for is known before vLLM knows it."""
         opened = await Opened.read(receive, MAX_BODY_BYTES)
         try:
-            early = early_leg(path, opened.body)
-            legs = [(early, await self._workers.early(scope["app"].state))] if early is not None else []
+            promises = await self._promised(path, scope, opened)
         except FerryError as error:
             await answer_json(send, *_refusal(error))
             return
-        for leg in legs:
-            await self._pass_early(leg, scope, opened, send)
-        if not legs:
+        for name, first_event in promises:
+            passage = EarlyPassage(self._beginnings, name, first_event, send)
+            try:
+                await self._app(_of_length(scope, len(opened.body)), opened.receive, passage.send)
+            finally:
+                passage.close()
+        if not promises:
             await self._pass_other(path, scope, opened, send)
 
-    async def _pass_early(self, leg: tuple[EarlyLeg, EarlyFacts], scope: Scope, opened: Opened, send: Send) -> None:
-        early, facts = leg
-        body = early.body(facts)
-        headers = [pair for pair in scope["headers"] if pair[0].lower() not in OF_LENGTH]
-        headers.append((b"content-length", str(len(body)).encode()))
-        passage = EarlyPassage(self._beginnings, early.name, early.first_event(facts), send)
-        try:
-            await self._app({**scope, "headers": headers}, opened.with_body(body).receive, passage.send)
-        finally:
-            passage.close()
+    async def _promised(self, path: str, scope: Scope, opened: Opened) -> list[tuple[str, Message]]:
+        """The name and the first event of what an early leg is promised, if it is one. Raises FerryError.
+
+        Nothing else of it is kept: an answer may take long, and a prompt be large.
+        """
+        early = early_leg(path, opened.body)
+        if early is None:
+            return []
+        facts = await self._workers.early(scope["app"].state)
+        opened.replace(early.body(facts))
+        return [(early.name, early.first_event(facts))]
 
     async def _pass_other(self, path: str, scope: Scope, opened: Opened, send: Send) -> None:
         name = leg_name(path, header(scope["headers"], REQUEST_ID), opened.body)
@@ -132,6 +146,12 @@ class FerryMiddleware:
             "prefix_cache": bool(state.engine_client.vllm_config.cache_config.enable_prefix_caching),
             "early": bool(facts.get("early")) and num_replicas(state) == 1,
         }
+
+
+def _of_length(scope: Scope, size_bytes: int) -> Scope:
+    """The same request with a body of another length."""
+    headers = [pair for pair in scope["headers"] if pair[0].lower() not in OF_LENGTH]
+    return {**scope, "headers": [*headers, (b"content-length", str(size_bytes).encode())]}
 
 
 def _refusal(error: FerryError) -> tuple[int, dict[str, object]]:
