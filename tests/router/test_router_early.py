@@ -463,22 +463,40 @@ def test_who_has_computed_a_cache_that_has_come_has_done_well():
     asyncio.run(main())
 
 
-def test_a_prompt_that_is_computed_again_tells_nothing_of_the_handover():
-    async def main():
-        async def recomputing(request, seen):
-            response = await open_stream(request, **{"x-kvferry-cache": "recomputed", "x-kvferry-cache-reason": "x"})
-            await response.write(frame(chat_chunk("one")) + b"data: [DONE]\n\n")
-            await response.write_eof()
-            return response
+async def recomputing(request, seen):
+    response = await open_stream(request, **{"x-kvferry-cache": "recomputed", "x-kvferry-cache-reason": "x"})
+    await response.write(frame(chat_chunk("one")) + b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
 
+
+@pytest.mark.parametrize(("answer", "tells"), [(decoding, True), (recomputing, False)])
+def test_the_handover_is_from_the_end_of_the_prefill_to_an_answer_made_of_its_cache(answer, tells):
+    async def main():
         prompt = Prompt()
         prompt.may_end.set()
-        p, d = early_engine("p0", prompt), decode_engine("d0", recomputing)
-        async with cluster([p], [d], early_from_tokens=1) as c:
+
+        async def behave(request, seen):
+            async with asyncio.timeout(DEADLINE_S):
+                while (await prefill_of(c))["in_flight_requests"]:
+                    await asyncio.sleep(0)
+            return await answer(request, seen)
+
+        async with cluster([early_engine("p0", prompt)], [decode_engine("d0", behave)], early_from_tokens=1) as c:
             async with c.session.post(c.url + "/v1/completions", json=LONG | {"stream": True}) as response:
-                assert response.headers["x-kvferry-cache"] == "recomputed"
                 await response.read()
-            assert c.app.state.membership.handover.value == 0.0
+            assert (c.app.state.membership.handover.value > 0) is tells
+
+    asyncio.run(main())
+
+
+def test_who_has_not_computed_what_was_computed_again_has_shown_nothing():
+    async def main():
+        p, d = early_engine("p0", Prompt()), decode_engine("d0", recomputing)
+        async with cluster([p], [d], early_from_tokens=1) as c:
+            assert (await c.complete(LONG)).status == 200
+            await left(p)
+            assert (await prefill_of(c))["prefill_tokens_per_s"] == 0
 
     asyncio.run(main())
 

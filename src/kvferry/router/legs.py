@@ -66,8 +66,6 @@ class Legs:
         # All so far; the last one is in flight.
         self._sent: list[Leg] = []
         self._early: list[EarlyPrefill] = []
-        # Prefill instances that have not kept a promise.
-        self._unreliable: frozenset[Instance] = frozenset()
 
     @property
     def urls(self) -> Mapping[Role, str]:
@@ -86,7 +84,7 @@ class Legs:
         self._let_go(command.role)
         decode = self._held.get(Role.DECODE)
         partners = (decode.instance,) if command.role is Role.PREFILL and decode else ()
-        wanted = Wanted(command.role, self._call.task, command.excluded | self._unreliable, partners)
+        wanted = Wanted(command.role, self._call.task, command.excluded, partners)
         found = self._services.membership.reserve(wanted)
         if isinstance(found, Reservation):
             self._held[command.role] = found
@@ -209,7 +207,6 @@ class Legs:
         leg.trace.ended(outcome_of(event))
         if reason := self._judge.hears_end(leg.reservation, event):
             self.count(Count(Counted.UPSTREAM_ERROR, Role.PREFILL, reason))
-            self._unreliable |= {leg.instance}
             self._sent[-1].give_up(PREFILL_LOST)
         self._let_go(Role.PREFILL)
 
