@@ -47,12 +47,14 @@ from kvferry.router.events import (
 )
 from kvferry.router.flow import Flow
 from kvferry.router.judge import Judge
-from kvferry.router.leg import Leg
+from kvferry.router.leg import Leg, Patience
 from kvferry.router.member import INSTANCE_FUSE
 from kvferry.router.pace import Pace
 from kvferry.router.policy import NO_TASK, Role
 from kvferry.router.request import decode_body, prefill_body
 from kvferry.router.timing import without_beginning
+from kvferry.router.tracing import UNTRACED_LEG
+from kvferry.router.upstream import Outgoing
 
 PARAMS = b'{"do_remote_prefill": true, "kvferry": {"lease_id": "x"}}'
 OURS = {**TRANSFER, "kvferry": {"lease_id": "x"}}
@@ -499,6 +501,31 @@ def test_who_has_not_computed_what_was_computed_again_has_shown_nothing():
             assert (await prefill_of(c))["prefill_tokens_per_s"] == 0
 
     asyncio.run(main())
+
+
+def test_what_the_router_has_left_raises_no_doubts_about_it():
+    async def main():
+        p, doubts = early_engine("p0", Prompt()), []
+        async with cluster([p], [decode_engine()], early_from_tokens=1) as c:
+            c.app.state.membership.doubt = lambda: doubts.append("p0")
+            assert (await c.complete(LONG)).status == 200
+            await left(p)
+            await until_idle(c)
+            assert doubts == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cut", range(1, len(PROMISE)))
+def test_the_first_event_is_found_wherever_it_is_cut(cut):
+    pieces = [PROMISE[:cut], PROMISE[cut:], b"data: [DONE]\n\n", b""]
+
+    async def piece():
+        return pieces.pop(0)
+
+    outgoing = Outgoing("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
+    leg = Leg(SimpleNamespace(), SimpleNamespace(), UNTRACED_LEG, outgoing, Patience(1.0, 1.0))
+    assert asyncio.run(leg._first_event(SimpleNamespace(piece=piece))) == PROMISE
 
 
 def test_legs_that_are_left_are_not_kept_in_memory():
