@@ -298,26 +298,6 @@ def test_an_unexpected_message_is_counted():
     play(session(), [*HANDSHAKE, (0.4, answer(CLAIM.message), [Count("unexpected_messages", "Claim")])])
 
 
-def test_two_source_ranks_are_read_and_both_must_be_valid():
-    ranks = describe(MODEL, EngineShape(2, 1, 4, 8, "token-major"), 1 << 20)
-    peers = [PeerKey(f"tcp://127.0.0.1:{port}", "p0", "epoch-1") for port in (1, 2)]
-    target = session()
-    target.handle(replace(WANTED, addresses=tuple(peer.address for peer in peers)), 0.0)
-    for rank, peer in enumerate(peers):
-        party = m.Party("p0", "epoch-1", rank)
-        target.handle(AnswerArrived(peer, m.Welcome(m.WIRE_VERSION, "0.1.0", party, 2, fingerprint(ranks[rank]))), 0.1)
-        target.handle(AnswerArrived(peer, m.Offer(party, ranks[rank], (), m.Probe(0, 0, 0))), 0.1)
-    target.handle(PeerConnected(peers[0], "shm", ""), 0.2)
-    claims = target.handle(PeerConnected(peers[1], "shm", ""), 0.2)
-    assert [claim.peer for claim in claims] == peers
-    for peer in peers:
-        play(target, [(0.3, AnswerArrived(peer, GRANT), [Post])])
-        play(target, [(0.4, TicketEnded(ReadKey("q1", peer), ""), [Send])])
-    play(target, [(0.5, AnswerArrived(peers[0], m.Valid("q1")), [])])
-    (fetched,) = play(target, [(0.5, AnswerArrived(peers[1], m.Valid("q1")), [Fetched])])
-    assert fetched.report.num_bytes == 6 * MODEL.bytes_per_token
-
-
 RANKS = describe(MODEL, EngineShape(2, 1, 4, 8, "token-major"), 1 << 20)
 PEERS = [PeerKey(f"tcp://127.0.0.1:{port}", "p0", "epoch-1") for port in (1, 2)]
 
@@ -333,6 +313,35 @@ def meet(target, ranks=RANKS, numbers=(0, 1), num_ranks=2):
         target.handle(AnswerArrived(peer, m.Offer(party, layout, (), m.Probe(0, 0, 0))), 0.1)
         commands = target.handle(PeerConnected(peer, "shm", ""), 0.2)
     return commands
+
+
+def test_two_source_ranks_are_read_and_both_must_be_valid():
+    """Bytes are on their way from the first grant on, whoever comes later."""
+    target = session()
+    assert [claim.peer for claim in meet(target)] == PEERS
+    for began, peer in zip((0.3, 0.6), PEERS, strict=True):
+        play(target, [(began, AnswerArrived(peer, GRANT), [Post])])
+        play(target, [(began + 0.1, TicketEnded(ReadKey("q1", peer), ""), [Send])])
+    play(target, [(0.8, AnswerArrived(PEERS[0], m.Valid("q1")), [])])
+    (fetched,) = play(target, [(0.9, AnswerArrived(PEERS[1], m.Valid("q1")), [Fetched])])
+    assert fetched.report.num_bytes == 6 * MODEL.bytes_per_token
+    phases = {name: round(value, 6) for name, value in fetched.report.phases_s.items()}
+    assert phases == {"handshake": 0.2, "claim": 0.1, "wire": 0.4, "verify": 0.2}
+
+
+def test_a_source_that_grants_late_has_its_own_time_to_move():
+    target = session()
+    meet(target)
+    first, second = PEERS
+    play(target, [(0.3, AnswerArrived(first, GRANT), [Post]), (0.4, TicketEnded(ReadKey("q1", first), ""), [Send])])
+    play(target, [(1.0, AnswerArrived(first, m.Valid("q1")), []), (12.0, AnswerArrived(second, m.Queued("q1")), [])])
+    late = 12.0 + TIMING.transfer_s
+    play(target, [(late, AnswerArrived(second, GRANT), [Post])])
+    overdue = late + TIMING.transfer_s + 0.1
+    for now in (late + 0.5 * TIMING.transfer_s, overdue):
+        target.handle(AnswerArrived(second, m.Renewed(())), now)
+        failed = [command for command in target.handle(Tick(), now) if isinstance(command, Failed)]
+        assert bool(failed) == (now == overdue)
 
 
 @pytest.mark.parametrize(("numbers", "num_ranks"), [((1, 0), 2), ((0, 1), 3)], ids=["swapped", "one is missing"])
