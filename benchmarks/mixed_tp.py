@@ -82,6 +82,7 @@ def peers_and_limits(target: Target) -> dict[str, Callable[[], float]]:
         "sglang": target.write_by_token,
         "vllm": target.read_by_block,
         "wire": target.read_one,
+        "pipeline": target.pipeline,
     }
 
 
@@ -101,6 +102,7 @@ def ratios(ms: Figures, chosen: str) -> Figures:
     best = min(ms["wire"], ms["all stages"]) if chosen == "direct" else ms["all stages"]
     return {
         "direct / wire": round(ms["wire"] / ms["direct"], 3),
+        "pack / pipeline": round(ms["pipeline"] / ms["pack"], 3),
         "pack / all stages": round(ms["all stages"] / ms["pack"], 3),
         "auto / limit": round((ms["wire"] if chosen == "direct" else best) / ms["auto"], 3),
         "auto / best of ours": round(min(ms["direct"], ms["scatter"], ms["pack"]) / ms["auto"], 3),

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from mixed_tp_cases import Request, Rig, pattern
 from mixed_tp_nixl import PlainNixl, Prepared
-from mixed_tp_stages import Chain, SourceStages
+from mixed_tp_stages import Chain, Signals, SourceStages
 
 from kvferry.agent import Agent, AgentConfig, Host
 from kvferry.plan.copies import Direction
@@ -43,8 +43,16 @@ class SourceProcess:
 
     def __init__(self, rig: Rig, rank: int, epoch: str) -> None:
         """Start it; the first question waits."""
-        command = [sys.executable, __file__, json.dumps({"rig": asdict(rig), "rank": rank, "epoch": epoch})]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self.signals, theirs = Signals.pair()
+        start = {"rig": asdict(rig), "rank": rank, "epoch": epoch, "signals": asdict(theirs)}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(start)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=(theirs.filled, theirs.emptied),
+        )
+        theirs.close()
         self._rest = b""
 
     def ask(self, do: str, **arguments: Any) -> Any:
@@ -78,13 +86,14 @@ class SourceProcess:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
+        self.signals.close()
 
 
 class Served:
     """The process itself, with one method per question."""
 
-    def __init__(self, rig: Rig, rank: int, epoch: str) -> None:
-        self._rig, self._rank = rig, rank
+    def __init__(self, rig: Rig, rank: int, epoch: str, signals: Signals) -> None:
+        self._rig, self._rank, self._signals = rig, rank, signals
         size_bytes = sum(region.size_bytes for region in rig.source_layouts(rank, 0)[rank].regions)
         self._shared = allocate_shared(size_bytes, "benchmark-source")
         pattern(rank, np.frombuffer(self._shared.buffer, np.uint8))
@@ -150,6 +159,8 @@ class Served:
             chains["gather"] = self._stages.gather
         if "wire" in which:
             chains["wire"] = lambda: self._stages.wire(self._nixl, self._peer)
+        if "pipeline" in which:
+            chains["pipeline"] = lambda: self._stages.pipeline(self._nixl, self._peer, self._signals)
         return self._stages.run(chains, begin_at)
 
     def serve(self) -> None:
@@ -170,4 +181,4 @@ class Served:
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
-    Served(Rig(**asked["rig"]), asked["rank"], asked["epoch"]).serve()
+    Served(Rig(**asked["rig"]), asked["rank"], asked["epoch"], Signals(**asked["signals"])).serve()

@@ -1,14 +1,21 @@
-"""What bounds a staged transfer: its own gathers, writes and scatters, alone and all at once, none waiting for another.
+"""What bounds a staged transfer: its own gathers, writes and scatters, alone, all at once with none waiting for
+another, and as a bare pipeline.
 
-The rows are those that the sessions would plan, copied by the mover of the agents; the writes are slots of the arena.
+The rows are those that the sessions would plan, copied as the agents' movers do; the writes are slots of the arena. The
+pipeline has the threads that agents have and as many slots, but nothing is planned, asked or verified: all that travels
+beside the slots is a byte through a pipe for each that is filled, and one for each that is emptied.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
+from dataclasses import dataclass
+from itertools import zip_longest
+from threading import Event, Semaphore
 
 import numpy as np
 from mixed_tp_cases import Request, Rig
@@ -19,11 +26,41 @@ from kvferry.session.slot_use import shifted
 from kvferry.session.unpacking import WINDOW
 from kvferry.staging.host_mover import HostMover, host_pieces
 from kvferry.transport.base import Memory
+from kvferry.transport.pieces import Pieces
+from kvferry.transport.rows import copy_rows
 from kvferry.transport.shared_memory import allocate_shared
 
-__all__ = ["Chain", "SourceStages", "TargetStages", "mover_runs", "run_chains"]
+__all__ = ["Chain", "Signals", "SourceStages", "TargetStages", "mover_runs", "run_chains"]
 
 Chain = Callable[[], None]
+
+PROGRESS_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """One process's ends of two pipes, which carry a byte for every slot that was filled, and that was emptied."""
+
+    filled: int
+    emptied: int
+
+    @classmethod
+    def pair(cls) -> tuple[Signals, Signals]:
+        """Those of the target and those of a source."""
+        filled, emptied = os.pipe(), os.pipe()
+        return cls(filled[0], emptied[1]), cls(filled[1], emptied[0])
+
+    def close(self) -> None:
+        os.close(self.filled)
+        os.close(self.emptied)
+
+
+def copy_now(pieces: Pieces, copies: Copies) -> None:
+    """What a mover does for a slot, on this thread."""
+    source = pieces.side(copies.source, copies.length, "source")
+    target = pieces.side(copies.target, copies.length, "target")
+    for _ in copy_rows(source, target, copies.length.astype(np.int64)):
+        pass
 
 
 def mover_runs(mover: HostMover, rang: Event, jobs: Sequence[Copies]) -> None:
@@ -61,7 +98,8 @@ class SourceStages:
         self._rig, self._rank, self._memory = rig, rank, memory
         self.arena = allocate_shared(WINDOW * rig.slot_bytes, "benchmark-arena")
         self._rang = Event()
-        self._mover = HostMover(host_pieces([memory, self.arena.memory]), self._rang.set)
+        self._pieces = host_pieces([memory, self.arena.memory])
+        self._mover = HostMover(self._pieces, self._rang.set)
         self._gathers: list[Copies] = []
         self._writes: list[Copies] = []
         self.run = run_chains
@@ -83,9 +121,35 @@ class SourceStages:
 
     def wire(self, nixl: PlainNixl, peer: str) -> None:
         for copies in self._writes:
-            prepared = nixl.prepare(peer, copies, Direction.WRITE)
-            nixl.run([prepared])
-            prepared.release()
+            self._write(nixl, peer, copies)
+
+    def _write(self, nixl: PlainNixl, peer: str, copies: Copies) -> None:
+        prepared = nixl.prepare(peer, copies, Direction.WRITE)
+        nixl.run([prepared])
+        prepared.release()
+
+    def pipeline(self, nixl: PlainNixl, peer: str, signals: Signals) -> None:
+        """Gather on one thread, write on this one; a slot is used again when it has been written or emptied."""
+        gathered, written = Semaphore(0), Semaphore(WINDOW)
+
+        def gather() -> None:
+            for copies in self._gathers:
+                written.acquire()
+                copy_now(self._pieces, copies)
+                gathered.release()
+
+        with ThreadPoolExecutor(1) as pool:
+            gathering = pool.submit(gather)
+            for number, copies in enumerate(self._writes):
+                gathered.acquire()
+                if number >= WINDOW:
+                    os.read(signals.emptied, 1)
+                self._write(nixl, peer, copies)
+                os.write(signals.filled, b".")
+                written.release()
+            gathering.result()
+        for _ in self._writes[-WINDOW:]:
+            os.read(signals.emptied, 1)
 
 
 class TargetStages:
@@ -96,25 +160,44 @@ class TargetStages:
         self.arena = allocate_shared(len(rig.readable) * WINDOW * rig.slot_bytes, "benchmark-arena")
         np.frombuffer(self.arena.buffer, np.uint8)[:] = 1
         self._rang = Event()
-        self._mover = HostMover(host_pieces([memory, self.arena.memory]), self._rang.set)
-        self._scatters: list[Copies] = []
+        self._pieces = host_pieces([memory, self.arena.memory])
+        self._mover = HostMover(self._pieces, self._rang.set)
+        self._scatters: dict[int, list[Copies]] = {}
 
     def ring(self, rank: int) -> int:
         """Where the slots for a source rank lie."""
         return self.arena.memory.address + rank * WINDOW * self._rig.slot_bytes
 
     def prepare(self, request: Request) -> None:
-        found: list[tuple[int, Copies]] = []
+        self._scatters = {}
         for rank in self._rig.readable:
             plan = self._rig.slots(rank, 0, self._memory.address, request)
             slots = [slot for stretch in range(len(plan.stretches)) for slot in plan.slots(stretch)]
-            for number, slot in enumerate(slots):
-                skip = number % WINDOW * self._rig.slot_bytes
-                found.append((number, shifted(slot.stages.scatter, self.ring(rank) + skip, 0)))
-        self._scatters = [copies for _, copies in sorted(found, key=lambda each: each[0])]
+            places = [self.ring(rank) + number % WINDOW * self._rig.slot_bytes for number in range(len(slots))]
+            self._scatters[rank] = [
+                shifted(slot.stages.scatter, place, 0) for slot, place in zip(slots, places, strict=True)
+            ]
 
     def scatter(self) -> None:
-        mover_runs(self._mover, self._rang, self._scatters)
+        """The first slot of every rank, then the second, and so on."""
+        in_turns = zip_longest(*self._scatters.values())
+        mover_runs(self._mover, self._rang, [copies for turn in in_turns for copies in turn if copies is not None])
+
+    def pipeline(self, signals: Mapping[int, Signals], progress: Callable[[], None]) -> None:
+        """Scatter what the source ranks have filled, in the order in which it comes; where nothing does, let NIXL make
+        progress, as agents do: until both are connected, a source waits for that."""
+        todo = {signals[rank].filled: (signals[rank].emptied, iter(each)) for rank, each in self._scatters.items()}
+        left = sum(map(len, self._scatters.values()))
+        while left:
+            ready = select.select(list(todo), [], [], PROGRESS_S)[0]
+            if not ready:
+                progress()
+            for filled in ready:
+                os.read(filled, 1)
+                emptied, copies = todo[filled]
+                copy_now(self._pieces, next(copies))
+                os.write(emptied, b".")
+                left -= 1
 
     def close(self) -> None:
         self._mover.close()

@@ -14,7 +14,7 @@ import numpy as np
 from mixed_tp_cases import NUM_HEADS, Request, Rig, logical, pattern, write
 from mixed_tp_nixl import PlainNixl, Prepared
 from mixed_tp_source import TIMING, SourceProcess
-from mixed_tp_stages import TargetStages, run_chains
+from mixed_tp_stages import Chain, TargetStages, run_chains
 
 from kvferry.agent import Agent, AgentConfig, Host, new_epoch, new_lease_id
 from kvferry.agent.config import staging_named
@@ -170,16 +170,25 @@ class Target:
 
     def stages(self, *names: str) -> dict[str, float]:
         """The longest time of each stage, and of everything together."""
-        begin_at = time.monotonic() + LEAD_S
-        far = [name for name in names if name != "scatter"]
-        if far:
-            for source in self._readable:
-                source.tell("stages", which=far, begin_at=begin_at)
-        near = run_chains({"scatter": self._stages.scatter} if "scatter" in names else {}, begin_at)
-        found = [near] + ([source.answer(self._nixl.progress) for source in self._readable] if far else [])
-        spans = [(name, *span) for each in found for name, span in each.items()]
+        near = {"scatter": self._stages.scatter} if "scatter" in names else {}
+        spans = self._run([name for name in names if name != "scatter"], near)
         longest = {name: max(end - begin for of, begin, end in spans if of == name) for name in names}
         return {**longest, "all": max(end for *_, end in spans) - min(begin for _, begin, _ in spans)}
+
+    def pipeline(self) -> float:
+        """The same work, with what each slot has to wait for and nothing else."""
+        signals = {rank: self.sources[rank].signals for rank in self.rig.readable}
+        spans = self._run(["pipeline"], {"pipeline": lambda: self._stages.pipeline(signals, self._nixl.progress)})
+        return max(end for *_, end in spans) - min(begin for _, begin, _ in spans)
+
+    def _run(self, far: list[str], near: dict[str, Chain]) -> list[tuple[str, float, float]]:
+        """Chains of the sources, and chains here, all at once; when each began and ended."""
+        begin_at = time.monotonic() + LEAD_S
+        for source in self._readable if far else ():
+            source.tell("stages", which=far, begin_at=begin_at)
+        found = [run_chains(near, begin_at)]
+        found += [source.answer(self._nixl.progress) for source in self._readable] if far else []
+        return [(name, *span) for each in found for name, span in each.items()]
 
     # --- whether it is right ---
 
