@@ -123,7 +123,7 @@ class Read:
 class Fetch:
     """One wanted cache. `reads` is empty until every source rank has been met and the route is known.
 
-    `posted_at` is when the first bytes began to move, `moved_at` when it last got on.
+    `posted_at` is when its first bytes began to move, `moved_at` when it last got on, where that takes several steps.
 
     A failed fetch is forgotten when no ticket of it is open any more: until then its blocks are in quarantine.
     """
@@ -144,11 +144,6 @@ class Fetch:
         for peer, way in ways.items():
             machine = Machine(f"read of {self.wanted.request_id} from {peer}", READ_TABLE, _first(*way))
             self.reads[peer] = Read(machine, now, *way)
-
-    def gets_on(self, now: float) -> None:
-        """A source lets bytes move, or has moved them."""
-        self.posted_at = self.posted_at or now
-        self.moved_at = now
 
     def key(self, peer: PeerKey) -> ReadKey:
         """The name of the read from a peer."""

@@ -108,14 +108,14 @@ class Reads:
         """A source lets us read, or has begun to write. Said again while it packs, it has computed more."""
         for fetch, read in self.of(peer.key, grant.claim_id, ReadState.CLAIMING, ReadState.EXPOSED):
             if read.strategy is Strategy.PACK:
-                fetch.gets_on(now)
+                fetch.posted_at = fetch.posted_at or now
                 read.machine.move("granted")
                 yield from self._stage(fetch, peer.key, grant, now)
             elif read.direction is Direction.READ:
                 yield from self._post(fetch, peer, grant, now)
             else:
                 read.machine.move("granted")
-                fetch.gets_on(now)
+                fetch.posted_at = fetch.posted_at or now
             return
         for fetch, read in self.of(peer.key, grant.claim_id, ReadState.MOVING):
             if read.strategy is Strategy.PACK:
@@ -133,7 +133,7 @@ class Reads:
             yield Broken(fetch, TransferError(Reason.OUT_OF_RANGE, str(error)))
             return
         read.machine.move("granted")
-        fetch.gets_on(now)
+        fetch.posted_at = fetch.posted_at or now
         if len(copies):
             read.strategy = self._staging.before_read(copies, peer.costs, binding.starts[peer.key])
         if read.strategy is Strategy.SCATTER:
@@ -181,7 +181,7 @@ class Reads:
         for fetch, read in self.of(peer.key, written.claim_id, ReadState.EXPOSED, ReadState.MOVING):
             if read.direction is Direction.WRITE:
                 read.num_bytes, read.num_rows = written.num_bytes, written.num_rows
-                fetch.gets_on(now)
+                fetch.posted_at = fetch.posted_at or now
                 read.machine.move("ticket ended")
                 yield from self._landed(fetch, peer.key, now)
 
