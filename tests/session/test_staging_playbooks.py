@@ -15,7 +15,7 @@ from kvferry.plan.model import attention
 from kvferry.plan.program import bind
 from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
-from kvferry.plan.slots import region_starts
+from kvferry.plan.slots import SlotPlan, region_starts
 from kvferry.plan.staged import RegionStarts, Strategy
 from kvferry.plan.strategy import TYPICAL_HOST, counts_of, prices
 from kvferry.plan.tokens import TokenRange
@@ -255,6 +255,37 @@ def test_own_blocks_that_cannot_be_are_found_when_their_slot_is_planned(monkeypa
     play(session, [(4, packed(1), [Release(key(1)), TargetFree("q1")])])
 
 
+@pytest.fixture
+def planned(monkeypatch):
+    """The stretches that are planned, in this order."""
+    found, plan = [], SlotPlan._plan
+
+    def noted(self, numbers):
+        found.extend(numbers)
+        return plan(self, numbers)
+
+    monkeypatch.setattr(SlotPlan, "_plan", noted)
+    return found
+
+
+def test_the_first_slot_is_planned_while_the_source_thinks_and_not_again(planned):
+    session = target(Strategy.PACK)
+    play(session, [*PACKING[:-1], (0.5, Tick(), [])])
+    assert planned == [0]
+    play(session, [(0.5, Tick(), []), (0.6, answer(m.Grant("q1", ())), WINDOW)])
+    assert planned == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ticks", [(), (Tick(),)], ids=["at the grant", "before the grant"])
+def test_own_blocks_that_cannot_be_are_told_when_the_source_has_answered(ticks):
+    session = target(Strategy.PACK)
+    wanted = replace(WANTED, block_tables=((99, 0, 5, 2),))
+    claim = Send(PEER, structs.replace(CLAIM, block_tables=wanted.block_tables))
+    play(session, [*met(wanted), *OFFERING[3:], (0.4, REACHED, [claim]), *[(0.5, tick, []) for tick in ticks]])
+    commands = session.handle(answer(m.Grant("q1", ())), 0.6)
+    assert failure(commands).reason == m.Reason.OUT_OF_RANGE
+
+
 def test_a_slot_of_a_failed_read_waits_for_the_word_of_its_source():
     session = target(Strategy.PACK)
     play(session, [*PACKING, (1, acquired(0), [pack(0)]), (1, acquired(1), [pack(1)])])
@@ -333,6 +364,37 @@ WRITING = [*GATHERING, (2, Staged(own(0), ""), [Post])]
 PACKED = m.Packed("q1", 0, 0)
 ABORT_SAID = said(m.Abort(US, "q1", "l1"))
 CLEAN, UNCLEAN = m.Aborted("q1", "epoch-1"), m.Aborted("q1", "epoch-1", is_clean=False)
+
+
+def test_a_source_plans_the_first_slot_before_it_is_asked_for(planned):
+    session = source()
+    play(session, [*CLAIMED, (0, Tick(), []), (0, Tick(), [])])
+    assert planned == [0]
+    play(session, [(1, said(asked(0)), [OWN_ACQUIRE])])
+    assert planned == [0]
+
+
+def test_a_source_does_not_plan_what_is_not_computed_or_not_wanted_any_more(planned):
+    growing, withdrawn = source(), source()
+    play(growing, [(0, replace(LEASE, is_growing=True), []), *CLAIMED[1:3]])
+    play(growing, [(0, said(CLAIM), [Reply("x", m.Grant("q1", (), NUM_TOKENS))]), (0, Tick(), [])])
+    play(withdrawn, [*CLAIMED, (0, LeaseWithdrawn("r1"), [SourceFree]), (0, Tick(), [])])
+    assert planned == []
+
+
+def test_a_source_prepares_a_claim_once(planned):
+    session = source()
+    play(session, [(0, replace(LEASE, is_growing=True), []), (0, grown(4), []), *CLAIMED[1:3]])
+    play(session, [(0, said(CLAIM), [Reply]), (0, Tick(), []), (1, grown(8), [Reply]), (1, Tick(), [])])
+    assert planned == [0]
+
+
+def test_what_a_source_cannot_plan_is_told_to_who_asks_for_it():
+    session = source()
+    elsewhere = structs.replace(CLAIM, block_tables=((99, 0, 5, 2),))
+    play(session, [*CLAIMED[:-1], (0, said(elsewhere), [Reply("x", m.Grant("q1", ()))]), (0, Tick(), [])])
+    refusal = play(session, [(1, said(asked(0)), [Reply, Count])])[0].message
+    assert refusal.reason == m.Reason.OUT_OF_RANGE
 
 
 def reasons(commands):

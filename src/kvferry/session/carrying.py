@@ -40,6 +40,7 @@ class Carrying:
         self._transfer_s = transfer_s
         # When any slot last got on: while one does, claims that wait for theirs are told to have patience.
         self._moved_at = 0.0
+        self._fresh: list[Packing] = []
         self.stretch_bytes = STRETCH_BYTES
 
     def begin(self, peer: str, claim: Claim, lease: Lease) -> Iterator[Command]:
@@ -52,6 +53,7 @@ class Carrying:
             request = self._targets.request(claim, lease.wanted)
             plan = SlotPlan(request, Side.SOURCE, lease.num_ready)
             packing = lease.writes[key] = Packing(key, peer, request, plan, lease.num_ready)
+            self._fresh.append(packing)
             yield Reply(peer, packing.word())
         elif lease.num_ready < claim.num_tokens:
             writes = lease.writes[key] = StretchWrites.begun(
@@ -64,6 +66,12 @@ class Carrying:
             write = lease.writes[key] = Write.begun(claim.claim_id, peer, copies)
             yield Reply(peer, write.word())
             yield Post(key, copies, Direction.WRITE)
+
+    def prepare(self) -> None:
+        """Do what can be done for new claims while their targets hear that they are granted."""
+        fresh, self._fresh = self._fresh, []
+        for packing in fresh:
+            packing.prepare()
 
     def pack(self, peer: str, message: Pack, lease: Lease, now: float) -> Iterator[Command]:
         """Write one slot. Raises TransferError when there is no such claim or slot."""

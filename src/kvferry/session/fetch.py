@@ -12,6 +12,7 @@ from kvferry.errors import TransferError
 from kvferry.plan.copies import Direction
 from kvferry.plan.digest import NOTHING, Subject
 from kvferry.plan.extract import Extract
+from kvferry.plan.slots import SlotPlan
 from kvferry.plan.staged import Strategy
 from kvferry.session.events import Command, FetchReport, FetchWanted, PeerKey, ReadKey
 from kvferry.session.machine import Machine, Table
@@ -71,14 +72,16 @@ class Read:
     """What one fetch reads from one source rank.
 
     `direction` says whose ticket it is. With a `strategy` other than direct the bytes go through staging memory, which
-    `unpacking` has once it is known where from. `subject` is what is digested of it, and `extracts` where that lies
-    here, once it `is_prepared`; `ours` and `theirs` are the values, once they are known.
+    `unpacking` has once the source has answered; what could be planned before is in `plans`. `subject` is what is
+    digested of it, and `extracts` where that lies here, once it `is_prepared`; `ours` and `theirs` are the values, once
+    they are known.
     """
 
     machine: Machine
     last_sent: float
     direction: Direction
     strategy: Strategy = Strategy.DIRECT
+    plans: tuple[SlotPlan, ...] = ()
     unpacking: tuple[Unpacking, ...] = ()
     num_bytes: int = 0
     num_rows: int = 0

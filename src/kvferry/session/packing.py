@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from kvferry.errors import RequestError
+from kvferry.errors import FerryError, RequestError
 from kvferry.plan.copies import Direction
 from kvferry.plan.slots import Slot, SlotPlan, StagedRequest
 from kvferry.plan.staged import Side
@@ -77,6 +78,12 @@ class Packing:
     @property
     def _num_missing(self) -> int:
         return max(0, self.plan.num_tokens - self.num_ready)
+
+    def prepare(self) -> None:
+        """Plan the first slot, which is about to be asked for; what is wrong with it is said then."""
+        if not self.error and self.plan.tokens_for(0) <= self.num_ready:
+            with suppress(FerryError):
+                self.plan.slots(0)
 
     def pack(self, message: Pack, peer: str, gets_on: bool) -> Iterator[Command]:
         """A slot is wanted; asked again, say how far it is. Written it is once, wherever a repetition points to. Who

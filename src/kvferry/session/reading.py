@@ -144,11 +144,15 @@ class Reads:
 
     def _stage(self, fetch: Fetch, key: PeerKey, grant: Grant, now: float) -> Iterator[Step]:
         """Through slots of staging memory, from now on."""
+        plans = fetch.reads[key].plans or (self._slots(fetch, key, grant.block_tables),)
+        for plan in plans:
+            yield from self.staged.begin(fetch, key, plan, grant, now)
+
+    def _slots(self, fetch: Fetch, key: PeerKey, source_tables: BlockTables) -> SlotPlan:
+        """How a read is cut into slots. Where it is packed, its blocks are the source's business, and some may not be
+        computed yet."""
         binding, wanted, strategy = self.bindings.to(fetch.peers, self._peers), fetch.wanted, fetch.reads[key].strategy
-        source_tables: BlockTables = grant.block_tables
-        slot_bytes = self._staging.slot_bytes
         if strategy is Strategy.PACK:
-            # Its blocks are the source's business, and some may not be computed yet.
             source_tables = any_tables(binding.layouts[key], wanted.num_tokens)
         request = StagedRequest(
             binding.programs[key],
@@ -156,10 +160,10 @@ class Reads:
             wanted.block_tables,
             wanted.ranges,
             strategy,
-            slot_bytes,
+            self._staging.slot_bytes,
             binding.starts[key],
         )
-        yield from self.staged.begin(fetch, key, SlotPlan(request, Side.TARGET), grant, now)
+        return SlotPlan(request, Side.TARGET)
 
     def packed(self, peer: Peer, packed: Packed, now: float) -> Iterator[Step]:
         """The source has written a slot. Of one that we fill ourselves it has nothing to say."""
@@ -237,10 +241,14 @@ class Reads:
     def _prepare(self, fetch: Fetch) -> None:
         """Do what can be done while sources think about what they were asked. What cannot be is told when it has to."""
         for key, read in fetch.reads.items():
-            if read.may_prepare and read.state in UNANSWERED:
-                read.may_prepare = False
-                with suppress(TransferError):
-                    self._verifier.prepare(fetch, key, self.bindings.to(fetch.peers, self._peers))
+            if not (read.may_prepare and read.state in UNANSWERED):
+                continue
+            read.may_prepare = False
+            with suppress(FerryError):
+                if read.strategy is Strategy.PACK:
+                    read.plans = (self._slots(fetch, key, ()),)
+                    read.plans[0].slots(0)
+                self._verifier.prepare(fetch, key, self.bindings.to(fetch.peers, self._peers))
 
     def of(self, key: PeerKey, claim_id: str, *states: ReadState) -> list[tuple[Fetch, Read]]:
         """The read of a claim from a peer, if it is in one of the states; late and repeated answers match none."""

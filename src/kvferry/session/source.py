@@ -140,6 +140,7 @@ class SourceSession:
         return commands
 
     def _tick(self, event: Tick, now: float) -> list[Command]:
+        self._carrying.prepare()
         return []
 
     def _connected(self, event: PeerConnected | PeerUnreachable, now: float) -> list[Command]:
