@@ -3,9 +3,10 @@
     python benchmarks/staging.py > benchmarks/results/staging.json
 
 Prints JSON. Between blocks of a cache and a contiguous staging buffer (gather, scatter), and from blocks to blocks in
-one pass, which is what `shm` does; `posted` is the same with all that shm does around it. Every repeat measures
-everything once, so that what else the machine does hits all alike; figures are medians. All of them use one thread, and
-what is measured is the processor time of that thread: none of them waits for anything but memory.
+one pass, which is what `shm` does; `posted` is the same with all that shm does around it. `reading` only loads each
+line of the rows and writes nothing: no copy of rows with gaps can be faster than a processor reads them. Every repeat
+measures everything once, so that what else the machine does hits all alike; figures are medians. All of them use one
+thread, and what is measured is the processor time of that thread: none of them waits for anything but memory.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from measuring import Work, machine, say
+from numba import njit
+from numpy.typing import NDArray
 
 from kvferry.plan.copies import Copies
 from kvferry.transport import copier, numpy_rows
@@ -30,6 +33,7 @@ from kvferry.transport.pieces import Offsets, Pieces, Side, View
 
 ROW_BYTES = (64, 256, 1 << 10, 4 << 10, 64 << 10)
 BLOCK_ROWS = 16
+LINE_BYTES = 64
 SEED = 11
 
 Copy = Callable[[Side, Side, Offsets], object]
@@ -143,6 +147,26 @@ def posted(source: Side, target: Side, length: Offsets) -> Work:
     return work
 
 
+def reading(source: Side, length: Offsets) -> Work:
+    """Load every cache line of the rows, and do nothing with it. All rows have one length, a multiple of a line's."""
+    words, row_words = source.views[0].view(np.uint64), int(length[0]) // 8
+    first = source.offset // 8
+
+    def work() -> None:
+        _load(words, first, row_words)
+
+    return work
+
+
+@njit(nogil=True)
+def _load(words: NDArray[np.uint64], first: Offsets, row_words: int) -> int:
+    found = np.uint64(0)
+    for start in first:
+        for word in range(start, start + row_words, LINE_BYTES // 8):
+            found ^= words[word]
+    return found
+
+
 def _address(view: View) -> int:
     return int(view.__array_interface__["data"][0])
 
@@ -158,6 +182,8 @@ def measure_case(case: Case, memory: Memory, copies: Mapping[str, Copy], repeats
     for name, step in work.items():
         if name != "memcpy":
             check(step, rows)
+    if case.way != "scatter":
+        work["reading"] = reading(rows[0], rows[2])
     ms = processor_ms(work, repeats)
     ratios = {name: round(ms["memcpy"] / value, 2) for name, value in ms.items() if name != "memcpy"}
     say(f"{case.row_bytes:6} {case.order:7} {case.way:8} {ratios}")
