@@ -190,4 +190,4 @@ def test_it_is_kept_while_a_source_may_still_write_to_it(kept, make_rank, tmp_pa
 
 def test_no_digest_is_made_of_what_the_processor_cannot_read(make_rank):
     """A peer that asks for one all the same gets a refusal: looking would end the engine's process."""
-    assert "region" in make_rank("p0", Strategy.PACK).agent._digester._memory.unreadable
+    assert "region" in make_rank("p0", Strategy.PACK).agent._turns.digester._memory.unreadable

@@ -17,10 +17,10 @@ def steps(make_rank, monkeypatch):
     rank = make_rank("p0", SHAPE)
     rank.agent.close()
     order = []
-    monkeypatch.setattr(rank.agent._carrier, "poll", lambda: order.append("poll") or [])
-    monkeypatch.setattr(rank.agent._control, "receive", lambda wait_s: order.append("receive") or [])
-    monkeypatch.setattr(rank.agent._wake, "rang", lambda: False)
-    monkeypatch.setattr(rank.agent._target, "handle", lambda event, now: order.append(type(event)) or [])
+    monkeypatch.setattr(rank.agent._turns.carrier, "poll", lambda: order.append("poll") or [])
+    monkeypatch.setattr(rank.agent._turns.control, "receive", lambda wait_s: order.append("receive") or [])
+    monkeypatch.setattr(rank.agent._turns.wake, "rang", lambda: False)
+    monkeypatch.setattr(rank.agent._turns.target, "handle", lambda event, now: order.append(type(event)) or [])
     return rank.agent, order
 
 
@@ -29,9 +29,9 @@ def steps(make_rank, monkeypatch):
 )
 def test_answers_that_came_during_a_long_poll_are_read_before_time_passes(steps, monkeypatch, long_s, expected):
     """Else a long copy would make a peer look silent that has answered."""
-    monkeypatch.setattr("kvferry.agent.agent.LONG_TURN_S", long_s)
+    monkeypatch.setattr("kvferry.agent.turns.LONG_TURN_S", long_s)
     agent, order = steps
-    agent._turn(0.0)
+    agent._turns.take(0.0)
     assert order == expected
 
 
@@ -40,19 +40,19 @@ def test_between_two_deadlines_only_transports_get_on_as_long_as_nothing_comes_i
     steps, monkeypatch, is_rung, expected
 ):
     agent, order = steps
-    agent._quiet_until = float("inf")
-    monkeypatch.setattr(agent._wake, "rang", lambda: is_rung)
-    agent._turn(0.0)
+    agent._turns.quiet_until = float("inf")
+    monkeypatch.setattr(agent._turns.wake, "rang", lambda: is_rung)
+    agent._turns.take(0.0)
     assert order == expected
-    assert (agent._quiet_until > 0) is not is_rung
+    assert (agent._turns.quiet_until > 0) is not is_rung
 
 
 def test_what_a_transport_has_ended_meanwhile_is_followed_by_a_whole_turn(steps, monkeypatch):
     agent, order = steps
-    agent._quiet_until = float("inf")
+    agent._turns.quiet_until = float("inf")
     ended = [TicketEnded(ReadKey("q1", PeerKey("tcp://127.0.0.1:1", "p0", "e1")), "")]
-    monkeypatch.setattr(agent._carrier, "poll", lambda: ended)
-    assert agent._turn(1.0) == 0.0
+    monkeypatch.setattr(agent._turns.carrier, "poll", lambda: ended)
+    assert agent._turns.take(1.0) == 0.0
     assert order == ["receive", TicketEnded]
 
 

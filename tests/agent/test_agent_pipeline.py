@@ -187,8 +187,8 @@ class LateMover:
 def test_a_copy_that_ends_when_nobody_looks_is_heard_of_by_its_bell(make_rank, monkeypatch, long_turn_s):
     """Whether that is at the end of a turn or at the beginning of a quiet one. Without it the next look would be at the
     next heartbeat."""
-    monkeypatch.setattr("kvferry.agent.agent.LONG_TURN_S", long_turn_s)
-    monkeypatch.setattr("kvferry.agent.agent.QUIET_S", 1000.0)
+    monkeypatch.setattr("kvferry.agent.turns.LONG_TURN_S", long_turn_s)
+    monkeypatch.setattr("kvferry.agent.turns.QUIET_S", 1000.0)
     timing = Timing(lease_s=1000.0, heartbeat_s=300.0, resend_s=300.0, handshake_s=25.0, transfer_s=1000.0)
     source = make_rank("p0", SOURCE, timing=timing, mover=LateMover)
     one_slot = StagingPolicy((Strategy.PACK,), 1 << 20)

@@ -27,9 +27,9 @@ class LastLook:
 
     def __init__(self, agent, take_back):
         self._take_back = take_back
-        self._receive, self._progress = agent._control.receive, agent._progress
+        self._receive, self._progress = agent._turns.control.receive, agent._turns._progress
         self._is_last, self._kept = False, []
-        agent._progress, agent._control.receive = self.progress, self.receive
+        agent._turns._progress, agent._turns.control.receive = self.progress, self.receive
 
     def progress(self):
         self._progress()

@@ -162,7 +162,7 @@ def test_a_dead_agent_is_an_error_for_whoever_waits(monkeypatch):
 
     async def scenario(source, target):
         params = await source.transfer.offer("r1", [[1, 3]], 7)
-        monkeypatch.setattr(target.transfer.agent._target, "handle", lambda event, now: 1 / 0)
+        monkeypatch.setattr(target.transfer.agent._turns.target, "handle", lambda event, now: 1 / 0)
         with pytest.raises(TransferError, match="has stopped"):
             await target.transfer.fetch("q1", params, [[0, 5]], 6)
         assert await target.freed() == "q1"
@@ -179,7 +179,7 @@ def test_a_dead_agent_keeps_only_blocks_that_a_source_may_write_to(direction, fr
         # Nothing of it is computed yet, so the claim stays where it is.
         params = await source.transfer.promise("r1", 7)
         fetching = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], 6))
-        fetches = target.transfer.agent._target._fetches
+        fetches = target.transfer.agent._turns.target._fetches
         while "q1" not in fetches or not fetches["q1"].reads:
             await asyncio.sleep(0.01)
         await target.transfer.close()
