@@ -92,7 +92,7 @@ def verify(target: Target) -> None:
     for name in AGENTS:
         target.fetch(name)
         target.check(name)
-    for name in ("sglang", "vllm"):
+    for name in ("sglang", "vllm", "pipeline"):
         peers_and_limits(target)[name]()
         target.check(name)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -13,9 +13,11 @@ import numpy as np
 from kvferry.plan.copies import Copies, Direction
 from kvferry.transport.preparing import PACKAGES
 
-__all__ = ["PlainNixl", "Prepared"]
+__all__ = ["PROGRESS_S", "PlainNixl", "Prepared"]
 
-Poll = Callable[[], object]
+PROGRESS_S = 0.0005
+"""So often NIXL makes progress for peers while something is waited for."""
+TRANSFER_S = 60.0
 
 
 class Prepared:
@@ -73,7 +75,7 @@ class PlainNixl:
         began = time.perf_counter()
         posted = [each.post() for each in work]
         for handle, state in posted:
-            while state == "PROC":
+            while state == "PROC" and time.perf_counter() < began + TRANSFER_S:
                 state = self.agent.check_xfer_state(handle)
             if state != "DONE":
                 raise RuntimeError(f"NIXL: {state}")

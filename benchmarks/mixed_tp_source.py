@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from mixed_tp_cases import Request, Rig, pattern
-from mixed_tp_nixl import PlainNixl, Prepared
+from mixed_tp_nixl import PROGRESS_S, PlainNixl, Prepared
 from mixed_tp_stages import Chain, Signals, SourceStages
 
 from kvferry.agent import Agent, AgentConfig, Host
@@ -33,7 +33,6 @@ __all__ = ["TIMING", "SourceProcess"]
 TIMING = Timing(lease_s=120.0)
 ANSWER_S = 120.0
 END_S = 20.0
-PROGRESS_S = 0.0005
 
 Facts = dict[str, Any]
 

@@ -2,8 +2,9 @@
 another, and as a bare pipeline.
 
 The rows are those that the sessions would plan, copied as the agents' movers do; the writes are slots of the arena. The
-pipeline has the threads that agents have and as many slots, but nothing is planned, asked or verified: all that travels
-beside the slots is a byte through a pipe for each that is filled, and one for each that is emptied.
+pipeline gathers, writes and scatters on a thread each, and has as many slots as agents have, but nothing is planned,
+asked or verified: all that travels beside the slots is a byte through a pipe for each that is filled, and one for each
+that is emptied.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from threading import Event, Semaphore
 
 import numpy as np
 from mixed_tp_cases import Request, Rig
-from mixed_tp_nixl import PlainNixl
+from mixed_tp_nixl import PROGRESS_S, PlainNixl
 
 from kvferry.plan.copies import Copies, Direction
 from kvferry.session.slot_use import shifted
 from kvferry.session.unpacking import WINDOW
-from kvferry.staging.host_mover import HostMover, host_pieces
+from kvferry.staging.host_mover import HostMover, copy_within, host_pieces
 from kvferry.transport.base import Memory
 from kvferry.transport.pieces import Pieces
-from kvferry.transport.rows import copy_rows
 from kvferry.transport.shared_memory import allocate_shared
 
 __all__ = ["Chain", "Signals", "SourceStages", "TargetStages", "mover_runs", "run_chains"]
 
 Chain = Callable[[], None]
 
-PROGRESS_S = 0.002
+STAGE_S = 60.0
+"""Nothing takes as long: who waits longer waits for a stage that has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,18 @@ class Signals:
 
 def copy_now(pieces: Pieces, copies: Copies) -> None:
     """What a mover does for a slot, on this thread."""
-    source = pieces.side(copies.source, copies.length, "source")
-    target = pieces.side(copies.target, copies.length, "target")
-    for _ in copy_rows(source, target, copies.length.astype(np.int64)):
+    for _ in copy_within(pieces, copies):
         pass
+
+
+def wait_for(semaphore: Semaphore) -> None:
+    if not semaphore.acquire(timeout=STAGE_S):
+        raise RuntimeError("a stage waits for one that has failed")
+
+
+def read_byte(pipe: int) -> None:
+    if not (select.select([pipe], [], [], STAGE_S)[0] and os.read(pipe, 1)):
+        raise RuntimeError("a stage waits for a process that has failed")
 
 
 def mover_runs(mover: HostMover, rang: Event, jobs: Sequence[Copies]) -> None:
@@ -134,22 +143,22 @@ class SourceStages:
 
         def gather() -> None:
             for copies in self._gathers:
-                written.acquire()
+                wait_for(written)
                 copy_now(self._pieces, copies)
                 gathered.release()
 
         with ThreadPoolExecutor(1) as pool:
             gathering = pool.submit(gather)
             for number, copies in enumerate(self._writes):
-                gathered.acquire()
+                wait_for(gathered)
                 if number >= WINDOW:
-                    os.read(signals.emptied, 1)
+                    read_byte(signals.emptied)
                 self._write(nixl, peer, copies)
                 os.write(signals.filled, b".")
                 written.release()
             gathering.result()
         for _ in self._writes[-WINDOW:]:
-            os.read(signals.emptied, 1)
+            read_byte(signals.emptied)
 
 
 class TargetStages:
@@ -188,12 +197,15 @@ class TargetStages:
         progress, as agents do: until both are connected, a source waits for that."""
         todo = {signals[rank].filled: (signals[rank].emptied, iter(each)) for rank, each in self._scatters.items()}
         left = sum(map(len, self._scatters.values()))
+        deadline = time.monotonic() + STAGE_S
         while left:
             ready = select.select(list(todo), [], [], PROGRESS_S)[0]
             if not ready:
                 progress()
+            if time.monotonic() > deadline:
+                raise RuntimeError("no slot comes any more")
             for filled in ready:
-                os.read(filled, 1)
+                read_byte(filled)
                 emptied, copies = todo[filled]
                 copy_now(self._pieces, next(copies))
                 os.write(emptied, b".")

@@ -35,7 +35,7 @@ def overdue(fetch: Fetch, timing: Timing, now: float) -> tuple[TransferError, ..
         return ()
     if now - max(fetch.began, fetch.moved_at) > limit_s:
         return (TransferError(Reason.DEADLINE, f"the fetch took longer than {limit_s:g} s"),)
-    if now - max(fetch.posted_at, fetch.moved_at) > timing.transfer_s and any(
+    if now - max(fetch.granted_at, fetch.moved_at) > timing.transfer_s and any(
         r.state is ReadState.MOVING for r in fetch.reads.values()
     ):
         return (TransferError(Reason.DEADLINE, f"the read took longer than {timing.transfer_s:g} s"),)

@@ -126,7 +126,8 @@ class Read:
 class Fetch:
     """One wanted cache. `reads` is empty until every source rank has been met and the route is known.
 
-    `posted_at` is when its first bytes began to move, `moved_at` when it last got on, where that takes several steps.
+    `posted_at` is when the first source granted its claim, `granted_at` when the last one did, `moved_at` when the fetch
+    last got on, where that takes several steps.
 
     A failed fetch is forgotten when no ticket of it is open any more: until then its blocks are in quarantine.
     """
@@ -138,6 +139,7 @@ class Fetch:
     reads: dict[PeerKey, Read] = field(default_factory=dict)
     claimed_at: float = 0.0
     posted_at: float = 0.0
+    granted_at: float = 0.0
     moved_at: float = 0.0
     landed_at: float = 0.0
 
@@ -147,6 +149,11 @@ class Fetch:
         for peer, way in ways.items():
             machine = Machine(f"read of {self.wanted.request_id} from {peer}", READ_TABLE, _first(*way))
             self.reads[peer] = Read(machine, now, *way)
+
+    def granted(self, now: float) -> None:
+        """One of its sources lets bytes move, or has moved them."""
+        self.posted_at = self.posted_at or now
+        self.granted_at = now
 
     def key(self, peer: PeerKey) -> ReadKey:
         """The name of the read from a peer."""

@@ -108,14 +108,14 @@ class Reads:
         """A source lets us read, or has begun to write. Said again while it packs, it has computed more."""
         for fetch, read in self.of(peer.key, grant.claim_id, ReadState.CLAIMING, ReadState.EXPOSED):
             if read.strategy is Strategy.PACK:
-                fetch.posted_at = fetch.posted_at or now
+                fetch.granted(now)
                 read.machine.move("granted")
                 yield from self._stage(fetch, peer.key, grant, now)
             elif read.direction is Direction.READ:
                 yield from self._post(fetch, peer, grant, now)
             else:
                 read.machine.move("granted")
-                fetch.posted_at = fetch.posted_at or now
+                fetch.granted(now)
             return
         for fetch, read in self.of(peer.key, grant.claim_id, ReadState.MOVING):
             if read.strategy is Strategy.PACK:
@@ -133,7 +133,7 @@ class Reads:
             yield Broken(fetch, TransferError(Reason.OUT_OF_RANGE, str(error)))
             return
         read.machine.move("granted")
-        fetch.posted_at = fetch.posted_at or now
+        fetch.granted(now)
         if len(copies):
             read.strategy = self._staging.before_read(copies, peer.costs, binding.starts[peer.key])
         if read.strategy is Strategy.SCATTER:
@@ -144,11 +144,11 @@ class Reads:
 
     def _stage(self, fetch: Fetch, key: PeerKey, grant: Grant, now: float) -> Iterator[Step]:
         """Through slots of staging memory, from now on."""
-        plans = fetch.reads[key].plans or (self._slots(fetch, key, grant.block_tables),)
+        plans = fetch.reads[key].plans or (self._plan_of(fetch, key, grant.block_tables),)
         for plan in plans:
             yield from self.staged.begin(fetch, key, plan, grant, now)
 
-    def _slots(self, fetch: Fetch, key: PeerKey, source_tables: BlockTables) -> SlotPlan:
+    def _plan_of(self, fetch: Fetch, key: PeerKey, source_tables: BlockTables = ()) -> SlotPlan:
         """How a read is cut into slots. Where it is packed, its blocks are the source's business, and some may not be
         computed yet."""
         binding, wanted, strategy = self.bindings.to(fetch.peers, self._peers), fetch.wanted, fetch.reads[key].strategy
@@ -185,7 +185,7 @@ class Reads:
         for fetch, read in self.of(peer.key, written.claim_id, ReadState.EXPOSED, ReadState.MOVING):
             if read.direction is Direction.WRITE:
                 read.num_bytes, read.num_rows = written.num_bytes, written.num_rows
-                fetch.posted_at = fetch.posted_at or now
+                fetch.granted(now)
                 read.machine.move("ticket ended")
                 yield from self._landed(fetch, peer.key, now)
 
@@ -246,7 +246,7 @@ class Reads:
             read.may_prepare = False
             with suppress(FerryError):
                 if read.strategy is Strategy.PACK:
-                    read.plans = (self._slots(fetch, key, ()),)
+                    read.plans = (self._plan_of(fetch, key),)
                     read.plans[0].slots(0)
                 self._verifier.prepare(fetch, key, self.bindings.to(fetch.peers, self._peers))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from kvferry.transport.base import Memory
 from kvferry.transport.pieces import Pieces, view_of
 from kvferry.transport.rows import copy_rows
 
-__all__ = ["HostMover", "host_pieces"]
+__all__ = ["HostMover", "copy_within", "host_pieces"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +30,14 @@ def host_pieces(memories: Sequence[Memory]) -> Pieces:
     extents = [(memory.address, memory.size_bytes) for memory in memories]
     Pieces.of(extents)  # refuses before anything is looked at
     return Pieces.of(extents, map(view_of, memories))
+
+
+def copy_within(pieces: Pieces, copies: Copies) -> Iterator[int]:
+    """Copy rows between memories of this process when iterated; yields the bytes copied since the last step, a few MiB
+    at most. Raises TransportError when a row lies in none of them."""
+    source = pieces.side(copies.source, copies.length, "this process (source)")
+    target = pieces.side(copies.target, copies.length, "this process (target)")
+    return copy_rows(source, target, copies.length.astype(np.int64))
 
 
 class HostMover:
@@ -105,9 +113,7 @@ class HostMover:
     def _copy(self, copies: Copies) -> str:
         """Copy the rows; why that went wrong, or nothing."""
         try:
-            source = self._pieces.side(copies.source, copies.length, "this process (source)")
-            target = self._pieces.side(copies.target, copies.length, "this process (target)")
-            for _ in copy_rows(source, target, copies.length.astype(np.int64)):
+            for _ in copy_within(self._pieces, copies):
                 if self._is_closed:
                     return CLOSED
         except FerryError as error:
