@@ -3,10 +3,11 @@
     python benchmarks/staging.py > benchmarks/results/staging.json
 
 Prints JSON. Between blocks of a cache and a contiguous staging buffer (gather, scatter), and from blocks to blocks in
-one pass, which is what `shm` does; `posted` is the same with all that shm does around it. `reading` only loads each
-line of the rows and writes nothing: no copy of rows with gaps can be faster than a processor reads them. Every repeat
-measures everything once, so that what else the machine does hits all alike; figures are medians. All of them use one
-thread, and what is measured is the processor time of that thread: none of them waits for anything but memory.
+one pass, which is what `shm` does; `posted` is the same with all that shm does around it. `reading` is a plain loop
+that only loads each line of the rows and writes nothing: what rows with gaps cost a processor without any copying.
+Every repeat measures everything once, so that what else the machine does hits all alike; figures are medians. All of
+them use one thread, and what is measured is the processor time of that thread: none of them waits for anything but
+memory.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Read:
 class Fetch:
     """One wanted cache. `reads` is empty until every source rank has been met and the route is known.
 
-    `posted_at` is when the first source granted its claim, `granted_at` when the last one did, `moved_at` when the fetch
+    `posted_at` is when the first source granted its claim, `granted_at` when the last one did; `moved_at` is when it
     last got on, where that takes several steps.
 
     A failed fetch is forgotten when no ticket of it is open any more: until then its blocks are in quarantine.
