@@ -23,10 +23,10 @@ from kvferry.transport.base import Memory
 
 __all__ = ["AgentConfig", "Host", "Notice", "new_epoch", "new_lease_id", "staging_named"]
 
-STAGING_BYTES = 128 << 20
-# With slots of 4 MiB benchmarks/mixed_tp.py takes a quarter longer on 2 cores, with 16 MiB just as long: each is a few
-# milliseconds of work for three threads that wake one another.
-SLOT_BYTES = 8 << 20
+STAGING_BYTES = 256 << 20
+# At most; see `StagingPolicy.slot_bytes_for`. With slots of 8 MiB packed reads of 8,192 tokens in benchmarks/mixed_tp.py
+# take a quarter longer on 2 cores.
+SLOT_BYTES = 32 << 20
 
 Notice = e.Fetched | e.Failed | e.TargetFree | e.SourceFree | e.Stopped
 """What an engine is told, on the agent's thread."""
