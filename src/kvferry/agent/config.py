@@ -24,8 +24,8 @@ from kvferry.transport.base import Memory
 __all__ = ["AgentConfig", "Host", "Notice", "new_epoch", "new_lease_id", "staging_named"]
 
 STAGING_BYTES = 256 << 20
-# At most; see `StagingPolicy.slot_bytes_for`. With slots of 8 MiB packed reads of 8,192 tokens in benchmarks/mixed_tp.py
-# take a quarter longer on 2 cores.
+# At most; see `StagingPolicy.slot_bytes_for`. With slots of 8 MiB packed reads of 8,192 tokens take a quarter longer in
+# benchmarks/mixed_tp.py, on 2 cores.
 SLOT_BYTES = 32 << 20
 
 Notice = e.Fetched | e.Failed | e.TargetFree | e.SourceFree | e.Stopped
