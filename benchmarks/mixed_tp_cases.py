@@ -13,7 +13,6 @@ from kvferry.agent import AgentConfig
 from kvferry.plan import EngineShape, Layout, attention, bind, describe, route
 from kvferry.plan.copies import Copies
 from kvferry.plan.program import Program
-from kvferry.plan.request import volume
 from kvferry.plan.slots import SlotPlan, StagedRequest, any_tables, region_starts
 from kvferry.plan.staged import Strategy
 from kvferry.plan.tokens import TokenRange
@@ -91,22 +90,20 @@ class Rig:
         tables = request.table("source"), request.table("target")
         if not source_address:
             tables = any_tables(sources[rank], request.num_tokens)[0], tables[1]
-        program = self.program(rank, sources, targets)
         return SlotPlan(
             StagedRequest(
-                program=program,
+                program=self.program(rank, sources, targets),
                 source_tables=(tables[0],),
                 target_tables=(tables[1],),
                 ranges=request.ranges,
                 strategy=Strategy.PACK,
-                slot_bytes=AgentConfig("x").staging.slot_bytes_for(volume(program, request.ranges)[1]),
+                slot_bytes=self.slot_bytes,
                 starts=region_starts(sources[rank], targets[0]),
             )
         )
 
     @property
     def slot_bytes(self) -> int:
-        """At most."""
         return AgentConfig("x").staging.slot_bytes
 
     def rows(self, rank: int, addresses: tuple[int, int], request: Request, *, by_token: bool) -> Copies:

@@ -286,14 +286,6 @@ def test_own_blocks_that_cannot_be_are_told_when_the_source_has_answered(ticks):
     assert failure(commands).reason == m.Reason.OUT_OF_RANGE
 
 
-@pytest.mark.parametrize(
-    ("read_mib", "slot_mib"), [(0, 8), (8, 8), (32, 8), (33, 16), (64, 16), (100, 32), (128, 32), (4000, 32)]
-)
-def test_a_read_is_cut_into_four_slots_unless_these_were_too_small_or_too_large(read_mib, slot_mib):
-    assert StagingPolicy(AUTO, 32 << 20).slot_bytes_for(read_mib << 20) == slot_mib << 20
-    assert StagingPolicy(AUTO, 100).slot_bytes_for(read_mib << 20) == 100
-
-
 def test_a_slot_of_a_failed_read_waits_for_the_word_of_its_source():
     session = target(Strategy.PACK)
     play(session, [*PACKING, (1, acquired(0), [pack(0)]), (1, acquired(1), [pack(1)])])

@@ -10,7 +10,7 @@ from kvferry.plan.blocks import BlockTables
 from kvferry.plan.copies import NOTHING, Direction
 from kvferry.plan.digest import Policy
 from kvferry.plan.program import Program
-from kvferry.plan.request import copies_for, volume
+from kvferry.plan.request import copies_for
 from kvferry.plan.slots import SlotPlan, StagedRequest, any_tables
 from kvferry.plan.staged import Side, Strategy
 from kvferry.session.claims import ASKING, WAITING, claim_of, overdue
@@ -101,13 +101,8 @@ class Reads:
         return (Direction.WRITE, strategy) if strategy is Strategy.PACK else (peer.direction, Strategy.DIRECT)
 
     def _claim_of(self, fetch: Fetch, key: PeerKey) -> Claim:
-        binding = self.bindings.to(fetch.peers, self._peers)
-        slot_bytes = self._slot_bytes(binding.programs[key], fetch.wanted)
-        return claim_of(self._ours, fetch.wanted, binding.readers_of(key), fetch.reads[key], slot_bytes)
-
-    def _slot_bytes(self, program: Program, wanted: FetchWanted) -> int:
-        """Both sides have to know it: they cut the read alike."""
-        return self._staging.slot_bytes_for(volume(program, wanted.ranges)[1])
+        readers = self.bindings.to(fetch.peers, self._peers).readers_of(key)
+        return claim_of(self._ours, fetch.wanted, readers, fetch.reads[key], self._staging.slot_bytes)
 
     def grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
         """A source lets us read, or has begun to write. Said again while it packs, it has computed more."""
@@ -165,7 +160,7 @@ class Reads:
             wanted.block_tables,
             wanted.ranges,
             strategy,
-            self._slot_bytes(binding.programs[key], wanted),
+            self._staging.slot_bytes,
             binding.starts[key],
         )
         return SlotPlan(request, Side.TARGET)

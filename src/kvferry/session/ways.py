@@ -23,26 +23,13 @@ WORTH_STAGING = 0.8
 where a hundredth was to be saved, it has taken twice as long."""
 
 
-FEWEST_SLOTS = 4
-"""Of a read that is large enough: one is gathered, one is on the wire and one is scattered, and a prompt that is still
-computed can be sent in parts. Each slot costs messages, plans and turns of both agents, so that more take longer."""
-
-SLOT_STEP_BYTES = 8 << 20
-"""Nothing smaller is worth a slot of its own, and slots grow in these steps."""
-
-
 @dataclass(frozen=True, slots=True)
 class StagingPolicy:
-    """`allowed` are the strategies that may be chosen; `slot_bytes` is the most that is staged at a time, 0 without
-    staging memory."""
+    """`allowed` are the strategies that may be chosen; `slot_bytes` is what is staged at a time, 0 without staging
+    memory."""
 
     allowed: tuple[Strategy, ...]
     slot_bytes: int
-
-    def slot_bytes_for(self, num_bytes: int) -> int:
-        """How large the slots of a read of so many bytes are, at most."""
-        share = -(-num_bytes // FEWEST_SLOTS)
-        return min(self.slot_bytes, max(1, -(-share // SLOT_STEP_BYTES)) * SLOT_STEP_BYTES)
 
     def before_claim(self, program: Program, ranges: Ranges, costs: Costs, direction: Direction) -> Strategy:
         """PACK, if that is what to ask a source for; else the best of the others.
@@ -89,7 +76,7 @@ class StagingPolicy:
         return self._cheapest(counts_of(copies, starts.source), costs, allowed)
 
     def _cheapest(self, counts: Counts, costs: Costs, allowed: tuple[Strategy, ...]) -> Strategy:
-        costs = _in_slots(costs, self.slot_bytes_for(counts.num_bytes)) if self.slot_bytes else costs
+        costs = _in_slots(costs, self.slot_bytes) if self.slot_bytes else costs
         found = [price for price in prices(counts, costs) if price.strategy in allowed]
         for price in found:
             if price.strategy is Strategy.DIRECT and found[0].seconds > price.seconds * WORTH_STAGING:
