@@ -23,7 +23,7 @@ from mixed_tp_cases import Request, Rig
 from mixed_tp_nixl import PROGRESS_S, PlainNixl
 
 from kvferry.plan.copies import Copies, Direction
-from kvferry.session.slot_use import shifted
+from kvferry.plan.tiles import Tile
 from kvferry.session.unpacking import WINDOW
 from kvferry.staging.host_mover import HostMover, copy_within, host_pieces
 from kvferry.transport.base import Memory
@@ -56,9 +56,9 @@ class Signals:
         os.close(self.emptied)
 
 
-def copy_now(pieces: Pieces, copies: Copies) -> None:
+def copy_now(pieces: Pieces, tiles: Sequence[Tile]) -> None:
     """What a mover does for a slot, on this thread."""
-    for _ in copy_within(pieces, copies):
+    for _ in copy_within(pieces, tiles):
         pass
 
 
@@ -72,10 +72,10 @@ def read_byte(pipe: int) -> None:
         raise RuntimeError("a stage waits for a process that has failed")
 
 
-def mover_runs(mover: HostMover, rang: Event, jobs: Sequence[Copies]) -> None:
+def mover_runs(mover: HostMover, rang: Event, jobs: Sequence[Sequence[Tile]]) -> None:
     """Have a mover copy everything, one job after the other, and wait for the end."""
-    for key, copies in enumerate(jobs):
-        mover.start(key, copies)
+    for key, tiles in enumerate(jobs):
+        mover.start(key, tiles)
     left = len(jobs)
     while left:
         rang.wait(5.0)
@@ -109,7 +109,7 @@ class SourceStages:
         self._rang = Event()
         self._pieces = host_pieces([memory, self.arena.memory])
         self._mover = HostMover(self._pieces, self._rang.set)
-        self._gathers: list[Copies] = []
+        self._gathers: list[list[Tile]] = []
         self._writes: list[Copies] = []
         self.run = run_chains
 
@@ -121,8 +121,8 @@ class SourceStages:
         for number, slot in enumerate(slots):
             skip = number % WINDOW * self._rig.slot_bytes
             here = self.arena.memory.address + skip
-            self._gathers.append(shifted(slot.stages.gather, 0, here))
-            self._writes.append(shifted(slot.stages.wire, here, ring + skip))
+            self._gathers.append([tile.shifted(0, here) for tile in slot.gather])
+            self._writes.append(slot.wire.shifted(here, ring + skip))
         return len(slots)
 
     def gather(self) -> None:
@@ -142,9 +142,9 @@ class SourceStages:
         gathered, written = Semaphore(0), Semaphore(WINDOW)
 
         def gather() -> None:
-            for copies in self._gathers:
+            for tiles in self._gathers:
                 wait_for(written)
-                copy_now(self._pieces, copies)
+                copy_now(self._pieces, tiles)
                 gathered.release()
 
         with ThreadPoolExecutor(1) as pool:
@@ -171,7 +171,7 @@ class TargetStages:
         self._rang = Event()
         self._pieces = host_pieces([memory, self.arena.memory])
         self._mover = HostMover(self._pieces, self._rang.set)
-        self._scatters: dict[int, list[Copies]] = {}
+        self._scatters: dict[int, list[list[Tile]]] = {}
 
     def ring(self, rank: int) -> int:
         """Where the slots for a source rank lie."""
@@ -184,13 +184,13 @@ class TargetStages:
             slots = [slot for stretch in range(len(plan.stretches)) for slot in plan.slots(stretch)]
             places = [self.ring(rank) + number % WINDOW * self._rig.slot_bytes for number in range(len(slots))]
             self._scatters[rank] = [
-                shifted(slot.stages.scatter, place, 0) for slot, place in zip(slots, places, strict=True)
+                [tile.shifted(place, 0) for tile in slot.scatter] for slot, place in zip(slots, places, strict=True)
             ]
 
     def scatter(self) -> None:
         """The first slot of every rank, then the second, and so on."""
         in_turns = zip_longest(*self._scatters.values())
-        mover_runs(self._mover, self._rang, [copies for turn in in_turns for copies in turn if copies is not None])
+        mover_runs(self._mover, self._rang, [tiles for turn in in_turns for tiles in turn if tiles is not None])
 
     def pipeline(self, signals: Mapping[int, Signals], progress: Callable[[], None]) -> None:
         """Scatter what the source ranks have filled, in the order in which it comes; where nothing does, let NIXL make
@@ -206,8 +206,8 @@ class TargetStages:
                 raise RuntimeError("no slot comes any more")
             for filled in ready:
                 read_byte(filled)
-                emptied, copies = todo[filled]
-                copy_now(self._pieces, next(copies))
+                emptied, slots = todo[filled]
+                copy_now(self._pieces, next(slots))
                 os.write(emptied, b".")
                 left -= 1
 

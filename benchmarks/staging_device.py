@@ -29,8 +29,9 @@ from measuring import machine, say
 from staging import places
 
 from kvferry.plan.copies import Copies
+from kvferry.plan.tiles import Tile, tile_of
+from kvferry.staging.launches import Launch, launch_of
 from kvferry.staging.patterns import tiles_of
-from kvferry.staging.tiles import Launch, Tile, launch_of, tile_of
 
 ROW_BYTES = (256, 1 << 10, 4 << 10, 64 << 10)
 ORDERS = ("1 of 2", "1 of 4", "blocks")

@@ -1,11 +1,11 @@
-"""What a device has to be told of the rows of one slot: row by row, and as tiles of the plan's pattern.
+"""What a device has to be told of the rows of one slot: row by row, as tiles found in the rows, and as those planned.
 
     python benchmarks/staging_index.py > benchmarks/results/staging_index.json
 
 Prints JSON; needs no device. One slot of 8 MiB is gathered or scattered for a target of one rank from a source of four,
 whose blocks have another size and lie in no order. *ms* is the processor's time from the rows to an index that can be
 sent, its copy into the memory from which that is done included; medians. *cut* is the same slot without its first 37
-and its last 20 rows, *noise* as many rows in no order at all.
+and its last 20 rows, *noise* as many rows in no order at all, both of which are lists of rows for the mover.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from kvferry.plan.program import bind
 from kvferry.plan.route import route
 from kvferry.plan.slots import SlotPlan, StagedRequest, region_starts
 from kvferry.plan.staged import Side, Strategy
+from kvferry.plan.tiles import Tile, plain, rows_of, tile_of
 from kvferry.plan.tokens import TokenRange
-from kvferry.staging.patterns import tiles_of
-from kvferry.staging.tiles import Tile, launch_of, tile_of
+from kvferry.staging.launches import MAX_ROW_BYTES, launch_of
+from kvferry.staging.patterns import for_device, tiles_of
 
 SLOT_BYTES = 8 << 20
 # So many blocks of 16 or 24 tokens of 16 KiB each side has for this rank.
@@ -38,7 +39,7 @@ MODEL = attention(num_layers=32, num_heads=8, head_dim=64, dtype="float16", item
 SEED = 5
 
 
-def slot(source_format: str, target_format: str, side: Side) -> Copies:
+def slot(source_format: str, target_format: str, side: Side) -> tuple[Tile, ...]:
     """What one side copies for a whole slot of 512 tokens: 32 layers, keys and values, two heads of 128 bytes."""
     shapes = EngineShape(1, 1, 16, NUM_BLOCKS, source_format), EngineShape(4, 1, 24, NUM_BLOCKS, target_format)
     sources, targets = (describe(MODEL, shape, 1 << at) for shape, at in zip(shapes, (41, 50), strict=True))
@@ -48,16 +49,17 @@ def slot(source_format: str, target_format: str, side: Side) -> Copies:
     starts = region_starts(sources[0], targets[1])
     request = StagedRequest(program, *tables, (TokenRange(0, 512),), Strategy.PACK, SLOT_BYTES, starts)
     (found,) = SlotPlan(request, side).slots(0)
-    return found.stages.gather if side is Side.SOURCE else found.stages.scatter
+    return found.gather if side is Side.SOURCE else found.scatter
 
 
-def cases() -> Iterator[tuple[str, Copies]]:
-    whole = slot("token-major", "token-major", Side.SOURCE)
-    yield "gather, token-major to token-major", whole
+def cases() -> Iterator[tuple[str, tuple[Tile, ...]]]:
+    planned = slot("token-major", "token-major", Side.SOURCE)
+    yield "gather, token-major to token-major", planned
+    whole = rows_of(planned)
     parts = [column[37:-20].copy() for column in (whole.source, whole.target, whole.length)]
-    yield "the same, cut", Copies(*parts, len(parts[0]))
+    yield "the same, cut", plain(Copies(*parts, len(parts[0])))
     noise = np.random.default_rng(SEED).permutation(len(whole)).astype(np.uint64) * np.uint64(512)
-    yield "the same, noise", Copies(noise, whole.target, whole.length, len(whole))
+    yield "the same, noise", plain(Copies(noise, whole.target, whole.length, len(whole)))
     for name in FORMATS:
         yield f"gather, {name} to head-major", slot(name, "head-major", Side.SOURCE)
         yield f"scatter, head-major to {name}", slot("head-major", name, Side.TARGET)
@@ -83,11 +85,13 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
     return round(statistics.median(times) * 1000, 4)
 
 
-def measure(name: str, copies: Copies, repeats: int) -> dict[str, object]:
-    sent = np.empty(2 * len(tile_of(copies).columns()), np.int64)
+def measure(name: str, tiles: Sequence[Tile], repeats: int) -> dict[str, object]:
+    copies = rows_of(tiles)
+    sent = np.empty(2 * len(tile_of(copies).split(MAX_ROW_BYTES).columns()), np.int64)
     ways: dict[str, Callable[[], Sequence[Tile]]] = {
-        "row by row": lambda: [tile_of(copies)],
-        "tiles": lambda: tiles_of(copies),
+        "row by row": lambda: [tile_of(copies).split(MAX_ROW_BYTES)],
+        "found": lambda: tiles_of(copies),
+        "planned": lambda: for_device(tiles),
     }
     found: dict[str, object] = {"case": name, "rows": len(copies), "bytes": copies.num_bytes}
     for way, make in ways.items():
@@ -95,7 +99,7 @@ def measure(name: str, copies: Copies, repeats: int) -> dict[str, object]:
         ms = milliseconds(lambda make=make: prepare(make(), sent), repeats)  # type: ignore[misc]
         share = round(num_bytes / copies.num_bytes, 5)
         found[way] = {"num_tiles": len(make()), "index_bytes": num_bytes, "of_payload": share, "ms": ms}
-    say(f"{name}: {len(copies)} rows; {found['row by row']}; {found['tiles']}")
+    say(f"{name}: {len(copies)} rows; {'; '.join(f'{way}: {found[way]}' for way in ways)}")
     return found
 
 
@@ -103,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=101)
     arguments = parser.parse_args()
-    found = [measure(name, copies, arguments.repeats) for name, copies in cases()]
+    found = [measure(name, tiles, arguments.repeats) for name, tiles in cases()]
     print(json.dumps({"machine": machine(), "repeats": arguments.repeats, "cases": found}, indent=1))
 
 

@@ -57,8 +57,8 @@ class GatedMover:
     def busy(self) -> bool:
         return bool(self._waiting) or self._inner.busy
 
-    def start(self, key, copies) -> None:
-        self._waiting.append((key, copies))
+    def start(self, key, tiles) -> None:
+        self._waiting.append((key, tiles))
         self._let_in()
 
     def poll(self):
@@ -158,9 +158,9 @@ class LateMover:
         self._inner, self._ring = near_mover(memories, self._has_ended.set), ring
         self._told = False
 
-    def start(self, key, copies):
+    def start(self, key, tiles):
         self._told = False
-        self._inner.start(key, copies)
+        self._inner.start(key, tiles)
 
     def poll(self):
         if not self._inner.busy or self._told:

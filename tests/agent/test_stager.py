@@ -18,7 +18,7 @@ class Copying:
     def __init__(self, rings):
         self.rings = rings
 
-    def start(self, key, copies):
+    def start(self, key, tiles):
         raise AssertionError
 
     def poll(self):

@@ -11,12 +11,13 @@ from kvferry.errors import BlockTableError
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.model import attention
 from kvferry.plan.packed import packed
-from kvferry.plan.program import bind
-from kvferry.plan.request import bytes_at, copies_for, places_for
+from kvferry.plan.program import Section, Strides, bind
+from kvferry.plan.request import Places, bytes_at, copies_for, places_for
 from kvferry.plan.route import route
 from kvferry.plan.slots import TOGETHER, SlotPlan, StagedRequest, region_starts
-from kvferry.plan.staged import Side, Staging, Strategy, staged
+from kvferry.plan.staged import RegionStarts, Side, Staging, Strategy, staged
 from kvferry.plan.stretch import stretches, unit_tokens
+from kvferry.plan.tiles import rows_of
 from kvferry.plan.tokens import TokenRange
 from kvferry.testing.strategies import handmade, scenarios
 
@@ -25,19 +26,28 @@ MODEL = attention(2, 4, 8, "float16", 2)
 BLOCK_TOKENS = 4
 
 
-def assert_same_rows(ours, theirs):
-    for column in ("source", "target", "length"):
-        assert np.array_equal(getattr(ours, column), getattr(theirs, column))
-
-
-def assert_same_stages(ours, theirs):
-    for stage in ("gather", "wire", "scatter"):
-        assert_same_rows(getattr(ours, stage), getattr(theirs, stage))
+def joined(rows, staging, borders):
+    """Rows in the order of their staging addresses, as few as there can be: (source, target, length)."""
+    order = np.argsort(getattr(rows, staging))
+    found = []
+    for source, target, length in zip(
+        *(c[order].tolist() for c in (rows.source, rows.target, rows.length)), strict=True
+    ):
+        address = target if staging == "source" else source
+        if (
+            found
+            and address not in borders
+            and (source, target) == (found[-1][0] + found[-1][2], found[-1][1] + found[-1][2])
+        ):
+            found[-1][2] += length
+        else:
+            found.append([source, target, length])
+    return found
 
 
 @settings(max_examples=200, deadline=None)
-@given(engines, st.sampled_from(Side), st.integers(1, 3), st.integers(1, 3000))
-def test_it_is_what_sorting_finds(scenario, side, num_units, slot_bytes):
+@given(engines, st.sampled_from(Side), st.integers(1, 3))
+def test_it_is_what_sorting_finds(scenario, side, num_units):
     found = route(scenario.sources, scenario.targets)
     for source_rank, rank in found.pairs():
         source, target = scenario.sources[source_rank], scenario.targets[rank]
@@ -45,13 +55,15 @@ def test_it_is_what_sorting_finds(scenario, side, num_units, slot_bytes):
         tables = scenario.source_tables[source_rank], scenario.target_tables[rank]
         cut = stretches(scenario.ranges, num_units * unit_tokens(program))
         places = places_for(program, tables, scenario.ranges, cut)
-        num_bytes = bytes_at(places, len(cut))
-        ours = packed(places, num_bytes, starts, slot_bytes, side)
+        ours = packed(places, len(cut), starts, side)
         assert len(ours) in (0, len(cut))
-        for stages, stretch, size in zip(ours, cut, num_bytes, strict=False):
+        for each, stretch, size in zip(ours, cut, bytes_at(places, len(cut)), strict=False):
             copies = copies_for(program, *tables, scenario.ranges, stretch)
             assert size == copies.num_bytes
-            assert_same_stages(stages, staged(copies, Strategy.PACK, Staging(0, 0, slot_bytes), starts, side))
+            theirs = staged(copies, Strategy.PACK, Staging(0, 0, max(1, size)), starts, side)
+            borders = set(starts.source.tolist()), set(starts.target.tolist())
+            assert joined(rows_of(each.gather), "target", borders[0]) == joined(theirs.gather, "target", borders[0])
+            assert joined(rows_of(each.scatter), "source", borders[1]) == joined(theirs.scatter, "source", borders[1])
 
 
 def rig(memory_format, table, num_tokens=12 * BLOCK_TOKENS, slot_blocks=1):
@@ -73,15 +85,27 @@ def test_no_row_has_to_be_sorted_in_formats_that_engines_have(memory_format, tab
     request = rig(memory_format, table)
     cut = stretches(request.ranges, BLOCK_TOKENS)
     places = places_for(request.program, (request.source_tables, request.target_tables), request.ranges, cut)
-    num_bytes = bytes_at(places, len(cut))
-    assert len(packed(places, num_bytes, request.starts, request.slot_bytes, Side.BOTH)) == 12
+    assert len(packed(places, len(cut), request.starts, Side.BOTH)) == 12
 
 
 def test_a_part_of_a_block_with_heads_outside_of_tokens_has_to_be_sorted():
     request = rig("head-major", TABLE)
     cut = stretches((TokenRange(1, 6),), 2 * BLOCK_TOKENS)
     places = places_for(request.program, (request.source_tables, request.target_tables), (TokenRange(1, 6),), cut)
-    assert packed(places, bytes_at(places, 1), request.starts, request.slot_bytes, Side.BOTH) == ()
+    assert packed(places, 1, request.starts, Side.BOTH) == ()
+
+
+@pytest.mark.parametrize("source", [[0, 8, 16, 100, 200, 216], [0, 8, 16, 100, 108, 208], [0, 8, 24, 100, 108, 116]])
+def test_strips_that_are_not_alike_have_to_be_sorted(source):
+    """Two strips of three rows. At the source they are one run and three, one and two, or two and one."""
+    target = np.array([0, 10, 20, 1000, 1010, 1020], np.uint64)
+    strides = Strides(source_block=1 << 20, source_token=0, target_block=64, target_token=0)
+    section = Section(strides, 8, np.array(source, np.uint64), target, 6)
+    where = (np.array([3, 5]), np.array([0, 0]))
+    starts = RegionStarts(np.zeros(0, np.uint64), np.zeros(0, np.uint64))
+    places = [Places((section,), where, where, np.array([0, 1]))]
+    assert packed(places, 2, starts, Side.SOURCE) == packed(places, 2, starts, Side.BOTH) == ()
+    assert all(len(each.scatter) == 1 for each in packed(places, 2, starts, Side.TARGET))
 
 
 def test_only_stretches_that_are_computed_are_planned():
@@ -102,7 +126,10 @@ def test_only_stretches_that_are_computed_are_planned():
         assert len(plan.stretches) == 12
         for number in range(num_blocks):
             for ours, theirs in zip(plan.slots(number), whole.slots(number), strict=True):
-                assert_same_stages(ours.stages, theirs.stages)
+                assert ours.num_bytes == theirs.num_bytes
+                for stage in ("gather", "scatter"):
+                    found = [rows_of(getattr(slot, stage)) for slot in (ours, theirs)]
+                    assert joined(found[0], "target", ()) == joined(found[1], "target", ())
         if num_blocks < len(TABLE):
             with pytest.raises(BlockTableError, match="too few blocks"):
                 plan.slots(num_blocks)

@@ -18,6 +18,7 @@ from kvferry.plan.route import route
 from kvferry.plan.slots import SlotPlan, region_starts
 from kvferry.plan.staged import RegionStarts, Strategy
 from kvferry.plan.strategy import TYPICAL_HOST, counts_of, prices
+from kvferry.plan.tiles import rows_of
 from kvferry.plan.tokens import TokenRange
 from kvferry.session import carrying, unpacking
 from kvferry.session.events import (
@@ -153,7 +154,7 @@ def test_runs_of_the_source_are_scattered_through_three_slots_at_a_time():
     assert (post.key, post.direction, post.copies.num_bytes) == (key(1), Direction.READ, STRETCH_BYTES)
     assert int(post.copies.target[0]) == at(1)
     (stage,) = play(session, [(2, TicketEnded(key(1), ""), [Stage])])
-    assert int(stage.copies.source.min()) == at(1)
+    assert int(rows_of(stage.tiles).source.min()) == at(1)
     play(session, [(3, Staged(key(1), ""), [Release(key(1)), acquire(3)])])
     for stretch in (0, 2, 3):
         last = [LANDED] if stretch == 3 else []

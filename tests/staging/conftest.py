@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from kvferry.staging.tiles import Tile, launch_of
+from kvferry.plan.tiles import Tile
+from kvferry.staging.launches import launch_of
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
+from kvferry.plan.tiles import Tile, tile_of
+from kvferry.staging.launches import MAX_ROW_BYTES, PROGRAM_BYTES, launch_of
 from kvferry.staging.reference import Bytes, bytes_of, copy
-from kvferry.staging.tiles import MAX_ROW_BYTES, PROGRAM_BYTES, Tile, launch_of, tile_of
 
 # Triton says something about multiplications whenever it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -56,17 +57,12 @@ def noise(size: int, device: str, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(device)
 
 
-def shifted(copies: Copies, source: int, target: int) -> Copies:
-    return Copies(copies.source + np.uint64(source), copies.target + np.uint64(target), copies.length, copies.pieces)
-
-
 def check(device, tile: Tile, source: torch.Tensor, target: torch.Tensor) -> None:
     """A tile whose addresses are offsets in the two tensors."""
     left, right = bytes_of(source), bytes_of(target)
     expected = target.clone()
     copy(tile.copies(), [Bytes(0, left.flat)], [Bytes(0, bytes_of(expected).flat)])
-    starts = tile.source_start + np.uint64(left.address), tile.target_start + np.uint64(right.address)
-    device.copy(Tile(*starts, tile.source_shift, tile.target_shift, tile.length))
+    device.copy(tile.shifted(left.address, right.address))
     assert torch.equal(target, expected)
 
 
@@ -101,7 +97,7 @@ def test_long_rows_arrive_piece_by_piece(device, lengths):
     length = column(*lengths)
     source = np.cumsum(length) - length
     size = int(length.sum())
-    tile = tile_of(Copies(source, source[::-1].copy() * np.uint64(0) + source, length, len(length)))
+    tile = tile_of(Copies(source, source, length, len(length))).split(MAX_ROW_BYTES)
     assert int(tile.length.max()) <= MAX_ROW_BYTES
     check(device, tile, noise(size, device.name, 1), noise(size, device.name, 2))
 
@@ -156,10 +152,10 @@ def test_pinned_host_memory_is_read_and_written(device):
     offset = np.arange(0, 4096, 64, dtype=np.uint64)
     length = np.full(64, 64, np.uint64)
     copies = Copies(offset, offset[::-1].copy(), length, 64)
-    device.copy(tile_of(shifted(copies, host.data_ptr(), there.data_ptr())))
+    device.copy(tile_of(copies.shifted(host.data_ptr(), there.data_ptr())))
     assert torch.equal(there.cpu(), host.reshape(64, 64).flip(0).reshape(-1))
     host.zero_()
-    device.copy(tile_of(shifted(copies, there.data_ptr(), host.data_ptr())))
+    device.copy(tile_of(copies.shifted(there.data_ptr(), host.data_ptr())))
     assert torch.equal(there.cpu(), host.reshape(64, 64).flip(0).reshape(-1))
 
 
@@ -175,7 +171,7 @@ def test_vectors_are_as_wide_as_everything_is_aligned(odd, by, unit):
 @given(drawn=rows())
 def test_programs_cover_every_row_and_are_not_many_more(drawn):
     copies, _ = drawn
-    tile = tile_of(copies)
+    tile = tile_of(copies).split(MAX_ROW_BYTES)
     if not len(tile):
         return
     launch = launch_of(tile)

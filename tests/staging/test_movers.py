@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from kvferry.errors import IllegalEventError, TransportError
-from kvferry.plan.copies import NOTHING, Copies
+from kvferry.plan.copies import Copies
+from kvferry.plan.tiles import Tile, plain, rows_of
 from kvferry.staging import host_mover
 from kvferry.staging.device_mover import DeviceMover
 from kvferry.staging.host_mover import HostMover, host_pieces
+from kvferry.staging.launches import MAX_ROW_BYTES
 from kvferry.staging.mover import CLOSED, Moved, Mover
 from kvferry.staging.reference import Bytes, copy
-from kvferry.staging.tiles import MAX_ROW_BYTES, Tile
 from kvferry.testing.far_device import FAR_ADDRESS, FarDevice, far_mover
 from kvferry.transport.base import Memory
 
@@ -88,16 +89,16 @@ class Case:
         self.rung.set()
         return DeviceMover(ManualLauncher([self.cache, self.arena]), pieces)
 
-    def gather(self, rows: list[tuple[int, int, int]]) -> Copies:
+    def gather(self, rows: list[tuple[int, int, int]]) -> tuple[Tile, ...]:
         """Rows (offset in the cache, offset in the arena, length)."""
         source, target, length = np.array(rows, np.uint64).reshape(-1, 3).T.copy()
         base = np.uint64(self.address), np.uint64(self.arena.ctypes.data)
-        return Copies(source + base[0], target + base[1], length, len(rows))
+        return plain(Copies(source + base[0], target + base[1], length, len(rows)))
 
-    def scatter(self, rows: list[tuple[int, int, int]]) -> Copies:
+    def scatter(self, rows: list[tuple[int, int, int]]) -> tuple[Tile, ...]:
         """The same rows backwards."""
-        there = self.gather(rows)
-        return Copies(there.target, there.source, there.length, there.pieces)
+        there = rows_of(self.gather(rows))
+        return plain(Copies(there.target, there.source, there.length, there.pieces))
 
     def ends(self) -> list[Moved]:
         """Everything that ends until nothing is open any more."""
@@ -142,7 +143,7 @@ def test_each_key_ends_once_and_may_be_used_again(case):
 
 
 def test_nothing_to_copy_ends_too(case):
-    case.mover.start("nothing", NOTHING)
+    case.mover.start("nothing", ())
     assert case.mover.busy
     assert case.ends() == [Moved("nothing", "")]
     case.mover.start("empty", case.gather([(3, 5, 0)]))
@@ -150,9 +151,9 @@ def test_nothing_to_copy_ends_too(case):
 
 
 def test_a_key_in_use_is_refused(case):
-    case.mover.start("key", NOTHING)
+    case.mover.start("key", ())
     with pytest.raises(IllegalEventError, match="twice"):
-        case.mover.start("key", NOTHING)
+        case.mover.start("key", ())
     assert case.ends() == [Moved("key", "")]
 
 
@@ -186,10 +187,10 @@ def test_a_copy_that_is_closed_in_the_middle_stops_at_its_next_step(monkeypatch)
     def steps(*_columns):
         begun.set()
         assert may_go.wait(DEADLINE_S)
-        yield 1
+        yield
         raise AssertionError("it went on")
 
-    monkeypatch.setattr(host_mover, "copy_rows", steps)
+    monkeypatch.setattr(host_mover, "copy_tile", steps)
     case.mover.start("long", case.gather([(0, 0, 64)]))
     case.mover.start("next", case.gather([(0, 0, 64)]))
     assert begun.wait(DEADLINE_S)
@@ -205,7 +206,7 @@ def test_a_copy_that_is_closed_in_the_middle_stops_at_its_next_step(monkeypatch)
 def test_a_defect_in_a_copy_ends_that_copy_alone(monkeypatch):
     case = Case("host")
     with monkeypatch.context() as patch:
-        patch.setattr(host_mover, "copy_rows", lambda *_: 1 // 0)
+        patch.setattr(host_mover, "copy_tile", lambda *_: 1 // 0)
         case.mover.start("bad", case.gather([(0, 0, 64)]))
         assert case.ends() == [Moved("bad", "the copy failed: ZeroDivisionError: integer division or modulo by zero")]
     case.mover.start("good", case.gather([(0, 0, 64)]))

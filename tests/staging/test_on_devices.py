@@ -15,6 +15,7 @@ import torch
 from kvferry.agent.lent_memory import Arena, LentMemory
 from kvferry.errors import ConfigurationError
 from kvferry.plan.copies import Copies
+from kvferry.plan.tiles import plain
 from kvferry.staging.device_arena import DeviceArena
 from kvferry.staging.device_mover import DeviceMover
 from kvferry.staging.mover import Moved
@@ -63,7 +64,7 @@ class Rig:
         return Copies(there.target, there.source, there.length, there.pieces)
 
     def move(self, copies: Copies) -> None:
-        self.mover.start("key", copies)
+        self.mover.start("key", plain(copies))
         ended: list[Moved] = []
         while self.mover.busy:
             ended += self.mover.poll()

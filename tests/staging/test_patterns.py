@@ -17,10 +17,11 @@ from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
 from kvferry.plan.slots import SlotPlan, StagedRequest, region_starts
 from kvferry.plan.staged import Strategy
+from kvferry.plan.tiles import Tile, rows_of, tile_of
 from kvferry.plan.tokens import TokenRange
 from kvferry.staging import patterns
-from kvferry.staging.patterns import tiles_of
-from kvferry.staging.tiles import MAX_ROW_BYTES, Tile, tile_of
+from kvferry.staging.launches import MAX_ROW_BYTES
+from kvferry.staging.patterns import for_device, tiles_of
 from kvferry.testing.strategies import handmade, scenarios
 
 STAGED = st.sampled_from([Strategy.SCATTER, Strategy.PACK])
@@ -36,17 +37,15 @@ def numbers(tiles: list[Tile] | tuple[Tile, ...]) -> int:
 
 def listed(tiles: list[Tile] | tuple[Tile, ...]) -> np.ndarray:
     """The rows of all tiles in the order of their numbers, three columns."""
-    copies = [tile.copies() for tile in tiles]
-    columns = np.array(
-        [np.concatenate([getattr(each, name) for each in copies]) for name in ("source", "target", "length")]
-    )
+    rows = rows_of(tiles)
+    columns = np.array([rows.source, rows.target, rows.length])
     return columns[:, np.lexsort(columns)]
 
 
 def check(copies: Copies) -> tuple[Tile, ...]:
     """The tiles of some rows, which they must have exactly."""
     tiles = tiles_of(copies)
-    plain = tile_of(copies)
+    plain = tile_of(copies).split(MAX_ROW_BYTES)
     assert all(tiles)
     if not len(plain):
         assert tiles == ()
@@ -56,11 +55,19 @@ def check(copies: Copies) -> tuple[Tile, ...]:
     return tiles
 
 
-def moved(plan: SlotPlan) -> list[Copies]:
+def moved(plan: SlotPlan) -> list[tuple[Tile, ...]]:
     """All that one request gathers and scatters, slot by slot."""
     slots = [slot for number in range(len(plan.stretches)) for slot in plan.slots(number)]
-    found = [copies for slot in slots for copies in (slot.stages.gather, slot.stages.scatter)]
-    return [copies for copies in found if len(copies)]
+    return [tiles for slot in slots for tiles in (slot.gather, slot.scatter) if tiles]
+
+
+def check_slot(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
+    """What a device is told of one side of a slot, which must be exactly that."""
+    found = for_device(tiles)
+    assert all(found)
+    assert all(int(tile.length.max()) <= MAX_ROW_BYTES for tile in found)
+    assert np.array_equal(listed(found), listed([tile_of(rows_of(tiles)).split(MAX_ROW_BYTES)]))
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -80,10 +87,10 @@ def test_tiles_have_the_rows_of_any_plan(scenario, strategy, slot_bytes):
             tables = scenario.source_tables[source_rank], scenario.target_tables[rank]
             check(copies_for(program, *tables, scenario.ranges))
             starts = region_starts(source, layout)
-            for copies in moved(
+            for tiles in moved(
                 SlotPlan(StagedRequest(program, *tables, scenario.ranges, strategy, slot_bytes, starts))
             ):
-                check(copies)
+                check_slot(tiles)
 
 
 @st.composite
@@ -149,29 +156,29 @@ def request_of(formats: tuple[str, str], tokens: TokenRange, slot_bytes: int, st
 @pytest.mark.parametrize("source", FORMATS)
 def test_slots_of_every_format_are_a_few_tiles(source, target, strategy, tokens):
     first = target if strategy is Strategy.PACK else source
-    for copies in moved(request_of((source, target), tokens, 8 * MIB, strategy)):
-        tiles = check(copies)
+    for found in moved(request_of((source, target), tokens, 8 * MIB, strategy)):
+        tiles, rows = check_slot(found), rows_of(found)
         assert len(tiles) <= MOST_TILES
         # With all layers of a block side by side, what is beside each other differs from block to block.
-        if FORMATS[first][0] != "B" and len(copies) >= 2048:
-            assert 5 * numbers(tiles) < numbers([tile_of(copies)])
+        if FORMATS[first][0] != "B" and len(rows) >= 2048:
+            assert 5 * numbers(tiles) < numbers([tile_of(rows)])
 
 
 def test_a_token_major_slot_is_one_tile_of_hardly_any_numbers():
     """512 tokens of 64 tensors in rows of 256 bytes: 8 MiB, of whose 24 bytes a row one in fifty is left."""
     plan = request_of(("token-major", "token-major"), TokenRange(0, 512), 8 * MIB, Strategy.PACK)
     gather, _ = moved(plan)
-    assert set(gather.length.tolist()) == {256}
-    (tile,) = check(gather)
-    assert 50 * numbers([tile]) < numbers([tile_of(gather)])
+    (tile,) = check_slot(gather)
+    assert set(tile.length.tolist()) == {256}
+    assert 50 * numbers([tile]) < numbers([tile_of(tile.copies())])
 
 
 @pytest.mark.parametrize("slot_bytes", [100_001, 1_000_003])
 def test_slots_that_end_in_the_middle_of_a_row_have_few_tiles(slot_bytes):
     """One block of all layers takes more than a slot: it is cut where the bytes happen to end."""
     plan = request_of(("block-major", "token-major"), TokenRange(0, 960), slot_bytes, Strategy.PACK)
-    for copies in moved(plan):
-        assert len(check(copies)) <= MOST_TILES
+    for found in moved(plan):
+        assert len(check_slot(found)) <= MOST_TILES
 
 
 @pytest.mark.parametrize("first", [1, 37, 60])

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kvferry.plan.copies import Copies
+from kvferry.plan.tiles import plain, tile_of
 from kvferry.staging.device_mover import DeviceMover
 from kvferry.staging.mover import Moved
-from kvferry.staging.tiles import tile_of
 from kvferry.transport.pieces import Pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -151,7 +151,7 @@ def test_a_mover_on_a_device(device, side_streams):
     )
     source, target = rows[0] + np.uint64(cache.data_ptr()), rows[1] + np.uint64(arena.data_ptr())
     cache.copy_(torch.randint(0, 256, cache.shape, dtype=torch.uint8).to(where))
-    mover.start("gather", Copies(source, target, np.full(256, 256, np.uint64), 256))
+    mover.start("gather", plain(Copies(source, target, np.full(256, 256, np.uint64), 256)))
     ended: list[Moved] = []
     while mover.busy:
         ended += mover.poll()

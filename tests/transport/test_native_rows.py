@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import TransportError
+from kvferry.plan.tiles import Tile
 from kvferry.transport import numpy_rows
 from kvferry.transport.copier import Copier, Preparation, current, prepare, prepared
-from kvferry.transport.pieces import Side
+from kvferry.transport.pieces import Pieces, Side
+from kvferry.transport.rows import copy_tile
 
 native_rows = pytest.importorskip("kvferry.transport.native_rows", reason="numba is not installed")
 ROWS = native_rows.compile_rows(on_disk=False)
@@ -137,6 +139,86 @@ def test_a_row_outside_its_view_is_refused(
     assert not views[0].any()
 
 
+@st.composite
+def tiles(draw: st.DrawFn) -> tuple[Tile, np.ndarray, np.ndarray]:
+    """Out of a target that is filled with one number, back to back in some order and at any alignment."""
+    dice = np.random.default_rng(draw(st.integers(0, 1000)))
+    num_starts, length = draw(st.integers(0, 6)), np.array(draw(st.lists(LENGTHS, max_size=8)), np.uint64)
+    source = dice.integers(0, 256, SMALL, dtype=np.uint8)
+    room = int(length.sum()) + draw(st.integers(0, 70))
+    target = np.full(num_starts * room + 100, 0xEE, np.uint8)
+    shift = np.cumsum(length) - length
+    start = dice.permutation(num_starts).astype(np.uint64) * np.uint64(room) + np.uint64(draw(st.integers(0, 99)))
+    from_start, from_shift = dice.integers(0, SMALL // 2, num_starts), dice.integers(0, SMALL // 2 - 5000, len(length))
+    # Most of a sum may be in either part, and shifts may be backwards.
+    lift = np.uint64(draw(st.sampled_from([0, 1 << 40])))
+    columns = from_start.astype(np.uint64) + lift, start - lift, from_shift.astype(np.uint64) - lift, shift + lift
+    return Tile(*columns, length).shifted(address(source), address(target)), source, target
+
+
+def memory(*views: np.ndarray) -> Pieces:
+    return Pieces.of([(address(view), view.size) for view in views], views)
+
+
+@settings(max_examples=150, deadline=None)
+@given(tiles(), st.sampled_from(["numba", "numpy"]))
+def test_a_tile_leaves_what_its_rows_leave(drawn: tuple[Tile, np.ndarray, np.ndarray], name: str) -> None:
+    tile, source, target = drawn
+    wanted, rows = target.copy(), tile.copies()
+    for start, goal, length in zip(rows.source, rows.target, rows.length, strict=True):
+        begins = int(start) - address(source), int(goal) - address(target)
+        wanted[begins[1] : begins[1] + int(length)] = source[begins[0] : begins[0] + int(length)]
+    copier = Copier(name, "", ROWS.copy, ROWS.copy_tile) if name == "numba" else Copier(name, "", numpy_rows.copy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvferry.transport.rows.current", lambda: copier)
+        for _ in copy_tile(memory(source, target), tile):
+            pass
+    assert np.array_equal(target, wanted)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_tile_gives_control_back_and_goes_on_where_it_was(width: int) -> None:
+    step = native_rows.STEP_BYTES
+    source = np.random.default_rng(9).integers(0, 256, 6 * step + 640, dtype=np.uint8)
+    target = np.zeros(source.size, np.uint8)
+    begins = np.arange(0, source.size, source.size // (4 * width) + 1)[: 4 * width]
+    length = np.diff(begins, append=source.size).astype(np.uint64)
+    tiles = [
+        Tile(*[begins[i : i + 1].astype(np.uint64)] * 2, *[np.zeros(1, np.uint64)] * 2, length[i : i + 1])
+        for i in range(4 * width)
+    ]
+    steps = [
+        None
+        for tile in tiles
+        for _ in copy_tile(memory(source, target), tile.shifted(address(source), address(target)))
+    ]
+    assert len(steps) >= source.size // step
+    assert np.array_equal(source, target)
+
+
+@pytest.mark.parametrize("is_target", [True, False])
+def test_a_tile_that_leaves_memory_is_refused(is_target: bool) -> None:
+    source, target = np.ones(1000, np.uint8), np.zeros(1000, np.uint8)
+    start, shift = np.array([0, 500], np.uint64), np.array([0, 490], np.uint64)
+    wild = Tile(start, start, shift, shift, np.array([8, 11], np.uint64)).shifted(address(source), address(target))
+    there = memory(source, target[:900]) if is_target else memory(source[:900], target)
+    with pytest.raises(TransportError, match="row 3 leaves the registered memory of this process"):
+        list(copy_tile(there, wild))
+    assert not target.any()
+
+
+def test_memory_that_is_shown_elsewhere_is_copied_where_it_is() -> None:
+    """Addresses of a device that the host cannot use: its pieces are seen in other places."""
+    source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
+    far = Pieces.of([(1 << 55, 100), (1 << 56, 100)], [source, target])
+    assert not far.is_in_place
+    assert memory(source, target).is_in_place
+    zero = np.zeros(1, np.uint64)
+    for _ in copy_tile(far, Tile(zero, zero, zero, zero, zero + np.uint64(100)).shifted(1 << 55, 1 << 56)):
+        pass
+    assert np.array_equal(source, target)
+
+
 def odd(values: np.ndarray) -> np.ndarray:
     """Read-only and at an odd address, as columns out of a frame are."""
     found = np.frombuffer(b"x" + values.tobytes(), values.dtype, offset=1)
@@ -155,7 +237,7 @@ def test_columns_of_another_kind(num_rows: int) -> None:
         target.fill(0)
         sum(ROWS.copy(one, other, length))
         assert target[: 2 * num_rows].tolist() == list(range(2 * num_rows))
-    assert len(ROWS.advance.signatures) == len(ROWS.resolve.signatures) == 1
+    assert len(ROWS.advance.signatures) == len(ROWS.resolve.signatures) == len(ROWS.advance_tile.signatures) == 1
 
 
 def test_prepared_once_and_for_all() -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import TransportError
-from kvferry.plan.copies import Copies
 from kvferry.transport.numpy_rows import BIT_BYTES, LONG_ROW_BYTES, MAX_NUM_LENGTHS
 from kvferry.transport.numpy_rows import copy as copy_rows
 from kvferry.transport.pieces import Pieces, Side
-from kvferry.transport.rows import gather, scatter, split, stream_chunks
+from kvferry.transport.rows import gather, scatter, stream_chunks
 
 SIZE = 3 * LONG_ROW_BYTES
 LENGTHS = st.one_of(st.integers(0, 40), st.integers(0, 3000), st.integers(LONG_ROW_BYTES - 2, LONG_ROW_BYTES + 2))
@@ -79,27 +80,6 @@ def test_short_rows_take_few_steps() -> None:
     for length in (np.full(num_rows, 16), np.arange(num_rows) % 16 + 1):
         steps = list(copy_rows(Side((source,), zero, offset), Side((target,), zero, offset), length))
         assert len(steps) < 20
-
-
-@settings(max_examples=100)
-@given(st.lists(st.integers(0, 100), max_size=20), st.integers(1, 40))
-def test_split_keeps_every_byte(lengths: list[int], most: int) -> None:
-    length = np.array(lengths, np.uint64)
-    end = np.cumsum(length + np.uint64(3))
-    copies = Copies(end + np.uint64(1000), end + np.uint64(9000), length, len(lengths))
-    found = split(copies, most)
-    assert not len(found) or (int(found.length.min()) > 0 and int(found.length.max()) <= most)
-    assert bytes_of(found) == bytes_of(copies)
-
-
-def bytes_of(copies: Copies) -> list[tuple[int, int]]:
-    return [
-        (source + i, target + i)
-        for source, target, length in zip(
-            copies.source.tolist(), copies.target.tolist(), copies.length.tolist(), strict=True
-        )
-        for i in range(length)
-    ]
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=50), st.integers(100, 300))
@@ -171,3 +151,49 @@ def test_nothing_registered_holds_no_row() -> None:
     assert len(none.side(empty, empty, "somebody").piece) == 0
     with pytest.raises(TransportError, match="no registered memory"):
         none.check(np.array([1], np.uint64), np.array([1], np.uint64), "somebody")
+
+
+SHIFTS = st.lists(st.tuples(st.integers(-300, 300), st.integers(0, 120)), max_size=4)
+
+
+@example(PIECES, [1010, 1060], [(0, 20), (20, 20)])
+@example(PIECES, [1010, 5000], [(0, 5), (5, 5)])
+@example(PIECES, [1150, 1150], [(-100, 20), (-50, 50)])
+@example(PIECES, [5], [(2**63, 1)])
+@example(PIECES, [2**63], [(0, 1)])
+@example(Pieces.of(()), [1000], [(0, 1)])
+@given(st.sampled_from([PIECES, ONE_PIECE]), st.lists(st.integers(900, 1200), max_size=4), SHIFTS)
+def test_sums_are_refused_like_the_rows_that_they_are(
+    pieces: Pieces, start: list[int], shifts: list[tuple[int, int]]
+) -> None:
+    starts = np.array(start, np.uint64)
+    shift = np.array([each % 2**64 for each, _ in shifts], np.uint64)
+    length = np.array([size for _, size in shifts], np.uint64)
+
+    def answer(ask: Callable[..., None], *columns: np.ndarray) -> str:
+        try:
+            ask(*columns, "somebody")
+        except TransportError as error:
+            return str(error)
+        return ""
+
+    rows = np.add.outer(starts, shift).ravel(), np.tile(length, len(starts))
+    assert answer(pieces.check_sums, starts, shift, length) == answer(pieces.check, *rows)
+
+
+def test_what_lies_together_is_looked_at_once_for_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines have a piece of memory for each layer."""
+    pieces = Pieces.of([(1000 * layer, 500) for layer in range(1, 40)])
+    starts = np.array([1000 * layer + 7 for layer in range(1, 40)], np.uint64)
+    shift, looked = np.arange(0, 400, 4, dtype=np.uint64), []
+    look = Pieces._look
+
+    def counted(self: Pieces, address: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, int]:
+        looked.append(len(address))
+        return look(self, address, length)
+
+    monkeypatch.setattr(Pieces, "_look", counted)
+    pieces.check_sums(starts, shift, np.full(100, 4, np.uint64), "somebody")
+    assert looked == [39]
+    with pytest.raises(TransportError, match="row 92 leaves"):
+        pieces.check_sums(starts[1:] - np.uint64(1000), shift, np.full(100, 4, np.uint64) << np.uint64(5), "somebody")

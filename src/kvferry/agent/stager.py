@@ -64,7 +64,7 @@ class Stager:
 
     def stage(self, command: Stage) -> None:
         """Gather or scatter."""
-        self._mover.start(command.key, command.copies)
+        self._mover.start(command.key, command.tiles)
 
     def poll(self) -> list[StagerEvent]:
         """The slots that are served now, and the copies that have ended."""

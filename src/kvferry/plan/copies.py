@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["NOTHING", "Column", "Copies", "Direction", "direction_named", "firsts", "may_turn", "merge"]
+__all__ = ["NOTHING", "Column", "Copies", "Direction", "direction_named", "firsts", "may_turn", "merge", "split"]
 
 Column = NDArray[np.uint64]
 """One unsigned 64-bit integer per row, in bytes."""
@@ -61,6 +61,10 @@ class Copies:
     def num_bytes(self) -> int:
         return int(self.length.sum())
 
+    def shifted(self, source: int, target: int) -> Copies:
+        """The same rows elsewhere."""
+        return Copies(self.source + np.uint64(source), self.target + np.uint64(target), self.length, self.pieces)
+
 
 NOTHING = Copies(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.uint64), pieces=0)
 """No rows."""
@@ -80,3 +84,20 @@ def merge(copies: Copies, regions: NDArray[np.int64]) -> Copies:
     """Join rows that follow one another (see `firsts`): the same bytes in fewer rows."""
     first = firsts(copies, regions)
     return Copies(copies.source[first], copies.target[first], np.add.reduceat(copies.length, first), copies.pieces)
+
+
+def split(copies: Copies, max_row_bytes: int) -> Copies:
+    """The same bytes in rows of 1 to `max_row_bytes` bytes, in order; rows of zero bytes vanish."""
+    length = copies.length
+    if not len(length) or (int(length.min()) > 0 and int(length.max()) <= max_row_bytes):
+        return copies
+    most = np.uint64(max_row_bytes)
+    bits = ((length + most - np.uint64(1)) // most).astype(np.int64)
+    first = np.repeat(np.cumsum(bits) - bits, bits)
+    skip = (np.arange(int(bits.sum())) - first).astype(np.uint64) * most
+    return Copies(
+        source=np.repeat(copies.source, bits) + skip,
+        target=np.repeat(copies.target, bits) + skip,
+        length=np.minimum(np.repeat(length, bits) - skip, most),
+        pieces=copies.pieces,
+    )

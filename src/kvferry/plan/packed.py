@@ -1,40 +1,47 @@
 """The packed slots of several stretches at once: what `staged` finds stretch by stretch, by sorting every row.
 
-What takes time for a slot is less its rows than the number of calls; so these are made for some stretches together.
+Only strips are sorted here, and rows are never listed. What takes time for a slot then is less its strips than the
+number of calls; so these are made for some stretches together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvferry.plan.copies import NOTHING, Column, Copies
+from kvferry.plan.copies import Column
 from kvferry.plan.program import Section
 from kvferry.plan.request import Places
-from kvferry.plan.staged import RegionStarts, Side, Stages, join, pack_laid
+from kvferry.plan.selection import Indices
+from kvferry.plan.staged import RegionStarts, Side
 from kvferry.plan.strips import Strips, strips_of
+from kvferry.plan.tiles import Tile
 
-__all__ = ["packed"]
+__all__ = ["Packed", "packed"]
 
-Counts = NDArray[np.int64]
+
+class Packed(NamedTuple):
+    """One stretch. Addresses in staging memory count from its beginning; one side may be left out."""
+
+    gather: tuple[Tile, ...]
+    scatter: tuple[Tile, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Placed:
     """Strips at all their places, one column each: the stretch, where it begins and ends in the target's memory, its
-    bytes, its runs (the number of the first, and how many), and how far these have moved with their block."""
+    bytes, where its first run begins at this side, and which section with its places it is of."""
 
-    stretch: Counts
+    stretch: Indices
     start: Column
     stop: Column
     num_bytes: Column
-    first_run: Counts
-    num_runs: Counts
-    shift: Column
+    address: Column
+    number: Indices
 
     def in_order(self) -> _Placed:
         """As their bytes lie in slots."""
@@ -44,9 +51,8 @@ class _Placed:
             start=self.start[order],
             stop=self.stop[order],
             num_bytes=self.num_bytes[order],
-            first_run=self.first_run[order],
-            num_runs=self.num_runs[order],
-            shift=self.shift[order],
+            address=self.address[order],
+            number=self.number[order],
         )
 
     @property
@@ -54,64 +60,61 @@ class _Placed:
         """Whether one begins before the one before it ends: rows of both may lie among one another."""
         return bool(((self.stop[:-1] > self.start[1:]) & (self.stretch[:-1] == self.stretch[1:])).any())
 
-    def runs(self, column: Column, shift: Column) -> Column:
-        """A column that has a number for each run, for all runs of all strips; each strip adds a number of its own."""
-        width = int(self.num_runs[0])
-        if (self.num_runs == width).all():
-            # Nearly always; in a third of the time.
-            spread: Column = np.add(column.reshape(-1, width)[self.first_run // width], shift[:, np.newaxis]).ravel()
-            return spread
-        last = np.cumsum(self.num_runs)
-        run = np.arange(last[-1]) + np.repeat(self.first_run - (last - self.num_runs), self.num_runs)
-        found: Column = column[run] + np.repeat(shift, self.num_runs)
-        return found
 
-
-def packed(
-    places: Sequence[Places], num_bytes: Sequence[int], starts: RegionStarts, slot_bytes: int, side: Side
-) -> tuple[Stages, ...]:
-    """The stages of each stretch, of which `num_bytes` move; staging addresses count from its beginning.
+def packed(places: Sequence[Places], num_stretches: int, starts: RegionStarts, side: Side) -> tuple[Packed, ...]:
+    """What is gathered and scattered for each stretch.
 
     None at all where rows of several places may lie among one another, as those of single tokens do where heads lie
-    outside of tokens: they have to be sorted one by one.
+    outside of tokens, or where strips are not alike: rows have to be sorted one by one then.
     """
-    sides = [each for each in (Side.SOURCE, Side.TARGET) if side in (each, Side.BOTH)]
-    laid = {each: _laid(places, num_bytes, starts, each) for each in sides}
-    if not all(laid.values()):
-        return ()
-    nothing = (NOTHING,) * len(num_bytes)
-    stages = zip(laid.get(Side.SOURCE, nothing), laid.get(Side.TARGET, nothing), num_bytes, strict=True)
-    return tuple(pack_laid(*each, slot_bytes) for each in stages)
-
-
-def _laid(places: Sequence[Places], num_bytes: Sequence[int], starts: RegionStarts, side: Side) -> tuple[Copies, ...]:
-    """One side of each stretch: from its addresses to offsets in staging memory. Empty where strips interleave."""
     found = [(section, each) for each in places for section in each.sections]
+    nothing: tuple[tuple[Tile, ...], ...] = ((),) * num_stretches
     if not found:
-        return (NOTHING,) * len(num_bytes)
-    strips = [strips_of(section, starts, side) for section, _ in found]
+        return tuple(map(Packed, nothing, nothing))
+    gathers = nothing if side is Side.TARGET else _laid(found, num_stretches, starts, Side.SOURCE)
+    scatters = nothing if side is Side.SOURCE else _laid(found, num_stretches, starts, Side.TARGET)
+    return tuple(map(Packed, gathers, scatters)) if gathers and scatters else ()
+
+
+def _laid(
+    found: Sequence[tuple[Section, Places]], num_stretches: int, starts: RegionStarts, side: Side
+) -> tuple[tuple[Tile, ...], ...]:
+    """One side of each stretch; empty where rows have to be sorted."""
+    strips = [each for section, _ in found if (each := strips_of(section, starts, side)) is not None]
+    if len(strips) < len(found):
+        return ()
     placed = _placed(found, strips, side).in_order()
     if placed.interleave:
         return ()
-    address = placed.runs(np.concatenate([each.address for each in strips]), placed.shift)
-    begins = np.cumsum(placed.num_bytes) - placed.num_bytes
-    offset = placed.runs(np.concatenate([each.skip for each in strips]), begins)
-    strip = np.searchsorted(placed.stretch, np.arange(len(num_bytes) + 1))
-    rows, totals = np.append(0, np.cumsum(placed.num_runs))[strip].tolist(), [0, *accumulate(num_bytes)]
-    borders = starts.source if side is Side.SOURCE else starts.target
-    return tuple(
-        join(address[first:last], offset[first:last] - np.uint64(total), size, borders)
-        for (first, last), total, size in zip(pairwise(rows), totals, num_bytes, strict=False)
-    )
+    offset = np.cumsum(placed.num_bytes) - placed.num_bytes
+    border = np.searchsorted(placed.stretch, np.arange(num_stretches + 1)).tolist()
+    tiles = []
+    for first, last in pairwise(border):
+        part = slice(first, last)
+        begins = offset[part] - offset[first] if first < last else offset[part]
+        tiles.append(tuple(_tiles(strips, placed.number[part], (placed.address[part], begins), side)))
+    return tuple(tiles)
+
+
+def _tiles(strips: Sequence[Strips], number: Indices, starts: tuple[Column, Column], side: Side) -> Iterator[Tile]:
+    """The runs of some strips, which start at addresses and at offsets in staging memory; one tile for each section."""
+    for this, each in enumerate(strips):
+        which = slice(None) if len(strips) == 1 else np.flatnonzero(number == this)
+        address, offset = (column[which] for column in starts)
+        if not len(address):
+            continue
+        if side is Side.SOURCE:
+            yield Tile(address, offset, each.run_address, each.run_skip, each.run_length)
+        else:
+            yield Tile(offset, address, each.run_skip, each.run_address, each.run_length)
 
 
 def _placed(found: Sequence[tuple[Section, Places]], strips: Sequence[Strips], side: Side) -> _Placed:
-    """All strips of all sections, in no order. Runs are numbered through."""
-    parts, num_runs = [], 0
-    for (section, places), each in zip(found, strips, strict=True):
+    """All strips of all sections, in no order."""
+    parts = []
+    for number, ((section, places), each) in enumerate(zip(found, strips, strict=True)):
         strides, (block, slot) = section.strides, places.target
-        moved = (block * strides.target_block + slot * strides.target_token).astype(np.uint64)
-        own = moved
+        moved = own = (block * strides.target_block + slot * strides.target_token).astype(np.uint64)
         if side is Side.SOURCE:
             block, slot = places.source
             own = (block * strides.source_block + slot * strides.source_token).astype(np.uint64)
@@ -122,11 +125,9 @@ def _placed(found: Sequence[tuple[Section, Places]], strips: Sequence[Strips], s
                 np.tile(places.stretch, num_strips),
                 start,
                 start + np.repeat(each.reach, num_places),
-                np.repeat(each.num_bytes, num_places),
-                np.repeat(each.first_run + num_runs, num_places),
-                np.repeat(each.num_runs, num_places),
-                np.tile(own, num_strips),
+                np.full(len(start), each.num_bytes, np.uint64),
+                np.add.outer(each.address, own).ravel(),
+                np.full(len(start), number),
             )
         )
-        num_runs += len(each.address)
     return _Placed(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))

@@ -15,12 +15,13 @@ from kvferry.errors import RequestError
 from kvferry.plan.blocks import BlockTables
 from kvferry.plan.copies import Column, Copies
 from kvferry.plan.layout import Layout
-from kvferry.plan.packed import packed
+from kvferry.plan.packed import Packed, packed
 from kvferry.plan.program import Program
 from kvferry.plan.request import Ranges, bytes_at, copies_for, num_rows, places_for
 from kvferry.plan.span import MAX_STOP
 from kvferry.plan.staged import RegionStarts, Side, Stages, Staging, Strategy, staged
 from kvferry.plan.stretch import Stretch, even_stretches, stretch_tokens, unit_tokens
+from kvferry.plan.tiles import Tile, plain
 
 __all__ = ["MAX_SLOTS", "Slot", "SlotPlan", "StagedRequest", "any_tables", "region_starts"]
 
@@ -36,13 +37,21 @@ TOGETHER = 4
 MAX_ROWS_TOGETHER = 1 << 20
 """If they have so many rows, each is planned by itself."""
 
+_FROM_THE_START: Column = np.zeros(1, np.uint64)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """One slot's share of the stages. On the side of staging memory all addresses count from the slot's beginning."""
+    """What happens in turn: `gather` within the source, `wire` between the ranks, `scatter` within the target.
+
+    What does not take place is empty, and so is what only the other side needs. In staging memory all addresses count
+    from the slot's beginning.
+    """
 
     num_bytes: int
-    stages: Stages
+    gather: tuple[Tile, ...]
+    wire: Copies
+    scatter: tuple[Tile, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,8 +124,9 @@ class SlotPlan:
             places = places_for(request.program, tables, request.ranges, stretches)
             num_bytes = bytes_at(places, len(stretches))
             self._check_slots(max(num_bytes))
-            if stages := packed(places, num_bytes, request.starts, request.slot_bytes, self._side):
-                return tuple(map(self._slots, stages))
+            fits = max(num_bytes) <= request.slot_bytes
+            if fits and (found := packed(places, len(stretches), request.starts, self._side)):
+                return tuple(map(_packed_slots, found, num_bytes))
         return tuple(self._slots(self._sorted(stretch)) for stretch in stretches)
 
     def _sorted(self, stretch: Stretch) -> Stages:
@@ -136,8 +146,6 @@ class SlotPlan:
 
     def _slots(self, stages: Stages) -> tuple[Slot, ...]:
         size, total = self._request.slot_bytes, stages.wire.num_bytes
-        if 0 < total <= size:
-            return (Slot(total, stages),)
         return tuple(
             _slot(stages, self._request.strategy, first, min(size, total - first)) for first in range(0, total, size)
         )
@@ -161,6 +169,12 @@ def _starts(layout: Layout) -> Column:
     return np.array(sorted(region.address for region in layout.regions), np.uint64)
 
 
+def _packed_slots(found: Packed, num_bytes: int) -> tuple[Slot, ...]:
+    """The one slot of a stretch of which something moves."""
+    wire = Copies(_FROM_THE_START, _FROM_THE_START, np.array([num_bytes], np.uint64), 1)
+    return (Slot(num_bytes, found.gather, wire, found.scatter),) if num_bytes else ()
+
+
 def _slot(stages: Stages, strategy: Strategy, first: int, num_bytes: int) -> Slot:
     """Within each stage the staging addresses ascend, and no row crosses a slot."""
     shift = np.uint64(first)
@@ -169,12 +183,12 @@ def _slot(stages: Stages, strategy: Strategy, first: int, num_bytes: int) -> Slo
     scatter = _between(stages.scatter, stages.scatter.source, first, num_bytes)
     # Packed bytes come out of a slot, runs of the source out of its blocks.
     source_shift = shift if strategy is Strategy.PACK else np.uint64(0)
-    parts = Stages(
-        gather=Copies(gather.source, gather.target - shift, gather.length, gather.pieces),
+    return Slot(
+        num_bytes,
+        gather=plain(Copies(gather.source, gather.target - shift, gather.length, gather.pieces)),
         wire=Copies(wire.source - source_shift, wire.target - shift, wire.length, wire.pieces),
-        scatter=Copies(scatter.source - shift, scatter.target, scatter.length, scatter.pieces),
+        scatter=plain(Copies(scatter.source - shift, scatter.target, scatter.length, scatter.pieces)),
     )
-    return Slot(num_bytes, parts)
 
 
 def _between(rows: Copies, staging: Column, first: int, num_bytes: int) -> Copies:

@@ -11,7 +11,7 @@ fewer slots than the transfer needs is a constant added to the addresses of a sl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -26,9 +26,7 @@ __all__ = [
     "Staging",
     "Strategy",
     "direct",
-    "join",
     "pack",
-    "pack_laid",
     "scatter",
     "source_runs",
     "staged",
@@ -151,12 +149,6 @@ def pack(copies: Copies, staging: Staging, starts: RegionStarts, side: Side = Si
     return Stages(gather=gather, wire=_slots(copies.num_bytes, staging), scatter=scatter)
 
 
-def pack_laid(gather: Copies, scatter: Copies, num_bytes: int, slot_bytes: int) -> Stages:
-    """The stages of `pack` from what was laid out for one side or both: addresses to offsets, as `join` leaves them."""
-    gather, scatter = _cut(gather, slot_bytes), _from_staging(_cut(scatter, slot_bytes), 0)
-    return Stages(gather, _slots(num_bytes, Staging(0, 0, slot_bytes)), scatter)
-
-
 def source_runs(copies: Copies, starts: Column) -> int:
     """How many pieces are contiguous at the source alone. `starts`: where its regions begin, as in RegionStarts."""
     source, length = copies.source, copies.length
@@ -195,27 +187,17 @@ def _laid(address: Column, rows: Copies, starts: Column, slot_bytes: int) -> Cop
     """
     if not len(rows):
         return _nothing()
-    end = np.cumsum(rows.length)
-    joined = join(address, end - rows.length, int(end[-1]), starts)
-    return _cut(replace(joined, pieces=rows.pieces), slot_bytes)
-
-
-def join(address: Column, offset: Column, num_bytes: int, starts: Column) -> Copies:
-    """Rows from addresses to offsets in staging memory, back to back from 0 to `num_bytes`, as few as there can be.
-
-    Rows that follow one another at the address are joined, except over the border of a region.
-    """
-    length = np.diff(offset, append=np.uint64(num_bytes))
+    length, end = rows.length, np.cumsum(rows.length)
     joins = np.flatnonzero(address[:-1] + length[:-1] == address[1:]) + 1
     if len(joins):
         # The first row of a region never continues the row before it.
         joins = joins[~np.isin(address[joins], starts)]
     if not len(joins):
-        return Copies(address, offset, length, len(address))
+        return _cut(Copies(address, end - length, length, rows.pieces), slot_bytes)
     is_first = np.ones(len(address), np.bool_)
     is_first[joins] = False
-    offset = offset[is_first]
-    return Copies(address[is_first], offset, np.diff(offset, append=np.uint64(num_bytes)), len(address))
+    offset = (end - length)[is_first]
+    return _cut(Copies(address[is_first], offset, np.diff(offset, append=end[-1]), rows.pieces), slot_bytes)
 
 
 def _cut(laid: Copies, slot_bytes: int) -> Copies:

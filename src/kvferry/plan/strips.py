@@ -27,27 +27,27 @@ class Strips:
     """Of one section, as one side sees it.
 
     Strip i begins at the target's address `start[i]` in block 0, slot 0, and ends `reach[i]` bytes behind it;
-    `num_bytes[i]` of them are rows. At this side they are `num_runs[i]` runs, from number `first_run[i]` on: run j
-    begins at `address[j]` in block 0, slot 0, is `skip[j]` bytes of rows into its strip, and has `length[j]` bytes.
+    `num_bytes` of them are rows. At this side its first run begins at `address[i]` in block 0, slot 0; run j begins
+    `run_address[j]` behind that, is `run_skip[j]` bytes of rows into the strip, and has `run_length[j]` bytes.
     """
 
     start: Column
     reach: Column
-    num_bytes: Column
-    first_run: NDArray[np.int64]
-    num_runs: NDArray[np.int64]
+    num_bytes: int
     address: Column
-    skip: Column
-    length: Column
+    run_address: Column
+    run_skip: Column
+    run_length: Column
 
 
-def strips_of(section: Section, starts: RegionStarts, side: Side) -> Strips:
-    """Runs never cross the border of a region; `starts` are those of the layouts that the section was bound to."""
+def strips_of(section: Section, starts: RegionStarts, side: Side) -> Strips | None:
+    """None where the runs of two strips differ, as in no format that engines have. Runs never cross the border of a
+    region; `starts` are those of the layouts that the section was bound to."""
     find = _known if len(section) <= KEPT_ROWS else _found
     return find(section, starts, side)
 
 
-def _found(section: Section, starts: RegionStarts, side: Side) -> Strips:
+def _found(section: Section, starts: RegionStarts, side: Side) -> Strips | None:
     order = np.argsort(section.target, kind="stable")
     target, length = section.target[order], np.uint64(section.length)
     address, borders = (target, starts.target) if side is Side.TARGET else (section.source[order], starts.source)
@@ -56,18 +56,23 @@ def _found(section: Section, starts: RegionStarts, side: Side) -> Strips:
     follows = (address[:-1] + length == address[1:]) & ~np.isin(address[1:], borders)
     follows[first[1:] - 1] = False
     run = _firsts(follows)
-    first_run = np.searchsorted(run, first)
-    num_rows = np.diff(first, append=len(target))
-    num_runs = np.diff(first_run, append=len(run))
+    if len(run) % len(first):
+        return None
+    shape = len(first), len(run) // len(first)
+    begins, rows = address[run].reshape(shape), np.diff(run, append=len(target)).reshape(shape)
+    runs = begins - begins[:, :1], run.reshape(shape) - first[:, np.newaxis], rows
+    if any((column != column[0]).any() for column in runs):
+        return None
+    run_address, skip, num_rows = (column[0].astype(np.uint64) for column in runs)
+    last = first + int(num_rows.sum()) - 1
     return Strips(
         start=target[first],
-        reach=target[first + num_rows - 1] + length - target[first],
-        num_bytes=num_rows.astype(np.uint64) * length,
-        first_run=first_run,
-        num_runs=num_runs,
-        address=address[run],
-        skip=(run - np.repeat(first, num_runs)).astype(np.uint64) * length,
-        length=np.diff(run, append=len(target)).astype(np.uint64) * length,
+        reach=target[last] + length - target[first],
+        num_bytes=int(num_rows.sum()) * section.length,
+        address=address[first],
+        run_address=run_address,
+        run_skip=skip * length,
+        run_length=num_rows * length,
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from kvferry.errors import TransferError
 from kvferry.plan.copies import Copies, Direction
 from kvferry.plan.extract import Extract
+from kvferry.plan.tiles import Tile
 from kvferry.session.keys import PeerKey, Remote, SlotKey, WorkKey
 from kvferry.wire.messages import Message, Offer, TargetOffer
 
@@ -112,7 +113,7 @@ class Stage:
     """Gather from our blocks into a slot, or scatter from a slot into our blocks; answer with Staged."""
 
     key: SlotKey
-    copies: Copies
+    tiles: tuple[Tile, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from kvferry.session.events import (
     Staged,
     TicketEnded,
 )
-from kvferry.session.slot_use import SlotState, SlotUse, shifted
+from kvferry.session.slot_use import SlotState, SlotUse
 from kvferry.wire.messages import Grant, Pack, Packed, Queued, Reason, Refusal, Renewed
 
 __all__ = ["Packing"]
@@ -156,7 +156,7 @@ class Packing:
             yield from self._over(use, event.error)
             return
         use.machine.move("filled")
-        yield Post(event.key, shifted(use.slot.stages.wire, use.address, use.far_address), Direction.WRITE)
+        yield Post(event.key, use.slot.wire.shifted(use.address, use.far_address), Direction.WRITE)
 
     def ticket_ended(self, event: TicketEnded) -> Iterator[Command]:
         """Written, or not."""

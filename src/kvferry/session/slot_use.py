@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-import numpy as np
-
-from kvferry.plan.copies import Copies
 from kvferry.plan.slots import Slot
+from kvferry.plan.tiles import Tile
 from kvferry.session.events import SlotKey
 from kvferry.session.machine import Machine, Table
 
-__all__ = ["SLOT_TABLE", "SlotState", "SlotUse", "shifted"]
+__all__ = ["SLOT_TABLE", "SlotState", "SlotUse"]
 
 
 class SlotState(StrEnum):
@@ -64,16 +62,11 @@ class SlotUse:
         return self.state is SlotState.OVER
 
     @property
-    def gather(self) -> Copies:
+    def gather(self) -> tuple[Tile, ...]:
         """Out of our blocks, into the slot."""
-        return shifted(self.slot.stages.gather, 0, self.address)
+        return tuple(tile.shifted(0, self.address) for tile in self.slot.gather)
 
     @property
-    def scatter(self) -> Copies:
+    def scatter(self) -> tuple[Tile, ...]:
         """Out of the slot, into our blocks."""
-        return shifted(self.slot.stages.scatter, self.address, 0)
-
-
-def shifted(rows: Copies, source: int, target: int) -> Copies:
-    """The same rows elsewhere."""
-    return Copies(rows.source + np.uint64(source), rows.target + np.uint64(target), rows.length, rows.pieces)
+        return tuple(tile.shifted(self.address, 0) for tile in self.slot.scatter)

@@ -14,7 +14,7 @@ from kvferry.plan.copies import Direction
 from kvferry.plan.slots import Slot, SlotPlan
 from kvferry.plan.staged import Strategy
 from kvferry.session.events import Acquire, Cancel, Command, Post, ReadKey, Release, Send, SlotKey, Stage
-from kvferry.session.slot_use import SlotState, SlotUse, shifted
+from kvferry.session.slot_use import SlotState, SlotUse
 from kvferry.wire.messages import Pack, Party
 
 __all__ = ["Unpacking"]
@@ -102,11 +102,11 @@ class Unpacking:
         use.machine.move("acquired")
         use.address, use.last_sent = address, now
         self.num_bytes += use.slot.num_bytes
-        self.num_rows += len(use.slot.stages.wire)
+        self.num_rows += len(use.slot.wire)
         if self._strategy is Strategy.PACK:
             yield self._pack(use)
         else:
-            yield Post(key, shifted(use.slot.stages.wire, 0, address), Direction.READ)
+            yield Post(key, use.slot.wire.shifted(0, address), Direction.READ)
 
     def _pack(self, use: SlotUse) -> Send:
         key, ours = use.key, self._ours

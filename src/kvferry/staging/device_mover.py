@@ -6,10 +6,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 from kvferry.errors import FerryError, IllegalEventError
-from kvferry.plan.copies import Copies
+from kvferry.plan.tiles import Tile
 from kvferry.staging.mover import CLOSED, Moved
-from kvferry.staging.patterns import tiles_of
-from kvferry.staging.tiles import Tile
+from kvferry.staging.patterns import for_device
 from kvferry.transport.pieces import Pieces
 
 __all__ = ["DeviceMover", "Launcher", "Pins"]
@@ -60,7 +59,7 @@ class DeviceMover:
         # What is queued on a device ends without a word to this process.
         return False
 
-    def start(self, key: Hashable, copies: Copies) -> None:
+    def start(self, key: Hashable, tiles: Sequence[Tile]) -> None:
         """See `Mover`. The copies see what the engine has queued before this call, and may overtake each other.
 
         The first of a kind of rows (how long, how aligned) is compiled, which takes up to a second.
@@ -68,7 +67,7 @@ class DeviceMover:
         if key in self._running or key in self._ended:
             raise IllegalEventError("a copy is started twice", found=f"{key}", expected="one copy per key at a time")
         try:
-            self._launch(key, copies)
+            self._launch(key, tiles)
         except FerryError as error:
             self._ended[key] = str(error)
         except RuntimeError as error:
@@ -97,15 +96,15 @@ class DeviceMover:
         for pins in self._pins:
             pins.close()
 
-    def _launch(self, key: Hashable, copies: Copies) -> None:
+    def _launch(self, key: Hashable, tiles: Sequence[Tile]) -> None:
         if self._is_closed:
             self._ended[key] = CLOSED
             return
-        self._pieces.check(copies.source, copies.length, "this process (source)")
-        self._pieces.check(copies.target, copies.length, "this process (target)")
-        tiles = tiles_of(copies)
-        if tiles:
-            self._running[key] = self._launcher.launch(tiles)
+        for tile in tiles:
+            self._pieces.check_sums(tile.source_start, tile.source_shift, tile.length, "this process (source)")
+            self._pieces.check_sums(tile.target_start, tile.target_shift, tile.length, "this process (target)")
+        if short := for_device(tiles):
+            self._running[key] = self._launcher.launch(short)
         else:
             self._ended[key] = ""
 

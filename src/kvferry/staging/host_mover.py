@@ -7,14 +7,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvferry.errors import FerryError, IllegalEventError
-from kvferry.plan.copies import Copies
+from kvferry.plan.tiles import Tile
 from kvferry.staging.mover import CLOSED, Moved
 from kvferry.transport.base import Memory
 from kvferry.transport.pieces import Pieces, view_of
-from kvferry.transport.rows import copy_rows
+from kvferry.transport.rows import copy_tile
 
 __all__ = ["HostMover", "copy_within", "host_pieces"]
 
@@ -22,7 +20,7 @@ __all__ = ["HostMover", "copy_within", "host_pieces"]
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     key: Hashable
-    copies: Copies
+    tiles: Sequence[Tile]
 
 
 def host_pieces(memories: Sequence[Memory]) -> Pieces:
@@ -32,12 +30,11 @@ def host_pieces(memories: Sequence[Memory]) -> Pieces:
     return Pieces.of(extents, map(view_of, memories))
 
 
-def copy_within(pieces: Pieces, copies: Copies) -> Iterator[int]:
-    """Copy rows between memories of this process when iterated; yields the bytes copied since the last step, a few MiB
-    at most. Raises TransportError when a row lies in none of them."""
-    source = pieces.side(copies.source, copies.length, "this process (source)")
-    target = pieces.side(copies.target, copies.length, "this process (target)")
-    return copy_rows(source, target, copies.length.astype(np.int64))
+def copy_within(pieces: Pieces, tiles: Sequence[Tile]) -> Iterator[None]:
+    """Copy rows between memories of this process when iterated; yields after every few MiB. Raises TransportError when
+    a row lies in none of them: of that tile nothing is copied then."""
+    for tile in tiles:
+        yield from copy_tile(pieces, tile)
 
 
 class HostMover:
@@ -67,7 +64,7 @@ class HostMover:
     def rings(self) -> bool:
         return True
 
-    def start(self, key: Hashable, copies: Copies) -> None:
+    def start(self, key: Hashable, tiles: Sequence[Tile]) -> None:
         """See `Mover`. Copies begin in the order of their starts."""
         if key in self._open:
             raise IllegalEventError("a copy is started twice", found=f"{key}", expected="one copy per key at a time")
@@ -76,7 +73,7 @@ class HostMover:
             if self._is_closed:
                 self._ended.append(Moved(key, CLOSED))
             else:
-                self._jobs.append(_Job(key, copies))
+                self._jobs.append(_Job(key, tiles))
                 self._changed.notify()
 
     def poll(self) -> list[Moved]:
@@ -95,7 +92,7 @@ class HostMover:
 
     def _work(self) -> None:
         while job := self._next():
-            error = self._copy(job.copies)
+            error = self._copy(job.tiles)
             with self._changed:
                 self._ended.append(Moved(job.key, error))
             self._ring()
@@ -110,10 +107,10 @@ class HostMover:
             self._jobs.clear()
             return None
 
-    def _copy(self, copies: Copies) -> str:
+    def _copy(self, tiles: Sequence[Tile]) -> str:
         """Copy the rows; why that went wrong, or nothing."""
         try:
-            for _ in copy_within(self._pieces, copies):
+            for _ in copy_within(self._pieces, tiles):
                 if self._is_closed:
                     return CLOSED
         except FerryError as error:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-from kvferry.staging.tiles import Launch
+from kvferry.staging.launches import Launch
 
 __all__ = ["copy_tile"]
 

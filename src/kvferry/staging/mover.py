@@ -6,10 +6,10 @@ its owner does something else. It belongs to one thread, the agent's; nothing he
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple, Protocol
 
-from kvferry.plan.copies import Copies
+from kvferry.plan.tiles import Tile
 
 __all__ = ["CLOSED", "Moved", "Mover"]
 
@@ -27,7 +27,7 @@ class Moved(NamedTuple):
 class Mover(Protocol):
     """Copies rows inside one process; addresses are absolute, those of a device or of the host."""
 
-    def start(self, key: Hashable, copies: Copies) -> None:
+    def start(self, key: Hashable, tiles: Sequence[Tile]) -> None:
         """Begin to copy; what goes wrong comes out of `poll`, also rows that leave the memories of the mover.
 
         Targets must not overlap one another or a source, nor anything else that is under way. Raises IllegalEventError

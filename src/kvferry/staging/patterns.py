@@ -1,4 +1,4 @@
-"""Finds the sums in rows: the same places of blocks at every layer, in tiles instead of one number after another.
+"""Finds the sums in rows that are planned one by one: the same places of blocks at every layer.
 
 Rows come from a plan in the order of their addresses at one side, and in that order their pattern repeats: whatever the
 distances between p rows are, the next p rows have the same. Such a *period* makes a tile of any rows. It is guessed
@@ -7,6 +7,7 @@ from a few rows, and then every row is compared: a tile has exactly the rows tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from math import isqrt
 from typing import NamedTuple
@@ -14,16 +15,42 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.plan.copies import Copies
-from kvferry.staging.tiles import MAX_ROW_BYTES, Tile, tile_of
-from kvferry.transport.rows import split
+from kvferry.plan.copies import Copies, split
+from kvferry.plan.tiles import Tile, plain
+from kvferry.staging.launches import MAX_ROW_BYTES
 
-__all__ = ["tiles_of"]
+__all__ = ["for_device", "tiles_of"]
 
 # Below this, plain rows take less of the processor's time and hardly longer to get to the device.
 MIN_ROWS = 4096
 # Each looks at every row, on the agent's thread.
 MAX_TRIES = 3
+
+
+def for_device(tiles: Sequence[Tile]) -> tuple[Tile, ...]:
+    """The same rows for launches: none is very long, or empty, and lists of rows, or of starts, have their pattern
+    found."""
+    found: list[Tile] = []
+    for tile in tiles:
+        found += tiles_of(tile.copies()) if tile.num_starts == 1 else _folded(tile.split(MAX_ROW_BYTES))
+    return tuple(tile for tile in found if len(tile))
+
+
+def _folded(tile: Tile) -> list[Tile]:
+    """The same rows with fewer starts, where these are sums themselves."""
+    starts = Copies(tile.source_start, tile.target_start, np.ones(tile.num_starts, np.uint64), tile.num_starts)
+    return [_with_starts(each, tile) for each in tiles_of(starts)]
+
+
+def _with_starts(starts: Tile, tile: Tile) -> Tile:
+    """The rows of a tile that begin at some of its starts."""
+    if starts.num_starts == 1:
+        listed = starts.copies()
+        return Tile(listed.source, listed.target, tile.source_shift, tile.target_shift, tile.length)
+    source = np.add.outer(starts.source_shift, tile.source_shift).ravel()
+    target = np.add.outer(starts.target_shift, tile.target_shift).ravel()
+    length = np.tile(tile.length, starts.num_shifts)
+    return Tile(starts.source_start, starts.target_start, source, target, length)
 
 
 def tiles_of(copies: Copies) -> tuple[Tile, ...]:
@@ -37,10 +64,10 @@ def tiles_of(copies: Copies) -> tuple[Tile, ...]:
         return ()
     found = _pattern(rows) if len(rows) >= MIN_ROWS else _NO_PATTERN
     if not found.period:
-        return (tile_of(rows),)
+        return plain(rows)
     tile = _sums(_part(rows, slice(found.first, found.stop)), found.period)
     beside = [_part(rows, part) for part in (slice(0, found.first), slice(found.stop, len(rows)))]
-    return (tile, tile_of(_joined(beside))) if found.stop - found.first < len(rows) else (tile,)
+    return (tile, *plain(_joined(beside)))
 
 
 class _Pattern(NamedTuple):

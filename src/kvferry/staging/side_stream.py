@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvferry.plan.tiles import Tile
 from kvferry.staging.kernels import copy_tile
-from kvferry.staging.tiles import Launch, Tile, launch_of
+from kvferry.staging.launches import Launch, launch_of
 
 __all__ = ["SideStream"]
 

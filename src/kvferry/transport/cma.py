@@ -25,13 +25,12 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
-from kvferry.plan.copies import Copies
+from kvferry.plan.copies import Copies, split
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.copying import TURN_BYTES
 from kvferry.transport.descriptors import Natural, check_size, decode
 from kvferry.transport.origin import Origin, check_same, origin_here
 from kvferry.transport.pieces import Pieces, Registry
-from kvferry.transport.rows import split
 
 __all__ = ["CrossMemoryTransport"]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvferry.plan.tiles import Tile
 from kvferry.transport import numpy_rows
 from kvferry.transport.pieces import Offsets, Side
 
@@ -20,15 +21,20 @@ __all__ = ["Copier", "Copy", "Preparation", "current", "prepare", "prepared"]
 logger = logging.getLogger(__name__)
 
 Copy: TypeAlias = Callable[[Side, Side, Offsets], Iterator[int]]
+CopyTile: TypeAlias = Callable[[Tile], Iterator[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Copier:
-    """What copies rows: `name` is `numba` or `numpy`; `reason` says why it is not the faster one, if it is not."""
+    """What copies rows: `name` is `numba` or `numpy`; `reason` says why it is not the faster one, if it is not.
+
+    `copy_tile`, if there is one, takes rows as sums, with addresses of this process that were checked already.
+    """
 
     name: str
     reason: str
     copy: Copy
+    copy_tile: CopyTile | None = None
 
 
 class Preparation:
@@ -75,7 +81,8 @@ class Preparation:
 def _make_native(on_disk: bool) -> Copier:
     from kvferry.transport.native_rows import compile_rows
 
-    return Copier("numba", "", compile_rows(on_disk).copy)
+    rows = compile_rows(on_disk)
+    return Copier("numba", "", rows.copy, rows.copy_tile)
 
 
 _preparation = Preparation(_make_native)

@@ -16,6 +16,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from kvferry.errors import TransportError
+from kvferry.plan.tiles import Tile
 from kvferry.transport.pieces import Offsets, Side
 
 __all__ = ["IN_CACHE_BYTES", "STEP_BYTES", "NativeRows", "compile_rows"]
@@ -58,12 +59,27 @@ class Advance(Protocol):
     def __call__(self, target: Offsets, source: Offsets, length: Offsets, first: int, past_cache: bool) -> int: ...
 
 
+class AdvanceTile(Protocol):
+    """The same for a tile, whose rows are numbered start by start. Always past the cache."""
+
+    def __call__(
+        self,
+        source_start: Offsets,
+        target_start: Offsets,
+        source_shift: Offsets,
+        target_shift: Offsets,
+        length: Offsets,
+        first: int,
+    ) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class NativeRows:
-    """Rows copied by two loops that `compile_rows` has made."""
+    """Rows copied by loops that `compile_rows` has made."""
 
     resolve: Resolve
     advance: Advance
+    advance_tile: AdvanceTile
 
     def copy(self, source: Side, target: Side, length: Offsets) -> Iterator[int]:
         """Copy every row when iterated; yields the bytes copied since the last step, twice `STEP_BYTES` at most.
@@ -76,6 +92,16 @@ class NativeRows:
             part = slice(first, first + PART_ROWS)
             rows = self._addresses(goals, part, sizes), self._addresses(starts, part, sizes), sizes[part]
             yield from self._copy_part(_cut(*rows) if int(rows[2].max()) > STEP_BYTES else rows, past_cache)
+
+    def copy_tile(self, tile: Tile) -> Iterator[None]:
+        """Copy the rows of a tile when iterated; yields after every few MiB. No address is checked."""
+        short, row = tile.split(STEP_BYTES), 0
+        starts = _column(short.source_start.view(np.int64)), _column(short.target_start.view(np.int64))
+        shifts = _column(short.source_shift.view(np.int64)), _column(short.target_shift.view(np.int64))
+        length = _column(short.length.view(np.int64))
+        while row < len(short):
+            row = self.advance_tile(*starts, *shifts, length, row)
+            yield
 
     def _addresses(self, places: _Places, part: slice, sizes: Offsets) -> Offsets:
         piece, offset, length = places.pieces(part), _column(places.side.offset[part]), sizes[part]
@@ -147,7 +173,8 @@ def compile_rows(on_disk: bool) -> NativeRows:
     number = types.int64
     resolve = njit(number(*[_COLUMN] * 7), nogil=True, cache=on_disk)(_resolve)
     advance = njit(number(_COLUMN, _COLUMN, _COLUMN, number, types.boolean), nogil=True, cache=on_disk)(_advance)
-    return NativeRows(resolve, advance)
+    advance_tile = njit(number(*[_COLUMN] * 5, number), nogil=True, cache=on_disk)(_advance_tile)
+    return NativeRows(resolve, advance, advance_tile)
 
 
 # From here on everything is translated by numba: no Python runs in it.
@@ -269,3 +296,31 @@ def _advance(target: Offsets, source: Offsets, length: Offsets, first: int, past
             return row + 1
     _fence()
     return len(length)
+
+
+def _advance_tile(
+    source_start: Offsets,
+    target_start: Offsets,
+    source_shift: Offsets,
+    target_shift: Offsets,
+    length: Offsets,
+    first: int,
+) -> int:
+    left, width = STEP_BYTES, len(length)
+    start, shift = first // width, first % width
+    while start < len(source_start):
+        source, target = source_start[start], target_start[start]
+        while shift < width:
+            goal, num_bytes = target + target_shift[shift], length[shift]
+            if (goal | num_bytes) & (LINE_BYTES - 1):
+                _write_past_cache(goal, source + source_shift[shift], num_bytes)
+            else:
+                _write_lines(goal, source + source_shift[shift], num_bytes)
+            shift += 1
+            left -= num_bytes
+            if left <= 0:
+                _fence()
+                return start * width + shift
+        start, shift = start + 1, 0
+    _fence()
+    return start * width

@@ -27,7 +27,7 @@ from uuid import uuid4
 import msgspec
 
 from kvferry.errors import TransportError
-from kvferry.plan.copies import Copies
+from kvferry.plan.copies import Copies, split
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptors import decode
 from kvferry.transport.memory_kind import MemoryKind, kind_of
@@ -45,7 +45,6 @@ from kvferry.transport.nixl_parts import (
 )
 from kvferry.transport.pieces import Pieces, Registry
 from kvferry.transport.preparing import PACKAGES
-from kvferry.transport.rows import split
 from kvferry.transport.ucx_report import UcxReport
 
 __all__ = ["NixlTransport"]

@@ -22,6 +22,8 @@ Offsets = NDArray[np.int64]
 # So many rows are checked at once that what is computed for them stays in the cache.
 ROWS_AT_ONCE = 16 << 10
 
+_ADDRESS_LIMIT = 1 << 63
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
@@ -59,12 +61,14 @@ class Side:
 class Pieces:
     """Disjoint pieces of one process's memory, ascending by address; two uint64 columns.
 
-    `views[i]` shows piece i where it can be reached from here; `views` is empty where it cannot.
+    `views[i]` shows piece i where it can be reached from here; `views` is empty where it cannot. With `is_in_place`
+    every view has the address of its piece: this process can use addresses as they are.
     """
 
     address: Column
     size_bytes: Column
     views: tuple[View, ...]
+    is_in_place: bool
 
     @classmethod
     def of(cls, extents: Iterable[tuple[int, int]], views: Iterable[View] = ()) -> Pieces:
@@ -74,7 +78,7 @@ class Pieces:
         """
         found = list(extents)
         for start, size_bytes in found:
-            if start <= 0 or size_bytes <= 0 or start + size_bytes >= 1 << 63:
+            if start <= 0 or size_bytes <= 0 or start + size_bytes >= _ADDRESS_LIMIT:
                 raise TransportError("memory that cannot exist", found=f"{size_bytes} bytes at {start:#x}")
         order = sorted(range(len(found)), key=found.__getitem__)
         address = np.array([found[i][0] for i in order], np.uint64)
@@ -82,12 +86,30 @@ class Pieces:
         if (address[:-1] + size[:-1] > address[1:]).any():
             raise TransportError("two pieces of memory overlap", expected="every byte registered once")
         shown = tuple(views)
-        return cls(address, size, tuple(shown[i] for i in order) if shown else ())
+        ordered = tuple(shown[i] for i in order) if shown else ()
+        is_in_place = bool(ordered) and [_address_of(view) for view in ordered] == address.tolist()
+        return cls(address, size, ordered, is_in_place)
 
     def check(self, address: Column, length: Column, owner: str) -> None:
         """Raises TransportError naming the first row that does not lie within one piece of `owner`."""
         if self._holder(address, length) is None:
             self.locate(address, length, owner)
+
+    def check_sums(self, start: Column, shift: Column, length: Column, owner: str) -> None:
+        """`check` the rows that begin at `start[i] + shift[j]`, modulo 2**64, and have `length[j]` bytes: for all i
+        and j, without listing them where what begins at each start lies in one piece."""
+        if not len(start) or not len(shift):
+            return
+        signed = shift.view(np.int64)
+        below, above = int(signed.min()), int(signed.max()) + int(length.max())
+        first, stop = int(start.min()) + below, int(start.max()) + above
+        if self._holds(first, stop) is not None:
+            return
+        if len(self.address) and first >= 0 and stop < _ADDRESS_LIMIT:
+            spans = np.full(len(start), above - below, np.uint64)
+            if self._look(start + np.uint64(below % (1 << 64)), spans)[1] < 0:
+                return
+        self.locate(np.add.outer(start, shift).ravel(), np.tile(length, len(start)), owner)
 
     def locate(self, address: Column, length: Column, owner: str) -> Offsets:
         """For each row the index of its piece. Raises TransportError like `check`."""
@@ -95,6 +117,13 @@ class Pieces:
             if len(address):
                 raise TransportError(f"{owner} has no registered memory", expected="register() before post()")
             return np.empty(0, np.int64)
+        piece, row = self._look(address, length)
+        if row >= 0:
+            self._refuse(row, (address, length), owner)
+        return piece
+
+    def _look(self, address: Column, length: Column) -> tuple[Offsets, int]:
+        """For each row the index of its piece, and the first row that does not lie in one, or -1."""
         piece = np.empty(len(address), np.int64)
         for first in range(0, len(address), ROWS_AT_ONCE):
             part = slice(first, first + ROWS_AT_ONCE)
@@ -104,8 +133,8 @@ class Pieces:
             offset = address[part] - start
             outside = (offset > size) | (length[part] > size - offset)
             if outside.any():
-                self._refuse(first + int(outside.argmax()), (address, length), owner)
-        return piece
+                return piece, first + int(outside.argmax())
+        return piece, -1
 
     def side(self, address: Column, length: Column, owner: str) -> Side:
         """The rows as places in `views`. Raises TransportError like `check`."""
@@ -117,9 +146,14 @@ class Pieces:
 
     def _holder(self, address: Column, length: Column) -> int | None:
         """The piece that surely holds every row, if one does: their extremes tell, in a fifth of a look at each row."""
-        if not len(address) or not len(self.address):
+        if not len(address):
             return None
-        first, stop = int(address.min()), int(address.max()) + int(length.max())
+        return self._holds(int(address.min()), int(address.max()) + int(length.max()))
+
+    def _holds(self, first: int, stop: int) -> int | None:
+        """The piece in which all of these bytes lie, if there is one."""
+        if first < 0 or not len(self.address):
+            return None
         piece = int(np.searchsorted(self.address, np.uint64(first), side="right")) - 1
         is_inside = piece >= 0 and stop <= int(self.address[piece]) + int(self.size_bytes[piece])
         return piece if is_inside else None
@@ -132,6 +166,11 @@ class Pieces:
             found=f"{length} bytes at {start:#x}",
             expected=f"within one of {len(self.address)} pieces between {first:#x} and {last:#x}",
         )
+
+
+def _address_of(view: View) -> int:
+    found: int = view.__array_interface__["data"][0]
+    return found
 
 
 def view_of(memory: Memory) -> View:

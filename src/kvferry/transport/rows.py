@@ -8,11 +8,14 @@ from itertools import pairwise
 import numpy as np
 
 from kvferry.errors import TransportError
-from kvferry.plan.copies import Copies
+from kvferry.plan.tiles import Tile
 from kvferry.transport.copier import current
-from kvferry.transport.pieces import Offsets, Side, View
+from kvferry.transport.pieces import Offsets, Pieces, Side, View
 
-__all__ = ["copy_rows", "gather", "scatter", "split", "stream_chunks"]
+__all__ = ["copy_rows", "copy_tile", "gather", "scatter", "stream_chunks"]
+
+
+_HERE_SOURCE, _HERE_TARGET = "this process (source)", "this process (target)"
 
 
 def copy_rows(source: Side, target: Side, length: Offsets) -> Iterator[int]:
@@ -21,6 +24,24 @@ def copy_rows(source: Side, target: Side, length: Offsets) -> Iterator[int]:
     `length` is an int64 column. Rows must lie inside their views and their targets must not overlap.
     """
     return current().copy(source, target, length)
+
+
+def copy_tile(pieces: Pieces, tile: Tile) -> Iterator[None]:
+    """Copy the rows of a tile between memories of this process when iterated; yields after every few MiB.
+
+    Raises TransportError when a row leaves `pieces`: nothing is copied then. Targets must not overlap.
+    """
+    copier = current()
+    if copier.copy_tile is not None and pieces.is_in_place:
+        pieces.check_sums(tile.source_start, tile.source_shift, tile.length, _HERE_SOURCE)
+        pieces.check_sums(tile.target_start, tile.target_shift, tile.length, _HERE_TARGET)
+        yield from copier.copy_tile(tile)
+    else:
+        rows = tile.copies()
+        source = pieces.side(rows.source, rows.length, _HERE_SOURCE)
+        target = pieces.side(rows.target, rows.length, _HERE_TARGET)
+        for _ in copier.copy(source, target, rows.length.astype(np.int64)):
+            yield
 
 
 def gather(source: Side, length: Offsets, buffer: View) -> None:
@@ -36,23 +57,6 @@ def scatter(buffer: View, target: Side, length: Offsets) -> None:
     """
     for _ in copy_rows(_dense(buffer, length), target, length):
         pass
-
-
-def split(copies: Copies, max_row_bytes: int) -> Copies:
-    """The same bytes in rows of 1 to `max_row_bytes` bytes, in order; rows of zero bytes vanish."""
-    length = copies.length
-    if not len(length) or (int(length.min()) > 0 and int(length.max()) <= max_row_bytes):
-        return copies
-    most = np.uint64(max_row_bytes)
-    bits = ((length + most - np.uint64(1)) // most).astype(np.int64)
-    first = np.repeat(np.cumsum(bits) - bits, bits)
-    skip = (np.arange(int(bits.sum())) - first).astype(np.uint64) * most
-    return Copies(
-        source=np.repeat(copies.source, bits) + skip,
-        target=np.repeat(copies.target, bits) + skip,
-        length=np.minimum(np.repeat(length, bits) - skip, most),
-        pieces=copies.pieces,
-    )
 
 
 def stream_chunks(length: Offsets, chunk_bytes: int) -> Iterator[slice]:

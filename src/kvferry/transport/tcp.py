@@ -17,11 +17,10 @@ import numpy as np
 from msgspec import Meta
 
 from kvferry.errors import TransportError
-from kvferry.plan.copies import Copies
+from kvferry.plan.copies import Copies, split
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptors import Natural, check_size, decode
 from kvferry.transport.pieces import Column, Pieces, Registry
-from kvferry.transport.rows import split
 from kvferry.transport.tcp_connection import CHUNK_BYTES, KEY_BYTES
 from kvferry.transport.tcp_lane import Far, Lane, Order
 from kvferry.transport.tcp_server import Server

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import FerryError
+from kvferry.plan.tiles import rows_of
 from kvferry.session.events import Acquire, Acquired, ClaimKey, ReadKey, SlotKey, Stage, Staged
 from kvferry.staging.pool import Pool
 from kvferry.testing.simulation.memory import RankMemory
@@ -105,8 +106,8 @@ class Stager:
 
     def stage(self, command: Stage) -> None:
         """Gather or scatter: some slowly, some not to the end."""
-        world, faults, copies = self._site.world, self._site.faults, command.copies
-        source, target = (self._memory.indices(starts, copies) for starts in (copies.source, copies.target))
+        world, faults, rows = self._site.world, self._site.faults, rows_of(command.tiles)
+        source, target = (self._memory.indices(starts, rows) for starts in (rows.source, rows.target))
         slow, fails = world.chance(faults.slow), world.chance(faults.copy_fail)
         step_s = world.between(0.0, MAX_SLOW_S if slow else FAST_S) / NUM_STEPS
         fails_at = world.dice.randint(0, len(source)) if fails else len(source) + 1
