@@ -79,7 +79,8 @@ class Turns:
         self._progress()
         now = time.monotonic()
         has_come = now - waited_from > LONG_TURN_S and self._listen(0.0)
-        self.counts.update(self.control.take_counts() + self.carrier.take_counts())
+        for counts in (self.control.take_counts(), self.carrier.take_counts()):
+            self.counts.update(counts)
         now = time.monotonic()
         self._obey([*self.source.handle(e.Tick(), now), *self.target.handle(e.Tick(), now)])
         self.quiet_until = 0.0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import heappop, heappush, heapreplace
 from math import inf
 
 from kvferry.session.carrying import Carrying
 from kvferry.session.events import Command, Count, DropDigest, LeaseWanted, SourceFree, Timing
 from kvferry.session.lease import Lease
 from kvferry.session.refusals import refuse
-from kvferry.wire.messages import Party, Reason, Refusal
+from kvferry.wire.messages import Claim, Party, Reason, Refusal
 
 __all__ = ["Leases"]
 
@@ -22,8 +23,11 @@ class Leases:
         self._timing = timing
         self._by_id: dict[str, Lease] = {}
         self._by_request: dict[str, Lease] = {}
-        # No deadline is sooner than this: most events come when nothing is due.
-        self._due = inf
+        # A heap of (deadline, lease id), with each lease at its deadline or sooner: there are many tombstones, and most
+        # events come when nothing is due.
+        self._deadlines: list[tuple[float, str]] = []
+        # All whose claims may lack their ends, and others, until somebody asks.
+        self._claimed: dict[str, Lease] = {}
 
     def __iter__(self) -> Iterator[Lease]:
         return iter(tuple(self._by_id.values()))
@@ -45,7 +49,8 @@ class Leases:
     def may_be_read(self) -> bool:
         """Whether a claim lacks its end. Also of a lease that has ended: its reader can use its own blocks again only
         when its ticket has ended."""
-        return any(lease.is_read for lease in self._by_id.values())
+        self._claimed = {key: lease for key, lease in self._claimed.items() if lease.is_read and key in self._by_id}
+        return bool(self._claimed)
 
     @property
     def writing(self) -> set[Party]:
@@ -55,13 +60,27 @@ class Leases:
 
     def next_deadline(self) -> float:
         """When the next one ends, or is forgotten; infinity when there is none."""
-        return min((lease.deadline for lease in self._by_id.values()), default=inf)
+        while self._deadlines:
+            deadline, lease_id = self._deadlines[0]
+            lease = self._by_id.get(lease_id)
+            if lease is None:
+                heappop(self._deadlines)
+            elif lease.deadline > deadline:
+                heapreplace(self._deadlines, (lease.deadline, lease_id))
+            else:
+                return deadline
+        return inf
 
     def open(self, wanted: LeaseWanted, now: float) -> None:
         """Nobody has claimed it yet."""
         lease = Lease.opened(wanted, now + self._timing.lease_s)
         self._by_id[wanted.lease_id] = self._by_request[wanted.request_id] = lease
-        self._due = min(self._due, lease.deadline)
+        self._note_deadline(lease)
+
+    def claim(self, lease: Lease, claim: Claim, now: float) -> None:
+        """Note a granted claim; it lasts for another while from now on."""
+        lease.claim(claim, now + self._timing.lease_s)
+        self._claimed[lease.wanted.lease_id] = lease
 
     def renew(self, lease: Lease, now: float) -> None:
         """It lasts for another while from now on."""
@@ -70,25 +89,25 @@ class Leases:
     def expire(self, now: float) -> list[Command]:
         """End those whose time is over, and forget those that ended long ago."""
         commands: list[Command] = []
-        if now < self._due:
-            return commands
-        for lease_id, lease in list(self._by_id.items()):
-            if lease.deadline > now:
-                continue
+        due: dict[str, Lease] = {}
+        while self.next_deadline() <= now:
+            _, lease_id = heappop(self._deadlines)
+            due[lease_id] = self._by_id[lease_id]
+        for lease_id, lease in due.items():
             if lease.live:
                 commands += self.end(lease, "deadline", Reason.EXPIRED, now)
             elif lease.is_writing:
                 lease.deadline = now + self._timing.tombstone_s
+                self._note_deadline(lease)
             else:
                 del self._by_id[lease_id]
-        self._due = self.next_deadline()
         return commands
 
     def end(self, lease: Lease, event: str, reason: str, now: float) -> list[Command]:
         """Move a lease to its terminal state, and give the blocks back as soon as nothing looks at them."""
         lease.machine.move(event)
         lease.deadline, lease.ended_as = now + self._timing.tombstone_s, reason
-        self._due = min(self._due, lease.deadline)
+        self._note_deadline(lease)
         commands = list(self._carrying.end(lease))
         for key, peer in lease.digesting.items():
             commands += [DropDigest(key), *refuse(peer, lease.refusal_of_end(key))]
@@ -105,3 +124,7 @@ class Leases:
         del self._by_request[lease.wanted.request_id]
         freed = SourceFree(lease.wanted.request_id, lease.ended_as)
         return [freed, *([Count("leases_expired", Reason.EXPIRED)] if lease.ended_as == Reason.EXPIRED else [])]
+
+    def _note_deadline(self, lease: Lease) -> None:
+        """It is new, or may be sooner than it was."""
+        heappush(self._deadlines, (lease.deadline, lease.wanted.lease_id))

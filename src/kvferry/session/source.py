@@ -85,10 +85,7 @@ class SourceSession:
         self._carrying = Carrying(self._targets, identity.party.epoch, timing.transfer_s)
         self._leases = Leases(self._carrying, timing)
         self._landings = Landings(self._leases, Extractor(identity.layout, "source"))
-
-    def handle(self, event: SourceEvent, now: float) -> list[Command]:
-        """The commands that follow from an event at time `now`. Expiry is checked first, whatever the event."""
-        handlers: dict[type, Callable[..., list[Command]]] = {
+        self._handlers: dict[type, Callable[..., list[Command]]] = {
             LeaseWanted: self._lease,
             LeaseGrown: self._grow,
             LeaseWithdrawn: self._withdraw,
@@ -101,7 +98,20 @@ class SourceSession:
             Digested: self._landings.digested,
             Tick: self._tick,
         }
-        return [*self._expire(now), *handlers[type(event)](event, now)]
+        self._answers: dict[type, Callable[..., list[Command]]] = {
+            Hello: self._hello,
+            OfferRequest: self._offer,
+            TargetOffer: self._target_offer,
+            Claim: self._claim,
+            Pack: self._pack,
+            Landed: self._landings.landed,
+            Renew: self._renew,
+            Abort: self._abort,
+        }
+
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        """The commands that follow from an event at time `now`. Expiry is checked first, whatever the event."""
+        return [*self._expire(now), *self._handlers[type(event)](event, now)]
 
     def next_deadline(self) -> float:
         """When `handle(Tick())` is due next; infinity when nothing is waited for."""
@@ -151,6 +161,8 @@ class SourceSession:
         return self._leases.end(lease, "withdraw", "withdrawn", now) if lease is not None and lease.live else []
 
     def _expire(self, now: float) -> list[Command]:
+        if now < self.next_deadline():
+            return []
         commands = self._leases.expire(now)
         for early in self._early.expired(now):
             if isinstance(early.message, Claim):
@@ -161,17 +173,7 @@ class SourceSession:
     # --- what targets send ---
 
     def _answer(self, event: FrameArrived, now: float) -> list[Command]:
-        handlers: dict[type, Callable[..., list[Command]]] = {
-            Hello: self._hello,
-            OfferRequest: self._offer,
-            TargetOffer: self._target_offer,
-            Claim: self._claim,
-            Pack: self._pack,
-            Landed: self._landings.landed,
-            Renew: self._renew,
-            Abort: self._abort,
-        }
-        handler = handlers.get(type(event.message))
+        handler = self._answers.get(type(event.message))
         if handler is None:
             found = type(event.message).__name__
             return refuse(event.peer, Refusal(Reason.MALFORMED, "a target does not send this", found, "", ""))
@@ -191,6 +193,7 @@ class SourceSession:
         reference, ours = claim.reference, self._identity.party
         # Whoever reads now may want to be written to later, and still count on being known.
         self._targets.heard(claim.party, now)
+        self._introduction.has_met(claim.party)
         if (reference.engine_id, reference.epoch) != (ours.engine_id, ours.epoch):
             what = "the cache belongs to another incarnation"
             return refuse(peer, Refusal(Reason.WRONG_EPOCH, what, reference.epoch, ours.epoch, claim.claim_id))
@@ -209,8 +212,7 @@ class SourceSession:
             lease.waiting[claim.party] = peer, claim
             self._leases.renew(lease, now)
             return [Reply(peer, Queued(claim.claim_id))]
-        lease.claim(claim, now + self._timing.lease_s)
-        self._introduction.has_met(claim.party)
+        self._leases.claim(lease, claim, now)
         return [Reply(peer, Grant(claim.claim_id, lease.wanted.block_tables))]
 
     def _write(self, peer: str, claim: Claim, lease: Lease, now: float) -> list[Command]:
@@ -225,7 +227,7 @@ class SourceSession:
         if is_known:
             self._leases.renew(lease, now)
         else:
-            lease.claim(claim, now + self._timing.lease_s)
+            self._leases.claim(lease, claim, now)
         return commands
 
     def _pack(self, peer: str, pack: Pack, now: float) -> list[Command]:
@@ -253,8 +255,9 @@ class SourceSession:
     def _ticket_ended(self, event: TicketEnded, now: float) -> list[Command]:
         key = event.key.work if isinstance(event.key, SlotKey) else event.key
         lease = self._leases.get(key.lease_id) if isinstance(key, ClaimKey) else None
-        if lease is None:
+        if lease is None or not isinstance(key, ClaimKey):
             return []
+        self._targets.heard(key.party, now)
         if isinstance(event.key, SlotKey):
             commands = list(self._carrying.slot_changed(event, lease, now))
         else:

@@ -92,10 +92,7 @@ class TargetSession:
         self._holds = Holds(timing.hold_s)
         self._heartbeats = Heartbeats(ourselves.party, self._peers, self._fetches, self._holds, timing)
         self._quarantine = Quarantine(self._fetches, self._farewells, self._peers)
-
-    def handle(self, event: TargetEvent, now: float) -> list[Command]:
-        """The commands that follow from an event at time `now`."""
-        handlers: dict[type, Callable[..., Iterator[Step | Lost]]] = {
+        self._handlers: dict[type, Callable[..., Iterator[Step | Lost]]] = {
             HoldWanted: self._hold,
             FetchWanted: self._fetch,
             AbortWanted: self._abort,
@@ -109,7 +106,22 @@ class TargetSession:
             Digested: self._reads.digested,
             Tick: self._tick,
         }
-        return list(self._follow(handlers[type(event)](event, now), now))
+        self._answers: dict[type, Callable[..., Iterator[Step | Lost]]] = {
+            Welcome: self._peers.welcomed,
+            Offer: self._peers.offered,
+            Reached: self._reached,
+            Grant: self._reads.grant,
+            Packed: self._packed,
+            Queued: self._reads.queued,
+            Written: self._reads.written,
+            Valid: self._reads.valid,
+            Renewed: self._renewed,
+            Refusal: self._refused,
+        }
+
+    def handle(self, event: TargetEvent, now: float) -> list[Command]:
+        """The commands that follow from an event at time `now`."""
+        return list(self._follow(self._handlers[type(event)](event, now), now))
 
     def next_deadline(self, now: float) -> float:
         """When `handle(Tick())` is due next; infinity when there is nobody to watch."""
@@ -251,19 +263,7 @@ class TargetSession:
     # --- answers ---
 
     def _answer(self, event: AnswerArrived, now: float) -> Iterator[Step | Lost]:
-        handlers: dict[type, Callable[..., Iterator[Step | Lost]]] = {
-            Welcome: self._peers.welcomed,
-            Offer: self._peers.offered,
-            Reached: self._reached,
-            Grant: self._reads.grant,
-            Packed: self._packed,
-            Queued: self._reads.queued,
-            Written: self._reads.written,
-            Valid: self._reads.valid,
-            Renewed: self._renewed,
-            Refusal: self._refused,
-        }
-        handler = handlers.get(type(event.message))
+        handler = self._answers.get(type(event.message))
         if isinstance(event.message, Aborted):
             # Wanted also of a peer that counts as lost: it may have woken up.
             self._farewells.noted(event.peer, event.message, now)
