@@ -14,7 +14,7 @@ from kvferry.plan.packed import packed
 from kvferry.plan.program import Section, Strides, bind
 from kvferry.plan.request import Places, bytes_at, copies_for, places_for
 from kvferry.plan.route import route
-from kvferry.plan.slots import TOGETHER, SlotPlan, StagedRequest, region_starts
+from kvferry.plan.slots import SlotPlan, StagedRequest, region_starts
 from kvferry.plan.staged import RegionStarts, Side, Staging, Strategy, staged
 from kvferry.plan.stretch import stretches, unit_tokens
 from kvferry.plan.tiles import rows_of
@@ -145,13 +145,14 @@ def test_stretches_are_planned_together_and_once(monkeypatch, may_be_many):
         return places_for(*arguments)
 
     monkeypatch.setattr("kvferry.plan.slots.places_for", counted)
+    monkeypatch.setattr("kvferry.plan.slots.TOGETHER", 4)
     if not may_be_many:
         monkeypatch.setattr("kvferry.plan.slots.MAX_ROWS_TOGETHER", 4)
     plan = SlotPlan(rig("token-major", TABLE))
     for number in range(len(plan.stretches)):
         for _ in range(2):
             assert len(plan.slots(number)) == 1
-    assert calls == ([1, TOGETHER, TOGETHER, 12 - 1 - 2 * TOGETHER] if may_be_many else [1] * 12)
+    assert calls == ([1, 4, 4, 3] if may_be_many else [1] * 12)
 
 
 def test_bytes_are_counted_for_each_stretch():

@@ -31,7 +31,7 @@ MAX_SLOTS = 1 << 14
 slots are, and each is a record here."""
 
 
-TOGETHER = 4
+TOGETHER = 16
 """So many stretches are planned at once."""
 
 MAX_ROWS_TOGETHER = 1 << 20
