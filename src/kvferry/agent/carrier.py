@@ -184,8 +184,10 @@ class Carrier:
             self._counts["transport_warnings", met.transport] += 1
             logger.warning("%s: %s", met.peer, finding)
 
-    def take_counts(self) -> Counter[tuple[str, str]]:
+    def take_counts(self) -> Mapping[tuple[str, str], int]:
         """Warnings about transports since the last time: (`transport_warnings`, transport)."""
+        if not self._counts:
+            return {}
         counts, self._counts = self._counts, Counter()
         return counts
 

@@ -68,9 +68,12 @@ class Stager:
 
     def poll(self) -> list[StagerEvent]:
         """The slots that are served now, and the copies that have ended."""
-        events: list[StagerEvent] = [*self._refused]
+        ended = self._mover.poll()
+        events: list[StagerEvent] = [Staged(key, error) for key, error in ended if isinstance(key, SlotKey)]
+        if not self._is_changed:
+            return events
+        events += self._refused
         self._refused, self._is_changed = [], False
-        events += [Staged(key, error) for key, error in self._mover.poll() if isinstance(key, SlotKey)]
         pools = ((self._incoming, self._arena.address), (self._outgoing, self._outgoing_address))
         for pool, address in pools:
             events += [

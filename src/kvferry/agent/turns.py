@@ -80,7 +80,8 @@ class Turns:
         now = time.monotonic()
         has_come = now - waited_from > LONG_TURN_S and self._listen(0.0)
         for counts in (self.control.take_counts(), self.carrier.take_counts()):
-            self.counts.update(counts)
+            if counts:
+                self.counts.update(counts)
         now = time.monotonic()
         self._obey([*self.source.handle(e.Tick(), now), *self.target.handle(e.Tick(), now)])
         self.quiet_until = 0.0

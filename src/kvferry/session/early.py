@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from kvferry.wire.messages import Abort, Claim, Party
 
@@ -49,7 +50,7 @@ class EarlyMessages:
 
     def next_deadline(self) -> float:
         """When the next message has waited long enough; infinity when there is none."""
-        return min((early.deadline for early in self._waiting.values()), default=float("inf"))
+        return min(early.deadline for early in self._waiting.values()) if self._waiting else inf
 
     def opened(self, lease_id: str) -> list[Early]:
         """Take out what waited for a lease."""
