@@ -76,7 +76,8 @@ class Carrier:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether `poll` may have something to copy: a ticket was posted since, or has ended and others have not."""
+        """Whether `poll` may have something to copy at once: a ticket was posted since, or has ended and others have
+        not."""
         return self._is_fresh
 
     @property
@@ -161,12 +162,17 @@ class Carrier:
                     ended = self._open.pop(key)
                     self.moved_bytes[ended.direction] += 0 if completion.error else ended.num_bytes
                     events.append(TicketEnded(key, completion.error))
+        events += self._meet(completions)
         self._is_fresh = bool(self._open) and any(completions.values())
-        return [*events, *self._meet(completions)]
+        self._is_fresh |= any(meeting.is_fresh for meeting in self._meetings)
+        return events
 
     def _meet(self, completions: Mapping[str, Sequence[Completion]]) -> Iterator[CarrierEvent]:
         for meeting in self._meetings:
-            for outcome in meeting.advance(completions, time.monotonic()):
+            # One copy at a time: what is done for one peer would count as the time of another one's.
+            now = time.monotonic()
+            may_post = not any(other.is_copying(now) for other in self._meetings if other is not meeting)
+            for outcome in meeting.advance(completions, now, may_post):
                 for transport in meeting.chosen:
                     self._routes[meeting.peer] = transport
                 for met in meeting.met:

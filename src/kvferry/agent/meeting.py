@@ -89,20 +89,29 @@ class Meeting:
         self._waiting.clear()
         self._is_over = True
 
+    def is_copying(self, now: float) -> bool:
+        """Whether a copy is under way whose time others should not take."""
+        return any(test.is_copying(now) for _, test in self._tests)
+
     def advance(
-        self, completions: Mapping[str, Sequence[Completion]], now: float
+        self, completions: Mapping[str, Sequence[Completion]], now: float, may_post: bool
     ) -> tuple[PeerConnected | PeerUnreachable, ...]:
         """Go on with what has completed, by transport name; returns the outcome once, when it is known."""
         for patience in self._patience:
             patience.spend(now)
         for name, test in self._tests:
-            test.advance(completions.get(name, ()), now)
+            test.advance(completions.get(name, ()), now, may_post=may_post)
         while self._waiting and not self._is_testing:
             self._start(self._waiting.popleft(), now)
         if self._is_testing or self._is_over:
             return ()
         self._is_over = True
         return (self._outcome(),)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether there is something to do that a nap would make look slow."""
+        return any(test.is_fresh for _, test in self._tests)
 
     @property
     def _is_testing(self) -> bool:

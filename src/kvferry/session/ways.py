@@ -18,8 +18,8 @@ __all__ = ["AUTO", "NO_STAGING", "StagingPolicy", "allowed_by", "through_staging
 AUTO = (Strategy.DIRECT, Strategy.SCATTER, Strategy.PACK)
 """The cheapest of all."""
 
-WORTH_STAGING = 0.8
-"""Prices are guesses, and slots take turns of two agents, which no price counts. So what is staged must save a fifth:
+WORTH_STAGING = 0.9
+"""Prices are guesses, and slots take turns of two agents, which no price counts. So what is staged must save a tenth:
 where a hundredth was to be saved, it has taken twice as long."""
 
 

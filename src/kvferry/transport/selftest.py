@@ -22,6 +22,8 @@ __all__ = ["PROBE_BYTES", "ROW_BYTES", "Measurement", "Probe", "SelfTest", "fill
 DEADLINE_S = 1.5
 # Until then polls follow each other at once; a peer that has not answered by then is not worth a busy processor.
 NUM_EAGER_POLLS = 1000
+# So long a copy has its transport, and others that are tested, for itself.
+HUNG_S = 0.05
 # Another test may have drawn the same mark at the same time, which says nothing about the transport.
 MAX_DRAWS = 3
 
@@ -30,7 +32,8 @@ class SelfTest:
     """One peer's test, driven by whoever polls the transport: pass completions to `advance` until it is over.
 
     The scratch memory it reads into stays registered until its last ticket has ended (`is_settled`), even when the
-    result, being a failure, is known earlier: late bytes must not land in memory that is used again.
+    result, being a failure, is known earlier: late bytes must not land in memory that is used again. With `is_fresh`
+    there is something to do in the next turn, which is not to be put off: a nap would count as the copy's time.
     """
 
     def __init__(self, transport: Transport, peer: str, probe: Probe, deadline_s: float = DEADLINE_S) -> None:
@@ -50,10 +53,11 @@ class SelfTest:
         self._best_s: dict[Kind, float] = {}
         self._writing_error = ""
         self._is_repeated = False
+        self.is_fresh = False
         self.result: Measurement | None = None
 
     def start(self, now: float) -> None:
-        """Post the first read; `now` is in seconds of any clock. Failures are in `result`."""
+        """Get ready for the first read; `now` is in seconds of any clock. Failures are in `result`."""
         self._patience = Patience(self._deadline_s, now)
         if not 2 * ROW_BYTES <= self._probe.size_bytes <= MAX_PROBE_BYTES:
             self._end(f"a probe of {self._probe.size_bytes} bytes")
@@ -67,7 +71,6 @@ class SelfTest:
             if self._probe.is_writable:
                 self._written[:] = self._held
             self._steps = rounds(self._scratch, [self._draw()] if self._probe.is_writable else [])
-            self._post(now)
         except FerryError as error:
             self._end(str(error))
 
@@ -93,8 +96,16 @@ class SelfTest:
         """Whether there is a result and nothing of the test is left open."""
         return self.result is not None and self._ticket is None
 
-    def advance(self, completions: Iterable[Completion], now: float) -> None:
-        """Take note of ended tickets (others' are ignored) and of the time."""
+    def is_copying(self, now: float) -> bool:
+        """Whether a copy is under way that has not hung: what else is done meanwhile counts as its time."""
+        return self._ticket is not None and now - self._posted_at < HUNG_S
+
+    def advance(self, completions: Iterable[Completion], now: float, *, may_post: bool = True) -> None:
+        """Take note of ended tickets (others' are ignored) and of the time; post the next copy, if that may be."""
+        self.is_fresh = False
+        if may_post and self.result is None and self._ticket is None:
+            # Not earlier: what has come was looked at since the last `now`, and that time is not the next copy's.
+            self._post(now)
         for completion in completions:
             if completion.ticket == self._ticket:
                 self._ticket = None
@@ -143,10 +154,10 @@ class SelfTest:
         if not self._steps:
             self._end("")
             return
-        try:
-            self._post(now)
-        except FerryError as error:
-            self._fail(str(error), now)
+        self.is_fresh = True
+        if self._steps[0].direction is Direction.READ:
+            # A byte of each row is spoiled, so that a row that is not brought does not pass for the one before it.
+            self._read[::ROW_BYTES] = ~self._held[::ROW_BYTES]
 
     @property
     def _is_doubtful(self) -> bool:
@@ -166,19 +177,22 @@ class SelfTest:
             return 0
         if done.kind is Kind.MARK_BACK:
             return int(np.count_nonzero(self._read[:MARK_BYTES] != self._mark))
-        starts = (done.copies.target - np.uint64(self._scratch.address)).tolist()
-        ends = [start + length for start, length in zip(starts, done.copies.length.tolist(), strict=True)]
-        rows = zip(starts, ends, strict=True)
-        return sum(int(np.count_nonzero(self._read[start:end] != self._held[start:end])) for start, end in rows)
+        num_rows, num_bytes = len(done.copies), int(done.copies.length[0])
+        found, wanted = self._read[:num_bytes], self._held[:num_bytes]
+        if num_rows > 1:
+            # Every other page.
+            found, wanted = (
+                view[: 2 * num_rows * ROW_BYTES].reshape(num_rows, 2, ROW_BYTES)[:, 0]
+                for view in (self._read, self._held)
+            )
+        return int(np.count_nonzero(found != wanted))
 
     def _post(self, now: float) -> None:
-        # Little is touched here: the time counts as the copy's.
-        step = self._steps[0]
-        if step.direction is Direction.READ:
-            # A byte of each row is spoiled, so that a row that is not brought does not pass for the one before it.
-            self._read[::ROW_BYTES] = ~self._held[::ROW_BYTES]
-        self._posted_at = now
-        self._ticket = self._transport.post(self._peer, step.copies, step.direction)
+        self.is_fresh, self._posted_at = True, now
+        try:
+            self._ticket = self._transport.post(self._peer, self._steps[0].copies, self._steps[0].direction)
+        except FerryError as error:
+            self._fail(str(error), now)
 
     def _end(self, error: str) -> None:
         if error and self._steps and self._steps[0].is_for_writing and self._best_s.keys() >= set(READS):
@@ -200,14 +214,23 @@ class SelfTest:
         return Measurement(self._transport.name, *figures, written, self._transport.carriers(self._peer))
 
     def _rates(self, small: Kind, whole: Kind, rows: Kind) -> Rates:
-        best_s, size_bytes = self._best_s, self._probe.size_bytes
-        per_row = num_row_bytes(size_bytes) / best_s[rows] / 1e9
-        return Rates(size_bytes / best_s[whole] / 1e9, per_row, best_s[small])
+        size_bytes, small_s = self._probe.size_bytes, self._best_s[small]
+        return Rates(
+            gigabytes_per_s=size_bytes / _beside(small_s, self._best_s[whole]) / 1e9,
+            row_gigabytes_per_s=num_row_bytes(size_bytes) / _beside(small_s, self._best_s[rows]) / 1e9,
+            latency_s=small_s,
+        )
 
     def _release(self) -> None:
         memory, self._memory = self._memory, None
         if memory is not None:
             self._transport.unregister(memory)
+
+
+def _beside(small_s: float, elapsed_s: float) -> float:
+    """What a copy has taken beside that which every copy takes, such as the turn in which its end is noticed. Never
+    less than half: the small one may have been unlucky."""
+    return max(elapsed_s - small_s, elapsed_s / 2)
 
 
 # Tests that ended without their ticket: their scratch memory may still be written to, so it is never given back.
