@@ -681,6 +681,21 @@ def test_a_strategy_is_chosen_among_those_that_are_allowed():
     assert StagingPolicy((Strategy.PACK,), 1).before_read(copies, dear_rows, starts) is Strategy.DIRECT
 
 
+@pytest.mark.parametrize(("wire_rows", "expected"), [(1, Strategy.SCATTER), (16, Strategy.DIRECT)])
+def test_runs_end_where_stretches_do(wire_rows, expected):
+    """Blocks that are neighbours at the source are one run only if they are read together."""
+    rows = np.arange(64, dtype=np.uint64)
+    copies = Copies(rows * np.uint64(4096), rows * np.uint64(8192), np.full(64, 4096, np.uint64), 64)
+    costs = replace(TYPICAL_HOST, row_s=1e-3)
+    policy, starts = StagingPolicy(AUTO, 1 << 20), RegionStarts(np.zeros(1, np.uint64), np.zeros(1, np.uint64))
+    assert policy.before_read(copies, costs, starts) is Strategy.SCATTER
+    wire = Copies(*[np.zeros(wire_rows, np.uint64)] * 3, wire_rows)
+    slot = slots.Slot(16 * 4096, (), wire, ())
+    assert policy.when_cut(copies, costs, (slot,)) is expected
+    assert policy.when_cut(copies, costs, ()) is Strategy.SCATTER
+    assert StagingPolicy((Strategy.SCATTER,), 1).when_cut(copies, costs, (slot,)) is Strategy.SCATTER
+
+
 @pytest.mark.parametrize(("slot_bytes", "expected"), [(64, Strategy.DIRECT), (1 << 20, Strategy.PACK)])
 def test_a_price_is_that_of_the_slots_that_are_used(slot_bytes, expected):
     """Each slot costs something: many small ones cost more than the rows do."""
@@ -700,7 +715,7 @@ def test_blocks_that_no_transport_reaches_are_packed_or_nothing():
 
 
 @pytest.mark.parametrize(("row_s", "expected"), [(5e-8, Strategy.DIRECT), (1e-3, Strategy.SCATTER)])
-def test_what_is_staged_must_save_a_fifth(row_s, expected):
+def test_what_is_staged_must_save_a_tenth(row_s, expected):
     """Half as many rows of the smallest cost are no reason to copy everything twice."""
     rows = np.arange(64, dtype=np.uint64)
     copies = Copies(rows * np.uint64(4096), rows * np.uint64(8192), np.full(64, 4096, np.uint64), 64)

@@ -110,7 +110,8 @@ class Reads:
             if read.strategy is Strategy.PACK:
                 fetch.granted(now)
                 read.machine.move("granted")
-                yield from self._stage(fetch, peer.key, grant, now)
+                for plan in read.plans or (self._plan_of(fetch, peer.key),):
+                    yield from self.staged.begin(fetch, peer.key, plan, grant, now)
             elif read.direction is Direction.READ:
                 yield from self._post(fetch, peer, grant, now)
             else:
@@ -137,16 +138,15 @@ class Reads:
         if len(copies):
             read.strategy = self._staging.before_read(copies, peer.costs, binding.starts[peer.key])
         if read.strategy is Strategy.SCATTER:
-            yield from self._stage(fetch, peer.key, grant, now)
+            plan = self._plan_of(fetch, peer.key, grant.block_tables)
+            # What is wrong with it is said when it is carried out.
+            with suppress(FerryError):
+                read.strategy = self._staging.when_cut(copies, peer.costs, plan.slots(0))
+        if read.strategy is Strategy.SCATTER:
+            yield from self.staged.begin(fetch, peer.key, plan, grant, now)
             return
         read.num_bytes, read.num_rows = copies.num_bytes, len(copies)
         yield Post(fetch.key(peer.key), copies)
-
-    def _stage(self, fetch: Fetch, key: PeerKey, grant: Grant, now: float) -> Iterator[Step]:
-        """Through slots of staging memory, from now on."""
-        plans = fetch.reads[key].plans or (self._plan_of(fetch, key, grant.block_tables),)
-        for plan in plans:
-            yield from self.staged.begin(fetch, key, plan, grant, now)
 
     def _plan_of(self, fetch: Fetch, key: PeerKey, source_tables: BlockTables = ()) -> SlotPlan:
         """How a read is cut into slots. Where it is packed, its blocks are the source's business, and some may not be

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -9,6 +10,7 @@ from kvferry.errors import ConfigurationError, TransferError
 from kvferry.plan.copies import Copies, Direction
 from kvferry.plan.program import Program
 from kvferry.plan.request import Ranges, volume
+from kvferry.plan.slots import Slot
 from kvferry.plan.staged import RegionStarts, Strategy
 from kvferry.plan.strategy import Costs, Counts, counts_of, prices
 from kvferry.wire.messages import Reason
@@ -70,10 +72,21 @@ class StagingPolicy:
 
     def before_read(self, copies: Copies, costs: Costs, starts: RegionStarts) -> Strategy:
         """DIRECT or SCATTER, now that the rows are known."""
-        allowed = tuple(each for each in self.allowed if each is not Strategy.PACK) or (Strategy.DIRECT,)
-        if len(allowed) == 1:
-            return allowed[0]
-        return self._cheapest(counts_of(copies, starts.source), costs, allowed)
+        allowed = self._without_pack
+        return allowed[0] if len(allowed) == 1 else self._cheapest(counts_of(copies, starts.source), costs, allowed)
+
+    def when_cut(self, copies: Copies, costs: Costs, slots: Sequence[Slot]) -> Strategy:
+        """The same once more, with the slots of a stretch: what is contiguous at the source is read piece by piece
+        where it belongs to different stretches, as blocks in any order do."""
+        num_bytes, num_rows = sum(slot.num_bytes for slot in slots), sum(len(slot.wire) for slot in slots)
+        if len(self._without_pack) == 1 or not num_bytes:
+            return Strategy.SCATTER
+        counts = Counts(copies.num_bytes, len(copies), -(-num_rows * copies.num_bytes // num_bytes))
+        return self._cheapest(counts, costs, self._without_pack)
+
+    @property
+    def _without_pack(self) -> tuple[Strategy, ...]:
+        return tuple(each for each in self.allowed if each is not Strategy.PACK) or (Strategy.DIRECT,)
 
     def _cheapest(self, counts: Counts, costs: Costs, allowed: tuple[Strategy, ...]) -> Strategy:
         costs = _in_slots(costs, self.slot_bytes) if self.slot_bytes else costs
