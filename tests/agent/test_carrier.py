@@ -253,3 +253,52 @@ def test_a_slow_way_between_engines_of_one_host_is_told_by_log_and_counter(caplo
     carrier.connect(PEER, offered)
     outcomes(carrier)
     assert carrier.take_counts() == {}
+
+
+class Slow(Scripted):
+    """Takes 20 ms for each copy, on a clock of its own, and never ends those from silent peers."""
+
+    COPY_S = 0.02
+
+    def __init__(self):
+        super().__init__("shm")
+        self.now, self.due, self.most_at_once = 0.0, [], 0
+
+    def read(self, copies):
+        (scratch,) = (each for each in self.registered if 0 <= int(copies.target[0]) - each.address < each.size_bytes)
+        self.registered.append(scratch)
+        super().read(copies)
+        self.registered.pop()
+
+    def post(self, peer, copies, direction):
+        ticket = super().post(peer, copies, direction)
+        self.due += [(self.now + self.COPY_S, completion) for completion in self.ended if "silent" not in peer]
+        self.ended = []
+        if self.now < 0.5:
+            self.most_at_once = max(self.most_at_once, sum(due > self.now for due, _ in self.due))
+        return ticket
+
+    def poll(self):
+        self.now += 0.004
+        self.ended = [completion for due, completion in self.due if due <= self.now]
+        self.due = [each for each in self.due if each[0] > self.now]
+        return super().poll()
+
+
+@pytest.mark.parametrize(("num_peers", "num_silent"), [(2, 0), (100, 0), (2, 300)])
+def test_peers_that_are_met_at_once_are_measured_one_by_one_as_long_as_there_is_time(
+    monkeypatch, num_peers, num_silent
+):
+    transport = Slow()
+    monkeypatch.setattr("kvferry.agent.carrier.time.monotonic", lambda: transport.now)
+    carrier = Carrier("shm", [transport], {}, TESTS_S)
+    keys = [PeerKey(f"tcp://silent:{number}", f"s{number}", "e1") for number in range(num_silent)]
+    keys += [PeerKey(f"tcp://127.0.0.1:{number}", f"p{number}", "e1") for number in range(num_peers)]
+    for key in keys:
+        carrier.connect(key, offer("shm"))
+    events = []
+    while len(events) < num_peers:
+        events += carrier.poll()
+    assert transport.now < TESTS_S / 2
+    assert {event.peer for event in events if isinstance(event, PeerConnected)} == set(keys[num_silent:])
+    assert transport.most_at_once <= 1

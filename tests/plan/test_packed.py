@@ -1,5 +1,6 @@
 """What is planned for several stretches at once is what is found stretch by stretch, with every row sorted."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -163,3 +164,35 @@ def test_bytes_are_counted_for_each_stretch():
     found = [copies_for(request.program, (TABLE,), (TABLE,), request.ranges, each).num_bytes for each in cut]
     assert counted == found
     assert all(first <= second for second, first in pairwise(found))
+
+
+def test_stretches_of_many_slots_are_planned_one_by_one(monkeypatch):
+    """A peer says how large slots are; each is a record."""
+    asked = []
+    monkeypatch.setattr(
+        "kvferry.plan.slots.places_for", lambda *given: asked.append(len(given[3])) or places_for(*given)
+    )
+    request = rig("token-major", TABLE)
+    plan = SlotPlan(replace(request, slot_bytes=request.slot_bytes // 8))
+    assert [len(plan.slots(number)) for number in range(len(plan.stretches))] == [8] * 12
+    assert asked == [1] * 12
+
+
+def test_a_stretch_that_does_not_fit_is_the_only_one_that_is_sorted(monkeypatch):
+    """Like the last of a model with a large state of fixed size: here the others are said to be smaller."""
+    sorted_ones = []
+
+    def counted(*given):
+        sorted_ones.append(given[4])
+        return copies_for(*given)
+
+    def with_a_large_last(places, num_stretches):
+        sizes = bytes_at(places, num_stretches)
+        return [*sizes[:-1], sizes[-1] * (1 + (num_stretches > 1))]
+
+    monkeypatch.setattr("kvferry.plan.slots.copies_for", counted)
+    monkeypatch.setattr("kvferry.plan.slots.bytes_at", with_a_large_last)
+    plan = SlotPlan(rig("token-major", TABLE))
+    for number in range(len(plan.stretches)):
+        assert len(plan.slots(number)) == 1
+    assert sorted_ones == [plan.stretches[-1]]

@@ -161,6 +161,8 @@ SHIFTS = st.lists(st.tuples(st.integers(-300, 300), st.integers(0, 120)), max_si
 @example(PIECES, [1150, 1150], [(-100, 20), (-50, 50)])
 @example(PIECES, [5], [(2**63, 1)])
 @example(PIECES, [2**63], [(0, 1)])
+@example(PIECES, [2**64 - 4096], [(4096 + 1010, 1)])
+@example(PIECES, [2**64 - 4096], [(8192, 2**20)])
 @example(Pieces.of(()), [1000], [(0, 1)])
 @given(st.sampled_from([PIECES, ONE_PIECE]), st.lists(st.integers(900, 1200), max_size=4), SHIFTS)
 def test_sums_are_refused_like_the_rows_that_they_are(

@@ -17,7 +17,7 @@ from kvferry.plan.copies import Column, Copies
 from kvferry.plan.layout import Layout
 from kvferry.plan.packed import Packed, packed
 from kvferry.plan.program import Program
-from kvferry.plan.request import Ranges, bytes_at, copies_for, num_rows, places_for
+from kvferry.plan.request import Ranges, bytes_at, copies_for, num_rows, places_for, volume
 from kvferry.plan.span import MAX_STOP
 from kvferry.plan.staged import RegionStarts, Side, Stages, Staging, Strategy, staged
 from kvferry.plan.stretch import Stretch, even_stretches, stretch_tokens, unit_tokens
@@ -102,7 +102,9 @@ class SlotPlan:
 
     @cached_property
     def _num_together(self) -> int:
-        """Rows are listed for all of them: a peer may have chosen memory in which a stretch has millions."""
+        """One, where a peer may have chosen slots or memory with which a stretch is millions of rows, or many slots."""
+        if volume(self._request.program, self._request.ranges)[1] > len(self.stretches) * self._request.slot_bytes:
+            return 1
         request, few = self._request, (self.stretches[0], self.stretches[len(self.stretches) // 2], self.stretches[-1])
         most = max(num_rows(request.program, request.ranges, stretch) for stretch in few)
         return TOGETHER if most <= MAX_ROWS_TOGETHER // TOGETHER else 1
@@ -124,10 +126,16 @@ class SlotPlan:
             places = places_for(request.program, tables, request.ranges, stretches)
             num_bytes = bytes_at(places, len(stretches))
             self._check_slots(max(num_bytes))
-            fits = max(num_bytes) <= request.slot_bytes
-            if fits and (found := packed(places, len(stretches), request.starts, self._side)):
-                return tuple(map(_packed_slots, found, num_bytes))
+            if found := packed(places, len(stretches), request.starts, self._side):
+                return tuple(map(self._packed, stretches, found, num_bytes))
         return tuple(self._slots(self._sorted(stretch)) for stretch in stretches)
+
+    def _packed(self, stretch: Stretch, found: Packed, num_bytes: int) -> tuple[Slot, ...]:
+        """The one slot of a stretch of which something moves; several where it does not fit."""
+        if num_bytes > self._request.slot_bytes:
+            return self._slots(self._sorted(stretch))
+        wire = Copies(_FROM_THE_START, _FROM_THE_START, np.array([num_bytes], np.uint64), 1)
+        return (Slot(num_bytes, found.gather, wire, found.scatter),) if num_bytes else ()
 
     def _sorted(self, stretch: Stretch) -> Stages:
         """The stages of a stretch of which every row is looked at."""
@@ -167,12 +175,6 @@ def any_tables(source: Layout, num_tokens: int) -> BlockTables:
 
 def _starts(layout: Layout) -> Column:
     return np.array(sorted(region.address for region in layout.regions), np.uint64)
-
-
-def _packed_slots(found: Packed, num_bytes: int) -> tuple[Slot, ...]:
-    """The one slot of a stretch of which something moves."""
-    wire = Copies(_FROM_THE_START, _FROM_THE_START, np.array([num_bytes], np.uint64), 1)
-    return (Slot(num_bytes, found.gather, wire, found.scatter),) if num_bytes else ()
 
 
 def _slot(stages: Stages, strategy: Strategy, first: int, num_bytes: int) -> Slot:

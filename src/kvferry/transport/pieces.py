@@ -152,7 +152,7 @@ class Pieces:
 
     def _holds(self, first: int, stop: int) -> int | None:
         """The piece in which all of these bytes lie, if there is one."""
-        if first < 0 or not len(self.address):
+        if not 0 <= first < _ADDRESS_LIMIT or not len(self.address):
             return None
         piece = int(np.searchsorted(self.address, np.uint64(first), side="right")) - 1
         is_inside = piece >= 0 and stop <= int(self.address[piece]) + int(self.size_bytes[piece])
