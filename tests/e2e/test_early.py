@@ -14,15 +14,16 @@ from conftest import BYTES_PER_TOKEN, eventually, metric
 from test_main_job import prompt_of
 
 STEP_TOKENS = 256
-NUM_TOKENS = 6 * STEP_TOKENS + 100
+NUM_STEPS = 10
+NUM_TOKENS = NUM_STEPS * STEP_TOKENS + 100
 EARLY = {"do_remote_decode": True, "kvferry": {"early": True}}
 WAYS = {
     "push": ("--transfer-direction", "push", "--strategy", "direct"),
     "pack": ("--strategy", "pack"),
     "pull": ("--transfer-direction", "pull"),
 }
-SENT = {"push": 6 * STEP_TOKENS, "pack": NUM_TOKENS // 2}
-"""Of six steps, whole stretches: three of 4 MiB that are pushed, and the first of two slots of one length."""
+SENT = {"push": NUM_STEPS * STEP_TOKENS, "pack": NUM_TOKENS // 2}
+"""Of ten steps, whole stretches: five of 4 MiB that are pushed, and the first of two slots of one length."""
 DONE = 'kvferry_agent_leases_ended_total{how="done"}'
 MOVED = 'kvferry_agent_moved_bytes_total{direction="write"}'
 
@@ -31,7 +32,7 @@ MOVED = 'kvferry_agent_moved_bytes_total{direction="write"}'
 def site(tiny_model, tmp_path_factory):
     """A prefill engine with small steps, and a decode engine for each way."""
     logs = tmp_path_factory.mktemp("early")
-    common = ("--model", str(tiny_model), "--served-name", "tiny", "--transport", "shm", "--num-blocks", "400")
+    common = ("--model", str(tiny_model), "--served-name", "tiny", "--transport", "shm", "--num-blocks", "800")
     words = ("serve", "--engine-id", "p", *common, "--max-batch-tokens", str(STEP_TOKENS))
     p = Process(logs / "p.log", *words, script=Path(__file__).with_name("early_serve.py"))
     targets = {
@@ -132,7 +133,7 @@ def test_many_at_the_same_time_do_not_mix(site):
 
 @pytest.mark.parametrize("way", ["push", "pack"])
 def test_what_is_computed_is_sent_while_the_rest_is_not(site, way):
-    """Six steps are made, the seventh is kept back: all stretches but the last go, and the answer cannot begin."""
+    """Ten steps are made, the last is kept back: all stretches but the last go, and the answer cannot begin."""
     target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=2)
     expected, before, done = alone(target, prompt), metric(site.p.url, MOVED), metric(site.p.url, DONE)
     with site.p.held():
