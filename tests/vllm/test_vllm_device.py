@@ -19,6 +19,7 @@ from kvferry.connectors.vllm import device as module
 from kvferry.connectors.vllm.device import buffers_of
 from kvferry.errors import ConfigurationError
 from kvferry.plan.copies import Copies
+from kvferry.plan.tiles import plain
 from kvferry.staging.devices import StagingMemory
 from kvferry.transport.base import Memory
 
@@ -102,7 +103,7 @@ def host_of(wanted, staging):
 
 
 def copies(source, target):
-    return Copies(*(torch.tensor([number]).numpy().astype("uint64") for number in (source, target, 256)), 1)
+    return plain(Copies(*(torch.tensor([number]).numpy().astype("uint64") for number in (source, target, 256)), 1))
 
 
 @pytest.mark.parametrize(("wanted", "registered"), [("cuda", 2), ("cpu", 0)])
