@@ -25,9 +25,10 @@ from mixed_tp_nixl import PROGRESS_S, PlainNixl
 from kvferry.plan.copies import Copies, Direction
 from kvferry.plan.tiles import Tile
 from kvferry.session.unpacking import WINDOW
-from kvferry.staging.host_mover import HostMover, copy_within, host_pieces
+from kvferry.staging.host_mover import HostMover, host_pieces
 from kvferry.transport.base import Memory
 from kvferry.transport.pieces import Pieces
+from kvferry.transport.rows import copy_tiles
 from kvferry.transport.shared_memory import allocate_shared
 
 __all__ = ["Chain", "Signals", "SourceStages", "TargetStages", "mover_runs", "run_chains"]
@@ -58,7 +59,7 @@ class Signals:
 
 def copy_now(pieces: Pieces, tiles: Sequence[Tile]) -> None:
     """What a mover does for a slot, on this thread."""
-    for _ in copy_within(pieces, tiles):
+    for _ in copy_tiles(pieces, tiles):
         pass
 
 

@@ -88,7 +88,7 @@ def test_sums_of_starts_and_shifts_arrive(device, data, num_starts, num_blocks, 
         length=np.full(num_blocks, row, np.uint64),
     )
     size = num_starts * num_blocks * row
-    assert (len(tile), tile.num_bytes) == (num_starts * num_blocks, size)
+    assert (len(tile), tile.copies().num_bytes) == (num_starts * num_blocks, size)
     check(device, tile, noise(size, device.name, row), noise(size, device.name, row + 1))
 
 

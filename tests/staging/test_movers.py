@@ -190,7 +190,7 @@ def test_a_copy_that_is_closed_in_the_middle_stops_at_its_next_step(monkeypatch)
         yield
         raise AssertionError("it went on")
 
-    monkeypatch.setattr(host_mover, "copy_tile", steps)
+    monkeypatch.setattr(host_mover, "copy_tiles", steps)
     case.mover.start("long", case.gather([(0, 0, 64)]))
     case.mover.start("next", case.gather([(0, 0, 64)]))
     assert begun.wait(DEADLINE_S)
@@ -206,7 +206,7 @@ def test_a_copy_that_is_closed_in_the_middle_stops_at_its_next_step(monkeypatch)
 def test_a_defect_in_a_copy_ends_that_copy_alone(monkeypatch):
     case = Case("host")
     with monkeypatch.context() as patch:
-        patch.setattr(host_mover, "copy_tile", lambda *_: 1 // 0)
+        patch.setattr(host_mover, "copy_tiles", lambda *_: 1 // 0)
         case.mover.start("bad", case.gather([(0, 0, 64)]))
         assert case.ends() == [Moved("bad", "the copy failed: ZeroDivisionError: integer division or modulo by zero")]
     case.mover.start("good", case.gather([(0, 0, 64)]))

@@ -14,7 +14,7 @@ from kvferry.plan.tiles import Tile
 from kvferry.transport import numpy_rows
 from kvferry.transport.copier import Copier, Preparation, current, prepare, prepared
 from kvferry.transport.pieces import Pieces, Side
-from kvferry.transport.rows import copy_tile
+from kvferry.transport.rows import copy_tiles
 
 native_rows = pytest.importorskip("kvferry.transport.native_rows", reason="numba is not installed")
 ROWS = native_rows.compile_rows(on_disk=False)
@@ -168,45 +168,57 @@ def test_a_tile_leaves_what_its_rows_leave(drawn: tuple[Tile, np.ndarray, np.nda
     for start, goal, length in zip(rows.source, rows.target, rows.length, strict=True):
         begins = int(start) - address(source), int(goal) - address(target)
         wanted[begins[1] : begins[1] + int(length)] = source[begins[0] : begins[0] + int(length)]
-    copier = Copier(name, "", ROWS.copy, ROWS.copy_tile) if name == "numba" else Copier(name, "", numpy_rows.copy)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvferry.transport.rows.current", lambda: copier)
-        for _ in copy_tile(memory(source, target), tile):
+        patch.setattr("kvferry.transport.rows.current", lambda: COPIERS[name])
+        for _ in copy_tiles(memory(source, target), [tile]):
             pass
     assert np.array_equal(target, wanted)
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_a_tile_gives_control_back_and_goes_on_where_it_was(width: int) -> None:
-    step = native_rows.STEP_BYTES
-    source = np.random.default_rng(9).integers(0, 256, 6 * step + 640, dtype=np.uint8)
-    target = np.zeros(source.size, np.uint8)
-    begins = np.arange(0, source.size, source.size // (4 * width) + 1)[: 4 * width]
-    length = np.diff(begins, append=source.size).astype(np.uint64)
-    tiles = [
-        Tile(*[begins[i : i + 1].astype(np.uint64)] * 2, *[np.zeros(1, np.uint64)] * 2, length[i : i + 1])
-        for i in range(4 * width)
-    ]
-    steps = [
-        None
-        for tile in tiles
-        for _ in copy_tile(memory(source, target), tile.shifted(address(source), address(target)))
-    ]
-    assert len(steps) >= source.size // step
-    assert np.array_equal(source, target)
+COPIERS = {
+    "numba": Copier("numba", "", ROWS.copy, ROWS.copy_tile),
+    "numpy": Copier("numpy", "", numpy_rows.copy),
+}
+
+
+@pytest.fixture(params=COPIERS)
+def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("kvferry.transport.rows.current", lambda: COPIERS[request.param])
+    return request.param
+
+
+@pytest.mark.usefixtures("copier")
+@pytest.mark.parametrize(("width", "length"), [(1, 3 << 20), (3, 3 << 20), (5, 1_000_003), (2, 9 << 20)])
+def test_a_tile_gives_control_back_and_goes_on_where_it_was(width: int, length: int) -> None:
+    """In the middle of a start as well; and rows that are longer than a step are cut."""
+    num_starts = 4
+    source = np.random.default_rng(9).integers(0, 256, (num_starts, width, length), dtype=np.uint8)
+    target = np.zeros_like(source)
+    start = np.arange(num_starts, dtype=np.uint64) * np.uint64(width * length)
+    shift = np.arange(width, dtype=np.uint64) * np.uint64(length)
+    tile = Tile(start, start[::-1].copy(), shift, shift[::-1].copy(), np.full(width, length, np.uint64))
+    steps = list(copy_tiles(memory(source.ravel(), target.ravel()), [tile.shifted(address(source), address(target))]))
+    assert len(steps) >= source.size // (2 * native_rows.STEP_BYTES)
+    assert np.array_equal(source, target[::-1, ::-1])
 
 
 @pytest.mark.parametrize("is_target", [True, False])
-def test_a_tile_that_leaves_memory_is_refused(is_target: bool) -> None:
+def test_a_tile_that_leaves_memory_is_refused_and_none_is_copied(copier: str, is_target: bool) -> None:
     source, target = np.ones(1000, np.uint8), np.zeros(1000, np.uint8)
     start, shift = np.array([0, 500], np.uint64), np.array([0, 490], np.uint64)
-    wild = Tile(start, start, shift, shift, np.array([8, 11], np.uint64)).shifted(address(source), address(target))
-    there = memory(source, target[:900]) if is_target else memory(source[:900], target)
-    with pytest.raises(TransportError, match="row 3 leaves the registered memory of this process"):
-        list(copy_tile(there, wild))
+    good, wild = (
+        Tile(start, start, shift, shift, np.array([8, size], np.uint64)).shifted(address(source), address(target))
+        for size in (1, 11)
+    )
+    there = memory(source, target[:995]) if is_target else memory(source[:995], target)
+    with pytest.raises(
+        TransportError, match=rf"row {3 if copier == 'numba' else 7} leaves the registered memory of this process"
+    ):
+        list(copy_tiles(there, [good, wild]))
     assert not target.any()
 
 
+@pytest.mark.usefixtures("copier")
 def test_memory_that_is_shown_elsewhere_is_copied_where_it_is() -> None:
     """Addresses of a device that the host cannot use: its pieces are seen in other places."""
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
@@ -214,7 +226,7 @@ def test_memory_that_is_shown_elsewhere_is_copied_where_it_is() -> None:
     assert not far.is_in_place
     assert memory(source, target).is_in_place
     zero = np.zeros(1, np.uint64)
-    for _ in copy_tile(far, Tile(zero, zero, zero, zero, zero + np.uint64(100)).shifted(1 << 55, 1 << 56)):
+    for _ in copy_tiles(far, [Tile(zero, zero, zero, zero, zero + np.uint64(100)).shifted(1 << 55, 1 << 56)]):
         pass
     assert np.array_equal(source, target)
 

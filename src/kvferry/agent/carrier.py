@@ -172,7 +172,7 @@ class Carrier:
             # One copy at a time: what is done for one peer would count as the time of another one's.
             now = time.monotonic()
             others = (other for other in self._meetings if other is not meeting)
-            may_post = not meeting.may_wait(now) or not any(other.is_copying(now) for other in others)
+            may_post = not meeting.may_wait or not any(other.is_copying(now) for other in others)
             for outcome in meeting.advance(completions, now, may_post):
                 for transport in meeting.chosen:
                     self._routes[meeting.peer] = transport

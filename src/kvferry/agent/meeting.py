@@ -80,7 +80,6 @@ class Meeting:
         self._tests_s = tests_s
         # Empty before the first test.
         self._patience: list[Patience] = []
-        self._began: list[float] = []
 
     @property
     def is_settled(self) -> bool:
@@ -92,11 +91,12 @@ class Meeting:
         self._waiting.clear()
         self._is_over = True
 
-    def may_wait(self, now: float) -> bool:
+    @property
+    def may_wait(self) -> bool:
         """Whether there is time to let others' copies go first. Not for long: where many are met at once, or some are
         silent, figures that are too low are better than none."""
-        self._began = self._began or [now]
-        return now - self._began[0] < min(MAX_WAIT_S, self._tests_s / 4)
+        spent_s = sum(self._tests_s - patience.left_s for patience in self._patience)
+        return spent_s < min(MAX_WAIT_S, self._tests_s / 4)
 
     def is_copying(self, now: float) -> bool:
         """Whether a copy is under way whose time others should not take."""

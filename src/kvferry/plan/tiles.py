@@ -42,10 +42,6 @@ class Tile:
     def __len__(self) -> int:
         return self.num_starts * self.num_shifts
 
-    @property
-    def num_bytes(self) -> int:
-        return self.num_starts * int(self.length.sum())
-
     def copies(self) -> Copies:
         """The rows, one by one, those of each start together."""
         source = np.add.outer(self.source_start, self.source_shift).ravel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import FerryError, IllegalEventError
@@ -12,9 +12,9 @@ from kvferry.plan.tiles import Tile
 from kvferry.staging.mover import CLOSED, Moved
 from kvferry.transport.base import Memory
 from kvferry.transport.pieces import Pieces, view_of
-from kvferry.transport.rows import copy_tile
+from kvferry.transport.rows import copy_tiles
 
-__all__ = ["HostMover", "copy_within", "host_pieces"]
+__all__ = ["HostMover", "host_pieces"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,13 +28,6 @@ def host_pieces(memories: Sequence[Memory]) -> Pieces:
     extents = [(memory.address, memory.size_bytes) for memory in memories]
     Pieces.of(extents)  # refuses before anything is looked at
     return Pieces.of(extents, map(view_of, memories))
-
-
-def copy_within(pieces: Pieces, tiles: Sequence[Tile]) -> Iterator[None]:
-    """Copy rows between memories of this process when iterated; yields after every few MiB. Raises TransportError when
-    a row lies in none of them: of that tile nothing is copied then."""
-    for tile in tiles:
-        yield from copy_tile(pieces, tile)
 
 
 class HostMover:
@@ -110,7 +103,7 @@ class HostMover:
     def _copy(self, tiles: Sequence[Tile]) -> str:
         """Copy the rows; why that went wrong, or nothing."""
         try:
-            for _ in copy_within(self._pieces, tiles):
+            for _ in copy_tiles(self._pieces, tiles):
                 if self._is_closed:
                     return CLOSED
         except FerryError as error:

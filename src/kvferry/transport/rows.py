@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from kvferry.errors import TransportError
-from kvferry.plan.tiles import Tile
+from kvferry.plan.tiles import Tile, rows_of
 from kvferry.transport.copier import current
 from kvferry.transport.pieces import Offsets, Pieces, Side, View
 
-__all__ = ["copy_rows", "copy_tile", "gather", "scatter", "stream_chunks"]
+__all__ = ["copy_rows", "copy_tiles", "gather", "scatter", "stream_chunks"]
 
 
 _HERE_SOURCE, _HERE_TARGET = "this process (source)", "this process (target)"
@@ -26,18 +26,20 @@ def copy_rows(source: Side, target: Side, length: Offsets) -> Iterator[int]:
     return current().copy(source, target, length)
 
 
-def copy_tile(pieces: Pieces, tile: Tile) -> Iterator[None]:
-    """Copy the rows of a tile between memories of this process when iterated; yields after every few MiB.
+def copy_tiles(pieces: Pieces, tiles: Sequence[Tile]) -> Iterator[None]:
+    """Copy the rows of tiles between memories of this process when iterated; yields after every few MiB.
 
     Raises TransportError when a row leaves `pieces`: nothing is copied then. Targets must not overlap.
     """
     copier = current()
     if copier.copy_tile is not None and pieces.is_in_place:
-        pieces.check_sums(tile.source_start, tile.source_shift, tile.length, _HERE_SOURCE)
-        pieces.check_sums(tile.target_start, tile.target_shift, tile.length, _HERE_TARGET)
-        yield from copier.copy_tile(tile)
+        for tile in tiles:
+            pieces.check_sums(tile.source_start, tile.source_shift, tile.length, _HERE_SOURCE)
+            pieces.check_sums(tile.target_start, tile.target_shift, tile.length, _HERE_TARGET)
+        for tile in tiles:
+            yield from copier.copy_tile(tile)
     else:
-        rows = tile.copies()
+        rows = rows_of(tiles)
         source = pieces.side(rows.source, rows.length, _HERE_SOURCE)
         target = pieces.side(rows.target, rows.length, _HERE_TARGET)
         for _ in copier.copy(source, target, rows.length.astype(np.int64)):
