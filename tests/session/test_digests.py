@@ -345,5 +345,5 @@ def test_device_memory_is_never_digested_in_full():
 def test_a_rank_without_any_work_says_what_its_engine_does():
     nothing = replace(TARGET_LAYOUTS[0], states=(), placements=())
     session = TargetSession(Ourselves(OTHER, "0.1.0", (TARGET_LAYOUTS[0], nothing), Policy.FULL), TIMING)
-    (fetched,) = play(session, meeting(claim=[Fetched]))
+    _, fetched = play(session, meeting(claim=[Send, Fetched]))
     assert fetched.report.verified == "full"

@@ -353,6 +353,18 @@ def test_a_claim_says_that_the_tests_are_over():
     assert not source.may_be_read(1.0)
 
 
+def test_who_needs_nothing_says_that_the_tests_are_over():
+    """While it tests it may renew what it is going to claim."""
+    source = session()
+    source.handle(LEASE, 0.0)
+    source.handle(from_peer(m.OfferRequest(READER)), 0.0)
+    source.handle(from_peer(m.Renew(READER, ("l1",))), 0.4)
+    source.handle(from_peer(m.Renew(STRANGER, ())), 0.4)
+    assert source.may_be_read(0.5)
+    play(source, [(0.5, from_peer(m.Renew(READER, ())), [Reply("x", m.Renewed(()))])])
+    assert not source.may_be_read(0.5)
+
+
 def test_one_readers_claim_does_not_say_that_anothers_tests_are_over():
     source = session()
     source.handle(LEASE, 0.0)

@@ -376,8 +376,9 @@ def test_a_rank_leaves_alone_the_sources_that_another_rank_of_ours_reads():
     """Ranks 0 and 1 of ours read one replica each; neither may end the lease that the other one still needs."""
     both = describe(ONE_LATENT, EngineShape(2, 1, 8, 4, "token-major"), 1 << 30)
     target = session(both)
-    (claim,) = meet(target, REPLICAS)
+    claim, excuse = meet(target, REPLICAS)
     assert (claim.peer, claim.message.readers) == (PEERS[0], (0,))
+    assert excuse == Send(PEERS[1], m.Renew(US, ()))
     play(
         target,
         [
@@ -386,13 +387,16 @@ def test_a_rank_leaves_alone_the_sources_that_another_rank_of_ours_reads():
             (0.6, AnswerArrived(PEERS[0], m.Valid("q1")), [Fetched]),
         ],
     )
+    (again,) = target.handle(replace(WANTED, request_id="q2", addresses=tuple(peer.address for peer in PEERS)), 0.7)
+    assert (again.peer, type(again.message)) == (PEERS[0], m.Claim)
 
 
 def test_a_rank_without_any_work_is_done_at_once():
     """Our second rank holds nothing, and the first one reads both sources and tells them."""
     nothing = replace(TARGET_LAYOUTS[0], states=(), placements=())
     ours = Ourselves(m.Party("d0", "epoch-9", 1), "0.1.0", (TARGET_LAYOUTS[0], nothing))
-    (fetched,) = meet(TargetSession(ours, TIMING))
+    *excuses, fetched = meet(TargetSession(ours, TIMING))
+    assert excuses == [Send(peer, m.Renew(ours.party, ())) for peer in PEERS]
     assert (type(fetched), fetched.report.num_bytes) == (Fetched, 0)
 
 

@@ -26,6 +26,7 @@ from kvferry.wire.messages import (
     Party,
     Probe,
     Reason,
+    Renew,
     TargetOffer,
     TransportOffer,
     Welcome,
@@ -96,7 +97,8 @@ class Packs(StrEnum):
 
 @dataclass(slots=True)
 class Peer:
-    """One source rank as its target sees it. `deadline` is when the handshake must be over."""
+    """One source rank as its target sees it. `deadline` is when the handshake must be over; with `is_excused` it has
+    been told so although nothing is claimed from it."""
 
     key: PeerKey
     machine: Machine
@@ -112,6 +114,7 @@ class Peer:
     costs: Costs = TYPICAL_HOST
     packs: Packs = Packs.UNKNOWN
     is_turning: bool = False
+    is_excused: bool = False
 
     @property
     def is_staged(self) -> bool:
@@ -210,6 +213,13 @@ class Handshakes:
         peer.machine.move("to be written to")
         peer.deadline, peer.last_sent = now + self._timing.handshake_s, now
         yield from self._ask(peer)
+
+    def excuse(self, peer: Peer) -> Iterator[Send]:
+        """Tell a source that has nothing for us, once, that we have done with testing: it need not help any longer.
+        Lost, this costs it some turns."""
+        if not peer.is_excused:
+            peer.is_excused = True
+            yield Send(peer.key, Renew(self._ours.party, ()))
 
     def not_reached(self, peer: Peer) -> bool:
         """A source cannot connect to our memory; whether that is no reason to give it up."""

@@ -75,7 +75,7 @@ class Introduction:
         return Offer(identity.party, identity.layout, identity.transports, identity.probe, identity.is_staged)
 
     def has_met(self, party: Party) -> None:
-        """Who claims has done with testing."""
+        """Who claims, or says that there is nothing to claim, has done with testing."""
         self._offered.pop(party, None)
 
     def is_tested(self, now: float) -> bool:

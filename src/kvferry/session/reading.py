@@ -81,6 +81,9 @@ class Reads:
         fetch.start_reads(ways, now)
         for key in binding.programs:
             yield Send(key, self._claim_of(fetch, key))
+        for key in fetch.peers:
+            if key not in binding.programs:
+                yield from self._peers.excuse(self._peers[key])
         if not fetch.reads:
             # Other ranks of ours have all the work, and tell the sources.
             fetch.posted_at = fetch.landed_at = now

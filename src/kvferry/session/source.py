@@ -289,6 +289,8 @@ class SourceSession:
 
     def _renew(self, peer: str, renew: Renew, now: float) -> list[Command]:
         self._targets.heard(renew.party, now)
+        if not renew.lease_ids:
+            self._introduction.has_met(renew.party)
         gone = []
         for lease_id in renew.lease_ids:
             lease = self._leases.get(lease_id)

@@ -266,7 +266,7 @@ class Valid(Struct, frozen=True, tag="valid", forbid_unknown_fields=True):
 
 
 class Renew(Struct, frozen=True, tag="renew", forbid_unknown_fields=True):
-    """Heartbeat of a target for the leases it is using."""
+    """Heartbeat of a target for the leases it is using; without any, it has met this source and wants nothing of it."""
 
     party: Party
     lease_ids: Annotated[tuple[Name, ...], Meta(max_length=1 << 16)]
