@@ -302,3 +302,14 @@ def test_peers_that_are_met_at_once_are_measured_one_by_one_as_long_as_there_is_
     assert transport.now < TESTS_S / 2
     assert {event.peer for event in events if isinstance(event, PeerConnected)} == set(keys[num_silent:])
     assert transport.most_at_once <= 1
+
+
+def test_no_nap_is_taken_where_a_test_has_another_copy_to_make(monkeypatch):
+    transport = Slow()
+    monkeypatch.setattr("kvferry.agent.carrier.time.monotonic", lambda: transport.now)
+    carrier = Carrier("shm", [transport], {}, TESTS_S)
+    carrier.connect(PeerKey("tcp://127.0.0.1:1", "p1", "e1"), offer("shm"))
+    assert not carrier.poll()
+    while not carrier.poll():
+        assert carrier.is_fresh or transport.due
+    assert not carrier.is_fresh

@@ -14,7 +14,7 @@ from conftest import BYTES_PER_TOKEN, eventually, metric
 from test_main_job import prompt_of
 
 STEP_TOKENS = 256
-NUM_STEPS = 10
+NUM_STEPS = 14
 NUM_TOKENS = NUM_STEPS * STEP_TOKENS + 100
 EARLY = {"do_remote_decode": True, "kvferry": {"early": True}}
 WAYS = {
@@ -23,7 +23,7 @@ WAYS = {
     "pull": ("--transfer-direction", "pull"),
 }
 SENT = {"push": NUM_STEPS * STEP_TOKENS, "pack": NUM_TOKENS // 2}
-"""Of ten steps, whole stretches: five of 4 MiB that are pushed, and the first of two slots of one length."""
+"""Of fourteen steps, whole stretches: seven of 4 MiB that are pushed, and the first of two slots of one length."""
 DONE = 'kvferry_agent_leases_ended_total{how="done"}'
 MOVED = 'kvferry_agent_moved_bytes_total{direction="write"}'
 

@@ -128,6 +128,8 @@ def test_a_lease_that_ends_while_it_is_written_keeps_its_blocks_and_is_never_val
     assert freed == SourceFree("r1", how)
     assert counted == ([Count("leases_expired", "expired")] if how == "expired" else [])
     play(source, [(202, said(ABORT), [CLEAN]), (203, said(CLAIM), [Reply, Count])])
+    # Its record is forgotten: a claim waits for a lease that is not known yet.
+    play(source, [(270, Tick(), []), (270, said(CLAIM), [])])
 
 
 def test_a_claim_that_arrives_after_its_abort_is_never_written(source):
@@ -212,6 +214,12 @@ def test_an_idle_target_is_forgotten_but_not_while_it_is_written_to(source):
 
 def test_a_target_that_is_written_to_is_not_idle(source):
     play(source, [*WRITING, (12, Tick(), [CANCEL, Reply, Count]), (300, Tick(), []), (600, Tick(), [])])
+
+
+def test_a_target_that_has_just_been_written_to_is_not_idle(source):
+    """It has heard of us, and does not forget us either."""
+    play(source, [*WRITING, (12, Tick(), [CANCEL, Reply, Count]), (70, TicketEnded(KEY, ""), [SourceFree, Count])])
+    play(source, [(269, Tick(), []), (271, Tick(), [Disconnect(THEM)])])
 
 
 def test_nothing_to_write_is_written_at_once(source):

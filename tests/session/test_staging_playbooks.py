@@ -696,6 +696,19 @@ def test_runs_end_where_stretches_do(wire_rows, expected):
     assert StagingPolicy((Strategy.SCATTER,), 1).when_cut(copies, costs, (slot,)) is Strategy.SCATTER
 
 
+@pytest.mark.parametrize(("num_stretches", "expected"), [(1, Acquire), (4, Post)])
+def test_what_is_worth_staging_only_in_one_piece_moves_straight_where_it_is_cut(num_stretches, expected):
+    table = (1, 2, 3, 4)
+    policy = StagingPolicy((Strategy.DIRECT, Strategy.SCATTER), 4 // num_stretches * STRETCH_BYTES)
+    starts = region_starts(SOURCE_LAYOUT, TARGET_LAYOUTS[0])
+    copies = copies_for(bind_of_both(), (table,), TABLES, RANGES)
+    dearer = (replace(TYPICAL_HOST, row_s=row_s) for row_s in np.geomspace(1e-9, 1.0, 2000).tolist())
+    costs = next(each for each in dearer if policy.before_read(copies, each, starts) is Strategy.SCATTER)
+    session = TargetSession(Ourselves(US, "0.1.0", TARGET_LAYOUTS, staging=policy), TIMING)
+    play(session, [*met(), (0.3, PeerConnected(PEER, "shm", "", costs), [Send])])
+    play(session, [(0.4, answer(m.Grant("q1", (table,))), [expected])])
+
+
 @pytest.mark.parametrize(("slot_bytes", "expected"), [(64, Strategy.DIRECT), (1 << 20, Strategy.PACK)])
 def test_a_price_is_that_of_the_slots_that_are_used(slot_bytes, expected):
     """Each slot costs something: many small ones cost more than the rows do."""

@@ -93,6 +93,15 @@ def test_tiles_have_the_rows_of_any_plan(scenario, strategy, slot_bytes):
                 check_slot(tiles)
 
 
+def test_starts_that_are_sums_are_told_as_such_whatever_their_rows_are():
+    """Blocks of layers, with a short row, one that is split, and an empty one."""
+    starts = np.add.outer(np.arange(7, dtype=np.uint64) << np.uint64(40), np.array([3, 1, 8, 2, 5], np.uint64) * 2**30)
+    shift, length = np.array([0, 64, 96], np.uint64), np.array([24, 0, 3 * MAX_ROW_BYTES - 8], np.uint64)
+    tile = Tile(starts.ravel(), starts.ravel() * np.uint64(2), shift, shift * np.uint64(2), length)
+    assert tile.num_starts == 35
+    assert numbers(check_slot((tile,))) < numbers([tile])
+
+
 @st.composite
 def nested(draw) -> Copies:
     """Rows out of loops in loops, some of which are cut off or replaced; addresses may be far apart, or backwards."""

@@ -16,7 +16,7 @@ from kvferry.transport.faulty import Fault, FaultKind, FaultyTransport
 from kvferry.transport.measurement import Measurement
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
 from kvferry.transport.probe import MARK_BYTES, pattern
-from kvferry.transport.selftest import PROBE_BYTES, Probe, SelfTest, fill_probe, measure
+from kvferry.transport.selftest import HUNG_S, PROBE_BYTES, Probe, SelfTest, fill_probe, measure
 from kvferry.transport.steps import Kind
 
 
@@ -69,11 +69,22 @@ def test_what_counts_is_the_time_of_copies_alone(worlds: Callable[..., World]) -
         now += {1: 0.25, probe.size_bytes // 8192: 2.25}[len(test._steps[0].copies)]
         now += 1.0 if test._steps[0].kind is Kind.WHOLE else 0.0
         test.advance(world.near.transport.poll(), now)
-    assert not test.is_fresh
+        assert test.is_fresh == (test.result is None)
     found = test.result
     assert (found.error, found.latency_s) == ("", 0.25)
     assert found.gigabytes_per_s == pytest.approx(probe.size_bytes / 1e9)
     assert found.row_gigabytes_per_s == pytest.approx(probe.size_bytes // 8192 * 4096 / 2.0 / 1e9)
+
+
+def test_nobody_goes_on_waiting_for_a_copy_that_hangs(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    test = SelfTest(world.near.transport, "far", probe_of(world), 10_000.0)
+    test.start(0.0)
+    assert not test.is_copying(0.0)
+    test.advance([], 1.0)
+    assert test.is_copying(1.0 + HUNG_S / 2)
+    assert not test.is_copying(1.0 + HUNG_S)
+    world.near.transport.poll()
 
 
 @pytest.mark.parametrize("post", range(9))

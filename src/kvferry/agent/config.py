@@ -24,10 +24,10 @@ from kvferry.transport.base import Memory
 __all__ = ["AgentConfig", "Host", "Notice", "new_epoch", "new_lease_id", "staging_named"]
 
 STAGING_BYTES = 256 << 20
-# On 2 cores packed reads in benchmarks/mixed_tp.py take longer with slots of 8 MiB, each of which costs messages, plans
-# and turns, and less long with 32 MiB. But only four of these have room for one way, and those that wait for tokens of
-# prompts that are still computed would hold up others.
-SLOT_BYTES = 16 << 20
+# Each slot costs messages, plans and turns: on 2 cores packed reads in benchmarks/mixed_tp.py are a twentieth faster
+# with this than with 16 MiB, and another one with 32. But only four of these have room for one way, and those that wait
+# for tokens of prompts that are still computed would hold up others.
+SLOT_BYTES = 24 << 20
 
 Notice = e.Fetched | e.Failed | e.TargetFree | e.SourceFree | e.Stopped
 """What an engine is told, on the agent's thread."""
