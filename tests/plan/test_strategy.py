@@ -58,6 +58,8 @@ def some_costs(draw):
         copy_row_s=draw(positive),
         launch_s=draw(positive),
         slot_bytes=draw(st.integers(1, 1 << 28)),
+        num_at_once=draw(st.sampled_from([1.0, 1.5, 3.0])),
+        fan_in=draw(st.sampled_from([1.0, 1.5, 8.0])),
     )
 
 
@@ -150,17 +152,45 @@ def test_a_faster_stage_is_never_dearer(counts, costs, times, stage):
 @many
 @given(some_counts(), some_costs())
 def test_a_stage_costs_at_least_the_slowest_and_at_most_all_in_turn(counts, costs):
-    num_slots = -(-counts.num_bytes // costs.slot_bytes)
-    copied = num_slots * costs.launch_s + counts.num_rows * costs.copy_row_s
-    stages = [
-        copied + counts.num_bytes / costs.gather_bytes_per_s,
-        num_slots * costs.row_s + counts.num_bytes / costs.wire_bytes_per_s,
-        copied + counts.num_bytes / costs.scatter_bytes_per_s,
-    ]
+    costs = replace(costs, num_at_once=3.0, fan_in=1.0)
+    stages = stages_of_pack(counts, costs)
     found = seconds(counts, costs, Strategy.PACK) - costs.latency_s
     depth = max(1.0, counts.num_bytes / costs.slot_bytes)
     assert isclose(found, max(stages) + (fsum(stages) - max(stages)) / depth, rel_tol=1e-6)
     assert max(stages) * (1 - 1e-6) <= found <= fsum(stages) * (1 + 1e-6)
+
+
+def stages_of_pack(counts, costs):
+    num_slots = -(-counts.num_bytes // costs.slot_bytes)
+    copied = num_slots * costs.launch_s + counts.num_rows * costs.copy_row_s
+    return [
+        copied + counts.num_bytes / costs.gather_bytes_per_s,
+        num_slots * costs.row_s + counts.num_bytes / costs.wire_bytes_per_s,
+        copied + counts.num_bytes / costs.scatter_bytes_per_s,
+    ]
+
+
+@many
+@given(some_counts(), some_costs())
+def test_what_one_of_several_sources_costs_is_what_all_take(counts, costs):
+    """What the target does it does for each; and stages share what they work with across all of them."""
+    alone = replace(costs, fan_in=1.0, num_at_once=3.0)
+    direct = seconds(counts, alone, Strategy.DIRECT) - costs.latency_s
+    assert isclose(seconds(counts, costs, Strategy.DIRECT) - costs.latency_s, costs.fan_in * direct, rel_tol=1e-6)
+    gather, wire, scatter = stages_of_pack(counts, costs)
+    found, both = seconds(counts, costs, Strategy.PACK) - costs.latency_s, fsum([gather, wire, scatter])
+    bytes_s = counts.num_bytes / costs.wire_bytes_per_s
+    assert found >= max(gather, costs.fan_in * bytes_s, costs.fan_in * scatter) * (1 - 1e-6)
+    assert found <= costs.fan_in * both * (1 + 1e-6)
+    if costs.num_at_once < 3.0:
+        assert found >= costs.fan_in * both / costs.num_at_once * (1 - 1e-6)
+
+
+@pytest.mark.parametrize(("fan_in", "expected"), [(1.0, Strategy.DIRECT), (8.0, Strategy.PACK)])
+def test_packing_pays_sooner_where_many_are_read_by_one(fan_in, expected):
+    """One thread posts all rows; to gather and to write, each source has its own."""
+    costs = replace(TYPICAL_HOST, gather_bytes_per_s=1e9, fan_in=fan_in)
+    assert choose_by_counts(rows_of(16 * KIB), costs).strategy is expected
 
 
 @many

@@ -1,10 +1,16 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.layout import fingerprint
 from kvferry.plan.model import attention, latent
+from kvferry.plan.program import bind
+from kvferry.plan.route import route
+from kvferry.plan.staged import Strategy
+from kvferry.plan.strategy import TYPICAL_HOST
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import (
     AbortWanted,
@@ -31,6 +37,7 @@ from kvferry.session.events import (
     Timing,
 )
 from kvferry.session.target import Ourselves, TargetSession
+from kvferry.session.ways import StagingPolicy
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
@@ -302,7 +309,7 @@ RANKS = describe(MODEL, EngineShape(2, 1, 4, 8, "token-major"), 1 << 20)
 PEERS = [PeerKey(f"tcp://127.0.0.1:{port}", "p0", "epoch-1") for port in (1, 2)]
 
 
-def meet(target, ranks=RANKS, numbers=(0, 1), num_ranks=2):
+def meet(target, ranks=RANKS, numbers=(0, 1), num_ranks=2, costs=TYPICAL_HOST):
     """Two source ranks, met up to the point where their transports have connected; returns the last commands."""
     commands = target.handle(replace(WANTED, addresses=tuple(peer.address for peer in PEERS)), 0.0)
     for peer, layout, number in zip(PEERS, ranks, numbers, strict=True):
@@ -311,7 +318,7 @@ def meet(target, ranks=RANKS, numbers=(0, 1), num_ranks=2):
             AnswerArrived(peer, m.Welcome(m.WIRE_VERSION, "0.1.0", party, num_ranks, fingerprint(layout))), 0.1
         )
         target.handle(AnswerArrived(peer, m.Offer(party, layout, (), m.Probe(0, 0, 0))), 0.1)
-        commands = target.handle(PeerConnected(peer, "shm", ""), 0.2)
+        commands = target.handle(PeerConnected(peer, "shm", "", costs), 0.2)
     return commands
 
 
@@ -339,6 +346,18 @@ def test_a_source_that_grants_late_has_its_own_time_to_move():
         target.handle(AnswerArrived(second, m.Renewed(())), now)
         failed = [command for command in target.handle(Tick(), now) if isinstance(command, Failed)]
         assert bool(failed) == (now > 4.0 + TIMING.transfer_s)
+
+
+def test_what_pays_for_two_sources_need_not_pay_for_each():
+    """We post the rows of both, if we read them; each that writes posts its own, and each gathers by itself."""
+    staging = StagingPolicy((Strategy.DIRECT, Strategy.PACK), 1 << 20)
+    program = bind(route(RANKS, TARGET_LAYOUTS).between(0, 0), RANKS[0], TARGET_LAYOUTS[0])
+    dearer = [replace(TYPICAL_HOST, gather_bytes_per_s=1e6, row_s=row_s) for row_s in np.geomspace(1e-9, 1.0, 400)]
+    ways = [staging.before_claim(program, WANTED.ranges, costs, Direction.READ) for costs in dearer]
+    costs = dearer[ways.index(Strategy.PACK) - 1]
+    for direction, expected in ((Direction.READ, m.TargetOffer), (Direction.WRITE, m.Claim)):
+        ours = Ourselves(US, "0.1.0", TARGET_LAYOUTS, staging=staging, direction=direction)
+        assert {type(command.message) for command in meet(TargetSession(ours, TIMING), costs=costs)} == {expected}
 
 
 @pytest.mark.parametrize(("numbers", "num_ranks"), [((1, 0), 2), ((0, 1), 3)], ids=["swapped", "one is missing"])

@@ -15,12 +15,17 @@ full; of the others, what one slot takes. But no more than `num_at_once` stages 
 
 The divisor is no whole number, for a last slot that is almost empty hides almost nothing. `wire_rows` is `num_rows` for
 direct, `num_source_runs` and at most one more per slot border for scatter, and `num_slots` for pack.
+
+A target that receives `fan_in` times as much, from several sources at once, scatters for all of them, has one link, or
+memory, for all, and posts all their rows, unless they pack and write: what it does itself takes as many times as long.
+Gathers are made by each source for itself; where stages share what they work with, they share it with those of others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from math import fsum, isfinite
 from typing import NamedTuple
 
@@ -50,6 +55,10 @@ ONE_REGION: Column = np.zeros(0, np.uint64)
 """Region starts of a source whose rows may all be joined."""
 
 
+NUM_STAGES = 3.0
+"""Gather, wire and scatter."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """What moving costs between one pair of ranks; best measured there, while all stages run.
@@ -61,6 +70,8 @@ class Costs:
     launch_s: starting a gather or a scatter of one slot, and telling the next stage of its end.
     slot_bytes: what is gathered, sent and scattered at a time.
     num_at_once: how many stages' work is done in the time of one. All three, unless they share few cores or the memory.
+    fan_in: how many times as much the target receives from all its sources as from this one; n from n that have equal
+    shares.
 
     Raises ConfigurationError naming every value that is not a positive, finite number.
     """
@@ -73,7 +84,8 @@ class Costs:
     copy_row_s: float
     launch_s: float
     slot_bytes: int
-    num_at_once: float = 3.0
+    num_at_once: float = NUM_STAGES
+    fan_in: float = 1.0
 
     def __post_init__(self) -> None:
         wrong = [f"{name} = {value}" for name, value in asdict(self).items() if not (isfinite(value) and value > 0)]
@@ -142,6 +154,14 @@ class Part(NamedTuple):
     seconds: float
 
 
+class _Work(NamedTuple):
+    """What one cause takes for one source, and how many times as long, where that is done for all, one by one."""
+
+    name: str
+    seconds: float
+    times: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Price:
     """What one strategy would take. `parts` add up to `seconds`; `num_rows` go over the wire (for scatter, at most)."""
@@ -186,18 +206,14 @@ def prices(counts: Counts, costs: Costs) -> tuple[Price, ...]:
 def _price(strategy: Strategy, counts: Counts, costs: Costs) -> Price:
     if not counts.num_bytes:
         return Price(strategy, 0.0, 0, ())
-    num_rows = _wire_rows(strategy, counts, costs)
-    stages: list[tuple[Part, ...]] = [
-        (Part("rows", num_rows * costs.row_s), Part("wire", counts.num_bytes / costs.wire_bytes_per_s))
-    ]
+    num_rows, fan_in = _wire_rows(strategy, counts, costs), costs.fan_in
+    rows = _Work("rows", num_rows * costs.row_s, 1.0 if strategy is Strategy.PACK else fan_in)
+    stages: list[tuple[_Work, ...]] = [(rows, _Work("wire", counts.num_bytes / costs.wire_bytes_per_s, fan_in))]
     if strategy is Strategy.PACK:
-        stages.insert(0, (Part("gather", _copy_s(counts, costs, costs.gather_bytes_per_s)),))
+        stages.insert(0, (_Work("gather", _copy_s(counts, costs, costs.gather_bytes_per_s)),))
     if strategy is not Strategy.DIRECT:
-        stages.append((Part("scatter", _copy_s(counts, costs, costs.scatter_bytes_per_s)),))
-    parts = (
-        Part("latency", costs.latency_s),
-        *_overlapped(stages, counts.num_bytes / costs.slot_bytes, costs.num_at_once),
-    )
+        stages.append((_Work("scatter", _copy_s(counts, costs, costs.scatter_bytes_per_s), fan_in),))
+    parts = (Part("latency", costs.latency_s), *_overlapped(stages, counts.num_bytes / costs.slot_bytes, costs))
     return Price(strategy, fsum(part.seconds for part in parts), num_rows, parts)
 
 
@@ -220,18 +236,21 @@ def _copy_s(counts: Counts, costs: Costs, bytes_per_s: float) -> float:
     )
 
 
-def _overlapped(stages: list[tuple[Part, ...]], slots: float, num_at_once: float) -> list[Part]:
+def _overlapped(stages: Sequence[tuple[_Work, ...]], slots: float, costs: Costs) -> list[Part]:
     """What each part adds when the stages work on different slots at a time: the slowest one all, the others a slot;
     or, where they hold each other up, its share of all the work."""
-    slowest = max(stages, key=_seconds)
     depth = max(1.0, slots)
-    alone = [part if stage is slowest else Part(part.name, part.seconds / depth) for stage in stages for part in stage]
-    shared = [Part(part.name, part.seconds / num_at_once) for stage in stages for part in stage]
-    return max(alone, shared, key=_seconds)
+    whole = [[Part(work.name, work.seconds * work.times) for work in stage] for stage in stages]
+    first = [[Part(work.name, work.seconds / depth) for work in stage] for stage in stages]
+    found = [[*chain(*first[:number], whole[number], *first[number + 1 :])] for number in range(len(stages))]
+    if costs.num_at_once < NUM_STAGES:
+        share = costs.fan_in / costs.num_at_once
+        found.append([Part(work.name, work.seconds * share) for stage in stages for work in stage])
+    return max(found, key=_seconds)
 
 
-def _seconds(stage: Sequence[Part]) -> float:
-    return fsum(part.seconds for part in stage)
+def _seconds(parts: Sequence[Part]) -> float:
+    return fsum(part.seconds for part in parts)
 
 
 def _reason(counts: Counts, costs: Costs, found: tuple[Price, ...]) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from kvferry.errors import RequestError
 from kvferry.plan.digest import NOTHING, Policy, Portion, Subject, portions_of, seed_of, subject_of
 from kvferry.plan.layout import Layout
 from kvferry.plan.program import Program, bind
+from kvferry.plan.request import volume
 from kvferry.plan.route import Route, route
 from kvferry.plan.slots import region_starts
 from kvferry.plan.staged import RegionStarts
+from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import FetchWanted, PeerKey
 from kvferry.session.handshake import Handshakes
 
@@ -19,13 +22,15 @@ __all__ = ["READABLE_KINDS", "Binding", "Bindings"]
 READABLE_KINDS = frozenset(["dram"])
 """Kinds of memory that the CPU reads, so that digests of it can be made."""
 
+A_PROMPT = TokenRange(0, 4096)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Binding:
     """The programs of this target rank, one per source rank that it reads or tells that the request is done.
 
     The program of a rank that is only told moves nothing. `starts` says where the regions of both begin, `portions` is
-    what can be digested of each; `unreadable`
+    what can be digested of each, `fan_in` how many times as much comes from all of them as from each; `unreadable`
     names the kinds of memory, on either side, that the CPU cannot read: empty when digests can be made.
     """
 
@@ -35,6 +40,7 @@ class Binding:
     layouts: dict[PeerKey, Layout]
     starts: dict[PeerKey, RegionStarts]
     portions: dict[PeerKey, tuple[Portion, ...]] = field(default_factory=dict)
+    fan_in: dict[PeerKey, float] = field(default_factory=dict)
     unreadable: str = ""
 
     def verified_by(self, policy: Policy) -> str:
@@ -69,7 +75,10 @@ class Bindings:
         """
         if peers not in self._known:
             sources = [_layout_of(rank, key, len(peers), handshakes) for rank, key in enumerate(peers)]
-            self._known[peers] = self._with_digests(self._bind(peers, sources), sources)
+            binding, num_groups = self._bind(peers, sources), len(self._layouts[self._rank].groups)
+            self._known[peers] = replace(
+                self._with_digests(binding, sources), fan_in=_fan_in(binding.programs, num_groups)
+            )
         return self._known[peers]
 
     def forget(self, peer: PeerKey) -> None:
@@ -93,6 +102,12 @@ class Bindings:
         }
         kinds = {region.kind for layout in (own, *sources) for region in layout.regions} - READABLE_KINDS
         return replace(binding, portions=portions, unreadable=", ".join(sorted(kinds)))
+
+
+def _fan_in(programs: Mapping[PeerKey, Program], num_groups: int) -> dict[PeerKey, float]:
+    """In a prompt of some length; a rank from which nothing comes has no price."""
+    shares = {peer: volume(program, (A_PROMPT,) * num_groups)[1] for peer, program in programs.items()}
+    return {peer: sum(shares.values()) / share if share else 1.0 for peer, share in shares.items()}
 
 
 def _layout_of(rank: int, key: PeerKey, num_ranks: int, handshakes: Handshakes) -> Layout:

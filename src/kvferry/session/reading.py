@@ -9,10 +9,10 @@ from kvferry.errors import FerryError, RequestError, TransferError
 from kvferry.plan.blocks import BlockTables
 from kvferry.plan.copies import NOTHING, Direction
 from kvferry.plan.digest import Policy
-from kvferry.plan.program import Program
 from kvferry.plan.request import copies_for
 from kvferry.plan.slots import SlotPlan, StagedRequest, any_tables
 from kvferry.plan.staged import Side, Strategy
+from kvferry.plan.strategy import Costs
 from kvferry.session.claims import ASKING, WAITING, claim_of, overdue
 from kvferry.session.events import Digested, Fetched, FetchWanted, PeerKey, Post, ReadKey, Send, SlotKey, Timing
 from kvferry.session.fetch import Broken, Fetch, Read, ReadState, Step, Way
@@ -20,6 +20,7 @@ from kvferry.session.handshake import Handshakes, Ourselves, Packs, Peer
 from kvferry.session.programs import Binding, Bindings
 from kvferry.session.staged_reads import StagedReads
 from kvferry.session.verify import Verifier, cannot_digest, no_digest, other_bytes
+from kvferry.session.ways import beside
 from kvferry.wire.messages import Claim, Grant, Packed, Queued, Reason, Valid, Written
 
 __all__ = ["Reads"]
@@ -51,9 +52,7 @@ class Reads:
             return
         try:
             binding = self._binding(fetch)
-            ways = {
-                key: self._way(fetch.wanted, self._peers[key], program) for key, program in binding.programs.items()
-            }
+            ways = {key: self._way(fetch.wanted, self._peers[key], binding) for key in binding.programs}
         except TransferError as error:
             yield Broken(fetch, error)
             return
@@ -91,11 +90,12 @@ class Reads:
             verified = binding.verified_by(self._verifier.policy)
             yield Fetched(fetch.wanted.request_id, fetch.report("", "", verified, now))
 
-    def _way(self, wanted: FetchWanted, peer: Peer, program: Program) -> Way:
+    def _way(self, wanted: FetchWanted, peer: Peer, binding: Binding) -> Way:
         """Who moves the bytes from one source, and how. Raises TransferError when it cannot be as it has to be."""
         strategy = Strategy.DIRECT
         if wanted.num_tokens:
-            strategy = self._staging.before_claim(program, wanted.ranges, peer.costs, peer.direction)
+            program, costs = binding.programs[peer.key], _costs(peer, binding)
+            strategy = self._staging.before_claim(program, wanted.ranges, costs, peer.direction)
         if wanted.num_tokens and peer.is_staged:
             strategy = self._staging.packing_only(str(peer.key))
         if strategy is Strategy.PACK and peer.packs is Packs.NO:
@@ -139,12 +139,12 @@ class Reads:
         read.machine.move("granted")
         fetch.granted(now)
         if len(copies):
-            read.strategy = self._staging.before_read(copies, peer.costs, binding.starts[peer.key])
+            read.strategy = self._staging.before_read(copies, _costs(peer, binding), binding.starts[peer.key])
         if read.strategy is Strategy.SCATTER:
             plan = self._plan_of(fetch, peer.key, grant.block_tables)
             # What is wrong with it is said when it is carried out.
             with suppress(FerryError):
-                read.strategy = self._staging.when_cut(copies, peer.costs, plan.slots(0))
+                read.strategy = self._staging.when_cut(copies, _costs(peer, binding), plan.slots(0))
         if read.strategy is Strategy.SCATTER:
             yield from self.staged.begin(fetch, peer.key, plan, grant, now)
             return
@@ -277,6 +277,11 @@ class Reads:
                 yield Send(key, self._claim_of(fetch, key))
             elif read.state in ASKING:
                 yield Send(key, self._verifier.landed_of(fetch, read))
+
+
+def _costs(peer: Peer, binding: Binding) -> Costs:
+    """Several sources share what reads from them; each writes by itself."""
+    return beside(peer.costs, binding.fan_in[peer.key]) if peer.direction is Direction.READ else peer.costs
 
 
 def _needs_offer(peer: Peer, way: Way) -> bool:

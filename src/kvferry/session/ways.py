@@ -15,7 +15,7 @@ from kvferry.plan.staged import RegionStarts, Strategy
 from kvferry.plan.strategy import Costs, Counts, counts_of, prices
 from kvferry.wire.messages import Reason
 
-__all__ = ["AUTO", "NO_STAGING", "StagingPolicy", "allowed_by", "through_staging_only"]
+__all__ = ["AUTO", "NO_STAGING", "StagingPolicy", "allowed_by", "beside", "through_staging_only"]
 
 AUTO = (Strategy.DIRECT, Strategy.SCATTER, Strategy.PACK)
 """The cheapest of all."""
@@ -95,6 +95,12 @@ class StagingPolicy:
             if price.strategy is Strategy.DIRECT and found[0].seconds > price.seconds * WORTH_STAGING:
                 return price.strategy
         return found[0].strategy
+
+
+@lru_cache(maxsize=256)
+def beside(costs: Costs, fan_in: float) -> Costs:
+    """What a source costs that others are read beside."""
+    return replace(costs, fan_in=fan_in)
 
 
 @lru_cache(maxsize=256)

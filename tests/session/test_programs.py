@@ -1,0 +1,50 @@
+"""What a target rank has to do with each rank of a source engine."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.model import attention, latent
+from kvferry.session.events import PeerKey
+from kvferry.session.programs import Bindings
+from kvferry.wire import messages as m
+
+HEADS, LATENT = attention(2, 12, 4, "float32", 4), latent(1, 8, "float32", 4)
+
+
+def fan_in(model, num_sources, num_targets, rank):
+    """Of each source rank from which something comes, or that is told, by number."""
+    sources, targets = (
+        describe(model, EngineShape(number, 1, 4, 8, "token-major"), at << 30)
+        for number, at in ((num_sources, 1), (num_targets, 2))
+    )
+    peers = tuple(PeerKey(f"tcp://127.0.0.1:{1 + number}", "p0", "e1") for number in range(num_sources))
+    met = {
+        peer: SimpleNamespace(
+            offer=m.Offer(m.Party("p0", "e1", number), sources[number], (), m.Probe(0, 0, 0)), num_ranks=num_sources
+        )
+        for number, peer in enumerate(peers)
+    }
+    found = Bindings(targets, rank).to(peers, met).fan_in
+    return {peers.index(peer): times for peer, times in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("num_sources", "num_targets", "rank", "expected"),
+    [
+        (1, 1, 0, {0: 1.0}),
+        (1, 2, 1, {0: 1.0}),
+        (4, 1, 0, {0: 4.0, 1: 4.0, 2: 4.0, 3: 4.0}),
+        (4, 2, 1, {2: 2.0, 3: 2.0}),
+        (3, 2, 0, {0: 1.5, 1: 3.0}),
+        (3, 2, 1, {1: 3.0, 2: 1.5}),
+    ],
+)
+def test_so_many_times_as_much_comes_from_all_as_from_one(num_sources, num_targets, rank, expected):
+    assert fan_in(HEADS, num_sources, num_targets, rank) == pytest.approx(expected)
+
+
+def test_a_rank_that_is_only_told_costs_nothing():
+    """All source ranks hold the same: one is read."""
+    assert fan_in(LATENT, 2, 1, 0) == {0: 1.0, 1: 1.0}
