@@ -60,6 +60,7 @@ def some_costs(draw):
         slot_bytes=draw(st.integers(1, 1 << 28)),
         num_at_once=draw(st.sampled_from([1.0, 1.5, 3.0])),
         fan_in=draw(st.sampled_from([1.0, 1.5, 8.0])),
+        ask_s=draw(st.sampled_from([0.0, 1e-6, 1.0])),
     )
 
 
@@ -152,7 +153,7 @@ def test_a_faster_stage_is_never_dearer(counts, costs, times, stage):
 @many
 @given(some_counts(), some_costs())
 def test_a_stage_costs_at_least_the_slowest_and_at_most_all_in_turn(counts, costs):
-    costs = replace(costs, num_at_once=3.0, fan_in=1.0)
+    costs = replace(costs, num_at_once=3.0, fan_in=1.0, ask_s=0.0)
     stages = stages_of_pack(counts, costs)
     found = seconds(counts, costs, Strategy.PACK) - costs.latency_s
     depth = max(1.0, counts.num_bytes / costs.slot_bytes)
@@ -174,6 +175,7 @@ def stages_of_pack(counts, costs):
 @given(some_counts(), some_costs())
 def test_what_one_of_several_sources_costs_is_what_all_take(counts, costs):
     """What the target does it does for each; and stages share what they work with across all of them."""
+    costs = replace(costs, ask_s=0.0)
     alone = replace(costs, fan_in=1.0, num_at_once=3.0)
     direct = seconds(counts, alone, Strategy.DIRECT) - costs.latency_s
     assert isclose(seconds(counts, costs, Strategy.DIRECT) - costs.latency_s, costs.fan_in * direct, rel_tol=1e-6)
@@ -271,6 +273,15 @@ def test_stages_that_share_what_they_work_with_take_their_sum_at_least():
     assert gain(counts, shared) < 1 < gain(counts, alone)
     assert seconds(counts, shared, Strategy.DIRECT) == seconds(counts, alone, Strategy.DIRECT)
     assert gain(rows_of(512), shared) > 10
+
+
+@many
+@given(some_counts(), some_costs())
+def test_only_a_source_that_packs_is_asked(counts, costs):
+    asked, unasked = (replace(costs, ask_s=ask_s) for ask_s in (1.0, 0.0))
+    for strategy in Strategy:
+        more_s = seconds(counts, asked, strategy) - seconds(counts, unasked, strategy)
+        assert isclose(more_s, 1.0, rel_tol=1e-3) if strategy is Strategy.PACK else more_s == 0
 
 
 def test_a_tie_goes_to_the_simpler_strategy():

@@ -16,6 +16,8 @@ __all__ = ["costs_of"]
 LEAST_ROW_S = 1e-9
 # A slot is planned, asked for, handed out and reported on: what the agents themselves spend on that at each end.
 SLOT_S = 150e-6
+# Asked for a slot, a source plans it, and both wait for threads to be woken: what packing a small read takes on top.
+ASK_S = 1e-3
 # Copying on one host is memory's business, whoever does it. Measured against the wire, on 2 cores over NIXL's cma.
 GATHER_PER_WIRE = 1.2
 # Two cores that copy get on like one and a half: they share the memory.
@@ -38,6 +40,7 @@ def costs_of(found: Measurement, place: Place, direction: Direction = Direction.
         row_s=max(short_s - long_s, LEAST_ROW_S),
         wire_bytes_per_s=rates.gigabytes_per_s * 1e9,
         launch_s=SLOT_S,
+        ask_s=ASK_S,
     )
     return _slowed(found, _on_one_host(found, place, costs))
 

@@ -14,7 +14,8 @@ full; of the others, what one slot takes. But no more than `num_at_once` stages 
                               (sum of all) / num_at_once)
 
 The divisor is no whole number, for a last slot that is almost empty hides almost nothing. `wire_rows` is `num_rows` for
-direct, `num_source_runs` and at most one more per slot border for scatter, and `num_slots` for pack.
+direct, `num_source_runs` and at most one more per slot border for scatter, and `num_slots` for pack; which also takes
+`ask_s`, for the first slot.
 
 A target that receives `fan_in` times as much, from several sources at once, scatters for all of them, has one link, or
 memory, for all, and posts all their rows, unless they pack and write: what it does itself takes as many times as long.
@@ -72,6 +73,7 @@ class Costs:
     num_at_once: how many stages' work is done in the time of one. All three, unless they share few cores or the memory.
     fan_in: how many times as much the target receives from all its sources as from this one; n from n that have equal
     shares.
+    ask_s: asking a source to fill a slot and being told that it has; later slots are asked for in time. May be 0.
 
     Raises ConfigurationError naming every value that is not a positive, finite number.
     """
@@ -86,9 +88,10 @@ class Costs:
     slot_bytes: int
     num_at_once: float = NUM_STAGES
     fan_in: float = 1.0
+    ask_s: float = 0.0
 
     def __post_init__(self) -> None:
-        wrong = [f"{name} = {value}" for name, value in asdict(self).items() if not (isfinite(value) and value > 0)]
+        wrong = [f"{name} = {value}" for name, value in asdict(self).items() if not _can_be(name, value)]
         if wrong:
             raise ConfigurationError(
                 "costs that cannot be",
@@ -96,6 +99,10 @@ class Costs:
                 expected="positive, finite numbers",
                 hint="measure again: a rate or a duration of nothing comes from an empty or failed measurement",
             )
+
+
+def _can_be(name: str, value: float) -> bool:
+    return isfinite(value) and (value > 0 or (name == "ask_s" and value == 0))
 
 
 TYPICAL_HOST = Costs(
@@ -213,7 +220,8 @@ def _price(strategy: Strategy, counts: Counts, costs: Costs) -> Price:
         stages.insert(0, (_Work("gather", _copy_s(counts, costs, costs.gather_bytes_per_s)),))
     if strategy is not Strategy.DIRECT:
         stages.append((_Work("scatter", _copy_s(counts, costs, costs.scatter_bytes_per_s), fan_in),))
-    parts = (Part("latency", costs.latency_s), *_overlapped(stages, counts.num_bytes / costs.slot_bytes, costs))
+    latency_s = costs.latency_s + (costs.ask_s if strategy is Strategy.PACK else 0.0)
+    parts = (Part("latency", latency_s), *_overlapped(stages, counts.num_bytes / costs.slot_bytes, costs))
     return Price(strategy, fsum(part.seconds for part in parts), num_rows, parts)
 
 
