@@ -17,7 +17,7 @@ from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
 from kvferry.plan.slots import SlotPlan, region_starts
 from kvferry.plan.staged import RegionStarts, Strategy
-from kvferry.plan.strategy import TYPICAL_HOST, counts_of, prices
+from kvferry.plan.strategy import TYPICAL_HOST
 from kvferry.plan.tiles import rows_of
 from kvferry.plan.tokens import TokenRange
 from kvferry.session import carrying, unpacking
@@ -725,15 +725,3 @@ def test_blocks_that_no_transport_reaches_are_packed_or_nothing():
     assert StagingPolicy(AUTO, 1).packing_only("p0") is Strategy.PACK
     with pytest.raises(TransferError, match="only be reached through its staging memory"):
         StagingPolicy((Strategy.DIRECT,), 1).packing_only("p0")
-
-
-@pytest.mark.parametrize(("row_s", "expected"), [(5e-8, Strategy.DIRECT), (1e-3, Strategy.SCATTER)])
-def test_what_is_staged_must_save_a_tenth(row_s, expected):
-    """Half as many rows of the smallest cost are no reason to copy everything twice."""
-    rows = np.arange(64, dtype=np.uint64)
-    copies = Copies(rows * np.uint64(4096), rows * np.uint64(8192), np.full(64, 4096, np.uint64), 64)
-    free = {"scatter_bytes_per_s": 1e15, "copy_row_s": 1e-15, "launch_s": 1e-15, "num_at_once": 2.0}
-    costs = replace(TYPICAL_HOST, row_s=row_s, **free)
-    assert prices(counts_of(copies), costs)[0].strategy is Strategy.SCATTER
-    starts = RegionStarts(np.zeros(1, np.uint64), np.zeros(1, np.uint64))
-    assert StagingPolicy(AUTO, 1 << 20).before_read(copies, costs, starts) is expected

@@ -20,10 +20,6 @@ __all__ = ["AUTO", "NO_STAGING", "StagingPolicy", "allowed_by", "beside", "throu
 AUTO = (Strategy.DIRECT, Strategy.SCATTER, Strategy.PACK)
 """The cheapest of all."""
 
-WORTH_STAGING = 0.9
-"""Prices are guesses, and slots take turns of two agents, which no price counts. So what is staged must save a tenth:
-where a hundredth was to be saved, it has taken twice as long."""
-
 
 @dataclass(frozen=True, slots=True)
 class StagingPolicy:
@@ -90,11 +86,7 @@ class StagingPolicy:
 
     def _cheapest(self, counts: Counts, costs: Costs, allowed: tuple[Strategy, ...]) -> Strategy:
         costs = _in_slots(costs, self.slot_bytes) if self.slot_bytes else costs
-        found = [price for price in prices(counts, costs) if price.strategy in allowed]
-        for price in found:
-            if price.strategy is Strategy.DIRECT and found[0].seconds > price.seconds * WORTH_STAGING:
-                return price.strategy
-        return found[0].strategy
+        return next(price.strategy for price in prices(counts, costs) if price.strategy in allowed)
 
 
 @lru_cache(maxsize=256)
