@@ -60,7 +60,8 @@ def some_costs(draw):
         slot_bytes=draw(st.integers(1, 1 << 28)),
         num_at_once=draw(st.sampled_from([1.0, 1.5, 3.0])),
         fan_in=draw(st.sampled_from([1.0, 1.5, 8.0])),
-        ask_s=draw(st.sampled_from([0.0, 1e-6, 1.0])),
+        rows_fan_in=draw(st.sampled_from([1.0, 1.5, 8.0])),
+        staging_s=draw(st.sampled_from([0.0, 1e-6, 1.0])),
     )
 
 
@@ -153,7 +154,7 @@ def test_a_faster_stage_is_never_dearer(counts, costs, times, stage):
 @many
 @given(some_counts(), some_costs())
 def test_a_stage_costs_at_least_the_slowest_and_at_most_all_in_turn(counts, costs):
-    costs = replace(costs, num_at_once=3.0, fan_in=1.0, ask_s=0.0)
+    costs = replace(costs, num_at_once=3.0, fan_in=1.0, staging_s=0.0)
     stages = stages_of_pack(counts, costs)
     found = seconds(counts, costs, Strategy.PACK) - costs.latency_s
     depth = max(1.0, counts.num_bytes / costs.slot_bytes)
@@ -175,24 +176,32 @@ def stages_of_pack(counts, costs):
 @given(some_counts(), some_costs())
 def test_what_one_of_several_sources_costs_is_what_all_take(counts, costs):
     """What the target does it does for each; and stages share what they work with across all of them."""
-    costs = replace(costs, ask_s=0.0)
-    alone = replace(costs, fan_in=1.0, num_at_once=3.0)
-    direct = seconds(counts, alone, Strategy.DIRECT) - costs.latency_s
-    assert isclose(seconds(counts, costs, Strategy.DIRECT) - costs.latency_s, costs.fan_in * direct, rel_tol=1e-6)
-    gather, wire, scatter = stages_of_pack(counts, costs)
-    found, both = seconds(counts, costs, Strategy.PACK) - costs.latency_s, fsum([gather, wire, scatter])
+    costs = replace(costs, staging_s=0.0)
     bytes_s = counts.num_bytes / costs.wire_bytes_per_s
+    direct = seconds(counts, costs, Strategy.DIRECT) - costs.latency_s
+    alone_s = costs.rows_fan_in * counts.num_rows * costs.row_s + costs.fan_in * bytes_s
+    if costs.num_at_once == 3.0:
+        assert isclose(direct, alone_s, rel_tol=1e-6)
+    assert direct >= alone_s * (1 - 1e-6)
+    gather, wire, scatter = stages_of_pack(counts, costs)
+    found, all_s = seconds(counts, costs, Strategy.PACK) - costs.latency_s, fsum([gather, wire, scatter])
     assert found >= max(gather, costs.fan_in * bytes_s, costs.fan_in * scatter) * (1 - 1e-6)
-    assert found <= costs.fan_in * both * (1 + 1e-6)
+    assert found <= costs.fan_in * all_s * (1 + 1e-6)
     if costs.num_at_once < 3.0:
-        assert found >= costs.fan_in * both / costs.num_at_once * (1 - 1e-6)
+        assert found >= costs.fan_in * all_s / costs.num_at_once * (1 - 1e-6)
 
 
 @pytest.mark.parametrize(("fan_in", "expected"), [(1.0, Strategy.DIRECT), (8.0, Strategy.PACK)])
 def test_packing_pays_sooner_where_many_are_read_by_one(fan_in, expected):
     """One thread posts all rows; to gather and to write, each source has its own."""
-    costs = replace(TYPICAL_HOST, gather_bytes_per_s=1e9, fan_in=fan_in)
+    costs = replace(TYPICAL_HOST, gather_bytes_per_s=1e9, fan_in=fan_in, rows_fan_in=fan_in)
     assert choose_by_counts(rows_of(16 * KIB), costs).strategy is expected
+
+
+@pytest.mark.parametrize(("rows_fan_in", "expected"), [(1.0, Strategy.DIRECT), (8.0, Strategy.PACK)])
+def test_many_that_write_do_not_wait_for_one_that_scatters_for_all(rows_fan_in, expected):
+    costs = replace(TYPICAL_HOST, wire_bytes_per_s=50e9, fan_in=8.0, rows_fan_in=rows_fan_in)
+    assert choose_by_counts(rows_of(8 * KIB), costs).strategy is expected
 
 
 @many
@@ -277,11 +286,10 @@ def test_stages_that_share_what_they_work_with_take_their_sum_at_least():
 
 @many
 @given(some_counts(), some_costs())
-def test_only_a_source_that_packs_is_asked(counts, costs):
-    asked, unasked = (replace(costs, ask_s=ask_s) for ask_s in (1.0, 0.0))
-    for strategy in Strategy:
-        more_s = seconds(counts, asked, strategy) - seconds(counts, unasked, strategy)
-        assert isclose(more_s, 1.0, rel_tol=1e-3) if strategy is Strategy.PACK else more_s == 0
+def test_what_is_staged_takes_a_while_on_top(counts, costs):
+    for price in prices(counts, costs):
+        more_s = 0.0 if price.strategy is Strategy.DIRECT else costs.staging_s
+        assert price.parts[0] == ("latency", costs.latency_s + more_s)
 
 
 def test_a_tie_goes_to_the_simpler_strategy():

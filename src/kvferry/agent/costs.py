@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 
 from kvferry.plan.copies import Direction
-from kvferry.plan.strategy import TYPICAL_HOST, Costs
+from kvferry.plan.strategy import NUM_STAGES, TYPICAL_HOST, Costs
 from kvferry.transport.measurement import FAR_SLOWER, Measurement
 from kvferry.transport.situation import Place
 from kvferry.transport.steps import ROW_BYTES
@@ -16,13 +16,12 @@ __all__ = ["costs_of"]
 LEAST_ROW_S = 1e-9
 # A slot is planned, asked for, handed out and reported on: what the agents themselves spend on that at each end.
 SLOT_S = 150e-6
-# Asked for a slot, a source plans it, and both wait for threads to be woken: what packing a small read takes on top.
-ASK_S = 1e-3
+# A source is asked, slots are planned and handed out, threads have to be woken: what staging a small read takes on top.
+STAGING_S = 1e-3
 # Copying on one host is memory's business, whoever does it. Measured against the wire, on 2 cores over NIXL's cma.
 GATHER_PER_WIRE = 1.2
 # Two cores that copy get on like one and a half: they share the memory.
 STAGES_PER_CORE = 0.75
-MAX_STAGES = 3.0
 
 
 def costs_of(found: Measurement, place: Place, direction: Direction = Direction.READ) -> Costs:
@@ -40,7 +39,7 @@ def costs_of(found: Measurement, place: Place, direction: Direction = Direction.
         row_s=max(short_s - long_s, LEAST_ROW_S),
         wire_bytes_per_s=rates.gigabytes_per_s * 1e9,
         launch_s=SLOT_S,
-        ask_s=ASK_S,
+        staging_s=STAGING_S,
     )
     return _slowed(found, _on_one_host(found, place, costs))
 
@@ -56,5 +55,5 @@ def _on_one_host(found: Measurement, place: Place, costs: Costs) -> Costs:
     if place is not Place.SAME_HOST or any(carrier.startswith("tcp") for carrier in found.carriers):
         return costs
     copy_rate = GATHER_PER_WIRE * costs.wire_bytes_per_s
-    num_at_once = max(1.0, min(MAX_STAGES, STAGES_PER_CORE * len(os.sched_getaffinity(0))))
+    num_at_once = max(1.0, min(NUM_STAGES, STAGES_PER_CORE * len(os.sched_getaffinity(0))))
     return replace(costs, gather_bytes_per_s=copy_rate, scatter_bytes_per_s=copy_rate, num_at_once=num_at_once)

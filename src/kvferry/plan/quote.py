@@ -57,8 +57,10 @@ def quote(
     ranges: Ranges,
     costs: Costs,
 ) -> Quote:
-    """The quote of one request. `engines` and `tables` are the source's and the target's; every rank of an engine has
-    the same block tables, and `ranges` has one range per cache group of the target.
+    """The quote of one request, in which each pair is priced as if it were alone.
+
+    `engines` and `tables` are the source's and the target's; every rank of an engine has the same block tables, and
+    `ranges` has one range per cache group of the target.
 
     Raises what `route` and `copies_for` raise.
     """

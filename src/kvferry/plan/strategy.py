@@ -11,15 +11,15 @@ While one slot is on the wire the next is gathered and the one before is scatter
 full; of the others, what one slot takes. But no more than `num_at_once` stages get on at a time, for what they share:
 
     seconds = latency_s + max(slowest + (sum of the others) / max(1, num_bytes / slot_bytes),
-                              (sum of all) / num_at_once)
+                              (sum of all) * fan_in / num_at_once, unless all three get on)
 
 The divisor is no whole number, for a last slot that is almost empty hides almost nothing. `wire_rows` is `num_rows` for
-direct, `num_source_runs` and at most one more per slot border for scatter, and `num_slots` for pack; which also takes
-`ask_s`, for the first slot.
+direct, `num_source_runs` and at most one more per slot border for scatter, and `num_slots` for pack. What is staged
+takes `staging_s` on top.
 
-A target that receives `fan_in` times as much, from several sources at once, scatters for all of them, has one link, or
-memory, for all, and posts all their rows, unless they pack and write: what it does itself takes as many times as long.
-Gathers are made by each source for itself; where stages share what they work with, they share it with those of others.
+A target that receives `fan_in` times as much, from several sources at once, scatters for all of them and has one link,
+or memory, for all: as the slowest stage, scatter and bytes take as many times as long, and rows `rows_fan_in` times,
+but for pack, where each source writes. Gathers are made by each source for itself.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from kvferry.plan.copies import Column, Copies
 from kvferry.plan.staged import Strategy, source_runs
 
 __all__ = [
+    "NUM_STAGES",
     "ONE_REGION",
     "TYPICAL_HOST",
     "Choice",
@@ -73,9 +74,10 @@ class Costs:
     num_at_once: how many stages' work is done in the time of one. All three, unless they share few cores or the memory.
     fan_in: how many times as much the target receives from all its sources as from this one; n from n that have equal
     shares.
-    ask_s: asking a source to fill a slot and being told that it has; later slots are asked for in time. May be 0.
+    rows_fan_in: how many times as many rows whoever posts those of this source posts: a target that reads, all.
+    staging_s: what staging takes on top, once: a source to be asked, and threads to be woken. May be 0.
 
-    Raises ConfigurationError naming every value that is not a positive, finite number.
+    Raises ConfigurationError naming every other value that is not a positive, finite number.
     """
 
     latency_s: float
@@ -88,7 +90,8 @@ class Costs:
     slot_bytes: int
     num_at_once: float = NUM_STAGES
     fan_in: float = 1.0
-    ask_s: float = 0.0
+    rows_fan_in: float = 1.0
+    staging_s: float = 0.0
 
     def __post_init__(self) -> None:
         wrong = [f"{name} = {value}" for name, value in asdict(self).items() if not _can_be(name, value)]
@@ -102,7 +105,7 @@ class Costs:
 
 
 def _can_be(name: str, value: float) -> bool:
-    return isfinite(value) and (value > 0 or (name == "ask_s" and value == 0))
+    return isfinite(value) and (value > 0 or (name == "staging_s" and value == 0))
 
 
 TYPICAL_HOST = Costs(
@@ -214,13 +217,13 @@ def _price(strategy: Strategy, counts: Counts, costs: Costs) -> Price:
     if not counts.num_bytes:
         return Price(strategy, 0.0, 0, ())
     num_rows, fan_in = _wire_rows(strategy, counts, costs), costs.fan_in
-    rows = _Work("rows", num_rows * costs.row_s, 1.0 if strategy is Strategy.PACK else fan_in)
+    rows = _Work("rows", num_rows * costs.row_s, 1.0 if strategy is Strategy.PACK else costs.rows_fan_in)
     stages: list[tuple[_Work, ...]] = [(rows, _Work("wire", counts.num_bytes / costs.wire_bytes_per_s, fan_in))]
     if strategy is Strategy.PACK:
         stages.insert(0, (_Work("gather", _copy_s(counts, costs, costs.gather_bytes_per_s)),))
     if strategy is not Strategy.DIRECT:
         stages.append((_Work("scatter", _copy_s(counts, costs, costs.scatter_bytes_per_s), fan_in),))
-    latency_s = costs.latency_s + (costs.ask_s if strategy is Strategy.PACK else 0.0)
+    latency_s = costs.latency_s + (0.0 if strategy is Strategy.DIRECT else costs.staging_s)
     parts = (Part("latency", latency_s), *_overlapped(stages, counts.num_bytes / costs.slot_bytes, costs))
     return Price(strategy, fsum(part.seconds for part in parts), num_rows, parts)
 

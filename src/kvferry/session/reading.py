@@ -280,8 +280,8 @@ class Reads:
 
 
 def _costs(peer: Peer, binding: Binding) -> Costs:
-    """Several sources share what reads from them; each writes by itself."""
-    return beside(peer.costs, binding.fan_in[peer.key]) if peer.direction is Direction.READ else peer.costs
+    """What a source costs, beside the others of a fetch."""
+    return beside(peer.costs, binding.fan_in[peer.key], peer.direction)
 
 
 def _needs_offer(peer: Peer, way: Way) -> bool:

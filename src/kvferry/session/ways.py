@@ -90,9 +90,9 @@ class StagingPolicy:
 
 
 @lru_cache(maxsize=256)
-def beside(costs: Costs, fan_in: float) -> Costs:
-    """What a source costs that others are read beside."""
-    return replace(costs, fan_in=fan_in)
+def beside(costs: Costs, fan_in: float, direction: Direction) -> Costs:
+    """What a source costs with others beside it. What we read we post ourselves, each that writes posts its own."""
+    return replace(costs, fan_in=fan_in, rows_fan_in=fan_in if direction is Direction.READ else 1.0)
 
 
 @lru_cache(maxsize=256)
