@@ -70,3 +70,11 @@ def test_nothing_is_packed_where_writing_is_far_slower(writes, expected):
     costs = costs_of(replace(measured(2.5, 2e-6), writing=WRITES[writes]), Place.OTHER_HOST)
     counts = Counts(12 * SLOT, 12 * SLOT // 768, 12 * SLOT // (8 * 768))
     assert prices(counts, costs)[0].strategy == expected
+
+
+def test_a_read_of_one_small_slot_goes_straight_where_rows_alone_would_have_it_packed():
+    """To have it asked for and handed on takes longer than some hundred rows."""
+    costs = costs_of(measured(2.5, 2e-6), Place.OTHER_HOST)
+    counts = Counts(1 << 18, 256, 256)
+    assert prices(counts, replace(costs, staging_s=0.0))[0].strategy == "pack"
+    assert prices(counts, costs)[0].strategy == "direct"

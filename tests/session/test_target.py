@@ -8,12 +8,15 @@ from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.layout import fingerprint
 from kvferry.plan.model import attention, latent
 from kvferry.plan.program import bind
+from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
+from kvferry.plan.slots import region_starts
 from kvferry.plan.staged import Strategy
 from kvferry.plan.strategy import TYPICAL_HOST
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import (
     AbortWanted,
+    Acquire,
     AnswerArrived,
     Cancel,
     Connect,
@@ -37,7 +40,7 @@ from kvferry.session.events import (
     Timing,
 )
 from kvferry.session.target import Ourselves, TargetSession
-from kvferry.session.ways import StagingPolicy
+from kvferry.session.ways import StagingPolicy, beside
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
@@ -355,9 +358,30 @@ def test_what_pays_for_two_sources_need_not_pay_for_each():
     dearer = [replace(TYPICAL_HOST, gather_bytes_per_s=1e6, row_s=row_s) for row_s in np.geomspace(1e-9, 1.0, 400)]
     ways = [staging.before_claim(program, WANTED.ranges, costs, Direction.READ) for costs in dearer]
     costs = dearer[ways.index(Strategy.PACK) - 1]
-    for direction, expected in ((Direction.READ, m.TargetOffer), (Direction.WRITE, m.Claim)):
-        ours = Ourselves(US, "0.1.0", TARGET_LAYOUTS, staging=staging, direction=direction)
-        assert {type(command.message) for command in meet(TargetSession(ours, TIMING), costs=costs)} == {expected}
+    ours = Ourselves(US, "0.1.0", TARGET_LAYOUTS, staging=staging)
+    assert {type(command.message) for command in meet(TargetSession(ours, TIMING), costs=costs)} == {m.TargetOffer}
+    written = TargetSession(replace(ours, direction=Direction.WRITE), TIMING)
+    assert [claim.message.strategy for claim in meet(written, costs=costs)] == [Strategy.DIRECT] * 2
+
+
+def test_what_is_read_is_scattered_sooner_where_others_are_read_beside_it():
+    """While a slot is scattered, others are on the wire."""
+    layouts = describe(MODEL, EngineShape(1, 1, 8, 4, "token-major"), 1 << 30)
+    staging, starts = StagingPolicy((Strategy.DIRECT, Strategy.SCATTER), 1 << 20), region_starts(RANKS[0], layouts[0])
+    program = bind(route(RANKS, layouts).between(0, 0), RANKS[0], layouts[0])
+    copies = copies_for(program, GRANT.block_tables, WANTED.block_tables, WANTED.ranges)
+    dearer = [replace(TYPICAL_HOST, row_s=row_s) for row_s in np.geomspace(1e-9, 1.0, 400)]
+    ways = [staging.before_read(copies, costs, starts) for costs in dearer]
+    costs = dearer[ways.index(Strategy.SCATTER) - 1]
+    target = TargetSession(Ourselves(US, "0.1.0", layouts, staging=staging), TIMING)
+    meet(target, costs=costs)
+    play(target, [(0.3, AnswerArrived(PEERS[0], GRANT), [Acquire])])
+
+
+@pytest.mark.parametrize(("direction", "rows_fan_in"), [(Direction.READ, 3.0), (Direction.WRITE, 1.0)])
+def test_everything_comes_through_us_but_rows_are_posted_by_who_moves_them(direction, rows_fan_in):
+    found = beside(TYPICAL_HOST, 3.0, direction)
+    assert found == replace(TYPICAL_HOST, fan_in=3.0, rows_fan_in=rows_fan_in)
 
 
 @pytest.mark.parametrize(("numbers", "num_ranks"), [((1, 0), 2), ((0, 1), 3)], ids=["swapped", "one is missing"])
