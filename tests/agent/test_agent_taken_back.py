@@ -8,17 +8,12 @@ from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, leased
 from kvferry.plan.copies import Direction
 from kvferry.plan.digest import Policy
 from kvferry.plan.staged import Strategy
-from kvferry.session.events import Failed, SourceFree, TargetFree
+from kvferry.session.events import Failed, SourceFree, TargetFree, TicketEnded
 from kvferry.session.ways import StagingPolicy
 from kvferry.wire.codec import decode
 from kvferry.wire.messages import Landed
 
 PACKED = StagingPolicy((Strategy.PACK,), 1 << 20)
-WAYS = {
-    "read": {},
-    "pushed": {"direction": Direction.WRITE},
-    "packed": {"staging": PACKED},
-}
 
 
 class LastLook:
@@ -47,14 +42,36 @@ class LastLook:
         return arrivals
 
 
+def take_back_while_copying(agent, take_back):
+    """Has the engine take the blocks back while a transport of the agent's copies out of them."""
+    carrier = agent._turns.carrier
+    poll = carrier.poll
+
+    def polled():
+        events = poll()
+        if any(isinstance(event, TicketEnded) for event in events):
+            take_back()
+        return events
+
+    carrier.poll = polled
+
+
+WAYS = {
+    "read": ({}, LastLook),
+    "pushed": ({"direction": Direction.WRITE}, take_back_while_copying),
+    "packed": ({"staging": PACKED}, take_back_while_copying),
+}
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_what_may_have_been_read_later_is_refused_whenever_the_word_comes(make_rank, way):
-    """The engine says so before it writes over its blocks, so before the reader can say that it has read other bytes.
-    Nothing is digested: the order alone has to see to it."""
+    """The engine says so before it writes over its blocks: so before a reader can say that it has read other bytes, and
+    before a copy out of them ends. Nothing is digested: the order alone has to see to it."""
+    options, meddle = WAYS[way]
     source = make_rank("p0", SOURCE)
-    target = make_rank("d0", TARGET, digest=Policy.OFF, **WAYS[way])
+    target = make_rank("d0", TARGET, digest=Policy.OFF, **options)
     reference = leased(source)
-    LastLook(source.agent, lambda: source.agent.withdraw("r1"))
+    meddle(source.agent, lambda: source.agent.withdraw("r1"))
     target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
     assert target.next_notice(Failed).error.reason == "expired"
     target.next_notice(TargetFree)

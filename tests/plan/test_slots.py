@@ -81,8 +81,10 @@ def test_more_slots_than_anybody_needs_are_refused(monkeypatch):
 
 def _through_slots(plan, source, target, most_bytes):
     """One slot on either side for everything: each is used again at once."""
+    num_bytes = 0
     for number in range(len(plan.stretches)):
         for slot in plan.slots(number):
+            num_bytes += slot.num_bytes
             ours, theirs = np.full(slot.num_bytes, 1, np.uint8), np.full(slot.num_bytes, 2, np.uint8)
 
             def packed(at, length, buffer=ours):
@@ -99,6 +101,7 @@ def _through_slots(plan, source, target, most_bytes):
             carry(gather, source.at, packed)
             carry(slot.wire, packed if len(gather) else source.at, landed)
             carry(scatter, landed, target.at)
+    assert num_bytes == plan.num_bytes
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
+from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.digest import NO_TOKENS, Part, Policy, Subject
 from kvferry.plan.layout import fingerprint
@@ -59,8 +61,8 @@ REFERENCE = m.Reference("p0", "e1", "r1", "l1")
 # --- source ---
 
 LEASE = LeaseWanted("r1", "l1", ((3, 5),), 7)
-CLAIM = FrameArrived("x", m.Claim(TARGET, "c1", REFERENCE, 6, (0,)))
-LANDED = FrameArrived("x", m.Landed(TARGET, "c1", "l1", SUBJECT))
+CLAIM = FrameArrived("x", m.Claim(TARGET, "c1", REFERENCE, 6, (0,), subject=SUBJECT))
+LANDED = FrameArrived("x", m.Landed(TARGET, "c1", "l1"))
 KEY = ClaimKey("l1", TARGET, "c1")
 VALID = Reply("x", m.Valid("c1", VALUES))
 DONE = SourceFree("r1", "done")
@@ -133,7 +135,7 @@ def test_a_digest_ends_with_its_lease(event, freed):
 
 
 def test_readers_are_digested_for_one_by_one_and_the_last_frees_the_blocks():
-    both = [FrameArrived("x", m.Claim(party, "c1", REFERENCE, 6, (0, 1))) for party in (TARGET, OTHER)]
+    both = [FrameArrived("x", m.Claim(party, "c1", REFERENCE, 6, (0, 1), subject=SUBJECT)) for party in (TARGET, OTHER)]
     other_key = ClaimKey("l1", OTHER, "c1")
     play(
         source(),
@@ -142,7 +144,7 @@ def test_readers_are_digested_for_one_by_one_and_the_last_frees_the_blocks():
             (1, both[0], [Reply]),
             (1, both[1], [Reply]),
             (2, LANDED, [Digest]),
-            (2, FrameArrived("z", m.Landed(OTHER, "c1", "l1", SUBJECT)), [Digest]),
+            (2, FrameArrived("z", m.Landed(OTHER, "c1", "l1")), [Digest]),
             (3, Digested(other_key, VALUES), [Reply("z", m.Valid("c1", VALUES))]),
             (4, Digested(KEY, VALUES), [VALID, DONE]),
         ],
@@ -168,12 +170,13 @@ def test_memory_that_cannot_be_read_is_a_refusal():
         replace(PART, tokens=TokenSet(1 << 20, (Span((1 << 20) - 1, 1 << 20),))),
     ],
 )
-def test_a_subject_that_does_not_fit_the_record_is_refused_and_changes_nothing(part):
-    session = source_after(DIGESTING[:2])
-    wrong = m.Landed(TARGET, "c1", "l1", Subject(Policy.FULL, 0, (part,)))
-    commands = session.handle(FrameArrived("x", wrong), 2)
-    assert [c.message.reason for c in commands if isinstance(c, Reply)] == [m.Reason.OUT_OF_RANGE]
-    play(session, [(3, LANDED, [Digest]), (4, Digested(KEY, VALUES), [VALID, DONE])])
+def test_a_subject_that_does_not_fit_the_record_is_refused_and_the_lease_goes_on(part):
+    wrong = msgspec.structs.replace(CLAIM.message, subject=Subject(Policy.FULL, 0, (part,)))
+    session = source_after([(0, LEASE, []), (1, FrameArrived("x", wrong), [Reply])])
+    for now in (2, 3):
+        commands = session.handle(LANDED, now)
+        assert [c.message.reason for c in commands if isinstance(c, Reply)] == [m.Reason.OUT_OF_RANGE]
+    play(session, [(4, FrameArrived("x", m.Abort(TARGET, "c1", "l1")), [Reply, SourceFree("r1", "aborted")])])
 
 
 def test_a_digest_that_nobody_asked_for_changes_nothing():
@@ -213,16 +216,17 @@ THEIRS = answer(m.Valid("q1", VALUES))
 OURS = Digested(READ, VALUES)
 
 
-def landed_and_digest(policy=Policy.SAMPLED):
-    landed, digest = play(target(policy), ENDED)
-    return landed.message, digest
+def claim_and_digest(policy=Policy.SAMPLED):
+    session = target(policy)
+    (claim,), (_, digest) = play(session, meeting()), play(session, ENDED[len(meeting()) :])
+    return claim.message, digest
 
 
 @pytest.mark.parametrize("policy", [Policy.SAMPLED, Policy.FULL])
 def test_what_is_asked_for_is_what_has_landed(policy):
-    landed, digest = landed_and_digest(policy)
-    assert landed.subject.policy is policy
-    assert landed.subject.parts == (PART,)
+    claim, digest = claim_and_digest(policy)
+    assert claim.subject.policy is policy
+    assert claim.subject.parts == (PART,)
     assert digest.key == READ
     full = MODEL.bytes_per_token * 6
     assert (sum(extract.num_bytes for extract in digest.extracts) == full) == (policy is Policy.FULL)
@@ -269,7 +273,24 @@ def test_without_a_digest_the_lease_alone_decides():
     assert fetched.report.verified == "off"
 
 
-def test_an_unanswered_question_is_repeated_with_the_same_subject():
+def test_what_cannot_be_told_ends_the_fetch_before_it_is_claimed(monkeypatch):
+    monkeypatch.setattr("kvferry.plan.digest.MAX_PARTS", 0)
+    commands = play(target(), meeting(claim=[Count("fetches_failed", "digest"), Failed, ABORT, TargetFree]))
+    assert "too many parts" in str(commands[1].error)
+
+
+@pytest.mark.parametrize("values", [VALUES, VALUES[::-1]], ids=["equal", "different"])
+def test_what_the_source_says_before_its_bytes_are_there_is_compared_all_the_same(values):
+    """It writes, so it knows before we do."""
+    session = TargetSession(Ourselves(TARGET, "0.1.0", TARGET_LAYOUTS, Policy.FULL, direction=Direction.WRITE), TIMING)
+    play(session, [*meeting()[:2], (0.2, meeting()[2][1], [Send]), (0.3, answer(m.Reached("shm", "")), [Send])])
+    play(session, [(0.4, THEIRS, []), (0.5, answer(m.Written("q1", 768, 12)), [Digest])])
+    commands = session.handle(Digested(READ, values), 0.6)
+    assert isinstance(commands[0], Fetched) == (values == VALUES)
+    assert any(isinstance(each, Failed) for each in commands) == (values != VALUES)
+
+
+def test_an_unanswered_question_is_repeated():
     session = target()
     landed, _ = play(session, ENDED)
     assert landed in session.handle(Tick(), 1.2)

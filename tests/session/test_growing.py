@@ -21,7 +21,7 @@ from test_source_push import (
     said,
 )
 from test_source_push import source as source  # the fixture
-from test_target_push import GRANTED, HANDSHAKE, WRITTEN, answer, failure
+from test_target_push import GRANTED, HANDSHAKE, RENEW, WRITTEN, answer, failure
 from test_target_push import LANDED as TELL_LANDED
 from test_target_push import TIMING as TARGET_TIMING
 from test_target_push import target as target  # the fixture
@@ -64,7 +64,7 @@ def grown(num_ready, tables=LEASE.block_tables, ahead=NOT_AHEAD):
 
 def test_a_lease_is_done_once_all_is_computed_and_not_when_all_readers_are(source):
     """The target wants six tokens of seven."""
-    play(source, [*BEGUN, (2, grown(5), []), (3, grown(6), [Post]), (4, TicketEnded(STRETCH, ""), [Reply])])
+    play(source, [*BEGUN, (2, grown(5), []), (3, grown(6), [Post]), (4, TicketEnded(STRETCH, ""), [Reply, VALID])])
     play(source, [(5, said(LANDED), [VALID]), (6, grown(6), []), (7, grown(7), [FREE])])
 
 
@@ -76,8 +76,8 @@ def test_the_last_word_said_again_changes_nothing_but_the_deadline(source):
 
 def test_a_word_that_goes_backwards_changes_nothing(source):
     """The lease is as computed as it was, and ends with its reader."""
-    play(source, [*BEGUN, (2, grown(7), [Post]), (3, grown(0, NOWHERE), []), (4, TicketEnded(STRETCH, ""), [Reply])])
-    play(source, [(5, said(LANDED), [VALID, FREE])])
+    play(source, [*BEGUN, (2, grown(7), [Post]), (3, grown(0, NOWHERE), [])])
+    play(source, [(4, TicketEnded(STRETCH, ""), [Reply, VALID, FREE]), (5, said(LANDED), [VALID])])
 
 
 def test_who_waits_for_tokens_hears_that_they_are_still_computed(source):
@@ -93,7 +93,7 @@ def test_a_target_waits_as_long_as_tokens_are_computed(target, begun):
     for now in range(1, 3 * limit_s):
         target.handle(Tick(), now)
         play(target, [(now, answer(m.Queued("q1")), [])])
-    play(target, [(3 * limit_s, WRITTEN, [TELL_LANDED])])
+    play(target, [(3 * limit_s, WRITTEN, []), (3 * limit_s + 1, Tick(), [TELL_LANDED, RENEW])])
 
 
 def test_a_target_does_not_wait_for_a_write_that_does_not_end(target):
@@ -131,7 +131,7 @@ def test_states_are_sent_as_they_are_computed(cutting):
     numbers = [posted(cutting.handle(layers(6, number), number)) for number in range(1, 5)]
     assert numbers == [[(number, STATE_BYTES)] for number in range(4)]
     play(cutting, [(5, grown(6), []), *((6, TicketEnded(SlotKey(KEY, n, 0), ""), []) for n in range(3))])
-    (written,) = cutting.handle(TicketEnded(SlotKey(KEY, 3, 0), ""), 7)
+    written, *_ = play(cutting, [(7, TicketEnded(SlotKey(KEY, 3, 0), ""), [Reply, VALID])])
     assert written.message.num_bytes == NUM_BYTES
 
 

@@ -144,7 +144,7 @@ def test_heartbeats_keep_a_lease_and_say_which_are_gone():
 
 @pytest.mark.parametrize(
     "end",
-    [from_peer(m.Landed(READER, "c1", "l1")), from_peer(m.Abort(READER, "c1", "l1")), LeaseWithdrawn("r1"), Tick()],
+    [from_peer(m.Abort(READER, "c1", "l1")), LeaseWithdrawn("r1"), Tick()],
 )
 def test_a_heartbeat_does_not_keep_what_has_ended(end):
     """Else a reader goes on with blocks that the engine has given away, and the record of their end stays for ever."""
@@ -153,6 +153,17 @@ def test_a_heartbeat_does_not_keep_what_has_ended(end):
     source.handle(end, 11.5 if isinstance(end, Tick) else 2)
     forgotten = source.next_deadline()
     play(source, [(30, from_peer(m.Renew(READER, ("l1",))), [Reply("x", m.Renewed(("l1",)))])])
+    assert source.next_deadline() == forgotten
+
+
+def test_who_has_all_bytes_is_not_told_that_the_lease_is_gone_and_does_not_keep_its_record():
+    """It may not have heard yet that it has them."""
+    source = session()
+    play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT])])
+    source.handle(from_peer(m.Landed(READER, "c1", "l1")), 2)
+    forgotten = source.next_deadline()
+    play(source, [(30, from_peer(m.Renew(READER, ("l1",))), [Reply("x", m.Renewed(()))])])
+    play(source, [(31, from_peer(m.Renew(STRANGER, ("l1",))), [Reply("x", m.Renewed(("l1",)))])])
     assert source.next_deadline() == forgotten
 
 

@@ -1,17 +1,22 @@
 """The source of a push: it writes once, says how far it is, and keeps its blocks until its ticket has ended."""
 
+import msgspec
 import pytest
 
 from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.digest import Part, Policy, Subject
 from kvferry.plan.model import attention
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.span import Span
+from kvferry.plan.tokens import ALL_TOKENS, TokenRange
 from kvferry.session.aborted import MAX_ABORTED
 from kvferry.session.events import (
     Cancel,
     ClaimKey,
     Connect,
     Count,
+    Digest,
+    Digested,
     Disconnect,
     FrameArrived,
     LeaseWanted,
@@ -62,7 +67,11 @@ MET = [
     (0, PeerConnected(THEM, "shm", "shm 9 GB/s"), [Reply("x", m.Reached("shm", "shm 9 GB/s"))]),
 ]
 WRITING = [*MET, (1, said(CLAIM), [GRANT, Post])]
-FREE = SourceFree("r1", "done")
+FREE, VALID = SourceFree("r1", "done"), Reply("x", m.Valid("c1"))
+ENDED = [Reply, VALID]
+STATES = tuple(state.name for state in LAYOUT.states[:2])
+SUBJECT = Subject(Policy.FULL, 0, (Part(STATES, (Span(0, 2), Span(0, 4)), ALL_TOKENS, TokenRange(0, 6)),))
+TWO = describe(MODEL, EngineShape(2, 1, 8, 4, "head-major"), 1 << 30)
 
 
 def reason(commands):
@@ -74,13 +83,65 @@ def test_a_cache_is_written_and_valid(source):
     _, post = play(source, WRITING)
     assert (post.key, post.direction, post.copies.num_bytes) == (KEY, Direction.WRITE, NUM_BYTES)
     written = m.Written("c1", NUM_BYTES, len(post.copies))
-    play(source, [(2, TicketEnded(KEY, ""), [Reply("x", written)]), (3, said(CLAIM, "y"), [Reply("y", written)])])
-    play(source, [(4, said(LANDED), [Reply("x", m.Valid("c1")), FREE]), (5, said(LANDED), [Reply("x", m.Valid("c1"))])])
+    play(source, [(2, TicketEnded(KEY, ""), [Reply("x", written), VALID, FREE])])
     assert source.num_live() == 0
 
 
+def test_what_was_lost_of_its_end_is_said_again_when_the_lease_is_over(source):
+    _, post = play(source, WRITING)
+    play(source, [(2, TicketEnded(KEY, ""), [*ENDED, FREE])])
+    forgotten = source.next_deadline()
+    written = m.Written("c1", NUM_BYTES, len(post.copies))
+    renewed = Reply("x", m.Renewed(()))
+    play(source, [(3, said(CLAIM, "y"), [Reply("y", written)]), (3, said(m.Renew(THEM, ("l1",))), [renewed])])
+    play(source, [(4, said(LANDED), [VALID]), (5, said(LANDED), [VALID]), (6, said(ABORT), [CLEAN])])
+    assert source.next_deadline() == forgotten
+
+
+def test_another_claim_of_what_is_written_is_none_of_it(source):
+    play(source, [*WRITING, (2, TicketEnded(KEY, ""), [*ENDED, FREE])])
+    fields = {each: getattr(CLAIM, each) for each in CLAIM.__struct_fields__}
+    for changes in ({"claim_id": "c2"}, {"party": m.Party("d0", "epoch-9", 1)}, {"direction": Direction.READ}):
+        commands = source.handle(said(m.Claim(**fields | changes)), 3.0)
+        assert not any(isinstance(each, Post) for each in commands)
+        if "direction" not in changes:
+            assert reason(commands) == "expired"
+
+
+def test_what_is_written_is_digested_at_once_and_the_reader_told(source):
+    """It may ask meanwhile."""
+    claim = msgspec.structs.replace(CLAIM, subject=SUBJECT)
+    play(source, [*MET, (1, said(claim), [GRANT, Post])])
+    *_, digest = play(source, [(2, TicketEnded(KEY, ""), [Reply, Digest])])
+    assert digest.key == KEY
+    values = (b"12345678", b"abcdefgh")
+    play(source, [(3, said(LANDED, "y"), [Reply("y", m.Renewed(()))])])
+    play(source, [(4, Digested(KEY, values), [Reply("y", m.Valid("c1", values)), FREE])])
+
+
+def test_what_is_written_for_a_reader_that_has_left_is_not_digested(source):
+    claim = msgspec.structs.replace(CLAIM, subject=SUBJECT)
+    play(source, [*MET, (1, said(claim), [GRANT, Post]), (2, said(ABORT), [CANCEL])])
+    play(source, [(3, TicketEnded(KEY, ""), [CLEAN, SourceFree("r1", m.Reason.ABORTED)])])
+
+
+def test_of_two_readers_the_last_that_is_written_to_frees_the_blocks(source):
+    both = [m.Party("d0", "epoch-9", rank) for rank in (0, 1)]
+    claims = [msgspec.structs.replace(CLAIM, party=party, readers=(0, 1)) for party in both]
+    offers = [msgspec.structs.replace(OFFER, party=party, layouts=TWO) for party in both]
+    for party, offer, claim in zip(both, offers, claims, strict=True):
+        play(source, [MET[0]] if party == THEM else [])
+        play(source, [(0, said(offer), [Connect]), (0, PeerConnected(party, "shm", ""), [Reply])])
+        play(source, [(1, said(claim), [GRANT, Post])])
+    other = ClaimKey("l1", both[1], "c1")
+    play(source, [(2, TicketEnded(other, ""), ENDED), (3, TicketEnded(KEY, ""), [*ENDED, FREE])])
+
+
 def test_a_claim_said_twice_is_written_once(source):
-    play(source, [*WRITING, (2, said(CLAIM, "y"), [Reply("y", GRANT.message)]), (3, TicketEnded(KEY, ""), [Reply])])
+    play(
+        source,
+        [*WRITING, (2, said(CLAIM, "y"), [Reply("y", GRANT.message)]), (3, TicketEnded(KEY, ""), [Reply, Reply, FREE])],
+    )
 
 
 def test_an_offer_said_twice_connects_once(source):

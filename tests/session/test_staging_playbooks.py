@@ -210,8 +210,10 @@ def test_source_tables_that_cannot_be_are_the_end_of_the_fetch():
 # --- a target whose source fills its slots
 
 
+@pytest.mark.parametrize("first", ["valid", "bytes"])
 @pytest.mark.parametrize("direction", Direction)
-def test_slots_are_told_to_the_source_and_scattered_when_it_has_written_them(direction):
+def test_slots_are_told_to_the_source_and_scattered_when_it_has_written_them(direction, first):
+    """The last slot may be scattered before or after the source has said that all of it is valid."""
     session = target(Strategy.PACK, direction=direction)
     if direction is Direction.READ:
         play(session, PACKING)
@@ -221,10 +223,14 @@ def test_slots_are_told_to_the_source_and_scattered_when_it_has_written_them(dir
     play(session, [(1, acquired(1), [pack(1)]), (2, packed(1), [Stage]), (2, packed(1), []), (2, packed(9), [])])
     play(session, [(3, Staged(key(1), ""), [Release(key(1)), acquire(3)]), (3, packed(1), [])])
     for stretch in (3, 0, 2):
-        last = [LANDED] if stretch == 2 else []
         play(session, [(4, acquired(stretch), [pack(stretch)]), (4, packed(stretch), [Stage])])
-        play(session, [(4, Staged(key(stretch), ""), [Release(key(stretch)), *last])])
-    (fetched,) = play(session, [(5, answer(m.Valid("q1")), [Fetched])])
+        if stretch == 2 and first == "valid":
+            play(session, [(4, answer(m.Valid("q1")), [])])
+        last = [Fetched] if stretch == 2 and first == "valid" else []
+        commands = play(session, [(4, Staged(key(stretch), ""), [Release(key(stretch)), *last])])
+    if first == "bytes":
+        commands = play(session, [(4.1, Tick(), []), (5, Tick(), [LANDED]), (5, answer(m.Valid("q1")), [Fetched])])
+    fetched = commands[-1]
     assert (fetched.report.num_rows, fetched.report.strategy) == (4, "pack")
 
 
@@ -516,12 +522,36 @@ def test_a_lease_that_ends_between_two_slots_leaves_nothing_open():
     assert reasons(session.handle(said(asked(1)), 5.0)) == ["expired"]
 
 
-def test_a_repeated_landed_of_what_is_done_is_valid_again():
-    """Found by simulation: the end of the lease counted as the end of its slots, so it was refused."""
+LANDED_SAID, VALID = said(m.Landed(US, "q1", "l1")), Reply("x", m.Valid("q1"))
+
+
+def written(stretch):
+    """A slot is asked for, gathered and written."""
+    steps = [(3, said(asked(stretch)), [Acquire]), (3, Acquired(own(stretch), OWN), [Stage])]
+    return [*steps, (4, Staged(own(stretch), ""), [Post])]
+
+
+def test_when_the_last_slot_is_written_all_of_it_is_valid_and_the_blocks_are_free():
     session = source()
-    landed, valid = said(m.Landed(US, "q1", "l1")), Reply("x", m.Valid("q1"))
-    play(session, [*WRITING, (3, TicketEnded(own(0), ""), [Release, Reply])])
-    play(session, [(4, landed, [valid, SourceFree("r1", "done")]), (5, landed, [valid])])
+    play(session, [*CLAIMED, (1, Tick(), [])])
+    for stretch in (2, 0, 1):
+        play(session, [*written(stretch), (4, TicketEnded(own(stretch), ""), [Release, Reply])])
+        assert reasons(session.handle(LANDED_SAID, 4.0)) == ["not_claimed"]
+    (write,) = (write for lease in session._leases for write in lease.writes.values())
+    assert write.plan._planned.cache_info().currsize
+    last = Reply("x", m.Packed("q1", 3, 0))
+    play(session, [*written(3), (5, TicketEnded(own(3), ""), [Release, last, VALID, SourceFree("r1", "done")])])
+    # Its record is kept for a while, but not what was planned.
+    assert not write.plan._planned.cache_info().currsize
+    play(session, [(6, said(asked(3)), [last]), (6, said(CLAIM), [Reply("x", m.Grant("q1", ()))])])
+    assert reasons(session.handle(said(asked(4)), 6.0)) == ["out_of_range"]
+    play(session, [(7, LANDED_SAID, [VALID]), (8, LANDED_SAID, [VALID])])
+
+
+def test_a_claim_of_which_nothing_moves_is_valid_at_once():
+    session = source()
+    empty = structs.replace(CLAIM, num_tokens=0, ranges=(TokenRange(0, 0),))
+    play(session, [*CLAIMED[:-1], (0, said(empty), [Reply("x", m.Grant("q1", ())), VALID, SourceFree("r1", "done")])])
 
 
 # --- which way
@@ -582,6 +612,16 @@ def test_a_target_asks_for_what_is_computed_as_soon_as_it_hears_of_it():
     play(session, [(4, packed(0), [Stage]), (5, Staged(key(0), ""), [Release(key(0)), acquire(3)])])
 
 
+@pytest.mark.parametrize(("missing_now", "ends_at"), [(8, 20.5), (4, 30.0)])
+def test_a_grant_said_again_gives_nobody_more_time(missing_now, ends_at):
+    """Found by simulation: late answers to a repeated claim put off the deadline of who waited for a slot."""
+    session = target(Strategy.PACK)
+    play(session, [*PACKING[:-1], (0.5, answer(m.Grant("q1", (), 8)), WINDOW)])
+    session.handle(answer(m.Grant("q1", (), missing_now)), 10.0)
+    play(session, [(ends_at, Tick(), [])])
+    assert failure(session.handle(Tick(), ends_at + 0.1)).reason == "deadline"
+
+
 def test_a_lease_that_ends_is_told_to_whoever_waits_for_its_tokens():
     session = source()
     play(session, [*GROWING_CLAIMED, (1, said(asked(0)), [Reply("x", m.Queued("q1"))])])
@@ -630,9 +670,9 @@ def test_a_push_of_what_is_still_computed_goes_stretch_by_stretch(monkeypatch):
     play(session, [(1, grown(3), []), (2, grown(9), [Post, Post])])
     play(session, [(3, TicketEnded(own(1), ""), []), (3, said(DIRECT_CLAIM), [Reply("x", m.Grant("q1", ()))])])
     play(session, [(4, grown(16), [Post, Post]), (5, TicketEnded(own(0), ""), []), (5, TicketEnded(own(3), ""), [])])
-    (said_written,) = play(session, [(6, TicketEnded(own(2), ""), [Reply])])
+    done = [Reply, VALID, SourceFree("r1", "done")]
+    said_written, *_ = play(session, [(6, TicketEnded(own(2), ""), done)])
     assert said_written.message.num_bytes == 4 * STRETCH_BYTES
-    play(session, [(7, said(m.Landed(US, "q1", "l1")), [Reply("x", m.Valid("q1")), SourceFree("r1", "done")])])
 
 
 def test_a_stretch_that_cannot_be_written_fails_the_claim(monkeypatch):

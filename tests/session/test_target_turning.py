@@ -5,7 +5,6 @@ from test_target_push import (
     CLAIM,
     GRANT,
     HANDSHAKE,
-    LANDED,
     OFFER,
     OURS,
     PEER,
@@ -52,7 +51,7 @@ def test_where_reading_is_far_slower_the_source_writes(turning):
         [
             (0.4, answer(m.Reached("nixl", "writes fly")), [CLAIM]),
             (0.5, GRANT, []),
-            (0.6, WRITTEN, [LANDED]),
+            (0.6, WRITTEN, []),
             (0.7, VALID, [Fetched]),
         ],
     )

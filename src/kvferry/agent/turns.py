@@ -99,10 +99,22 @@ class Turns:
 
     def _look(self, now: float) -> float:
         """A turn in which nothing has come, unless to transports; returns like `take`."""
-        for event in self.carrier.poll():
-            self._feed(event)
+        if self._carried():
             self.quiet_until = 0.0
         return self._rest_s(now)
+
+    def _carried(self) -> bool:
+        """Whether transports have got on.
+
+        What has been copied may come from blocks that the engine took back meanwhile, and what follows from the end of
+        a copy may be that its bytes are good: so the engine is heard in between.
+        """
+        events = self.carrier.poll()
+        if events:
+            self._take_wishes()
+        for event in events:
+            self._feed(event)
+        return bool(events)
 
     def _rest_s(self, now: float) -> float:
         return max(0.0, min(self.quiet_until - now, self.carrier.progress_interval_s))
@@ -128,8 +140,7 @@ class Turns:
         # no slot waits for the next turn.
         for slot_event in self.stager.poll():
             self._feed(slot_event)
-        for event in self.carrier.poll():
-            self._feed(event)
+        self._carried()
         self._move_slots()
         for digested in self.digester.run(DIGEST_BYTES):
             self._feed(digested)

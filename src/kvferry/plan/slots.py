@@ -87,6 +87,15 @@ class SlotPlan:
         """So many tokens have to be computed for all of it."""
         return max((tokens.last for tokens in self._request.ranges), default=0)
 
+    @cached_property
+    def num_bytes(self) -> int:
+        """What all slots have together."""
+        return volume(self._request.program, self._request.ranges)[1]
+
+    def forget(self) -> None:
+        """Give back the memory of what has been planned: whoever keeps the plan needs no more slots of it."""
+        self._planned.cache_clear()
+
     def tokens_for(self, number: int) -> int:
         """How many tokens have to be computed for one stretch."""
         return min(self.stretches[number].tokens.last, self.num_tokens)
@@ -103,7 +112,7 @@ class SlotPlan:
     @cached_property
     def _num_together(self) -> int:
         """One, where a peer may have chosen slots or memory with which a stretch is millions of rows, or many slots."""
-        if volume(self._request.program, self._request.ranges)[1] > len(self.stretches) * self._request.slot_bytes:
+        if self.num_bytes > len(self.stretches) * self._request.slot_bytes:
             return 1
         request, few = self._request, (self.stretches[0], self.stretches[len(self.stretches) // 2], self.stretches[-1])
         most = max(num_rows(request.program, request.ranges, stretch) for stretch in few)

@@ -67,6 +67,11 @@ class Carrying:
             yield Reply(peer, write.word())
             yield Post(key, copies, Direction.WRITE)
 
+    def told(self, peer: str, claim: Claim, lease: Lease) -> list[Command]:
+        """What is said of a claim that has been carried out, whatever has become of its lease; nothing of others."""
+        write = lease.writes.get(ClaimKey(claim.reference.lease_id, claim.party, claim.claim_id))
+        return [Reply(peer, write.word())] if write is not None else []
+
     def prepare(self) -> None:
         """Do what can be done for new claims while their targets hear that they are granted."""
         fresh, self._fresh = self._fresh, []
@@ -86,7 +91,7 @@ class Carrying:
     def grown(self, lease: Lease) -> Iterator[Command]:
         """More tokens are computed: on with what has waited for them."""
         for write in lease.writes.values():
-            if isinstance(write, Packing | StretchWrites) and not write.error:
+            if isinstance(write, Packing | StretchWrites) and not (write.error or write.is_written):
                 try:
                     yield from self._grow(write, lease)
                 except FerryError as error:
@@ -147,6 +152,8 @@ class Carrying:
     def end(self, lease: Lease) -> Iterator[Command]:
         """The lease has ended: what is under way is no good any more, and has to end too."""
         for key, write in lease.writes.items():
+            if key.party in lease.completed:
+                continue
             # Asked for slots, or at the end for all of them, the target may be between two questions.
             was_open = write.is_waited_for if isinstance(write, Packing) else write.is_open
             yield from _stop(key, write)

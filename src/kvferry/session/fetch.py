@@ -74,7 +74,7 @@ class Read:
     `direction` says whose ticket it is. With a `strategy` other than direct the bytes go through staging memory, which
     `unpacking` has once the source has answered; what could be planned before is in `plans`. `subject` is what is
     digested of it, and `extracts` where that lies here, once it `is_prepared`; `ours` and `theirs` are the values, once
-    they are known.
+    they are known. A source that writes may have `is_confirmed` it before all is in its place here.
     """
 
     machine: Machine
@@ -89,6 +89,7 @@ class Read:
     extracts: tuple[Extract, ...] = ()
     is_prepared: bool = False
     may_prepare: bool = True
+    is_confirmed: bool = False
     ours: tuple[bytes, ...] = ()
     theirs: tuple[bytes, ...] = ()
 
@@ -143,12 +144,12 @@ class Fetch:
     moved_at: float = 0.0
     landed_at: float = 0.0
 
-    def start_reads(self, ways: dict[PeerKey, Way], now: float) -> None:
+    def start_reads(self, ways: dict[PeerKey, Way], subjects: dict[PeerKey, Subject], now: float) -> None:
         """One read per source rank that holds something we need."""
         self.claimed_at = now
         for peer, way in ways.items():
             machine = Machine(f"read of {self.wanted.request_id} from {peer}", READ_TABLE, _first(*way))
-            self.reads[peer] = Read(machine, now, *way)
+            self.reads[peer] = Read(machine, now, *way, subject=subjects[peer])
 
     def granted(self, now: float) -> None:
         """One of its sources lets bytes move, or has moved them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvferry.errors import FerryError
-from kvferry.plan.digest import Subject
 from kvferry.plan.extract import Extractor
 from kvferry.session.events import ClaimKey, Command, Digest, Digested, Reply
 from kvferry.session.lease import Lease
@@ -30,18 +29,29 @@ class Landings:
             return refuse(peer, refusal)
         if landed.party in lease.completed:
             return [Reply(peer, Valid(landed.claim_id, lease.completed[landed.party]))]
-        key = ClaimKey(landed.lease_id, landed.party, landed.claim_id)
-        if landed.subject.parts:
-            return self._digest(peer, key, lease, landed.subject, now)
+        return self._answer(peer, ClaimKey(landed.lease_id, landed.party, landed.claim_id), lease, now)
+
+    def written(self, lease: Lease, now: float) -> list[Command]:
+        """Whom we have written everything to need not ask."""
+        commands = []
+        for key, write in lease.writes.items() if lease.live else ():
+            is_told = key.party in lease.completed or key in lease.digesting or write.is_aborted
+            if write.is_written and not is_told and lease.holds(key.party, key.claim_id):
+                commands += self._answer(write.peer, key, lease, now)
+        return commands
+
+    def _answer(self, peer: str, key: ClaimKey, lease: Lease, now: float) -> list[Command]:
+        if lease.claims[key.party].subject.parts:
+            return self._digest(peer, key, lease, now)
         return self._complete(peer, key, lease, (), now)
 
-    def _digest(self, peer: str, key: ClaimKey, lease: Lease, subject: Subject, now: float) -> list[Command]:
+    def _digest(self, peer: str, key: ClaimKey, lease: Lease, now: float) -> list[Command]:
         """Look at our own blocks before the answer. A repeated question is told that somebody is here."""
         if key in lease.digesting:
             lease.digesting[key] = peer
             return [Reply(peer, Renewed(()))]
         try:
-            wanted = lease.wanted
+            wanted, subject = lease.wanted, lease.claims[key.party].subject
             extracts = self._extractor.extracts(subject, wanted.block_tables, wanted.num_tokens)
         except FerryError as error:
             return refuse(peer, Refusal(Reason.OUT_OF_RANGE, error.what, error.found, error.expected, key.claim_id))
@@ -65,7 +75,7 @@ class Landings:
         self, peer: str, key: ClaimKey, lease: Lease, digests: tuple[bytes, ...], now: float
     ) -> list[Command]:
         """One reader has its bytes; when all have, the blocks are free."""
-        lease.completed[key.party] = digests
+        lease.complete(key.party, digests)
         told: list[Command] = [Reply(peer, Valid(key.claim_id, digests))]
         if lease.finished:
             return [*told, *self._leases.end(lease, "all readers valid", "done", now)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from kvferry.plan.digest import NOTHING, Subject
 from kvferry.session.events import NOT_AHEAD, Ahead, ClaimKey, LeaseGrown, LeaseWanted
 from kvferry.session.machine import Machine, Table
 from kvferry.session.packing import Packing
@@ -40,6 +41,14 @@ LEASE_TABLE: Table = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A claim that a reader holds, and what it wants digested when its bytes have arrived."""
+
+    claim_id: str
+    subject: Subject
+
+
 @dataclass(slots=True)
 class Lease:
     """`claims` has the claim of each reader: one attempt per reader, so that two are never taken for one repeated.
@@ -58,7 +67,7 @@ class Lease:
     ahead: Ahead = NOT_AHEAD
     waiting: dict[Party, tuple[str, Claim]] = field(default_factory=dict)
     readers: frozenset[int] = frozenset()
-    claims: dict[Party, str] = field(default_factory=dict)
+    claims: dict[Party, Granted] = field(default_factory=dict)
     completed: dict[Party, tuple[bytes, ...]] = field(default_factory=dict)
     digesting: dict[ClaimKey, str] = field(default_factory=dict)
     writes: dict[ClaimKey, Write | Packing | StretchWrites] = field(default_factory=dict)
@@ -93,18 +102,24 @@ class Lease:
 
     def holds(self, party: Party, claim_id: str) -> bool:
         """Whether this claim is the one that was granted to this reader."""
-        return self.claims.get(party) == claim_id
+        return party in self.claims and self.claims[party].claim_id == claim_id
 
-    def renews(self, party: Party) -> bool:
-        """Whether a word of this reader keeps the lease alive; before any claim, whoever knows its unguessable id."""
-        return self.live and (not self.claims or party in self.claims)
+    def serves(self, party: Party) -> bool:
+        """Whether this reader may count on the lease: it keeps it alive, or needs it no more. Before any claim, whoever
+        knows its unguessable id may."""
+        return party in self.completed or (self.live and (not self.claims or party in self.claims))
 
     def claim(self, claim: Claim, deadline: float) -> None:
         """Note a granted claim; the same claim again changes nothing but the deadline."""
         self.machine.move("claim")
         self.readers |= frozenset(claim.readers)
-        self.claims[claim.party] = claim.claim_id
+        self.claims[claim.party] = Granted(claim.claim_id, claim.subject)
         self.deadline = deadline
+
+    def complete(self, party: Party, digests: tuple[bytes, ...]) -> None:
+        """A reader has its bytes, and is told so with these."""
+        self.completed[party] = digests
+        self.claims[party] = replace(self.claims[party], subject=NOTHING)
 
     def grow(self, event: LeaseGrown) -> None:
         """More is there. What goes backwards or too far is the engine's mistake, and changes nothing."""

@@ -33,7 +33,7 @@ __all__ = ["Packing"]
 @dataclass(slots=True)
 class Packing:
     """One claim. `peer` names whom to answer, `error` says what did not work, `done` are the slots that are written,
-    `held` those that wait for their tokens, with the places that they are for.
+    which have `num_written_bytes`, `held` those that wait for their tokens, with the places that they are for.
 
     With `is_aborted` the target waits to hear that nothing is written any more.
     """
@@ -46,6 +46,7 @@ class Packing:
     held: dict[SlotKey, int] = field(default_factory=dict)
     uses: dict[SlotKey, SlotUse] = field(default_factory=dict)
     done: set[SlotKey] = field(default_factory=set)
+    num_written_bytes: int = 0
     error: str = ""
     is_clean: bool = True
     is_aborted: bool = False
@@ -66,8 +67,8 @@ class Packing:
 
     @property
     def is_written(self) -> bool:
-        """Whether everything that was asked for is there; what else there is only the target knows."""
-        return not self.uses and not self.held and not self.error
+        """Whether everything is there."""
+        return self.num_written_bytes == self.plan.num_bytes and not self.error
 
     def word(self) -> Grant | Refusal:
         """What there is to say while the lease is live."""
@@ -170,6 +171,9 @@ class Packing:
         use.machine.move("emptied")
         del self.uses[use.key]
         self.done.add(use.key)
+        self.num_written_bytes += use.slot.num_bytes
+        if self.is_written:
+            self.plan.forget()
         yield Release(use.key)
         yield Reply(self.peer, self._packed(use.key))
 
@@ -187,6 +191,7 @@ class Packing:
         """Begin nothing more, and wait for what is under way."""
         self.error = self.error or error
         self.held.clear()
+        self.plan.forget()
         for key, use in list(self.uses.items()):
             if use.state is SlotState.EMPTYING:
                 yield Cancel(key)

@@ -53,14 +53,13 @@ class Reads:
         try:
             binding = self._binding(fetch)
             ways = {key: self._way(fetch.wanted, self._peers[key], binding) for key in binding.programs}
+            offering = [self._peers[key] for key, way in ways.items() if _needs_offer(self._peers[key], way)]
+            for peer in offering:
+                yield from self._peers.offer_ourselves(peer, now)
+            if not offering:
+                yield from self._claim(fetch, binding, ways, now)
         except TransferError as error:
             yield Broken(fetch, error)
-            return
-        offering = [self._peers[key] for key, way in ways.items() if _needs_offer(self._peers[key], way)]
-        for peer in offering:
-            yield from self._peers.offer_ourselves(peer, now)
-        if not offering:
-            yield from self._claim(fetch, binding, ways, now)
 
     def _binding(self, fetch: Fetch) -> Binding:
         """Raises TransferError when the two engines do not fit together."""
@@ -77,7 +76,7 @@ class Reads:
             if not self.wait_for(key):
                 # It had no reason to say anything until now: its silence begins here.
                 self._peers[key].last_heard = now
-        fetch.start_reads(ways, now)
+        fetch.start_reads(ways, self._verifier.subjects(fetch.wanted, binding), now)
         for key in binding.programs:
             yield Send(key, self._claim_of(fetch, key))
         for key in fetch.peers:
@@ -202,9 +201,10 @@ class Reads:
     def _landed(self, fetch: Fetch, key: PeerKey, now: float) -> Iterator[Step]:
         fetch.landed_at = fetch.reads[key].last_sent = now
         try:
-            yield from self._verifier.ask(fetch, key, self.bindings.to(fetch.peers, self._peers))
+            yield from self._verifier.ask(fetch, key)
         except TransferError as error:
             yield Broken(fetch, error)
+        yield from self._compare(fetch, key, now)
 
     def digested(self, event: Digested, now: float) -> Iterator[Step]:
         """Our own side of the comparison."""
@@ -223,10 +223,13 @@ class Reads:
 
     def valid(self, peer: Peer, valid: Valid, now: float) -> Iterator[Step]:
         """The source's side of it."""
-        for fetch, read in self.of(peer.key, valid.claim_id, *ASKING):
-            read.theirs = valid.digests
-            read.machine.move("valid")
-            yield from self._compare(fetch, peer.key, now)
+        for fetch, read in self.of(peer.key, valid.claim_id, *ASKING, ReadState.EXPOSED, ReadState.MOVING):
+            if read.state in ASKING:
+                read.theirs = valid.digests
+                read.machine.move("valid")
+                yield from self._compare(fetch, peer.key, now)
+            elif read.direction is Direction.WRITE:
+                read.theirs, read.is_confirmed = valid.digests, True
 
     def _compare(self, fetch: Fetch, key: PeerKey, now: float) -> Iterator[Step]:
         """Once both sides have spoken: the bytes of this read are the source's own, or the fetch fails."""
@@ -251,7 +254,7 @@ class Reads:
                 if read.strategy is Strategy.PACK:
                     read.plans = (self._plan_of(fetch, key),)
                     read.plans[0].slots(0)
-                self._verifier.prepare(fetch, key, self.bindings.to(fetch.peers, self._peers))
+                self._verifier.prepare(fetch, key)
 
     def of(self, key: PeerKey, claim_id: str, *states: ReadState) -> list[tuple[Fetch, Read]]:
         """The read of a claim from a peer, if it is in one of the states; late and repeated answers match none."""

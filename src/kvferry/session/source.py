@@ -145,7 +145,8 @@ class SourceSession:
             if claim.num_tokens <= lease.num_ready:
                 del lease.waiting[party]
                 commands += self._claim(peer, claim, now)
-        if lease.readers and lease.finished:
+        commands += self._landings.written(lease, now)
+        if lease.live and lease.readers and lease.finished:
             commands += self._leases.end(lease, "all readers valid", "done", now)
         return commands
 
@@ -200,10 +201,14 @@ class SourceSession:
         if (claim.party, claim.claim_id) in self._aborted:
             return refuse(peer, Refusal(Reason.ABORTED, "the claim has been aborted", "", "", claim.claim_id))
         lease = self._leases.get(reference.lease_id)
-        if lease is None:
-            return self._wait_for_lease(peer, claim, now)
-        if lease.wanted.request_id != reference.request_id:
+        return self._wait_for_lease(peer, claim, now) if lease is None else self._open(peer, claim, lease, now)
+
+    def _open(self, peer: str, claim: Claim, lease: Lease, now: float) -> list[Command]:
+        """Grant a claim, if the lease's record supports it."""
+        if lease.wanted.request_id != claim.reference.request_id:
             return refuse(peer, unknown_lease(claim))
+        if claim.party in lease.completed and (told := self._carrying.told(peer, claim, lease)):
+            return told
         for refusal in (*lease.refusal_of(claim), *self._refusal_of_state(lease, claim)):
             return refuse(peer, refusal)
         if claim.direction is Direction.WRITE:
@@ -228,7 +233,7 @@ class SourceSession:
             self._leases.renew(lease, now)
         else:
             self._leases.claim(lease, claim, now)
-        return commands
+        return commands + self._landings.written(lease, now)
 
     def _pack(self, peer: str, pack: Pack, now: float) -> list[Command]:
         """Write one slot of a claim. A question that arrives after the end of its claim must not be answered by
@@ -237,13 +242,14 @@ class SourceSession:
         lease = self._leases.get(pack.lease_id)
         if lease is None:
             return refuse(peer, unknown_lease(pack))
-        if (pack.party, pack.claim_id) in self._aborted or not lease.live:
+        if (pack.party, pack.claim_id) in self._aborted or not lease.serves(pack.party):
             return refuse(peer, lease.refusal_of_end(ClaimKey(pack.lease_id, pack.party, pack.claim_id)))
         try:
             commands = list(self._carrying.pack(peer, pack, lease, now))
         except TransferError as error:
             return refuse(peer, because_of(error, pack.claim_id))
-        self._leases.renew(lease, now)
+        if lease.live:
+            self._leases.renew(lease, now)
         return commands
 
     def _slot_changed(self, event: Acquired | Staged, now: float) -> list[Command]:
@@ -264,7 +270,7 @@ class SourceSession:
             commands = list(self._carrying.ticket_ended(event, lease))
         if lease.live:
             self._leases.renew(lease, now)
-        return [*commands, *self._leases.free_when_drained(lease)]
+        return [*commands, *self._landings.written(lease, now), *self._leases.free_when_drained(lease)]
 
     def _refusal_of_state(self, lease: Lease, claim: Claim) -> tuple[Refusal, ...]:
         """A state of fixed size is that after the last token: it is no good to whoever goes on from another one."""
@@ -294,9 +300,9 @@ class SourceSession:
         gone = []
         for lease_id in renew.lease_ids:
             lease = self._leases.get(lease_id)
-            if lease is None or not lease.renews(renew.party):
+            if lease is None or not lease.serves(renew.party):
                 gone.append(lease_id)
-            else:
+            elif lease.live:
                 self._leases.renew(lease, now)
         return [Reply(peer, Renewed(tuple(gone)))]
 

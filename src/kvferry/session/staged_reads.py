@@ -61,9 +61,9 @@ class StagedReads:
             yield from self.computed(fetch, peer, packed.num_missing_tokens, now)
 
     def computed(self, fetch: Fetch, peer: PeerKey, num_missing: int, now: float) -> Iterator[Step]:
-        """The source has computed more of what it packs."""
+        """The source has computed more of what it packs; that it has not is no news, and no reason to wait longer."""
         for unpacking in fetch.reads[peer].unpacking:
-            if not fetch.failed:
+            if not fetch.failed and unpacking.is_news(num_missing):
                 yield from self._on(fetch, peer, unpacking.computed(num_missing), now)
 
     def staged(self, event: Staged, now: float) -> Iterator[Step]:

@@ -91,9 +91,13 @@ class Unpacking:
         """Whether a slot is open whose tokens are not computed, for all we know."""
         return any(key in self._open and self._plan.tokens_for(key.stretch) > self._num_ready for key in self._last)
 
+    def is_news(self, num_missing: int) -> bool:
+        """Whether fewer tokens are missing than we knew."""
+        return self._plan.num_tokens - num_missing > self._num_ready
+
     def computed(self, num_missing: int) -> Iterator[Command]:
         """So many tokens are missing by now: on with those that are not. Raises what planning slots raises."""
-        self._num_ready = max(self._num_ready, self._plan.num_tokens - num_missing)
+        self._num_ready = self._plan.num_tokens - num_missing
         yield from self.go_on()
 
     def acquired(self, key: SlotKey, address: int, now: float) -> Iterator[Command]:

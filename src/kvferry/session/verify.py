@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvferry.errors import MAX_LISTED, FerryError, TransferError
-from kvferry.plan.digest import Policy
+from kvferry.plan.copies import Direction
+from kvferry.plan.digest import Policy, Subject
 from kvferry.plan.extract import Extractor
 from kvferry.plan.layout import Layout
-from kvferry.session.events import Command, Digest, PeerKey, Send
+from kvferry.session.events import Command, Digest, FetchWanted, PeerKey, Send
 from kvferry.session.fetch import Fetch, Read
 from kvferry.session.programs import Binding
 from kvferry.wire.messages import Landed, Party, Reason
@@ -27,10 +28,17 @@ class Verifier:
     def landed_of(self, fetch: Fetch, read: Read) -> Landed:
         """The question whether what has landed is valid."""
         wanted = fetch.wanted
-        return Landed(self._ours, wanted.request_id, wanted.reference.lease_id, read.subject)
+        return Landed(self._ours, wanted.request_id, wanted.reference.lease_id)
 
-    def prepare(self, fetch: Fetch, peer: PeerKey, binding: Binding) -> None:
-        """Find out what is to be digested, once: while others have to be waited for that costs nothing.
+    def subjects(self, wanted: FetchWanted, binding: Binding) -> dict[PeerKey, Subject]:
+        """What is to be digested of each read. Raises TransferError when it cannot be told."""
+        try:
+            return {peer: binding.subject(peer, wanted, self.policy) for peer in binding.programs}
+        except FerryError as error:
+            raise no_digest(str(error)) from error
+
+    def prepare(self, fetch: Fetch, peer: PeerKey) -> None:
+        """Find out where it lies here, once: while others have to be waited for that costs nothing.
 
         Raises TransferError when it cannot be digested.
         """
@@ -38,21 +46,24 @@ class Verifier:
         if read.is_prepared:
             return
         try:
-            read.subject = binding.subject(peer, wanted, self.policy)
             read.extracts = self._extractor.extracts(read.subject, wanted.block_tables, wanted.num_tokens)
         except FerryError as error:
             raise no_digest(str(error)) from error
         read.is_prepared = True
 
-    def ask(self, fetch: Fetch, peer: PeerKey, binding: Binding) -> Iterator[Command]:
-        """Ask whether the bytes are valid, and digest them meanwhile. Raises what `prepare` raises."""
-        self.prepare(fetch, peer, binding)
+    def ask(self, fetch: Fetch, peer: PeerKey) -> Iterator[Command]:
+        """Ask whether the bytes are valid, unless the source knows by itself when to say so, and digest them meanwhile.
+        Raises what `prepare` raises."""
+        self.prepare(fetch, peer)
         read = fetch.reads[peer]
-        yield Send(peer, self.landed_of(fetch, read))
+        if read.direction is Direction.READ:
+            yield Send(peer, self.landed_of(fetch, read))
         if read.extracts:
             yield Digest(fetch.key(peer), read.extracts)
         else:
             read.machine.move("digested")
+        if read.is_confirmed:
+            read.machine.move("valid")
 
 
 def cannot_digest(kinds: str) -> TransferError:

@@ -2,8 +2,9 @@
 
 A conversation has two steps. `Hello` and `Welcome` compare versions and identities; only then does the source send
 its `Offer` (layout and transports). A target that wants to be written to makes a `TargetOffer` of its own, which is
-answered with `Reached`. After that, per request: `Claim` → `Grant`, bytes move (`Written` says so where the source
-moves them), `Landed` → `Valid`. Every request can be answered with a `Refusal`; every message may arrive twice.
+answered with `Reached`. After that, per request: `Claim` → `Grant`, bytes move, `Landed` → `Valid`. A source that
+moves them itself says `Written`, and `Valid` unasked. Every request can be answered with a `Refusal`; every message may
+arrive twice.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ __all__ = [
     "Written",
 ]
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -182,7 +183,7 @@ class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
     `claim_id` is new for every attempt: two attempts must never be taken for one that was repeated. With the direction
     `write` the source may write to the target's blocks from now on, one table and one range per cache group. With the
     strategy `pack` it writes to slots of the target's staging memory, at most `slot_bytes` each, when it is asked to
-    (`Pack`).
+    (`Pack`). `subject` is what both sides digest when all of it has arrived.
     """
 
     party: Party
@@ -195,6 +196,7 @@ class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
     ranges: tuple[TokenRange, ...] = ()
     strategy: Strategy = Strategy.DIRECT
     slot_bytes: SlotBytes = 0
+    subject: Subject = NOTHING
 
 
 class Grant(Struct, frozen=True, tag="grant", forbid_unknown_fields=True):
@@ -244,21 +246,18 @@ class Written(Struct, frozen=True, tag="written", forbid_unknown_fields=True):
 
 
 class Landed(Struct, frozen=True, tag="landed", forbid_unknown_fields=True):
-    """All bytes of a claim have arrived at the target; may it use them?
-
-    `subject` is what the target digests meanwhile, and asks the source to digest in its own blocks.
-    """
+    """All bytes of a claim have arrived at the target; may it use them?"""
 
     party: Party
     claim_id: Name
     lease_id: Name
-    subject: Subject = NOTHING
 
 
 class Valid(Struct, frozen=True, tag="valid", forbid_unknown_fields=True):
     """The lease was live during the whole transfer: the bytes are the request's own.
 
-    `digests` has a value per state of the subject, in its order.
+    `digests` has a value per state of the claim's subject, in its order. Where the source writes it knows itself when
+    that is over, and says this when its last ticket has ended, unasked.
     """
 
     claim_id: Name

@@ -33,6 +33,7 @@ class Checks:
         self._arrived: dict[tuple[Node, str], list[Ticket]] = {}
         self._begun: dict[tuple[Party, str], Fetching] = {}
         self._in_place: Counter[tuple[Party, str, PeerKey]] = Counter()
+        self._packed: dict[tuple[Party, str, PeerKey], dict[SlotKey, int]] = {}
 
     def began(self, node: Node, fetching: Fetching) -> None:
         """Note what a rank wants."""
@@ -63,8 +64,11 @@ class Checks:
         """Note what has arrived as a whole."""
         if not error:
             self._arrived.setdefault((ticket.node, ticket.request_id), []).append(ticket)
+            whose = ticket.node.party, ticket.request_id, ticket.remote.peer_key
             if not ticket.is_staged:
-                self._in_place[ticket.node.party, ticket.request_id, ticket.remote.peer_key] += len(ticket.source)
+                self._in_place[whose] += len(ticket.source)
+            elif ticket.is_write and isinstance(ticket.key, SlotKey):
+                self._packed.setdefault(whose, {})[ticket.key] = len(ticket.source)
 
     def scattered(self, node: Node, copy: Copy) -> None:
         """Note what has come to its blocks out of a slot."""
@@ -126,7 +130,7 @@ class Checks:
         return {party.rank for party, claim_id in lent.claims if self._has_all(node, party, claim_id)}
 
     def _has_all(self, node: Node, party: Party, claim_id: str) -> bool:
-        """Whether everything that a reader has claimed of a source rank has come to its blocks."""
+        """Whether everything that a reader has claimed of a source rank has come to its blocks, or out of ours."""
         fetching = self._begun.get((party, claim_id))
         if fetching is None:
             return False
@@ -134,7 +138,8 @@ class Checks:
         _, programs = programs_between(shape.source.layouts, shape.target.layouts, party.rank)
         is_something = node.rank in programs and any(tokens.last for tokens in fetching.ranges)
         num_bytes = volume(programs[node.rank], fetching.ranges)[1] if is_something else 0
-        return self._in_place[party, claim_id, node.peer_key] >= num_bytes
+        whose = party, claim_id, node.peer_key
+        return max(self._in_place[whose], sum(self._packed.get(whose, {}).values())) >= num_bytes
 
     # --- ends ---
 
