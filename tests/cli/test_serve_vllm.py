@@ -83,6 +83,16 @@ def test_leases_and_draining_are_vllms_own_unless_chosen():
     assert json.loads(after(command, "--kv-transfer-config"))["kv_connector_extra_config"]["kv_lease_duration"] == 12.5
 
 
+@pytest.mark.parametrize(("given", "staging_bytes"), [([], None), (["--staging-mib", "64"], 64 << 20)])
+def test_staging_memory_is_the_connectors_own_unless_chosen(given, staging_bytes, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr("kvferry.cli.serve_vllm.serve_vllm", lambda options: seen.append(options) or 0)
+    result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--model", str(tmp_path), *given])
+    assert result.exit_code == 0, result.output
+    transfer = json.loads(after(vllm_command(seen[0], 1), "--kv-transfer-config"))
+    assert transfer["kv_connector_extra_config"].get("staging_bytes") == staging_bytes
+
+
 @pytest.mark.parametrize(
     ("given", "drain_s"), [([], 30.0), (["--as-child"], 0.0), (["--as-child", "--drain-timeout", "5"], 5.0)]
 )

@@ -73,6 +73,13 @@ def test_where_staging_memory_lies():
     assert settings({"staging_memory": "device"}).staging_memory == "device"
 
 
+def test_slots_are_made_for_the_staging_memory_that_there_is():
+    assert (settings().staging_bytes, settings().staging.slot_bytes) == (256 << 20, 24 << 20)
+    found = settings({"staging_bytes": 64 << 20, "strategy": "pack"})
+    assert found.staging_bytes == 64 << 20
+    assert 5 * found.staging.slot_bytes <= 32 << 20 < 6 * found.staging.slot_bytes
+
+
 def test_the_token_is_named_by_its_file():
     assert settings().token_file == ""
     assert settings({"token_file": "/run/secrets/kvferry"}).token_file == "/run/secrets/kvferry"
@@ -110,6 +117,9 @@ def test_the_stock_connectors_keys_are_accepted(monkeypatch, caplog):
         ({"token_file": 7}, "token_file"),
         ({"transprot": "tcp"}, "transprot"),
         ({"staging_memory": "vram"}, "staging memory"),
+        ({"staging_bytes": "256 MiB"}, "staging_bytes"),
+        ({"staging_bytes": True}, "staging_bytes"),
+        ({"staging_bytes": (1 << 20) - 1}, "staging memory"),
         ({"transfer_direction": "sideways"}, "direction"),
     ],
 )

@@ -19,11 +19,13 @@ from kvferry.session import events as e
 from kvferry.session.ways import AUTO, StagingPolicy, allowed_by
 from kvferry.staging.host_mover import HostMover, host_pieces
 from kvferry.staging.mover import Mover
+from kvferry.staging.pool import ALIGNMENT_BYTES
 from kvferry.transport.base import Memory
 
-__all__ = ["AgentConfig", "Host", "Notice", "new_epoch", "new_lease_id", "staging_named"]
+__all__ = ["STAGING_BYTES", "AgentConfig", "Host", "Notice", "new_epoch", "new_lease_id", "staging_named"]
 
 STAGING_BYTES = 256 << 20
+MIN_STAGING_BYTES = 1 << 20
 # Each slot costs messages, plans and turns: on 2 cores packed reads in benchmarks/mixed_tp.py are a twentieth faster
 # with this than with 16 MiB, and another one with 32. But only four of these have room for one way, and those that wait
 # for tokens of prompts that are still computed would hold up others.
@@ -43,9 +45,16 @@ def new_lease_id() -> str:
     return secrets.token_hex(16)
 
 
-def staging_named(name: str) -> StagingPolicy:
-    """What users call a policy: `auto` or the name of a strategy. Raises ConfigurationError for another name."""
-    return StagingPolicy(allowed_by(name), SLOT_BYTES)
+def staging_named(name: str, staging_bytes: int = STAGING_BYTES) -> StagingPolicy:
+    """What users call a policy, `auto` or the name of a strategy, with slots of which so much memory has room for five
+    each way. Raises ConfigurationError for another name, and for memory that nobody could call that."""
+    if staging_bytes < MIN_STAGING_BYTES:
+        raise ConfigurationError(
+            "too little staging memory",
+            found=f"{staging_bytes:,} bytes",
+            expected=f"at least {MIN_STAGING_BYTES:,}",
+        )
+    return StagingPolicy(allowed_by(name), min(SLOT_BYTES, staging_bytes // 10 // ALIGNMENT_BYTES * ALIGNMENT_BYTES))
 
 
 @dataclass(frozen=True, slots=True)

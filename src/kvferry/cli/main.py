@@ -133,6 +133,7 @@ def serve(
     digest: Digest = "sampled",
     transfer_direction: TransferDirection = "auto",
     strategy: Strategy = "auto",
+    staging_mib: Annotated[int, typer.Option(min=1, help="MiB of staging memory (docs/staging.md).")] = 256,
     block_tokens: Annotated[int, typer.Option(min=4, help="Tokens per block.")] = 16,
     num_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the cache.")] = 1024,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step; longer prompts go in chunks.")] = 512,
@@ -195,7 +196,8 @@ def serve(
             digest=policy,
             direction=direction,
             may_turn=may_turn(transfer_direction),
-            staging=staging_named(strategy),
+            staging_bytes=staging_mib << 20,
+            staging=staging_named(strategy, staging_mib << 20),
         )
         command.serve(
             command.ServeOptions(
@@ -238,6 +240,7 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str, join: JoinO
         transport=given["transport"],
         digest=given["digest"],
         strategy=given["strategy"],
+        staging_bytes=_size(context, "staging_mib", "vllm") << 20,
         direction=given["transfer_direction"],
         block_tokens=_size(context, "block_tokens", "vllm"),
         dtype=given["dtype"],

@@ -53,6 +53,7 @@ class VllmOptions:
     token_file: str = ""
     digest: str = "sampled"
     strategy: str = "auto"
+    staging_bytes: int = 0
     direction: str = "auto"
     lease_s: float = 0.0
     drain_s: float = 0.0
@@ -91,6 +92,7 @@ def vllm_command(options: VllmOptions, port: int) -> list[str]:
     extra = {"transport": options.transport, "port": options.transfer_port}
     extra |= {"digest": options.digest} if options.digest != "sampled" else {}
     extra |= {"strategy": options.strategy} if options.strategy != "auto" else {}
+    extra |= {"staging_bytes": options.staging_bytes} if options.staging_bytes else {}
     extra |= {"transfer_direction": options.direction} if options.direction != "auto" else {}
     extra |= {"host": options.transfer_host} if options.transfer_host != HERE else {}
     extra |= {"kv_lease_duration": options.lease_s} if options.lease_s else {}

@@ -10,7 +10,7 @@ import vllm
 import vllm.envs
 from vllm.config import VllmConfig
 
-from kvferry.agent import staging_named
+from kvferry.agent import STAGING_BYTES, staging_named
 from kvferry.errors import ConfigurationError
 from kvferry.plan.copies import Direction, direction_named, may_turn
 from kvferry.plan.digest import Policy, policy_named
@@ -28,6 +28,7 @@ KNOWN_KEYS = (
     "host",
     "kv_lease_duration",
     "port",
+    "staging_bytes",
     "staging_memory",
     "strategy",
     "token_file",
@@ -56,6 +57,7 @@ class Settings:
     buffer_device: str = "cpu"
     digest: Policy = Policy.SAMPLED
     staging: StagingPolicy = field(default_factory=lambda: staging_named("auto"))
+    staging_bytes: int = STAGING_BYTES
     staging_memory: StagingMemory = StagingMemory.HOST
     direction: Direction = Direction.READ
     may_turn: bool = True
@@ -93,6 +95,7 @@ def settings_of(config: VllmConfig) -> Settings:
     lease_s = extra.get("kv_lease_duration", DEFAULT_LEASE_S)
     if isinstance(lease_s, bool) or not isinstance(lease_s, int | float) or not lease_s > 0:
         raise ConfigurationError("kv_lease_duration is wrong", found=repr(lease_s), expected="seconds above 0")
+    staging_bytes = _staging_bytes(extra)
     return Settings(
         engine_id=transfer.engine_id,
         host=str(extra.get("host", vllm.envs.VLLM_NIXL_SIDE_CHANNEL_HOST)),
@@ -102,7 +105,8 @@ def settings_of(config: VllmConfig) -> Settings:
         token_file=_token_file(extra),
         buffer_device=transfer.kv_buffer_device or "cpu",
         digest=policy_named(str(extra.get("digest", Policy.SAMPLED))),
-        staging=staging_named(str(extra.get("strategy", "auto"))),
+        staging=staging_named(str(extra.get("strategy", "auto")), staging_bytes),
+        staging_bytes=staging_bytes,
         staging_memory=staging_memory_named(str(extra.get("staging_memory", StagingMemory.HOST))),
         direction=direction_named(direction),
         may_turn=may_turn(direction),
@@ -132,6 +136,13 @@ def _port(extra: dict[str, Any], config: VllmConfig) -> int:
         raise ConfigurationError("port is wrong", found=repr(port), expected="0 to 65535; 0 lets the system choose")
     ranks_per_engine = config.parallel_config.world_size
     return port + config.parallel_config.data_parallel_index * ranks_per_engine if port else 0
+
+
+def _staging_bytes(extra: dict[str, Any]) -> int:
+    found = extra.get("staging_bytes", STAGING_BYTES)
+    if isinstance(found, bool) or not isinstance(found, int):
+        raise ConfigurationError("staging_bytes is wrong", found=repr(found), expected="a number of bytes")
+    return found
 
 
 def _token_file(extra: dict[str, Any]) -> str:

@@ -106,6 +106,7 @@ class Worker:
             digest=self._settings.digest,
             direction=self._settings.direction,
             may_turn=self._settings.may_turn,
+            staging_bytes=self._settings.staging_bytes,
             staging=self._settings.staging,
             token=read_token(self._settings.token_file),
         )
