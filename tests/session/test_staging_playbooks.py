@@ -522,6 +522,8 @@ def test_a_lease_that_ends_between_two_slots_leaves_nothing_open():
     assert reasons(session.handle(said(asked(1)), 5.0)) == ["expired"]
 
 
+GROWING = replace(LEASE, block_tables=((),), is_growing=True)
+DIRECT_CLAIM = m.Claim(US, "q1", REFERENCE, NUM_TOKENS, (0,), Direction.WRITE, TABLES, RANGES)
 LANDED_SAID, VALID = said(m.Landed(US, "q1", "l1")), Reply("x", m.Valid("q1"))
 
 
@@ -546,6 +548,44 @@ def test_when_the_last_slot_is_written_all_of_it_is_valid_and_the_blocks_are_fre
     play(session, [(6, said(asked(3)), [last]), (6, said(CLAIM), [Reply("x", m.Grant("q1", ()))])])
     assert reasons(session.handle(said(asked(4)), 6.0)) == ["out_of_range"]
     play(session, [(7, LANDED_SAID, [VALID]), (8, LANDED_SAID, [VALID])])
+
+
+@pytest.mark.parametrize("is_growing", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "ranges"),
+    [(0, ()), (16, (TokenRange(20, 16),)), (16, (TokenRange(-5, 16),)), (0, (TokenRange(5, 0),))],
+)
+def test_ranges_that_cannot_be_are_refused_when_they_are_claimed(num_tokens, ranges, is_growing):
+    session = source()
+    wrong = structs.replace(CLAIM, num_tokens=num_tokens, ranges=ranges)
+    play(session, [(0, replace(LEASE, is_growing=is_growing), []), *CLAIMED[1:3]])
+    commands = play(session, [(1, said(wrong), [Reply, Count])])
+    assert reasons(commands) == ["out_of_range"]
+    play(session, [(2, said(CLAIM), [Reply]), (3, LeaseWithdrawn("r1"), [SourceFree])])
+
+
+@pytest.mark.parametrize("tables", [((99, 5, 2, 7),), ((),), ()])
+def test_blocks_that_cannot_be_are_refused_by_a_push_of_what_is_still_computed(tables, monkeypatch):
+    monkeypatch.setattr(carrying, "STRETCH_BYTES", STRETCH_BYTES)
+    session = source()
+    wrong = structs.replace(DIRECT_CLAIM, block_tables=tables)
+    play(session, [(0, GROWING, []), (0, grown(9), []), *CLAIMED[1:3]])
+    commands = play(session, [(1, said(wrong), [Reply, Count])])
+    assert reasons(commands) == ["out_of_range"]
+    play(session, [(2, LeaseWithdrawn("r1"), [SourceFree("r1", "withdrawn")])])
+
+
+@pytest.mark.parametrize("claim", [CLAIM, DIRECT_CLAIM], ids=["packed", "direct"])
+def test_who_has_read_all_of_it_has_nothing_written(claim):
+    """Under the same claim: its blocks are free when the lease ends, whatever else is asked for."""
+    session = source()
+    play(session, [(0, GROWING, []), *CLAIMED[1:3]])
+    nothing = m.Claim(US, "q1", REFERENCE, 0, (0,))
+    play(session, [(1, said(nothing), [Reply("x", m.Grant("q1", ((),)))]), (1, LANDED_SAID, [VALID])])
+    assert reasons(session.handle(said(claim), 2.0)) == ["already_claimed"]
+    assert reasons(session.handle(said(asked(0)), 2.0)) == ["not_claimed"]
+    play(session, [(3, LeaseWithdrawn("r1"), [SourceFree("r1", "withdrawn")])])
+    assert reasons(session.handle(said(asked(0)), 4.0)) == ["expired"]
 
 
 def test_a_claim_of_which_nothing_moves_is_valid_at_once():
@@ -577,13 +617,11 @@ def test_a_slot_goes_round_once():
 
 # --- a source whose request is still computed
 
-GROWING = replace(LEASE, block_tables=((),), is_growing=True)
 GROWING_CLAIMED = [
     (0, GROWING, []),
     *CLAIMED[1:-1],
     (0, said(CLAIM), [Reply("x", m.Grant("q1", (), NUM_TOKENS))]),
 ]
-DIRECT_CLAIM = m.Claim(US, "q1", REFERENCE, NUM_TOKENS, (0,), Direction.WRITE, TABLES, RANGES)
 
 
 def missing(num_tokens):

@@ -104,17 +104,18 @@ class Turns:
         return self._rest_s(now)
 
     def _carried(self) -> bool:
-        """Whether transports have got on.
-
-        What has been copied may come from blocks that the engine took back meanwhile, and what follows from the end of
-        a copy may be that its bytes are good: so the engine is heard in between.
-        """
+        """Whether transports have got on."""
         events = self.carrier.poll()
+        self._feed_after_wishes(events)
+        return bool(events)
+
+    def _feed_after_wishes(self, events: Sequence[_CommonEvent]) -> None:
+        """What has been copied, or digested, may come from blocks that the engine took back meanwhile, and what follows
+        from its end may be that these bytes are good: so the engine is heard in between."""
         if events:
             self._take_wishes()
         for event in events:
             self._feed(event)
-        return bool(events)
 
     def _rest_s(self, now: float) -> float:
         return max(0.0, min(self.quiet_until - now, self.carrier.progress_interval_s))
@@ -142,8 +143,7 @@ class Turns:
             self._feed(slot_event)
         self._carried()
         self._move_slots()
-        for digested in self.digester.run(DIGEST_BYTES):
-            self._feed(digested)
+        self._feed_after_wishes(self.digester.run(DIGEST_BYTES))
         for peer in self.knocks.unanswered():
             self._feed_target(e.PeerGone(peer))
 

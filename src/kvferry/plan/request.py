@@ -74,10 +74,6 @@ def places_for(
 
     Raises what `copies_for` raises.
     """
-    for tokens in ranges:
-        if not 0 <= tokens.first <= tokens.last <= MAX_STOP:
-            expected = f"0 <= first <= last <= {MAX_STOP}"
-            raise BlockTableError("not a token range", found=f"[{tokens.first}, {tokens.last})", expected=expected)
     numbers = [_all_numbers(program, ranges, stretch) for stretch in stretches]
     for stretch, at in zip(stretches, numbers, strict=True):
         _check_rows(sum(len(section) * times for section, times in _counted(program, at, stretch.is_last)))
@@ -141,7 +137,10 @@ def num_rows(program: Program, ranges: Ranges, stretch: Stretch = WHOLE) -> int:
 
 
 def volume(program: Program, ranges: Ranges) -> tuple[int, int]:
-    """(rows, bytes) of a request before neighbours are merged; tells without listing them."""
+    """(rows, bytes) of a request before neighbours are merged; tells without listing them.
+
+    Raises BlockTableError when a range runs backwards or is missing.
+    """
     numbers = _all_numbers(program, ranges, WHOLE)
     counted = [(len(section) * times, section.length) for section, times in _counted(program, numbers, WHOLE.is_last)]
     return sum(rows for rows, _ in counted), sum(rows * length for rows, length in counted)
@@ -157,7 +156,11 @@ def _counted(program: Program, numbers: Sequence[range], is_last: bool) -> Itera
 
 
 def _all_numbers(program: Program, ranges: Ranges, stretch: Stretch) -> list[range]:
-    """See `_numbers`: those of every group."""
+    """See `_numbers`: those of every group. Raises BlockTableError when a range runs backwards or is missing."""
+    for tokens in ranges:
+        if not 0 <= tokens.first <= tokens.last <= MAX_STOP:
+            expected = f"0 <= first <= last <= {MAX_STOP}"
+            raise BlockTableError("not a token range", found=f"[{tokens.first}, {tokens.last})", expected=expected)
     return [_numbers(group, _range_of(group, ranges), stretch) for group in program.groups]
 
 

@@ -89,7 +89,7 @@ class SlotPlan:
 
     @cached_property
     def num_bytes(self) -> int:
-        """What all slots have together."""
+        """What all slots have together. Raises what `volume` raises."""
         return volume(self._request.program, self._request.ranges)[1]
 
     def forget(self) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from kvferry.errors import FerryError, TransferError
 from kvferry.plan.copies import Direction
-from kvferry.plan.slots import SlotPlan
-from kvferry.plan.staged import Side, Strategy
+from kvferry.plan.staged import Strategy
 from kvferry.session.events import (
     Acquired,
     Cancel,
@@ -43,16 +42,24 @@ class Carrying:
         self._fresh: list[Packing] = []
         self.stretch_bytes = STRETCH_BYTES
 
-    def begin(self, peer: str, claim: Claim, lease: Lease) -> Iterator[Command]:
+    def begin(self, peer: str, claim: Claim, lease: Lease) -> list[Command]:
         """Carry a claim out, once. Asked again, say how far that is. Raises TransferError when it cannot be."""
         key = ClaimKey(claim.reference.lease_id, claim.party, claim.claim_id)
         if known := lease.writes.get(key):
             known.peer = peer
-            yield Reply(peer, known.word())
-        elif claim.strategy is Strategy.PACK:
+            return [Reply(peer, known.word())]
+        try:
+            return list(self._begin(key, peer, claim, lease))
+        except FerryError as error:
+            lease.writes.pop(key, None)
+            raise _as_refused(error) from error
+
+    def _begin(self, key: ClaimKey, peer: str, claim: Claim, lease: Lease) -> Iterator[Command]:
+        """What is raised here undoes all of it: nothing of it has been carried out yet."""
+        if claim.strategy is Strategy.PACK:
             request = self._targets.request(claim, lease.wanted)
-            plan = SlotPlan(request, Side.SOURCE, lease.num_ready)
-            packing = lease.writes[key] = Packing(key, peer, request, plan, lease.num_ready)
+            packing = Packing.begun(key, peer, request, lease.num_ready)
+            lease.writes[key] = packing
             self._fresh.append(packing)
             yield Reply(peer, packing.word())
         elif lease.num_ready < claim.num_tokens:
@@ -68,9 +75,9 @@ class Carrying:
             yield Post(key, copies, Direction.WRITE)
 
     def told(self, peer: str, claim: Claim, lease: Lease) -> list[Command]:
-        """What is said of a claim that has been carried out, whatever has become of its lease; nothing of others."""
+        """What is said of a claim of which all is written, whatever has become of its lease; nothing of others."""
         write = lease.writes.get(ClaimKey(claim.reference.lease_id, claim.party, claim.claim_id))
-        return [Reply(peer, write.word())] if write is not None else []
+        return [Reply(peer, write.word())] if write is not None and write.is_written else []
 
     def prepare(self) -> None:
         """Do what can be done for new claims while their targets hear that they are granted."""
@@ -86,7 +93,7 @@ class Carrying:
         try:
             yield from packing.pack(message, peer, gets_on=now - self._moved_at < self._transfer_s)
         except FerryError as error:
-            raise TransferError(Reason.OUT_OF_RANGE, error.what, found=error.found, expected=error.expected) from error
+            raise _as_refused(error) from error
 
     def grown(self, lease: Lease) -> Iterator[Command]:
         """More tokens are computed: on with what has waited for them."""
@@ -152,13 +159,20 @@ class Carrying:
     def end(self, lease: Lease) -> Iterator[Command]:
         """The lease has ended: what is under way is no good any more, and has to end too."""
         for key, write in lease.writes.items():
-            if key.party in lease.completed:
+            if write.is_written:
                 continue
             # Asked for slots, or at the end for all of them, the target may be between two questions.
             was_open = write.is_waited_for if isinstance(write, Packing) else write.is_open
             yield from _stop(key, write)
             if was_open and not write.is_aborted:
                 yield from refuse(write.peer, lease.refusal_of_end(key))
+
+
+def _as_refused(error: FerryError) -> TransferError:
+    """What a target has asked for that cannot be."""
+    if isinstance(error, TransferError):
+        return error
+    return TransferError(Reason.OUT_OF_RANGE, error.what, found=error.found, expected=error.expected)
 
 
 def _stop(key: ClaimKey, write: Write | Packing | StretchWrites) -> Iterator[Command]:

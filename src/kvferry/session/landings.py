@@ -34,9 +34,9 @@ class Landings:
     def written(self, lease: Lease, now: float) -> list[Command]:
         """Whom we have written everything to need not ask."""
         commands = []
-        for key, write in lease.writes.items() if lease.live else ():
+        for key, write in lease.writes.items():
             is_told = key.party in lease.completed or key in lease.digesting or write.is_aborted
-            if write.is_written and not is_told and lease.holds(key.party, key.claim_id):
+            if lease.live and write.is_written and not is_told and lease.holds(key.party, key.claim_id):
                 commands += self._answer(write.peer, key, lease, now)
         return commands
 

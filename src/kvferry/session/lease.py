@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from kvferry.plan.copies import Direction
 from kvferry.plan.digest import NOTHING, Subject
 from kvferry.session.events import NOT_AHEAD, Ahead, ClaimKey, LeaseGrown, LeaseWanted
 from kvferry.session.machine import Machine, Table
@@ -100,6 +101,10 @@ class Lease:
         """Every expected reader of the claiming engine has said that its bytes are there, and the engine is done."""
         return self.num_ready == self.wanted.num_tokens and self.readers <= {party.rank for party in self.completed}
 
+    def is_written(self, key: ClaimKey) -> bool:
+        """Whether we have carried a claim out, to its last byte."""
+        return key in self.writes and self.writes[key].is_written
+
     def holds(self, party: Party, claim_id: str) -> bool:
         """Whether this claim is the one that was granted to this reader."""
         return party in self.claims and self.claims[party].claim_id == claim_id
@@ -141,6 +146,9 @@ class Lease:
         if party in self.claims and not self.holds(party, claim.claim_id):
             what = "another attempt has claimed this lease"
             return _refusal(claim, Reason.ALREADY_CLAIMED, what, claim.claim_id, "one attempt")
+        if claim.direction is Direction.WRITE and party in self.completed:
+            what = "this reader has all of it"
+            return _refusal(claim, Reason.ALREADY_CLAIMED, what, claim.claim_id, "one claim")
         if claim.num_tokens > wanted.num_tokens:
             found, expected = f"{claim.num_tokens} tokens", f"at most {wanted.num_tokens}"
             return _refusal(claim, Reason.OUT_OF_RANGE, "more tokens than were computed", found, expected)

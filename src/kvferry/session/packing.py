@@ -32,8 +32,8 @@ __all__ = ["Packing"]
 
 @dataclass(slots=True)
 class Packing:
-    """One claim. `peer` names whom to answer, `error` says what did not work, `done` are the slots that are written,
-    which have `num_written_bytes`, `held` those that wait for their tokens, with the places that they are for.
+    """One claim of `num_bytes`. `peer` names whom to answer, `error` says what did not work, `done` are the slots that
+    are written, `num_written_bytes` together, `held` those that wait for their tokens, and where these are to go.
 
     With `is_aborted` the target waits to hear that nothing is written any more.
     """
@@ -42,6 +42,7 @@ class Packing:
     peer: str
     request: StagedRequest
     plan: SlotPlan
+    num_bytes: int
     num_ready: int
     held: dict[SlotKey, int] = field(default_factory=dict)
     uses: dict[SlotKey, SlotUse] = field(default_factory=dict)
@@ -50,6 +51,12 @@ class Packing:
     error: str = ""
     is_clean: bool = True
     is_aborted: bool = False
+
+    @classmethod
+    def begun(cls, key: ClaimKey, peer: str, request: StagedRequest, num_ready: int) -> Packing:
+        """One of which nothing is asked for yet. Raises BlockTableError for ranges that cannot be."""
+        plan = SlotPlan(request, Side.SOURCE, num_ready)
+        return cls(key, peer, request, plan, plan.num_bytes, num_ready)
 
     @property
     def claim_id(self) -> str:
@@ -68,7 +75,7 @@ class Packing:
     @property
     def is_written(self) -> bool:
         """Whether everything is there."""
-        return self.num_written_bytes == self.plan.num_bytes and not self.error
+        return self.num_written_bytes == self.num_bytes and not self.error
 
     def word(self) -> Grant | Refusal:
         """What there is to say while the lease is live."""

@@ -207,7 +207,7 @@ class SourceSession:
         """Grant a claim, if the lease's record supports it."""
         if lease.wanted.request_id != claim.reference.request_id:
             return refuse(peer, unknown_lease(claim))
-        if claim.party in lease.completed and (told := self._carrying.told(peer, claim, lease)):
+        if told := self._carrying.told(peer, claim, lease):
             return told
         for refusal in (*lease.refusal_of(claim), *self._refusal_of_state(lease, claim)):
             return refuse(peer, refusal)
@@ -224,7 +224,7 @@ class SourceSession:
         """Carry a claim out."""
         is_known = lease.holds(claim.party, claim.claim_id)
         try:
-            commands = list(self._carrying.begin(peer, claim, lease))
+            commands = self._carrying.begin(peer, claim, lease)
         except TransferError as error:
             # A target that is not known here has to begin anew with its offer.
             claim_id = "" if error.reason == Reason.UNREACHABLE else claim.claim_id
@@ -242,8 +242,11 @@ class SourceSession:
         lease = self._leases.get(pack.lease_id)
         if lease is None:
             return refuse(peer, unknown_lease(pack))
-        if (pack.party, pack.claim_id) in self._aborted or not lease.serves(pack.party):
-            return refuse(peer, lease.refusal_of_end(ClaimKey(pack.lease_id, pack.party, pack.claim_id)))
+        key = ClaimKey(pack.lease_id, pack.party, pack.claim_id)
+        # Of what is written it is only said again that it is, also when the lease is over.
+        is_served = lease.live or lease.is_written(key)
+        if (pack.party, pack.claim_id) in self._aborted or not is_served:
+            return refuse(peer, lease.refusal_of_end(key))
         try:
             commands = list(self._carrying.pack(peer, pack, lease, now))
         except TransferError as error:
@@ -321,4 +324,4 @@ class SourceSession:
         commands = list(self._carrying.abort(peer, ClaimKey(abort.lease_id, abort.party, abort.claim_id), lease))
         if lease.live and (not lease.claims or lease.holds(abort.party, abort.claim_id)):
             commands += self._leases.end(lease, "abort", Reason.ABORTED, now)
-        return commands
+        return [*commands, *self._leases.free_when_drained(lease)]
