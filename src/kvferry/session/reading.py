@@ -245,20 +245,16 @@ class Reads:
             yield Fetched(fetch.wanted.request_id, fetch.report(peer.transport, peer.choice, verified, now))
 
     def _prepare(self, fetch: Fetch) -> None:
-        """Do what can be done while sources think about what they were asked. What cannot be is told when it has to.
-
-        Of what is packed that is the first slot only, which the source can begin with as soon as it is asked for; what
-        will be digested is found out while that is gathered.
-        """
+        """Do what can be done while sources think about what they were asked. What cannot be is told when it has to."""
         for key, read in fetch.reads.items():
-            is_packed = read.strategy is Strategy.PACK
+            if not (read.may_prepare and read.state in UNANSWERED):
+                continue
+            read.may_prepare = False
             with suppress(FerryError):
-                if is_packed and read.state is ReadState.CLAIMING and not read.plans:
+                if read.strategy is Strategy.PACK:
                     read.plans = (self._plan_of(fetch, key),)
                     read.plans[0].slots(0)
-                if read.may_prepare and (read.state is ReadState.MOVING if is_packed else read.state in UNANSWERED):
-                    read.may_prepare = False
-                    self._verifier.prepare(fetch, key)
+                self._verifier.prepare(fetch, key)
 
     def of(self, key: PeerKey, claim_id: str, *states: ReadState) -> list[tuple[Fetch, Read]]:
         """The read of a claim from a peer, if it is in one of the states; late and repeated answers match none."""
