@@ -4,16 +4,15 @@ Whatever targets say, in whatever order, the source answers with commands. What 
 that are lent, and of the request that was claimed; each lease gives its blocks back once, when nothing looks at them.
 """
 
-import random
 from collections import Counter, deque
 
 import pytest
 from msgspec import structs
+from under_way import UnderWay, as_it_arrives, bytes_of_blocks
 
 from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.digest import NOTHING, Part, Policy, Subject
-from kvferry.plan.layout import Layout
 from kvferry.plan.model import attention
 from kvferry.plan.span import Span
 from kvferry.plan.staged import Strategy
@@ -22,15 +21,13 @@ from kvferry.plan.tokens import ALL_TOKENS, TokenRange
 from kvferry.session import events as e
 from kvferry.session.introduction import Identity
 from kvferry.session.source import SourceSession
-from kvferry.testing import oracle
 from kvferry.wire import messages as m
-from kvferry.wire.codec import decode, encode
 
 RUNS, STEPS = 250, 150
 MODEL = attention(2, 4, 4, "float32", 4)
 SOURCES = describe(MODEL, EngineShape(1, 1, 4, 32, "token-major"), 1 << 20)
 TARGETS = describe(MODEL, EngineShape(2, 1, 8, 8, "head-major"), 1 << 40)
-NUM_TOKENS = 13
+NUM_TOKENS, NUM_BLOCKS = 13, 32
 US = m.Party("p0", "e1", 0)
 THEM = [m.Party(engine, epoch, rank) for engine, epoch, rank in (("d0", "e9", 0), ("d0", "e9", 1), ("d1", "e3", 0))]
 STATES = tuple(state.name for state in SOURCES[0].states)
@@ -38,28 +35,20 @@ TIMING = e.Timing(lease_s=10.0, tombstone_s=30.0, early_claim_s=5.0, idle_peer_s
 FOREVER_S = 1e5
 
 
-class Engine:
+class Engine(UnderWay):
     """The source's engine and agent: what is lent, and what is under way on behalf of whom."""
 
     def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.session = SourceSession(Identity(US, "0.1.0", SOURCES, (), m.Probe(0, 0, 0)), TIMING)
-        self.now = 0.0
+        super().__init__(seed, SourceSession(Identity(US, "0.1.0", SOURCES, (), m.Probe(0, 0, 0)), TIMING))
         self.lent: dict[str, tuple[tuple[int, ...], bool]] = {}
-        self.waits: dict[e.SlotKey, e.Acquire] = {}
-        self.held: set[e.SlotKey] = set()
-        self.gathers: dict[e.SlotKey, e.Stage] = {}
-        self.tickets: dict[object, e.Post] = {}
-        self.digests: dict[object, e.Digest] = {}
-        self.free = list(range(32))
-        self.counts: Counter[str] = Counter()
-        self._numbers = iter(range(1 << 20))
+        self.free = list(range(NUM_BLOCKS))
+        self._ids = iter(range(1 << 20))
 
     def lend(self) -> None:
         """A lease on four blocks of its own, computed or not."""
         if len(self.free) < 4:
             return
-        number, is_growing = next(self._numbers), self.random.random() < 0.4
+        number, is_growing = next(self._ids), self.random.random() < 0.4
         table = tuple(self.free.pop(self.random.randrange(len(self.free))) for _ in range(4))
         self.lent[f"l{number}"] = table, is_growing
         tables = ((),) if is_growing else (table,)
@@ -77,106 +66,43 @@ class Engine:
         if self.lent:
             self.feed(e.LeaseWithdrawn(f"r{self.random.choice(list(self.lent))[1:]}"))
 
-    def pass_time(self) -> None:
-        self.now += self.random.choice((0.01, 0.5, 3.0, 11.0))
-        self.feed(e.Tick())
-
-    def go_on(self) -> None:
-        """Something that is under way ends, well or not."""
-        error = "broken" if self.random.random() < 0.1 else ""
-        under_way = [*self.waits, *self.gathers, *self.tickets, *self.digests]
-        if not under_way:
-            return
-        key = self.random.choice(under_way)
-        if key in self.waits:
-            del self.waits[key]
-            self.held |= set() if error else {key}
-            self.feed(e.Acquired(key, 0 if error else (1 << 50), error))
-        elif key in self.gathers:
-            del self.gathers[key]
-            self.feed(e.Staged(key, error))
-        elif key in self.tickets:
-            del self.tickets[key]
-            self.feed(e.TicketEnded(key, error))
-        else:
-            digest = self.digests.pop(key)
-            num_values = sum(len(extract.numbers) for extract in digest.extracts)
-            self.feed(e.Digested(key, () if error else (bytes(8),) * num_values, error))
-
     def hear(self, message: m.Message) -> None:
-        """What would arrive: nothing that the wire refuses."""
-        self.feed(e.FrameArrived("x", decode(encode(message))))
+        self.feed(e.FrameArrived("x", as_it_arrives(message)))
 
-    def feed(self, event: object) -> None:
-        for command in self.session.handle(event, self.now):
-            self.counts[type(command).__name__] += 1
-            self.obey(command)
+    def check(self) -> None:
         assert {key.lease_id for key in self.digests} <= set(self.lent)
 
     def obey(self, command: e.Command) -> None:
         match command:
             case e.Connect(party, _):
                 self.feed(e.PeerConnected(party, "shm", ""))
-            case e.Digest(key, _):
-                assert key.lease_id in self.lent
-                self.digests[key] = command
-            case e.DropDigest(key):
-                self.digests.pop(key, None)
             case e.SourceFree(request_id, _):
                 self.take_back(f"l{request_id[1:]}")
             case e.Reply(_, message):
                 self.counts[type(message).__name__] += 1
             case _:
-                self.move(command)
+                super().obey(command)
 
-    def move(self, command: e.Command) -> None:
-        """Slots and copies."""
-        match command:
-            case e.Acquire(key, _):
-                assert key not in self.held
-                self.waits[key] = command
-            case e.Release(key):
-                assert key not in self.gathers
-                assert key not in self.tickets
-                self.waits.pop(key, None)
-                self.held.discard(key)
-            case e.Stage(key, tiles):
-                assert key in self.held
-                self.expect_lent(key.work.lease_id, rows_of(tiles))
-                self.gathers[key] = command
-            case e.Post(key, copies, direction):
-                assert direction is Direction.WRITE
-                assert key not in self.tickets
-                if key not in self.held:
-                    self.expect_lent((key.work if isinstance(key, e.SlotKey) else key).lease_id, copies)
-                self.tickets[key] = command
-
-    def expect_lent(self, lease_id: str, copies) -> None:
-        """All that is looked at belongs to the blocks of this lease."""
-        lent = set().union(*(OF_BLOCKS[block] for block in self.lent[lease_id][0]))
+    def expect_own(self, command: e.Stage | e.Post) -> None:
+        """What is looked at are blocks that are lent, or what has been gathered out of them."""
+        key = command.key
+        copies = rows_of(command.tiles) if isinstance(command, e.Stage) else command.copies
+        if isinstance(command, e.Post) and key in self.held:
+            allowed = self.held[key]
+        else:
+            lease_id = (key.work if isinstance(key, e.SlotKey) else key).lease_id
+            allowed = set().union(*(OF_BLOCKS[block] for block in self.lent[lease_id][0]))
         for address, length in zip(copies.source.tolist(), copies.length.tolist(), strict=True):
-            assert lent.issuperset(range(address, address + length))
+            assert address in allowed
+            assert all(each in allowed for each in range(address, address + length))
 
     def take_back(self, lease_id: str) -> None:
         table, _ = self.lent.pop(lease_id)
-        works = [key.work if isinstance(key, e.SlotKey) else key for key in (*self.gathers, *self.tickets)]
-        assert lease_id not in {work.lease_id for work in works}
+        assert lease_id not in {work.lease_id for work in self.works()}
         self.free += table
 
 
-def of_blocks(layout: Layout) -> dict[int, set[int]]:
-    """The bytes of each block."""
-    found: dict[int, set[int]] = {}
-    for block in range(32):
-        found[block] = set()
-        for placement in layout.placements:
-            item_bytes = layout.state_named()[placement.state].item_bytes
-            for _, _, address in oracle.element_addresses(layout, placement, ((block,),), TokenRange(0, 4)):
-                found[block].update(range(address, address + item_bytes))
-    return found
-
-
-OF_BLOCKS = of_blocks(SOURCES[0])
+OF_BLOCKS = bytes_of_blocks(SOURCES[0], NUM_BLOCKS, 4)
 
 
 def _subject(policy: Policy, states: tuple[str, ...], box: tuple[Span, ...], last: int) -> Subject:
@@ -300,13 +226,12 @@ def play(seed: int) -> Counter[str]:
 
 def leave(engine: Engine) -> None:
     """When nobody says anything any more, all that is under way ends, and nothing is left."""
-    while engine.waits or engine.gathers or engine.tickets or engine.digests:
-        engine.go_on()
     for _ in range(4):
+        while not engine.is_idle:
+            engine.go_on()
         engine.now += FOREVER_S
         engine.feed(e.Tick())
-        while engine.waits or engine.gathers or engine.tickets or engine.digests:
-            engine.go_on()
+    assert engine.is_idle
     assert not engine.lent
     assert not engine.held
     assert engine.session.num_live() == 0

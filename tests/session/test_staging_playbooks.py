@@ -234,6 +234,13 @@ def test_slots_are_told_to_the_source_and_scattered_when_it_has_written_them(dir
     assert (fetched.report.num_rows, fetched.report.strategy) == (4, "pack")
 
 
+def test_what_is_packed_is_written_slot_by_slot():
+    """Found by fuzzing: a source that said that everything is written ended the read, and its slots stayed for ever."""
+    session = target(Strategy.PACK)
+    everything = answer(m.Written("q1", 4 * STRETCH_BYTES, 4))
+    play(session, [*PACKING, (1, acquired(0), [pack(0)]), (2, everything, []), (2, packed(0), [Stage])])
+
+
 def test_a_slot_that_is_not_written_is_asked_for_again():
     session = target(Strategy.PACK)
     play(session, [*PACKING, (1, acquired(0), [pack(0)]), (1.1, Tick(), []), (1.6, Tick(), [pack(0)])])

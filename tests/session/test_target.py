@@ -143,6 +143,13 @@ def test_a_failed_read_frees_its_blocks_because_the_ticket_has_ended():
     assert "peer reset" in str(failure(commands))
 
 
+def test_a_word_about_slots_does_not_end_a_read_without_any():
+    """Found by fuzzing: it freed the blocks, into which our ticket still went."""
+    target = session()
+    play(target, [*POSTED, (0.5, AbortWanted("q1"), FAILED), (0.6, answer(m.Packed("q1", 0, 0)), [])])
+    play(target, [(0.7, answer(m.Aborted("q1", "epoch-1")), []), (0.8, TicketEnded(KEY, ""), [TargetFree("q1")])])
+
+
 def test_blocks_stay_in_quarantine_while_a_ticket_is_open():
     target = session()
     play(target, [*POSTED, (0.5, AbortWanted("q1"), FAILED)])

@@ -55,11 +55,12 @@ class Quarantine:
         yield from self.free_when_drained(fetch)
 
     def drained(self, work: ReadKey | ClaimKey) -> Iterator[Command]:
-        """A failed read through staging memory is over when all its slots are."""
+        """A failed read through staging memory is over when all its slots are; another one when its ticket is."""
         fetch = self._fetches.get(work.request_id) if isinstance(work, ReadKey) else None
         if fetch is not None and isinstance(work, ReadKey) and fetch.failed and work.peer in fetch.reads:
             read = fetch.reads[work.peer]
-            if read.state is ReadState.DRAINING and not any(unpacking.is_open for unpacking in read.unpacking):
+            is_staged = read.strategy is not Strategy.DIRECT and read.state is ReadState.DRAINING
+            if is_staged and not any(unpacking.is_open for unpacking in read.unpacking):
                 read.machine.move("ticket ended")
                 yield from self.free_when_drained(fetch)
 

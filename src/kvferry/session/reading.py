@@ -183,9 +183,9 @@ class Reads:
         yield from ()
 
     def written(self, peer: Peer, written: Written, now: float) -> Iterator[Step]:
-        """The source's own ticket has ended well."""
+        """The source's own ticket has ended well. Of what it packs it says so slot by slot."""
         for fetch, read in self.of(peer.key, written.claim_id, ReadState.EXPOSED, ReadState.MOVING):
-            if read.direction is Direction.WRITE:
+            if read.direction is Direction.WRITE and read.strategy is Strategy.DIRECT:
                 read.num_bytes, read.num_rows = written.num_bytes, written.num_rows
                 fetch.granted(now)
                 read.machine.move("ticket ended")
