@@ -119,7 +119,8 @@ WRONG = {
     "ranges": tuple(
         tuple(TokenRange(first, last) for first, last in ranges)
         for last in (0, 6, NUM_TOKENS)
-        for ranges in ((), [(last, last)], [(last + 4, last)], [(-5, last)], [(3, last)], [(0, last), (0, last)])
+        for first in (3, last, last + 4, -5, -(1 << 40), -(1 << 63))
+        for ranges in ((), [(first, last)], [(0, last), (first, last)])
     ),
     "strategy": tuple(Strategy),
     "slot_bytes": (0, 1, 7, 1 << 20, 1 << 32),

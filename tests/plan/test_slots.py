@@ -1,5 +1,7 @@
 """I7 slot by slot: what goes through staging memory, in slots that are used again, leaves what direct copies leave."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,12 +10,13 @@ from hypothesis import strategies as st
 from kvferry.errors import RequestError
 from kvferry.plan import slots
 from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import attention
+from kvferry.plan.model import attention, latent
 from kvferry.plan.program import bind
 from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
 from kvferry.plan.slots import SlotPlan, StagedRequest, any_tables, region_starts
 from kvferry.plan.staged import Strategy
+from kvferry.plan.stretch import stretch_tokens, stretches
 from kvferry.plan.tiles import rows_of
 from kvferry.plan.tokens import TokenRange
 from kvferry.testing import oracle
@@ -47,6 +50,54 @@ def test_i7_slot_by_slot_the_target_is_the_same(scenario, strategy, slot_bytes):
             )
             _through_slots(SlotPlan(request), sources[source_rank], through, slot_bytes)
         for address, buffer in straight.buffers.items():
+            assert np.array_equal(buffer, through.buffers[address])
+
+
+def shared(context, decode_context, run_tokens, block_tokens, address):
+    """A rank of each share of the tokens, whose last blocks may be filled beyond the request."""
+    shape = EngineShape(
+        decode_context,
+        1,
+        block_tokens,
+        12,
+        "token-major",
+        run_tokens=run_tokens,
+        context_parallel=context,
+        decode_context_parallel=decode_context,
+    )
+    free = [
+        replace(layout, groups=tuple(replace(group, tail_is_free=True) for group in layout.groups))
+        for layout in describe(latent(1, 4, "float32", 4), shape, address)
+    ]
+    return tuple(free)
+
+
+@settings(max_examples=200)
+@given(
+    st.sampled_from([(2, 1), (1, 2), (3, 1)]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([(4, 4), (4, 8), (8, 4)]),
+    st.integers(0, 12),
+    st.integers(0, 30),
+    st.integers(16, 200),
+)
+def test_i7_where_the_last_stretch_has_only_tokens_of_other_ranks(share, run_tokens, blocks, first, num_tokens, most):
+    """The unit that the rank's last token belongs to is completed all the same, as it is when nothing is cut."""
+    source, target = (shared(*share, run_tokens, each, 1 << at) for each, at in zip(blocks, (41, 52), strict=True))
+    tables, ranges = (tuple(range(12)),), (TokenRange(first, first + num_tokens),)
+    for rank in range(len(target)):
+        program = bind(route(source, target).between(rank, rank), source[rank], target[rank])
+        starts = region_starts(source[rank], target[rank])
+        memory = oracle.Memory.poisoned(source[rank])
+        oracle.fill(memory, tables, TokenRange(0, first + num_tokens))
+        straight, cut, through = (oracle.Memory.poisoned(target[rank]) for _ in range(3))
+        carry(copies_for(program, tables, tables, ranges), memory.at, straight.at)
+        for stretch in stretches(ranges, stretch_tokens(program, most)):
+            carry(copies_for(program, tables, tables, ranges, stretch), memory.at, cut.at)
+        request = StagedRequest(program, tables, tables, ranges, Strategy.PACK, most, starts)
+        _through_slots(SlotPlan(request), memory, through, most)
+        for address, buffer in straight.buffers.items():
+            assert np.array_equal(buffer, cut.buffers[address])
             assert np.array_equal(buffer, through.buffers[address])
 
 

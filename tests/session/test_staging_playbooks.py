@@ -557,18 +557,32 @@ def test_when_the_last_slot_is_written_all_of_it_is_valid_and_the_blocks_are_fre
     play(session, [(7, LANDED_SAID, [VALID]), (8, LANDED_SAID, [VALID])])
 
 
+@pytest.mark.parametrize("claim", [CLAIM, DIRECT_CLAIM], ids=["packed", "direct"])
 @pytest.mark.parametrize("is_growing", [False, True])
 @pytest.mark.parametrize(
     ("num_tokens", "ranges"),
-    [(0, ()), (16, (TokenRange(20, 16),)), (16, (TokenRange(-5, 16),)), (0, (TokenRange(5, 0),))],
+    [
+        (0, (TokenRange(5, 0),)),
+        (16, (TokenRange(20, 16),)),
+        (16, (TokenRange(-5, 16),)),
+        (16, (TokenRange(-(1 << 40), 16),)),
+        (16, (TokenRange(-(1 << 63), 16),)),
+    ],
 )
-def test_ranges_that_cannot_be_are_refused_when_they_are_claimed(num_tokens, ranges, is_growing):
+def test_ranges_that_cannot_be_are_refused_when_they_are_claimed(num_tokens, ranges, is_growing, claim):
     session = source()
-    wrong = structs.replace(CLAIM, num_tokens=num_tokens, ranges=ranges)
+    wrong = structs.replace(claim, num_tokens=num_tokens, ranges=ranges)
     play(session, [(0, replace(LEASE, is_growing=is_growing), []), *CLAIMED[1:3]])
     commands = play(session, [(1, said(wrong), [Reply, Count])])
     assert reasons(commands) == ["out_of_range"]
     play(session, [(2, said(CLAIM), [Reply]), (3, LeaseWithdrawn("r1"), [SourceFree])])
+
+
+def test_a_packed_claim_without_ranges_is_refused():
+    session = source()
+    play(session, CLAIMED[:3])
+    commands = play(session, [(1, said(structs.replace(CLAIM, num_tokens=0, ranges=())), [Reply, Count])])
+    assert reasons(commands) == ["out_of_range"]
 
 
 @pytest.mark.parametrize("tables", [((99, 5, 2, 7),), ((),), ()])

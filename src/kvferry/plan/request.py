@@ -176,10 +176,12 @@ def _numbers(group: GroupProgram, tokens: TokenRange, stretch: Stretch) -> range
     seen, part = group.state.seen_by_next(tokens), stretch.tokens
     first, last = max(seen.first, part.first), min(seen.last, part.last)
     start, stop = group.tokens.num_before(first), group.tokens.num_before(max(first, last))
-    if last < seen.last:
+    if last < seen.last or part.first >= seen.last:
         return range(start, stop)
-    if start < stop and group.target.tail_is_free and not (group.source.ring_tokens or group.target.ring_tokens):
+    is_something = group.tokens.num_before(seen.first) < stop
+    if is_something and group.target.tail_is_free and not (group.source.ring_tokens or group.target.ring_tokens):
         # A unit lies in one block on either side, so this asks for no further block. In a ring it would wrap around.
+        # It may have begun in the stretch before, of which all tokens after this are other ranks'.
         stop = -(-stop // group.unit_tokens) * group.unit_tokens
     return range(start, stop)
 

@@ -128,6 +128,11 @@ class Targets:
         known = self._known.get(claim.party)
         if known is None or not known.reached:
             raise TransferError(Reason.UNREACHABLE, "the target has not been reached", found=str(claim.party))
+        for tokens in claim.ranges:
+            if not 0 <= tokens.first <= tokens.last:
+                # Before anything is cut into stretches, of which there would be millions.
+                found, expected = f"[{tokens.first}, {tokens.last})", "0 <= first <= last"
+                raise TransferError(Reason.OUT_OF_RANGE, "not a token range", found=found, expected=expected)
         last = max((tokens.last for tokens in claim.ranges), default=0)
         if last != claim.num_tokens:
             found, expected = f"tokens up to {last}", f"up to {claim.num_tokens}"
