@@ -14,7 +14,7 @@ from agent_support import (
     leased,
 )
 
-from kvferry.agent import new_lease_id
+from kvferry.agent import agent, new_lease_id
 from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape
 from kvferry.plan.staged import Strategy
@@ -83,7 +83,18 @@ def test_unequal_parallelism_by_tokens_is_one_row_per_peer_and_chunk(
         check(rank, tables=SOURCE_TABLES)
 
 
-def test_slots_that_staging_memory_can_never_have_are_an_error(make_rank):
+def test_slots_are_no_larger_than_the_source_has_room_for(make_rank):
+    source = make_rank("p0", SOURCE, staging_bytes=1 << 14, staging=only(Strategy.DIRECT, 1 << 10))
+    target = make_rank("d0", TARGET, staging=only(Strategy.PACK, 1 << 20))
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    report = target.next_notice(Fetched).report
+    check(target)
+    assert report.num_rows == -(-report.num_bytes // 4096)
+
+
+def test_slots_that_staging_memory_can_never_have_are_an_error(make_rank, monkeypatch):
+    """As no source of ours offers them."""
+    monkeypatch.setattr(agent, "slot_bytes_in", lambda staging_bytes: 1 << 20)
     source = make_rank("p0", SOURCE, staging_bytes=1 << 14, staging=only(Strategy.DIRECT, 1 << 10))
     target = make_rank("d0", TARGET, staging=only(Strategy.PACK, 1 << 20))
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))

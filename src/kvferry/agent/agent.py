@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kvferry import __version__
 from kvferry.agent.carrier import Carrier
-from kvferry.agent.config import AgentConfig, Host
+from kvferry.agent.config import AgentConfig, Host, slot_bytes_in
 from kvferry.agent.control import ControlChannel
 from kvferry.agent.digests import Digester, HostBytes
 from kvferry.agent.knocks import Knocks
@@ -76,7 +76,7 @@ class Agent:
             wake = undo.enter_context(closing(Wake()))
             control.watch(wake.fileno())
             mover = undo.enter_context(closing(host.mover([*host.memories, self._arena.memory], wake.ring)))
-            identity = self._identity(host, carrier)
+            identity = self._identity(config, host, carrier)
             readable = [memory for memory in host.memories if memory.device == HOST]
             self._turns = Turns(
                 source=SourceSession(identity, config.timing),
@@ -97,10 +97,11 @@ class Agent:
         undo.callback(lambda: memory.close(may_be_written=memory in self._still_written))
         return memory
 
-    def _identity(self, host: Host, carrier: Carrier) -> Identity:
+    def _identity(self, config: AgentConfig, host: Host, carrier: Carrier) -> Identity:
         """What peers are told; the probe is filled for them."""
         offers, probe = carrier.offers(), describe_probe(self._probe)
-        return Identity(self.party, __version__, host.layouts, offers, probe, host.is_staged(self.party.rank))
+        is_staged, slot_bytes = host.is_staged(self.party.rank), slot_bytes_in(config.staging_bytes)
+        return Identity(self.party, __version__, host.layouts, offers, probe, is_staged, slot_bytes)
 
     @property
     def alive(self) -> bool:

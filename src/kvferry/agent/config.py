@@ -22,7 +22,16 @@ from kvferry.staging.mover import Mover
 from kvferry.staging.pool import ALIGNMENT_BYTES
 from kvferry.transport.base import Memory
 
-__all__ = ["STAGING_BYTES", "AgentConfig", "Host", "Notice", "new_epoch", "new_lease_id", "staging_named"]
+__all__ = [
+    "STAGING_BYTES",
+    "AgentConfig",
+    "Host",
+    "Notice",
+    "new_epoch",
+    "new_lease_id",
+    "slot_bytes_in",
+    "staging_named",
+]
 
 STAGING_BYTES = 256 << 20
 MIN_STAGING_BYTES = 1 << 20
@@ -45,16 +54,24 @@ def new_lease_id() -> str:
     return secrets.token_hex(16)
 
 
+def slot_bytes_in(staging_bytes: int) -> int:
+    """The slots of which so much memory has room for five each way, one more than a read uses at once; no smaller than
+    what the pool hands out."""
+    return max(1, staging_bytes // 10 // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 def staging_named(name: str, staging_bytes: int = STAGING_BYTES) -> StagingPolicy:
-    """What users call a policy, `auto` or the name of a strategy, with slots of which so much memory has room for five
-    each way. Raises ConfigurationError for another name, and for memory that nobody could call that."""
+    """What users call a policy, `auto` or the name of a strategy, with slots for so much memory.
+
+    Raises ConfigurationError for another name, and for memory that nobody could call that.
+    """
     if staging_bytes < MIN_STAGING_BYTES:
         raise ConfigurationError(
             "too little staging memory",
             found=f"{staging_bytes:,} bytes",
             expected=f"at least {MIN_STAGING_BYTES:,}",
         )
-    return StagingPolicy(allowed_by(name), min(SLOT_BYTES, staging_bytes // 10 // ALIGNMENT_BYTES * ALIGNMENT_BYTES))
+    return StagingPolicy(allowed_by(name), min(SLOT_BYTES, slot_bytes_in(staging_bytes)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvferry.plan.layout import Layout, fingerprint
 from kvferry.wire.messages import (
+    MAX_SLOT_BYTES,
     WIRE_VERSION,
     Hello,
     Offer,
@@ -28,7 +29,8 @@ MAX_OFFERED = 512
 class Identity:
     """Who this rank is and what it tells peers about itself. `layouts` are those of all ranks of its engine.
 
-    With `is_staged` no transport reaches its blocks, and whoever wants something of it has it packed.
+    With `is_staged` no transport reaches its blocks, and whoever wants something of it has it packed. Its staging
+    memory has room for some slots of `slot_bytes`.
     """
 
     party: Party
@@ -37,6 +39,7 @@ class Identity:
     transports: tuple[TransportOffer, ...]
     probe: Probe
     is_staged: bool = False
+    slot_bytes: int = MAX_SLOT_BYTES
 
     @property
     def layout(self) -> Layout:
@@ -72,7 +75,14 @@ class Introduction:
         self._offered = {party: until for party, until in self._offered.items() if until > now}
         if len(self._offered) < MAX_OFFERED:
             self._offered[request.party] = now + self._handshake_s
-        return Offer(identity.party, identity.layout, identity.transports, identity.probe, identity.is_staged)
+        return Offer(
+            identity.party,
+            identity.layout,
+            identity.transports,
+            identity.probe,
+            identity.is_staged,
+            identity.slot_bytes,
+        )
 
     def has_met(self, party: Party) -> None:
         """Who claims, or says that there is nothing to claim, has done with testing."""

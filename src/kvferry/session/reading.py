@@ -104,7 +104,12 @@ class Reads:
 
     def _claim_of(self, fetch: Fetch, key: PeerKey) -> Claim:
         readers = self.bindings.to(fetch.peers, self._peers).readers_of(key)
-        return claim_of(self._ours, fetch.wanted, readers, fetch.reads[key], self._staging.slot_bytes)
+        return claim_of(self._ours, fetch.wanted, readers, fetch.reads[key], self._slot_bytes(key))
+
+    def _slot_bytes(self, key: PeerKey) -> int:
+        """Slots that both sides have room for."""
+        offer = self._peers[key].offer
+        return min(self._staging.slot_bytes, offer.slot_bytes) if offer is not None else self._staging.slot_bytes
 
     def grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
         """A source lets us read, or has begun to write. Said again while it packs, it has computed more."""
@@ -162,7 +167,7 @@ class Reads:
             wanted.block_tables,
             wanted.ranges,
             strategy,
-            self._staging.slot_bytes,
+            self._slot_bytes(key) if strategy is Strategy.PACK else self._staging.slot_bytes,
             binding.starts[key],
         )
         return SlotPlan(request, Side.TARGET)

@@ -21,6 +21,7 @@ from kvferry.plan.staged import Strategy
 from kvferry.plan.tokens import TokenRange
 
 __all__ = [
+    "MAX_SLOT_BYTES",
     "WIRE_VERSION",
     "Abort",
     "Aborted",
@@ -57,7 +58,8 @@ Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 # Of any memory: a device's can lie far beyond what a processor's programs use.
 Address = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-SlotBytes = Annotated[int, Meta(ge=0, le=1 << 32)]
+MAX_SLOT_BYTES = 1 << 32
+SlotBytes = Annotated[int, Meta(ge=0, le=MAX_SLOT_BYTES)]
 Value = Annotated[bytes, Meta(min_length=8, max_length=8)]
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 48)]
 # A target's table may hold anything where nothing is looked at.
@@ -151,13 +153,15 @@ class Probe(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Offer(Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
-    """The source's layout and the ways to reach its memory; with `is_staged` that is its staging memory only."""
+    """The source's layout and the ways to reach its memory; with `is_staged` that is its staging memory only, which has
+    room for some slots of `slot_bytes`."""
 
     party: Party
     layout: Layout
     transports: Annotated[tuple[TransportOffer, ...], Meta(max_length=16)]
     probe: Probe
     is_staged: bool = False
+    slot_bytes: Annotated[int, Meta(ge=1, le=MAX_SLOT_BYTES)] = MAX_SLOT_BYTES
 
 
 class TargetOffer(Struct, frozen=True, tag="target_offer", forbid_unknown_fields=True):
