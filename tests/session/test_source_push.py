@@ -5,7 +5,7 @@ import pytest
 
 from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.digest import Part, Policy, Subject
+from kvferry.plan.digest import NOTHING, Part, Policy, Subject
 from kvferry.plan.model import attention
 from kvferry.plan.span import Span
 from kvferry.plan.tokens import ALL_TOKENS, TokenRange
@@ -18,6 +18,7 @@ from kvferry.session.events import (
     Digest,
     Digested,
     Disconnect,
+    DropDigest,
     FrameArrived,
     LeaseWanted,
     LeaseWithdrawn,
@@ -87,6 +88,18 @@ def test_a_cache_is_written_and_valid(source):
     assert source.num_live() == 0
 
 
+def two_readers(source, subject=NOTHING):
+    """The claims of two ranks, both being written."""
+    play(source, [MET[0]])
+    parties = [m.Party("d0", "epoch-9", rank) for rank in (0, 1)]
+    for party in parties:
+        offer = msgspec.structs.replace(OFFER, party=party, layouts=TWO)
+        claim = msgspec.structs.replace(CLAIM, party=party, readers=(0, 1), subject=subject)
+        play(source, [(0, said(offer), [Connect]), (0, PeerConnected(party, "shm", ""), [Reply])])
+        play(source, [(1, said(claim), [GRANT, Post])])
+    return [ClaimKey("l1", party, "c1") for party in parties]
+
+
 def test_what_was_lost_of_its_end_is_said_again_when_the_lease_is_over(source):
     _, post = play(source, WRITING)
     play(source, [(2, TicketEnded(KEY, ""), [*ENDED, FREE])])
@@ -119,6 +132,25 @@ def test_what_is_written_is_digested_at_once_and_the_reader_told(source):
     play(source, [(4, Digested(KEY, values), [Reply("y", m.Valid("c1", values)), FREE])])
 
 
+def test_the_end_of_one_write_says_nothing_of_another_that_is_digested(source):
+    """Neither while the lease lives nor afterwards, when its blocks may be another request's."""
+    both = two_readers(source, SUBJECT)
+    play(source, [(2, TicketEnded(KEY, ""), [Reply, Digest]), (3, TicketEnded(both[1], ""), [Reply, Digest])])
+    play(source, [(4, LeaseWithdrawn("r1"), [SourceFree, DropDigest, Reply, Count, DropDigest, Reply, Count])])
+
+
+def test_a_write_that_ends_after_its_lease_begins_no_digest_of_another(source):
+    both = two_readers(source, SUBJECT)
+    play(source, [(2, TicketEnded(KEY, ""), [Reply, Digest])])
+    told = [Cancel(both[1]), Reply, Count, DropDigest(KEY), Reply, Count]
+    play(source, [(3, LeaseWithdrawn("r1"), told), (4, TicketEnded(both[1], ""), [SourceFree("r1", "withdrawn")])])
+
+
+def test_a_claim_said_again_after_the_end_of_its_lease_is_told_of_that(source):
+    play(source, [*WRITING, (2, LeaseWithdrawn("r1"), [CANCEL, Reply, Count])])
+    assert reason(play(source, [(3, said(CLAIM), [Reply, Count])])) == "expired"
+
+
 def test_what_is_written_for_a_reader_that_has_left_is_not_digested(source):
     claim = msgspec.structs.replace(CLAIM, subject=SUBJECT)
     play(source, [*MET, (1, said(claim), [GRANT, Post]), (2, said(ABORT), [CANCEL])])
@@ -126,14 +158,7 @@ def test_what_is_written_for_a_reader_that_has_left_is_not_digested(source):
 
 
 def test_of_two_readers_the_last_that_is_written_to_frees_the_blocks(source):
-    both = [m.Party("d0", "epoch-9", rank) for rank in (0, 1)]
-    claims = [msgspec.structs.replace(CLAIM, party=party, readers=(0, 1)) for party in both]
-    offers = [msgspec.structs.replace(OFFER, party=party, layouts=TWO) for party in both]
-    for party, offer, claim in zip(both, offers, claims, strict=True):
-        play(source, [MET[0]] if party == THEM else [])
-        play(source, [(0, said(offer), [Connect]), (0, PeerConnected(party, "shm", ""), [Reply])])
-        play(source, [(1, said(claim), [GRANT, Post])])
-    other = ClaimKey("l1", both[1], "c1")
+    _, other = two_readers(source)
     play(source, [(2, TicketEnded(other, ""), ENDED), (3, TicketEnded(KEY, ""), [*ENDED, FREE])])
 
 

@@ -555,6 +555,29 @@ def test_when_the_last_slot_is_written_all_of_it_is_valid_and_the_blocks_are_fre
     play(session, [(6, said(asked(3)), [last]), (6, said(CLAIM), [Reply("x", m.Grant("q1", ()))])])
     assert reasons(session.handle(said(asked(4)), 6.0)) == ["out_of_range"]
     play(session, [(7, LANDED_SAID, [VALID]), (8, LANDED_SAID, [VALID])])
+    forgotten = session._leases.next_deadline()
+    play(session, [(forgotten - 1, said(asked(3)), [last]), (forgotten, Tick(), [])])
+    assert not list(session._leases)
+
+
+def test_what_is_written_of_a_prompt_that_grows_on_is_not_granted_again():
+    """The target wants its first twelve tokens."""
+    session = source()
+    some = structs.replace(CLAIM, num_tokens=12, ranges=(TokenRange(0, 12),))
+    play(session, [(0, GROWING, []), (0, grown(12), []), *CLAIMED[1:3], (1, said(some), [Reply]), (1, Tick(), [])])
+    for stretch in (0, 1, 2):
+        valid = [VALID] if stretch == 2 else []
+        play(session, [*written(stretch), (4, TicketEnded(own(stretch), ""), [Release, Reply, *valid])])
+    play(session, [(5, grown(14), []), (6, grown(16), [SourceFree("r1", "done")])])
+
+
+def test_what_was_planned_is_forgotten_with_its_lease():
+    session = source()
+    play(session, [*CLAIMED, (1, Tick(), [])])
+    (write,) = (write for lease in session._leases for write in lease.writes.values())
+    assert write.plan._planned.cache_info().currsize
+    play(session, [(2, LeaseWithdrawn("r1"), [SourceFree])])
+    assert not write.plan._planned.cache_info().currsize
 
 
 @pytest.mark.parametrize("claim", [CLAIM, DIRECT_CLAIM], ids=["packed", "direct"])

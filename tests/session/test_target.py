@@ -143,6 +143,13 @@ def test_a_failed_read_frees_its_blocks_because_the_ticket_has_ended():
     assert "peer reset" in str(failure(commands))
 
 
+def test_valid_counts_only_when_the_bytes_that_we_read_are_there():
+    """Said before, it says nothing of what we read after it."""
+    target = session()
+    play(target, [*POSTED, (0.5, answer(m.Valid("q1")), []), (0.6, TicketEnded(KEY, ""), [LANDED])])
+    play(target, [(0.7, answer(m.Valid("q1")), [Fetched])])
+
+
 def test_a_word_about_slots_does_not_end_a_read_without_any():
     """Found by fuzzing: it freed the blocks, into which our ticket still went."""
     target = session()

@@ -35,8 +35,8 @@ class Landings:
         """Whom we have written everything to need not ask."""
         commands = []
         for key, write in lease.writes.items():
-            is_told = key.party in lease.completed or key in lease.digesting or write.is_aborted
-            if lease.live and write.is_written and not is_told and lease.holds(key.party, key.claim_id):
+            is_told = key.party in lease.completed or key in lease.digesting
+            if lease.live and write.is_written and not is_told:
                 commands += self._answer(write.peer, key, lease, now)
         return commands
 

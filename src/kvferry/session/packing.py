@@ -75,7 +75,7 @@ class Packing:
     @property
     def is_written(self) -> bool:
         """Whether everything is there."""
-        return self.num_written_bytes == self.num_bytes and not self.error
+        return self.num_written_bytes == self.num_bytes
 
     def word(self) -> Grant | Refusal:
         """What there is to say while the lease is live."""

@@ -145,8 +145,7 @@ class SourceSession:
             if claim.num_tokens <= lease.num_ready:
                 del lease.waiting[party]
                 commands += self._claim(peer, claim, now)
-        commands += self._landings.written(lease, now)
-        if lease.live and lease.readers and lease.finished:
+        if lease.readers and lease.finished:
             commands += self._leases.end(lease, "all readers valid", "done", now)
         return commands
 
