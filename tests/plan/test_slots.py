@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvferry.errors import RequestError
 from kvferry.plan import slots
 from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import attention, latent
+from kvferry.plan.model import CacheModel, LayerCache, attention, latent
 from kvferry.plan.program import bind
 from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
@@ -99,6 +99,39 @@ def test_i7_where_the_last_stretch_has_only_tokens_of_other_ranks(share, run_tok
         for address, buffer in straight.buffers.items():
             assert np.array_equal(buffer, cut.buffers[address])
             assert np.array_equal(buffer, through.buffers[address])
+
+
+def free_tails(model, address, **shares):
+    """Ranks whose last blocks may be filled beyond the request."""
+    return tuple(
+        replace(layout, groups=tuple(replace(group, tail_is_free=True) for group in layout.groups))
+        for layout in describe(model, EngineShape(1, 1, 4, 12, "token-major", **shares), address)
+    )
+
+
+def test_where_nothing_is_wanted_no_tail_is_completed():
+    model = attention(1, 2, 4, "float32", 4)
+    (source,), (target,) = free_tails(model, 1 << 20), free_tails(model, 1 << 30)
+    program = bind(route((source,), (target,)).between(0, 0), source, target)
+    tables = (tuple(range(5)),)
+    assert not len(copies_for(program, tables, tables, (TokenRange(7, 7),)))
+    assert copies_for(program, tables, tables, (TokenRange(6, 7),)).num_bytes == 2 * model.bytes_per_token
+
+
+def test_a_tail_is_completed_once_though_another_group_goes_on():
+    """The stretches after the end of the shorter range are nothing to it, also where tokens take turns among ranks."""
+    kept = attention(1, 2, 4, "float32", 4).layers[0].kept
+    other = tuple(replace(each, state=replace(each.state, name=f"{each.state.name}.other")) for each in kept)
+    model = CacheModel(2, (LayerCache(0, "short", kept), LayerCache(1, "long", other)))
+    source, target = (free_tails(model, 1 << at, context_parallel=2, run_tokens=1) for at in (20, 30))
+    tables, ranges = (tuple(range(5)), tuple(range(5, 10))), (TokenRange(0, 7), TokenRange(0, 18))
+    for rank, num_tokens in ((0, 4 + 12), (1, 4 + 12)):
+        program = bind(route(source, target).between(rank, rank), source[rank], target[rank])
+        starts, slot_bytes = region_starts(source[rank], target[rank]), 2 * model.bytes_per_token
+        plan = SlotPlan(StagedRequest(program, tables, tables, ranges, Strategy.PACK, slot_bytes, starts))
+        num_bytes = [slot.num_bytes for number in range(len(plan.stretches)) for slot in plan.slots(number)]
+        assert sum(num_bytes) == plan.num_bytes == num_tokens * model.bytes_per_token // 2
+        assert len(num_bytes) > 2
 
 
 def test_slots_have_one_length():
