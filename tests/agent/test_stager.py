@@ -2,9 +2,11 @@
 
 import pytest
 
+from kvferry.agent.config import slot_bytes_in
 from kvferry.agent.stager import Stager
 from kvferry.session.events import Acquire, Acquired, PeerKey, ReadKey, SlotKey
 from kvferry.transport.base import Memory
+from kvferry.wire.messages import MAX_SLOT_BYTES
 
 ARENA = Memory(1 << 20, 1 << 16, -1)
 KEY = SlotKey(ReadKey("q1", PeerKey("p0", "e1", "tcp://127.0.0.1:1")), 0, 0)
@@ -45,3 +47,8 @@ def test_a_wish_for_a_slot_is_answered_by_the_next_poll():
     assert stager.is_changed
     assert stager.poll() == []
     stager.close()
+
+
+def test_slots_fit_into_staging_memory_and_into_an_offer():
+    """Five each way, but no less than one page, and no more than the wire can say."""
+    assert [slot_bytes_in(size) for size in (1 << 14, 256 << 20, 1 << 40)] == [4096, 6553 * 4096, MAX_SLOT_BYTES]

@@ -5,8 +5,8 @@ from kvferry.agent.config import STAGING_BYTES, AgentConfig, Host, Notice, new_e
 from kvferry.agent.shared_token import NO_TOKEN, SharedToken, read_token
 
 __all__ = [
-    "STAGING_BYTES",
     "NO_TOKEN",
+    "STAGING_BYTES",
     "Agent",
     "AgentConfig",
     "Host",

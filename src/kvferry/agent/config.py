@@ -21,6 +21,7 @@ from kvferry.staging.host_mover import HostMover, host_pieces
 from kvferry.staging.mover import Mover
 from kvferry.staging.pool import ALIGNMENT_BYTES
 from kvferry.transport.base import Memory
+from kvferry.wire.messages import MAX_SLOT_BYTES
 
 __all__ = [
     "STAGING_BYTES",
@@ -56,8 +57,8 @@ def new_lease_id() -> str:
 
 def slot_bytes_in(staging_bytes: int) -> int:
     """The slots of which so much memory has room for five each way, one more than a read uses at once; no smaller than
-    what the pool hands out."""
-    return max(1, staging_bytes // 10 // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    what the pool hands out, and no larger than can be said."""
+    return min(MAX_SLOT_BYTES, max(1, staging_bytes // 10 // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
 
 
 def staging_named(name: str, staging_bytes: int = STAGING_BYTES) -> StagingPolicy:

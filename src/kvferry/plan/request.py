@@ -16,7 +16,7 @@ from kvferry.plan.span import MAX_STOP
 from kvferry.plan.stretch import WHOLE, Stretch
 from kvferry.plan.tokens import TokenRange
 
-__all__ = ["MAX_ROWS", "Places", "Ranges", "bytes_at", "copies_for", "num_rows", "places_for", "volume"]
+__all__ = ["MAX_ROWS", "Places", "Ranges", "bytes_at", "check_ranges", "copies_for", "num_rows", "places_for", "volume"]
 
 Ranges = Sequence[TokenRange]
 """One range per cache group of the target."""
@@ -157,11 +157,16 @@ def _counted(program: Program, numbers: Sequence[range], is_last: bool) -> Itera
 
 def _all_numbers(program: Program, ranges: Ranges, stretch: Stretch) -> list[range]:
     """See `_numbers`: those of every group. Raises BlockTableError when a range runs backwards or is missing."""
+    check_ranges(ranges)
+    return [_numbers(group, _range_of(group, ranges), stretch) for group in program.groups]
+
+
+def check_ranges(ranges: Ranges) -> None:
+    """Raises BlockTableError for one that runs backwards or begins before the first token."""
     for tokens in ranges:
         if not 0 <= tokens.first <= tokens.last <= MAX_STOP:
             expected = f"0 <= first <= last <= {MAX_STOP}"
             raise BlockTableError("not a token range", found=f"[{tokens.first}, {tokens.last})", expected=expected)
-    return [_numbers(group, _range_of(group, ranges), stretch) for group in program.groups]
 
 
 def _range_of(group: GroupProgram, ranges: Ranges) -> TokenRange:

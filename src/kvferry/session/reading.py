@@ -284,7 +284,7 @@ class Reads:
                 # Asked again, a source that writes says how far it is.
                 yield Send(key, self._claim_of(fetch, key))
             elif read.state in ASKING:
-                yield Send(key, self._verifier.landed_of(fetch, read))
+                yield Send(key, self._verifier.landed_of(fetch))
 
 
 def _costs(peer: Peer, binding: Binding) -> Costs:

@@ -323,4 +323,4 @@ class SourceSession:
         commands = list(self._carrying.abort(peer, ClaimKey(abort.lease_id, abort.party, abort.claim_id), lease))
         if lease.live and (not lease.claims or lease.holds(abort.party, abort.claim_id)):
             commands += self._leases.end(lease, "abort", Reason.ABORTED, now)
-        return [*commands, *self._leases.free_when_drained(lease)]
+        return commands

@@ -10,7 +10,7 @@ from kvferry.plan.bundles import Bundle, bundles
 from kvferry.plan.copies import NOTHING, Copies
 from kvferry.plan.layout import Layout
 from kvferry.plan.program import Program, bind
-from kvferry.plan.request import copies_for
+from kvferry.plan.request import check_ranges, copies_for
 from kvferry.plan.route import route
 from kvferry.plan.slots import StagedRequest, region_starts
 from kvferry.plan.staged import RegionStarts, Strategy
@@ -96,7 +96,8 @@ class Targets:
             known.last_heard = now
 
     def copies(self, claim: Claim, lease: LeaseWanted) -> Copies:
-        """The rows to write for a claim. Raises TransferError when it cannot or must not be carried out."""
+        """The rows to write for a claim. Raises TransferError, or BlockTableError for its ranges, when it cannot or must
+        not be carried out."""
         program = self._program_of(claim)
         if not claim.num_tokens:
             return NOTHING
@@ -106,7 +107,8 @@ class Targets:
             raise TransferError(Reason.OUT_OF_RANGE, error.what, found=error.found, expected=error.expected) from error
 
     def request(self, claim: Claim, lease: LeaseWanted) -> StagedRequest:
-        """What moves for a claim through staging memory. Raises TransferError when it must not be carried out."""
+        """What moves for a claim through staging memory. Raises TransferError, or BlockTableError for its ranges, when it
+        must not be carried out."""
         program, starts = self._program_of(claim), self._known[claim.party].starts
         if claim.strategy is Strategy.PACK and not claim.slot_bytes:
             raise TransferError(
@@ -128,11 +130,8 @@ class Targets:
         known = self._known.get(claim.party)
         if known is None or not known.reached:
             raise TransferError(Reason.UNREACHABLE, "the target has not been reached", found=str(claim.party))
-        for tokens in claim.ranges:
-            if not 0 <= tokens.first <= tokens.last:
-                # Before anything is cut into stretches, of which there would be millions.
-                found, expected = f"[{tokens.first}, {tokens.last})", "0 <= first <= last"
-                raise TransferError(Reason.OUT_OF_RANGE, "not a token range", found=found, expected=expected)
+        # Before anything is cut into stretches, of which there would be millions.
+        check_ranges(claim.ranges)
         last = max((tokens.last for tokens in claim.ranges), default=0)
         if last != claim.num_tokens:
             found, expected = f"tokens up to {last}", f"up to {claim.num_tokens}"

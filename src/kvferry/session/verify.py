@@ -25,7 +25,7 @@ class Verifier:
         self._ours = ours
         self._extractor = Extractor(layout, "target")
 
-    def landed_of(self, fetch: Fetch, read: Read) -> Landed:
+    def landed_of(self, fetch: Fetch) -> Landed:
         """The question whether what has landed is valid."""
         wanted = fetch.wanted
         return Landed(self._ours, wanted.request_id, wanted.reference.lease_id)
@@ -57,7 +57,7 @@ class Verifier:
         self.prepare(fetch, peer)
         read = fetch.reads[peer]
         if read.direction is Direction.READ:
-            yield Send(peer, self.landed_of(fetch, read))
+            yield Send(peer, self.landed_of(fetch))
         if read.extracts:
             yield Digest(fetch.key(peer), read.extracts)
         else:
