@@ -96,8 +96,8 @@ class Targets:
             known.last_heard = now
 
     def copies(self, claim: Claim, lease: LeaseWanted) -> Copies:
-        """The rows to write for a claim. Raises TransferError, or BlockTableError for its ranges, when it cannot or must
-        not be carried out."""
+        """The rows to write for a claim. Raises TransferError, or BlockTableError for its ranges, when it cannot or
+        must not be carried out."""
         program = self._program_of(claim)
         if not claim.num_tokens:
             return NOTHING
@@ -107,8 +107,8 @@ class Targets:
             raise TransferError(Reason.OUT_OF_RANGE, error.what, found=error.found, expected=error.expected) from error
 
     def request(self, claim: Claim, lease: LeaseWanted) -> StagedRequest:
-        """What moves for a claim through staging memory. Raises TransferError, or BlockTableError for its ranges, when it
-        must not be carried out."""
+        """What moves for a claim through staging memory. Raises TransferError, or BlockTableError for its ranges, when
+        it must not be carried out."""
         program, starts = self._program_of(claim), self._known[claim.party].starts
         if claim.strategy is Strategy.PACK and not claim.slot_bytes:
             raise TransferError(
