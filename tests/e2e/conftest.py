@@ -1,10 +1,13 @@
 import json
+import re
+import signal
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvferry.cli.fleet import Fleet, FleetOptions
@@ -19,6 +22,35 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "e2e" in Path(item.fspath).parts:
             item.add_marker(pytest.mark.e2e)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A failure shows what every process of ours was doing: one that has come too late is not seen a second time."""
+    report = yield
+    if report.when == "call" and report.failed:
+        children = psutil.Process().children(recursive=True)
+        report.sections += [(f"process {child.pid}", stacks(child)) for child in children if writes_stacks(child)]
+    return report
+
+
+def writes_stacks(process: psutil.Process) -> bool:
+    """Whether it writes them to a log when it is told to, and can."""
+    try:
+        caught = int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())[1], 16)
+        is_logging = Path(f"/proc/{process.pid}/fd/2").readlink().is_file()
+        return is_logging and bool(caught >> (signal.SIGUSR1 - 1) & 1) and process.status() != psutil.STATUS_STOPPED
+    except (OSError, psutil.Error):
+        return False
+
+
+def stacks(process: psutil.Process) -> str:
+    """The end of its log, with what all its threads are doing."""
+    log = Path(f"/proc/{process.pid}/fd/2").readlink()
+    told = log.stat().st_size
+    process.send_signal(signal.SIGUSR1)
+    eventually(lambda: log.stat().st_size > told or not process.is_running(), f"{process.pid} says what it does")
+    return log.read_text()[-16_000:]
 
 
 @pytest.fixture(scope="session")

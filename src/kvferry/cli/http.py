@@ -1,13 +1,14 @@
 """Run one ASGI application until somebody ends it: a signal, or the parent that holds our standard input.
 
 The first SIGTERM lets the application finish what is open (it *drains*). SIGINT, a second SIGTERM, and the end of
-standard input end it at once.
+standard input end it at once. SIGUSR1 writes the stacks of all threads to stderr, and changes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import faulthandler
 import logging
 import os
 import signal
@@ -32,6 +33,7 @@ ENGINE_GRACE_S = 3
 ROUTER_GRACE_S = 6
 # Whoever sends requests must have had time to see that we are not ready: routers ask every two seconds.
 NOTICE_S = 3.0
+STDERR = 2
 
 
 async def nothing_else() -> None:
@@ -133,6 +135,8 @@ async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], g
     for number in (signal.SIGINT, signal.SIGTERM):
         # Until the loop closes: what follows the server is not to be interrupted by an impatient parent.
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    # Written by the signal itself: also when this loop, or the whole interpreter, hangs.
+    faulthandler.register(signal.SIGUSR1, STDERR)
     watchers = [asyncio.create_task(stop_after(end)) for end in (*ends, _drained(terminated, drain, requests))]
     try:
         await server.serve(sockets=[bound])
@@ -140,6 +144,7 @@ async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], g
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
+        faulthandler.unregister(signal.SIGUSR1)
 
 
 async def _drained(terminated: asyncio.Event, drain: Drain, requests: OpenRequests) -> None:
