@@ -174,6 +174,24 @@ def test_a_prefill_that_comes_to_nothing_ends_the_fetches_of_it(make_rank, way):
     assert target.agent.num_slots == source.agent.num_slots == 0
 
 
+def test_prompts_that_are_still_computed_keep_no_staging_memory_from_others(make_rank):
+    """Room for two slots, and five prompts of which nothing is computed."""
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, staging_bytes=4 << 12, **GROWING["pack"])
+    growing = [f"r{number}" for number in range(5)]
+    for request_id in growing:
+        reference = source.agent.lease(LeaseWanted(request_id, new_lease_id(), ((),), NUM_TOKENS, is_growing=True))
+        target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, f"q of {request_id}"))
+    target.agent.fetch(target.wanted(source, leased(source, "computed"), TARGET_TABLES, NUM_TOKENS, "q of computed"))
+    assert target.next_notice(Fetched).request_id == "q of computed"
+    check(target)
+    assert target.agent.num_slots == 0
+    for request_id in growing:
+        source.agent.grow(LeaseGrown(request_id, SOURCE_TABLES, NUM_TOKENS))
+    assert {target.next_notice(Fetched).request_id for _ in growing} == {f"q of {each}" for each in growing}
+    check(target)
+    assert {source.next_notice(SourceFree).reason for _ in range(6)} == {"done"}
+
+
 def test_far_more_than_staging_memory_holds_waits_for_its_turn(make_rank, tmp_path):
     """Room for two slots at the source and at each target; thirty requests of five slots each, behind a gate."""
     gate = Gate(tmp_path / "gate")

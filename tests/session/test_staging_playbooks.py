@@ -392,7 +392,7 @@ def test_a_source_does_not_plan_what_is_not_computed_or_not_wanted_any_more(plan
     growing, withdrawn = source(), source()
     play(growing, [(0, replace(LEASE, is_growing=True), []), *CLAIMED[1:3]])
     play(growing, [(0, said(CLAIM), [Reply("x", m.Grant("q1", (), NUM_TOKENS))]), (0, Tick(), [])])
-    play(withdrawn, [*CLAIMED, (0, LeaseWithdrawn("r1"), [SourceFree]), (0, Tick(), [])])
+    play(withdrawn, [*CLAIMED, (0, LeaseWithdrawn("r1"), [SourceFree, Reply, Count]), (0, Tick(), [])])
     assert planned == []
 
 
@@ -525,7 +525,7 @@ def test_the_blocks_of_a_lease_that_ends_wait_for_its_slots(steps):
 def test_a_lease_that_ends_between_two_slots_leaves_nothing_open():
     session = source()
     play(session, [*WRITING, (3, TicketEnded(own(0), ""), [Release, Reply])])
-    play(session, [(4, LeaseWithdrawn("r1"), [SourceFree("r1", "withdrawn")])])
+    play(session, [(4, LeaseWithdrawn("r1"), [SourceFree("r1", "withdrawn"), Reply, Count])])
     assert reasons(session.handle(said(asked(1)), 5.0)) == ["expired"]
 
 
@@ -576,7 +576,7 @@ def test_what_was_planned_is_forgotten_with_its_lease():
     play(session, [*CLAIMED, (1, Tick(), [])])
     (write,) = (write for lease in session._leases for write in lease.writes.values())
     assert write.plan._planned.cache_info().currsize
-    play(session, [(2, LeaseWithdrawn("r1"), [SourceFree])])
+    play(session, [(2, LeaseWithdrawn("r1"), [SourceFree, Reply, Count])])
     assert not write.plan._planned.cache_info().currsize
 
 
@@ -598,7 +598,7 @@ def test_ranges_that_cannot_be_are_refused_when_they_are_claimed(num_tokens, ran
     play(session, [(0, replace(LEASE, is_growing=is_growing), []), *CLAIMED[1:3]])
     commands = play(session, [(1, said(wrong), [Reply, Count])])
     assert reasons(commands) == ["out_of_range"]
-    play(session, [(2, said(CLAIM), [Reply]), (3, LeaseWithdrawn("r1"), [SourceFree])])
+    play(session, [(2, said(CLAIM), [Reply]), (3, LeaseWithdrawn("r1"), [SourceFree, Reply, Count])])
 
 
 def test_a_packed_claim_without_ranges_is_refused():
@@ -676,29 +676,45 @@ def grown(num_ready):
     return LeaseGrown("r1", (SOURCE_TABLES[0][: -(-num_ready // 4)],), num_ready)
 
 
-def test_a_target_holds_one_slot_for_tokens_that_are_not_computed():
+def test_a_target_holds_no_slot_for_tokens_that_are_not_computed():
     session = target(Strategy.PACK)
-    play(session, [*PACKING[:-1], (0.5, answer(m.Grant("q1", (), NUM_TOKENS - 5)), [acquire(0), acquire(1)])])
-    play(session, [(1, acquired(0), [pack(0)]), (1, acquired(1), [pack(1)])])
+    play(session, [*PACKING[:-1], (0.5, answer(m.Grant("q1", (), NUM_TOKENS - 3)), [])])
+    play(session, [(1, answer(m.Grant("q1", (), NUM_TOKENS - 5)), [acquire(0)]), (1, acquired(0), [pack(0)])])
     play(session, [(2, packed(0, NUM_TOKENS - 5), [Stage]), (3, Staged(key(0), ""), [Release(key(0))])])
-    # The second is ready, and what follows it; the last one is not.
-    play(session, [(4, packed(1, 1), [Stage, acquire(2), acquire(3)])])
-    play(session, [(5, acquired(2), [pack(2)]), (5, acquired(3), [pack(3)]), (6, packed(2, 1), [Stage])])
+    play(session, [(4, answer(m.Grant("q1", (), 1)), [acquire(1), acquire(2)]), (5, acquired(1), [pack(1)])])
+    # What a slot's own word says counts as well: it may overtake the other.
+    play(session, [(6, packed(1, 0), [Stage, acquire(3)])])
 
 
-def test_a_target_asks_for_what_is_computed_as_soon_as_it_hears_of_it():
+def test_a_target_that_waits_for_tokens_asks_again_how_far_they_are_and_is_patient_as_long_as_it_hears():
+    session, claim = target(Strategy.PACK), PACKING[-2][2][0]
+    play(session, [*PACKING[:-1], (0.5, answer(m.Grant("q1", (), NUM_TOKENS)), [])])
+    asked = 0
+    for now in range(1, 100):
+        asked += claim in session.handle(Tick(), float(now))
+        play(session, [(now, answer(m.Grant("q1", (), NUM_TOKENS)), [])])
+    assert asked > 90
+    play(session, [(100, answer(m.Grant("q1", (), 0)), WINDOW)])
+    asked = sum(claim in session.handle(Tick(), 100.0 + now) for now in range(10))
+    assert not asked
+
+
+def test_a_source_that_says_no_more_of_its_tokens_is_waited_for_no_longer_than_for_bytes():
     session = target(Strategy.PACK)
-    play(session, [*PACKING[:-1], (0.5, answer(m.Grant("q1", (), NUM_TOKENS)), [acquire(0)])])
-    play(session, [(1, acquired(0), [pack(0)]), (2, answer(m.Grant("q1", (), 4)), [acquire(1), acquire(2)])])
-    play(session, [(3, answer(m.Grant("q1", (), 12)), []), (3, answer(m.Grant("q1", (), 0)), [])])
-    play(session, [(4, packed(0), [Stage]), (5, Staged(key(0), ""), [Release(key(0)), acquire(3)])])
+    play(session, [*PACKING[:-1], (0.5, answer(m.Grant("q1", (), 8)), [acquire(0), acquire(1)])])
+    for number in range(2):
+        play(session, [(1, acquired(number), [pack(number)]), (2, packed(number, 8), [Stage])])
+        play(session, [(3, Staged(key(number), ""), [Release(key(number))])])
+    session.handle(answer(m.Renewed(())), 22.0)
+    session.handle(Tick(), 23.0)
+    assert failure(session.handle(Tick(), 23.1)).reason == "deadline"
 
 
 @pytest.mark.parametrize(("missing_now", "ends_at"), [(8, 20.5), (4, 30.0)])
 def test_a_grant_said_again_gives_nobody_more_time(missing_now, ends_at):
     """Found by simulation: late answers to a repeated claim put off the deadline of who waited for a slot."""
     session = target(Strategy.PACK)
-    play(session, [*PACKING[:-1], (0.5, answer(m.Grant("q1", (), 8)), WINDOW)])
+    play(session, [*PACKING[:-1], (0.5, answer(m.Grant("q1", (), 8)), WINDOW[:2])])
     session.handle(answer(m.Grant("q1", (), missing_now)), 10.0)
     play(session, [(ends_at, Tick(), [])])
     assert failure(session.handle(Tick(), ends_at + 0.1)).reason == "deadline"
@@ -717,32 +733,32 @@ def test_what_a_source_says_late_makes_no_token_missing_again():
     play(session, [(3, Staged(key(0), ""), [Release(key(0)), acquire(3)])])
 
 
-def test_a_slot_waits_for_its_tokens():
+def test_a_slot_that_is_asked_for_before_its_tokens_are_computed_has_to_be_asked_for_again():
     session = source()
     queued = Reply("x", m.Queued("q1"))
-    play(
-        session,
-        [*GROWING_CLAIMED, (1, said(asked(0)), [queued]), (1, said(asked(0)), [queued]), (2, grown(3), [missing(13)])],
-    )
-    play(
-        session,
-        [(3, grown(5), [OWN_ACQUIRE, missing(11)]), (3, Acquired(own(0), OWN), [Stage]), (3, said(asked(1)), [queued])],
-    )
+    play(session, [*GROWING_CLAIMED, (1, said(asked(0)), [queued]), (2, grown(3), [missing(13)])])
+    play(session, [(3, said(asked(0)), [queued]), (3, grown(5), [missing(11)]), (4, said(asked(0)), [OWN_ACQUIRE])])
+    play(session, [(4, Acquired(own(0), OWN), [Stage]), (4, said(asked(1)), [queued])])
     told = Reply("x", m.Packed("q1", 0, 0, NUM_TOKENS - 5))
     play(session, [(4, Staged(own(0), ""), [Post]), (5, TicketEnded(own(0), ""), [Release, told])])
-    play(
-        session,
-        [(5, grown(9), [Acquire, missing(7)]), (5, said(asked(0)), [Reply("x", m.Packed("q1", 0, 0, NUM_TOKENS - 9))])],
-    )
+    told = Reply("x", m.Packed("q1", 0, 0, NUM_TOKENS - 9))
+    play(session, [(5, grown(9), [missing(7)]), (5, said(asked(0)), [told]), (5, said(asked(1)), [Acquire])])
     commands = session.handle(LeaseWithdrawn("r1"), 6.0)
     assert SourceFree("r1", "withdrawn") in commands
 
 
-def test_a_slot_that_waits_for_its_tokens_and_then_does_not_exist_is_refused():
+def test_a_source_says_how_many_tokens_are_missing_as_often_as_it_is_asked():
+    session = source()
+    again = (1, said(CLAIM), [missing(NUM_TOKENS)])
+    play(session, [*GROWING_CLAIMED, again, again, (2, grown(5), [missing(11)]), (3, said(CLAIM), [missing(11)])])
+
+
+def test_a_slot_that_does_not_exist_is_refused_once_its_tokens_would_be_computed():
     session = source()
     play(session, [*GROWING_CLAIMED, (1, said(asked(0, number=9)), [Reply("x", m.Queued("q1"))])])
-    assert reasons(session.handle(grown(4), 2.0)) == ["transport"]
-    play(session, [(3, grown(8), [])])
+    play(session, [(2, grown(4), [missing(12)])])
+    assert reasons(session.handle(said(asked(0, number=9)), 3.0)) == ["out_of_range"]
+    assert reasons(session.handle(said(asked(99)), 3.0)) == ["out_of_range"]
 
 
 def test_a_push_of_what_is_still_computed_goes_stretch_by_stretch(monkeypatch):

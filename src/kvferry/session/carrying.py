@@ -161,8 +161,8 @@ class Carrying:
         for key, write in lease.writes.items():
             if write.is_written:
                 continue
-            # Asked for slots, or at the end for all of them, the target may be between two questions.
-            was_open = write.is_waited_for if isinstance(write, Packing) else write.is_open
+            # Who has slots packed waits for the next one, or for tokens, also between two questions.
+            was_open = isinstance(write, Packing) or write.is_open
             yield from _stop(key, write)
             if was_open and not write.is_aborted:
                 yield from refuse(write.peer, lease.refusal_of_end(key))

@@ -110,6 +110,11 @@ class Read:
         return any(unpacking.is_waiting for unpacking in self.unpacking)
 
     @property
+    def is_behind(self) -> bool:
+        """Whether it only waits for tokens that are not computed yet."""
+        return self.state is ReadState.MOVING and any(unpacking.is_behind for unpacking in self.unpacking)
+
+    @property
     def is_digesting(self) -> bool:
         """Whether our own digest is still awaited."""
         return bool(self.subject.parts) and self.state in (ReadState.LANDED, ReadState.CONFIRMED)

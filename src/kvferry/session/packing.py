@@ -33,7 +33,7 @@ __all__ = ["Packing"]
 @dataclass(slots=True)
 class Packing:
     """One claim of `num_bytes`. `peer` names whom to answer, `error` says what did not work, `done` are the slots that
-    are written, `num_written_bytes` together, `held` those that wait for their tokens, and where these are to go.
+    are written, `num_written_bytes` together.
 
     With `is_aborted` the target waits to hear that nothing is written any more.
     """
@@ -44,7 +44,6 @@ class Packing:
     plan: SlotPlan
     num_bytes: int
     num_ready: int
-    held: dict[SlotKey, int] = field(default_factory=dict)
     uses: dict[SlotKey, SlotUse] = field(default_factory=dict)
     done: set[SlotKey] = field(default_factory=set)
     num_written_bytes: int = 0
@@ -66,11 +65,6 @@ class Packing:
     def is_open(self) -> bool:
         """Whether something still looks at the blocks or moves bytes to the target."""
         return bool(self.uses)
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether the target counts on a slot to be written."""
-        return bool(self.uses or self.held)
 
     @property
     def is_written(self) -> bool:
@@ -101,13 +95,14 @@ class Packing:
         """
         self.peer = peer
         key = SlotKey(self.key, message.stretch, message.number)
-        if self.error or key in self.done or key in self.held or key in self.uses:
+        if self.error or key in self.done or key in self.uses:
             yield Reply(peer, self._how_far(key, gets_on))
-        elif self._is_ready(key):
-            yield from self._begin(key, message.address)
-        else:
-            self.held[key] = message.address
+        elif not self._is_ready(key):
+            # Told how many tokens are missing it had no reason to ask. It will ask again.
             yield Reply(peer, Queued(self.claim_id))
+        else:
+            use = self.uses[key] = SlotUse.begun(key, self._slot(key), message.address)
+            yield Acquire(key, use.slot.num_bytes)
 
     def _how_far(self, key: SlotKey, gets_on: bool) -> Packed | Grant | Refusal | Queued | Renewed:
         """What there is to say of a slot that was asked for before, and of every other once something has failed."""
@@ -115,28 +110,18 @@ class Packing:
             return self._packed(key)
         if self.error:
             return self.word()
-        is_waiting = key in self.uses and self.uses[key].state is SlotState.WAITING
-        if key in self.held or (is_waiting and gets_on):
-            return Queued(self.claim_id)
-        return Renewed(())
-
-    def _begin(self, key: SlotKey, far_address: int) -> Iterator[Command]:
-        use = SlotUse.begun(key, self._slot(key), far_address)
-        self.uses[key] = use
-        yield Acquire(key, use.slot.num_bytes)
+        is_waiting = self.uses[key].state is SlotState.WAITING
+        return Queued(self.claim_id) if is_waiting and gets_on else Renewed(())
 
     def _is_ready(self, key: SlotKey) -> bool:
         """Whether the tokens of a slot are computed; of one that does not exist, there is nothing to wait for."""
         return key.stretch >= len(self.plan.stretches) or self.plan.tokens_for(key.stretch) <= self.num_ready
 
     def grown(self, block_tables: tuple[tuple[int, ...], ...], num_ready: int) -> Iterator[Command]:
-        """More tokens are computed: on with what has waited for them, and say so, since the target asks for no slots
-        that are not. Raises RequestError for a slot that turns out not to exist."""
+        """More tokens are computed: say so, since the target asks for no slots of those that are not."""
         self.num_ready = num_ready
         self.request = replace(self.request, source_tables=block_tables)
         self.plan = SlotPlan(self.request, Side.SOURCE, num_ready)
-        for key in [key for key in self.held if self._is_ready(key)]:
-            yield from self._begin(key, self.held.pop(key))
         yield Reply(self.peer, self.word())
 
     def _slot(self, key: SlotKey) -> Slot:
@@ -197,7 +182,6 @@ class Packing:
     def fail(self, error: str) -> Iterator[Command]:
         """Begin nothing more, and wait for what is under way."""
         self.error = self.error or error
-        self.held.clear()
         self.plan.forget()
         for key, use in list(self.uses.items()):
             if use.state is SlotState.EMPTYING:

@@ -127,6 +127,9 @@ class Reads:
             return
         for fetch, read in self.of(peer.key, grant.claim_id, ReadState.MOVING):
             if read.strategy is Strategy.PACK:
+                if read.is_behind:
+                    # Its source is there, and computes.
+                    fetch.moved_at = now
                 yield from self.staged.computed(fetch, peer.key, grant.num_missing_tokens, now)
 
     def _post(self, fetch: Fetch, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
@@ -280,7 +283,7 @@ class Reads:
                 continue
             read.last_sent = now
             is_writing = read.is_exposed and read.strategy is Strategy.DIRECT
-            if read.state is ReadState.CLAIMING or (is_writing and not fetch.failed):
+            if read.state is ReadState.CLAIMING or ((is_writing or read.is_behind) and not fetch.failed):
                 # Asked again, a source that writes says how far it is.
                 yield Send(key, self._claim_of(fetch, key))
             elif read.state in ASKING:

@@ -2,12 +2,13 @@
 
 With `scatter` the target fills its slots itself, with runs of the source's blocks. With `pack` it tells the source
 where each slot is, and the source writes there what it has gathered. A slot is told to a source once: it is the
-source's to write to until that says it has, or is known to write no more. So of tokens that are not computed yet one
-slot is asked for and not several: others could not use them meanwhile.
+source's to write to until that says it has, or is known to write no more. So for tokens that are not computed yet there
+is no slot: nobody else could use it meanwhile, and that may be long.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 from kvferry.plan.copies import Direction
@@ -35,18 +36,12 @@ class Unpacking:
         self._lease_id, self._ours = told
         self._plan = plan
         self._num_ready = max(0, plan.num_tokens - num_missing)
-        # The slot that was asked for last.
-        self._last: tuple[SlotKey, ...] = ()
         self._open: dict[SlotKey, SlotUse] = {}
-        self._todo = self._all()
-        self._is_planned = False
+        # Slots that were not asked for yet, all of one stretch, and the stretches that follow.
+        self._todo: deque[tuple[SlotKey, Slot]] = deque()
+        self._stretches = deque(range(len(plan.stretches)))
         self.num_bytes = 0
         self.num_rows = 0
-
-    def _all(self) -> Iterator[tuple[SlotKey, Slot]]:
-        for stretch in range(len(self._plan.stretches)):
-            for number, slot in enumerate(self._plan.slots(stretch)):
-                yield SlotKey(self._key, stretch, number), slot
 
     def __contains__(self, key: SlotKey) -> bool:
         return key in self._open
@@ -59,7 +54,12 @@ class Unpacking:
     @property
     def is_done(self) -> bool:
         """Whether every byte is in its place."""
-        return self._is_planned and not self._open
+        return not (self._open or self._todo or self._stretches)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether nothing goes on because tokens are not computed, for all we know."""
+        return bool(self._todo) and not self._open
 
     @property
     def is_waiting(self) -> bool:
@@ -76,20 +76,19 @@ class Unpacking:
         return self._strategy is Strategy.PACK and is_filling
 
     def go_on(self) -> Iterator[Command]:
-        """Ask for the next slots. Raises what planning them raises."""
-        while len(self._open) < WINDOW and not self._is_planned and not self._is_ahead:
-            for key, slot in self._todo:
-                self._open[key] = SlotUse.begun(key, slot)
-                self._last = (key,)
-                yield Acquire(key, slot.num_bytes)
-                break
-            else:
-                self._is_planned = True
+        """Ask for the next slots of what is computed. Raises what planning them raises."""
+        while len(self._open) < WINDOW and self._has_more():
+            key, slot = self._todo.popleft()
+            self._open[key] = SlotUse.begun(key, slot)
+            yield Acquire(key, slot.num_bytes)
 
-    @property
-    def _is_ahead(self) -> bool:
-        """Whether a slot is open whose tokens are not computed, for all we know."""
-        return any(key in self._open and self._plan.tokens_for(key.stretch) > self._num_ready for key in self._last)
+    def _has_more(self) -> bool:
+        """Whether there is a slot to ask for; plans the next stretch, which may have none."""
+        while self._stretches and not self._todo:
+            stretch = self._stretches.popleft()
+            slots = enumerate(self._plan.slots(stretch))
+            self._todo.extend((SlotKey(self._key, stretch, number), slot) for number, slot in slots)
+        return bool(self._todo) and self._plan.tokens_for(self._todo[0][0].stretch) <= self._num_ready
 
     def is_news(self, num_missing: int) -> bool:
         """Whether fewer tokens are missing than we knew."""
@@ -146,7 +145,8 @@ class Unpacking:
 
     def fail(self) -> Iterator[Command]:
         """Begin nothing more, and wait for what is under way."""
-        self._is_planned = True
+        self._todo.clear()
+        self._stretches.clear()
         for key, use in list(self._open.items()):
             if use.state is SlotState.FILLING and self._strategy is not Strategy.PACK:
                 yield Cancel(key)

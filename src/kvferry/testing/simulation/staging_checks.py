@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvferry.session.events import Acquired, AnswerArrived, ClaimKey, ReadKey, SlotKey, Staged, TicketEnded
 from kvferry.session.target import TargetEvent
 from kvferry.testing.simulation.violation import Violation
-from kvferry.wire.messages import Packed, Queued
+from kvferry.wire.messages import Grant, Packed, Queued
 
 if TYPE_CHECKING:
     from kvferry.testing.simulation.node import Node
@@ -68,7 +68,8 @@ def slot_is_released(node: Node, key: SlotKey, tickets: list[Ticket]) -> None:
 def gets_on(event: TargetEvent) -> bool:
     """Whether a read through staging memory has got on, or has been told to be patient: its deadline begins anew."""
     if isinstance(event, AnswerArrived):
-        return isinstance(event.message, Packed | Queued)
+        is_patience = isinstance(event.message, Grant) and event.message.num_missing_tokens > 0
+        return is_patience or isinstance(event.message, Packed | Queued)
     return isinstance(event, Acquired | Staged) or (isinstance(event, TicketEnded) and isinstance(event.key, SlotKey))
 
 
