@@ -30,6 +30,7 @@ class Model(RuleBasedStateMachine):
         self.pool = Pool(self.size + min(rest, alignment - 1), alignment)
         self.held: dict[int, Slot] = {}
         self.waiting: dict[int, tuple[str, int]] = {}
+        self.line: list[str] = []
         self.num_asked = 0
 
     @rule(owner=st.sampled_from("abcd"), share=st.floats(0, 1), times=st.integers(1, 3))
@@ -39,6 +40,8 @@ class Model(RuleBasedStateMachine):
             self.pool.ask(self.num_asked, owner, num_bytes)
             self.waiting[self.num_asked] = owner, num_bytes
             self.num_asked += 1
+        if owner not in self.line:
+            self.line.append(owner)
 
     @rule()
     def grant(self) -> None:
@@ -47,15 +50,24 @@ class Model(RuleBasedStateMachine):
             assert slot.num_bytes == num_bytes
             assert all(key > slot.key for key, (other, _) in self.waiting.items() if other == owner)
             self.held[slot.key] = slot
+            self.line.remove(owner)
+            self.line += [owner] if self.wishes_of(owner) else []
         assert self.pool.grants() == []
         self.check_room_is_used()
 
+    def wishes_of(self, owner: str) -> list[int]:
+        """What an owner waits for, in the order in which it was asked for."""
+        return [rounded(num_bytes, self.alignment) for other, num_bytes in self.waiting.values() if other == owner]
+
     def check_room_is_used(self) -> None:
-        """The bound on fragmentation: a wish that waits alone in its line is larger than any hole can have to be."""
-        if self.waiting:
-            free = self.size - self.pool.held_bytes
-            largest = max(rounded(num_bytes, self.alignment) for _, num_bytes in self.waiting.values())
-            assert free <= (len(self.held) + 1) * (largest - self.alignment)
+        """The bound on fragmentation: who waits wants more than any hole can have to have; but for the first in line
+        one stretch is kept, which may be all that is free, and cut a hole in two."""
+        if not self.line:
+            return
+        free, (first, *others) = self.size - self.pool.held_bytes, (self.wishes_of(owner)[0] for owner in self.line)
+        assert free <= (len(self.held) + 1) * (first - self.alignment)
+        for wanted in others:
+            assert free - first <= (len(self.held) + 2) * (wanted - self.alignment)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -69,7 +81,9 @@ class Model(RuleBasedStateMachine):
     def withdraw(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.waiting)))
         self.pool.release(key)
-        del self.waiting[key]
+        owner, _ = self.waiting.pop(key)
+        if not self.wishes_of(owner):
+            self.line.remove(owner)
 
     @invariant()
     def slots_lie_apart_in_the_arena(self) -> None:

@@ -10,9 +10,10 @@ Nothing fails for lack of room: a wish waits until there is a place for it. What
   latest when the slots that lie there have been released, whatever else is asked meanwhile. Nobody gets in front of it:
   an owner with n others before it has at most n such waits ahead of it.
 * **Fragmentation.** A slot is the beginning of the smallest hole that holds it, and released neighbours are joined at
-  once. Wishes of one size therefore fill the arena without gaps; and a wish of n bytes (rounded up to the
-  alignment) fits in any case when more than (slots held + 1) * (n - alignment) bytes are free, because there is at most
-  one hole more than there are slots.
+  once. Wishes of one size therefore fill the arena without gaps; and the first in line, with n bytes (rounded up to the
+  alignment), fits in any case when more than (slots held + 1) * (n - alignment) bytes are free, because there is at
+  most one hole more than there are slots. Another owner's next wish fits when more than (slots held + 2) *
+  (n - alignment) bytes are free beside those of the first: the stretch that is kept for it may cut one hole in two.
 
 A released slot may be given away by the next call of `grants`: release it only when nothing can touch it any more.
 """
