@@ -47,9 +47,8 @@ class Rounds:
     def _ours(self, name: str) -> None:
         elapsed, self.reports[name] = self._target.fetch(name)
         self.seconds[name].append(elapsed)
-        if name == "auto":
-            # What the peers' bare lists are to be compared with: neither asking before nor verifying after.
-            self.seconds["auto, moving"].append(self.reports[name].phases_s["wire"])
+        # What bare lists and limits are to be compared with: they neither ask before nor verify after.
+        self.seconds[f"{name}, moving"].append(self.reports[name].phases_s["wire"])
 
     def _theirs(self, name: str) -> None:
         known = self.seconds[name]
@@ -104,6 +103,8 @@ def ratios(ms: Figures, chosen: str) -> Figures:
         "direct / wire": round(ms["wire"] / ms["direct"], 3),
         "pack / pipeline": round(ms["pipeline"] / ms["pack"], 3),
         "pack / all stages": round(ms["all stages"] / ms["pack"], 3),
+        "direct, moving / wire": round(ms["wire"] / ms["direct, moving"], 3),
+        "pack, moving / pipeline": round(ms["pipeline"] / ms["pack, moving"], 3),
         "auto / limit": round((ms["wire"] if chosen == "direct" else best) / ms["auto"], 3),
         "auto / best of ours": round(min(ms["direct"], ms["scatter"], ms["pack"]) / ms["auto"], 3),
         "auto / sglang": round(ms["sglang"] / ms["auto"], 2),

@@ -3,7 +3,8 @@
     python benchmarks/staging.py > benchmarks/results/staging.json
 
 Prints JSON. Between blocks of a cache and a contiguous staging buffer (gather, scatter), and from blocks to blocks in
-one pass, which is what `shm` does; `posted` is the same with all that shm does around it. `reading` is a plain loop
+one pass, which is what `shm` does; `posted` is the same with all that shm does around it, and `tiles` what a mover does
+for a slot that was planned as the rows of a block and where the blocks begin. `reading` is a plain loop
 that only loads each line of the rows and writes nothing: what rows with gaps cost a processor without any copying.
 Every repeat measures everything once, so that what else the machine does hits all alike; figures are medians. All of
 them use one thread, and what is measured is the processor time of that thread: none of them waits for anything but
@@ -17,6 +18,7 @@ import json
 import mmap
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +29,12 @@ from numba import njit
 from numpy.typing import NDArray
 
 from kvferry.plan.copies import Copies
+from kvferry.plan.tiles import Tile
 from kvferry.transport import copier, numpy_rows
 from kvferry.transport.base import Direction
 from kvferry.transport.copying import CopyQueue, Posting
 from kvferry.transport.pieces import Offsets, Pieces, Side, View
+from kvferry.transport.rows import copy_tiles
 
 ROW_BYTES = (64, 256, 1 << 10, 4 << 10, 64 << 10)
 BLOCK_ROWS = 16
@@ -148,6 +152,21 @@ def posted(source: Side, target: Side, length: Offsets) -> Work:
     return work
 
 
+def tiles(source: Side, target: Side, length: Offsets) -> Work:
+    """What a mover does with a planned slot, checks included: its rows repeat from block to block."""
+    sides = source, target
+    pieces = Pieces.of([(_address(side.views[0]), side.views[0].size) for side in sides], [s.views[0] for s in sides])
+    starts = [(side.offset[::BLOCK_ROWS] + _address(side.views[0])).astype(np.uint64) for side in sides]
+    shifts = [(side.offset[:BLOCK_ROWS] - side.offset[0]).astype(np.uint64) for side in sides]
+    tile = Tile(*starts, *shifts, length[:BLOCK_ROWS].astype(np.uint64))
+
+    def work() -> None:
+        for _ in copy_tiles(pieces, [tile]):
+            pass
+
+    return work
+
+
 def reading(source: Side, length: Offsets) -> Work:
     """Load every cache line of the rows, and do nothing with it. All rows have one length, a multiple of a line's."""
     words, row_words = source.views[0].view(np.uint64), int(length[0]) // 8
@@ -180,6 +199,8 @@ def measure_case(case: Case, memory: Memory, copies: Mapping[str, Copy], repeats
         work[name] = lambda copy=copy: copy(*rows)
     if case.way == "direct":
         work["posted"] = posted(*rows)
+    else:
+        work["tiles"] = tiles(*rows)
     for name, step in work.items():
         if name != "memcpy":
             check(step, rows)
@@ -222,7 +243,8 @@ def main() -> None:
     arguments = parser.parse_args()
     copies, memory = contestants(), Memory.of(arguments.mebibytes << 20)
     results = [measure_case(case, memory, copies, arguments.repeats) for case in cases(arguments.row_bytes)]
-    head = {"machine": machine(), "total_bytes": memory.total_bytes, "repeats": arguments.repeats}
+    command = f"python benchmarks/{' '.join(['staging.py', *sys.argv[1:]])}"
+    head = {"command": command, "machine": machine(), "total_bytes": memory.total_bytes, "repeats": arguments.repeats}
     print(json.dumps({**head, "load_average": os.getloadavg()[0], "cpu": results}, indent=1))
 
 

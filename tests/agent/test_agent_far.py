@@ -108,6 +108,7 @@ def test_only_the_source_is_far(make_far, make_rank, direction):
     source, near = make_far("p0"), make_rank("d0", SHAPE, "tcp", direction=direction)
     near.agent.fetch(near.wanted(source, source.leased(), TABLES["d0"], NUM_TOKENS))
     assert near.next_notice(Fetched).report.strategy == "pack"
+    agent_support.check(near, tables=TABLES["d0"])
     assert source.next_notice(SourceFree) == SourceFree("r1", "done")
 
 

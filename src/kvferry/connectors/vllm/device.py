@@ -83,16 +83,13 @@ def buffers_of(
     Raises ConfigurationError for what does not go together, and for a device that nothing here can copy on.
     """
     device = next(iter(caches.values())).device
-    if device.type == "cpu":
-        check_staging("cpu", "cpu", staging)
-        return Buffers(device, "cpu", "cpu")
     name = "rocm" if device.type == "cuda" and torch.version.hip else device.type
     # vLLM calls it cuda wherever torch does.
     wanted = name if buffer_device == device.type else buffer_device
     load_devices()
     check_pair(name, wanted)
     check_staging(name, wanted, staging)
-    if device.type != "cuda":
+    if device.type not in ("cpu", "cuda"):
         raise ConfigurationError(
             f"vLLM's caches on {name} cannot be reached yet",
             found=f"caches on {device}",
