@@ -92,6 +92,15 @@ def test_both_engines_are_far(make_far, transport):
     assert source.agent.num_slots == target.agent.num_slots == 0
 
 
+def test_staging_memory_is_no_mirror_of_what_goes_through_it(make_far):
+    """Room for two slots each way, and a request that is larger, in a cache that is larger still."""
+    source, target = (make_far(name, staging_bytes=4 << 12) for name in ("p0", "d0"))
+    assert 2 << 12 < NUM_TOKENS * MODEL.bytes_per_token < 4 << 12 < len(source.device.contents)
+    target.fetch(source, source.leased())
+    assert target.next_notice(Fetched).report.num_bytes == NUM_TOKENS * MODEL.bytes_per_token
+    target.check()
+
+
 @pytest.mark.parametrize("strategy", [Strategy.SCATTER, Strategy.PACK])
 def test_only_the_target_is_far(make_far, make_rank, strategy):
     near = make_rank("p0", SHAPE, "tcp")
