@@ -50,21 +50,6 @@ def terminate(number=signal.SIGTERM):
     os.kill(os.getpid(), number)
 
 
-def test_sigusr1_says_what_all_threads_do_and_changes_nothing(capfd):
-    async def scenario(server, asking):
-        os.kill(os.getpid(), signal.SIGUSR1)
-        told = capfd.readouterr().err
-        assert "Thread 0x" in told
-        assert f"{__file__}" in told
-        server.may_answer.set()
-        assert (await asking).status == 200
-        assert not server.running.done()
-        terminate(signal.SIGINT)
-        await server.ended()
-
-    with_open_request(scenario)
-
-
 def test_sigterm_lets_what_is_open_end():
     async def scenario(server, asking):
         terminate()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -20,6 +22,14 @@ def line(**more) -> dict:
     record = logging.LogRecord("a.b", logging.WARNING, "file", 1, "it %s", ("broke",), None)
     vars(record).update(more)
     return json.loads(JsonLines().format(record))
+
+
+def test_sigusr1_says_what_all_threads_do_and_changes_nothing(capfd):
+    log_to_stderr()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    told = capfd.readouterr().err
+    assert "Thread 0x" in told or "Current thread 0x" in told
+    assert __file__ in told
 
 
 def test_a_line_is_one_object():

@@ -116,6 +116,26 @@ def test_the_answer_is_that_of_one_engine(site, way):
         expect_end(leg, prompt, expected)
 
 
+def test_what_a_layer_has_computed_may_leave_before_its_step_has_ended(site, tiny_model, tmp_path):
+    """In steps of 16 MiB, which are worth it."""
+    options = ("--model", str(tiny_model), "--served-name", "tiny", "--transport", "shm", "--num-blocks", "800")
+    words = ("serve", "--engine-id", "layered", *options, "--max-batch-tokens", "2048", "--layer-wise")
+    source = Process(tmp_path / "layered.log", *words)
+    try:
+        source.start().wait()
+        target, prompt = site.targets["push"], prompt_of(NUM_TOKENS, seed=10)
+        expected = alone(target, prompt)
+        for _ in range(2):
+            leg, params = begun(SimpleNamespace(p=source), prompt)
+            answer = decoding(target, prompt, params).answer()
+            assert tokens_of(answer) == expected
+            assert (answer["kvferry"]["recomputed"], answer["kvferry"]["tokens_computed"]) == ("", 1)
+            expect_end(leg, prompt, expected)
+        source.until_free()
+    finally:
+        source.close()
+
+
 def test_many_at_the_same_time_do_not_mix(site):
     prompts = [prompt_of(random.Random(seed).randrange(200, 900), seed) for seed in range(9)]
     targets = [site.targets[way] for way in (*WAYS, *WAYS, *WAYS)]

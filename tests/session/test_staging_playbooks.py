@@ -522,6 +522,13 @@ def test_the_blocks_of_a_lease_that_ends_wait_for_its_slots(steps):
     play(session, [(4, event, [Release(own(0)), SourceFree("r1", "withdrawn")])])
 
 
+def test_a_claim_that_has_failed_is_not_refused_again_when_its_lease_ends():
+    session = source()
+    play(session, GATHERING)
+    assert reasons(session.handle(Staged(own(0), "a bad row"), 3.0)) == ["transport"]
+    play(session, [(4, LeaseWithdrawn("r1"), [SourceFree("r1", "withdrawn")])])
+
+
 def test_a_lease_that_ends_between_two_slots_leaves_nothing_open():
     session = source()
     play(session, [*WRITING, (3, TicketEnded(own(0), ""), [Release, Reply])])

@@ -1,15 +1,13 @@
 """Run one ASGI application until somebody ends it: a signal, or the parent that holds our standard input.
 
 The first SIGTERM lets the application finish what is open (it *drains*). SIGINT, a second SIGTERM, and the end of
-standard input end it at once. SIGUSR1 writes the stacks of all threads to stderr, and changes nothing.
+standard input end it at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import faulthandler
-import logging
 import os
 import signal
 import socket
@@ -25,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvferry.cli import console
 from kvferry.errors import ConfigurationError
 
-__all__ = ["ENGINE_GRACE_S", "ROUTER_GRACE_S", "Drain", "listen", "log_plainly", "run", "stdin_closed", "url_of"]
+__all__ = ["ENGINE_GRACE_S", "ROUTER_GRACE_S", "Drain", "listen", "run", "stdin_closed", "url_of"]
 
 # How long open answers may go on after the order to end. The router waits longer than engines do: it is there to tell
 # its clients when an engine breaks off.
@@ -33,7 +31,6 @@ ENGINE_GRACE_S = 3
 ROUTER_GRACE_S = 6
 # Whoever sends requests must have had time to see that we are not ready: routers ask every two seconds.
 NOTICE_S = 3.0
-STDERR = 2
 
 
 async def nothing_else() -> None:
@@ -110,11 +107,6 @@ def url_of(bound: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
-def log_plainly() -> None:
-    """What goes wrong becomes a line with a time on stderr."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-
 async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], grace_s: int, drain: Drain) -> None:
     """Serve until a signal or one of `ends`; open answers may go on for `grace_s` after the order to end."""
     requests = OpenRequests(app)
@@ -135,8 +127,6 @@ async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], g
     for number in (signal.SIGINT, signal.SIGTERM):
         # Until the loop closes: what follows the server is not to be interrupted by an impatient parent.
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
-    # Written by the signal itself: also when this loop, or the whole interpreter, hangs.
-    faulthandler.register(signal.SIGUSR1, STDERR)
     watchers = [asyncio.create_task(stop_after(end)) for end in (*ends, _drained(terminated, drain, requests))]
     try:
         await server.serve(sockets=[bound])
@@ -144,7 +134,6 @@ async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], g
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
-        faulthandler.unregister(signal.SIGUSR1)
 
 
 async def _drained(terminated: asyncio.Event, drain: Drain, requests: OpenRequests) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import signal
 from datetime import UTC, datetime
 from enum import StrEnum
 
@@ -11,6 +13,7 @@ import msgspec
 __all__ = ["LogFormat", "log_to_stderr"]
 
 ACCESS = "kvferry.router.access"
+STDERR = 2
 
 
 class LogFormat(StrEnum):
@@ -20,8 +23,11 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
-def log_to_stderr(format_: LogFormat, access: bool) -> None:
-    """What goes wrong becomes a line; with `access` every request does, too."""
+def log_to_stderr(format_: LogFormat = LogFormat.PLAIN, access: bool = False) -> None:
+    """What goes wrong becomes a line; with `access` every request does, too. From now on SIGUSR1 has the stacks of all
+    threads written: also while a model is loaded, or an end does not come."""
+    # By the signal itself, not by the interpreter, which may be what hangs.
+    faulthandler.register(signal.SIGUSR1, STDERR)
     handler = logging.StreamHandler()
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if format_ is LogFormat.JSON else plain)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvferry.agent import AgentConfig
 from kvferry.cli import console, http
 from kvferry.cli.joining import NOWHERE, JoinOptions
+from kvferry.cli.logs import log_to_stderr
 from kvferry.connectors.jobs import Settings
 from kvferry.connectors.step_cost import NO_COST
 from kvferry.embedded.app import create_app
@@ -46,7 +47,7 @@ class ServeOptions:
 
 def serve(options: ServeOptions) -> None:
     """Serve until told to stop. Raises ConfigurationError before anything is started that cannot work."""
-    http.log_plainly()
+    log_to_stderr()
     if options.settings.step_cost != NO_COST:
         console.say("steps last as long as --simulated-step says: the pace is not this machine's")
     # The port is taken first: to load a model for half a minute and then fail would be unkind.

@@ -96,7 +96,7 @@ class Carrying:
             raise _as_refused(error) from error
 
     def grown(self, lease: Lease) -> Iterator[Command]:
-        """More tokens are computed: on with what has waited for them."""
+        """More tokens are computed: on with what is pushed, and word of it to who has slots packed."""
         for write in lease.writes.values():
             if isinstance(write, Packing | StretchWrites) and not (write.error or write.is_written):
                 try:
@@ -162,7 +162,7 @@ class Carrying:
             if write.is_written:
                 continue
             # Who has slots packed waits for the next one, or for tokens, also between two questions.
-            was_open = isinstance(write, Packing) or write.is_open
+            was_open = not write.error if isinstance(write, Packing) else write.is_open
             yield from _stop(key, write)
             if was_open and not write.is_aborted:
                 yield from refuse(write.peer, lease.refusal_of_end(key))

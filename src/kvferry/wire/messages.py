@@ -236,7 +236,8 @@ class Packed(Struct, frozen=True, tag="packed", forbid_unknown_fields=True):
 
 
 class Queued(Struct, frozen=True, tag="queued", forbid_unknown_fields=True):
-    """Nothing is wrong with a slot that was asked for: it waits for its turn, or for its tokens."""
+    """Nothing is wrong with what was asked for: it waits for its turn, or for its tokens. A slot of which tokens are
+    missing has to be asked for again."""
 
     claim_id: Name
 
