@@ -1,6 +1,7 @@
 """Staging memory in sessions: whose a slot is at every moment, on both sides, whatever is late, repeated or broken."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -691,6 +692,22 @@ def test_a_target_holds_no_slot_for_tokens_that_are_not_computed():
     play(session, [(4, answer(m.Grant("q1", (), 1)), [acquire(1), acquire(2)]), (5, acquired(1), [pack(1)])])
     # What a slot's own word says counts as well: it may overtake the other.
     play(session, [(6, packed(1, 0), [Stage, acquire(3)])])
+
+
+def test_stretches_of_which_nothing_moves_are_waited_for_by_nobody():
+    """As of layers with windows or chunks: three before the slot, of which tokens are missing, and two after it."""
+    one = slots.Slot(STRETCH_BYTES, (), Copies(*[np.zeros(1, np.uint64)] * 3, 1), ())
+    plan = SimpleNamespace(
+        num_tokens=6, stretches=range(6), tokens_for=int, slots=lambda number: (one,) * (number == 3)
+    )
+    read = unpacking.Unpacking(key(0).work, plan, Strategy.PACK, ("l1", US), num_missing=6)
+    assert list(read.go_on()) == []
+    assert (read.is_behind, read.is_done) == (True, False)
+    assert list(read.computed(3)) == [acquire(3)]
+    assert list(read.acquired(key(3), at(3), 1.0)) == [pack(3)]
+    assert [type(command) for command in read.filled(key(3))] == [Stage]
+    assert list(read.emptied(key(3))) == [Release(key(3))]
+    assert (read.is_behind, read.is_done) == (False, True)
 
 
 def test_a_target_that_waits_for_tokens_asks_again_how_far_they_are_and_is_patient_as_long_as_it_hears():

@@ -112,7 +112,7 @@ class Read:
     @property
     def is_behind(self) -> bool:
         """Whether it only waits for tokens that are not computed yet."""
-        return self.state is ReadState.MOVING and any(unpacking.is_behind for unpacking in self.unpacking)
+        return any(unpacking.is_behind for unpacking in self.unpacking)
 
     @property
     def is_digesting(self) -> bool:

@@ -144,9 +144,7 @@ class Unpacking:
     # --- after a failure ---
 
     def fail(self) -> Iterator[Command]:
-        """Begin nothing more, and wait for what is under way."""
-        self._todo.clear()
-        self._stretches.clear()
+        """Wait for what is under way; who has failed asks for nothing more."""
         for key, use in list(self._open.items()):
             if use.state is SlotState.FILLING and self._strategy is not Strategy.PACK:
                 yield Cancel(key)
