@@ -26,6 +26,7 @@ from kvferry.session.events import (
     Fetched,
     FetchWanted,
     FrameArrived,
+    LeaseGrown,
     LeaseWanted,
     LeaseWithdrawn,
     PeerConnected,
@@ -42,6 +43,7 @@ from kvferry.session.events import (
     Timing,
 )
 from kvferry.session.introduction import Identity
+from kvferry.session.landings import LOOK_AFTER_S
 from kvferry.session.source import SourceSession
 from kvferry.session.target import Ourselves, TargetSession
 from kvferry.testing.playbook import play
@@ -174,6 +176,7 @@ def test_a_subject_that_does_not_fit_the_record_is_refused_and_the_lease_goes_on
     wrong = msgspec.structs.replace(CLAIM.message, subject=Subject(Policy.FULL, 0, (part,)))
     session = source_after([(0, LEASE, []), (1, FrameArrived("x", wrong), [Reply])])
     for now in (2, 3):
+        assert not session.handle(Tick(), now)
         commands = session.handle(LANDED, now)
         assert [c.message.reason for c in commands if isinstance(c, Reply)] == [m.Reason.OUT_OF_RANGE]
     play(session, [(4, FrameArrived("x", m.Abort(TARGET, "c1", "l1")), [Reply, SourceFree("r1", "aborted")])])
@@ -183,6 +186,77 @@ def test_a_digest_that_nobody_asked_for_changes_nothing():
     peer = PeerKey("tcp://127.0.0.1:1", "d0", "e9")
     keys = ClaimKey("l9", TARGET, "c1"), ClaimKey("l1", OTHER, "c1"), ReadKey("c1", peer)
     play(source(), [*DIGESTING, *((3, Digested(key, VALUES), []) for key in keys)])
+
+
+SOON = 1 + LOOK_AFTER_S
+LOOKING = [*DIGESTING[:2], (SOON, Tick(), [Digest])]
+
+
+def test_a_source_digests_while_the_bytes_move_and_answers_at_once():
+    session = source()
+    play(session, DIGESTING[:2])
+    assert session.next_deadline() == SOON
+    (digest,) = play(session, [(1 + LOOK_AFTER_S / 2, Tick(), []), (SOON, Tick(), [Digest])])
+    assert digest.key == KEY
+    assert session.next_deadline() > SOON
+    play(session, [(1.5, Tick(), []), (1.6, Digested(KEY, VALUES), [])])
+    play(session, [(2, CLAIM, [Reply]), (3, Tick(), []), (4, LANDED, [VALID, DONE]), (5, LANDED, [VALID])])
+
+
+def test_who_asks_during_an_early_digest_is_answered_when_it_is_there():
+    alive, renewed = Reply("x", m.Renewed(())), FrameArrived("x", m.Renew(TARGET, ("l1",)))
+    play(source(), [*LOOKING, (10, LANDED, []), (19, LANDED, [alive]), (19.5, Digested(KEY, VALUES), [VALID, DONE])])
+    play(source(), [*LOOKING, (9, renewed, [Reply]), (18, Digested(KEY, VALUES), []), (18.5, LANDED, [VALID, DONE])])
+
+
+def test_an_early_digest_that_cannot_be_made_is_tried_again_when_somebody_asks():
+    play(source(), [*LOOKING, (2, Digested(KEY, (), "no such memory"), []), (3, LANDED, [Digest])])
+
+
+def test_who_has_asked_before_is_digested_for_once():
+    play(source(), [*DIGESTING[:2], (1, LANDED, [Digest]), (SOON, Tick(), [])])
+    play(source(), [*DIGESTING[:2], (1, LANDED, [Digest]), (1, Digested(KEY, VALUES), [VALID, DONE]), (2, Tick(), [])])
+
+
+def test_a_reader_that_is_done_is_not_looked_at_again_while_others_read():
+    both = [FrameArrived("x", m.Claim(party, "c1", REFERENCE, 6, (0, 1), subject=SUBJECT)) for party in (TARGET, OTHER)]
+    claimed = [(0, LEASE, []), (1, both[0], [Reply]), (1, both[1], [Reply])]
+    session = source_after([*claimed, (1, LANDED, [Digest]), (1, Digested(KEY, VALUES), [VALID])])
+    (digest,) = play(session, [(SOON, Tick(), [Digest])])
+    assert digest.key == ClaimKey("l1", OTHER, "c1")
+    play(session, [(2, Tick(), [])])
+
+
+def test_a_claim_said_again_changes_nothing_about_its_digest():
+    session = source()
+    play(session, [*DIGESTING[:2], (1 + LOOK_AFTER_S / 2, CLAIM, [Reply]), (SOON, Tick(), [Digest])])
+    for state in ([], [(2, Digested(KEY, VALUES), [])]):
+        play(session, [*state, (2, CLAIM, [Reply])])
+        assert session.next_deadline() == 2 + TIMING.lease_s
+
+
+def test_an_early_digest_ends_with_its_lease_and_nobody_is_refused_who_has_not_asked():
+    withdrawn = LeaseWithdrawn("r1")
+    play(source(), [*LOOKING, (2, withdrawn, [SourceFree, DropDigest(KEY)]), (2, Digested(KEY, VALUES), [])])
+    play(source(), [*DIGESTING[:2], (1, withdrawn, [SourceFree]), (2, Tick(), [])])
+
+
+def test_what_was_digested_before_a_lease_ended_makes_nothing_valid():
+    session = source_after([*LOOKING, (2, Digested(KEY, VALUES), []), (3, LeaseWithdrawn("r1"), [SourceFree])])
+    assert [c.message.reason for c in session.handle(LANDED, 4) if isinstance(c, Reply)] == [m.Reason.EXPIRED]
+
+
+@pytest.mark.parametrize("policy", [Policy.SAMPLED, Policy.OFF])
+def test_nothing_is_looked_at_of_what_is_not_asked_for(policy):
+    claim = msgspec.structs.replace(CLAIM.message, subject=Subject(policy, 0, ()))
+    play(source(), [(0, LEASE, []), (1, FrameArrived("x", claim), [Reply]), (SOON, Tick(), [])])
+
+
+def test_nothing_is_looked_at_that_is_still_computed():
+    growing, all_of_it = replace(LEASE, is_growing=True), LeaseGrown("r1", ((3, 5),), 7)
+    some = [(0, growing, []), (0, LeaseGrown("r1", ((3, 5),), 6), []), (1, CLAIM, [Reply]), (SOON, Tick(), [])]
+    play(source(), [*some, (2, LANDED, [Digest])])
+    play(source(), [(0, growing, []), (0, CLAIM, [Reply]), (1, all_of_it, [Reply]), (SOON, Tick(), [Digest])])
 
 
 # --- target ---

@@ -32,6 +32,7 @@ from kvferry.session.events import (
     Timing,
 )
 from kvferry.session.introduction import Identity
+from kvferry.session.landings import LOOK_AFTER_S
 from kvferry.session.source import SourceSession
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
@@ -130,6 +131,17 @@ def test_what_is_written_is_digested_at_once_and_the_reader_told(source):
     values = (b"12345678", b"abcdefgh")
     play(source, [(3, said(LANDED, "y"), [Reply("y", m.Renewed(()))])])
     play(source, [(4, Digested(KEY, values), [Reply("y", m.Valid("c1", values)), FREE])])
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["before its end", "after it"])
+def test_what_is_written_is_digested_meanwhile(source, is_there):
+    claim, values = msgspec.structs.replace(CLAIM, subject=SUBJECT), (b"12345678", b"abcdefgh")
+    play(source, [*MET, (1, said(claim), [GRANT, Post]), (1 + LOOK_AFTER_S, Tick(), [Digest])])
+    valid, digested = [Reply("x", m.Valid("c1", values)), FREE], Digested(KEY, values)
+    if is_there:
+        play(source, [(2, digested, []), (3, TicketEnded(KEY, ""), [Reply, *valid])])
+    else:
+        play(source, [(2, TicketEnded(KEY, ""), [Reply]), (3, digested, valid)])
 
 
 def test_the_end_of_one_write_says_nothing_of_another_that_is_digested(source):

@@ -11,16 +11,18 @@ from kvferry.errors import ConfigurationError, TransferError
 from kvferry.plan import slots
 from kvferry.plan.copies import Copies, Direction
 from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.digest import Part, Policy, Subject
 from kvferry.plan.layout import fingerprint
 from kvferry.plan.model import attention
 from kvferry.plan.program import bind
 from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
 from kvferry.plan.slots import SlotPlan, region_starts
+from kvferry.plan.span import Span
 from kvferry.plan.staged import RegionStarts, Strategy
 from kvferry.plan.strategy import TYPICAL_HOST
 from kvferry.plan.tiles import rows_of
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.tokens import ALL_TOKENS, TokenRange
 from kvferry.session import carrying, unpacking
 from kvferry.session.events import (
     AbortWanted,
@@ -31,6 +33,8 @@ from kvferry.session.events import (
     ClaimKey,
     Connect,
     Count,
+    Digest,
+    Digested,
     Failed,
     Fetched,
     FetchWanted,
@@ -56,6 +60,7 @@ from kvferry.session.events import (
 )
 from kvferry.session.handshake import Ourselves
 from kvferry.session.introduction import Identity
+from kvferry.session.landings import LOOK_AFTER_S
 from kvferry.session.slot_use import SLOT_TABLE, SlotState
 from kvferry.session.source import SourceSession
 from kvferry.session.target import TargetSession
@@ -539,6 +544,8 @@ def test_a_lease_that_ends_between_two_slots_leaves_nothing_open():
 
 GROWING = replace(LEASE, block_tables=((),), is_growing=True)
 DIRECT_CLAIM = m.Claim(US, "q1", REFERENCE, NUM_TOKENS, (0,), Direction.WRITE, TABLES, RANGES)
+PART = Part(("model.layers.0.k",), (Span(0, 2), Span(0, 4)), ALL_TOKENS, RANGES[0])
+DIGESTED_CLAIM = structs.replace(CLAIM, subject=Subject(Policy.SAMPLED, 3, (PART,)))
 LANDED_SAID, VALID = said(m.Landed(US, "q1", "l1")), Reply("x", m.Valid("q1"))
 
 
@@ -566,6 +573,26 @@ def test_when_the_last_slot_is_written_all_of_it_is_valid_and_the_blocks_are_fre
     forgotten = session._leases.next_deadline()
     play(session, [(forgotten - 1, said(asked(3)), [last]), (forgotten, Tick(), [])])
     assert not list(session._leases)
+
+
+def test_what_is_packed_is_digested_once_a_slot_is_asked_for_and_valid_with_its_last_slot():
+    """Not before: the first slot is what the target waits for."""
+    session = source()
+    play(session, [*CLAIMED[:-1], (0, said(DIGESTED_CLAIM), [Reply]), (1, Tick(), [])])
+    key, values = own(0).work, (b"12345678",)
+    play(session, [*written(0), (3 + LOOK_AFTER_S, Tick(), [Digest]), (3.5, Digested(key, values), [])])
+    for stretch in (0, 1, 2):
+        play(session, [(4, TicketEnded(own(stretch), ""), [Release, Reply]), *written(stretch + 1)])
+    valid = Reply("x", m.Valid("q1", values))
+    play(session, [(5, TicketEnded(own(3), ""), [Release, Reply, valid, SourceFree("r1", "done")])])
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_what_was_packed_before_all_is_computed_is_digested_when_it_is(is_asked):
+    session = source()
+    play(session, [(0, GROWING, []), (0, grown(8), []), *CLAIMED[1:3], (0, said(DIGESTED_CLAIM), [Reply])])
+    play(session, [*(written(0) if is_asked else ()), (3 + LOOK_AFTER_S, Tick(), [])])
+    play(session, [(5, grown(16), [Reply]), (5 + LOOK_AFTER_S, Tick(), [Digest])])
 
 
 def test_what_is_written_of_a_prompt_that_grows_on_is_not_granted_again():

@@ -1,16 +1,26 @@
-"""Readers that have their bytes: a source says whether these are the request's own, and what they look like at home."""
+"""Readers that have their bytes: a source says whether these are the request's own, and what they look like at home.
+
+That is looked at while the bytes move, so that nobody has to wait for it. What happens to the blocks after that, until
+the reader has its bytes, comes out as well: the reader's digest is another one then.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+from math import inf
+
 from kvferry.errors import FerryError
-from kvferry.plan.extract import Extractor
+from kvferry.plan.extract import Extract, Extractor
 from kvferry.session.events import ClaimKey, Command, Digest, Digested, Reply
 from kvferry.session.lease import Lease
 from kvferry.session.leases import Leases
 from kvferry.session.refusals import refuse, unknown_lease
-from kvferry.wire.messages import Landed, Reason, Refusal, Renewed, Valid
+from kvferry.wire.messages import Landed, Party, Reason, Refusal, Renewed, Valid
 
 __all__ = ["Landings"]
+
+LOOK_AFTER_S = 0.001
 
 
 class Landings:
@@ -19,6 +29,44 @@ class Landings:
     def __init__(self, leases: Leases, extractor: Extractor) -> None:
         self._leases = leases
         self._extractor = extractor
+        # When what is looked at, oldest first.
+        self._begun: dict[ClaimKey, float] = {}
+
+    def begun(self, lease: Lease, party: Party, now: float) -> None:
+        """Bytes are on their way to a reader: soon `prepare` will look at what it is going to have.
+
+        At once would be too early: the word that they may come is still to be sent.
+        """
+        granted = lease.claims[party]
+        key = ClaimKey(lease.wanted.lease_id, party, granted.claim_id)
+        # Until all of it is computed, the blocks change.
+        if granted.subject.parts and lease.is_computed and not lease.is_looked_at(key):
+            self._begun.setdefault(key, now + LOOK_AFTER_S)
+
+    def next_deadline(self) -> float:
+        """When `prepare` has something to do; infinity when there is nothing."""
+        return next(iter(self._begun.values()), inf)
+
+    def prepare(self, now: float) -> list[Command]:
+        """Begin the digests for which readers will ask before long."""
+        due = [key for key, at in self._begun.items() if at <= now]
+        for key in due:
+            del self._begun[key]
+        return [command for key in due for command in self._prepare(key)]
+
+    def _prepare(self, key: ClaimKey) -> Iterator[Command]:
+        lease = self._leases.get(key.lease_id)
+        if lease is None or not lease.live or key.party in lease.completed or lease.is_looked_at(key):
+            return
+        # What is wrong is said when the reader asks.
+        with suppress(FerryError):
+            extracts = self._extracts(key, lease)
+            lease.digesting[key] = ""
+            yield Digest(key, extracts)
+
+    def _extracts(self, key: ClaimKey, lease: Lease) -> tuple[Extract, ...]:
+        subject, wanted = lease.claims[key.party].subject, lease.wanted
+        return self._extractor.extracts(subject, wanted.block_tables, wanted.num_tokens)
 
     def landed(self, peer: str, landed: Landed, now: float) -> list[Command]:
         """A reader asks whether it may use what it has."""
@@ -35,12 +83,14 @@ class Landings:
         """Whom we have written everything to need not ask."""
         commands = []
         for key, write in lease.writes.items():
-            is_told = key.party in lease.completed or key in lease.digesting
+            is_told = key.party in lease.completed or lease.digesting.get(key)
             if lease.live and write.is_written and not is_told:
                 commands += self._answer(write.peer, key, lease, now)
         return commands
 
     def _answer(self, peer: str, key: ClaimKey, lease: Lease, now: float) -> list[Command]:
+        if key in lease.digested:
+            return self._complete(peer, key, lease, lease.digested.pop(key), now)
         if lease.claims[key.party].subject.parts:
             return self._digest(peer, key, lease, now)
         return self._complete(peer, key, lease, (), now)
@@ -48,11 +98,14 @@ class Landings:
     def _digest(self, peer: str, key: ClaimKey, lease: Lease, now: float) -> list[Command]:
         """Look at our own blocks before the answer. A repeated question is told that somebody is here."""
         if key in lease.digesting:
+            is_repeated = bool(lease.digesting[key])
             lease.digesting[key] = peer
-            return [Reply(peer, Renewed(()))]
+            if is_repeated:
+                return [Reply(peer, Renewed(()))]
+            self._leases.renew(lease, now)
+            return []
         try:
-            wanted, subject = lease.wanted, lease.claims[key.party].subject
-            extracts = self._extractor.extracts(subject, wanted.block_tables, wanted.num_tokens)
+            extracts = self._extracts(key, lease)
         except FerryError as error:
             return refuse(peer, Refusal(Reason.OUT_OF_RANGE, error.what, error.found, error.expected, key.claim_id))
         lease.digesting[key] = peer
@@ -67,6 +120,10 @@ class Landings:
         if lease is None or not isinstance(key, ClaimKey) or key not in lease.digesting:
             return []
         peer = lease.digesting.pop(key)
+        if not peer:
+            if not event.error:
+                lease.digested[key] = event.values
+            return []
         if event.error:
             return refuse(peer, Refusal(Reason.DIGEST, "no digest can be made", event.error, "", key.claim_id))
         return self._complete(peer, key, lease, event.values, now)

@@ -53,9 +53,10 @@ class Granted:
 @dataclass(slots=True)
 class Lease:
     """`claims` has the claim of each reader: one attempt per reader, so that two are never taken for one repeated.
-    `completed` has the digests that each reader was told, `digesting` whom to answer when one is known. `writes` are
-    the claims that we carry out ourselves. `num_ready` tokens are computed, and of some states more (`ahead`); the
-    claims in `waiting` need more tokens.
+    `completed` has the digests that each reader was told, `digesting` whom to answer when one is known (nobody yet, if
+    it is empty), `digested` those that are known before somebody has asked. `writes` are the claims that we carry out
+    ourselves. `num_ready` tokens are computed, and of some states more (`ahead`); the claims in `waiting` need more
+    tokens.
 
     A lease that has ended is kept until `deadline` as a tombstone, to give true answers to late messages. `ended_as`
     says how it ended; the engine has its blocks back (`is_freed`) once we write nothing out of them any more.
@@ -71,6 +72,7 @@ class Lease:
     claims: dict[Party, Granted] = field(default_factory=dict)
     completed: dict[Party, tuple[bytes, ...]] = field(default_factory=dict)
     digesting: dict[ClaimKey, str] = field(default_factory=dict)
+    digested: dict[ClaimKey, tuple[bytes, ...]] = field(default_factory=dict)
     writes: dict[ClaimKey, Write | Packing | StretchWrites] = field(default_factory=dict)
     ended_as: str = ""
     is_freed: bool = False
@@ -97,9 +99,18 @@ class Lease:
         return len(self.claims) > len(self.completed)
 
     @property
+    def is_computed(self) -> bool:
+        """Whether the engine writes nothing to the blocks any more."""
+        return self.num_ready == self.wanted.num_tokens
+
+    @property
     def finished(self) -> bool:
         """Every expected reader of the claiming engine has said that its bytes are there, and the engine is done."""
-        return self.num_ready == self.wanted.num_tokens and self.readers <= {party.rank for party in self.completed}
+        return self.is_computed and self.readers <= {party.rank for party in self.completed}
+
+    def is_looked_at(self, key: ClaimKey) -> bool:
+        """Whether what a reader will have is digested, or is going to be."""
+        return key in self.digesting or key in self.digested
 
     def is_written(self, key: ClaimKey) -> bool:
         """Whether we have carried a claim out, to its last byte."""

@@ -110,7 +110,7 @@ class Leases:
         self._note_deadline(lease)
         commands = list(self._carrying.end(lease))
         for key, peer in lease.digesting.items():
-            commands += [DropDigest(key), *refuse(peer, lease.refusal_of_end(key))]
+            commands += [DropDigest(key), *(refuse(peer, lease.refusal_of_end(key)) if peer else ())]
         for peer, claim in lease.waiting.values():
             commands += refuse(peer, Refusal(Reason.EXPIRED, "the lease has ended", reason, "live", claim.claim_id))
         lease.digesting, lease.waiting = {}, {}

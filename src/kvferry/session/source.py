@@ -11,6 +11,7 @@ from collections.abc import Callable
 from kvferry.errors import TransferError
 from kvferry.plan.copies import Direction
 from kvferry.plan.extract import Extractor
+from kvferry.plan.staged import Strategy
 from kvferry.session.aborted import AbortedClaims
 from kvferry.session.carrying import Carrying
 from kvferry.session.early import Early, EarlyMessages
@@ -116,7 +117,7 @@ class SourceSession:
     def next_deadline(self) -> float:
         """When `handle(Tick())` is due next; infinity when nothing is waited for."""
         waiting = self._early.next_deadline(), self._aborted.next_deadline(), self._targets.next_deadline()
-        return min(self._leases.next_deadline(), *waiting)
+        return min(self._leases.next_deadline(), self._landings.next_deadline(), *waiting)
 
     def num_live(self) -> int:
         """Leases whose blocks the engine still keeps."""
@@ -141,6 +142,8 @@ class SourceSession:
         lease.grow(event)
         self._leases.renew(lease, now)
         commands = list(self._carrying.grown(lease))
+        for key in lease.writes:
+            self._landings.begun(lease, key.party, now)
         for party, (peer, claim) in list(lease.waiting.items()):
             if claim.num_tokens <= lease.num_ready:
                 del lease.waiting[party]
@@ -151,7 +154,7 @@ class SourceSession:
 
     def _tick(self, event: Tick, now: float) -> list[Command]:
         self._carrying.prepare()
-        return []
+        return self._landings.prepare(now)
 
     def _connected(self, event: PeerConnected | PeerUnreachable, now: float) -> list[Command]:
         return self._targets.settled(event)
@@ -217,6 +220,7 @@ class SourceSession:
             self._leases.renew(lease, now)
             return [Reply(peer, Queued(claim.claim_id))]
         self._leases.claim(lease, claim, now)
+        self._landings.begun(lease, claim.party, now)
         return [Reply(peer, Grant(claim.claim_id, lease.wanted.block_tables))]
 
     def _write(self, peer: str, claim: Claim, lease: Lease, now: float) -> list[Command]:
@@ -232,6 +236,8 @@ class SourceSession:
             self._leases.renew(lease, now)
         else:
             self._leases.claim(lease, claim, now)
+        if claim.strategy is not Strategy.PACK:
+            self._landings.begun(lease, claim.party, now)
         return commands + self._landings.written(lease, now)
 
     def _pack(self, peer: str, pack: Pack, now: float) -> list[Command]:
@@ -252,6 +258,7 @@ class SourceSession:
             return refuse(peer, because_of(error, pack.claim_id))
         if lease.live:
             self._leases.renew(lease, now)
+            self._landings.begun(lease, pack.party, now)
         return commands
 
     def _slot_changed(self, event: Acquired | Staged, now: float) -> list[Command]:
