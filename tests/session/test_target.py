@@ -365,6 +365,22 @@ def test_a_source_that_grants_late_has_its_own_time_to_move():
         assert bool(failed) == (now > 4.0 + TIMING.transfer_s)
 
 
+@pytest.mark.parametrize(("granted_at", "ends_at"), [(None, 25), (1, 21), (4, 24), (8, 25)])
+def test_that_one_source_gets_on_is_no_reason_to_wait_for_another(granted_at, ends_at):
+    """The first says again and again that it still computes, the second is there and no more. A grant gives it the time
+    of a read, but not more than the whole fetch has."""
+    target, (first, second) = session(), PEERS
+    meet(target)
+    said = [(now, AnswerArrived(first, m.Queued("q1"))) for now in range(1, 40)]
+    said += [(now, AnswerArrived(second, GRANT if now == granted_at else m.Renewed(()))) for now in range(1, 40)]
+    ends = [now for now, event in sorted(said, key=lambda each: each[0]) if _fails(target, event, now)]
+    assert ends[0] == ends_at + 1
+
+
+def _fails(target, event, now):
+    return any(isinstance(each, Failed) for step in (event, Tick()) for each in target.handle(step, float(now)))
+
+
 def test_what_pays_for_two_sources_need_not_pay_for_each():
     """We post the rows of both, if we read them; each that writes posts its own, and each gathers by itself."""
     staging = StagingPolicy((Strategy.DIRECT, Strategy.PACK), 1 << 20)

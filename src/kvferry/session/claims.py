@@ -29,14 +29,16 @@ def claim_of(ours: Party, wanted: FetchWanted, readers: tuple[int, ...], read: R
 
 
 def overdue(fetch: Fetch, timing: Timing, now: float) -> tuple[TransferError, ...]:
-    """Why a fetch has taken too long; empty while it has not."""
-    limit_s = timing.handshake_s + timing.transfer_s
+    """Why a fetch has taken too long; empty while it has not. That one of its reads gets on is no reason to wait for
+    another."""
     if fetch.failed:
         return ()
-    if now - max(fetch.began, fetch.moved_at) > limit_s:
+    limit_s = timing.handshake_s + timing.transfer_s
+    open_reads = [read for read in fetch.reads.values() if read.state is not ReadState.VALID]
+    moved = [read.moved_at for read in open_reads] or [fetch.began]
+    if now - max(fetch.began, min(moved)) > limit_s:
         return (TransferError(Reason.DEADLINE, f"the fetch took longer than {limit_s:g} s"),)
-    if now - max(fetch.granted_at, fetch.moved_at) > timing.transfer_s and any(
-        r.state is ReadState.MOVING for r in fetch.reads.values()
-    ):
+    moving = [max(read.granted_at, read.moved_at) for read in open_reads if read.state is ReadState.MOVING]
+    if moving and now - min(moving) > timing.transfer_s:
         return (TransferError(Reason.DEADLINE, f"the read took longer than {timing.transfer_s:g} s"),)
     return ()

@@ -74,7 +74,8 @@ class Read:
     `direction` says whose ticket it is. With a `strategy` other than direct the bytes go through staging memory, which
     `unpacking` has once the source has answered; what could be planned before is in `plans`. `subject` is what is
     digested of it, and `extracts` where that lies here, once it `is_prepared`; `ours` and `theirs` are the values, once
-    they are known. A source that writes may have `is_confirmed` it before all is in its place here.
+    they are known. A source that writes may have `is_confirmed` it before all is in its place here. `granted_at` is
+    when its source let it move; `moved_at` when it last got on, or had a reason to wait, where it takes several steps.
     """
 
     machine: Machine
@@ -92,6 +93,8 @@ class Read:
     is_confirmed: bool = False
     ours: tuple[bytes, ...] = ()
     theirs: tuple[bytes, ...] = ()
+    granted_at: float = 0.0
+    moved_at: float = 0.0
 
     @property
     def state(self) -> StrEnum:
@@ -132,8 +135,7 @@ class Read:
 class Fetch:
     """One wanted cache. `reads` is empty until every source rank has been met and the route is known.
 
-    `posted_at` is when the first source granted its claim, `granted_at` when the last one did; `moved_at` is when it
-    last got on, where that takes several steps.
+    `posted_at` is when the first source granted its claim, `landed_at` when the last bytes were there.
 
     A failed fetch is forgotten when no ticket of it is open any more: until then its blocks are in quarantine.
     """
@@ -145,8 +147,6 @@ class Fetch:
     reads: dict[PeerKey, Read] = field(default_factory=dict)
     claimed_at: float = 0.0
     posted_at: float = 0.0
-    granted_at: float = 0.0
-    moved_at: float = 0.0
     landed_at: float = 0.0
 
     def start_reads(self, ways: dict[PeerKey, Way], subjects: dict[PeerKey, Subject], now: float) -> None:
@@ -156,10 +156,10 @@ class Fetch:
             machine = Machine(f"read of {self.wanted.request_id} from {peer}", READ_TABLE, _first(*way))
             self.reads[peer] = Read(machine, now, *way, subject=subjects[peer])
 
-    def granted(self, now: float) -> None:
+    def granted(self, read: Read, now: float) -> None:
         """One of its sources lets bytes move, or has moved them."""
         self.posted_at = self.posted_at or now
-        self.granted_at = now
+        read.granted_at = now
 
     def key(self, peer: PeerKey) -> ReadKey:
         """The name of the read from a peer."""

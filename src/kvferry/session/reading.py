@@ -115,7 +115,7 @@ class Reads:
         """A source lets us read, or has begun to write. Said again while it packs, it has computed more."""
         for fetch, read in self.of(peer.key, grant.claim_id, ReadState.CLAIMING, ReadState.EXPOSED):
             if read.strategy is Strategy.PACK:
-                fetch.granted(now)
+                fetch.granted(read, now)
                 read.machine.move("granted")
                 for plan in read.plans or (self._plan_of(fetch, peer.key),):
                     yield from self.staged.begin(fetch, peer.key, plan, grant, now)
@@ -123,13 +123,13 @@ class Reads:
                 yield from self._post(fetch, peer, grant, now)
             else:
                 read.machine.move("granted")
-                fetch.granted(now)
+                fetch.granted(read, now)
             return
         for fetch, read in self.of(peer.key, grant.claim_id, ReadState.MOVING):
             if read.strategy is Strategy.PACK:
                 if read.is_behind:
                     # Its source is there, and computes.
-                    fetch.moved_at = now
+                    read.moved_at = now
                 yield from self.staged.computed(fetch, peer.key, grant.num_missing_tokens, now)
 
     def _post(self, fetch: Fetch, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
@@ -144,7 +144,7 @@ class Reads:
             yield Broken(fetch, TransferError(Reason.OUT_OF_RANGE, str(error)))
             return
         read.machine.move("granted")
-        fetch.granted(now)
+        fetch.granted(read, now)
         if len(copies):
             read.strategy = self._staging.before_read(copies, _costs(peer, binding), binding.starts[peer.key])
         if read.strategy is Strategy.SCATTER:
@@ -184,8 +184,8 @@ class Reads:
 
     def queued(self, peer: Peer, queued: Queued, now: float) -> Iterator[Step]:
         """The source will go on later: it has its reasons, and is there."""
-        for fetch, read in self.of(peer.key, queued.claim_id, ReadState.CLAIMING, ReadState.EXPOSED, ReadState.MOVING):
-            fetch.moved_at = now
+        for _, read in self.of(peer.key, queued.claim_id, ReadState.CLAIMING, ReadState.EXPOSED, ReadState.MOVING):
+            read.moved_at = now
             if read.unpacking:
                 self.staged.moved_at = now
         yield from ()
@@ -195,7 +195,7 @@ class Reads:
         for fetch, read in self.of(peer.key, written.claim_id, ReadState.EXPOSED, ReadState.MOVING):
             if read.direction is Direction.WRITE and read.strategy is Strategy.DIRECT:
                 read.num_bytes, read.num_rows = written.num_bytes, written.num_rows
-                fetch.granted(now)
+                fetch.granted(read, now)
                 read.machine.move("ticket ended")
                 yield from self._landed(fetch, peer.key, now)
 

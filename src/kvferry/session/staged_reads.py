@@ -78,7 +78,7 @@ class StagedReads:
     def hurry(self, fetch: Fetch, read: Read, now: float, resend_s: float) -> Iterator[Step]:
         """Ask again for what has not come; whoever waits for a slot does so as long as others get on."""
         if read.is_waiting:
-            fetch.moved_at = max(fetch.moved_at, self.moved_at)
+            read.moved_at = max(read.moved_at, self.moved_at)
         for unpacking in read.unpacking:
             if not fetch.failed:
                 yield from unpacking.repeat(now, resend_s)
@@ -94,8 +94,8 @@ class StagedReads:
 
     def _on(self, fetch: Fetch, peer: PeerKey, steps: Iterator[Step], now: float) -> Iterator[Step]:
         """Go on with a read, and land it when there is nothing left to do."""
-        fetch.moved_at = now
         read = fetch.reads[peer]
+        read.moved_at = now
         try:
             yield from steps
         except FerryError as error:
