@@ -377,6 +377,23 @@ def test_that_one_source_gets_on_is_no_reason_to_wait_for_another(granted_at, en
     assert ends[0] == ends_at + 1
 
 
+def test_a_read_that_hangs_has_the_time_from_its_own_grant():
+    target = session()
+    meet(target)
+    play(target, [(at, AnswerArrived(peer, GRANT), [Post]) for at, peer in zip((1, 5), PEERS, strict=True)])
+    said = [(now, AnswerArrived(peer, m.Renewed(()))) for now in range(6, 40) for peer in PEERS]
+    assert next(now for now, event in said if _fails(target, event, now)) == 22
+
+
+def test_a_read_that_is_valid_waits_for_the_others_as_long_as_they_get_on():
+    target, (first, second) = session(), PEERS
+    meet(target)
+    play(target, [(1, AnswerArrived(first, GRANT), [Post]), (2, TicketEnded(ReadKey("q1", first), ""), [Send])])
+    play(target, [(3, AnswerArrived(first, m.Valid("q1")), [])])
+    for now in range(4, 100):
+        assert not _fails(target, AnswerArrived(second, m.Queued("q1")), now)
+
+
 def _fails(target, event, now):
     return any(isinstance(each, Failed) for step in (event, Tick()) for each in target.handle(step, float(now)))
 

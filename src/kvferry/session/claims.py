@@ -35,8 +35,8 @@ def overdue(fetch: Fetch, timing: Timing, now: float) -> tuple[TransferError, ..
         return ()
     limit_s = timing.handshake_s + timing.transfer_s
     open_reads = [read for read in fetch.reads.values() if read.state is not ReadState.VALID]
-    moved = [read.moved_at for read in open_reads] or [fetch.began]
-    if now - max(fetch.began, min(moved)) > limit_s:
+    moved_at = min((read.moved_at for read in open_reads), default=fetch.began)
+    if now - max(fetch.began, moved_at) > limit_s:
         return (TransferError(Reason.DEADLINE, f"the fetch took longer than {limit_s:g} s"),)
     moving = [max(read.granted_at, read.moved_at) for read in open_reads if read.state is ReadState.MOVING]
     if moving and now - min(moving) > timing.transfer_s:
