@@ -1,5 +1,8 @@
 """Digests between two real agents: a bit that a transport has flipped never reaches a model."""
 
+import threading
+from itertools import count
+
 import numpy as np
 import pytest
 from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, leased
@@ -72,17 +75,25 @@ def test_without_a_digest_nobody_notices(make_rank, num_posts_before):
     target.next_notice(Fetched)
 
 
-def test_a_cache_that_its_engine_writes_to_too_early_is_found_by_a_sample(make_rank, num_posts_before):
-    """The blocks of a lease hold another request's bytes by the time they are compared."""
-    source = make_rank("p0", SOURCE)
+def test_a_cache_that_its_engine_writes_to_too_early_is_found_by_a_sample(make_rank, num_posts_before, monkeypatch):
+    """The blocks of a lease hold another request's bytes by the time they are read: the source has looked before."""
+    source, is_digested, run, numbers = make_rank("p0", SOURCE), threading.Event(), Digester.run, count()
+
+    def noted(self, max_bytes):
+        found = run(self, max_bytes)
+        if found:
+            is_digested.set()
+        return found
 
     class Overwriting(FaultyTransport):
-        def poll(self):
-            completions = super().poll()
-            if any(completion.ticket.number == num_posts_before + 1 for completion in completions):
+        def post(self, peer, copies, direction):
+            if next(numbers) == num_posts_before:
+                assert is_digested.wait(10)
                 for buffer in source.memory.buffers.values():
                     buffer[:] ^= 0xFF
-            return completions
+            return super().post(peer, copies, direction)
+
+    monkeypatch.setattr(Digester, "run", noted)
 
     target = make_rank("d0", TARGET, wrap=Overwriting, staging=NO_STAGING)
     fetched(target, source)
@@ -118,8 +129,8 @@ def test_a_region_that_nobody_registered_is_never_read():
 def test_long_digests_take_turns_and_short_ones_overtake_them():
     memory = np.arange(4 * STEP_BYTES, dtype=np.uint32).view(np.uint8)[: 4 * STEP_BYTES]
     digester = Digester(host(memory, region(memory, 0, memory.size)))
-    for name, count in (("long", 4096), ("short", 1), ("dropped", 4096)):
-        digester.start(name, [extract_of(memory, 1024, range(count))])
+    for name, num_items in (("long", 4096), ("short", 1), ("dropped", 4096)):
+        digester.start(name, [extract_of(memory, 1024, range(num_items))])
     digester.drop("dropped")
     digester.drop("unknown")
     turns = []

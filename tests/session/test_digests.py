@@ -203,6 +203,22 @@ def test_a_source_digests_while_the_bytes_move_and_answers_at_once():
     play(session, [(2, CLAIM, [Reply]), (3, Tick(), []), (4, LANDED, [VALID, DONE]), (5, LANDED, [VALID])])
 
 
+def test_all_bytes_are_looked_at_only_when_somebody_asks():
+    """That is as much work as to move them, and those that are asked for go first."""
+    claim = msgspec.structs.replace(CLAIM.message, subject=replace(SUBJECT, policy=Policy.FULL))
+    play(source(), [(0, LEASE, []), (1, FrameArrived("x", claim), [Reply]), (SOON, Tick(), []), (2, LANDED, [Digest])])
+
+
+def test_a_claim_said_again_with_another_subject_is_answered_like_the_first():
+    other = msgspec.structs.replace(CLAIM.message, subject=replace(SUBJECT, parts=(replace(PART, states=STATES[:2]),)))
+    (digest,) = play(source(), [*DIGESTING[:2], (1, FrameArrived("x", other), [Reply]), (2, LANDED, [Digest])])
+    assert sum(len(extract.numbers) for extract in digest.extracts) == len(STATES)
+
+
+def test_a_lease_that_an_engine_opens_twice_is_not_looked_at():
+    play(source(), [*DIGESTING[:2], (1, LEASE, []), (SOON, Tick(), [])])
+
+
 def test_who_asks_during_an_early_digest_is_answered_when_it_is_there():
     alive, renewed = Reply("x", m.Renewed(())), FrameArrived("x", m.Renew(TARGET, ("l1",)))
     play(source(), [*LOOKING, (10, LANDED, []), (19, LANDED, [alive]), (19.5, Digested(KEY, VALUES), [VALID, DONE])])
@@ -210,7 +226,8 @@ def test_who_asks_during_an_early_digest_is_answered_when_it_is_there():
 
 
 def test_an_early_digest_that_cannot_be_made_is_tried_again_when_somebody_asks():
-    play(source(), [*LOOKING, (2, Digested(KEY, (), "no such memory"), []), (3, LANDED, [Digest])])
+    session = source_after([*LOOKING, (2, Digested(KEY, (), "no such memory"), []), (3, LANDED, [Digest])])
+    play(session, [(4, Digested(KEY, VALUES), [VALID, DONE])])
 
 
 def test_who_has_asked_before_is_digested_for_once():

@@ -135,7 +135,8 @@ def test_what_is_written_is_digested_at_once_and_the_reader_told(source):
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["before its end", "after it"])
 def test_what_is_written_is_digested_meanwhile(source, is_there):
-    claim, values = msgspec.structs.replace(CLAIM, subject=SUBJECT), (b"12345678", b"abcdefgh")
+    sampled, values = Subject(Policy.SAMPLED, 1, SUBJECT.parts), (b"12345678", b"abcdefgh")
+    claim = msgspec.structs.replace(CLAIM, subject=sampled)
     play(source, [*MET, (1, said(claim), [GRANT, Post]), (1 + LOOK_AFTER_S, Tick(), [Digest])])
     valid, digested = [Reply("x", m.Valid("c1", values)), FREE], Digested(KEY, values)
     if is_there:

@@ -817,7 +817,10 @@ def test_a_push_of_what_is_still_computed_goes_stretch_by_stretch(monkeypatch):
     session = source()
     play(session, [*GROWING_CLAIMED[:3], (0, said(DIRECT_CLAIM), [Reply("x", m.Grant("q1", ()))])])
     play(session, [(1, grown(3), []), (2, grown(9), [Post, Post])])
-    play(session, [(3, TicketEnded(own(1), ""), []), (3, said(DIRECT_CLAIM), [Reply("x", m.Grant("q1", ()))])])
+    play(session, [(2, said(DIRECT_CLAIM), [Reply("x", m.Grant("q1", ()))]), (3, TicketEnded(own(1), ""), [])])
+    # To be patient with: it has got on since, and there is more to come. Asked again, it has not.
+    play(session, [(3, said(DIRECT_CLAIM), [Reply("x", m.Queued("q1"))])])
+    play(session, [(3, said(DIRECT_CLAIM), [Reply("x", m.Grant("q1", ()))])])
     play(session, [(4, grown(16), [Post, Post]), (5, TicketEnded(own(0), ""), []), (5, TicketEnded(own(3), ""), [])])
     done = [Reply, VALID, SourceFree("r1", "done")]
     said_written, *_ = play(session, [(6, TicketEnded(own(2), ""), done)])

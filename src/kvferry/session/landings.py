@@ -11,9 +11,10 @@ from contextlib import suppress
 from math import inf
 
 from kvferry.errors import FerryError
-from kvferry.plan.extract import Extract, Extractor
+from kvferry.plan.digest import Policy
+from kvferry.plan.extract import Extractor
 from kvferry.session.events import ClaimKey, Command, Digest, Digested, Reply
-from kvferry.session.lease import Lease
+from kvferry.session.lease import Lease, OwnDigest
 from kvferry.session.leases import Leases
 from kvferry.session.refusals import refuse, unknown_lease
 from kvferry.wire.messages import Landed, Party, Reason, Refusal, Renewed, Valid
@@ -35,12 +36,13 @@ class Landings:
     def begun(self, lease: Lease, party: Party, now: float) -> None:
         """Bytes are on their way to a reader: soon `prepare` will look at what it is going to have.
 
-        At once would be too early: the word that they may come is still to be sent.
+        At once would be too early: the word that they may come is still to be sent. Until all of it is computed, the
+        blocks change. All bytes are as much work as the transfer: who wants that can ask for it.
         """
         granted = lease.claims[party]
         key = ClaimKey(lease.wanted.lease_id, party, granted.claim_id)
-        # Until all of it is computed, the blocks change.
-        if granted.subject.parts and lease.is_computed and not lease.is_looked_at(key):
+        is_sampled = granted.subject.policy is Policy.SAMPLED and granted.subject.parts
+        if is_sampled and lease.is_computed and key not in lease.digests:
             self._begun.setdefault(key, now + LOOK_AFTER_S)
 
     def next_deadline(self) -> float:
@@ -56,17 +58,18 @@ class Landings:
 
     def _prepare(self, key: ClaimKey) -> Iterator[Command]:
         lease = self._leases.get(key.lease_id)
-        if lease is None or not lease.live or key.party in lease.completed or lease.is_looked_at(key):
+        is_wanted = lease is not None and lease.live and lease.holds(key.party, key.claim_id)
+        if lease is None or not is_wanted or key.party in lease.completed or key in lease.digests:
             return
         # What is wrong is said when the reader asks.
         with suppress(FerryError):
-            extracts = self._extracts(key, lease)
-            lease.digesting[key] = ""
-            yield Digest(key, extracts)
+            yield self._begin(key, lease, OwnDigest())
 
-    def _extracts(self, key: ClaimKey, lease: Lease) -> tuple[Extract, ...]:
+    def _begin(self, key: ClaimKey, lease: Lease, digest: OwnDigest) -> Digest:
         subject, wanted = lease.claims[key.party].subject, lease.wanted
-        return self._extractor.extracts(subject, wanted.block_tables, wanted.num_tokens)
+        extracts = self._extractor.extracts(subject, wanted.block_tables, wanted.num_tokens)
+        lease.digests[key] = digest
+        return Digest(key, extracts)
 
     def landed(self, peer: str, landed: Landed, now: float) -> list[Command]:
         """A reader asks whether it may use what it has."""
@@ -83,56 +86,57 @@ class Landings:
         """Whom we have written everything to need not ask."""
         commands = []
         for key, write in lease.writes.items():
-            is_told = key.party in lease.completed or lease.digesting.get(key)
+            is_told = key.party in lease.completed or (key in lease.digests and lease.digests[key].peer)
             if lease.live and write.is_written and not is_told:
                 commands += self._answer(write.peer, key, lease, now)
         return commands
 
     def _answer(self, peer: str, key: ClaimKey, lease: Lease, now: float) -> list[Command]:
-        if key in lease.digested:
-            return self._complete(peer, key, lease, lease.digested.pop(key), now)
         if lease.claims[key.party].subject.parts:
             return self._digest(peer, key, lease, now)
         return self._complete(peer, key, lease, (), now)
 
     def _digest(self, peer: str, key: ClaimKey, lease: Lease, now: float) -> list[Command]:
         """Look at our own blocks before the answer. A repeated question is told that somebody is here."""
-        if key in lease.digesting:
-            is_repeated = bool(lease.digesting[key])
-            lease.digesting[key] = peer
-            if is_repeated:
-                return [Reply(peer, Renewed(()))]
-            self._leases.renew(lease, now)
-            return []
+        digest = lease.digests.get(key)
+        if digest is not None and digest.values is not None:
+            return self._complete(peer, key, lease, digest.values, now)
+        if digest is not None and digest.peer:
+            digest.peer = peer
+            return [Reply(peer, Renewed(()))]
+        commands: list[Command] = []
         try:
-            extracts = self._extracts(key, lease)
+            if digest is not None:
+                digest.peer = peer
+            else:
+                commands = [self._begin(key, lease, OwnDigest(peer))]
         except FerryError as error:
             return refuse(peer, Refusal(Reason.OUT_OF_RANGE, error.what, error.found, error.expected, key.claim_id))
-        lease.digesting[key] = peer
         self._leases.renew(lease, now)
-        return [Digest(key, extracts)]
+        return commands
 
     def digested(self, event: Digested, now: float) -> list[Command]:
         """Only of a lease that is still live: else it is not known whose bytes those were, and the reader has been told
         when it ended."""
         key = event.key
         lease = self._leases.get(key.lease_id) if isinstance(key, ClaimKey) else None
-        if lease is None or not isinstance(key, ClaimKey) or key not in lease.digesting:
+        if lease is None or not isinstance(key, ClaimKey) or key not in lease.digests:
             return []
-        peer = lease.digesting.pop(key)
-        if not peer:
-            if not event.error:
-                lease.digested[key] = event.values
-            return []
+        digest = lease.digests[key]
         if event.error:
-            return refuse(peer, Refusal(Reason.DIGEST, "no digest can be made", event.error, "", key.claim_id))
-        return self._complete(peer, key, lease, event.values, now)
+            # Whoever asks later has it tried again.
+            del lease.digests[key]
+            refusal = Refusal(Reason.DIGEST, "no digest can be made", event.error, "", key.claim_id)
+            return refuse(digest.peer, refusal) if digest.peer else []
+        digest.values = event.values
+        return self._complete(digest.peer, key, lease, event.values, now) if digest.peer else []
 
     def _complete(
         self, peer: str, key: ClaimKey, lease: Lease, digests: tuple[bytes, ...], now: float
     ) -> list[Command]:
         """One reader has its bytes; when all have, the blocks are free."""
         lease.complete(key.party, digests)
+        lease.digests.pop(key, None)
         told: list[Command] = [Reply(peer, Valid(key.claim_id, digests))]
         if lease.finished:
             return [*told, *self._leases.end(lease, "all readers valid", "done", now)]

@@ -14,7 +14,7 @@ from kvferry.session.stretch_writes import StretchWrites
 from kvferry.session.writes import Write
 from kvferry.wire.messages import Claim, Landed, Party, Reason, Refusal
 
-__all__ = ["LEASE_TABLE", "Lease", "LeaseState"]
+__all__ = ["LEASE_TABLE", "Lease", "LeaseState", "OwnDigest"]
 
 
 TOO_LATE = "the lease ended before the bytes were known to be there"
@@ -44,19 +44,27 @@ LEASE_TABLE: Table = {
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A claim that a reader holds, and what it wants digested when its bytes have arrived."""
+    """A claim that a reader holds, and what it wants digested."""
 
     claim_id: str
     subject: Subject
 
 
 @dataclass(slots=True)
+class OwnDigest:
+    """What a reader is going to have, as it is here: `values`, once they are known. `peer` is whom to tell; nobody, if
+    it is empty, has asked yet."""
+
+    peer: str = ""
+    values: tuple[bytes, ...] | None = None
+
+
+@dataclass(slots=True)
 class Lease:
     """`claims` has the claim of each reader: one attempt per reader, so that two are never taken for one repeated.
-    `completed` has the digests that each reader was told, `digesting` whom to answer when one is known (nobody yet, if
-    it is empty), `digested` those that are known before somebody has asked. `writes` are the claims that we carry out
-    ourselves. `num_ready` tokens are computed, and of some states more (`ahead`); the claims in `waiting` need more
-    tokens.
+    `completed` has the digests that each reader was told, `digests` those that are made, or wait for somebody to ask.
+    `writes` are the claims that we carry out ourselves. `num_ready` tokens are computed, and of some states more
+    (`ahead`); the claims in `waiting` need more tokens.
 
     A lease that has ended is kept until `deadline` as a tombstone, to give true answers to late messages. `ended_as`
     says how it ended; the engine has its blocks back (`is_freed`) once we write nothing out of them any more.
@@ -71,8 +79,7 @@ class Lease:
     readers: frozenset[int] = frozenset()
     claims: dict[Party, Granted] = field(default_factory=dict)
     completed: dict[Party, tuple[bytes, ...]] = field(default_factory=dict)
-    digesting: dict[ClaimKey, str] = field(default_factory=dict)
-    digested: dict[ClaimKey, tuple[bytes, ...]] = field(default_factory=dict)
+    digests: dict[ClaimKey, OwnDigest] = field(default_factory=dict)
     writes: dict[ClaimKey, Write | Packing | StretchWrites] = field(default_factory=dict)
     ended_as: str = ""
     is_freed: bool = False
@@ -108,10 +115,6 @@ class Lease:
         """Every expected reader of the claiming engine has said that its bytes are there, and the engine is done."""
         return self.is_computed and self.readers <= {party.rank for party in self.completed}
 
-    def is_looked_at(self, key: ClaimKey) -> bool:
-        """Whether what a reader will have is digested, or is going to be."""
-        return key in self.digesting or key in self.digested
-
     def is_written(self, key: ClaimKey) -> bool:
         """Whether we have carried a claim out, to its last byte."""
         return key in self.writes and self.writes[key].is_written
@@ -129,7 +132,7 @@ class Lease:
         """Note a granted claim; the same claim again changes nothing but the deadline."""
         self.machine.move("claim")
         self.readers |= frozenset(claim.readers)
-        self.claims[claim.party] = Granted(claim.claim_id, claim.subject)
+        self.claims.setdefault(claim.party, Granted(claim.claim_id, claim.subject))
         self.deadline = deadline
 
     def complete(self, party: Party, digests: tuple[bytes, ...]) -> None:

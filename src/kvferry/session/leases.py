@@ -109,11 +109,12 @@ class Leases:
         lease.deadline, lease.ended_as = now + self._timing.tombstone_s, reason
         self._note_deadline(lease)
         commands = list(self._carrying.end(lease))
-        for key, peer in lease.digesting.items():
-            commands += [DropDigest(key), *(refuse(peer, lease.refusal_of_end(key)) if peer else ())]
+        for key, digest in lease.digests.items():
+            commands += [DropDigest(key)] if digest.values is None else []
+            commands += refuse(digest.peer, lease.refusal_of_end(key)) if digest.peer else []
         for peer, claim in lease.waiting.values():
             commands += refuse(peer, Refusal(Reason.EXPIRED, "the lease has ended", reason, "live", claim.claim_id))
-        lease.digesting, lease.waiting = {}, {}
+        lease.digests, lease.waiting = {}, {}
         return [*self.free_when_drained(lease), *commands]
 
     def free_when_drained(self, lease: Lease) -> list[Command]:

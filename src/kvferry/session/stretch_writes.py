@@ -26,7 +26,7 @@ MIN_AHEAD = 2
 @dataclass(slots=True)
 class StretchWrites:
     """`peer` names whom to answer. `todo` are the stretches that are not posted, `uses` the tickets that are open; what
-    is said of a `Write` is true of this.
+    is said of a `Write` is true of this. `has_got_on`: one has ended well since the target last asked.
 
     With `bundles` of states, what is computed of some states is sent before the other states are: `cut` is the
     stretch that is sent so, and `cut_todo` what is not posted of it.
@@ -43,6 +43,7 @@ class StretchWrites:
     num_posted: int = 0
     num_bytes: int = 0
     num_rows: int = 0
+    has_got_on: bool = False
     error: str = ""
     is_clean: bool = True
     is_aborted: bool = False
@@ -67,10 +68,12 @@ class StretchWrites:
         return not self.is_open and not self.error
 
     def word(self) -> Grant | Queued | Written | Refusal:
-        """How far it is, while its lease is live. A target need not be patient with a write, but with a prefill."""
+        """How far it is, while its lease is live. A target need not be patient with a write that does not end, but with
+        a prefill."""
         if self.error:
             return Refusal(Reason.TRANSPORT, "the write failed", self.error, "", self.claim_id)
-        if (self.todo or self.cut_todo) and not self.uses:
+        has_got_on, self.has_got_on = self.has_got_on, False
+        if (self.todo or self.cut_todo) and (has_got_on or not self.uses):
             return Queued(self.claim_id)
         if self.is_open:
             return Grant(self.claim_id, ())
@@ -119,6 +122,7 @@ class StretchWrites:
         """A stretch is written, or is not."""
         self.uses -= {key for key in self.uses if key == event.key}
         self.is_clean = self.is_clean and not event.error
+        self.has_got_on = not event.error
         if event.error:
             yield from self.fail(event.error)
 

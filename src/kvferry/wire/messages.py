@@ -187,7 +187,7 @@ class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
     `claim_id` is new for every attempt: two attempts must never be taken for one that was repeated. With the direction
     `write` the source may write to the target's blocks from now on, one table and one range per cache group. With the
     strategy `pack` it writes to slots of the target's staging memory, at most `slot_bytes` each, when it is asked to
-    (`Pack`). `subject` is what both sides digest when all of it has arrived.
+    (`Pack`). `subject` is what both sides digest.
     """
 
     party: Party
