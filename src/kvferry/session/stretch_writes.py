@@ -26,7 +26,7 @@ MIN_AHEAD = 2
 @dataclass(slots=True)
 class StretchWrites:
     """`peer` names whom to answer. `todo` are the stretches that are not posted, `uses` the tickets that are open; what
-    is said of a `Write` is true of this. `has_got_on`: one has ended well since the target last asked.
+    is said of a `Write` is true of this. `has_got_on`: one has ended since the target last asked.
 
     With `bundles` of states, what is computed of some states is sent before the other states are: `cut` is the
     stretch that is sent so, and `cut_todo` what is not posted of it.
@@ -122,7 +122,7 @@ class StretchWrites:
         """A stretch is written, or is not."""
         self.uses -= {key for key in self.uses if key == event.key}
         self.is_clean = self.is_clean and not event.error
-        self.has_got_on = not event.error
+        self.has_got_on = True
         if event.error:
             yield from self.fail(event.error)
 
