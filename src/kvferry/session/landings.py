@@ -1,7 +1,7 @@
 """Readers that have their bytes: a source says whether these are the request's own, and what they look like at home.
 
-That is looked at while the bytes move, so that nobody has to wait for it. What happens to the blocks after that, until
-the reader has its bytes, comes out as well: the reader's digest is another one then.
+A sample is made while the bytes move, so that nobody has to wait for it. What happens to the blocks between that and
+the reading comes out as well: the reader's digest is another one then. A full digest is made when a reader asks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvferry.wire.messages import Landed, Party, Reason, Refusal, Renewed, Valid
 
 __all__ = ["Landings"]
 
+# A digest at once would hold up the word that the bytes may come, which another thread is about to send.
 LOOK_AFTER_S = 0.001
 
 
@@ -36,8 +37,8 @@ class Landings:
     def begun(self, lease: Lease, party: Party, now: float) -> None:
         """Bytes are on their way to a reader: soon `prepare` will look at what it is going to have.
 
-        At once would be too early: the word that they may come is still to be sent. Until all of it is computed, the
-        blocks change. All bytes are as much work as the transfer: who wants that can ask for it.
+        Not before all of it is computed, for until then the blocks change; and not at all of it, for that is as much
+        work as the transfer, and those that are asked for go first.
         """
         granted = lease.claims[party]
         key = ClaimKey(lease.wanted.lease_id, party, granted.claim_id)
@@ -63,12 +64,12 @@ class Landings:
             return
         # What is wrong is said when the reader asks.
         with suppress(FerryError):
-            yield self._begin(key, lease, OwnDigest())
+            yield self._begin(key, lease)
 
-    def _begin(self, key: ClaimKey, lease: Lease, digest: OwnDigest) -> Digest:
+    def _begin(self, key: ClaimKey, lease: Lease) -> Digest:
         subject, wanted = lease.claims[key.party].subject, lease.wanted
         extracts = self._extractor.extracts(subject, wanted.block_tables, wanted.num_tokens)
-        lease.digests[key] = digest
+        lease.digests[key] = OwnDigest()
         return Digest(key, extracts)
 
     def landed(self, peer: str, landed: Landed, now: float) -> list[Command]:
@@ -101,17 +102,13 @@ class Landings:
         digest = lease.digests.get(key)
         if digest is not None and digest.values is not None:
             return self._complete(peer, key, lease, digest.values, now)
-        if digest is not None and digest.peer:
-            digest.peer = peer
-            return [Reply(peer, Renewed(()))]
-        commands: list[Command] = []
-        try:
-            if digest is not None:
-                digest.peer = peer
-            else:
-                commands = [self._begin(key, lease, OwnDigest(peer))]
-        except FerryError as error:
-            return refuse(peer, Refusal(Reason.OUT_OF_RANGE, error.what, error.found, error.expected, key.claim_id))
+        commands: list[Command] = [Reply(peer, Renewed(()))] if digest is not None and digest.peer else []
+        if digest is None:
+            try:
+                commands = [self._begin(key, lease)]
+            except FerryError as error:
+                return refuse(peer, Refusal(Reason.OUT_OF_RANGE, error.what, error.found, error.expected, key.claim_id))
+        lease.digests[key].peer = peer
         self._leases.renew(lease, now)
         return commands
 

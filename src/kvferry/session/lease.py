@@ -62,7 +62,7 @@ class OwnDigest:
 @dataclass(slots=True)
 class Lease:
     """`claims` has the claim of each reader: one attempt per reader, so that two are never taken for one repeated.
-    `completed` has the digests that each reader was told, `digests` those that are made, or wait for somebody to ask.
+    `completed` has the digests that each reader was told, `digests` those that are being made, or wait to be asked for.
     `writes` are the claims that we carry out ourselves. `num_ready` tokens are computed, and of some states more
     (`ahead`); the claims in `waiting` need more tokens.
 
