@@ -65,6 +65,12 @@ def some_costs(draw):
     )
 
 
+def alone_and_shared(counts, costs):
+    """The prices of moving straight, without and with the help of the sources."""
+    both = prices(counts, replace(costs, sharing_s=0.0)), prices(counts, costs)
+    return tuple(next(price for price in found if price.strategy is Strategy.DIRECT) for found in both)
+
+
 @st.composite
 def some_counts(draw):
     num_rows = draw(st.integers(1, 1 << 24))
@@ -290,6 +296,34 @@ def test_what_is_staged_takes_a_while_on_top(counts, costs):
     for price in prices(counts, costs):
         more_s = 0.0 if price.strategy is Strategy.DIRECT else costs.staging_s
         assert price.parts[0] == ("latency", costs.latency_s + more_s)
+
+
+@many
+@given(some_counts(), some_costs(), st.sampled_from([1e-9, 1e-3, 1e3]))
+def test_what_is_shared_takes_less_and_only_what_moves_straight_is(counts, costs, sharing_s):
+    alone, shared = alone_and_shared(counts, replace(costs, sharing_s=sharing_s))
+    ours = max(1 / (costs.fan_in + 1), 1 / costs.num_at_once)
+    price_s = costs.latency_s + sharing_s * costs.fan_in + ours * (alone.seconds - costs.latency_s)
+    assert isclose(shared.seconds, min(alone.seconds, price_s), rel_tol=1e-9)
+    assert isclose(shared.seconds, fsum(part.seconds for part in shared.parts), rel_tol=1e-9)
+    assert (alone.shared, shared.shared) == (0.0, costs.fan_in / (costs.fan_in + 1) if shared != alone else 0.0)
+    others = [prices(counts, replace(costs, sharing_s=each)) for each in (0.0, sharing_s)]
+    staged = [[price for price in found if price.strategy is not Strategy.DIRECT] for found in others]
+    assert staged[0] == staged[1]
+
+
+@pytest.mark.parametrize(("fan_in", "share"), [(1.0, 0.5), (2.0, 2 / 3), (4.0, 0.8)])
+def test_the_more_sources_there_are_the_more_they_write(fan_in, share):
+    """Each at the same time as the others, and as the target reads."""
+    costs = replace(TYPICAL_HOST, sharing_s=1e-9, fan_in=fan_in, rows_fan_in=fan_in, num_at_once=3.0)
+    alone, shared = alone_and_shared(rows_of(16 * KIB), costs)
+    assert shared.shared == pytest.approx(share)
+    assert shared.seconds == pytest.approx(max(1 - share, 1 / 3) * alone.seconds, rel=0.01)
+
+
+def test_on_one_core_nothing_is_shared():
+    alone, shared = alone_and_shared(rows_of(16 * KIB), replace(TYPICAL_HOST, sharing_s=1e-9, num_at_once=1.0))
+    assert shared == alone
 
 
 def test_a_tie_goes_to_the_simpler_strategy():

@@ -12,7 +12,7 @@ from kvferry.plan.model import attention
 from kvferry.plan.program import bind
 from kvferry.plan.request import copies_for, num_rows, volume
 from kvferry.plan.route import route
-from kvferry.plan.stretch import WHOLE, Stretch, even_stretches, stretch_tokens, stretches
+from kvferry.plan.stretch import WHOLE, Stretch, even_stretches, parted, stretch_tokens, stretches
 from kvferry.plan.tokens import TokenRange
 from kvferry.testing.strategies import handmade, scenarios
 
@@ -45,6 +45,17 @@ def test_the_stretches_of_a_request_move_each_byte_of_it_once(scenario, most_byt
         assert sum(num_rows(program, scenario.ranges, part) for part in parts) == num_rows(program, scenario.ranges)
 
 
+@many
+@given(engines, st.integers(0, 40))
+def test_the_two_parts_of_a_request_move_each_byte_of_it_once(scenario, token):
+    found = route(scenario.sources, scenario.targets)
+    for source, target in found.pairs():
+        program = bind(found.between(source, target), scenario.sources[source], scenario.targets[target])
+        tables = scenario.source_tables[source], scenario.target_tables[target]
+        copies = [copies_for(program, *tables, scenario.ranges, part) for part in parted(token)]
+        assert moved(*copies) == moved(copies_for(program, *tables, scenario.ranges))
+
+
 MODEL = attention(2, 2, 8, "float32", 4)
 
 
@@ -73,6 +84,7 @@ def test_a_request_without_tokens_is_one_stretch(ranges):
 
 def test_the_whole_is_a_stretch():
     assert Stretch(TokenRange(0, 1 << 48), is_last=True) == WHOLE
+    assert parted(0) == (Stretch(TokenRange(0, 0), is_last=False), WHOLE)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ from kvferry.session.landings import LOOK_AFTER_S
 from kvferry.session.slot_use import SLOT_TABLE, SlotState
 from kvferry.session.source import SourceSession
 from kvferry.session.target import TargetSession
-from kvferry.session.ways import AUTO, StagingPolicy, allowed_by
+from kvferry.session.ways import AUTO, StagingPolicy, Way, allowed_by
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
@@ -314,6 +314,13 @@ def test_a_slot_of_a_failed_read_waits_for_the_word_of_its_source():
     play(session, [(3, packed(1), [Release(key(1))]), (4, Tick(), [ABORT])])
     play(session, [(5, answer(CLEAN), [Release(key(0)), TargetFree("q1")])])
     assert not session.may_be_written()
+
+
+def test_the_word_of_a_source_does_not_end_the_scatter_of_a_failed_read():
+    session = target(Strategy.PACK)
+    play(session, [*PACKING, (1, acquired(0), [pack(0)]), (1, acquired(1), [pack(1)]), (2, packed(0), [Stage])])
+    session.handle(AbortWanted("q1"), 2.0)
+    play(session, [(3, answer(CLEAN), [Release(key(1))]), (4, Staged(key(0), ""), [Release(key(0)), TargetFree("q1")])])
 
 
 def test_after_a_write_that_ended_badly_a_slot_waits_a_while_longer():
@@ -684,9 +691,9 @@ def test_strategies_have_names():
 
 
 def test_what_is_left_without_packing():
-    assert StagingPolicy(AUTO, 1).without_packing("p0") is Strategy.DIRECT
+    StagingPolicy(AUTO, 1).check_without_packing("p0")
     with pytest.raises(TransferError, match="p0 cannot write"):
-        StagingPolicy((Strategy.PACK,), 1).without_packing("p0")
+        StagingPolicy((Strategy.PACK,), 1).check_without_packing("p0")
 
 
 def test_a_slot_goes_round_once():
@@ -862,11 +869,13 @@ def test_a_strategy_is_chosen_among_those_that_are_allowed():
     program = bind_of_both()
     cheap_rows, dear_rows = (replace(TYPICAL_HOST, row_s=row_s) for row_s in (1e-12, 1.0))
     policy = StagingPolicy(AUTO, STRETCH_BYTES)
-    assert policy.before_claim(program, RANGES, cheap_rows, Direction.READ) is Strategy.DIRECT
-    assert policy.before_claim(program, RANGES, dear_rows, Direction.READ) is Strategy.PACK
+    packed = Way(Direction.WRITE, Strategy.PACK)
+    assert policy.before_claim(program, RANGES, cheap_rows, Direction.READ) == Way(Direction.READ)
+    assert policy.before_claim(program, RANGES, dear_rows, Direction.READ) == packed
     only_runs = StagingPolicy((Strategy.SCATTER,), STRETCH_BYTES)
-    assert only_runs.before_claim(program, RANGES, cheap_rows, Direction.WRITE) is Strategy.PACK
-    assert only_runs.before_claim(program, RANGES, cheap_rows, Direction.READ) is Strategy.SCATTER
+    assert only_runs.before_claim(program, RANGES, cheap_rows, Direction.WRITE) == packed
+    # What is read may be scattered: that is decided when the rows are known.
+    assert only_runs.before_claim(program, RANGES, cheap_rows, Direction.READ) == Way(Direction.READ)
     copies, starts = copies_for(program, SOURCE_TABLES, TABLES, RANGES), region_starts(SOURCE_LAYOUT, TARGET_LAYOUTS[0])
     assert policy.before_read(copies, cheap_rows, starts) is Strategy.DIRECT
     assert policy.before_read(copies, dear_rows, starts) is Strategy.SCATTER
@@ -905,7 +914,8 @@ def test_what_is_worth_staging_only_in_one_piece_moves_straight_where_it_is_cut(
 def test_a_price_is_that_of_the_slots_that_are_used(slot_bytes, expected):
     """Each slot costs something: many small ones cost more than the rows do."""
     costs = replace(TYPICAL_HOST, row_s=1e-4, launch_s=1e-3)
-    assert StagingPolicy(AUTO, slot_bytes).before_claim(bind_of_both(), RANGES, costs, Direction.READ) is expected
+    found = StagingPolicy(AUTO, slot_bytes).before_claim(bind_of_both(), RANGES, costs, Direction.READ)
+    assert found.strategy is expected
 
 
 def bind_of_both():
@@ -914,6 +924,6 @@ def bind_of_both():
 
 
 def test_blocks_that_no_transport_reaches_are_packed_or_nothing():
-    assert StagingPolicy(AUTO, 1).packing_only("p0") is Strategy.PACK
+    assert StagingPolicy(AUTO, 1).packing_only("p0") == Way(Direction.WRITE, Strategy.PACK)
     with pytest.raises(TransferError, match="only be reached through its staging memory"):
         StagingPolicy((Strategy.DIRECT,), 1).packing_only("p0")

@@ -403,7 +403,7 @@ def test_what_pays_for_two_sources_need_not_pay_for_each():
     staging = StagingPolicy((Strategy.DIRECT, Strategy.PACK), 1 << 20)
     program = bind(route(RANKS, TARGET_LAYOUTS).between(0, 0), RANKS[0], TARGET_LAYOUTS[0])
     dearer = [replace(TYPICAL_HOST, gather_bytes_per_s=1e6, row_s=row_s) for row_s in np.geomspace(1e-9, 1.0, 400)]
-    ways = [staging.before_claim(program, WANTED.ranges, costs, Direction.READ) for costs in dearer]
+    ways = [staging.before_claim(program, WANTED.ranges, costs, Direction.READ).strategy for costs in dearer]
     costs = dearer[ways.index(Strategy.PACK) - 1]
     ours = Ourselves(US, "0.1.0", TARGET_LAYOUTS, staging=staging)
     assert {type(command.message) for command in meet(TargetSession(ours, TIMING), costs=costs)} == {m.TargetOffer}
@@ -427,8 +427,10 @@ def test_what_is_read_is_scattered_sooner_where_others_are_read_beside_it():
 
 @pytest.mark.parametrize(("direction", "rows_fan_in"), [(Direction.READ, 3.0), (Direction.WRITE, 1.0)])
 def test_everything_comes_through_us_but_rows_are_posted_by_who_moves_them(direction, rows_fan_in):
-    found = beside(TYPICAL_HOST, 3.0, direction)
-    assert found == replace(TYPICAL_HOST, fan_in=3.0, rows_fan_in=rows_fan_in)
+    both = replace(TYPICAL_HOST, sharing_s=1.0)
+    found = [beside(both, 3.0, direction, may_share) for may_share in (False, True)]
+    shared_s = 1.0 if direction is Direction.READ else 0.0
+    assert found == [replace(both, fan_in=3.0, rows_fan_in=rows_fan_in, sharing_s=each) for each in (0.0, shared_s)]
 
 
 @pytest.mark.parametrize(("numbers", "num_ranks"), [((1, 0), 2), ((0, 1), 3)], ids=["swapped", "one is missing"])

@@ -37,7 +37,7 @@ def direction_named(name: str) -> Direction:
 
 
 def may_turn(name: str) -> bool:
-    """Whether a direction of this name is given up where it turns out to be far slower than the other."""
+    """Whether a direction of this name is given up, or shared, where measurement says that this is faster."""
     return name == "auto"
 
 

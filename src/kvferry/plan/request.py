@@ -16,11 +16,23 @@ from kvferry.plan.span import MAX_STOP
 from kvferry.plan.stretch import WHOLE, Stretch
 from kvferry.plan.tokens import TokenRange
 
-__all__ = ["MAX_ROWS", "Places", "Ranges", "bytes_at", "check_ranges", "copies_for", "num_rows", "places_for", "volume"]
+__all__ = [
+    "MAX_ROWS",
+    "Places",
+    "Ranges",
+    "bytes_at",
+    "check_ranges",
+    "copies_for",
+    "num_rows",
+    "places_for",
+    "seen",
+    "volume",
+]
 
 Ranges = Sequence[TokenRange]
 """One range per cache group of the target."""
 
+NO_TOKENS = TokenRange(0, 0)
 # Three columns of 8 bytes, and as much again while they are computed: about 2 GB.
 MAX_ROWS = 1 << 25
 
@@ -136,14 +148,29 @@ def num_rows(program: Program, ranges: Ranges, stretch: Stretch = WHOLE) -> int:
     return sum(len(section) * times for section, times in _counted(program, numbers, stretch.is_last))
 
 
-def volume(program: Program, ranges: Ranges) -> tuple[int, int]:
+def volume(program: Program, ranges: Ranges, stretch: Stretch = WHOLE) -> tuple[int, int]:
     """(rows, bytes) of a request before neighbours are merged; tells without listing them.
 
     Raises BlockTableError when a range runs backwards or is missing.
     """
-    numbers = _all_numbers(program, ranges, WHOLE)
-    counted = [(len(section) * times, section.length) for section, times in _counted(program, numbers, WHOLE.is_last)]
+    numbers = _all_numbers(program, ranges, stretch)
+    counted = [(len(section) * times, section.length) for section, times in _counted(program, numbers, stretch.is_last)]
     return sum(rows for rows, _ in counted), sum(rows * length for rows, length in counted)
+
+
+def seen(program: Program, ranges: Ranges) -> TokenRange:
+    """From the first token of which something moves to the last one, in whichever group.
+
+    Raises BlockTableError when a range runs backwards or is missing.
+    """
+    check_ranges(ranges)
+    of_groups = [group.state.seen_by_next(_range_of(group, ranges)) for group in program.groups if _has_tokens(group)]
+    some = [tokens for tokens in of_groups if len(tokens)]
+    return TokenRange(min(tokens.first for tokens in some), max(tokens.last for tokens in some)) if some else NO_TOKENS
+
+
+def _has_tokens(group: GroupProgram) -> bool:
+    return bool(group.units or group.singles)
 
 
 def _counted(program: Program, numbers: Sequence[range], is_last: bool) -> Iterator[tuple[Section, int]]:
@@ -227,8 +254,7 @@ def _ends(group: GroupProgram, numbers: list[range], has_fixed: bool) -> Indices
     if group.fixed:
         ends = [0] if has_fixed else []
     else:
-        has_tokens = bool(group.units or group.singles)
-        ends = [end for at in numbers if at and has_tokens for end in (at[0], at[-1])]
+        ends = [end for at in numbers if at and _has_tokens(group) for end in (at[0], at[-1])]
     return group.tokens.token(np.array(ends, np.int64))
 
 

@@ -20,6 +20,10 @@ takes `staging_s` on top.
 A target that receives `fan_in` times as much, from several sources at once, scatters for all of them and has one link,
 or memory, for all: as the slowest stage, scatter and bytes take as many times as long, and rows `rows_fan_in` times,
 but for pack, where each source writes. Gathers are made by each source for itself.
+
+Where copies are made by the processors of both ranks, sources can write a share of what moves directly while the target
+reads the rest. That takes `sharing_s * fan_in` on top, and of the wire `1 / (fan_in + 1)`, or `1 / num_at_once` if that
+is more.
 """
 
 from __future__ import annotations
@@ -59,6 +63,7 @@ ONE_REGION: Column = np.zeros(0, np.uint64)
 
 NUM_STAGES = 3.0
 """Gather, wire and scatter."""
+MAY_BE_ZERO = ("staging_s", "sharing_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,7 @@ class Costs:
     shares.
     rows_fan_in: how many times as many rows whoever posts those of this source posts: a target that reads, all.
     staging_s: what staging takes on top, once: a source to be asked, and threads to be woken. May be 0.
+    sharing_s: what each source takes on top that moves a share itself; 0 where only one side can move anything.
 
     Raises ConfigurationError naming every other value that is not a positive, finite number.
     """
@@ -92,6 +98,7 @@ class Costs:
     fan_in: float = 1.0
     rows_fan_in: float = 1.0
     staging_s: float = 0.0
+    sharing_s: float = 0.0
 
     def __post_init__(self) -> None:
         wrong = [f"{name} = {value}" for name, value in asdict(self).items() if not _can_be(name, value)]
@@ -105,7 +112,7 @@ class Costs:
 
 
 def _can_be(name: str, value: float) -> bool:
-    return isfinite(value) and (value > 0 or (name == "staging_s" and value == 0))
+    return isfinite(value) and (value > 0 or (name in MAY_BE_ZERO and value == 0))
 
 
 TYPICAL_HOST = Costs(
@@ -174,12 +181,14 @@ class _Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What one strategy would take. `parts` add up to `seconds`; `num_rows` go over the wire (for scatter, at most)."""
+    """What one strategy would take. `parts` add up to `seconds`; `num_rows` go over the wire (for scatter, at most).
+    `shared`: so much of it is the source's to write while the target reads the rest, mostly nothing."""
 
     strategy: Strategy
     seconds: float
     num_rows: int
     parts: tuple[Part, ...]
+    shared: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +234,18 @@ def _price(strategy: Strategy, counts: Counts, costs: Costs) -> Price:
         stages.append((_Work("scatter", _copy_s(counts, costs, costs.scatter_bytes_per_s), fan_in),))
     latency_s = costs.latency_s + (0.0 if strategy is Strategy.DIRECT else costs.staging_s)
     parts = (Part("latency", latency_s), *_overlapped(stages, counts.num_bytes / costs.slot_bytes, costs))
-    return Price(strategy, fsum(part.seconds for part in parts), num_rows, parts)
+    alone = Price(strategy, _seconds(parts), num_rows, parts)
+    return _shared(alone, costs) if strategy is Strategy.DIRECT and costs.sharing_s else alone
+
+
+def _shared(alone: Price, costs: Costs) -> Price:
+    """What moves directly, in the faster way: all of it on one side, or a share on each."""
+    ours = max(1.0 / (costs.fan_in + 1.0), 1.0 / costs.num_at_once)
+    latency, *wire = alone.parts
+    latency_s = latency.seconds + costs.sharing_s * costs.fan_in
+    parts = (Part("latency", latency_s), *(Part(name, ours * part_s) for name, part_s in wire))
+    shared = Price(alone.strategy, _seconds(parts), alone.num_rows, parts, costs.fan_in / (costs.fan_in + 1.0))
+    return min(alone, shared, key=lambda price: price.seconds)
 
 
 def _wire_rows(strategy: Strategy, counts: Counts, costs: Costs) -> int:

@@ -10,7 +10,16 @@ from kvferry.plan.program import Program, Section
 from kvferry.plan.span import MAX_STOP
 from kvferry.plan.tokens import TokenRange
 
-__all__ = ["WHOLE", "Stretch", "even_stretches", "stretch_tokens", "stretches", "unit_tokens"]
+__all__ = [
+    "ALL_OF_TOKENS",
+    "WHOLE",
+    "Stretch",
+    "even_stretches",
+    "parted",
+    "stretch_tokens",
+    "stretches",
+    "unit_tokens",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +33,13 @@ class Stretch:
 
 WHOLE = Stretch(TokenRange(0, MAX_STOP), is_last=True)
 """A request in one piece."""
+ALL_OF_TOKENS = Stretch(TokenRange(0, MAX_STOP), is_last=False)
+"""What a request has of every token: all but states of fixed size."""
+
+
+def parted(token: int) -> tuple[Stretch, Stretch]:
+    """What lies before a token, and all the rest."""
+    return Stretch(TokenRange(0, token), is_last=False), Stretch(TokenRange(token, MAX_STOP), is_last=True)
 
 
 def unit_tokens(program: Program) -> int:

@@ -20,7 +20,7 @@ from kvferry.session.events import (
 )
 from kvferry.session.lease import Lease
 from kvferry.session.packing import Packing
-from kvferry.session.refusals import refuse
+from kvferry.session.refusals import because_of, refuse
 from kvferry.session.stretch_writes import STRETCH_BYTES, StretchWrites
 from kvferry.session.targets import Targets
 from kvferry.session.writes import Write
@@ -40,11 +40,12 @@ class Carrying:
         # When any slot last got on: while one does, claims that wait for theirs are told to have patience.
         self._moved_at = 0.0
         self._fresh: list[Packing] = []
+        self._shares: list[tuple[Claim, Lease]] = []
         self.stretch_bytes = STRETCH_BYTES
 
     def begin(self, peer: str, claim: Claim, lease: Lease) -> list[Command]:
         """Carry a claim out, once. Asked again, say how far that is. Raises TransferError when it cannot be."""
-        key = ClaimKey(claim.reference.lease_id, claim.party, claim.claim_id)
+        key = _key_of(claim)
         if known := lease.writes.get(key):
             known.peer = peer
             return [Reply(peer, known.word())]
@@ -53,6 +54,23 @@ class Carrying:
         except FerryError as error:
             lease.writes.pop(key, None)
             raise _as_refused(error) from error
+
+    def share(self, peer: str, claim: Claim, lease: Lease) -> list[Command]:
+        """Write our share of what a target reads, once, when `prepare` comes; asked again, say what has become of it.
+        Raises TransferError when it cannot be."""
+        key = _key_of(claim)
+        if known := lease.writes.get(key):
+            known.peer = peer
+            word = known.word()
+            # The grant of what is read has tables, and has been said.
+            return [] if isinstance(word, Grant) else [Reply(peer, word)]
+        try:
+            self._targets.check(claim)
+        except FerryError as error:
+            raise _as_refused(error) from error
+        lease.writes[key] = Write.granted(claim.claim_id, peer)
+        self._shares.append((claim, lease))
+        return []
 
     def _begin(self, key: ClaimKey, peer: str, claim: Claim, lease: Lease) -> Iterator[Command]:
         """What is raised here undoes all of it: nothing of it has been carried out yet."""
@@ -76,14 +94,40 @@ class Carrying:
 
     def told(self, peer: str, claim: Claim, lease: Lease) -> list[Command]:
         """What is said of a claim of which all is written, whatever has become of its lease; nothing of others."""
-        write = lease.writes.get(ClaimKey(claim.reference.lease_id, claim.party, claim.claim_id))
-        return [Reply(peer, write.word())] if write is not None and write.is_written else []
+        write = lease.writes.get(_key_of(claim))
+        if write is None or not write.is_written:
+            return []
+        # Who reads a share itself still needs to know what has become of the lease, until it has been told.
+        is_over = claim.direction is Direction.WRITE or claim.party in lease.completed
+        return [Reply(peer, write.word())] if is_over else []
 
-    def prepare(self) -> None:
-        """Do what can be done for new claims while their targets hear that they are granted."""
+    @property
+    def has_shares(self) -> bool:
+        """Whether `prepare` has something to do that does not happen otherwise."""
+        return bool(self._shares)
+
+    def prepare(self) -> Iterator[Command]:
+        """Do what has been put off for new claims, until their targets hear that they are granted: plan, and write
+        shares."""
         fresh, self._fresh = self._fresh, []
         for packing in fresh:
             packing.prepare()
+        shares, self._shares = self._shares, []
+        for claim, lease in shares:
+            yield from self._post_share(claim, lease)
+
+    def _post_share(self, claim: Claim, lease: Lease) -> Iterator[Command]:
+        write = lease.writes[_key_of(claim)]
+        if not isinstance(write, Write) or not write.is_granted:
+            return
+        try:
+            copies = self._targets.copies(claim, lease.wanted)
+        except FerryError as error:
+            write.ended(str(error))
+            yield from refuse(write.peer, because_of(_as_refused(error), claim.claim_id))
+            return
+        write.posted(copies)
+        yield Post(_key_of(claim), copies, Direction.WRITE)
 
     def pack(self, peer: str, message: Pack, lease: Lease, now: float) -> Iterator[Command]:
         """Write one slot. Raises TransferError when there is no such claim or slot."""
@@ -163,9 +207,15 @@ class Carrying:
                 continue
             # Who has slots packed waits for the next one, or for tokens, also between two questions.
             was_open = not write.error if isinstance(write, Packing) else write.is_open
+            # So does who reads a share itself, until it is told that ours is written.
+            was_open |= isinstance(write, Write) and write.is_granted
             yield from _stop(key, write)
             if was_open and not write.is_aborted:
                 yield from refuse(write.peer, lease.refusal_of_end(key))
+
+
+def _key_of(claim: Claim) -> ClaimKey:
+    return ClaimKey(claim.reference.lease_id, claim.party, claim.claim_id)
 
 
 def _as_refused(error: FerryError) -> TransferError:
@@ -179,6 +229,8 @@ def _stop(key: ClaimKey, write: Write | Packing | StretchWrites) -> Iterator[Com
     """What is under way for a lease that has ended goes on until its tickets have ended; nothing more begins."""
     if isinstance(write, Packing | StretchWrites):
         yield from write.fail("the lease has ended")
+    elif write.is_granted:
+        write.machine.move("lease ended")
     elif write.is_open:
         write.machine.move("lease ended")
         yield Cancel(key)

@@ -21,11 +21,12 @@ ASKING = (ReadState.LANDED, ReadState.DIGESTED)
 
 def claim_of(ours: Party, wanted: FetchWanted, readers: tuple[int, ...], read: Read, slot_bytes: int) -> Claim:
     """The claim of a read. A source that writes has to know where; one that packs, how it is cut."""
-    is_written, is_packed = read.direction is Direction.WRITE, read.strategy is Strategy.PACK
+    way = read.way
     claim = Claim(ours, wanted.request_id, wanted.reference, wanted.num_tokens, readers, subject=read.subject)
-    if is_written:
-        claim = replace(claim, direction=read.direction, block_tables=wanted.block_tables, ranges=wanted.ranges)
-    return replace(claim, strategy=read.strategy, slot_bytes=slot_bytes) if is_packed else claim
+    if way.direction is Direction.WRITE or way.read_from:
+        where = {"block_tables": wanted.block_tables, "ranges": wanted.ranges}
+        claim = replace(claim, direction=way.direction, read_from=way.read_from, **where)
+    return replace(claim, strategy=way.strategy, slot_bytes=slot_bytes) if way.strategy is Strategy.PACK else claim
 
 
 def overdue(fetch: Fetch, timing: Timing, now: float) -> tuple[TransferError, ...]:

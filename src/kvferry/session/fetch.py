@@ -17,8 +17,9 @@ from kvferry.plan.staged import Strategy
 from kvferry.session.events import Command, FetchReport, FetchWanted, PeerKey, ReadKey
 from kvferry.session.machine import Machine, Table
 from kvferry.session.unpacking import Unpacking
+from kvferry.session.ways import Way
 
-__all__ = ["READ_TABLE", "Broken", "Fetch", "Read", "ReadState", "Step", "Way"]
+__all__ = ["READ_TABLE", "Broken", "Fetch", "Read", "ReadState", "Step"]
 
 
 class ReadState(StrEnum):
@@ -57,21 +58,18 @@ OPEN = (ReadState.EXPOSED, ReadState.MOVING, ReadState.DRAINING)
 """States in which bytes may come."""
 
 
-def _first(direction: Direction, strategy: Strategy) -> ReadState:
-    """Where a read begins: a source that writes to blocks may do so from the moment at which it was asked."""
-    is_exposed = direction is Direction.WRITE and strategy is Strategy.DIRECT
-    return ReadState.EXPOSED if is_exposed else ReadState.CLAIMING
-
-
-Way = tuple[Direction, Strategy]
-"""Who moves a read's bytes, and how."""
+def _movers(way: Way) -> set[Direction]:
+    """Whose tickets bring a read's bytes straight to their blocks."""
+    theirs = {Direction.WRITE} if way.writes_to_blocks else set()
+    return theirs | ({Direction.READ} if way.direction is Direction.READ else set())
 
 
 @dataclass(slots=True)
 class Read:
     """What one fetch reads from one source rank.
 
-    `direction` says whose ticket it is. With a `strategy` other than direct the bytes go through staging memory, which
+    `way` says who moves it; of those who move it straight to its blocks, `movers` have not done with it yet: we (read),
+    the source (write), or both. With a `strategy` other than direct the bytes go through staging memory, which
     `unpacking` has once the source has answered; what could be planned before is in `plans`. `subject` is what is
     digested of it, and `extracts` where that lies here, once it `is_prepared`; `ours` and `theirs` are the values, once
     they are known. A source that writes may have `is_confirmed` it before all is in its place here. `granted_at` is
@@ -80,8 +78,9 @@ class Read:
 
     machine: Machine
     last_sent: float
-    direction: Direction
-    strategy: Strategy = Strategy.DIRECT
+    way: Way
+    strategy: Strategy
+    movers: set[Direction]
     plans: tuple[SlotPlan, ...] = ()
     unpacking: tuple[Unpacking, ...] = ()
     num_bytes: int = 0
@@ -96,6 +95,17 @@ class Read:
     granted_at: float = 0.0
     moved_at: float = 0.0
 
+    @classmethod
+    def begun(cls, name: str, way: Way, subject: Subject, now: float) -> Read:
+        """One that is about to be claimed. A source that writes to blocks may do so from that moment on."""
+        first = ReadState.EXPOSED if way.writes_to_blocks else ReadState.CLAIMING
+        return cls(Machine(name, READ_TABLE, first), now, way, way.strategy, _movers(way), subject=subject)
+
+    @property
+    def direction(self) -> Direction:
+        """Of the claim: a source that writes all of it says unasked that it is valid, others when they are asked."""
+        return self.way.direction
+
     @property
     def state(self) -> StrEnum:
         return self.machine.state
@@ -105,7 +115,12 @@ class Read:
         """Whether the source may write to our blocks, or to our staging memory, for all we know."""
         if self.strategy is not Strategy.DIRECT:
             return any(unpacking.is_exposed for unpacking in self.unpacking)
-        return self.direction is Direction.WRITE and self.state in OPEN
+        return Direction.WRITE in self.movers
+
+    @property
+    def is_open(self) -> bool:
+        """Whether bytes may come, or are waited for."""
+        return self.state in OPEN
 
     @property
     def is_waiting(self) -> bool:
@@ -121,6 +136,12 @@ class Read:
     def is_digesting(self) -> bool:
         """Whether our own digest is still awaited."""
         return bool(self.subject.parts) and self.state in (ReadState.LANDED, ReadState.CONFIRMED)
+
+    def ended(self, mover: Direction) -> None:
+        """One of those who move it straight to its blocks has done with it, well or not."""
+        self.movers.discard(mover)
+        if not self.movers:
+            self.machine.move("ticket ended")
 
     def differing(self) -> tuple[str, ...]:
         """The states of which other bytes have landed than the source has; all when it has not told of each."""
@@ -153,8 +174,7 @@ class Fetch:
         """One read per source rank that holds something we need."""
         self.claimed_at = now
         for peer, way in ways.items():
-            machine = Machine(f"read of {self.wanted.request_id} from {peer}", READ_TABLE, _first(*way))
-            self.reads[peer] = Read(machine, now, *way, subject=subjects[peer])
+            self.reads[peer] = Read.begun(f"read of {self.wanted.request_id} from {peer}", way, subjects[peer], now)
 
     def granted(self, read: Read, now: float) -> None:
         """One of its sources lets bytes move, or has moved them."""
@@ -171,7 +191,7 @@ class Fetch:
 
     @property
     def has_open_tickets(self) -> bool:
-        return any(read.state in OPEN for read in self.reads.values())
+        return any(read.is_open for read in self.reads.values())
 
     def report(self, transport: str, choice: str, verified: str, now: float) -> FetchReport:
         """The finished fetch in figures."""

@@ -43,7 +43,8 @@ class Ourselves:
 
     `digest` says how much of what has landed is compared with the source's own, `direction` who moves the bytes, and
     `staging` whether they may go through staging memory; `transports` and `probe` are for sources that write. With
-    `may_turn` a source to which reading turns out to be far slower than writing writes instead.
+    `may_turn` a source to which reading turns out to be far slower than writing writes instead, and one that can write
+    while we read writes a share.
     """
 
     party: Party
@@ -88,7 +89,7 @@ Step = Command | Lost
 
 
 class Packs(StrEnum):
-    """Whether a source can write to our staging memory."""
+    """Whether a source from which we read can write to our memory, as it must to pack or to write a share."""
 
     UNKNOWN = "unknown"
     YES = "yes"

@@ -11,6 +11,7 @@ from contextlib import suppress
 from math import inf
 
 from kvferry.errors import FerryError
+from kvferry.plan.copies import Direction
 from kvferry.plan.digest import Policy
 from kvferry.plan.extract import Extractor
 from kvferry.session.events import ClaimKey, Command, Digest, Digested, Reply
@@ -84,9 +85,11 @@ class Landings:
         return self._answer(peer, ClaimKey(landed.lease_id, landed.party, landed.claim_id), lease, now)
 
     def written(self, lease: Lease, now: float) -> list[Command]:
-        """Whom we have written everything to need not ask."""
+        """Whom we have written everything to need not ask; who reads a share of it does."""
         commands = []
         for key, write in lease.writes.items():
+            if lease.claims[key.party].direction is Direction.READ:
+                continue
             is_told = key.party in lease.completed or (key in lease.digests and lease.digests[key].peer)
             if lease.live and write.is_written and not is_told:
                 commands += self._answer(write.peer, key, lease, now)

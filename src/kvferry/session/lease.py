@@ -44,9 +44,10 @@ LEASE_TABLE: Table = {
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A claim that a reader holds, and what it wants digested."""
+    """A claim that a reader holds, and what it wants digested. One with the direction `read` asks when it has all."""
 
     claim_id: str
+    direction: Direction
     subject: Subject
 
 
@@ -132,7 +133,7 @@ class Lease:
         """Note a granted claim; the same claim again changes nothing but the deadline."""
         self.machine.move("claim")
         self.readers |= frozenset(claim.readers)
-        self.claims.setdefault(claim.party, Granted(claim.claim_id, claim.subject))
+        self.claims.setdefault(claim.party, Granted(claim.claim_id, claim.direction, claim.subject))
         self.deadline = deadline
 
     def complete(self, party: Party, digests: tuple[bytes, ...]) -> None:

@@ -40,13 +40,17 @@ class Quarantine:
         yield Count("fetches_failed", error.reason)
         yield Failed(request_id, error)
         for key, read in fetch.reads.items():
-            if read.state is ReadState.MOVING and (read.direction, read.strategy) == (Direction.READ, Strategy.DIRECT):
+            if read.state is ReadState.MOVING and Direction.READ in read.movers:
                 yield Cancel(ReadKey(request_id, key))
             for unpacking in read.unpacking:
                 yield from unpacking.fail()
             if read.is_digesting:
                 yield DropDigest(ReadKey(request_id, key))
+            is_posted = read.state is ReadState.MOVING
             read.machine.move("fail")
+            if not is_posted and read.is_open:
+                # Ours was never posted.
+                read.ended(Direction.READ)
         for key in fetch.peers:
             is_exposed = key in fetch.reads and fetch.reads[key].is_exposed
             yield from self._farewells.say(fetch.wanted, key, is_exposed, now)
@@ -77,7 +81,7 @@ class Quarantine:
             if fetch is not None and key.peer in fetch.reads and fetch.reads[key.peer].is_exposed:
                 read = fetch.reads[key.peer]
                 if read.strategy is Strategy.DIRECT:
-                    read.machine.move("ticket ended")
+                    read.ended(Direction.WRITE)
                 for unpacking in read.unpacking:
                     yield from unpacking.fenced()
                 yield from self.drained(key)

@@ -13,20 +13,21 @@ from kvferry.plan.request import copies_for
 from kvferry.plan.slots import SlotPlan, StagedRequest, any_tables
 from kvferry.plan.staged import Side, Strategy
 from kvferry.plan.strategy import Costs
+from kvferry.plan.stretch import parted
 from kvferry.session.claims import ASKING, WAITING, claim_of, overdue
 from kvferry.session.events import Digested, Fetched, FetchWanted, PeerKey, Post, ReadKey, Send, SlotKey, Timing
-from kvferry.session.fetch import Broken, Fetch, Read, ReadState, Step, Way
+from kvferry.session.fetch import Broken, Fetch, Read, ReadState, Step
 from kvferry.session.handshake import Handshakes, Ourselves, Packs, Peer
 from kvferry.session.programs import Binding, Bindings
 from kvferry.session.staged_reads import StagedReads
 from kvferry.session.verify import Verifier, cannot_digest, no_digest, other_bytes
-from kvferry.session.ways import beside
+from kvferry.session.ways import Way, beside
 from kvferry.wire.messages import Claim, Grant, Packed, Queued, Reason, Valid, Written
 
 __all__ = ["Reads"]
 
-UNANSWERED = (ReadState.CLAIMING, ReadState.EXPOSED)
-"""States in which a read waits for its source's first word."""
+UNGRANTED = (ReadState.CLAIMING, ReadState.EXPOSED)
+"""States in which a read waits for its grant."""
 
 
 class Reads:
@@ -38,6 +39,7 @@ class Reads:
         self._peers = peers
         self._fetches = fetches
         self._staging = ours.staging
+        self._may_share = ours.may_turn
         self.staged = StagedReads(ours.party, fetches, self._landed)
         self._verifier = Verifier(ours.party, ours.layouts[ours.party.rank], ours.digest)
         self.bindings = Bindings(ours.layouts, ours.party.rank)
@@ -91,16 +93,16 @@ class Reads:
 
     def _way(self, wanted: FetchWanted, peer: Peer, binding: Binding) -> Way:
         """Who moves the bytes from one source, and how. Raises TransferError when it cannot be as it has to be."""
-        strategy = Strategy.DIRECT
+        way = Way(peer.direction)
         if wanted.num_tokens:
-            program, costs = binding.programs[peer.key], _costs(peer, binding)
-            strategy = self._staging.before_claim(program, wanted.ranges, costs, peer.direction)
+            costs = _costs(peer, binding, may_share=self._may_share and peer.packs is not Packs.NO)
+            way = self._staging.before_claim(binding.programs[peer.key], wanted.ranges, costs, peer.direction)
         if wanted.num_tokens and peer.is_staged:
-            strategy = self._staging.packing_only(str(peer.key))
-        if strategy is Strategy.PACK and peer.packs is Packs.NO:
-            strategy = self._staging.without_packing(str(peer.key))
-        # What a target reads may go through its own staging memory: that is decided when the rows are known.
-        return (Direction.WRITE, strategy) if strategy is Strategy.PACK else (peer.direction, Strategy.DIRECT)
+            way = self._staging.packing_only(str(peer.key))
+        if way.strategy is Strategy.PACK and peer.packs is Packs.NO:
+            self._staging.check_without_packing(str(peer.key))
+            way = Way(peer.direction)
+        return way
 
     def _claim_of(self, fetch: Fetch, key: PeerKey) -> Claim:
         readers = self.bindings.to(fetch.peers, self._peers).readers_of(key)
@@ -134,28 +136,31 @@ class Reads:
 
     def _post(self, fetch: Fetch, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
         binding = self.bindings.to(fetch.peers, self._peers)
-        wanted, read = fetch.wanted, fetch.reads[peer.key]
+        wanted, read, costs = fetch.wanted, fetch.reads[peer.key], _costs(peer, binding, may_share=False)
         try:
             # Without tokens there is no state of fixed size either: the source is just to be told.
             copies = NOTHING
             if wanted.num_tokens:
-                copies = copies_for(binding.programs[peer.key], grant.block_tables, wanted.block_tables, wanted.ranges)
+                tables, (_, ours) = (grant.block_tables, wanted.block_tables), parted(read.way.read_from)
+                copies = copies_for(binding.programs[peer.key], *tables, wanted.ranges, ours)
         except RequestError as error:
             yield Broken(fetch, TransferError(Reason.OUT_OF_RANGE, str(error)))
             return
         read.machine.move("granted")
         fetch.granted(read, now)
-        if len(copies):
-            read.strategy = self._staging.before_read(copies, _costs(peer, binding), binding.starts[peer.key])
+        if len(copies) and not read.way.read_from:
+            read.strategy = self._staging.before_read(copies, costs, binding.starts[peer.key])
         if read.strategy is Strategy.SCATTER:
             plan = self._plan_of(fetch, peer.key, grant.block_tables)
             # What is wrong with it is said when it is carried out.
             with suppress(FerryError):
-                read.strategy = self._staging.when_cut(copies, _costs(peer, binding), plan.slots(0))
+                read.strategy = self._staging.when_cut(copies, costs, plan.slots(0))
         if read.strategy is Strategy.SCATTER:
+            read.movers.clear()
             yield from self.staged.begin(fetch, peer.key, plan, grant, now)
             return
-        read.num_bytes, read.num_rows = copies.num_bytes, len(copies)
+        read.num_bytes += copies.num_bytes
+        read.num_rows += len(copies)
         yield Post(fetch.key(peer.key), copies)
 
     def _plan_of(self, fetch: Fetch, key: PeerKey, source_tables: BlockTables = ()) -> SlotPlan:
@@ -193,17 +198,19 @@ class Reads:
     def written(self, peer: Peer, written: Written, now: float) -> Iterator[Step]:
         """The source's own ticket has ended well. Of what it packs it says so slot by slot."""
         for fetch, read in self.of(peer.key, written.claim_id, ReadState.EXPOSED, ReadState.MOVING):
-            if read.direction is Direction.WRITE and read.strategy is Strategy.DIRECT:
-                read.num_bytes, read.num_rows = written.num_bytes, written.num_rows
+            if read.is_exposed and read.strategy is Strategy.DIRECT:
+                read.num_bytes += written.num_bytes
+                read.num_rows += written.num_rows
                 fetch.granted(read, now)
-                read.machine.move("ticket ended")
-                yield from self._landed(fetch, peer.key, now)
+                read.ended(Direction.WRITE)
+                if not read.movers:
+                    yield from self._landed(fetch, peer.key, now)
 
     def ticket_ended(self, fetch: Fetch, key: PeerKey, error: str, now: float) -> Iterator[Step]:
         """A ticket of ours."""
         if error:
             yield Broken(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=error))
-        else:
+        elif not fetch.reads[key].movers:
             yield from self._landed(fetch, key, now)
 
     def _landed(self, fetch: Fetch, key: PeerKey, now: float) -> Iterator[Step]:
@@ -255,7 +262,7 @@ class Reads:
     def _prepare(self, fetch: Fetch) -> None:
         """Do what can be done while sources think about what they were asked. What cannot be is told when it has to."""
         for key, read in fetch.reads.items():
-            if not (read.may_prepare and read.state in UNANSWERED):
+            if not (read.may_prepare and read.state in UNGRANTED):
                 continue
             read.may_prepare = False
             with suppress(FerryError):
@@ -283,18 +290,18 @@ class Reads:
                 continue
             read.last_sent = now
             is_writing = read.is_exposed and read.strategy is Strategy.DIRECT
-            if read.state is ReadState.CLAIMING or ((is_writing or read.is_behind) and not fetch.failed):
+            if read.state in UNGRANTED or ((is_writing or read.is_behind) and not fetch.failed):
                 # Asked again, a source that writes says how far it is.
                 yield Send(key, self._claim_of(fetch, key))
             elif read.state in ASKING:
                 yield Send(key, self._verifier.landed_of(fetch))
 
 
-def _costs(peer: Peer, binding: Binding) -> Costs:
+def _costs(peer: Peer, binding: Binding, *, may_share: bool) -> Costs:
     """What a source costs, beside the others of a fetch."""
-    return beside(peer.costs, binding.fan_in[peer.key], peer.direction)
+    return beside(peer.costs, binding.fan_in[peer.key], peer.direction, may_share)
 
 
 def _needs_offer(peer: Peer, way: Way) -> bool:
-    """Whether a source has to connect to our staging memory first."""
-    return way[1] is Strategy.PACK and peer.packs is Packs.UNKNOWN
+    """Whether a source that we read from has to connect to our memory first, blocks or staging."""
+    return (way.strategy is Strategy.PACK or way.read_from > 0) and peer.packs is Packs.UNKNOWN

@@ -115,7 +115,9 @@ class SourceSession:
         return [*self._expire(now), *self._handlers[type(event)](event, now)]
 
     def next_deadline(self) -> float:
-        """When `handle(Tick())` is due next; infinity when nothing is waited for."""
+        """When `handle(Tick())` is due next, 0 for at once; infinity when nothing is waited for."""
+        if self._carrying.has_shares:
+            return 0.0
         waiting = self._early.next_deadline(), self._aborted.next_deadline(), self._targets.next_deadline()
         return min(self._leases.next_deadline(), self._landings.next_deadline(), *waiting)
 
@@ -153,8 +155,7 @@ class SourceSession:
         return commands
 
     def _tick(self, event: Tick, now: float) -> list[Command]:
-        self._carrying.prepare()
-        return self._landings.prepare(now)
+        return [*self._carrying.prepare(), *self._landings.prepare(now)]
 
     def _connected(self, event: PeerConnected | PeerUnreachable, now: float) -> list[Command]:
         return self._targets.settled(event)
@@ -211,7 +212,7 @@ class SourceSession:
             return refuse(peer, unknown_lease(claim))
         if told := self._carrying.told(peer, claim, lease):
             return told
-        for refusal in (*lease.refusal_of(claim), *self._refusal_of_state(lease, claim)):
+        for refusal in (*_refusal_of_share(claim), *lease.refusal_of(claim), *self._refusal_of_state(lease, claim)):
             return refuse(peer, refusal)
         if claim.direction is Direction.WRITE:
             return self._write(peer, claim, lease, now)
@@ -219,9 +220,13 @@ class SourceSession:
             lease.waiting[claim.party] = peer, claim
             self._leases.renew(lease, now)
             return [Reply(peer, Queued(claim.claim_id))]
+        try:
+            shared = self._carrying.share(peer, claim, lease) if claim.read_from else []
+        except TransferError as error:
+            return refuse(peer, _of_writing(error, claim))
         self._leases.claim(lease, claim, now)
         self._landings.begun(lease, claim.party, now)
-        return [Reply(peer, Grant(claim.claim_id, lease.wanted.block_tables))]
+        return [Reply(peer, Grant(claim.claim_id, lease.wanted.block_tables)), *shared]
 
     def _write(self, peer: str, claim: Claim, lease: Lease, now: float) -> list[Command]:
         """Carry a claim out."""
@@ -229,9 +234,7 @@ class SourceSession:
         try:
             commands = self._carrying.begin(peer, claim, lease)
         except TransferError as error:
-            # A target that is not known here has to begin anew with its offer.
-            claim_id = "" if error.reason == Reason.UNREACHABLE else claim.claim_id
-            return refuse(peer, because_of(error, claim_id))
+            return refuse(peer, _of_writing(error, claim))
         if is_known:
             self._leases.renew(lease, now)
         else:
@@ -331,3 +334,17 @@ class SourceSession:
         if lease.live and (not lease.claims or lease.holds(abort.party, abort.claim_id)):
             commands += self._leases.end(lease, "abort", Reason.ABORTED, now)
         return commands
+
+
+def _refusal_of_share(claim: Claim) -> tuple[Refusal, ...]:
+    """Only of what is read straight can a share be written: of anything else the target would lack the rest."""
+    if not claim.read_from or (claim.direction, claim.strategy) == (Direction.READ, Strategy.DIRECT):
+        return ()
+    found = f"direction {claim.direction}, strategy {claim.strategy}"
+    what, expected = "a share of something that is not read", f"{Direction.READ}, {Strategy.DIRECT}"
+    return (Refusal(Reason.MALFORMED, what, found, expected, claim.claim_id),)
+
+
+def _of_writing(error: TransferError, claim: Claim) -> Refusal:
+    """A target that is not known here has to begin anew with its offer."""
+    return because_of(error, "" if error.reason == Reason.UNREACHABLE else claim.claim_id)

@@ -241,7 +241,7 @@ class TargetSession:
         fetch = self._fetches.get(event.key.request_id) if isinstance(event.key, ReadKey) else None
         if fetch is None or not isinstance(event.key, ReadKey) or event.key.peer not in fetch.reads:
             return
-        fetch.reads[event.key.peer].machine.move("ticket ended")
+        fetch.reads[event.key.peer].ended(Direction.READ)
         if fetch.failed:
             yield from self._quarantine.free_when_drained(fetch)
         else:

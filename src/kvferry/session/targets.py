@@ -14,6 +14,7 @@ from kvferry.plan.request import check_ranges, copies_for
 from kvferry.plan.route import route
 from kvferry.plan.slots import StagedRequest, region_starts
 from kvferry.plan.staged import RegionStarts, Strategy
+from kvferry.plan.stretch import WHOLE, parted
 from kvferry.session.events import (
     Command,
     Connect,
@@ -95,14 +96,19 @@ class Targets:
         if known := self._known.get(party):
             known.last_heard = now
 
+    def check(self, claim: Claim) -> None:
+        """Raises TransferError, or BlockTableError for its ranges, when a claim cannot or must not be carried out."""
+        self._program_of(claim)
+
     def copies(self, claim: Claim, lease: LeaseWanted) -> Copies:
-        """The rows to write for a claim. Raises TransferError, or BlockTableError for its ranges, when it cannot or
-        must not be carried out."""
+        """The rows to write for a claim, or our share. Raises TransferError, or BlockTableError for its ranges, when
+        it cannot or must not be carried out."""
         program = self._program_of(claim)
         if not claim.num_tokens:
             return NOTHING
         try:
-            return copies_for(program, lease.block_tables, claim.block_tables, claim.ranges)
+            ours = parted(claim.read_from)[0] if claim.read_from else WHOLE
+            return copies_for(program, lease.block_tables, claim.block_tables, claim.ranges, ours)
         except RequestError as error:
             raise TransferError(Reason.OUT_OF_RANGE, error.what, found=error.found, expected=error.expected) from error
 

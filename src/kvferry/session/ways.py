@@ -10,15 +10,31 @@ from kvferry.errors import ConfigurationError, TransferError
 from kvferry.plan.copies import Copies, Direction
 from kvferry.plan.program import Program
 from kvferry.plan.request import Ranges, volume
+from kvferry.plan.share import token_at
 from kvferry.plan.slots import Slot
 from kvferry.plan.staged import RegionStarts, Strategy
-from kvferry.plan.strategy import Costs, Counts, counts_of, prices
+from kvferry.plan.strategy import Costs, Counts, Price, counts_of, prices
 from kvferry.wire.messages import Reason
 
-__all__ = ["AUTO", "NO_STAGING", "StagingPolicy", "allowed_by", "beside", "through_staging_only"]
+__all__ = ["AUTO", "NO_STAGING", "StagingPolicy", "Way", "allowed_by", "beside", "through_staging_only"]
 
 AUTO = (Strategy.DIRECT, Strategy.SCATTER, Strategy.PACK)
 """The cheapest of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Who moves a read's bytes, and how. A target that reads from the token `read_from` on has its source write what
+    lies before that."""
+
+    direction: Direction
+    strategy: Strategy = Strategy.DIRECT
+    read_from: int = 0
+
+    @property
+    def writes_to_blocks(self) -> bool:
+        """Whether the source writes anything to the target's own blocks."""
+        return self.strategy is Strategy.DIRECT and (self.direction is Direction.WRITE or self.read_from > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +45,8 @@ class StagingPolicy:
     allowed: tuple[Strategy, ...]
     slot_bytes: int
 
-    def before_claim(self, program: Program, ranges: Ranges, costs: Costs, direction: Direction) -> Strategy:
-        """PACK, if that is what to ask a source for; else the best of the others.
+    def before_claim(self, program: Program, ranges: Ranges, costs: Costs, direction: Direction) -> Way:
+        """What to ask a source for: to pack, to write to our blocks, all or a share, or only to let us read.
 
         The source's blocks are not known yet: every row counts for itself, and so does every run of the source.
         """
@@ -39,9 +55,16 @@ class StagingPolicy:
         if direction is Direction.WRITE:
             # A source that writes to our blocks needs no slots of ours, and one that needs them packs.
             allowed = tuple(each for each in allowed if each is not Strategy.SCATTER) or (Strategy.PACK,)
-        return self._cheapest(Counts(num_bytes, num_rows, num_rows), costs, allowed)
+        counts = Counts(num_bytes, num_rows, num_rows)
+        price = self._cheapest(counts, costs, allowed)
+        if price.shared and (token := token_at(program, ranges, price.shared)):
+            return Way(direction, read_from=token)
+        if price.shared:
+            price = self._cheapest(counts, replace(costs, sharing_s=0.0), allowed)
+        # What a target reads may go through its own staging memory: that is decided when the rows are known.
+        return Way(Direction.WRITE, Strategy.PACK) if price.strategy is Strategy.PACK else Way(direction)
 
-    def packing_only(self, source: str) -> Strategy:
+    def packing_only(self, source: str) -> Way:
         """For a source whose blocks no transport reaches. Raises TransferError when that is not allowed."""
         if Strategy.PACK not in self.allowed:
             raise TransferError(
@@ -51,12 +74,11 @@ class StagingPolicy:
                 expected=Strategy.PACK,
                 hint="choose the strategy auto or pack",
             )
-        return Strategy.PACK
+        return Way(Direction.WRITE, Strategy.PACK)
 
-    def without_packing(self, source: str) -> Strategy:
-        """What is left for a source that cannot write to our staging memory. Raises TransferError when nothing is."""
-        left = [each for each in self.allowed if each is not Strategy.PACK]
-        if not left:
+    def check_without_packing(self, source: str) -> None:
+        """Raises TransferError when nothing is left for a source that cannot write to our staging memory."""
+        if not set(self.allowed) - {Strategy.PACK}:
             raise TransferError(
                 Reason.UNREACHABLE,
                 f"{source} cannot write to our staging memory, and nothing else is allowed",
@@ -64,12 +86,13 @@ class StagingPolicy:
                 expected="one that does, or another strategy",
                 hint="choose another --transport for both engines, or the strategy auto",
             )
-        return left[0]
 
     def before_read(self, copies: Copies, costs: Costs, starts: RegionStarts) -> Strategy:
         """DIRECT or SCATTER, now that the rows are known."""
         allowed = self._without_pack
-        return allowed[0] if len(allowed) == 1 else self._cheapest(counts_of(copies, starts.source), costs, allowed)
+        if len(allowed) == 1:
+            return allowed[0]
+        return self._cheapest(counts_of(copies, starts.source), costs, allowed).strategy
 
     def when_cut(self, copies: Copies, costs: Costs, slots: Sequence[Slot]) -> Strategy:
         """The same once more, with the slots of a stretch: what is contiguous at the source is read piece by piece
@@ -78,21 +101,24 @@ class StagingPolicy:
         if len(self._without_pack) == 1 or not num_bytes:
             return Strategy.SCATTER
         counts = Counts(copies.num_bytes, len(copies), -(-num_rows * copies.num_bytes // num_bytes))
-        return self._cheapest(counts, costs, self._without_pack)
+        return self._cheapest(counts, costs, self._without_pack).strategy
 
     @property
     def _without_pack(self) -> tuple[Strategy, ...]:
         return tuple(each for each in self.allowed if each is not Strategy.PACK) or (Strategy.DIRECT,)
 
-    def _cheapest(self, counts: Counts, costs: Costs, allowed: tuple[Strategy, ...]) -> Strategy:
+    def _cheapest(self, counts: Counts, costs: Costs, allowed: tuple[Strategy, ...]) -> Price:
         costs = _in_slots(costs, self.slot_bytes) if self.slot_bytes else costs
-        return next(price.strategy for price in prices(counts, costs) if price.strategy in allowed)
+        return next(price for price in prices(counts, costs) if price.strategy in allowed)
 
 
 @lru_cache(maxsize=256)
-def beside(costs: Costs, fan_in: float, direction: Direction) -> Costs:
-    """What a source costs with others beside it. What we read we post ourselves, each that writes posts its own."""
-    return replace(costs, fan_in=fan_in, rows_fan_in=fan_in if direction is Direction.READ else 1.0)
+def beside(costs: Costs, fan_in: float, direction: Direction, may_share: bool) -> Costs:
+    """What a source costs with others beside it. What we read we post ourselves, each that writes posts its own. With
+    `may_share` one that we read may write a share."""
+    if direction is Direction.WRITE:
+        return replace(costs, fan_in=fan_in, rows_fan_in=1.0, sharing_s=0.0)
+    return replace(costs, fan_in=fan_in, rows_fan_in=fan_in, sharing_s=costs.sharing_s if may_share else 0.0)
 
 
 @lru_cache(maxsize=256)

@@ -13,6 +13,7 @@ __all__ = ["WRITE_TABLE", "Write", "WriteState"]
 
 
 class WriteState(StrEnum):
+    GRANTED = "granted"
     WRITING = "writing"
     WRITTEN = "written"
     DRAINING = "draining"
@@ -21,6 +22,9 @@ class WriteState(StrEnum):
 
 
 WRITE_TABLE: Table = {
+    (WriteState.GRANTED, "posted"): WriteState.WRITING,
+    (WriteState.GRANTED, "ticket failed"): WriteState.ENDED,
+    (WriteState.GRANTED, "lease ended"): WriteState.ENDED,
     (WriteState.WRITING, "ticket ended"): WriteState.WRITTEN,
     (WriteState.WRITING, "ticket failed"): WriteState.BROKEN,
     (WriteState.WRITING, "lease ended"): WriteState.DRAINING,
@@ -31,7 +35,8 @@ WRITE_TABLE: Table = {
 
 @dataclass(slots=True)
 class Write:
-    """A ticket of ours. `peer` names whom to answer, `error` says what the transport did not manage.
+    """A ticket of ours. `peer` names whom to answer, `error` says what the transport did not manage. One that is only
+    granted is not planned yet: its target should hear of it first, as it has something to do itself.
 
     With `is_aborted` the target waits to hear that nothing is written any more.
     """
@@ -39,16 +44,32 @@ class Write:
     claim_id: str
     peer: str
     machine: Machine
-    num_bytes: int
-    num_rows: int
+    num_bytes: int = 0
+    num_rows: int = 0
     error: str = ""
     is_aborted: bool = False
 
     @classmethod
+    def granted(cls, claim_id: str, peer: str) -> Write:
+        """One of which nothing is posted yet."""
+        return cls(claim_id, peer, Machine(f"write of {claim_id}", WRITE_TABLE, WriteState.GRANTED))
+
+    @classmethod
     def begun(cls, claim_id: str, peer: str, copies: Copies) -> Write:
         """One whose ticket is posted now."""
-        machine = Machine(f"write of {claim_id}", WRITE_TABLE, WriteState.WRITING)
-        return cls(claim_id, peer, machine, copies.num_bytes, len(copies))
+        write = cls.granted(claim_id, peer)
+        write.posted(copies)
+        return write
+
+    def posted(self, copies: Copies) -> None:
+        """Its ticket is posted now."""
+        self.machine.move("posted")
+        self.num_bytes, self.num_rows = copies.num_bytes, len(copies)
+
+    @property
+    def is_granted(self) -> bool:
+        """Whether nothing has been posted yet."""
+        return self.machine.state is WriteState.GRANTED
 
     @property
     def is_open(self) -> bool:
@@ -63,7 +84,7 @@ class Write:
     @property
     def is_clean(self) -> bool:
         """Whether nothing that has been sent can be under way any more."""
-        return self.machine.state in (WriteState.WRITTEN, WriteState.ENDED)
+        return self.machine.state in (WriteState.GRANTED, WriteState.WRITTEN, WriteState.ENDED)
 
     def ended(self, error: str) -> None:
         """The transport says that the ticket has ended."""
@@ -72,7 +93,7 @@ class Write:
 
     def word(self) -> Grant | Written | Refusal:
         """How far it is, while its lease is live."""
-        if self.is_open:
+        if self.is_open or self.is_granted:
             return Grant(self.claim_id, ())
         if self.is_written:
             return Written(self.claim_id, self.num_bytes, self.num_rows)

@@ -3,8 +3,8 @@
 A conversation has two steps. `Hello` and `Welcome` compare versions and identities; only then does the source send
 its `Offer` (layout and transports). A target that wants to be written to makes a `TargetOffer` of its own, which is
 answered with `Reached`. After that, per request: `Claim` → `Grant`, bytes move, `Landed` → `Valid`. A source that
-moves them itself says `Written`, and `Valid` unasked. Every request can be answered with a `Refusal`; every message may
-arrive twice.
+moves them itself says `Written`, and `Valid` unasked; one that moves a share of them says `Written` and is asked.
+Every request can be answered with a `Refusal`; every message may arrive twice.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
     "Written",
 ]
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -185,9 +185,10 @@ class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
     """A target rank wants `num_tokens` tokens; `readers` are all ranks of its engine that want some of this rank.
 
     `claim_id` is new for every attempt: two attempts must never be taken for one that was repeated. With the direction
-    `write` the source may write to the target's blocks from now on, one table and one range per cache group. With the
-    strategy `pack` it writes to slots of the target's staging memory, at most `slot_bytes` each, when it is asked to
-    (`Pack`). `subject` is what both sides digest.
+    `write` the source may write to the target's blocks from now on, one table and one range per cache group. With
+    `read` it may do so only to what lies before the token `read_from`; the target reads the rest. With the strategy
+    `pack` it writes to slots of the target's staging memory, at most `slot_bytes` each, when it is asked to (`Pack`).
+    `subject` is what both sides digest.
     """
 
     party: Party
@@ -200,6 +201,7 @@ class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
     ranges: tuple[TokenRange, ...] = ()
     strategy: Strategy = Strategy.DIRECT
     slot_bytes: SlotBytes = 0
+    read_from: Count = 0
     subject: Subject = NOTHING
 
 
@@ -243,7 +245,7 @@ class Queued(Struct, frozen=True, tag="queued", forbid_unknown_fields=True):
 
 
 class Written(Struct, frozen=True, tag="written", forbid_unknown_fields=True):
-    """The source has written everything, and its lease was live all the time."""
+    """The source has written everything that was its own to write, and its lease was live all the time."""
 
     claim_id: Name
     num_bytes: Count
@@ -261,8 +263,8 @@ class Landed(Struct, frozen=True, tag="landed", forbid_unknown_fields=True):
 class Valid(Struct, frozen=True, tag="valid", forbid_unknown_fields=True):
     """The lease was live during the whole transfer: the bytes are the request's own.
 
-    `digests` has a value per state of the claim's subject, in its order. Where the source writes it knows itself when
-    that is over, and says this when its last ticket has ended, unasked.
+    `digests` has a value per state of the claim's subject, in its order. Where the source writes all, it knows itself
+    when that is over, and says this when its last ticket has ended, unasked.
     """
 
     claim_id: Name

@@ -1,0 +1,202 @@
+"""The source of a read that is shared: it grants, writes its part once, and waits to be asked whether all is valid."""
+
+import msgspec
+import pytest
+
+from kvferry.plan.copies import Direction
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.digest import Part, Policy, Subject
+from kvferry.plan.model import attention
+from kvferry.plan.request import copies_for
+from kvferry.plan.span import Span
+from kvferry.plan.staged import Strategy
+from kvferry.plan.stretch import parted
+from kvferry.plan.tokens import ALL_TOKENS, TokenRange
+from kvferry.session.events import (
+    Cancel,
+    ClaimKey,
+    Connect,
+    Count,
+    Digest,
+    Digested,
+    FrameArrived,
+    LeaseGrown,
+    LeaseWanted,
+    LeaseWithdrawn,
+    PeerConnected,
+    Post,
+    Reply,
+    SourceFree,
+    Tick,
+    TicketEnded,
+    Timing,
+)
+from kvferry.session.introduction import Identity
+from kvferry.session.landings import LOOK_AFTER_S
+from kvferry.session.source import SourceSession
+from kvferry.testing.playbook import play
+from kvferry.wire import messages as m
+
+TIMING = Timing(lease_s=10.0, tombstone_s=60.0, idle_peer_s=100.0)
+MODEL = attention(2, 2, 4, "float32", 4)
+LAYOUT = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
+TARGETS = describe(MODEL, EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
+US, THEM = m.Party("p0", "epoch-1", 0), m.Party("d0", "epoch-9", 0)
+TABLES = ((3, 5, 6),)
+LEASE, GROWING = LeaseWanted("r1", "l1", TABLES, 12), LeaseWanted("r1", "l1", ((),), 12, is_growing=True)
+REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
+OFFER = m.TargetOffer(THEM, TARGETS, (m.TransportOffer("cma", b"there", ""),), m.Probe(4096, 64, 7))
+CLAIM = m.Claim(THEM, "c1", REFERENCE, 12, (0,), Direction.READ, ((2, 0),), (TokenRange(0, 12),), read_from=8)
+KEY = ClaimKey("l1", THEM, "c1")
+GRANT, CANCEL = Reply("x", m.Grant("c1", TABLES)), Cancel(KEY)
+ABORT, LANDED = m.Abort(THEM, "c1", "l1"), m.Landed(THEM, "c1", "l1")
+CLEAN, UNCLEAN = Reply("x", m.Aborted("c1", "epoch-1")), Reply("x", m.Aborted("c1", "epoch-1", is_clean=False))
+FREE, VALID, WITHDRAWN = SourceFree("r1", "done"), Reply("x", m.Valid("c1")), SourceFree("r1", "withdrawn")
+STATES = tuple(state.name for state in LAYOUT.states[:2])
+SUBJECT = Subject(Policy.SAMPLED, 0, (Part(STATES, (Span(0, 2), Span(0, 4)), ALL_TOKENS, TokenRange(0, 12)),))
+
+
+def said(message, peer="x"):
+    return FrameArrived(peer, message)
+
+
+@pytest.fixture
+def source() -> SourceSession:
+    return SourceSession(Identity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
+
+
+REACHED = [
+    (0, said(OFFER), [Connect(THEM, OFFER)]),
+    (0, PeerConnected(THEM, "cma", "cma 9 GB/s"), [Reply("x", m.Reached("cma", "cma 9 GB/s"))]),
+]
+GRANTED = [(0, LEASE, []), *REACHED, (1, said(CLAIM), [GRANT])]
+WRITING = [*GRANTED, (1, Tick(), [Post])]
+
+
+def reason(commands):
+    (refusal,) = (each.message for each in commands if isinstance(each, Reply) and isinstance(each.message, m.Refusal))
+    return str(refusal.reason)
+
+
+def test_it_grants_writes_its_part_and_is_asked(source):
+    play(source, GRANTED)
+    assert source.next_deadline() == 0.0
+    (post,) = play(source, [(1, Tick(), [Post])])
+    assert source.next_deadline() > 1
+    program = source._targets._known[THEM].programs[0]
+    ours = copies_for(program, TABLES, CLAIM.block_tables, CLAIM.ranges, parted(8)[0])
+    assert (post.key, post.direction, post.copies.num_bytes) == (KEY, Direction.WRITE, 8 * MODEL.bytes_per_token)
+    assert post.copies.target.tolist() == ours.target.tolist()
+    written = Reply("x", m.Written("c1", ours.num_bytes, len(ours)))
+    play(source, [(2, TicketEnded(KEY, ""), [written]), (3, said(LANDED), [VALID, FREE])])
+    assert source.num_live() == 0
+
+
+@pytest.mark.parametrize("steps", [GRANTED, WRITING], ids=["granted", "writing"])
+def test_what_has_not_been_written_has_not_landed(source, steps):
+    play(source, steps)
+    assert reason(source.handle(said(LANDED), 1.5)) == "not_claimed"
+
+
+def test_a_claim_that_is_repeated_is_granted_again_and_written_once(source):
+    play(
+        source,
+        [
+            *GRANTED,
+            (1, said(CLAIM), [GRANT]),
+            (1, Tick(), [Post]),
+            (1, Tick(), []),
+            (2, said(CLAIM, "y"), [Reply("y", GRANT.message)]),
+        ],
+    )
+    (word,) = play(source, [(3, TicketEnded(KEY, ""), [Reply])])
+    assert word.peer == "y"
+    play(source, [(4, said(CLAIM), [GRANT, Reply("x", word.message)])])
+    # Late, or repeated: who has been told that all is valid must not hear that the lease is over.
+    play(source, [(5, said(LANDED), [VALID, FREE]), (6, said(CLAIM), [Reply("x", word.message)])])
+
+
+def test_who_has_not_heard_of_its_grant_hears_when_the_lease_is_over(source):
+    play(source, [*WRITING, (2, TicketEnded(KEY, ""), [Reply]), (3, LeaseWithdrawn("r1"), [WITHDRAWN])])
+    assert reason(source.handle(said(CLAIM), 4.0)) == "expired"
+
+
+def test_what_the_source_has_not_computed_waits(source):
+    play(source, [(0, GROWING, []), *REACHED, (1, said(CLAIM), [Reply("x", m.Queued("c1"))]), (1, Tick(), [])])
+    play(
+        source, [(2, LeaseGrown("r1", ((3,),), 4), []), (3, LeaseGrown("r1", TABLES, 12), [GRANT]), (3, Tick(), [Post])]
+    )
+
+
+def test_a_write_that_fails_is_told_and_told_again(source):
+    play(source, WRITING)
+    assert reason(play(source, [(2, TicketEnded(KEY, "gone"), [Reply, Count])])) == "transport"
+    assert reason(source.handle(said(CLAIM), 3.0)) == "transport"
+    play(source, [(4, said(ABORT), [UNCLEAN, SourceFree("r1", "aborted")])])
+
+
+@pytest.mark.parametrize(
+    ("event", "ends"), [(LeaseWithdrawn("r1"), [WITHDRAWN]), (said(ABORT), [CLEAN, SourceFree("r1", "aborted")])]
+)
+def test_what_ends_before_it_is_written_is_not_written(source, event, ends):
+    """An abort is acknowledged at once; who waits for a part hears when the lease has ended."""
+    play(source, GRANTED)
+    refusal = [Reply, Count] if isinstance(event, LeaseWithdrawn) else []
+    play(source, [(1.1, event, [*ends, *refusal]), (1.2, Tick(), []), (1.3, said(ABORT), [CLEAN])])
+    assert source.num_live() == 0
+
+
+def test_what_ends_while_it_is_written_waits_for_its_ticket(source):
+    play(source, WRITING)
+    assert reason(play(source, [(2, LeaseWithdrawn("r1"), [CANCEL, Reply, Count])])) == "expired"
+    play(source, [(3, said(ABORT), []), (4, TicketEnded(KEY, "cancelled"), [UNCLEAN, WITHDRAWN])])
+
+
+def test_an_abort_waits_for_its_ticket(source):
+    play(
+        source, [*WRITING, (2, said(ABORT), [CANCEL]), (3, TicketEnded(KEY, ""), [CLEAN, SourceFree("r1", "aborted")])]
+    )
+
+
+def test_a_sample_is_made_while_it_moves_and_told_when_it_is_asked_for(source):
+    claim = msgspec.structs.replace(CLAIM, subject=SUBJECT)
+    play(source, [*GRANTED[:-1], (1, said(claim), [GRANT]), (1, Tick(), [Post]), (1 + LOOK_AFTER_S, Tick(), [Digest])])
+    play(source, [(2, Digested(KEY, (b"v" * 8,) * 2), []), (2, TicketEnded(KEY, ""), [Reply])])
+    play(source, [(3, said(LANDED), [Reply("x", m.Valid("c1", (b"v" * 8,) * 2)), FREE])])
+
+
+def test_blocks_that_cannot_be_are_told_when_it_is_planned(source):
+    wrong = msgspec.structs.replace(CLAIM, block_tables=((-1, 0),))
+    play(source, [*GRANTED[:-1], (1, said(wrong), [GRANT])])
+    assert reason(play(source, [(1, Tick(), [Reply, Count])])) == "out_of_range"
+    assert reason(source.handle(said(wrong), 2.0)) == "transport"
+    play(source, [(3, said(ABORT), [CLEAN, SourceFree("r1", "aborted")])])
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"ranges": (TokenRange(0, 5),)}, "out_of_range"),
+        ({"ranges": (TokenRange(7, 5),)}, "out_of_range"),
+        ({"num_tokens": 13, "ranges": (TokenRange(0, 13),)}, "out_of_range"),
+    ],
+)
+def test_ranges_that_cannot_be_are_refused(source, changed, expected):
+    play(source, GRANTED[:-1])
+    assert reason(source.handle(said(msgspec.structs.replace(CLAIM, **changed)), 1.0)) == expected
+
+
+def test_who_has_not_been_reached_begins_anew(source):
+    play(source, [(0, LEASE, [])])
+    (refused, _) = source.handle(said(CLAIM), 1.0)
+    assert (refused.message.reason, refused.message.claim_id) == ("unreachable", "")
+
+
+@pytest.mark.parametrize(
+    "changed", [{"direction": Direction.WRITE}, {"strategy": Strategy.PACK, "slot_bytes": 1}], ids=["pushed", "packed"]
+)
+@pytest.mark.parametrize("lease", [LEASE, GROWING], ids=["computed", "growing"])
+def test_a_share_of_something_else_is_refused(source, changed, lease):
+    play(source, [(0, lease, []), *REACHED])
+    assert reason(source.handle(said(msgspec.structs.replace(CLAIM, **changed)), 1.0)) == "malformed"
+    play(source, [(1, Tick(), [])])
