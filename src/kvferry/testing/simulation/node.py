@@ -93,7 +93,7 @@ class Node:
         timing, plant = self.site.timing, self.site.plant
         self.source = plant.source(identity, timing)
         moving = habits.direction, offers, PROBE, habits.staging
-        ours = Ourselves(party, PRODUCT_VERSION, side.layouts, self.site.digest, *moving)
+        ours = Ourselves(party, PRODUCT_VERSION, side.layouts, self.site.digest, *moving, may_turn=True)
         self.target = plant.target(ours, timing)
         remember_programs(self.source, self.target, side.layouts, party.rank)
         self.source._carrying.stretch_bytes = self.site.world.dice.choice([1, self.site.staging.largest_slot_bytes])

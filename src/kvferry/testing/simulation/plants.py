@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.session.source import SourceSession
 from kvferry.session.target import TargetSession
+from kvferry.testing.simulation import planted_sharing as sharing
 from kvferry.testing.simulation import planted_sources as sources
 from kvferry.testing.simulation import planted_staging as staging
 from kvferry.testing.simulation import planted_targets as targets
@@ -62,6 +63,9 @@ _ALL = (
     Plant("pack-again", "a slot is written whenever it is asked for", source=staging.PackAgain),
     Plant("no-gather", "a slot is written before all of it is gathered", source=staging.NoGather),
     Plant("always-clean", "a write that ended badly counts as one that has landed", source=staging.AlwaysClean),
+    Plant("half-there", "a shared read is there when the target's part is", target=sharing.HalfThere),
+    Plant("late-share", "a part is written though its lease has ended", source=sharing.LateShare),
+    Plant("share-again", "a part is written whenever it is claimed", source=sharing.ShareAgain),
     Plant("keep-records", "leases that have ended are remembered for ever", source=sources.KeepRecords),
 )
 

@@ -36,8 +36,8 @@ class StagingSetup:
         largest = max(1, request_bytes // dice.randint(1, MAX_SLOTS) + dice.randint(-3, 3))
         # Slots are scarce: two requests at a time, or two slots of one, want more than there are.
         half_bytes = largest * dice.choice([1, 1, 2, 4]) + dice.randint(0, 2)
-        row_s = dice.choice([1e-9, 3e-6, 1e-3])
-        return cls(largest, half_bytes, replace(TYPICAL_HOST, row_s=row_s, slot_bytes=largest))
+        row_s, sharing_s = dice.choice([1e-9, 3e-6, 1e-3]), dice.choice([0.0, 1e-12])
+        return cls(largest, half_bytes, replace(TYPICAL_HOST, row_s=row_s, sharing_s=sharing_s, slot_bytes=largest))
 
     def policy(self, dice: random.Random) -> StagingPolicy:
         """Of one engine."""

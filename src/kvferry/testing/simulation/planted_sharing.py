@@ -1,0 +1,52 @@
+"""Sessions with one defect each in reads of which both sides move a part."""
+
+from __future__ import annotations
+
+from kvferry.plan.copies import Direction
+from kvferry.session.events import ClaimKey, Command, FrameArrived, ReadKey, TicketEnded
+from kvferry.session.source import SourceEvent, SourceSession
+from kvferry.session.target import TargetEvent, TargetSession
+from kvferry.session.writes import Write, WriteState
+from kvferry.wire.messages import Claim
+
+__all__ = ["HalfThere", "LateShare", "ShareAgain"]
+
+
+class HalfThere(TargetSession):
+    """What it has read itself is all there is."""
+
+    def handle(self, event: TargetEvent, now: float) -> list[Command]:
+        if isinstance(event, TicketEnded) and isinstance(event.key, ReadKey):
+            fetch = self._fetches.get(event.key.request_id)
+            if fetch is not None and event.key.peer in fetch.reads:
+                fetch.reads[event.key.peer].movers &= {Direction.READ}
+        return super().handle(event, now)
+
+
+class LateShare(SourceSession):
+    """Writes what it has once granted, whatever has become of it."""
+
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        commands = super().handle(event, now)
+        for claim, lease in self._carrying._shares:
+            _grant_again(lease.writes[ClaimKey(lease.wanted.lease_id, claim.party, claim.claim_id)])
+        return commands
+
+
+class ShareAgain(SourceSession):
+    """Writes its part whenever it is asked to."""
+
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        if isinstance(event, FrameArrived) and isinstance(event.message, Claim) and event.message.read_from:
+            claim = event.message
+            lease = self._leases.get(claim.reference.lease_id)
+            write = lease.writes.get(ClaimKey(claim.reference.lease_id, claim.party, claim.claim_id)) if lease else None
+            if lease and write and lease.live and write.is_written:
+                _grant_again(write)
+                self._carrying._shares.append((claim, lease))
+        return super().handle(event, now)
+
+
+def _grant_again(write: object) -> None:
+    if isinstance(write, Write) and not write.is_open:
+        write.machine.state = WriteState.GRANTED
