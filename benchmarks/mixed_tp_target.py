@@ -79,7 +79,6 @@ class Target:
             transport="nixl",
             timing=TIMING,
             digest=digest,
-            may_turn=False,
             staging=staging_named(strategy),
         )
         host = Host(layouts, (self._shared.memory,), self._notices.put)

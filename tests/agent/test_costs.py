@@ -8,7 +8,7 @@ from kvferry.agent.costs import costs_of
 from kvferry.plan.copies import Direction
 from kvferry.plan.staged import Strategy
 from kvferry.plan.strategy import Counts, prices
-from kvferry.transport.measurement import Measurement, Rates
+from kvferry.transport.measurement import UNMEASURED, Measurement, Rates
 from kvferry.transport.situation import Place
 
 SLOT = 4 << 20
@@ -50,6 +50,39 @@ def test_where_the_wire_is_no_copy_its_rate_says_nothing_about_copies(place, car
     costs = [costs_of(measured(rate, 2e-6, carriers), place) for rate in (1.0, 40.0)]
     assert costs[0].gather_bytes_per_s == costs[1].gather_bytes_per_s
     assert costs[0].num_at_once == 3
+
+
+@pytest.mark.parametrize("carriers", [("cma/memory",), ("shm",), ("cma", "posix/memory")])
+@pytest.mark.parametrize("times", [0.6, 1.0, 1.9])
+def test_where_both_copy_both_can_at_once(carriers, times, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    found = measured(2.5, 2e-6, carriers)
+    writing = Rates(found.gigabytes_per_s * times, found.row_gigabytes_per_s * times, 1e-5)
+    costs = costs_of(replace(found, writing=writing), Place.SAME_HOST)
+    assert costs.sharing_s > 0
+    shares = [
+        next(price.shared for price in prices(Counts(num_bytes, num_bytes >> 14, num_bytes >> 14), costs))
+        for num_bytes in (1 << 20, 64 << 20)
+    ]
+    assert shares == [0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("carriers", "place", "writing"),
+    [
+        (("rc/mlx5_0",), Place.OTHER_HOST, Rates(2.5, 1.0, 1e-5)),
+        (("rc/mlx5_0",), Place.SAME_HOST, Rates(2.5, 1.0, 1e-5)),
+        (("cma/memory", "cuda_ipc/cuda"), Place.SAME_HOST, Rates(2.5, 1.0, 1e-5)),
+        (("tcp/lo",), Place.SAME_HOST, Rates(2.5, 1.0, 1e-5)),
+        ((), Place.SAME_HOST, Rates(2.5, 1.0, 1e-5)),
+        (("cma/memory",), Place.SAME_HOST, Rates(0.5, 0.2, 1e-5)),
+        (("cma/memory",), Place.SAME_HOST, Rates(25.0, 10.0, 1e-5)),
+        (("cma/memory",), Place.SAME_HOST, Rates(0.0, 0.0, 1e-5, "not allowed")),
+        (("cma/memory",), Place.SAME_HOST, UNMEASURED),
+    ],
+)
+def test_where_one_side_moves_all(carriers, place, writing):
+    assert costs_of(replace(measured(2.5, 2e-6, carriers), writing=writing), place).sharing_s == 0.0
 
 
 WRITES = {"fast": Rates(20.0, 10.0, 1e-5), "slow": Rates(0.1, 0.05, 1e-3)}

@@ -82,8 +82,9 @@ class AgentConfig:
     `port` 0 lets the system choose; `transport` is `auto` or a transport's name. Without a `token` there is nothing but
     this host to listen on and to connect to. `digest` says how much of what has arrived is compared with the source's
     own bytes before a request may be decoded, `direction` whether this rank reads them or has the source write them;
-    with `may_turn` a rank that reads has those sources write to which reading turns out to be far slower. Bytes may go
-    through `staging_bytes` of memory, half of it for each way, where `staging` says that this is cheaper.
+    with `may_turn` a rank that reads has sources write as well: all, where reading turns out to be far slower, or a
+    share, where both sides can copy at once. Bytes may go through `staging_bytes` of memory, half of it for each way,
+    where `staging` says that this is cheaper.
     """
 
     engine_id: str

@@ -35,7 +35,7 @@ Digest = Annotated[str, typer.Option(help="Compare what has arrived: sampled, fu
 Transport = Annotated[str, typer.Option(help="auto, shm, cma, tcp or nixl.")]
 Strategy = Annotated[str, typer.Option(help="How a cache moves: auto, direct, scatter or pack (docs/staging.md).")]
 TransferDirection = Annotated[
-    str, typer.Option(help="Who moves a cache: pull (its reader), push (its owner), or auto: pull, unless far slower.")
+    str, typer.Option(help="Who moves a cache: pull (its reader), push (its owner), or auto: what is fastest.")
 ]
 
 

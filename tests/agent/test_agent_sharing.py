@@ -1,0 +1,92 @@
+"""Reads that are shared: real agents over transports that copy, of which each side moves a part."""
+
+import pytest
+from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, Gate, check, leased
+
+from kvferry.agent import new_lease_id
+from kvferry.plan.copies import Direction
+from kvferry.plan.describe import EngineShape
+from kvferry.plan.digest import Policy
+from kvferry.plan.tokens import TokenRange
+from kvferry.session.events import Failed, Fetched, FetchWanted, SourceFree, TargetFree, Timing
+from kvferry.session.ways import NO_STAGING
+
+SOON = Timing(lease_s=20.0, heartbeat_s=0.2, resend_s=0.1, handshake_s=5.0, transfer_s=20.0, fence_s=0.3)
+
+
+@pytest.fixture(autouse=True)
+def worth_sharing(monkeypatch):
+    """However little there is to move, on however few cores."""
+    monkeypatch.setattr("kvferry.agent.costs.SHARING_S", 1e-15)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
+    # A busy machine may feign that one direction is slower.
+    monkeypatch.setattr("kvferry.agent.costs.MUCH_SLOWER", 1e9)
+
+
+def moved(sources, targets):
+    """How much was written by the sources, and read by the targets."""
+    written = sum(source.agent.moved_bytes[Direction.WRITE] for source in sources)
+    return written, sum(target.agent.moved_bytes[Direction.READ] for target in targets)
+
+
+@pytest.mark.parametrize("transport", ["shm", "cma", "nixl", "tcp"])
+def test_both_sides_move_a_part_where_both_copy(make_rank, transport):
+    if transport == "nixl":
+        pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
+    source = make_rank("p0", SOURCE, transport)
+    target = make_rank("d0", TARGET, transport, may_turn=True, digest=Policy.FULL, staging=NO_STAGING)
+    num_bytes = NUM_TOKENS * BYTES_PER_TOKEN
+    for number in (1, 2):
+        reference = leased(source, f"r{number}")
+        target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, f"q{number}"))
+        report = target.next_notice(Fetched).report
+        check(target)
+        assert (report.num_bytes, report.verified, report.strategy) == (num_bytes, "full", "direct")
+        assert source.next_notice(SourceFree) == SourceFree(f"r{number}", "done")
+    written, read = moved([source], [target])
+    assert written + read == 2 * num_bytes
+    assert 0 < written < 2 * num_bytes or (transport == "tcp" and written == 0)
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4)])
+def test_ranks_of_another_parallelism_share_what_each_target_rank_needs(make_engine, wide, narrow):
+    sources = make_engine("p0", EngineShape(wide, 1, 4, 16, "token-major"))
+    targets = make_engine(
+        "d0", EngineShape(narrow, 1, 6, 9, "block-head-major"), may_turn=True, staging=NO_STAGING, digest=Policy.FULL
+    )
+    lease_id = new_lease_id()
+    reference, *_ = [leased(source, lease_id=lease_id) for source in sources]
+    addresses = tuple(source.agent.address for source in sources)
+    for target in targets:
+        target.agent.fetch(FetchWanted("q1", reference, addresses, TARGET_TABLES, (TokenRange(0, NUM_TOKENS),)))
+    for target in targets:
+        assert target.next_notice(Fetched).report.verified == "full"
+        check(target)
+    assert [source.next_notice(SourceFree).reason for source in sources] == ["done"] * wide
+    assert min(moved(sources, targets)) > 0
+
+
+def test_what_is_to_be_pulled_is_pulled(make_rank):
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, may_turn=False, staging=NO_STAGING)
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    target.next_notice(Fetched)
+    assert moved([source], [target]) == (0, NUM_TOKENS * BYTES_PER_TOKEN)
+
+
+def test_blocks_wait_for_the_part_that_is_written(make_rank, tmp_path):
+    """Ours has long been read when the request is aborted."""
+    gate = Gate(tmp_path / "gate")
+    source = make_rank("p0", SOURCE, timing=SOON, wrap=gate.behind)
+    target = make_rank("d0", TARGET, timing=SOON, may_turn=True, staging=NO_STAGING)
+    target.agent.fetch(target.wanted(source, leased(source, "r0"), TARGET_TABLES, NUM_TOKENS, "q0"))
+    target.next_notice(Fetched)
+    source.next_notice(SourceFree)
+    gate.shut()
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    gate.wait_for_post()
+    target.agent.abort("q1")
+    assert target.next_notice(Failed).error.reason == "aborted"
+    assert target.notices.empty()
+    gate.open()
+    assert target.next_notice(TargetFree) == TargetFree("q1")
+    assert source.next_notice(SourceFree) == SourceFree("r1", "aborted")
