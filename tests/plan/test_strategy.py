@@ -62,6 +62,7 @@ def some_costs(draw):
         fan_in=draw(st.sampled_from([1.0, 1.5, 8.0])),
         rows_fan_in=draw(st.sampled_from([1.0, 1.5, 8.0])),
         staging_s=draw(st.sampled_from([0.0, 1e-6, 1.0])),
+        fan_out=draw(st.sampled_from([1.0, 4.0])),
     )
 
 
@@ -302,20 +303,23 @@ def test_what_is_staged_takes_a_while_on_top(counts, costs):
 @given(some_counts(), some_costs(), st.sampled_from([1e-9, 1e-3, 1e3]))
 def test_what_is_shared_takes_less_and_only_what_moves_straight_is(counts, costs, sharing_s):
     alone, shared = alone_and_shared(counts, replace(costs, sharing_s=sharing_s))
-    ours = max(1 / (costs.fan_in + 1), 1 / costs.num_at_once)
+    ours = max(costs.fan_out / (costs.fan_in + costs.fan_out), 1 / costs.num_at_once)
     price_s = costs.latency_s + sharing_s * costs.fan_in + ours * (alone.seconds - costs.latency_s)
     assert isclose(shared.seconds, min(alone.seconds, price_s), rel_tol=1e-9)
     assert isclose(shared.seconds, fsum(part.seconds for part in shared.parts), rel_tol=1e-9)
-    assert (alone.shared, shared.shared) == (0.0, costs.fan_in / (costs.fan_in + 1) if shared != alone else 0.0)
+    theirs = costs.fan_in / (costs.fan_in + costs.fan_out) if shared != alone else 0.0
+    assert (alone.shared, shared.shared) == (0.0, theirs)
     others = [prices(counts, replace(costs, sharing_s=each)) for each in (0.0, sharing_s)]
     staged = [[price for price in found if price.strategy is not Strategy.DIRECT] for found in others]
     assert staged[0] == staged[1]
 
 
-@pytest.mark.parametrize(("fan_in", "share"), [(1.0, 0.5), (2.0, 2 / 3), (4.0, 0.8)])
-def test_the_more_sources_there_are_the_more_they_write(fan_in, share):
-    """Each at the same time as the others, and as the target reads."""
-    costs = replace(TYPICAL_HOST, sharing_s=1e-9, fan_in=fan_in, rows_fan_in=fan_in, num_at_once=3.0)
+@pytest.mark.parametrize(
+    ("fan_in", "fan_out", "share"), [(1, 1, 0.5), (2, 1, 2 / 3), (4, 1, 0.8), (1, 2, 1 / 3), (2, 2, 0.5), (1, 4, 0.2)]
+)
+def test_everybody_copies_as_much(fan_in, fan_out, share):
+    """Each at the same time as the others: the more sources there are, the more they write, each to all its targets."""
+    costs = replace(TYPICAL_HOST, sharing_s=1e-9, fan_in=fan_in, rows_fan_in=fan_in, fan_out=fan_out, num_at_once=3.0)
     alone, shared = alone_and_shared(rows_of(16 * KIB), costs)
     assert shared.shared == pytest.approx(share)
     assert shared.seconds == pytest.approx(max(1 - share, 1 / 3) * alone.seconds, rel=0.01)

@@ -13,8 +13,8 @@ from kvferry.wire import messages as m
 HEADS, LATENT = attention(2, 12, 4, "float32", 4), latent(1, 8, "float32", 4)
 
 
-def fan_in(model, num_sources, num_targets, rank):
-    """Of each source rank from which something comes, or that is told, by number."""
+def fans(model, num_sources, num_targets, rank):
+    """The fan_in of each source rank from which something comes, or that is told, and its fan_out, by number."""
     sources, targets = (
         describe(model, EngineShape(number, 1, 4, 8, "token-major"), at << 30)
         for number, at in ((num_sources, 1), (num_targets, 2))
@@ -26,8 +26,8 @@ def fan_in(model, num_sources, num_targets, rank):
         )
         for number, peer in enumerate(peers)
     }
-    found = Bindings(targets, rank).to(peers, met).fan_in
-    return {peers.index(peer): times for peer, times in found.items()}
+    found = Bindings(targets, rank).to(peers, met)
+    return tuple({peers.index(peer): times for peer, times in fan.items()} for fan in (found.fan_in, found.fan_out))
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,28 @@ def fan_in(model, num_sources, num_targets, rank):
     ],
 )
 def test_so_many_times_as_much_comes_from_all_as_from_one(num_sources, num_targets, rank, expected):
-    assert fan_in(HEADS, num_sources, num_targets, rank) == pytest.approx(expected)
+    assert fans(HEADS, num_sources, num_targets, rank)[0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_sources", "num_targets", "expected"),
+    [
+        (HEADS, 1, 1, {0: 1}),
+        (HEADS, 1, 3, {0: 3}),
+        (HEADS, 4, 2, dict.fromkeys(range(4), 1)),
+        (HEADS, 3, 2, {0: 1, 1: 2, 2: 1}),
+        (HEADS, 2, 4, {0: 2, 1: 2}),
+        # Replicas: each target rank reads one, and tells all that it has.
+        (LATENT, 2, 2, {0: 1, 1: 1}),
+        (LATENT, 2, 1, {0: 1, 1: 1}),
+        (LATENT, 1, 4, {0: 4}),
+    ],
+)
+def test_so_many_ranks_fetch_from_one_at_a_time(model, num_sources, num_targets, expected):
+    for rank in range(num_targets):
+        assert fans(model, num_sources, num_targets, rank)[1] == expected
 
 
 def test_a_rank_that_is_only_told_costs_nothing():
     """All source ranks hold the same: one is read."""
-    assert fan_in(LATENT, 2, 1, 0) == {0: 1.0, 1: 1.0}
+    assert fans(LATENT, 2, 1, 0)[0] == {0: 1.0, 1: 1.0}

@@ -428,9 +428,12 @@ def test_what_is_read_is_scattered_sooner_where_others_are_read_beside_it():
 @pytest.mark.parametrize(("direction", "rows_fan_in"), [(Direction.READ, 3.0), (Direction.WRITE, 1.0)])
 def test_everything_comes_through_us_but_rows_are_posted_by_who_moves_them(direction, rows_fan_in):
     both = replace(TYPICAL_HOST, sharing_s=1.0)
-    found = [beside(both, 3.0, direction, may_share) for may_share in (False, True)]
-    shared_s = 1.0 if direction is Direction.READ else 0.0
-    assert found == [replace(both, fan_in=3.0, rows_fan_in=rows_fan_in, sharing_s=each) for each in (0.0, shared_s)]
+    found = [beside(both, (3.0, 2), direction, may_share) for may_share in (False, True)]
+    fans, shared_s = (
+        {"fan_in": 3.0, "fan_out": 2, "rows_fan_in": rows_fan_in},
+        1.0 if direction is Direction.READ else 0.0,
+    )
+    assert found == [replace(both, **fans, sharing_s=each) for each in (0.0, shared_s)]
 
 
 @pytest.mark.parametrize(("numbers", "num_ranks"), [((1, 0), 2), ((0, 1), 3)], ids=["swapped", "one is missing"])

@@ -22,8 +22,8 @@ or memory, for all: as the slowest stage, scatter and bytes take as many times a
 but for pack, where each source writes. Gathers are made by each source for itself.
 
 Where copies are made by the processors of both ranks, sources can write a share of what moves directly while the target
-reads the rest. That takes `sharing_s * fan_in` on top, and of the wire `1 / (fan_in + 1)`, or `1 / num_at_once` if that
-is more.
+reads the rest. With `fan_out` targets that a source does that for at the same time, everybody is to copy as much: that
+takes `sharing_s * fan_in` on top, and of the wire `fan_out / (fan_in + fan_out)`, or `1 / num_at_once` if that is more.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Costs:
     num_at_once: how many stages' work is done in the time of one. All three, unless they share few cores or the memory.
     fan_in: how many times as much the target receives from all its sources as from this one; n from n that have equal
     shares.
+    fan_out: how many target ranks fetch from this source at a time.
     rows_fan_in: how many times as many rows whoever posts those of this source posts: a target that reads, all.
     staging_s: what staging takes on top, once: a source to be asked, and threads to be woken. May be 0.
     sharing_s: what each source takes on top that moves a share itself; 0 where only one side can move anything.
@@ -97,6 +98,7 @@ class Costs:
     num_at_once: float = NUM_STAGES
     fan_in: float = 1.0
     rows_fan_in: float = 1.0
+    fan_out: float = 1.0
     staging_s: float = 0.0
     sharing_s: float = 0.0
 
@@ -240,11 +242,12 @@ def _price(strategy: Strategy, counts: Counts, costs: Costs) -> Price:
 
 def _shared(alone: Price, costs: Costs) -> Price:
     """What moves directly, in the faster way: all of it on one side, or a share on each."""
-    ours = max(1.0 / (costs.fan_in + 1.0), 1.0 / costs.num_at_once)
+    theirs = costs.fan_in / (costs.fan_in + costs.fan_out)
+    ours = max(1.0 - theirs, 1.0 / costs.num_at_once)
     latency, *wire = alone.parts
     latency_s = latency.seconds + costs.sharing_s * costs.fan_in
     parts = (Part("latency", latency_s), *(Part(name, ours * part_s) for name, part_s in wire))
-    shared = Price(alone.strategy, _seconds(parts), alone.num_rows, parts, costs.fan_in / (costs.fan_in + 1.0))
+    shared = Price(alone.strategy, _seconds(parts), alone.num_rows, parts, theirs)
     return min(alone, shared, key=lambda price: price.seconds)
 
 

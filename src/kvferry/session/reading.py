@@ -299,7 +299,8 @@ class Reads:
 
 def _costs(peer: Peer, binding: Binding, *, may_share: bool) -> Costs:
     """What a source costs, beside the others of a fetch."""
-    return beside(peer.costs, binding.fan_in[peer.key], peer.direction, may_share)
+    fans = binding.fan_in[peer.key], binding.fan_out[peer.key]
+    return beside(peer.costs, fans, peer.direction, may_share)
 
 
 def _needs_offer(peer: Peer, way: Way) -> bool:

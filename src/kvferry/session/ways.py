@@ -113,12 +113,14 @@ class StagingPolicy:
 
 
 @lru_cache(maxsize=256)
-def beside(costs: Costs, fan_in: float, direction: Direction, may_share: bool) -> Costs:
-    """What a source costs with others beside it. What we read we post ourselves, each that writes posts its own. With
-    `may_share` one that we read may write a share."""
+def beside(costs: Costs, fans: tuple[float, float], direction: Direction, may_share: bool) -> Costs:
+    """What a source costs with others beside it: `fans` are its fan_in and its fan_out. What we read we post ourselves,
+    each that writes posts its own. With `may_share` one that we read may write a share."""
+    fan_in, fan_out = fans
+    costs = replace(costs, fan_in=fan_in, fan_out=fan_out)
     if direction is Direction.WRITE:
-        return replace(costs, fan_in=fan_in, rows_fan_in=1.0, sharing_s=0.0)
-    return replace(costs, fan_in=fan_in, rows_fan_in=fan_in, sharing_s=costs.sharing_s if may_share else 0.0)
+        return replace(costs, sharing_s=0.0)
+    return replace(costs, rows_fan_in=fan_in, sharing_s=costs.sharing_s if may_share else 0.0)
 
 
 @lru_cache(maxsize=256)
