@@ -101,6 +101,7 @@ def ratios(ms: Figures, chosen: str) -> Figures:
     best = min(ms["wire"], ms["all stages"]) if chosen == "direct" else ms["all stages"]
     return {
         "direct / wire": round(ms["wire"] / ms["direct"], 3),
+        "direct / not shared": round(ms["direct, not shared"] / ms["direct"], 3),
         "pack / pipeline": round(ms["pipeline"] / ms["pack"], 3),
         "pack / all stages": round(ms["all stages"] / ms["pack"], 3),
         "direct, moving / wire": round(ms["wire"] / ms["direct, moving"], 3),

@@ -29,12 +29,14 @@ from kvferry.wire.messages import Reference
 __all__ = ["AGENTS", "Target"]
 
 AGENTS = {
-    "auto": ("auto", Policy.SAMPLED),
-    "auto, no digest": ("auto", Policy.OFF),
-    "direct": ("direct", Policy.SAMPLED),
-    "scatter": ("scatter", Policy.SAMPLED),
-    "pack": ("pack", Policy.SAMPLED),
+    "auto": ("auto", Policy.SAMPLED, True),
+    "auto, no digest": ("auto", Policy.OFF, True),
+    "direct": ("direct", Policy.SAMPLED, True),
+    "direct, not shared": ("direct", Policy.SAMPLED, False),
+    "scatter": ("scatter", Policy.SAMPLED, True),
+    "pack": ("pack", Policy.SAMPLED, True),
 }
+"""Strategy, digest, and whether sources may write a share of what is read."""
 POISON = 0xA5
 FETCH_S = 60.0
 LEAD_S = 0.02
@@ -71,7 +73,7 @@ class Target:
         self._request = Request(0, "")
 
     def _agent(self, name: str) -> Agent:
-        strategy, digest = AGENTS[name]
+        strategy, digest, may_share = AGENTS[name]
         opened = open_transports("nixl")
         layouts = self.rig.target_layouts(self._shared.memory.address)
         config = AgentConfig(
@@ -79,6 +81,7 @@ class Target:
             transport="nixl",
             timing=TIMING,
             digest=digest,
+            may_turn=may_share,
             staging=staging_named(strategy),
         )
         host = Host(layouts, (self._shared.memory,), self._notices.put)

@@ -1,5 +1,7 @@
 """Where a request is cut between a source that writes and a target that reads."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,14 +65,15 @@ def test_a_share_ends_where_nothing_has_to_be_taken_apart(ranges, share, token):
 
 AXES = (Axis("dim", 4),)
 TOKEN = State("token", "float32", 4, AXES, per_token=True)
+TOKEN_TOO = replace(TOKEN, name="token too")
 SEEN = State("seen", "float32", 4, AXES, per_token=True, window_tokens=5)
 
 
-def cut(*states, num_tokens=16, share=0.5, tokens_per_block=(2, 2)):
+def cut(*states, ranges=(), share=0.5):
     """The token at which a request of a model with these states, each in a group of its own, is cut."""
     layers = tuple(LayerCache(layer, state.name, (Kept(state, ""),)) for layer, state in enumerate(states))
-    program = program_of(CacheModel(len(states), layers), tokens_per_block)
-    return token_at(program, [TokenRange(0, num_tokens)] * len(states), share)
+    program = program_of(CacheModel(len(states), layers), (2, 2))
+    return token_at(program, ranges or [TokenRange(0, 16)] * len(states), share)
 
 
 def fixed(num_bytes):
@@ -82,6 +85,12 @@ def test_what_a_window_has_forgotten_is_nobodys_part():
     assert cut(TOKEN) == 8
     assert cut(SEEN) == 14
     assert cut(TOKEN, SEEN) == 8
+    assert cut(SEEN, fixed(16)) == 14
+
+
+def test_groups_of_which_nothing_moves_have_no_say():
+    """A prefix that is there already, in one group only."""
+    assert cut(TOKEN, TOKEN_TOO, ranges=[TokenRange(8, 16), TokenRange(2, 2)]) == 12
 
 
 @pytest.mark.parametrize(

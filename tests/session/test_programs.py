@@ -14,7 +14,7 @@ HEADS, LATENT = attention(2, 12, 4, "float32", 4), latent(1, 8, "float32", 4)
 
 
 def fans(model, num_sources, num_targets, rank):
-    """The fan_in of each source rank from which something comes, or that is told, and its fan_out, by number."""
+    """The fan_in of each source rank from which something comes, or that is told, and how many it serves, by number."""
     sources, targets = (
         describe(model, EngineShape(number, 1, 4, 8, "token-major"), at << 30)
         for number, at in ((num_sources, 1), (num_targets, 2))
@@ -27,7 +27,8 @@ def fans(model, num_sources, num_targets, rank):
         for number, peer in enumerate(peers)
     }
     found = Bindings(targets, rank).to(peers, met)
-    return tuple({peers.index(peer): times for peer, times in fan.items()} for fan in (found.fan_in, found.fan_out))
+    served = {number: len(found.readers_of(peer)) for number, peer in enumerate(peers)}
+    return {peers.index(peer): times for peer, times in found.fan_in.items()}, served
 
 
 @pytest.mark.parametrize(

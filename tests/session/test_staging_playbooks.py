@@ -918,6 +918,19 @@ def test_a_price_is_that_of_the_slots_that_are_used(slot_bytes, expected):
     assert found.strategy is expected
 
 
+def test_what_would_be_shared_and_cannot_be_cut_is_packed_if_that_is_next():
+    """Four tokens are one block."""
+    program, ranges = bind_of_both(), (TokenRange(0, 4),)
+    packed, shared = Way(Direction.WRITE, Strategy.PACK), Way(Direction.READ, read_from=8)
+    policy = StagingPolicy(AUTO, 1 << 20)
+    dearer = [replace(TYPICAL_HOST, row_s=row_s) for row_s in np.geomspace(1e-9, 1.0, 2000).tolist()]
+    costs = next(each for each in dearer if policy.before_claim(program, RANGES, each, Direction.READ) == packed)
+    both = replace(costs, sharing_s=1e-12)
+    assert policy.before_claim(program, RANGES, both, Direction.READ) == shared
+    few = next(each for each in dearer if policy.before_claim(program, ranges, each, Direction.READ) == packed)
+    assert policy.before_claim(program, ranges, replace(few, sharing_s=1e-12), Direction.READ) == packed
+
+
 def bind_of_both():
     found = route((SOURCE_LAYOUT,), TARGET_LAYOUTS)
     return bind(found.between(0, 0), SOURCE_LAYOUT, TARGET_LAYOUTS[0])

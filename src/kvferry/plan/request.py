@@ -32,7 +32,6 @@ __all__ = [
 Ranges = Sequence[TokenRange]
 """One range per cache group of the target."""
 
-NO_TOKENS = TokenRange(0, 0)
 # Three columns of 8 bytes, and as much again while they are computed: about 2 GB.
 MAX_ROWS = 1 << 25
 
@@ -166,7 +165,8 @@ def seen(program: Program, ranges: Ranges) -> TokenRange:
     check_ranges(ranges)
     of_groups = [group.state.seen_by_next(_range_of(group, ranges)) for group in program.groups if _has_tokens(group)]
     some = [tokens for tokens in of_groups if len(tokens)]
-    return TokenRange(min(tokens.first for tokens in some), max(tokens.last for tokens in some)) if some else NO_TOKENS
+    first, last = (tokens.first for tokens in some), (tokens.last for tokens in some)
+    return TokenRange(min(first, default=0), max(last, default=0))
 
 
 def _has_tokens(group: GroupProgram) -> bool:

@@ -32,7 +32,7 @@ from kvferry.wire.messages import (
     Welcome,
 )
 
-__all__ = ["PEER_TABLE", "Handshakes", "Lost", "Ourselves", "Packs", "Peer", "PeerState"]
+__all__ = ["PEER_TABLE", "CanWrite", "Handshakes", "Lost", "Ourselves", "Peer", "PeerState"]
 
 NO_PROBE = Probe(0, 0, 0)
 
@@ -88,7 +88,7 @@ Step = Command | Lost
 """What follows from an answer: a command, or that a peer is lost."""
 
 
-class Packs(StrEnum):
+class CanWrite(StrEnum):
     """Whether a source from which we read can write to our memory, as it must to pack or to write a share."""
 
     UNKNOWN = "unknown"
@@ -113,7 +113,7 @@ class Peer:
     transport: str = ""
     choice: str = ""
     costs: Costs = TYPICAL_HOST
-    packs: Packs = Packs.UNKNOWN
+    can_write: CanWrite = CanWrite.UNKNOWN
     is_turning: bool = False
     is_excused: bool = False
 
@@ -197,7 +197,7 @@ class Handshakes:
         if not peer.machine.allows("connected"):
             return False
         is_reached = peer.machine.state is PeerState.OFFERING or peer.direction is Direction.WRITE
-        peer.packs = Packs.YES if is_reached else peer.packs
+        peer.can_write = CanWrite.YES if is_reached else peer.can_write
         if peer.machine.state is PeerState.CONNECTING:
             peer.transport, peer.choice, peer.costs = event.transport, event.choice, event.costs
             can_turn = self._ours.may_turn and peer.direction is Direction.READ and not peer.is_staged
@@ -227,7 +227,7 @@ class Handshakes:
         if not peer.machine.allows("refused"):
             return False
         peer.machine.move("refused")
-        peer.packs, peer.is_turning = Packs.NO, False
+        peer.can_write, peer.is_turning = CanWrite.NO, False
         return True
 
     def repeat(self, peer: Peer, now: float) -> Iterator[Step]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -31,8 +30,7 @@ class Binding:
     """The programs of this target rank, one per source rank that it reads or tells that the request is done.
 
     The program of a rank that is only told moves nothing. `starts` says where the regions of both begin, `portions` is
-    what can be digested of each, `fan_in` how many times as much comes from all of them as from each, `fan_out` to how
-    many ranks of our engine something goes from each; `unreadable`
+    what can be digested of each, `fan_in` how many times as much comes from all of them as from each; `unreadable`
     names the kinds of memory, on either side, that the CPU cannot read: empty when digests can be made.
     """
 
@@ -43,7 +41,6 @@ class Binding:
     starts: dict[PeerKey, RegionStarts]
     portions: dict[PeerKey, tuple[Portion, ...]] = field(default_factory=dict)
     fan_in: dict[PeerKey, float] = field(default_factory=dict)
-    fan_out: dict[PeerKey, int] = field(default_factory=dict)
     unreadable: str = ""
 
     def verified_by(self, policy: Policy) -> str:
@@ -79,8 +76,9 @@ class Bindings:
         if peers not in self._known:
             sources = [_layout_of(rank, key, len(peers), handshakes) for rank, key in enumerate(peers)]
             binding, num_groups = self._bind(peers, sources), len(self._layouts[self._rank].groups)
-            fan_in, fan_out = _fan_in(binding.programs, num_groups), _fan_out(peers, binding.route)
-            self._known[peers] = replace(self._with_digests(binding, sources), fan_in=fan_in, fan_out=fan_out)
+            self._known[peers] = replace(
+                self._with_digests(binding, sources), fan_in=_fan_in(binding.programs, num_groups)
+            )
         return self._known[peers]
 
     def forget(self, peer: PeerKey) -> None:
@@ -110,12 +108,6 @@ def _fan_in(programs: Mapping[PeerKey, Program], num_groups: int) -> dict[PeerKe
     """In a prompt of some length; a rank from which nothing comes has no price."""
     shares = {peer: volume(program, (A_PROMPT,) * num_groups)[1] for peer, program in programs.items()}
     return {peer: sum(shares.values()) / share if share else 1.0 for peer, share in shares.items()}
-
-
-def _fan_out(peers: tuple[PeerKey, ...], found: Route) -> dict[PeerKey, int]:
-    """Those who are only told do not count; of a rank from which nothing comes it does not matter."""
-    served = Counter(source for source, _ in found.pairs())
-    return {peer: max(1, served[rank]) for rank, peer in enumerate(peers)}
 
 
 def _layout_of(rank: int, key: PeerKey, num_ranks: int, handshakes: Handshakes) -> Layout:

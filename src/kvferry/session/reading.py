@@ -17,7 +17,7 @@ from kvferry.plan.stretch import parted
 from kvferry.session.claims import ASKING, WAITING, claim_of, overdue
 from kvferry.session.events import Digested, Fetched, FetchWanted, PeerKey, Post, ReadKey, Send, SlotKey, Timing
 from kvferry.session.fetch import Broken, Fetch, Read, ReadState, Step
-from kvferry.session.handshake import Handshakes, Ourselves, Packs, Peer
+from kvferry.session.handshake import CanWrite, Handshakes, Ourselves, Peer
 from kvferry.session.programs import Binding, Bindings
 from kvferry.session.staged_reads import StagedReads
 from kvferry.session.verify import Verifier, cannot_digest, no_digest, other_bytes
@@ -95,11 +95,11 @@ class Reads:
         """Who moves the bytes from one source, and how. Raises TransferError when it cannot be as it has to be."""
         way = Way(peer.direction)
         if wanted.num_tokens:
-            costs = _costs(peer, binding, may_share=self._may_share and peer.packs is not Packs.NO)
+            costs = _costs(peer, binding, may_share=self._may_share and peer.can_write is not CanWrite.NO)
             way = self._staging.before_claim(binding.programs[peer.key], wanted.ranges, costs, peer.direction)
         if wanted.num_tokens and peer.is_staged:
             way = self._staging.packing_only(str(peer.key))
-        if way.strategy is Strategy.PACK and peer.packs is Packs.NO:
+        if way.strategy is Strategy.PACK and peer.can_write is CanWrite.NO:
             self._staging.check_without_packing(str(peer.key))
             way = Way(peer.direction)
         return way
@@ -299,10 +299,10 @@ class Reads:
 
 def _costs(peer: Peer, binding: Binding, *, may_share: bool) -> Costs:
     """What a source costs, beside the others of a fetch."""
-    fans = binding.fan_in[peer.key], binding.fan_out[peer.key]
+    fans = binding.fan_in[peer.key], len(binding.readers_of(peer.key))
     return beside(peer.costs, fans, peer.direction, may_share)
 
 
 def _needs_offer(peer: Peer, way: Way) -> bool:
     """Whether a source that we read from has to connect to our memory first, blocks or staging."""
-    return (way.strategy is Strategy.PACK or way.read_from > 0) and peer.packs is Packs.UNKNOWN
+    return (way.strategy is Strategy.PACK or way.read_from > 0) and peer.can_write is CanWrite.UNKNOWN
