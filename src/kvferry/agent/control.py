@@ -19,6 +19,7 @@ from kvferry.agent.curve import Admission, secure_connecting, secure_listening
 from kvferry.agent.doors import MAX_CONNECTIONS, Doors
 from kvferry.agent.reach import is_connectable, listening_address
 from kvferry.agent.shared_token import NO_TOKEN, SharedToken
+from kvferry.agent.time_slice import short_slices
 from kvferry.errors import ConfigurationError
 from kvferry.session.events import PeerKey
 from kvferry.wire.codec import MAX_FRAME_BYTES, MAX_REQUEST_BYTES
@@ -72,8 +73,10 @@ class ControlChannel:
         self._poller = zmq.Poller()
         try:
             # ZeroMQ asks for admission before it lets anybody in, so this is there first.
-            self._admission = tuple(Admission(self._context, each) for each in (token,) if each)
-            self._router = self._socket(zmq.ROUTER, MAX_REQUEST_BYTES)
+            with short_slices():
+                # The first socket starts the context's threads, which are to have a core at once when there is a word.
+                self._admission = tuple(Admission(self._context, each) for each in (token,) if each)
+                self._router = self._socket(zmq.ROUTER, MAX_REQUEST_BYTES)
             # Else it would drop silently what a slow peer does not take.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if token:
