@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.agent import Agent, AgentConfig, Host, new_epoch
-from kvferry.agent.config import near_mover
+from kvferry.agent.config import SLOT_BYTES, near_mover
 from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.model import attention
@@ -20,8 +20,9 @@ MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_b
 # Generous where nothing is waited for, so that a busy machine is not taken for a lost peer.
 TIMING = Timing(lease_s=60.0, heartbeat_s=2.0, resend_s=0.5, handshake_s=25.0, transfer_s=20.0)
 DEADLINE_S = 30.0
-# What a busy machine makes of a self-test must not decide who moves the bytes in a test.
-FIXED = {"may_turn": False}
+# What a busy machine makes of a self-test must not decide who moves the bytes in a test. Every page of staging memory
+# is taken at the start, which is most of what these tests would wait for.
+FIXED = {"may_turn": False, "staging_bytes": 4 * SLOT_BYTES}
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, Gate, leased
 
 from kvferry.agent import Agent, AgentConfig, Host
-from kvferry.agent.config import STAGING_BYTES
+from kvferry.agent.config import SLOT_BYTES
 from kvferry.agent.lent_memory import LentMemory
 from kvferry.errors import ConfigurationError
 from kvferry.plan.copies import Copies, Direction
@@ -27,7 +27,7 @@ from kvferry.transport.shared_memory import SharedMemory
 NUM_BYTES = 1 << 16
 MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)
 PACK = StagingPolicy((Strategy.PACK,), 1 << 12)
-STAGING, PROBE = STAGING_BYTES, room_bytes()
+STAGING, PROBE = 4 * SLOT_BYTES, room_bytes()
 
 
 @pytest.fixture
@@ -132,7 +132,8 @@ def test_agents_whose_transfers_are_over_keep_nothing(kept, make_rank, strategy)
 
 def test_slots_that_a_source_may_still_write_to_stay_in_place(kept, make_rank, tmp_path):
     gate = Gate(tmp_path / "gate")
-    source, target = make_rank("p0", SOURCE, wrap=gate.behind), make_rank("d0", TARGET, staging=PACK)
+    source = make_rank("p0", SOURCE, wrap=gate.behind)
+    target = make_rank("d0", TARGET, staging=PACK, staging_bytes=STAGING)
     target.agent.fetch(target.wanted(source, leased(source, "first"), TARGET_TABLES, NUM_TOKENS, "first"))
     target.next_notice(Fetched)
     source.next_notice(SourceFree)

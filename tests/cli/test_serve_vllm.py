@@ -1,5 +1,6 @@
 """`kvferry serve --engine vllm`, with a stand-in for vLLM that only answers `/health`."""
 
+import inspect
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from kvferry.agent.config import STAGING_BYTES
 from kvferry.cli import main
 from kvferry.cli.serve_vllm import VllmOptions, vllm_command
 from kvferry.connectors.vllm_middleware import FerryMiddleware, middleware
@@ -81,6 +83,10 @@ def test_leases_and_draining_are_vllms_own_unless_chosen():
     command = vllm_command(options(lease_s=12.5, drain_s=20.5), 1)
     assert after(command, "--shutdown-timeout") == "21"
     assert json.loads(after(command, "--kv-transfer-config"))["kv_connector_extra_config"]["kv_lease_duration"] == 12.5
+
+
+def test_the_command_and_the_agent_have_one_default_of_staging_memory():
+    assert inspect.signature(main.serve).parameters["staging_mib"].default << 20 == STAGING_BYTES
 
 
 @pytest.mark.parametrize(("given", "staging_bytes"), [([], None), (["--staging-mib", "64"], 64 << 20)])

@@ -24,6 +24,7 @@ from kvferry.transport.base import Memory
 from kvferry.wire.messages import MAX_SLOT_BYTES
 
 __all__ = [
+    "SLOT_BYTES",
     "STAGING_BYTES",
     "AgentConfig",
     "Host",
@@ -34,11 +35,13 @@ __all__ = [
     "staging_named",
 ]
 
-STAGING_BYTES = 256 << 20
+# Two sources that pack for one target at once have four slots each then. With 256 MiB one of them waits for the other,
+# and 8,192 tokens take a fourteenth longer (`pack`, 4 to 2, token-major, in benchmarks/mixed_tp.py with both values in
+# turns, on 2 cores); with 512 nothing is gained.
+STAGING_BYTES = 384 << 20
 MIN_STAGING_BYTES = 1 << 20
-# Each slot costs messages, plans and turns: on 2 cores packed reads in benchmarks/mixed_tp.py are a twentieth faster
-# with this than with 16 MiB, and another one with 32. But only four of these have room for one way, and those that wait
-# for tokens of prompts that are still computed would hold up others.
+# Each slot costs messages, plans and turns: on 2 cores packed reads of 8,192 tokens in benchmarks/mixed_tp.py
+# take a tenth less time with this than with 16 MiB, and with 32 hardly less.
 SLOT_BYTES = 24 << 20
 
 Notice = e.Fetched | e.Failed | e.TargetFree | e.SourceFree | e.Stopped

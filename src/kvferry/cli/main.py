@@ -133,7 +133,7 @@ def serve(
     digest: Digest = "sampled",
     transfer_direction: TransferDirection = "auto",
     strategy: Strategy = "auto",
-    staging_mib: Annotated[int, typer.Option(min=1, help="MiB of staging memory (docs/staging.md).")] = 256,
+    staging_mib: Annotated[int, typer.Option(min=1, help="MiB of staging memory (docs/staging.md).")] = 384,
     block_tokens: Annotated[int, typer.Option(min=4, help="Tokens per block.")] = 16,
     num_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the cache.")] = 1024,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step; longer prompts go in chunks.")] = 512,
