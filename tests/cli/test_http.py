@@ -37,3 +37,14 @@ def test_a_taken_port_and_a_foreign_address_have_hints_of_their_own():
         http.listen("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(ConfigurationError, match=r"127\.0\.0\.1 always works"):
         http.listen("192.0.2.1", 0)
+
+
+def test_a_held_port_is_nobody_elses_and_can_be_listened_on():
+    with http.hold("127.0.0.1", 0) as held, socket.socket() as other:
+        port = held.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with http.listen("127.0.0.1", port) as bound:
+            assert bound.getsockname() == held.getsockname()
+            with pytest.raises(ConfigurationError, match="choose another --port"):
+                http.hold("127.0.0.1", port)

@@ -246,6 +246,19 @@ def test_an_early_end_is_an_error_with_a_hint(start):
     assert b"exit code 1" in words
 
 
+def test_whoever_answers_at_a_taken_port_is_not_taken_for_vllm(start, tmp_path):
+    engine = start()
+    url = json.loads(engine.stdout.readline())["url"]
+    (tmp_path / "seen.json").unlink()
+    process = start("--port", url.rpartition(":")[2])
+    output, words = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, output) == (2, b"")
+    assert b"cannot listen on" in words
+    assert not (tmp_path / "seen.json").exists()
+    engine.send_signal(signal.SIGTERM)
+    assert engine.wait(DEADLINE_S) == 0
+
+
 def test_without_vllm_it_says_where_to_install_what(monkeypatch, tmp_path):
     monkeypatch.setattr("kvferry.cli.serve_vllm.find_spec", lambda name: None)
     result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--model", str(tmp_path)])

@@ -90,15 +90,19 @@ PLAIN = PairSpec("llama", ServerSpec("kv_producer", flags=("--max-num-batched-to
 
 @dataclass(slots=True)
 class Server:
-    """One running `vllm serve`. Ports are free ones of the system's choice; everything it says is in `log`."""
+    """One running `vllm serve`. Its ports are nobody else's until it is stopped; everything it says is in `log`."""
 
     pair: PairSpec
     spec: ServerSpec
     connector: str
     log: Path
-    port: int = field(default_factory=lambda: free_port())
-    side_port: int = field(default_factory=lambda: free_port(MOST_RANKS))
+    port: int = field(init=False)
+    side_port: int = field(init=False)
     process: subprocess.Popen[bytes] | None = None
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def __post_init__(self) -> None:
+        self.port, self.side_port = hold_ports(self.held), hold_ports(self.held, MOST_RANKS)
 
     @property
     def url(self) -> str:
@@ -165,7 +169,8 @@ class Server:
             self.process.terminate()
 
     def stop(self) -> None:
-        """End it politely, then by force; nothing of its process group survives."""
+        """End it politely, then by force, for good; nothing of its process group survives."""
+        self.held.close()
         if self.process is not None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -240,22 +245,26 @@ class Pair:
             server.stop()
 
 
-def free_port(num_ports: int = 1) -> int:
-    """The first of `num_ports` neighbouring ports nobody listens on: one per rank, as NIXL's side channel wants.
+def hold_ports(held: contextlib.ExitStack, num_ports: int = 1) -> int:
+    """The first of `num_ports` neighbouring ports, one per rank, as NIXL's side channel wants. They are this server's
+    until `held` is closed: of two servers that were given one port, the first one that is ready would answer for both.
 
-    Not among those that the system gives to whoever asks for any: it would give them away before the server starts.
+    Not among those that the system gives to whoever asks for any: somebody may have got it already.
     """
     while True:
         first = random.randrange(FIRST_PORT, LAST_PORT)
-        with contextlib.ExitStack() as stack:
-            if all(_listen(stack, first + i) for i in range(num_ports)):
+        with contextlib.ExitStack() as tried:
+            if all(_hold(tried, first + i) for i in range(num_ports)):
+                held.enter_context(tried.pop_all())
                 return first
 
 
-def _listen(stack: contextlib.ExitStack, port: int) -> bool:
-    listener = stack.enter_context(socket.socket())
+def _hold(held: contextlib.ExitStack, port: int) -> bool:
+    bound = held.enter_context(socket.socket())
     try:
-        listener.bind(("127.0.0.1", port))
+        bound.bind(("127.0.0.1", port))
     except OSError:
         return False
+    # Only now: nobody else has the port, and the server may have it beside us.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return True

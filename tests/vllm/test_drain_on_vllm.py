@@ -26,7 +26,7 @@ def server(tmp_path) -> Iterator[Server]:
         server.warm_up()
         yield server
     finally:
-        server.kill()
+        server.stop()
 
 
 def ask(server: Server, method: str, path: str, body: object = None) -> tuple[int, dict[str, object]]:

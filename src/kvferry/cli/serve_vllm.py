@@ -63,7 +63,7 @@ class VllmOptions:
 def serve_vllm(options: VllmOptions) -> int:
     """Run vLLM until it ends or we are told to end; returns its exit code, 0 when we were told.
 
-    Raises ConfigurationError when it is not installed, ends early or is not ready in time.
+    Raises ConfigurationError when it is not installed, its port is taken, it ends early or is not ready in time.
     """
     if find_spec("vllm") is None:
         raise ConfigurationError(
@@ -75,16 +75,20 @@ def serve_vllm(options: VllmOptions) -> int:
     told = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: told.set())
-    port = options.port or _free_port(options.host)
-    # A group of its own: Ctrl-C reaches it through us only, and what it leaves behind can be ended with it. Not a
-    # session: Linux schedules sessions as wholes, and lets one that rarely runs wait for a tenth of a second and more.
-    process = subprocess.Popen(
-        vllm_command(options, port), stdin=subprocess.DEVNULL, stdout=sys.stderr, process_group=0
-    )
-    try:
-        return _watch(process, options, f"http://{options.host}:{port}", told)
-    finally:
-        _stop(process, options.drain_s + STOP_S)
+    # vLLM does not say which port it got when it is asked for any, so we choose one. And whoever answers at a port that
+    # vLLM cannot have would look like vLLM.
+    with http.hold(options.host, options.port) as held:
+        url = http.url_of(held)
+        # A group of its own: Ctrl-C reaches it through us only, and what it leaves behind can be ended with it. Not a
+        # session: Linux schedules sessions as wholes, and lets one that rarely runs wait for a tenth of a second and
+        # more.
+        process = subprocess.Popen(
+            vllm_command(options, held.getsockname()[1]), stdin=subprocess.DEVNULL, stdout=sys.stderr, process_group=0
+        )
+        try:
+            return _watch(process, options, url, told)
+        finally:
+            _stop(process, options.drain_s + STOP_S)
 
 
 def vllm_command(options: VllmOptions, port: int) -> list[str]:
@@ -112,13 +116,6 @@ def vllm_command(options: VllmOptions, port: int) -> list[str]:
     command += ["--block-size", str(options.block_tokens)] if options.block_tokens else []
     command += ["--shutdown-timeout", str(ceil(options.drain_s))] if options.drain_s else []
     return [*command, *options.arguments]
-
-
-def _free_port(host: str) -> int:
-    """vLLM does not say which port it got when it is asked for any, so we choose one."""
-    with http.listen(host, 0) as bound:
-        number: int = bound.getsockname()[1]
-        return number
 
 
 def _watch(process: subprocess.Popen[bytes], options: VllmOptions, url: str, told: threading.Event) -> int:
