@@ -136,7 +136,7 @@ def run_rig(rig: Rig, arguments: argparse.Namespace) -> list[Figures]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--pairs", default=",".join(f"{source}-{target}" for source, target in PAIRS))
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
