@@ -30,8 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
-from math import fsum, isfinite
+from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +46,6 @@ __all__ = [
     "Choice",
     "Costs",
     "Counts",
-    "Part",
     "Price",
     "Strategy",
     "choose",
@@ -166,30 +164,21 @@ class Counts:
     num_source_runs: int
 
 
-class Part(NamedTuple):
-    """What one cause adds to a time: `latency`, `gather`, `rows` and `wire` (both on the wire) or `scatter`."""
+class _Stage(NamedTuple):
+    """What a stage takes for one source, and for all of a target's, where that is done one by one."""
 
-    name: str
-    seconds: float
-
-
-class _Work(NamedTuple):
-    """What one cause takes for one source, and how many times as long, where that is done for all, one by one."""
-
-    name: str
-    seconds: float
-    times: float = 1.0
+    once_s: float
+    all_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What one strategy would take. `parts` add up to `seconds`; `num_rows` go over the wire (for scatter, at most).
-    `shared`: so much of it is the source's to write while the target reads the rest, mostly nothing."""
+    """What one strategy would take. `num_rows` go over the wire (for scatter, at most). `shared`: so much of it is the
+    source's to write while the target reads the rest, mostly nothing."""
 
     strategy: Strategy
     seconds: float
     num_rows: int
-    parts: tuple[Part, ...]
     shared: float = 0.0
 
 
@@ -226,29 +215,33 @@ def prices(counts: Counts, costs: Costs) -> tuple[Price, ...]:
 
 def _price(strategy: Strategy, counts: Counts, costs: Costs) -> Price:
     if not counts.num_bytes:
-        return Price(strategy, 0.0, 0, ())
-    num_rows, fan_in = _wire_rows(strategy, counts, costs), costs.fan_in
-    rows = _Work("rows", num_rows * costs.row_s, 1.0 if strategy is Strategy.PACK else costs.rows_fan_in)
-    stages: list[tuple[_Work, ...]] = [(rows, _Work("wire", counts.num_bytes / costs.wire_bytes_per_s, fan_in))]
+        return Price(strategy, 0.0, 0)
+    num_rows = _wire_rows(strategy, counts, costs)
+    rows_s, bytes_s = num_rows * costs.row_s, counts.num_bytes / costs.wire_bytes_per_s
+    rows_times = 1.0 if strategy is Strategy.PACK else costs.rows_fan_in
+    stages = [_Stage(rows_s + bytes_s, rows_s * rows_times + bytes_s * costs.fan_in)]
     if strategy is Strategy.PACK:
-        stages.insert(0, (_Work("gather", _copy_s(counts, costs, costs.gather_bytes_per_s)),))
+        gather_s = _copy_s(counts, costs, costs.gather_bytes_per_s)
+        stages.append(_Stage(gather_s, gather_s))
     if strategy is not Strategy.DIRECT:
-        stages.append((_Work("scatter", _copy_s(counts, costs, costs.scatter_bytes_per_s), fan_in),))
-    latency_s = costs.latency_s + (0.0 if strategy is Strategy.DIRECT else costs.staging_s)
-    parts = (Part("latency", latency_s), *_overlapped(stages, counts.num_bytes / costs.slot_bytes, costs))
-    alone = Price(strategy, _seconds(parts), num_rows, parts)
-    return _shared(alone, costs) if strategy is Strategy.DIRECT and costs.sharing_s else alone
+        scatter_s = _copy_s(counts, costs, costs.scatter_bytes_per_s)
+        stages.append(_Stage(scatter_s, scatter_s * costs.fan_in))
+    moving_s = _overlapped_s(stages, counts, costs)
+    if strategy is Strategy.DIRECT:
+        return _direct(num_rows, moving_s, costs)
+    return Price(strategy, costs.latency_s + costs.staging_s + moving_s, num_rows)
 
 
-def _shared(alone: Price, costs: Costs) -> Price:
-    """What moves directly, in the faster way: all of it on one side, or a share on each."""
-    theirs = costs.fan_in / (costs.fan_in + costs.fan_out)
-    ours = max(1.0 - theirs, 1.0 / costs.num_at_once)
-    latency, *wire = alone.parts
-    latency_s = latency.seconds + costs.sharing_s * costs.fan_in
-    parts = (Part("latency", latency_s), *(Part(name, ours * part_s) for name, part_s in wire))
-    shared = Price(alone.strategy, _seconds(parts), alone.num_rows, parts, theirs)
-    return min(alone, shared, key=lambda price: price.seconds)
+def _direct(num_rows: int, wire_s: float, costs: Costs) -> Price:
+    """In the faster way: all of it on one side, or a share on each."""
+    alone_s = costs.latency_s + wire_s
+    if costs.sharing_s:
+        theirs = costs.fan_in / (costs.fan_in + costs.fan_out)
+        ours = max(1.0 - theirs, 1.0 / costs.num_at_once)
+        shared_s = costs.latency_s + costs.sharing_s * costs.fan_in + ours * wire_s
+        if shared_s < alone_s:
+            return Price(Strategy.DIRECT, shared_s, num_rows, theirs)
+    return Price(Strategy.DIRECT, alone_s, num_rows)
 
 
 def _wire_rows(strategy: Strategy, counts: Counts, costs: Costs) -> int:
@@ -270,21 +263,15 @@ def _copy_s(counts: Counts, costs: Costs, bytes_per_s: float) -> float:
     )
 
 
-def _overlapped(stages: Sequence[tuple[_Work, ...]], slots: float, costs: Costs) -> list[Part]:
-    """What each part adds when the stages work on different slots at a time: the slowest one all, the others a slot;
-    or, where they hold each other up, its share of all the work."""
-    depth = max(1.0, slots)
-    whole = [[Part(work.name, work.seconds * work.times) for work in stage] for stage in stages]
-    first = [[Part(work.name, work.seconds / depth) for work in stage] for stage in stages]
-    found = [[*chain(*first[:number], whole[number], *first[number + 1 :])] for number in range(len(stages))]
+def _overlapped_s(stages: Sequence[_Stage], counts: Counts, costs: Costs) -> float:
+    """What they take when they work on different slots at a time: the slowest one all, the others a slot; or, where
+    they hold each other up, their share of all the work."""
+    depth = max(1.0, counts.num_bytes / costs.slot_bytes)
+    once_s = sum(stage.once_s for stage in stages)
+    slowest_s = max(stage.all_s + (once_s - stage.once_s) / depth for stage in stages)
     if costs.num_at_once < NUM_STAGES:
-        share = costs.fan_in / costs.num_at_once
-        found.append([Part(work.name, work.seconds * share) for stage in stages for work in stage])
-    return max(found, key=_seconds)
-
-
-def _seconds(parts: Sequence[Part]) -> float:
-    return fsum(part.seconds for part in parts)
+        return max(slowest_s, once_s * costs.fan_in / costs.num_at_once)
+    return slowest_s
 
 
 def _reason(counts: Counts, costs: Costs, found: tuple[Price, ...]) -> str:
