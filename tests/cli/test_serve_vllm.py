@@ -20,12 +20,18 @@ from kvferry.connectors.vllm_middleware import FerryMiddleware, middleware
 
 DEADLINE_S = 60.0
 STAND_IN = """
-import http.server, json, os, pathlib, signal, subprocess, sys
+import http.server, json, os, pathlib, signal, socket, subprocess, sys
 folder = pathlib.Path(__file__).parents[3]
 if "--fail" in sys.argv:
     sys.exit("RuntimeError: no such model")
 helper = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
 (folder / "seen.json").write_text(json.dumps([sys.argv[1:], os.getpid(), helper.pid]))
+port = int(sys.argv[sys.argv.index("--port") + 1])
+with socket.socket() as anybody:
+    try:
+        anybody.bind(("127.0.0.1", port))
+    except OSError:
+        (folder / "held").touch()
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -38,7 +44,7 @@ def finish_requests(*_):
     os._exit(0)
 if "--shutdown-timeout" in sys.argv:
     signal.signal(signal.SIGTERM, finish_requests)
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 OPTIONS = VllmOptions("m", "name", "e-1", "shm", 0, "auto", "recompute", "127.0.0.1", 0, 0, (), False, False)
 
@@ -244,6 +250,14 @@ def test_an_early_end_is_an_error_with_a_hint(start):
     assert b"no such model" in words
     assert b"vLLM has ended" in words
     assert b"exit code 1" in words
+
+
+def test_nobody_else_can_have_the_port_while_vllm_starts(start, tmp_path):
+    process = start()
+    process.stdout.readline()
+    assert (tmp_path / "held").exists()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE_S) == 0
 
 
 def test_whoever_answers_at_a_taken_port_is_not_taken_for_vllm(start, tmp_path):
