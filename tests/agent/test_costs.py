@@ -41,6 +41,18 @@ def test_a_slow_moment_changes_nothing_about_what_is_cheaper(slowness, row_bytes
     assert cheapest(12 * SLOT, row_bytes, costs) == expected
 
 
+@pytest.mark.parametrize("num_cpus", [1, 2, 16])
+@pytest.mark.parametrize("fan_in", [1.0, 4.0])
+@pytest.mark.parametrize("row_bytes", [64, 256, 768, 4 << 10])
+def test_nothing_is_staged_where_rows_are_copied_in_one_pass(row_bytes, fan_in, num_cpus, monkeypatch):
+    """Whatever the self-test says of a row, a gather and a scatter would pay it, too, and slots beside it."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_cpus)))
+    found = measured(12.0, 140e-9, ("shm",))
+    found = replace(found, writing=found.rates(Direction.READ))
+    costs = replace(costs_of(found, Place.SAME_HOST), fan_in=fan_in, rows_fan_in=fan_in)
+    assert cheapest(12 * SLOT, row_bytes, costs) is Strategy.DIRECT
+
+
 def test_a_few_rows_are_not_worth_a_slot():
     assert cheapest(64 << 10, 1024, costs_of(measured(2.5, 2e-6), Place.SAME_HOST)) is Strategy.DIRECT
 

@@ -27,6 +27,8 @@ STAGES_PER_CORE = 0.75
 SHARING_S = 1e-3
 # What makes the processor of whoever reads or writes copy: both sides can do so at once.
 COPYING = ("cma", "knem", "posix", "shm", "sysv", "xpmem")
+# What copies rows with the loops of gathers and scatters, so that a row costs as much in each of them.
+STRIDED = "shm"
 # Halves are of use only where they take about as long.
 MUCH_SLOWER = 2.0
 
@@ -64,6 +66,9 @@ def _on_one_host(found: Measurement, place: Place, costs: Costs) -> Costs:
     copy_rate = GATHER_PER_WIRE * costs.wire_bytes_per_s
     num_at_once = max(1.0, min(NUM_STAGES, STAGES_PER_CORE * len(os.sched_getaffinity(0))))
     copying = replace(costs, gather_bytes_per_s=copy_rate, scatter_bytes_per_s=copy_rate, num_at_once=num_at_once)
+    if found.carriers == (STRIDED,):
+        # Measured with rows of 4 KiB, which is too much for shorter ones; but not more than a gather of them takes.
+        copying = replace(copying, copy_row_s=max(copying.copy_row_s, copying.row_s))
     return replace(copying, sharing_s=SHARING_S) if _is_shareable(found) else copying
 
 
