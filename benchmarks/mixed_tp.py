@@ -1,6 +1,7 @@
 """Fetching a cache between engines of unequal tensor parallelism, next to how SGLang and vLLM would, and to the limits.
 
     python benchmarks/mixed_tp.py > benchmarks/results/mixed_tp.json
+    python benchmarks/mixed_tp.py --transport shm > benchmarks/results/mixed_tp_shm.json
 
 Prints JSON. See docs/benchmarks.md for what is measured, and what the limits are.
 """
@@ -23,6 +24,7 @@ from mixed_tp_target import AGENTS, Target
 SLOW_S = 1.0
 """What takes longer is repeated twice only."""
 
+TRANSPORTS = ("nixl", "shm", "cma")
 STAGES = ("gather", "wire", "scatter")
 
 Figures = dict[str, Any]
@@ -77,12 +79,13 @@ def measure(target: Target, repeats: int) -> Figures:
 
 
 def peers_and_limits(target: Target) -> dict[str, Callable[[], float]]:
-    return {
+    found = {
         "sglang": target.write_by_token,
         "vllm": target.read_by_block,
         "wire": target.read_one,
         "pipeline": target.pipeline,
     }
+    return found if target.rig.transport == "nixl" else {**found, "one copy": target.copy_one}
 
 
 def verify(target: Target) -> None:
@@ -99,7 +102,9 @@ def verify(target: Target) -> None:
 def ratios(ms: Figures, chosen: str) -> Figures:
     """Above 1 is better than what it is compared with."""
     best = min(ms["wire"], ms["all stages"]) if chosen == "direct" else ms["all stages"]
+    ours = {"direct / one copy": "direct", "direct, moving / one copy": "direct, moving"} if "one copy" in ms else {}
     return {
+        **{name: round(ms["one copy"] / ms[what], 3) for name, what in ours.items()},
         "direct / wire": round(ms["wire"] / ms["direct"], 3),
         "direct / not shared": round(ms["direct, not shared"] / ms["direct"], 3),
         "pack / pipeline": round(ms["pipeline"] / ms["pack"], 3),
@@ -141,12 +146,13 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--ids", default="random")
+    parser.add_argument("--transport", choices=TRANSPORTS, default=TRANSPORTS[0], help="ours; peers are always on NIXL")
     arguments = parser.parse_args()
     cases = []
     for pair in arguments.pairs.split(","):
         for memory_format in arguments.formats.split(","):
             source, target = map(int, pair.split("-"))
-            cases += run_rig(Rig(source, target, memory_format), arguments)
+            cases += run_rig(Rig(source, target, memory_format, arguments.transport), arguments)
     command = f"python benchmarks/{' '.join(['mixed_tp.py', *sys.argv[1:]])}"
     print(
         json.dumps({"command": command, "machine": machine(), "repeats": arguments.repeats, "cases": cases}, indent=1)

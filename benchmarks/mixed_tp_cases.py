@@ -54,11 +54,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """Two engines: rank 0 of the target with all ranks of the source."""
+    """Two engines: rank 0 of the target with all ranks of the source, and the transport of ours between them."""
 
     source_parallel: int
     target_parallel: int
     format: str
+    transport: str = "nixl"
 
     @property
     def source_shape(self) -> EngineShape:

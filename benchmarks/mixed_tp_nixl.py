@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from uuid import uuid4
 import numpy as np
 
 from kvferry.plan.copies import Copies, Direction
-from kvferry.transport.preparing import PACKAGES
+from kvferry.transport.preparing import PACKAGES, prepare
 
 __all__ = ["PROGRESS_S", "PlainNixl", "Prepared"]
 
@@ -45,10 +46,13 @@ class Prepared:
 
 
 class PlainNixl:
-    """One agent with the settings of our own transport: no progress thread, no threads that copy."""
+    """One agent with the settings of our own transport, UCX's too: no progress thread, no threads that copy."""
 
     def __init__(self, extents: Sequence[tuple[int, int]]) -> None:
+        prepare()
         api = next(_importable())
+        # It prints its own progress to the standard output otherwise.
+        logging.getLogger("nixl").setLevel(logging.WARNING)
         self.name = f"bench-{uuid4().hex}"
         config = api.nixl_agent_config(
             enable_prog_thread=False, enable_listen_thread=False, backends=["UCX"], num_threads=0

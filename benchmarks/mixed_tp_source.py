@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from mixed_tp_alone import Alone
 from mixed_tp_cases import Request, Rig, pattern
 from mixed_tp_nixl import PROGRESS_S, PlainNixl, Prepared
 from mixed_tp_stages import Chain, Signals, SourceStages
@@ -96,24 +97,26 @@ class Served:
         size_bytes = sum(region.size_bytes for region in rig.source_layouts(rank, 0)[rank].regions)
         self._shared = allocate_shared(size_bytes, "benchmark-source")
         pattern(rank, np.frombuffer(self._shared.buffer, np.uint8))
-        opened = open_transports("nixl")
+        opened = open_transports(rig.transport)
         self._notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
         memory = self._shared.memory
         host = Host(rig.source_layouts(rank, memory.address), (memory,), self._notices.put)
-        config = AgentConfig("source", epoch, rank, transport="nixl", timing=TIMING)
+        config = AgentConfig("source", epoch, rank, transport=rig.transport, timing=TIMING)
         self._agent = Agent(config, host, opened.transports, opened.unavailable)
         self._agent.start()
         self._stages = SourceStages(rig, rank, memory)
         arena = self._stages.arena.memory
         extents = [(each.address, each.size_bytes) for each in (memory, arena)]
         self._nixl = PlainNixl(extents)
+        self._alone = None if rig.transport == "nixl" else Alone(rig.transport, memory)
         self._is_helping = False
         self._writes: list[Prepared] = []
         prepared(60.0)
 
     def facts(self) -> Facts:
         metadata = base64.b64encode(self._nixl.metadata()).decode()
-        return {"address": self._agent.address, "memory": self._shared.memory.address, "metadata": metadata}
+        facts = {"address": self._agent.address, "memory": self._shared.memory.address, "metadata": metadata}
+        return {**facts, "alone": self._alone.descriptor() if self._alone else ""}
 
     def meet(self, metadata: str) -> None:
         self._peer = self._nixl.meet(base64.b64decode(metadata))
@@ -176,6 +179,8 @@ class Served:
                 sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
                 sys.stdout.buffer.flush()
         self._agent.close()
+        if self._alone:
+            self._alone.close()
 
 
 if __name__ == "__main__":

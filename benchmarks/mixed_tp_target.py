@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from mixed_tp_alone import Alone
 from mixed_tp_cases import NUM_HEADS, Request, Rig, logical, pattern, write
 from mixed_tp_nixl import PlainNixl, Prepared
 from mixed_tp_source import TIMING, SourceProcess
@@ -64,21 +65,25 @@ class Target:
         metadata = base64.b64encode(self._nixl.metadata()).decode()
         for source in self.sources:
             source.ask("meet", metadata=metadata)
+        self._alone = None if rig.transport == "nixl" else Alone(rig.transport, self._shared.memory)
+        if self._alone:
+            for rank, facts in enumerate(self._facts):
+                self._alone.meet(str(rank), facts["alone"])
         prepared(60.0)
         self.copier = current().name
         self._reads: list[Prepared] = []
         self._one: list[Prepared] = []
-        self._one_write: list[Prepared] = []
+        self._one_copies: dict[str, Copies] = {}
         self._expected = np.empty(0, np.uint16)
         self._request = Request(0, "")
 
     def _agent(self, name: str) -> Agent:
         strategy, digest, may_share = AGENTS[name]
-        opened = open_transports("nixl")
+        opened = open_transports(self.rig.transport)
         layouts = self.rig.target_layouts(self._shared.memory.address)
         config = AgentConfig(
             f"target-{name}",
-            transport="nixl",
+            transport=self.rig.transport,
             timing=TIMING,
             digest=digest,
             may_turn=may_share,
@@ -111,7 +116,8 @@ class Target:
         for rank, each in rows.items():
             far, length = self._facts[rank]["memory"], each.num_bytes
             columns = [np.array([value], np.uint64) for value in (far, here, length)]
-            self._one.append(self._nixl.prepare(self._peers[rank], Copies(*columns, 1), Direction.READ))
+            self._one_copies[str(rank)] = Copies(*columns, 1)
+            self._one.append(self._nixl.prepare(self._peers[rank], self._one_copies[str(rank)], Direction.READ))
             here += length
         num_written = sum(
             source.ask("prepare_write", what=what, target=self._shared.memory.address) for source in self._readable
@@ -155,6 +161,10 @@ class Target:
 
     def read_one(self) -> float:
         return self._helped(self._one)
+
+    def copy_one(self) -> float:
+        """Like `read_one`, over our own transport."""
+        return self._alone.read(self._one_copies)
 
     def _helped(self, work: list[Prepared]) -> float:
         for source in self._readable:
@@ -221,4 +231,6 @@ class Target:
             agent.close()
         for source in self.sources:
             source.close()
+        if self._alone:
+            self._alone.close()
         self._stages.close()
