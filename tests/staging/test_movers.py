@@ -121,6 +121,23 @@ def case(request) -> Iterator[Case]:
 ROWS = [(5000, 0, 256), (0, 256, 3), (9000, 300, MAX_ROW_BYTES + 77), (70, 259, 1)]
 
 
+@pytest.mark.parametrize("kind", ["host", "far"])
+def test_memory_of_another_process_can_be_lent_for_one_copy(kind):
+    case, theirs = Case(kind), np.zeros(1000, np.uint8)
+    (there,) = plain(
+        Copies(*(np.array([value], np.uint64) for value in (case.address + 70, theirs.ctypes.data, 300)), 1)
+    )
+    assert case.mover.reaches_far
+    case.mover.start("lent", [there], theirs[:300])
+    assert case.ends() == [Moved("lent", "")]
+    assert (theirs[:300] == case.cache[70:370]).all()
+    case.mover.start("not lent", [there])
+    case.mover.start("too little lent", [there], theirs[:299])
+    assert all("leaves" in moved.error for moved in case.ends())
+    assert not theirs[300:].any()
+    case.mover.close()
+
+
 def test_what_is_gathered_can_be_scattered_again(case):
     before = case.cache.copy()
     case.mover.start("gather", case.gather(ROWS))

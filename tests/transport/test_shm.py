@@ -126,3 +126,27 @@ def test_nothing_is_left_behind_by_a_killed_peer() -> None:
 
 def with_piece(descriptor: SharedDescriptor, piece: SharedPiece) -> SharedDescriptor:
     return msgspec.structs.replace(descriptor, pieces=(piece,))
+
+
+def test_memory_of_a_peer_is_seen_where_it_is_and_nowhere_else() -> None:
+    owner, shared = SharedMemoryTransport(), allocate_shared(10_000, "test")
+    owner.register(shared.memory)
+    here, start = SharedMemoryTransport(), shared.memory.address
+    assert here.view("peer", start, 1) is None
+    here.connect("peer", owner.descriptor())
+    view = here.view("peer", start + 100, 50)
+    assert view is not None
+    shared.buffer[100:150] = bytes(range(50))
+    assert bytes(view) == bytes(range(50))
+    view[:] = 7
+    assert set(shared.buffer[100:150]) == {7}
+    outside = [(start - 1, 2), (start + 9_990, 11), (start + 10_000, 1), (0, 1), (start, 1 << 63), ((1 << 64) - 1, 1)]
+    assert [here.view("peer", address, size) for address, size in outside] == [None] * len(outside)
+    here.disconnect("peer")
+    assert here.view("peer", start, 1) is None
+    # Whoever still has it can go on writing.
+    view[:] = 8
+    assert set(shared.buffer[100:150]) == {8}
+    here.close()
+    owner.close()
+    shared.close()

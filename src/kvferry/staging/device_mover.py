@@ -9,7 +9,7 @@ from kvferry.errors import FerryError, IllegalEventError
 from kvferry.plan.tiles import Tile
 from kvferry.staging.mover import CLOSED, Moved
 from kvferry.staging.patterns import for_device
-from kvferry.transport.pieces import Pieces
+from kvferry.transport.pieces import Pieces, View
 
 __all__ = ["DeviceMover", "Launcher", "Pins"]
 
@@ -59,7 +59,12 @@ class DeviceMover:
         # What is queued on a device ends without a word to this process.
         return False
 
-    def start(self, key: Hashable, tiles: Sequence[Tile]) -> None:
+    @property
+    def reaches_far(self) -> bool:
+        # A device only reaches host memory that is pinned for it.
+        return False
+
+    def start(self, key: Hashable, tiles: Sequence[Tile], far: View | None = None) -> None:
         """See `Mover`. The copies see what the engine has queued before this call, and may overtake each other.
 
         The first of a kind of rows (how long, how aligned) is compiled, which takes up to a second.

@@ -11,7 +11,7 @@ from kvferry.errors import FerryError, IllegalEventError
 from kvferry.plan.tiles import Tile
 from kvferry.staging.mover import CLOSED, Moved
 from kvferry.transport.base import Memory
-from kvferry.transport.pieces import Pieces, view_of
+from kvferry.transport.pieces import Pieces, View, view_of
 from kvferry.transport.rows import copy_tiles
 
 __all__ = ["HostMover", "host_pieces"]
@@ -19,8 +19,11 @@ __all__ = ["HostMover", "host_pieces"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
+    """Rows between `pieces`."""
+
     key: Hashable
     tiles: Sequence[Tile]
+    pieces: Pieces
 
 
 def host_pieces(memories: Sequence[Memory]) -> Pieces:
@@ -57,7 +60,11 @@ class HostMover:
     def rings(self) -> bool:
         return True
 
-    def start(self, key: Hashable, tiles: Sequence[Tile]) -> None:
+    @property
+    def reaches_far(self) -> bool:
+        return True
+
+    def start(self, key: Hashable, tiles: Sequence[Tile], far: View | None = None) -> None:
         """See `Mover`. Copies begin in the order of their starts."""
         if key in self._open:
             raise IllegalEventError("a copy is started twice", found=f"{key}", expected="one copy per key at a time")
@@ -66,7 +73,8 @@ class HostMover:
             if self._is_closed:
                 self._ended.append(Moved(key, CLOSED))
             else:
-                self._jobs.append(_Job(key, tiles))
+                pieces = self._pieces if far is None else self._pieces.beside(far)
+                self._jobs.append(_Job(key, tiles, pieces))
                 self._changed.notify()
 
     def poll(self) -> list[Moved]:
@@ -85,7 +93,7 @@ class HostMover:
 
     def _work(self) -> None:
         while job := self._next():
-            error = self._copy(job.tiles)
+            error = self._copy(job)
             with self._changed:
                 self._ended.append(Moved(job.key, error))
             self._ring()
@@ -100,10 +108,10 @@ class HostMover:
             self._jobs.clear()
             return None
 
-    def _copy(self, tiles: Sequence[Tile]) -> str:
+    def _copy(self, job: _Job) -> str:
         """Copy the rows; why that went wrong, or nothing."""
         try:
-            for _ in copy_tiles(self._pieces, tiles):
+            for _ in copy_tiles(job.pieces, job.tiles):
                 if self._is_closed:
                     return CLOSED
         except FerryError as error:

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvferry.plan.tiles import Tile
+from kvferry.transport.pieces import View
 
 __all__ = ["CLOSED", "Moved", "Mover"]
 
@@ -27,8 +28,9 @@ class Moved(NamedTuple):
 class Mover(Protocol):
     """Copies rows inside one process; addresses are absolute, those of a device or of the host."""
 
-    def start(self, key: Hashable, tiles: Sequence[Tile]) -> None:
-        """Begin to copy; what goes wrong comes out of `poll`, also rows that leave the memories of the mover.
+    def start(self, key: Hashable, tiles: Sequence[Tile], far: View | None = None) -> None:
+        """Begin to copy; what goes wrong comes out of `poll`, also rows that leave the memories of the mover. One that
+        `reaches_far` can be lent memory of another process for these rows, mapped here.
 
         Targets must not overlap one another or a source, nor anything else that is under way. Raises IllegalEventError
         when the key is in use: from its start until `poll` has reported its end.
@@ -42,6 +44,11 @@ class Mover(Protocol):
     @property
     def busy(self) -> bool:
         """Whether an end is still to be reported."""
+        ...
+
+    @property
+    def reaches_far(self) -> bool:
+        """Whether rows may also touch memory that it was not made for."""
         ...
 
     @property

@@ -90,6 +90,11 @@ class Pieces:
         is_in_place = bool(ordered) and [_address_of(view) for view in ordered] == address.tolist()
         return cls(address, size, ordered, is_in_place)
 
+    def beside(self, view: View) -> Pieces:
+        """These and what a view shows, at the address where it is here. Raises TransportError when they overlap."""
+        extents = [*zip(self.address.tolist(), self.size_bytes.tolist(), strict=True), (_address_of(view), view.size)]
+        return Pieces.of(extents, (*self.views, view))
+
     def check(self, address: Column, length: Column, owner: str) -> None:
         """Raises TransportError naming the first row that does not lie within one piece of `owner`."""
         if self._holder(address, length) is None:

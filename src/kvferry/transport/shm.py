@@ -115,6 +115,19 @@ class SharedMemoryTransport:
             raise TransportError(f"peer {peer!r} is not connected")
         return self._queue.add(Posting(peer, self._registry.pieces, remote, copies, direction))
 
+    def view(self, peer: str, address: int, num_bytes: int) -> View | None:
+        """The bytes of a connected peer at one of its addresses, mapped as long as the view lives; None where it has
+        none there."""
+        pieces = self._peers.get(peer)
+        if pieces is None:
+            return None
+        try:
+            side = pieces.side(np.array([address], np.uint64), np.array([num_bytes], np.uint64), f"peer {peer!r}")
+        except TransportError:
+            return None
+        (view,), (first,) = side.views, side.begins.tolist()
+        return view[first : first + num_bytes]
+
     def cancel(self, ticket: Ticket) -> None:
         self._queue.drop(lambda job: job.ticket == ticket, "cancelled")
 
