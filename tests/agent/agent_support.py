@@ -11,6 +11,7 @@ from kvferry.agent import new_lease_id
 from kvferry.plan.describe import EngineShape
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import LeaseWanted
+from kvferry.staging.host_mover import HostMover, host_pieces
 from kvferry.testing import oracle
 from kvferry.testing.gated import GatedTransport
 
@@ -39,6 +40,17 @@ def check(target, num_tokens=NUM_TOKENS, tables=TARGET_TABLES):
             start = layout.regions[placement.region].address
             wanted[start][address - start : address - start + ITEM_BYTES] = 1
     oracle.expect(target.memory, tables, [tokens], wanted)
+
+
+class WireOnly(HostMover):
+    """Has what it gathers written over the transport, on one host as well."""
+
+    reaches_far = False
+
+
+def wire_only(memories, ring):
+    """What makes such a mover."""
+    return WireOnly(host_pieces(memories), ring)
 
 
 class Gate:

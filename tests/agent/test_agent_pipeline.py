@@ -7,7 +7,7 @@ import time
 from math import inf
 
 import pytest
-from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, check, leased
+from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, check, leased, wire_only
 
 from kvferry.agent.config import near_mover
 from kvferry.plan.staged import Strategy
@@ -44,9 +44,9 @@ class Turnstile:
 
 
 class GatedMover:
-    """Passes everything on to `inner`, when the turnstile lets it."""
+    """Passes everything on to `inner`, when the turnstile lets it. What it gathers goes over the wire."""
 
-    rings = False
+    rings = reaches_far = False
 
     def __init__(self, inner, turnstile) -> None:
         self._inner = inner
@@ -57,7 +57,7 @@ class GatedMover:
     def busy(self) -> bool:
         return bool(self._waiting) or self._inner.busy
 
-    def start(self, key, tiles) -> None:
+    def start(self, key, tiles, far=None) -> None:
         self._waiting.append((key, tiles))
         self._let_in()
 
@@ -126,7 +126,7 @@ def test_who_wants_little_is_served_in_turn_with_who_wants_far_more_than_there_i
         recorded.append(Recording(transport, wire))
         return recorded[-1]
 
-    source = make_rank("p0", SOURCE, wrap=wrap, staging_bytes=4 << 12, staging=STAGING)
+    source = make_rank("p0", SOURCE, wrap=wrap, mover=wire_only, staging_bytes=4 << 12, staging=STAGING)
     greedy, modest = (make_rank(name, TARGET, staging=STAGING) for name in ("greedy", "modest"))
     for number, target in enumerate((greedy, modest)):
         target.agent.fetch(target.wanted(source, leased(source, f"to meet {number}"), TARGET_TABLES, NUM_TOKENS))
@@ -153,14 +153,16 @@ def test_who_wants_little_is_served_in_turn_with_who_wants_far_more_than_there_i
 class LateMover:
     """Its copies end right after it was asked whether they have, so that only its bell can tell."""
 
+    reaches_far = True
+
     def __init__(self, memories, ring):
         self._has_ended = threading.Event()
         self._inner, self._ring = near_mover(memories, self._has_ended.set), ring
         self._told = False
 
-    def start(self, key, tiles):
+    def start(self, key, tiles, far=None):
         self._told = False
-        self._inner.start(key, tiles)
+        self._inner.start(key, tiles, far)
 
     def poll(self):
         if not self._inner.busy or self._told:

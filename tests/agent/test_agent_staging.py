@@ -12,6 +12,7 @@ from agent_support import (
     Gate,
     check,
     leased,
+    wire_only,
 )
 
 from kvferry.agent import agent, new_lease_id
@@ -48,6 +49,20 @@ def test_bytes_arrive_through_staging_memory(make_rank, transport, strategy):
         assert (report.num_bytes, report.strategy) == (NUM_TOKENS * BYTES_PER_TOKEN, strategy)
         assert source.next_notice(SourceFree) == SourceFree(f"r{number}", "done")
         assert target.agent.num_slots == source.agent.num_slots == 0
+    num_bytes = 2 * NUM_TOKENS * BYTES_PER_TOKEN if strategy is Strategy.PACK else 0
+    assert source.agent.moved_bytes[Direction.WRITE] == num_bytes
+
+
+@pytest.mark.parametrize(("transport", "passes"), [("shm", 2), ("cma", 2), ("tcp", 3)])
+def test_where_processors_copy_the_source_gathers_into_the_targets_slots(make_rank, transport, passes):
+    """Then there is nothing left to put on a wire."""
+    source, target = make_rank("p0", SOURCE, transport), make_rank("d0", TARGET, transport, staging=only(Strategy.PACK))
+    target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
+    target.next_notice(Fetched)
+    check(target)
+    sent = source.agent._turns.carrier.moved_bytes[Direction.WRITE]
+    assert (sent > 0) == (passes == 3)
+    assert source.agent.moved_bytes[Direction.WRITE] == NUM_TOKENS * BYTES_PER_TOKEN
 
 
 def test_a_target_that_is_written_to_can_have_it_packed(make_rank):
@@ -95,7 +110,8 @@ def test_slots_are_no_larger_than_the_source_has_room_for(make_rank):
 def test_slots_that_staging_memory_can_never_have_are_an_error(make_rank, monkeypatch):
     """As no source of ours offers them."""
     monkeypatch.setattr(agent, "slot_bytes_in", lambda staging_bytes: 1 << 20)
-    source = make_rank("p0", SOURCE, staging_bytes=1 << 14, staging=only(Strategy.DIRECT, 1 << 10))
+    small = {"staging_bytes": 1 << 14, "staging": only(Strategy.DIRECT, 1 << 10)}
+    source = make_rank("p0", SOURCE, mover=wire_only, **small)
     target = make_rank("d0", TARGET, staging=only(Strategy.PACK, 1 << 20))
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
     assert "staging memory can never have" in str(target.next_notice(Failed).error)
@@ -196,7 +212,7 @@ def test_far_more_than_staging_memory_holds_waits_for_its_turn(make_rank, tmp_pa
     """Room for two slots at the source and at each target; thirty requests of five slots each, behind a gate."""
     gate = Gate(tmp_path / "gate")
     config = {"staging_bytes": 4 << 12, "staging": only(Strategy.PACK)}
-    source = make_rank("p0", SOURCE, wrap=gate.behind, **config)
+    source = make_rank("p0", SOURCE, wrap=gate.behind, mover=wire_only, **config)
     targets = [make_rank(f"d{number}", TARGET, **config) for number in range(3)]
     for number, target in enumerate(targets):
         reference = leased(source, f"first of {number}")

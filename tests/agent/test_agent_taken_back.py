@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, leased
+from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, leased, wire_only
 
+from kvferry.agent.config import near_mover
 from kvferry.plan.copies import Direction
 from kvferry.plan.digest import Policy
 from kvferry.plan.staged import Strategy
-from kvferry.session.events import Failed, SourceFree, TargetFree, TicketEnded
+from kvferry.session.events import Failed, SourceFree, Staged, TargetFree, TicketEnded
 from kvferry.session.ways import StagingPolicy
 from kvferry.wire.codec import decode
 from kvferry.wire.messages import Landed
@@ -56,6 +57,20 @@ def take_back_while_copying(agent, take_back):
     carrier.poll = polled
 
 
+def take_back_while_gathering(agent, take_back):
+    """Has the engine take the blocks back while they are gathered into the target's own slots."""
+    stager = agent._turns.stager
+    poll = stager.poll
+
+    def polled():
+        events = poll()
+        if any(isinstance(event, Staged) for event in events):
+            take_back()
+        return events
+
+    stager.poll = polled
+
+
 def take_back_while_digesting(agent, take_back):
     """Has the engine take the blocks back while they are digested."""
     digester = agent._turns.digester
@@ -71,10 +86,11 @@ def take_back_while_digesting(agent, take_back):
 
 
 WAYS = {
-    "read": ({}, LastLook),
-    "pushed": ({"direction": Direction.WRITE}, take_back_while_copying),
-    "packed": ({"staging": PACKED}, take_back_while_copying),
-    "digested": ({"digest": Policy.FULL}, take_back_while_digesting),
+    "read": ({}, LastLook, near_mover),
+    "pushed": ({"direction": Direction.WRITE}, take_back_while_copying, near_mover),
+    "packed": ({"staging": PACKED}, take_back_while_copying, wire_only),
+    "packed in place": ({"staging": PACKED}, take_back_while_gathering, near_mover),
+    "digested": ({"digest": Policy.FULL}, take_back_while_digesting, near_mover),
 }
 
 
@@ -83,8 +99,8 @@ def test_what_may_have_been_read_later_is_refused_whenever_the_word_comes(make_r
     """The engine says so before it writes over its blocks: so before a reader can say that it has read other bytes, and
     before a copy out of them ends. The order alone has to see to it, without a digest; and a digest of what has been
     written over is no sign of a transport that spoils bytes."""
-    options, meddle = WAYS[way]
-    source = make_rank("p0", SOURCE)
+    options, meddle, mover = WAYS[way]
+    source = make_rank("p0", SOURCE, mover=mover)
     target = make_rank("d0", TARGET, **({"digest": Policy.OFF} | options))
     reference = leased(source)
     meddle(source.agent, lambda: source.agent.withdraw("r1"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, Gate, leased
+from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, Gate, leased, wire_only
 
 from kvferry.agent import Agent, AgentConfig, Host
 from kvferry.agent.config import SLOT_BYTES
@@ -132,7 +132,7 @@ def test_agents_whose_transfers_are_over_keep_nothing(kept, make_rank, strategy)
 
 def test_slots_that_a_source_may_still_write_to_stay_in_place(kept, make_rank, tmp_path):
     gate = Gate(tmp_path / "gate")
-    source = make_rank("p0", SOURCE, wrap=gate.behind)
+    source = make_rank("p0", SOURCE, wrap=gate.behind, mover=wire_only)
     target = make_rank("d0", TARGET, staging=PACK, staging_bytes=STAGING)
     target.agent.fetch(target.wanted(source, leased(source, "first"), TARGET_TABLES, NUM_TOKENS, "first"))
     target.next_notice(Fetched)

@@ -1,12 +1,16 @@
 """The staging memory of an agent: who is to be asked for the end of a copy, and when a slot is there."""
 
+import ctypes
+
 import pytest
 
 from kvferry.agent.config import slot_bytes_in
+from kvferry.agent.far_slots import FarSlots
 from kvferry.agent.stager import Stager
-from kvferry.session.events import Acquire, Acquired, PeerKey, ReadKey, SlotKey
+from kvferry.session.events import Acquire, Acquired, ClaimKey, PeerKey, ReadKey, SlotKey
 from kvferry.transport.base import Memory
-from kvferry.wire.messages import MAX_SLOT_BYTES
+from kvferry.transport.shared_memory import allocate_shared
+from kvferry.wire.messages import MAX_SLOT_BYTES, Party
 
 ARENA = Memory(1 << 20, 1 << 16, -1)
 KEY = SlotKey(ReadKey("q1", PeerKey("p0", "e1", "tcp://127.0.0.1:1")), 0, 0)
@@ -20,7 +24,9 @@ class Copying:
     def __init__(self, rings):
         self.rings = rings
 
-    def start(self, key, tiles):
+    reaches_far = True
+
+    def start(self, key, tiles, far=None):
         raise AssertionError
 
     def poll(self):
@@ -32,13 +38,13 @@ class Copying:
 
 @pytest.mark.parametrize("rings", [True, False])
 def test_only_a_mover_that_does_not_ring_has_to_be_asked_again_and_again(rings):
-    stager = Stager(ARENA, Copying(rings))
+    stager = Stager(ARENA, Copying(rings), FarSlots(ARENA))
     assert stager.busy is not rings
     stager.close()
 
 
 def test_a_wish_for_a_slot_is_answered_by_the_next_poll():
-    stager = Stager(ARENA, Copying(rings=True))
+    stager = Stager(ARENA, Copying(rings=True), FarSlots(ARENA))
     stager.acquire(Acquire(KEY, 4096))
     assert stager.is_changed
     assert stager.poll() == [Acquired(KEY, ARENA.address)]
@@ -47,6 +53,50 @@ def test_a_wish_for_a_slot_is_answered_by_the_next_poll():
     assert stager.is_changed
     assert stager.poll() == []
     stager.close()
+
+
+def test_a_slot_of_the_target_that_can_be_reached_is_as_good_as_an_own_one():
+    """It takes no staging memory of ours, and stays mapped until it is given back, also when its target is gone."""
+    theirs = allocate_shared(1 << 16, "target")
+    far, party = FarSlots(ARENA), Party("d0", "epoch-9", 0)
+    far.attach(party, FarSlots(theirs.memory).descriptor)
+    stager = Stager(ARENA, Copying(rings=True), far)
+    key = SlotKey(ClaimKey("l1", party, "q1"), 0, 0)
+    stager.acquire(Acquire(key, 4096, theirs.memory.address + 8192))
+    (acquired,) = stager.poll()
+    assert acquired == Acquired(key, acquired.address, is_far=True)
+    assert stager.num_slots == 0
+    far.detach(party)
+    ctypes.memset(acquired.address, 7, 4096)
+    assert set(theirs.buffer[8192:12288]) == {7}
+    assert not any(theirs.buffer[12288:])
+    stager.release(key)
+    assert stager.poll() == []
+    theirs.close()
+    stager.close()
+
+
+@pytest.mark.parametrize("why", ["never attached", "outside", "no such memory", "a mover that cannot", "for a scatter"])
+def test_where_the_targets_slot_cannot_be_reached_there_is_one_of_ours(why):
+    theirs = allocate_shared(1 << 16, "target")
+    far, party = FarSlots(ARENA), Party("d0", "epoch-9", 0)
+    if why == "no such memory":
+        far.attach(party, b"nonsense")
+    elif why != "never attached":
+        far.attach(party, FarSlots(theirs.memory).descriptor)
+    mover = Copying(rings=True)
+    mover.reaches_far = why != "a mover that cannot"
+    stager = Stager(ARENA, mover, far)
+    key = SlotKey(ClaimKey("l1", party, "q1"), 0, 0)
+    address = {"outside": theirs.memory.address + (1 << 16) - 4095, "for a scatter": 0}.get(why, theirs.memory.address)
+    stager.acquire(Acquire(key, 4096, address))
+    assert stager.poll() == [Acquired(key, ARENA.address + ARENA.size_bytes // 2)]
+    theirs.close()
+    stager.close()
+
+
+def test_of_memory_that_nobody_can_attach_nobody_is_told():
+    assert FarSlots(ARENA).descriptor == b""
 
 
 def test_slots_fit_into_staging_memory_and_into_an_offer():

@@ -307,6 +307,19 @@ def test_what_is_shared_takes_less_and_only_what_moves_straight_is(counts, costs
     assert staged[0] == staged[1]
 
 
+def test_nothing_is_on_the_wire_that_is_gathered_where_it_is_scattered_from():
+    """On two cores the two stages take turns at what is left; the other ways cost as before."""
+    counts, costs = rows_of(768), replace(TYPICAL_HOST, num_at_once=1.5)
+    near = {price.strategy: price for price in prices(counts, costs)}
+    far = {price.strategy: price for price in prices(counts, replace(costs, gathers_far=True))}
+    assert all(far[each] == near[each] for each in (Strategy.DIRECT, Strategy.SCATTER))
+    num_slots = -(-counts.num_bytes // costs.slot_bytes)
+    rows_s = counts.num_rows * costs.copy_row_s + num_slots * costs.launch_s
+    stage_s = rows_s + counts.num_bytes / costs.gather_bytes_per_s
+    assert far[Strategy.PACK].seconds == pytest.approx(costs.latency_s + 2 * stage_s / 1.5)
+    assert far[Strategy.PACK].num_rows == near[Strategy.PACK].num_rows == num_slots
+
+
 @pytest.mark.parametrize(
     ("fan_in", "fan_out", "share"), [(1, 1, 0.5), (2, 1, 2 / 3), (4, 1, 0.8), (1, 2, 1 / 3), (2, 2, 0.5), (1, 4, 0.2)]
 )

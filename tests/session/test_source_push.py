@@ -285,6 +285,11 @@ def test_offers_that_make_no_sense_are_refused(source):
     play(source, [(2, said(CLAIM), [GRANT, Post])])
 
 
+def test_a_target_that_meets_us_again_may_judge_otherwise_whether_we_are_near(source):
+    near = msgspec.structs.replace(OFFER, staging=b"here")
+    play(source, [*MET, (1, said(near), MET[2][2]), (2, said(CLAIM), [GRANT, Post])])
+
+
 def test_another_model_is_refused_with_every_difference(source):
     layouts = describe(attention(2, 4, 4, "float16", 4), EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
     offer = m.TargetOffer(THEM, layouts, OFFER.transports, OFFER.probe)

@@ -385,11 +385,12 @@ CLAIMED = [
     (0, PeerConnected(US, "shm", "shm"), [Reply]),
     (0, said(CLAIM), [Reply("x", m.Grant("q1", ()))]),
 ]
-OWN_ACQUIRE = Acquire(own(0), STRETCH_BYTES)
+OWN_ACQUIRE = Acquire(own(0), STRETCH_BYTES, ARENA)
 GATHERING = [*CLAIMED, (1, said(asked(0)), [OWN_ACQUIRE]), (1, Acquired(own(0), OWN), [Stage])]
 WRITING = [*GATHERING, (2, Staged(own(0), ""), [Post])]
 PACKED = m.Packed("q1", 0, 0)
 ABORT_SAID = said(m.Abort(US, "q1", "l1"))
+LANDED_SAID, VALID = said(m.Landed(US, "q1", "l1")), Reply("x", m.Valid("q1"))
 CLEAN, UNCLEAN = m.Aborted("q1", "epoch-1"), m.Aborted("q1", "epoch-1", is_clean=False)
 
 
@@ -492,7 +493,7 @@ def vars_of(message):
 def test_a_slot_that_cannot_be_written_fails_the_claim(steps, event, released):
     session = source()
     play(session, steps if released else [*steps, (1, said(asked(0)), [OWN_ACQUIRE])])
-    play(session, [(1, said(asked(1)), [Acquire(own(1), STRETCH_BYTES)])])
+    play(session, [(1, said(asked(1)), [Acquire(own(1), STRETCH_BYTES, ARENA)])])
     commands = session.handle(event, 3.0)
     assert (Release(own(0)) in commands, Release(own(1)) in commands) == (released, True)
     assert reasons(commands) == ["transport"]
@@ -535,6 +536,47 @@ def test_the_blocks_of_a_lease_that_ends_wait_for_its_slots(steps):
     play(session, [(4, event, [Release(own(0)), SourceFree("r1", "withdrawn")])])
 
 
+# --- gathered into the target's own slots ---
+
+
+NEAR = 1 << 36
+"""Where the source has the target's slot mapped."""
+FILLING = [*CLAIMED, (1, said(asked(0)), [OWN_ACQUIRE]), (1, Acquired(own(0), NEAR, is_far=True), [Stage])]
+
+
+def test_what_is_gathered_into_the_targets_slot_is_there():
+    session = source()
+    (stage,) = play(session, FILLING)
+    assert {int(row) >= NEAR for tile in stage.tiles for row in tile.target_start} == {True}
+    play(session, [(2, Staged(own(0), ""), [Release(own(0)), Reply("x", PACKED)])])
+    play(session, [(3, said(asked(0)), [Reply("x", PACKED)]), (3, said(CLAIM), [Reply])])
+
+
+def test_when_the_last_slot_is_gathered_in_place_all_of_it_is_valid():
+    session = source()
+    play(session, [*FILLING, (2, Staged(own(0), ""), [Release, Reply])])
+    for stretch in (1, 2, 3):
+        play(session, [(3, said(asked(stretch)), [Acquire]), (3, Acquired(own(stretch), NEAR, is_far=True), [Stage])])
+        if stretch < 3:
+            play(session, [(4, Staged(own(stretch), ""), [Release, Reply])])
+    last = Reply("x", m.Packed("q1", 3, 0))
+    play(session, [(5, Staged(own(3), ""), [Release, last, VALID, SourceFree("r1", "done")])])
+
+
+def test_a_gather_in_place_that_fails_leaves_nothing_under_way():
+    """Unlike bytes on a wire, of which nobody knows: so nobody waits for them."""
+    session = source()
+    play(session, FILLING)
+    assert reasons(session.handle(Staged(own(0), "no such memory"), 2.0)) == ["transport"]
+    play(session, [(3, ABORT_SAID, [Reply("x", CLEAN), SourceFree("r1", "aborted")])])
+
+
+def test_who_gives_up_hears_of_it_when_nothing_is_gathered_into_its_slots_any_more():
+    session = source()
+    play(session, [*FILLING, (2, ABORT_SAID, [])])
+    play(session, [(3, Staged(own(0), ""), [Release(own(0)), Reply("x", CLEAN), SourceFree("r1", "aborted")])])
+
+
 def test_a_claim_that_has_failed_is_not_refused_again_when_its_lease_ends():
     session = source()
     play(session, GATHERING)
@@ -553,7 +595,6 @@ GROWING = replace(LEASE, block_tables=((),), is_growing=True)
 DIRECT_CLAIM = m.Claim(US, "q1", REFERENCE, NUM_TOKENS, (0,), Direction.WRITE, TABLES, RANGES)
 PART = Part(("model.layers.0.k",), (Span(0, 2), Span(0, 4)), ALL_TOKENS, RANGES[0])
 DIGESTED_CLAIM = structs.replace(CLAIM, subject=Subject(Policy.SAMPLED, 3, (PART,)))
-LANDED_SAID, VALID = said(m.Landed(US, "q1", "l1")), Reply("x", m.Valid("q1"))
 
 
 def written(stretch):

@@ -18,6 +18,7 @@ from kvferry.agent.carrier import Carrier
 from kvferry.agent.config import AgentConfig, Host, slot_bytes_in
 from kvferry.agent.control import ControlChannel
 from kvferry.agent.digests import Digester, HostBytes
+from kvferry.agent.far_slots import FarSlots
 from kvferry.agent.knocks import Knocks
 from kvferry.agent.lent_memory import Arena
 from kvferry.agent.meeting import Met
@@ -69,7 +70,8 @@ class Agent:
             # Closed after everything that copies.
             self._arena = self._lent(host.arena(config.staging_bytes), undo)
             self._probe = self._lent(allocate_probe(), undo)
-            carrier = undo.enter_context(closing(_carrier(config, transports, unavailable)))
+            far = undo.enter_context(closing(FarSlots(self._arena.memory)))
+            carrier = undo.enter_context(closing(_carrier(config, transports, unavailable, far)))
             carrier.register([*host.memories, self._probe.memory, self._arena.memory])
             carrier.check_requested()
             knocks = undo.enter_context(closing(Knocks()))
@@ -80,10 +82,10 @@ class Agent:
             readable = [memory for memory in host.memories if memory.device == HOST]
             self._turns = Turns(
                 source=SourceSession(identity, config.timing),
-                target=TargetSession(ourselves_of(identity, config), config.timing),
+                target=TargetSession(ourselves_of(identity, config, far.descriptor), config.timing),
                 control=control,
                 carrier=carrier,
-                stager=undo.enter_context(closing(Stager(self._arena.memory, mover))),
+                stager=undo.enter_context(closing(Stager(self._arena.memory, mover, far))),
                 digester=Digester(HostBytes(readable, identity.layout.regions)),
                 knocks=knocks,
                 wake=wake,
@@ -120,8 +122,9 @@ class Agent:
 
     @property
     def moved_bytes(self) -> Mapping[Direction, int]:
-        """Bytes that reads and writes of ours have moved since the start. May be asked from any thread."""
-        return self._turns.carrier.moved_bytes
+        """Bytes that we have read from peers and written to them since the start. May be asked from any thread."""
+        moved, gathered = self._turns.carrier.moved_bytes, self._turns.stager.gathered_bytes
+        return {Direction.READ: moved[Direction.READ], Direction.WRITE: moved[Direction.WRITE] + gathered}
 
     @property
     def num_slots(self) -> int:
@@ -218,10 +221,12 @@ class Agent:
             yield self._probe
 
 
-def _carrier(config: AgentConfig, transports: Sequence[Transport], unavailable: Mapping[str, str]) -> Carrier:
+def _carrier(
+    config: AgentConfig, transports: Sequence[Transport], unavailable: Mapping[str, str], far: FarSlots
+) -> Carrier:
     tests_s = TESTS_SHARE * config.timing.handshake_s
     surroundings = surroundings_here(config.transport, config.may_turn)
-    return Carrier(config.transport, transports, unavailable, tests_s, surroundings)
+    return Carrier(config.transport, transports, unavailable, tests_s, surroundings, far)
 
 
 def _check_id(request_id: str) -> None:

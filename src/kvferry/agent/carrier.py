@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvferry.agent.far_slots import FarSlots
 from kvferry.agent.meeting import Meeting, Met, name_of
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.plan.copies import Direction
@@ -54,6 +55,7 @@ class Carrier:
         unavailable: Mapping[str, str],
         tests_s: float,
         surroundings: Surroundings = NOWHERE,
+        far: FarSlots | None = None,
     ) -> None:
         self.met: dict[Remote, Met] = {}
         self.moved_bytes = dict.fromkeys(Direction, 0)
@@ -67,6 +69,7 @@ class Carrier:
         self._open: dict[WorkKey, _Open] = {}
         self._meetings: list[Meeting] = []
         self._events: list[CarrierEvent] = []
+        self._far = far
         self._is_fresh = False
 
     @property
@@ -120,12 +123,16 @@ class Carrier:
             self._events.append(PeerUnreachable(peer, str(error)))
             return
         transports = [self._transports[name] for name in names]
+        if isinstance(offer, TargetOffer) and self._far is not None:
+            self._far.attach(peer, offer.staging)
         self._meetings.append(Meeting(peer, offer, transports, self._tests_s, self._surroundings))
 
     def disconnect(self, peer: Remote) -> None:
         """Forget a peer; its open tickets end with an error in a later `poll`."""
         self._routes.pop(peer, None)
         self.met.pop(peer, None)
+        if self._far is not None:
+            self._far.detach(peer)
         for meeting in self._meetings:
             if meeting.peer == peer:
                 meeting.abandon()

@@ -6,13 +6,16 @@ if sources could not get slots of their own because of that, two engines could w
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import ExitStack
 
+from kvferry.agent.far_slots import FarSlots
 from kvferry.errors import FerryError
 from kvferry.session.events import Acquire, Acquired, ReadKey, SlotKey, Stage, Staged
 from kvferry.staging.mover import Mover
 from kvferry.staging.pool import Pool
 from kvferry.transport.base import Memory
+from kvferry.transport.pieces import View
 
 __all__ = ["Stager"]
 
@@ -20,15 +23,19 @@ StagerEvent = Acquired | Staged
 
 
 class Stager:
-    """Belongs to one thread. `arena` is the staging memory, registered with the transports already."""
+    """Belongs to one thread. `arena` is the staging memory, registered with the transports already; `far` are the slots
+    of targets that can be reached without a transport: into them `gathered_bytes` have been gathered."""
 
-    def __init__(self, arena: Memory, mover: Mover) -> None:
+    def __init__(self, arena: Memory, mover: Mover, far: FarSlots) -> None:
         half_bytes = arena.size_bytes // 2
         self._arena = arena
         self._incoming, self._outgoing = Pool(half_bytes), Pool(half_bytes)
         self._outgoing_address = arena.address + half_bytes
-        self._mover = mover
-        self._refused: list[Acquired] = []
+        self._mover, self._far = mover, far
+        # What is mapped stays so while a copy may touch it.
+        self._views: dict[Hashable, View] = {}
+        self.gathered_bytes = 0
+        self._answers: list[Acquired] = []
         self._is_changed = False
         self._resources = ExitStack()
         self._resources.callback(mover.close)
@@ -49,31 +56,37 @@ class Stager:
         return sum(pool.num_held + pool.num_waiting for pool in (self._incoming, self._outgoing))
 
     def acquire(self, command: Acquire) -> None:
-        """Get in line; peers take turns."""
+        """Get in line; peers take turns. Where the target's own slot can be reached, that one is as good."""
         self._is_changed = True
+        if (view := self._far_slot(command)) is not None:
+            self._views[command.key] = view
+            self._answers.append(Acquired(command.key, int(view.ctypes.data), is_far=True))
+            return
         try:
             self._pool_of(command.key).ask(command.key, command.key.remote, command.num_bytes)
         except FerryError as error:
-            self._refused.append(Acquired(command.key, 0, str(error)))
+            self._answers.append(Acquired(command.key, 0, str(error)))
 
     def release(self, key: SlotKey) -> None:
         """Give back, or leave the line."""
         self._is_changed = True
+        self._views.pop(key, None)
         if key in self._pool_of(key):
             self._pool_of(key).release(key)
 
     def stage(self, command: Stage) -> None:
         """Gather or scatter."""
-        self._mover.start(command.key, command.tiles)
+        self._mover.start(command.key, command.tiles, self._views.get(command.key))
 
     def poll(self) -> list[StagerEvent]:
         """The slots that are served now, and the copies that have ended."""
         ended = self._mover.poll()
         events: list[StagerEvent] = [Staged(key, error) for key, error in ended if isinstance(key, SlotKey)]
+        self.gathered_bytes += sum(self._views[key].size for key, error in ended if key in self._views and not error)
         if not self._is_changed:
             return events
-        events += self._refused
-        self._refused, self._is_changed = [], False
+        events += self._answers
+        self._answers, self._is_changed = [], False
         pools = ((self._incoming, self._arena.address), (self._outgoing, self._outgoing_address))
         for pool, address in pools:
             events += [
@@ -84,6 +97,11 @@ class Stager:
     def close(self) -> None:
         """Nothing is copied any more afterwards. Safe to call twice."""
         self._resources.close()
+
+    def _far_slot(self, command: Acquire) -> View | None:
+        if not (command.far_address and self._mover.reaches_far):
+            return None
+        return self._far.find(command.key.remote, command.far_address, command.num_bytes)
 
     def _pool_of(self, key: SlotKey) -> Pool:
         return self._incoming if isinstance(key.work, ReadKey) else self._outgoing

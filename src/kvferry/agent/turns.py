@@ -139,8 +139,7 @@ class Turns:
         """What has happened to work that takes several turns."""
         # What is gathered is posted, what is posted may be copied by the poll, what is sent makes room: in this order
         # no slot waits for the next turn.
-        for slot_event in self.stager.poll():
-            self._feed(slot_event)
+        self._feed_after_wishes(self.stager.poll())
         self._carried()
         self._move_slots()
         self._feed_after_wishes(self.digester.run(DIGEST_BYTES))
@@ -150,8 +149,7 @@ class Turns:
     def _move_slots(self) -> None:
         """Hand out the slots that are free at once: the copies that go with them run beside all that follows here."""
         while self.stager.is_changed:
-            for event in self.stager.poll():
-                self._feed(event)
+            self._feed_after_wishes(self.stager.poll())
 
     def _take_wishes(self) -> None:
         while not self.inbox.empty():

@@ -15,7 +15,7 @@ full; of the others, what one slot takes. But no more than `num_at_once` stages 
 
 The divisor is no whole number, for a last slot that is almost empty hides almost nothing. `wire_rows` is `num_rows` for
 direct, `num_source_runs` and at most one more per slot border for scatter, and `num_slots` for pack. What is staged
-takes `staging_s` on top.
+takes `staging_s` on top. For a source that gathers straight into the target's slots (`gathers_far`), pack has no wire.
 
 A target that receives `fan_in` times as much, from several sources at once, scatters for all of them and has one link,
 or memory, for all: as the slowest stage, scatter and bytes take as many times as long, and rows `rows_fan_in` times,
@@ -61,7 +61,7 @@ ONE_REGION: Column = np.zeros(0, np.uint64)
 
 NUM_STAGES = 3.0
 """Gather, wire and scatter."""
-MAY_BE_ZERO = ("staging_s", "sharing_s")
+MAY_BE_ZERO = ("staging_s", "sharing_s", "gathers_far")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +81,7 @@ class Costs:
     rows_fan_in: how many times as many rows whoever posts those of this source posts: a target that reads, all.
     staging_s: what staging takes on top, once: a source to be asked, and threads to be woken. May be 0.
     sharing_s: what each source takes on top that moves a share itself; 0 where only one side can move anything.
+    gathers_far: whether a source reaches the target's staging memory: then there is no wire between gather and scatter.
 
     Raises ConfigurationError naming every other value that is not a positive, finite number.
     """
@@ -99,6 +100,7 @@ class Costs:
     fan_out: float = 1.0
     staging_s: float = 0.0
     sharing_s: float = 0.0
+    gathers_far: bool = False
 
     def __post_init__(self) -> None:
         wrong = [f"{name} = {value}" for name, value in asdict(self).items() if not _can_be(name, value)]
@@ -219,7 +221,9 @@ def _price(strategy: Strategy, counts: Counts, costs: Costs) -> Price:
     num_rows = _wire_rows(strategy, counts, costs)
     rows_s, bytes_s = num_rows * costs.row_s, counts.num_bytes / costs.wire_bytes_per_s
     rows_times = 1.0 if strategy is Strategy.PACK else costs.rows_fan_in
-    stages = [_Stage(rows_s + bytes_s, rows_s * rows_times + bytes_s * costs.fan_in)]
+    stages = []
+    if strategy is not Strategy.PACK or not costs.gathers_far:
+        stages.append(_Stage(rows_s + bytes_s, rows_s * rows_times + bytes_s * costs.fan_in))
     if strategy is Strategy.PACK:
         gather_s = _copy_s(counts, costs, costs.gather_bytes_per_s)
         stages.append(_Stage(gather_s, gather_s))

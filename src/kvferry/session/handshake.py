@@ -42,7 +42,8 @@ class Ourselves:
     """Who this rank is, and the layouts of all ranks of its engine: the route depends on all of them.
 
     `digest` says how much of what has landed is compared with the source's own, `direction` who moves the bytes, and
-    `staging` whether they may go through staging memory; `transports` and `probe` are for sources that write. With
+    `staging` whether they may go through staging memory; `transports`, `probe` and `arena`, which is what a process of
+    this host needs to attach our staging memory, are for sources that write. With
     `may_turn` a source to which reading turns out to be far slower than writing writes instead, and one that can write
     while we read writes a share.
     """
@@ -54,6 +55,7 @@ class Ourselves:
     direction: Direction = Direction.READ
     transports: tuple[TransportOffer, ...] = ()
     probe: Probe = NO_PROBE
+    arena: bytes = b""
     staging: StagingPolicy = NO_STAGING
     may_turn: bool = False
 
@@ -253,12 +255,16 @@ class Handshakes:
             ),
             PeerState.WELCOMED: OfferRequest(ours.party),
         }
-        offer = TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe)
+        offer = TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe, self._arena_for(peer))
         questions[PeerState.OFFERING] = offer
         if peer.direction is Direction.WRITE:
             questions[PeerState.CONNECTING] = offer
         if question := questions.get(peer.machine.state):
             yield Send(peer.key, question)
+
+    def _arena_for(self, peer: Peer) -> bytes:
+        """Who copies what it posts need not post what it gathers: our slots are as near to it as its own."""
+        return self._ours.arena if peer.costs.gathers_far else b""
 
 
 def _is_replaced(older: PeerKey, newer: PeerKey) -> bool:

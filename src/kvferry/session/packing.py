@@ -102,7 +102,7 @@ class Packing:
             yield Reply(peer, Queued(self.claim_id))
         else:
             use = self.uses[key] = SlotUse.begun(key, self._slot(key), message.address)
-            yield Acquire(key, use.slot.num_bytes)
+            yield Acquire(key, use.slot.num_bytes, use.far_address)
 
     def _how_far(self, key: SlotKey, gets_on: bool) -> Packed | Grant | Refusal | Queued | Renewed:
         """What there is to say of a slot that was asked for before, and of every other once something has failed."""
@@ -139,16 +139,19 @@ class Packing:
             yield from self.fail(event.error)
             return
         use.machine.move("acquired")
-        use.address = event.address
+        use.address, use.is_far = event.address, event.is_far
         yield Stage(event.key, use.gather)
 
     def staged(self, event: Staged) -> Iterator[Command]:
-        """Gathered: on the wire with it."""
+        """Gathered: on the wire with it, unless that was into the target's own slot."""
         use = self.uses[event.key]
         if use.state is SlotState.DRAINING or event.error:
             yield from self._over(use, event.error)
             return
         use.machine.move("filled")
+        if use.is_far:
+            yield from self._written(use)
+            return
         yield Post(event.key, use.slot.wire.shifted(use.address, use.far_address), Direction.WRITE)
 
     def ticket_ended(self, event: TicketEnded) -> Iterator[Command]:
@@ -160,6 +163,10 @@ class Packing:
         if use.state is SlotState.DRAINING or event.error:
             yield from self._over(use, event.error)
             return
+        yield from self._written(use)
+
+    def _written(self, use: SlotUse) -> Iterator[Command]:
+        """It is in the target's slot."""
         use.machine.move("emptied")
         del self.uses[use.key]
         self.done.add(use.key)

@@ -35,7 +35,8 @@ SLOT_TABLE: Table = {
 
 @dataclass(slots=True)
 class SlotUse:
-    """`address` is the slot's own, once it is ours; `far_address` where the other side has its slot, at a source."""
+    """`address` is the slot's own, once it is ours; `far_address` where the other side has its slot, at a source. With
+    `is_far` they are the same bytes: what is filled is emptied."""
 
     key: SlotKey
     slot: Slot
@@ -43,6 +44,7 @@ class SlotUse:
     last_sent: float = 0.0
     address: int = 0
     far_address: int = 0
+    is_far: bool = False
     was_emptying: bool = False
 
     @classmethod

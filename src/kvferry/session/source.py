@@ -93,9 +93,9 @@ class SourceSession:
             FrameArrived: self._answer,
             PeerConnected: self._connected,
             PeerUnreachable: self._connected,
-            TicketEnded: self._ticket_ended,
-            Acquired: self._slot_changed,
-            Staged: self._slot_changed,
+            TicketEnded: self._carried,
+            Acquired: self._carried,
+            Staged: self._carried,
             Digested: self._landings.digested,
             Tick: self._tick,
         }
@@ -264,22 +264,17 @@ class SourceSession:
             self._landings.begun(lease, pack.party, now)
         return commands
 
-    def _slot_changed(self, event: Acquired | Staged, now: float) -> list[Command]:
-        lease = self._leases.get(event.key.work.lease_id) if isinstance(event.key.work, ClaimKey) else None
-        if lease is None:
-            return []
-        return [*self._carrying.slot_changed(event, lease, now), *self._leases.free_when_drained(lease)]
-
-    def _ticket_ended(self, event: TicketEnded, now: float) -> list[Command]:
+    def _carried(self, event: TicketEnded | Acquired | Staged, now: float) -> list[Command]:
+        """A claim that we carry out has got on: what is written by that tells of itself."""
         key = event.key.work if isinstance(event.key, SlotKey) else event.key
         lease = self._leases.get(key.lease_id) if isinstance(key, ClaimKey) else None
         if lease is None or not isinstance(key, ClaimKey):
             return []
         self._targets.heard(key.party, now)
-        if isinstance(event.key, SlotKey):
-            commands = list(self._carrying.slot_changed(event, lease, now))
-        else:
+        if isinstance(event, TicketEnded) and not isinstance(event.key, SlotKey):
             commands = list(self._carrying.ticket_ended(event, lease))
+        else:
+            commands = list(self._carrying.slot_changed(event, lease, now))
         if lease.live:
             self._leases.renew(lease, now)
         return [*commands, *self._landings.written(lease, now), *self._leases.free_when_drained(lease)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from kvferry.errors import FerryError, RequestError, TransferError
 from kvferry.plan.bundles import Bundle, bundles
 from kvferry.plan.copies import NOTHING, Copies
@@ -66,7 +68,8 @@ class Targets:
     def offered(self, peer: str, offer: TargetOffer, now: float) -> list[Command]:
         """Connect to a target that wants to be written to; say so again when it is repeated."""
         if known := self._known.get(offer.party):
-            if known.offer != offer:
+            # Whether we may attach its staging memory, it judges anew each time that it meets us.
+            if structs.replace(known.offer, staging=offer.staging) != offer:
                 return _refuse(peer, Reason.MALFORMED, "two different offers of one target rank", str(offer.party))
             known.peer, known.last_heard = peer, now
             return [Reply(peer, reached) for reached in known.reached]

@@ -50,7 +50,7 @@ __all__ = [
     "Written",
 ]
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -166,12 +166,14 @@ class Offer(Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
 
 class TargetOffer(Struct, frozen=True, tag="target_offer", forbid_unknown_fields=True):
     """A target rank's wish to be written to: the layouts of all ranks of its engine, as the route depends on them, and
-    the ways to reach its own memory."""
+    the ways to reach its own memory. `staging` is what a process of the same host needs to attach its staging memory,
+    empty where nobody can."""
 
     party: Party
     layouts: Annotated[tuple[Layout, ...], Meta(min_length=1, max_length=1 << 12)]
     transports: Annotated[tuple[TransportOffer, ...], Meta(max_length=16)]
     probe: Probe
+    staging: Annotated[bytes, Meta(max_length=1 << 12)] = b""
 
 
 class Reached(Struct, frozen=True, tag="reached", forbid_unknown_fields=True):

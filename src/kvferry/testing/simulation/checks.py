@@ -70,10 +70,13 @@ class Checks:
             elif ticket.is_write and isinstance(ticket.key, SlotKey):
                 self._packed.setdefault(whose, {})[ticket.key] = len(ticket.source)
 
-    def scattered(self, node: Node, copy: Copy) -> None:
-        """Note what has come to its blocks out of a slot."""
-        if isinstance(copy.key.work, ReadKey):
-            self._in_place[node.party, copy.key.work.request_id, copy.key.work.peer] += len(copy.source)
+    def copied(self, node: Node, copy: Copy) -> None:
+        """Note what has come to its blocks out of a slot, and what was gathered into a target's slot."""
+        work = copy.key.work
+        if isinstance(work, ReadKey):
+            self._in_place[node.party, work.request_id, work.peer] += len(copy.source)
+        elif copy.far is not None:
+            self._packed.setdefault((work.party, work.claim_id, node.peer_key), {})[copy.key] = len(copy.source)
 
     def fetched(self, node: Node, fetching: Fetching) -> None:
         """A request may be answered: from its own bytes, read while its lease was live (I8)."""

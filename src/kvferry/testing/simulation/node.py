@@ -81,7 +81,9 @@ class Node:
         self.num_states = len(layout.states)
         self.pool = BlockPool(layout, side.shared_pool)
         self.inbox = Inbox(self.site.world)
-        self.stager = Stager(self.site, self.memory, StagerEnds(self._later, self._slot_changed, self._copy_moves))
+        self.stager = Stager(
+            self.site, self.memory, StagerEnds(self._later, self._slot_changed, self._copy_moves, self._reach)
+        )
         self.staged_at = 0.0
         self._digester = Digester(self.site, self.memory, self._digested)
         self.lent: dict[str, Lent] = {}
@@ -92,7 +94,7 @@ class Node:
         identity = Identity(party, PRODUCT_VERSION, side.layouts, offers, PROBE)
         timing, plant = self.site.timing, self.site.plant
         self.source = plant.source(identity, timing)
-        moving = habits.direction, offers, PROBE, habits.staging
+        moving = habits.direction, offers, PROBE, b"", habits.staging
         ours = Ourselves(party, PRODUCT_VERSION, side.layouts, self.site.digest, *moving, may_turn=True)
         self.target = plant.target(ours, timing)
         remember_programs(self.source, self.target, side.layouts, party.rank)
@@ -137,7 +139,10 @@ class Node:
     def _copy_moves(self, copy: Copy, is_last: bool) -> None:
         staging_checks.copy_moves(self, copy)
         if is_last:
-            self.site.checks.scattered(self, copy)
+            self.site.checks.copied(self, copy)
+
+    def _reach(self, peer: e.Remote) -> Node | None:
+        return self._tickets.route(self, peer)
 
     def _digested(self, event: e.Digested) -> None:
         if isinstance(event.key, e.SlotKey):
@@ -266,7 +271,7 @@ class Node:
             case e.Acquire():
                 self.stager.acquire(command)
             case e.Release(key):
-                staging_checks.slot_is_released(self, key, self._tickets.open)
+                staging_checks.slot_is_released(self, key, self._tickets.open, self._tickets.gathers_into(self))
                 self.stager.release(key)
             case e.Stage():
                 self.stager.stage(command)

@@ -1,19 +1,24 @@
-"""Staging memory of one rank: slots of two real pools, poisoned when they come back, and copies that take time."""
+"""Staging memory of one rank: slots of two real pools, poisoned when they come back, and copies that take time. Some
+slots of targets are as near to a source as its own: it gathers into them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import FerryError
 from kvferry.plan.tiles import rows_of
-from kvferry.session.events import Acquire, Acquired, ClaimKey, ReadKey, SlotKey, Stage, Staged
+from kvferry.session.events import Acquire, Acquired, ClaimKey, ReadKey, Remote, SlotKey, Stage, Staged
 from kvferry.staging.pool import Pool
 from kvferry.testing.simulation.memory import RankMemory
 from kvferry.testing.simulation.site import Site
+
+if TYPE_CHECKING:
+    from kvferry.testing.simulation.node import Node
 
 __all__ = ["Copy", "Stager", "StagerEnds"]
 
@@ -22,18 +27,21 @@ FAST_S = 0.005
 # With a slow ticket it still takes less than a slot may take.
 MAX_SLOW_S = 4.0
 POISON = np.uint8(37)
+FAR = 0.5
+"""How often a slot of a target is near enough to be gathered into."""
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
     """A gather or a scatter. `source` and `target` are indices of bytes, of which `moved` have moved; `fails_at` is the
-    number of bytes after which it ends with an error."""
+    number of bytes after which it ends with an error. A gather may go to the slot of `far`, a target."""
 
     key: SlotKey
     source: NDArray[np.int64]
     target: NDArray[np.int64]
     step_s: float
     fails_at: int
+    far: Node | None = None
     moved: int = 0
 
     @property
@@ -50,11 +58,13 @@ class Copy:
 @dataclass(frozen=True, slots=True)
 class StagerEnds:
     """What a stager is connected to: `later` puts something off to another turn, `then` is told what has happened, one
-    event after another, and `watch` is asked before bytes of a copy move, and whether they are its last."""
+    event after another, `watch` is asked before bytes of a copy move, and whether they are its last, and `reach` whose
+    memory a peer's is."""
 
     later: Callable[[Callable[[], None]], None]
     then: Callable[[Acquired | Staged], None]
     watch: Callable[[Copy, bool], None]
+    reach: Callable[[Remote], Node | None]
 
 
 class Stager:
@@ -67,12 +77,13 @@ class Stager:
         self._events: list[Acquired | Staged] = []
         self._is_due = False
         self._held: dict[SlotKey, range] = {}
+        self._far: dict[SlotKey, Node] = {}
         self.copies: dict[SlotKey, Copy] = {}
 
     @property
     def num_open(self) -> int:
         """Slots that are held or waited for."""
-        return sum(pool.num_held + pool.num_waiting for pool in self._pools)
+        return sum(pool.num_held + pool.num_waiting for pool in self._pools) + len(self._far)
 
     def extent(self, key: SlotKey) -> range:
         """The bytes of a slot that is held under this name; empty when none is."""
@@ -88,7 +99,13 @@ class Stager:
         return [copy for copy, work in works if isinstance(work, ClaimKey) and work.lease_id == lease_id]
 
     def acquire(self, command: Acquire) -> None:
-        """Get in line."""
+        """Get in line, unless the target's own slot is as good."""
+        far = self._ends.reach(command.key.remote) if command.far_address else None
+        if far is not None and self._site.world.chance(FAR):
+            self._far[command.key] = far
+            self._events.append(Acquired(command.key, command.far_address, is_far=True))
+            self._due()
+            return
         try:
             self._pool_of(command.key).ask(command.key, command.key.remote, command.num_bytes)
         except FerryError as error:
@@ -100,6 +117,7 @@ class Stager:
         """Give back, or leave the line. The next who has a slot there finds other bytes in it, and at once."""
         if key in self._pool_of(key):
             self._pool_of(key).release(key)
+        self._far.pop(key, None)
         extent = self._held.pop(key, range(0))
         self._memory.bytes[extent.start : extent.stop] += POISON
         self._due()
@@ -107,14 +125,16 @@ class Stager:
     def stage(self, command: Stage) -> None:
         """Gather or scatter: some slowly, some not to the end."""
         world, faults, rows = self._site.world, self._site.faults, rows_of(command.tiles)
-        source, target = (self._memory.indices(starts, rows) for starts in (rows.source, rows.target))
+        far = self._far.get(command.key)
+        source = self._memory.indices(rows.source, rows)
+        target = self._memory_at(far).indices(rows.target, rows)
         slow, fails = world.chance(faults.slow), world.chance(faults.copy_fail)
         step_s = world.between(0.0, MAX_SLOW_S if slow else FAST_S) / NUM_STEPS
         fails_at = world.dice.randint(0, len(source)) if fails else len(source) + 1
         for name, chosen in (("slow copy", slow), ("failing copy", fails)):
             if chosen:
                 self._site.story.fault(name, str(command.key.remote))
-        self.copies[command.key] = copy = Copy(command.key, source, target, step_s, fails_at)
+        self.copies[command.key] = copy = Copy(command.key, source, target, step_s, fails_at, far)
         world.after(step_s, lambda: self._step(copy))
 
     def _step(self, copy: Copy) -> None:
@@ -125,7 +145,7 @@ class Stager:
         end = min(num_bytes, copy.moved + max(1, -(-num_bytes // NUM_STEPS)), copy.fails_at)
         part = slice(copy.moved, end)
         self._ends.watch(copy, end == num_bytes < copy.fails_at)
-        self._memory.bytes[copy.target[part]] = self._memory.bytes[copy.source[part]]
+        self._memory_at(copy.far).bytes[copy.target[part]] = self._memory.bytes[copy.source[part]]
         copy.moved = end
         if end == copy.fails_at or end == num_bytes:
             del self.copies[copy.key]
@@ -133,6 +153,9 @@ class Stager:
             self._due()
         else:
             self._site.world.after(copy.step_s, lambda: self._step(copy))
+
+    def _memory_at(self, far: Node | None) -> RankMemory:
+        return self._memory if far is None else far.memory
 
     def _due(self) -> None:
         if not self._is_due:

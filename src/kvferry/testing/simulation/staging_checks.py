@@ -38,9 +38,12 @@ def slot_leaves(ticket: Ticket) -> None:
 
 def copy_moves(node: Node, copy: Copy) -> None:
     """A gather only looks at blocks that are still lent, a scatter only touches those that its request still has; both
-    in a slot that is held for them."""
+    in a slot that is held for them, here or at the target."""
     what, work = "gather" if copy.is_gather else "scatter", copy.key.work
-    _check_inside(node, copy.key, copy.in_slot, f"a {what} goes on in a slot used since")
+    if copy.far is None:
+        _check_inside(node, copy.key, copy.in_slot, f"a {what} goes on in a slot used since")
+    elif copy.far.alive:
+        _check_far(node, copy, copy.far)
     if isinstance(work, ClaimKey):
         is_kept = work.lease_id in {lent.wanted.lease_id for lent in node.lent.values()}
     else:
@@ -50,12 +53,22 @@ def copy_moves(node: Node, copy: Copy) -> None:
         raise Violation(f"{node.name}: a {what} of {work} goes on in blocks used since")
 
 
-def slot_is_released(node: Node, key: SlotKey, tickets: list[Ticket]) -> None:
-    """A slot comes back when nothing touches it any more: no copy, no ticket of ours, no ticket of its source."""
+def _check_far(node: Node, copy: Copy, far: Node) -> None:
+    """As with bytes from a wire: the slot is still that of this claim, and nobody scatters it yet."""
+    key = _as_of_target(copy.key, node)
+    _check_inside(far, key, copy.in_slot, "a gather moves into a slot used since")
+    if key in far.stager.copies:
+        raise Violation(f"{far.name}: a slot of {key.work} is being scattered while it is gathered into")
+
+
+def slot_is_released(node: Node, key: SlotKey, tickets: list[Ticket], gathers: list[tuple[Node, Copy]]) -> None:
+    """A slot comes back when nothing touches it any more: no copy, no ticket of ours, nothing of its source."""
     if not node.stager.extent(key):
         return
     if key in node.stager.copies:
         raise Violation(f"{node.name}: a slot of {key.work} is released while it is being copied")
+    if key in [_as_of_target(copy.key, source) for source, copy in gathers]:
+        raise Violation(f"{node.name}: a slot of {key.work} is released while its source gathers into it")
     touching = [
         ticket
         for ticket in tickets
@@ -80,7 +93,13 @@ def _at_target(ticket: Ticket) -> SlotKey | None:
         return None
     if isinstance(key.work, ReadKey):
         return key
-    return SlotKey(ReadKey(key.work.claim_id, remote.peer_key), key.stretch, key.number)
+    return _as_of_target(key, remote)
+
+
+def _as_of_target(key: SlotKey, source: Node) -> SlotKey:
+    """What the target calls a slot of a claim."""
+    name = key.work.claim_id if isinstance(key.work, ClaimKey) else key.work.request_id
+    return SlotKey(ReadKey(name, source.peer_key), key.stretch, key.number)
 
 
 def _check_inside(node: Node, key: SlotKey | None, indices: NDArray[np.int64], what: str) -> None:

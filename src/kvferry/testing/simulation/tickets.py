@@ -25,6 +25,7 @@ from kvferry.wire.messages import Offer, TargetOffer
 
 if TYPE_CHECKING:
     from kvferry.testing.simulation.node import Node
+    from kvferry.testing.simulation.staging import Copy
 
 __all__ = ["Ticket", "TicketFabric"]
 
@@ -103,6 +104,16 @@ class TicketFabric:
                 node.carried(PeerConnected(peer, "simulated", "the only one", site.staging.costs))
 
         site.world.after(site.world.between(0.001, 0.05), answer)
+
+    def route(self, node: Node, peer: Remote) -> Node | None:
+        """Whose memory a node reaches under this name."""
+        return self._routes.get((node, peer))
+
+    def gathers_into(self, node: Node) -> list[tuple[Node, Copy]]:
+        """What others gather into slots of a node, and who."""
+        return [
+            (each, copy) for each in self._nodes.values() for copy in each.stager.copies.values() if copy.far is node
+        ]
 
     def disconnect(self, node: Node, peer: Remote) -> None:
         """Its open tickets end with an error before long; until then their bytes may still move."""
