@@ -1,13 +1,16 @@
 """The staging memory of an agent: who is to be asked for the end of a copy, and when a slot is there."""
 
 import ctypes
+import os
+from pathlib import Path
 
 import pytest
 
 from kvferry.agent.config import slot_bytes_in
 from kvferry.agent.far_slots import FarSlots
 from kvferry.agent.stager import Stager
-from kvferry.session.events import Acquire, Acquired, ClaimKey, PeerKey, ReadKey, SlotKey
+from kvferry.session.events import Acquire, Acquired, ClaimKey, PeerKey, ReadKey, SlotKey, Staged
+from kvferry.staging.mover import Moved
 from kvferry.transport.base import Memory
 from kvferry.transport.shared_memory import allocate_shared
 from kvferry.wire.messages import MAX_SLOT_BYTES, Party
@@ -17,20 +20,20 @@ KEY = SlotKey(ReadKey("q1", PeerKey("p0", "e1", "tcp://127.0.0.1:1")), 0, 0)
 
 
 class Copying:
-    """A mover that is never done."""
+    """A mover that is done with what a test says."""
 
     busy = True
+    reaches_far = True
 
     def __init__(self, rings):
         self.rings = rings
-
-    reaches_far = True
+        self.ended = []
 
     def start(self, key, tiles, far=None):
         raise AssertionError
 
     def poll(self):
-        return []
+        return [self.ended.pop()] if self.ended else []
 
     def close(self):
         pass
@@ -56,8 +59,10 @@ def test_a_wish_for_a_slot_is_answered_by_the_next_poll():
 
 
 def test_a_slot_of_the_target_that_can_be_reached_is_as_good_as_an_own_one():
-    """It takes no staging memory of ours, and stays mapped until it is given back, also when its target is gone."""
+    """It takes no staging memory of ours, and stays mapped until it is given back, also when its target is gone, and no
+    longer."""
     theirs = allocate_shared(1 << 16, "target")
+    assert num_mappings(theirs) == 1
     far, party = FarSlots(ARENA), Party("d0", "epoch-9", 0)
     far.attach(party, FarSlots(theirs.memory).descriptor)
     stager = Stager(ARENA, Copying(rings=True), far)
@@ -70,8 +75,34 @@ def test_a_slot_of_the_target_that_can_be_reached_is_as_good_as_an_own_one():
     ctypes.memset(acquired.address, 7, 4096)
     assert set(theirs.buffer[8192:12288]) == {7}
     assert not any(theirs.buffer[12288:])
+    assert num_mappings(theirs) == 2
     stager.release(key)
+    assert num_mappings(theirs) == 1
     assert stager.poll() == []
+    theirs.close()
+    stager.close()
+
+
+def num_mappings(shared):
+    """How often this process has mapped it."""
+    inode = str(os.fstat(shared.memory.shared_fd).st_ino)
+    return [line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines()].count(inode)
+
+
+def test_only_what_was_gathered_to_the_end_is_counted():
+    theirs = allocate_shared(1 << 16, "target")
+    far, party = FarSlots(ARENA), Party("d0", "epoch-9", 0)
+    far.attach(party, FarSlots(theirs.memory).descriptor)
+    mover = Copying(rings=True)
+    stager = Stager(ARENA, mover, far)
+    key = SlotKey(ClaimKey("l1", party, "q1"), 0, 0)
+    for error, counted in (("broken", 0), ("", 4096), ("", 8192)):
+        stager.acquire(Acquire(key, 4096, theirs.memory.address))
+        stager.poll()
+        mover.ended = [Moved(key, error)]
+        assert stager.poll() == [Staged(key, error)]
+        assert stager.gathered_bytes == counted
+        stager.release(key)
     theirs.close()
     stager.close()
 

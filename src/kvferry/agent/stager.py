@@ -99,7 +99,7 @@ class Stager:
         self._resources.close()
 
     def _far_slot(self, command: Acquire) -> View | None:
-        if not (command.far_address and self._mover.reaches_far):
+        if not self._mover.reaches_far:
             return None
         return self._far.find(command.key.remote, command.far_address, command.num_bytes)
 
