@@ -5,6 +5,7 @@ import pytest
 from msgspec import structs
 
 from kvferry.agent.carrier import Carrier
+from kvferry.agent.far_slots import FarSlots
 from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
 from kvferry.plan.describe import EngineShape, describe
@@ -13,8 +14,9 @@ from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, Post
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.expectation import Surroundings
 from kvferry.transport.probe import fill_probe
+from kvferry.transport.shared_memory import allocate_shared
 from kvferry.transport.situation import Place
-from kvferry.wire.messages import Offer, Party, Probe, TransportOffer
+from kvferry.wire.messages import Offer, Party, Probe, TargetOffer, TransportOffer
 
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "e1")
 KEY = ReadKey("q1", PEER)
@@ -141,6 +143,22 @@ def test_what_is_posted_is_looked_at_again_at_once_and_so_is_what_is_left_when_o
     transport.ended = [Completion(transport.open[1], "")]
     assert carrier.poll() == [TicketEnded(other, "")]
     assert not carrier.is_fresh
+
+
+@pytest.mark.parametrize("end", ["disconnected", "closed"])
+def test_slots_of_a_target_are_attached_while_it_is_known(end):
+    theirs, party = allocate_shared(1 << 16, "target"), Party("d0", "e1", 0)
+    known, far = offer("shm"), FarSlots(Memory(1 << 20, 1 << 16, -1))
+    carrier = Carrier("shm", [Scripted("shm")], {}, TESTS_S, far=far)
+    staging = FarSlots(theirs.memory).descriptor
+    carrier.connect(party, TargetOffer(party, (LAYOUT,), known.transports, known.probe, staging))
+    assert far.find(party, theirs.memory.address, 4096) is not None
+    if end == "closed":
+        far.close()
+    else:
+        carrier.disconnect(party)
+    assert far.find(party, theirs.memory.address, 4096) is None
+    theirs.close()
 
 
 def test_a_cancelled_read_still_ends(connected):
