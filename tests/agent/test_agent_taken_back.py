@@ -71,6 +71,33 @@ def take_back_while_gathering(agent, take_back):
     stager.poll = polled
 
 
+class LateEnd:
+    """Shows the end of a gather into the target's own slot only while slots are handed out, and has the engine take the
+    blocks back just before."""
+
+    def __init__(self, agent, take_back):
+        turns = agent._turns
+        self._stager, self._take_back = turns.stager, take_back
+        self._poll, self._move_slots = turns.stager.poll, turns._move_slots
+        self._is_shown, self._kept = False, []
+        turns.stager.poll, turns._move_slots = self.poll, self.move_slots
+
+    def poll(self):
+        events = self._poll()
+        if self._is_shown:
+            self._take_back()
+            events, self._kept = [*self._kept, *events], []
+            return events
+        self._kept += [event for event in events if isinstance(event, Staged)]
+        return [event for event in events if not isinstance(event, Staged)]
+
+    def move_slots(self):
+        if self._kept:
+            self._is_shown = self._stager._is_changed = True
+        self._move_slots()
+        self._is_shown = False
+
+
 def take_back_while_digesting(agent, take_back):
     """Has the engine take the blocks back while they are digested."""
     digester = agent._turns.digester
@@ -90,6 +117,7 @@ WAYS = {
     "pushed": ({"direction": Direction.WRITE}, take_back_while_copying, near_mover),
     "packed": ({"staging": PACKED}, take_back_while_copying, wire_only),
     "packed in place": ({"staging": PACKED}, take_back_while_gathering, near_mover),
+    "packed in place, seen late": ({"staging": PACKED}, LateEnd, near_mover),
     "digested": ({"digest": Policy.FULL}, take_back_while_digesting, near_mover),
 }
 
