@@ -563,6 +563,17 @@ def test_when_the_last_slot_is_gathered_in_place_all_of_it_is_valid():
     play(session, [(5, Staged(own(3), ""), [Release, last, VALID, SourceFree("r1", "done")])])
 
 
+@pytest.mark.parametrize(
+    ("steps", "end"), [(WRITING, TicketEnded), (FILLING, Staged)], ids=["written", "gathered in place"]
+)
+def test_a_lease_lasts_while_its_slots_get_on(steps, end):
+    """Whose message of it is lost is no reason to lose the blocks."""
+    session, late = source(), TIMING.lease_s
+    play(session, [*steps, (late, end(own(0), ""), [Release, Reply])])
+    play(session, [(late + 5, Tick(), [])])
+    assert reasons(session.handle(Tick(), 2 * late + 1)) == ["expired"]
+
+
 def test_a_gather_in_place_that_fails_leaves_nothing_under_way():
     """Unlike bytes on a wire, of which nobody knows: so nobody waits for them."""
     session = source()
