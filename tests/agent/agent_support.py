@@ -1,7 +1,8 @@
-"""What the tests of two agents share: one cache in two layouts, its lease, the check of what arrived, and a gate."""
+"""What the tests of two agents share: one cache in two layouts, its lease, checks of what arrived, and a gate."""
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -51,6 +52,12 @@ class WireOnly(HostMover):
 def wire_only(memories, ring):
     """What makes such a mover."""
     return WireOnly(host_pieces(memories), ring)
+
+
+def num_mappings(memory):
+    """How often this process has mapped shared memory."""
+    inode = str(os.fstat(memory.shared_fd).st_ino)
+    return [line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines()].count(inode)
 
 
 class Gate:

@@ -12,6 +12,7 @@ from agent_support import (
     Gate,
     check,
     leased,
+    num_mappings,
     wire_only,
 )
 
@@ -63,6 +64,11 @@ def test_where_processors_copy_the_source_gathers_into_the_targets_slots(make_ra
     sent = source.agent._turns.carrier.moved_bytes[Direction.WRITE]
     assert (sent > 0) == (passes == 3)
     assert source.agent.moved_bytes[Direction.WRITE] == NUM_TOKENS * BYTES_PER_TOKEN
+    # Attached in this process, too, where both ranks live, until the source ends.
+    arena = target.agent._arena.memory
+    assert (num_mappings(arena) > 1) == (passes == 2)
+    source.agent.close()
+    assert num_mappings(arena) == 1
 
 
 def test_a_target_that_is_written_to_can_have_it_packed(make_rank):

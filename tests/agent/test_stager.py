@@ -1,10 +1,9 @@
 """The staging memory of an agent: who is to be asked for the end of a copy, and when a slot is there."""
 
 import ctypes
-import os
-from pathlib import Path
 
 import pytest
+from agent_support import num_mappings
 
 from kvferry.agent.config import slot_bytes_in
 from kvferry.agent.far_slots import FarSlots
@@ -62,7 +61,7 @@ def test_a_slot_of_the_target_that_can_be_reached_is_as_good_as_an_own_one():
     """It takes no staging memory of ours, and stays mapped until it is given back, also when its target is gone, and no
     longer."""
     theirs = allocate_shared(1 << 16, "target")
-    assert num_mappings(theirs) == 1
+    assert num_mappings(theirs.memory) == 1
     far, party = FarSlots(ARENA), Party("d0", "epoch-9", 0)
     far.attach(party, FarSlots(theirs.memory).descriptor)
     stager = Stager(ARENA, Copying(rings=True), far)
@@ -75,18 +74,12 @@ def test_a_slot_of_the_target_that_can_be_reached_is_as_good_as_an_own_one():
     ctypes.memset(acquired.address, 7, 4096)
     assert set(theirs.buffer[8192:12288]) == {7}
     assert not any(theirs.buffer[12288:])
-    assert num_mappings(theirs) == 2
+    assert num_mappings(theirs.memory) == 2
     stager.release(key)
-    assert num_mappings(theirs) == 1
+    assert num_mappings(theirs.memory) == 1
     assert stager.poll() == []
     theirs.close()
     stager.close()
-
-
-def num_mappings(shared):
-    """How often this process has mapped it."""
-    inode = str(os.fstat(shared.memory.shared_fd).st_ino)
-    return [line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines()].count(inode)
 
 
 def test_only_what_was_gathered_to_the_end_is_counted():

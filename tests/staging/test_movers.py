@@ -138,6 +138,11 @@ def test_memory_of_another_process_can_be_lent_for_one_copy(kind):
     case.mover.close()
 
 
+def test_memory_of_another_process_is_not_lent_to_a_device(case):
+    """Nobody has pinned it for that."""
+    assert case.mover.reaches_far is (not isinstance(case.mover, DeviceMover))
+
+
 def test_what_is_gathered_can_be_scattered_again(case):
     before = case.cache.copy()
     case.mover.start("gather", case.gather(ROWS))
