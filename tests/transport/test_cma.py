@@ -12,8 +12,8 @@ import pytest
 
 from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
-from kvferry.testing.contract import finish
 from kvferry.testing.transport_peer import PeerProcess, digest
+from kvferry.testing.transport_world import finish
 from kvferry.transport.base import Completion, Direction, Memory
 from kvferry.transport.cma import CALL_BYTES, SLICE_BYTES, CrossMemoryDescriptor, CrossMemoryTransport
 from kvferry.transport.origin import Origin

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvferry.testing.contract import CONTRACT, Check, World
+from kvferry.testing.contract import CONTRACT, Check
 from kvferry.testing.process_contract import PROCESS_CONTRACT, ProcessCheck
 from kvferry.testing.transport_peer import make_transport
+from kvferry.testing.transport_world import World
 from kvferry.transport.base import Transport
 from kvferry.transport.cma import CrossMemoryTransport
 from kvferry.transport.faulty import FaultyTransport

@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
-from kvferry.testing.contract import finish
+from kvferry.testing.transport_world import finish
 from kvferry.transport import memory_kind
 from kvferry.transport.base import Direction, Memory, Transport
 from kvferry.transport.cma import CrossMemoryTransport

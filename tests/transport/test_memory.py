@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
-from kvferry.testing.contract import PIECE_BYTES, Row, World, copies_of
+from kvferry.testing.transport_world import PIECE_BYTES, Row, World, copies_of
 from kvferry.transport.base import Completion, Direction
 from kvferry.transport.copying import TURN_BYTES, CopyQueue, Posting
 from kvferry.transport.memory import SLICE_BYTES, MemoryFabric, MemoryTransport

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
-from kvferry.testing.contract import World
+from kvferry.testing.transport_world import World
 from kvferry.transport import nixl as adapter
 from kvferry.transport.base import Direction, Ticket
 from kvferry.transport.nixl import NixlTransport

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvferry.plan.copies import Copies
-from kvferry.testing.contract import World
 from kvferry.testing.transport_peer import PeerProcess, digest, make_transport
+from kvferry.testing.transport_world import World
 from kvferry.transport.base import Completion, Direction, Ticket
 from kvferry.transport.faulty import Fault, FaultKind, FaultyTransport
 from kvferry.transport.measurement import Measurement

@@ -16,8 +16,8 @@ import pytest
 
 from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
-from kvferry.testing.contract import Row, World, expect_copied, finish
 from kvferry.testing.transport_peer import PeerProcess
+from kvferry.testing.transport_world import Row, World, expect_copied, finish
 from kvferry.transport.base import Direction, Memory
 from kvferry.transport.tcp import TcpDescriptor, TcpTransport
 from kvferry.transport.tcp_connection import CHUNK_BYTES, MAX_ROWS, Challenge, Request, proof_of

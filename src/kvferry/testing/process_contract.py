@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvferry.plan.copies import Copies
-from kvferry.testing.contract import finish
 from kvferry.testing.transport_peer import PeerProcess, digest
+from kvferry.testing.transport_world import finish
 from kvferry.transport.base import Completion, Direction, Memory, Transport
 from kvferry.transport.pieces import View
 from kvferry.transport.selftest import fill_probe
