@@ -2,6 +2,7 @@
 
     python benchmarks/mixed_tp.py > benchmarks/results/mixed_tp.json
     python benchmarks/mixed_tp.py --transport shm > benchmarks/results/mixed_tp_shm.json
+    python benchmarks/mixed_tp.py --transport cma > benchmarks/results/mixed_tp_cma.json
 
 Prints JSON. See docs/benchmarks.md for what is measured, and what the limits are.
 """
