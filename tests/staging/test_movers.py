@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -135,6 +136,20 @@ def test_memory_of_another_process_can_be_lent_for_one_copy(kind):
     case.mover.start("too little lent", [there], theirs[:299])
     assert all("leaves" in moved.error for moved in case.ends())
     assert not theirs[300:].any()
+    case.mover.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "far"])
+def test_what_was_lent_is_let_go_of_when_its_copy_has_ended(kind):
+    case, theirs = Case(kind), np.zeros(1000, np.uint8)
+    lent = weakref.ref(theirs)
+    (there,) = plain(
+        Copies(*(np.array([value], np.uint64) for value in (case.address + 70, theirs.ctypes.data, 300)), 1)
+    )
+    case.mover.start("lent", [there], theirs)
+    del theirs
+    assert case.ends() == [Moved("lent", "")]
+    assert lent() is None
     case.mover.close()
 
 

@@ -93,9 +93,11 @@ class HostMover:
 
     def _work(self) -> None:
         while job := self._next():
-            error = self._copy(job)
+            moved = Moved(job.key, self._copy(job))
+            # Whoever hears of the end may give back the memory that was lent: nothing here may hold it any longer.
+            job = None
             with self._changed:
-                self._ended.append(Moved(job.key, error))
+                self._ended.append(moved)
             self._ring()
 
     def _next(self) -> _Job | None:
