@@ -1,6 +1,7 @@
 """The staging memory of an agent: who is to be asked for the end of a copy, and when a slot is there."""
 
 import ctypes
+from pathlib import Path
 
 import pytest
 from agent_support import num_mappings
@@ -58,8 +59,7 @@ def test_a_wish_for_a_slot_is_answered_by_the_next_poll():
 
 
 def test_a_slot_of_the_target_that_can_be_reached_is_as_good_as_an_own_one():
-    """It takes no staging memory of ours, and stays mapped until it is given back, also when its target is gone, and no
-    longer."""
+    """It stays mapped until it is given back, also when its target is gone, and no longer."""
     theirs = allocate_shared(1 << 16, "target")
     assert num_mappings(theirs.memory) == 1
     far, party = FarSlots(ARENA), Party("d0", "epoch-9", 0)
@@ -69,7 +69,7 @@ def test_a_slot_of_the_target_that_can_be_reached_is_as_good_as_an_own_one():
     stager.acquire(Acquire(key, 4096, theirs.memory.address + 8192))
     (acquired,) = stager.poll()
     assert acquired == Acquired(key, acquired.address, is_far=True)
-    assert stager.num_slots == 0
+    assert stager.num_slots == 1
     far.detach(party)
     ctypes.memset(acquired.address, 7, 4096)
     assert set(theirs.buffer[8192:12288]) == {7}
@@ -77,8 +77,67 @@ def test_a_slot_of_the_target_that_can_be_reached_is_as_good_as_an_own_one():
     assert num_mappings(theirs.memory) == 2
     stager.release(key)
     assert num_mappings(theirs.memory) == 1
+    assert stager.num_slots == 0
     assert stager.poll() == []
     theirs.close()
+    stager.close()
+
+
+@pytest.mark.parametrize("end", ["the stager's", "the target's"])
+def test_slots_of_targets_are_unmapped_at_the_end(end):
+    theirs, far = allocate_shared(1 << 16, "target"), FarSlots(ARENA)
+    party = Party("d0", "epoch-9", 0)
+    far.attach(party, FarSlots(theirs.memory).descriptor)
+    stager = Stager(ARENA, Copying(rings=True), far)
+    assert num_mapped("target") == 2
+    if end == "the stager's":
+        stager.acquire(Acquire(SlotKey(ClaimKey("l1", party, "q1"), 0, 0), 4096, theirs.memory.address))
+        stager.close()
+        far.close()
+    else:
+        theirs.close()
+        stager.poll()
+    assert num_mapped("target") == (1 if end == "the stager's" else 0)
+    theirs.close()
+    stager.close()
+    far.close()
+
+
+def num_mapped(name):
+    """Mappings of shared memory by its name: its file may be closed already."""
+    return Path("/proc/self/maps").read_text().count(f"memfd:{name} ")
+
+
+def test_slots_of_targets_take_turns_like_our_own():
+    """As many at once as would have room in our own memory, which they do not need; larger ones one by one."""
+    far = FarSlots(ARENA)
+    owners = {name: allocate_shared(1 << 20, name) for name in ("greedy", "modest")}
+    parties = {name: Party(name, "epoch-9", 0) for name in owners}
+    for name, memory in owners.items():
+        far.attach(parties[name], FarSlots(memory.memory).descriptor)
+    stager = Stager(ARENA, Copying(rings=True), far)
+
+    def ask(name, number, num_bytes=1 << 14):
+        key = SlotKey(ClaimKey("l1", parties[name], "q1"), 0, number)
+        stager.acquire(Acquire(key, num_bytes, owners[name].memory.address))
+        return key
+
+    greedy, modest = [ask("greedy", number) for number in range(3)], ask("modest", 0)
+    assert [event.key for event in stager.poll()] == [greedy[0], modest]
+    assert stager.num_slots == 4
+    stager.release(modest)
+    assert [event.key for event in stager.poll()] == [greedy[1]]
+    large = ask("modest", 1, 1 << 19)
+    stager.release(greedy[2])
+    stager.release(greedy[0])
+    assert stager.poll() == []
+    stager.release(greedy[1])
+    (acquired,) = stager.poll()
+    assert acquired == Acquired(large, acquired.address, is_far=True)
+    ctypes.memset(acquired.address, 7, 1 << 19)
+    stager.release(large)
+    for memory in owners.values():
+        memory.close()
     stager.close()
 
 

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from kvferry.errors import TransportError
+from kvferry.plan.copies import NOTHING, Direction
 from kvferry.testing.transport_peer import PeerProcess
+from kvferry.transport import shm
 from kvferry.transport.base import Memory
 from kvferry.transport.origin import Origin
 from kvferry.transport.shm import (
@@ -124,6 +126,62 @@ def test_nothing_is_left_behind_by_a_killed_peer() -> None:
         transport.connect("peer", peer.descriptor)
 
 
+def num_mapped(name: str) -> int:
+    return Path("/proc/self/maps").read_text().count(f"memfd:{name} ")
+
+
+def test_memory_of_a_process_that_has_ended_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "LOOK_S", 0.0)
+    transport = SharedMemoryTransport()
+    with PeerProcess("shm", 4096, 1) as peer:
+        transport.connect("peer", peer.descriptor)
+        assert transport.poll() == []
+        view = transport.view("peer", peer.probe.address, 10)
+        assert view is not None
+        peer.kill()
+        assert transport.poll() == []
+    assert num_mapped("kvferry-peer") == 1
+    assert transport.view("peer", peer.probe.address, 10) is None
+    # Who was using it has it until then.
+    view[:] = 1
+    del view
+    assert num_mapped("kvferry-peer") == 0
+    with pytest.raises(TransportError, match="not connected"):
+        transport.post("peer", NOTHING, Direction.READ)
+    transport.close()
+
+
+def test_memory_of_a_living_peer_stays_as_long_as_any_of_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "LOOK_S", 0.0)
+    transport, owner = SharedMemoryTransport(), SharedMemoryTransport()
+    pieces = [allocate_shared(4096, name) for name in ("first", "second")]
+    for piece in pieces:
+        owner.register(piece.memory)
+    descriptor, addresses = owner.descriptor(), [piece.memory.address for piece in pieces]
+    transport.connect("peer", descriptor)
+    for piece, is_seen in zip(pieces, (True, False), strict=True):
+        piece.close()
+        transport.poll()
+        assert all((transport.view("peer", address, 1) is not None) is is_seen for address in addresses)
+    transport.close()
+    owner.close()
+
+
+def test_peers_are_not_looked_for_at_every_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "LOOK_S", 3600.0)
+    transport, owner = SharedMemoryTransport(), SharedMemoryTransport()
+    transport.poll()
+    shared = allocate_shared(4096, "test")
+    owner.register(shared.memory)
+    address = shared.memory.address
+    transport.connect("peer", owner.descriptor())
+    shared.close()
+    transport.poll()
+    assert transport.view("peer", address, 1) is not None
+    transport.close()
+    owner.close()
+
+
 def with_piece(descriptor: SharedDescriptor, piece: SharedPiece) -> SharedDescriptor:
     return msgspec.structs.replace(descriptor, pieces=(piece,))
 
@@ -140,8 +198,17 @@ def test_memory_of_a_peer_is_seen_where_it_is_and_nowhere_else() -> None:
     assert bytes(view) == bytes(range(50))
     view[:] = 7
     assert set(shared.buffer[100:150]) == {7}
-    outside = [(start - 1, 2), (start + 9_990, 11), (start + 10_000, 1), (0, 1), (start, 1 << 63), ((1 << 64) - 1, 1)]
+    outside = [
+        (start - 1, 2),
+        (start + 9_990, 11),
+        (start + 10_000, 1),
+        (start, 0),
+        (0, 1),
+        (start, 1 << 63),
+        ((1 << 64) - 1, 1),
+    ]
     assert [here.view("peer", address, size) for address, size in outside] == [None] * len(outside)
+    assert here.view("peer", start, 0) is None
     here.disconnect("peer")
     assert here.view("peer", start, 1) is None
     # Whoever still has it can go on writing.

@@ -44,6 +44,11 @@ class FarSlots:
         if self._transport is not None:
             self._transport.disconnect(str(peer))
 
+    def poll(self) -> None:
+        """Let go of the memory of targets that have ended."""
+        if self._transport is not None:
+            self._transport.poll()
+
     def find(self, peer: Remote, address: int, num_bytes: int) -> View | None:
         """A slot of a target, by its address there; None where it cannot be reached from here."""
         return self._transport.view(str(peer), address, num_bytes) if self._transport is not None else None

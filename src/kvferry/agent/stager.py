@@ -6,14 +6,14 @@ if sources could not get slots of their own because of that, two engines could w
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack
 
 from kvferry.agent.far_slots import FarSlots
 from kvferry.errors import FerryError
 from kvferry.session.events import Acquire, Acquired, ReadKey, SlotKey, Stage, Staged
 from kvferry.staging.mover import Mover
-from kvferry.staging.pool import Pool
+from kvferry.staging.pool import Pool, Slot
 from kvferry.transport.base import Memory
 from kvferry.transport.pieces import View
 
@@ -30,6 +30,8 @@ class Stager:
         half_bytes = arena.size_bytes // 2
         self._arena = arena
         self._incoming, self._outgoing = Pool(half_bytes), Pool(half_bytes)
+        # Slots of targets take turns as if they were ours: so no target's gathers keep everybody else's copies waiting.
+        self._lent = Pool(half_bytes)
         self._outgoing_address = arena.address + half_bytes
         self._mover, self._far = mover, far
         # What is mapped stays so while a copy may touch it.
@@ -38,6 +40,7 @@ class Stager:
         self._answers: list[Acquired] = []
         self._is_changed = False
         self._resources = ExitStack()
+        self._resources.callback(self._views.clear)
         self._resources.callback(mover.close)
 
     @property
@@ -52,27 +55,28 @@ class Stager:
 
     @property
     def num_slots(self) -> int:
-        """Slots that are held or waited for. May be asked from any thread."""
-        return sum(pool.num_held + pool.num_waiting for pool in (self._incoming, self._outgoing))
+        """Slots that are held or waited for, of ours or of targets. May be asked from any thread."""
+        return sum(pool.num_held + pool.num_waiting for pool in (self._incoming, self._outgoing, self._lent))
 
     def acquire(self, command: Acquire) -> None:
         """Get in line; peers take turns. Where the target's own slot can be reached, that one is as good."""
         self._is_changed = True
+        key, num_bytes = command.key, command.num_bytes
         if (view := self._far_slot(command)) is not None:
-            self._views[command.key] = view
-            self._answers.append(Acquired(command.key, int(view.ctypes.data), is_far=True))
-            return
+            self._views[key] = view
+            num_bytes = min(num_bytes, self._lent.size_bytes)
         try:
-            self._pool_of(command.key).ask(command.key, command.key.remote, command.num_bytes)
+            self._pool_of(key).ask(key, key.remote, num_bytes)
         except FerryError as error:
-            self._answers.append(Acquired(command.key, 0, str(error)))
+            self._answers.append(Acquired(key, 0, str(error)))
 
     def release(self, key: SlotKey) -> None:
         """Give back, or leave the line."""
         self._is_changed = True
+        pool = self._pool_of(key)
         self._views.pop(key, None)
-        if key in self._pool_of(key):
-            self._pool_of(key).release(key)
+        if key in pool:
+            pool.release(key)
 
     def stage(self, command: Stage) -> None:
         """Gather or scatter."""
@@ -80,6 +84,7 @@ class Stager:
 
     def poll(self) -> list[StagerEvent]:
         """The slots that are served now, and the copies that have ended."""
+        self._far.poll()
         ended = self._mover.poll()
         events: list[StagerEvent] = [Staged(key, error) for key, error in ended if isinstance(key, SlotKey)]
         self.gathered_bytes += sum(self._views[key].size for key, error in ended if key in self._views and not error)
@@ -87,11 +92,9 @@ class Stager:
             return events
         events += self._answers
         self._answers, self._is_changed = [], False
-        pools = ((self._incoming, self._arena.address), (self._outgoing, self._outgoing_address))
-        for pool, address in pools:
-            events += [
-                Acquired(slot.key, address + slot.offset) for slot in pool.grants() if isinstance(slot.key, SlotKey)
-            ]
+        for pool, address in ((self._incoming, self._arena.address), (self._outgoing, self._outgoing_address)):
+            events += [Acquired(key, address + slot.offset) for key, slot in _served(pool)]
+        events += [Acquired(key, int(self._views[key].ctypes.data), is_far=True) for key, _ in _served(self._lent)]
         return events
 
     def close(self) -> None:
@@ -104,4 +107,13 @@ class Stager:
         return self._far.find(command.key.remote, command.far_address, command.num_bytes)
 
     def _pool_of(self, key: SlotKey) -> Pool:
+        if key in self._views:
+            return self._lent
         return self._incoming if isinstance(key.work, ReadKey) else self._outgoing
+
+
+def _served(pool: Pool) -> Iterator[tuple[SlotKey, Slot]]:
+    """The slots that a pool has for somebody now."""
+    for slot in pool.grants():
+        if isinstance(slot.key, SlotKey):
+            yield slot.key, slot

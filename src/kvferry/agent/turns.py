@@ -29,7 +29,8 @@ __all__ = ["Turns", "Wish"]
 
 BUSY_POLL_S = 0.0005
 IDLE_POLL_S = 0.001
-MAX_WAIT_S = 60.0
+# So long, an agent sleeps at most: memory of peers that have ended is not kept for longer.
+MAX_WAIT_S = 5.0
 # After a turn of this length, what has been answered meanwhile is read before somebody is taken for silent.
 LONG_TURN_S = 0.05
 # So long, turns in which nothing comes in do nothing but let transports make progress for peers.

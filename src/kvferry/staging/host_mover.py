@@ -19,11 +19,11 @@ __all__ = ["HostMover", "host_pieces"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """Rows between `pieces`."""
+    """Rows, and memory that was `lent` for them."""
 
     key: Hashable
     tiles: Sequence[Tile]
-    pieces: Pieces
+    lent: View | None
 
 
 def host_pieces(memories: Sequence[Memory]) -> Pieces:
@@ -73,8 +73,7 @@ class HostMover:
             if self._is_closed:
                 self._ended.append(Moved(key, CLOSED))
             else:
-                pieces = self._pieces if far is None else self._pieces.beside(far)
-                self._jobs.append(_Job(key, tiles, pieces))
+                self._jobs.append(_Job(key, tiles, far))
                 self._changed.notify()
 
     def poll(self) -> list[Moved]:
@@ -113,7 +112,8 @@ class HostMover:
     def _copy(self, job: _Job) -> str:
         """Copy the rows; why that went wrong, or nothing."""
         try:
-            for _ in copy_tiles(job.pieces, job.tiles):
+            pieces = self._pieces if job.lent is None else self._pieces.beside(job.lent)
+            for _ in copy_tiles(pieces, job.tiles):
                 if self._is_closed:
                     return CLOSED
         except FerryError as error:

@@ -1,15 +1,18 @@
 """Transport between processes of one host: attach the peer's memory and copy, without a thread and without a daemon.
 
 The peer's memory is reached through /proc/<pid>/fd/<fd>, so nothing has a name in a file system and nothing is left
-behind when a process is killed. What has been attached stays valid after the peer died or unregistered it, like
-memory reached over RDMA: that bytes are current is for the lease to say, not for the transport.
+behind when a process is killed. What has been attached can be touched after the peer died or unregistered it, like
+memory reached over RDMA: that bytes are current is for the lease to say, not for the transport. A peer that has closed
+all of it, or has died, is found out in `poll`, and the system gets its memory back: another start of it needs that.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -29,6 +32,8 @@ __all__ = ["SharedMemory", "SharedMemoryTransport", "allocate_shared"]
 
 # One poll copies about this much: a few milliseconds.
 SLICE_BYTES = 16 << 20
+# So often, peers are looked for at most.
+LOOK_S = 1.0
 
 
 class SharedPiece(msgspec.Struct, frozen=True, array_like=True):
@@ -49,6 +54,20 @@ class SharedDescriptor(msgspec.Struct, frozen=True, tag="shm-1"):
     pieces: Annotated[tuple[SharedPiece, ...], Meta(max_length=4096)]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attached:
+    """A peer's memory, as it was described and as it is seen here."""
+
+    shared: SharedDescriptor
+    pieces: Pieces
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the peer still has any of it, as far as can be told."""
+        pieces = self.shared.pieces
+        return not pieces or any(_is_there(self.shared.pid, piece) for piece in pieces)
+
+
 class SharedMemoryTransport:
     """Copies between the memory of two processes of one host, in `poll`, 16 MiB at a time.
 
@@ -59,8 +78,9 @@ class SharedMemoryTransport:
     def __init__(self) -> None:
         self._origin = origin_here()
         self._registry = Registry()
-        self._peers: dict[str, Pieces] = {}
+        self._peers: dict[str, _Attached] = {}
         self._queue = CopyQueue()
+        self._look_at = 0.0
 
     @property
     def name(self) -> str:
@@ -98,7 +118,8 @@ class SharedMemoryTransport:
         shared = decode(peer, descriptor, SharedDescriptor)
         check_same(peer, shared.origin, self._origin)
         views = [_attach(peer, shared.pid, piece) for piece in shared.pieces]
-        self._peers[peer] = Pieces.of([(piece.address, piece.size_bytes) for piece in shared.pieces], views)
+        pieces = Pieces.of([(piece.address, piece.size_bytes) for piece in shared.pieces], views)
+        self._peers[peer] = _Attached(shared, pieces)
 
     def carriers(self, peer: str) -> tuple[str, ...]:
         return (self.name,)
@@ -112,17 +133,19 @@ class SharedMemoryTransport:
         """Raises TransportError when the peer is not connected or a row leaves registered memory."""
         remote = self._peers.get(peer)
         if remote is None:
-            raise TransportError(f"peer {peer!r} is not connected")
-        return self._queue.add(Posting(peer, self._registry.pieces, remote, copies, direction))
+            raise TransportError(f"peer {peer!r} is not connected", hint="has its process ended?")
+        return self._queue.add(Posting(peer, self._registry.pieces, remote.pieces, copies, direction))
 
     def view(self, peer: str, address: int, num_bytes: int) -> View | None:
         """The bytes of a connected peer at one of its addresses, mapped as long as the view lives; None where it has
         none there."""
-        pieces = self._peers.get(peer)
-        if pieces is None:
+        attached = self._peers.get(peer)
+        if attached is None or not num_bytes:
             return None
         try:
-            side = pieces.side(np.array([address], np.uint64), np.array([num_bytes], np.uint64), f"peer {peer!r}")
+            side = attached.pieces.side(
+                np.array([address], np.uint64), np.array([num_bytes], np.uint64), f"peer {peer!r}"
+            )
         except TransportError:
             return None
         (view,), (first,) = side.views, side.begins.tolist()
@@ -132,6 +155,10 @@ class SharedMemoryTransport:
         self._queue.drop(lambda job: job.ticket == ticket, "cancelled")
 
     def poll(self) -> list[Completion]:
+        if self._look_at <= (now := time.monotonic()):
+            self._look_at = now + LOOK_S
+            # What is being copied keeps its views, and ends well.
+            self._peers = {peer: attached for peer, attached in self._peers.items() if attached.is_there}
         return self._queue.run(SLICE_BYTES)
 
     def close(self) -> None:
@@ -163,6 +190,16 @@ def _attach(peer: str, pid: int, piece: SharedPiece) -> View:
         raise TransportError(f"cannot map the memory of peer {peer!r}", found=str(error)) from error
     finally:
         os.close(fd)
+
+
+def _is_there(pid: int, piece: SharedPiece) -> bool:
+    try:
+        status = os.stat(f"/proc/{pid}/fd/{piece.fd}")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
+    return (status.st_ino, status.st_dev) == (piece.inode, piece.device)
 
 
 def _check_identity(peer: str, status: os.stat_result, piece: SharedPiece) -> None:
