@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import BlockTableError
@@ -16,7 +16,7 @@ from kvferry.plan.route import route
 from kvferry.plan.share import token_at
 from kvferry.plan.stretch import parted, unit_tokens
 from kvferry.plan.tokens import TokenRange
-from kvferry.testing.strategies import handmade, scenarios
+from kvferry.testing.strategies import handmade, handmade_scenario, scenarios
 
 MODEL = attention(2, 2, 8, "float32", 4)
 
@@ -30,6 +30,8 @@ def program_of(model=MODEL, tokens_per_block=(4, 6)):
 
 @settings(max_examples=80)
 @given(st.one_of(scenarios(), handmade()), st.sampled_from([0.25, 0.5, 2 / 3, 0.9]))
+# Ranks that share tokens: units are made of those of one rank.
+@example(handmade_scenario(99), 0.25)
 def test_each_side_has_a_part_or_nothing_is_shared(scenario, share):
     found = route(scenario.sources, scenario.targets)
     for source, target in found.pairs():

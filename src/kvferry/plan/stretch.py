@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import gcd, lcm
 
-from kvferry.plan.program import Program, Section
+from kvferry.plan.program import GroupProgram, Program
 from kvferry.plan.span import MAX_STOP
 from kvferry.plan.tokens import TokenRange
 
@@ -44,14 +44,19 @@ def parted(token: int) -> tuple[Stretch, Stretch]:
 
 def unit_tokens(program: Program) -> int:
     """So many tokens, or a multiple of them, need not be taken apart in any group."""
-    return lcm(*(group.unit_tokens for group in program.groups))
+    return lcm(*(_unit_tokens(group) for group in program.groups if group.units))
+
+
+def _unit_tokens(group: GroupProgram) -> int:
+    """Where only some tokens of each period move, units are made of those."""
+    return group.unit_tokens // gcd(group.unit_tokens, len(group.tokens.first)) * group.tokens.period
 
 
 def stretch_tokens(program: Program, most_bytes: int) -> int:
     """How many tokens make about `most_bytes`: as many as fit, in units that need not be taken apart, but one unit at
     least. Both ranks find the same number. It counts every group in full, also those of which only a window moves."""
     unit = unit_tokens(program)
-    num_bytes = sum(_bytes(group.units) * unit // group.unit_tokens for group in program.groups)
+    num_bytes = sum(_num_bytes(group, unit) for group in program.groups if group.units)
     return max(1, most_bytes // max(1, num_bytes)) * unit
 
 
@@ -83,5 +88,7 @@ def _ends(ranges: Sequence[TokenRange]) -> tuple[int, int]:
     return min((tokens.first for tokens in ranges if len(tokens)), default=last), last
 
 
-def _bytes(sections: Sequence[Section]) -> int:
-    return sum(section.length * len(section) for section in sections)
+def _num_bytes(group: GroupProgram, num_tokens: int) -> int:
+    """What a group has of so many tokens, a multiple of its unit."""
+    num_units = num_tokens // group.tokens.period * len(group.tokens.first) // group.unit_tokens
+    return num_units * sum(section.length * len(section) for section in group.units)
