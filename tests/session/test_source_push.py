@@ -287,7 +287,10 @@ def test_offers_that_make_no_sense_are_refused(source):
 
 def test_a_target_that_meets_us_again_may_judge_otherwise_whether_we_are_near(source):
     near = msgspec.structs.replace(OFFER, staging=b"here")
-    play(source, [*MET, (1, said(near), MET[2][2]), (2, said(CLAIM), [GRANT, Post])])
+    play(source, [*MET, (1, said(near), [Disconnect(THEM), Connect(THEM, near)]), MET[2]])
+    play(source, [(1, said(near), MET[2][2]), (2, said(CLAIM), [GRANT, Post])])
+    # Not while it is written to.
+    play(source, [(3, said(OFFER), MET[2][2]), (3, TicketEnded(KEY, ""), [*ENDED, FREE])])
 
 
 def test_another_model_is_refused_with_every_difference(source):

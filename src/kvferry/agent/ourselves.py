@@ -16,8 +16,8 @@ from kvferry.wire.messages import TargetOffer
 __all__ = ["ourselves_of"]
 
 
-def ourselves_of(identity: Identity, config: AgentConfig, arena: bytes) -> Ourselves:
-    """What sources are told, and how this rank wants to be served. `arena` is what they need to attach staging memory.
+def ourselves_of(identity: Identity, config: AgentConfig, staging_descriptor: bytes) -> Ourselves:
+    """What sources are told, and how this rank wants to be served.
 
     Raises ConfigurationError for a strategy or a direction that cannot work with such a cache.
     """
@@ -29,10 +29,11 @@ def ourselves_of(identity: Identity, config: AgentConfig, arena: bytes) -> Ourse
         config.direction,
         identity.transports,
         identity.probe,
-        arena,
+        staging_descriptor,
         through_staging_only(config.staging) if identity.is_staged else config.staging,
     )
-    num_bytes = len(encode(TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe, ours.arena)))
+    offer = TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe, ours.staging_descriptor)
+    num_bytes = len(encode(offer))
     if ours.direction is Direction.WRITE and num_bytes > MAX_REQUEST_BYTES:
         raise ConfigurationError(
             "the layouts of this engine are too large for a push",

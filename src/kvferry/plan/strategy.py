@@ -175,8 +175,8 @@ class _Stage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What one strategy would take. `num_rows` go over the wire (for scatter, at most). `shared`: so much of it is the
-    source's to write while the target reads the rest, mostly nothing."""
+    """What one strategy would take. `num_rows` are posted (for scatter, at most; pack has slots). `shared`: so much of
+    it is the source's to write while the target reads the rest, mostly nothing."""
 
     strategy: Strategy
     seconds: float

@@ -6,7 +6,7 @@ Where bytes are pulled, we connect to the source's memory. Where they are pushed
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvferry.errors import TransferError
@@ -42,10 +42,10 @@ class Ourselves:
     """Who this rank is, and the layouts of all ranks of its engine: the route depends on all of them.
 
     `digest` says how much of what has landed is compared with the source's own, `direction` who moves the bytes, and
-    `staging` whether they may go through staging memory; `transports`, `probe` and `arena`, which is what a process of
-    this host needs to attach our staging memory, are for sources that write. With
-    `may_turn` a source to which reading turns out to be far slower than writing writes instead, and one that can write
-    while we read writes a share.
+    `staging` whether they may go through staging memory. For sources that write are `transports`, `probe` and
+    `staging_descriptor`, which is what a process of this host needs to attach our staging memory, empty where none can.
+    With `may_turn` a source to which reading turns out to be far slower than writing writes instead, and one that can
+    write while we read writes a share.
     """
 
     party: Party
@@ -55,7 +55,7 @@ class Ourselves:
     direction: Direction = Direction.READ
     transports: tuple[TransportOffer, ...] = ()
     probe: Probe = NO_PROBE
-    arena: bytes = b""
+    staging_descriptor: bytes = b""
     staging: StagingPolicy = NO_STAGING
     may_turn: bool = False
 
@@ -201,7 +201,9 @@ class Handshakes:
         is_reached = peer.machine.state is PeerState.OFFERING or peer.direction is Direction.WRITE
         peer.can_write = CanWrite.YES if is_reached else peer.can_write
         if peer.machine.state is PeerState.CONNECTING:
-            peer.transport, peer.choice, peer.costs = event.transport, event.choice, event.costs
+            peer.transport, peer.choice = event.transport, event.choice
+            is_near = event.costs.gathers_far and bool(self._ours.staging_descriptor)
+            peer.costs = replace(event.costs, gathers_far=is_near)
             can_turn = self._ours.may_turn and peer.direction is Direction.READ and not peer.is_staged
             peer.is_turning = can_turn and event.is_slow
         elif peer.is_turning:
@@ -255,16 +257,16 @@ class Handshakes:
             ),
             PeerState.WELCOMED: OfferRequest(ours.party),
         }
-        offer = TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe, self._arena_for(peer))
+        offer = TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe, self._staging_for(peer))
         questions[PeerState.OFFERING] = offer
         if peer.direction is Direction.WRITE:
             questions[PeerState.CONNECTING] = offer
         if question := questions.get(peer.machine.state):
             yield Send(peer.key, question)
 
-    def _arena_for(self, peer: Peer) -> bytes:
+    def _staging_for(self, peer: Peer) -> bytes:
         """Who copies what it posts need not post what it gathers: our slots are as near to it as its own."""
-        return self._ours.arena if peer.costs.gathers_far else b""
+        return self._ours.staging_descriptor if peer.costs.gathers_far else b""
 
 
 def _is_replaced(older: PeerKey, newer: PeerKey) -> bool:

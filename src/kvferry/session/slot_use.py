@@ -36,7 +36,7 @@ SLOT_TABLE: Table = {
 @dataclass(slots=True)
 class SlotUse:
     """`address` is the slot's own, once it is ours; `far_address` where the other side has its slot, at a source. With
-    `is_far` they are the same bytes: what is filled is emptied."""
+    `is_far` the two lead to the same bytes, each in its own process: what is filled is emptied."""
 
     key: SlotKey
     slot: Slot

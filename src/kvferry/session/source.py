@@ -191,7 +191,7 @@ class SourceSession:
         return [Reply(peer, self._introduction.offer(request, now))]
 
     def _target_offer(self, peer: str, offer: TargetOffer, now: float) -> list[Command]:
-        return self._targets.offered(peer, offer, now)
+        return self._targets.offered(peer, offer, self._leases.writing, now)
 
     def _claim(self, peer: str, claim: Claim, now: float) -> list[Command]:
         reference, ours = claim.reference, self._identity.party

@@ -65,18 +65,19 @@ class Targets:
     def __len__(self) -> int:
         return len(self._known)
 
-    def offered(self, peer: str, offer: TargetOffer, now: float) -> list[Command]:
+    def offered(self, peer: str, offer: TargetOffer, busy: Collection[Party], now: float) -> list[Command]:
         """Connect to a target that wants to be written to; say so again when it is repeated."""
         if known := self._known.get(offer.party):
             # Whether we may attach its staging memory, it judges anew each time that it meets us.
             if structs.replace(known.offer, staging=offer.staging) != offer:
                 return _refuse(peer, Reason.MALFORMED, "two different offers of one target rank", str(offer.party))
-            known.peer, known.last_heard = peer, now
-            return [Reply(peer, reached) for reached in known.reached]
+            if offer == known.offer or offer.party in busy:
+                known.peer, known.last_heard = peer, now
+                return [Reply(peer, reached) for reached in known.reached]
         if offer.party.rank >= len(offer.layouts):
             found = f"rank {offer.party.rank} of {len(offer.layouts)}"
             return _refuse(peer, Reason.MALFORMED, "an offer of a rank without a layout", found)
-        replaced = [self._forget(party) for party in list(self._known) if _is_replaced(party, offer.party)]
+        replaced = [self._forget(party) for party in list(self._known) if _is_met_anew(party, offer.party)]
         if len(self._known) >= MAX_TARGETS:
             return _refuse(peer, Reason.UNREACHABLE, "too many targets at once", f"{len(self._known)} targets")
         starts = region_starts(self._layouts[self._rank], offer.layouts[offer.party.rank])
@@ -183,9 +184,9 @@ class Targets:
         return Disconnect(party)
 
 
-def _is_replaced(older: Party, newer: Party) -> bool:
-    """Another start of the same engine: the memory of the one before need not be kept mapped."""
-    return (older.engine_id, older.rank) == (newer.engine_id, newer.rank) and older.epoch != newer.epoch
+def _is_met_anew(known: Party, party: Party) -> bool:
+    """Itself, or another start of the same engine: what was known need not be kept mapped."""
+    return (known.engine_id, known.rank) == (party.engine_id, party.rank)
 
 
 def _refuse(peer: str, reason: Reason, what: str, found: str) -> list[Command]:
