@@ -112,5 +112,6 @@ def _check_available(num_bytes: int, name: str) -> None:
             f"not enough memory for {name!r}",
             found=f"{available} bytes available",
             expected=f"{num_bytes} bytes",
-            hint="make the cache smaller or give the process more memory",
+            hint="make the cache smaller or give the process more memory; of an engine that has just ended "
+            "peers let go within seconds",
         )
