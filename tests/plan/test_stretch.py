@@ -12,7 +12,7 @@ from kvferry.plan.model import attention
 from kvferry.plan.program import bind
 from kvferry.plan.request import copies_for, num_rows, volume
 from kvferry.plan.route import route
-from kvferry.plan.stretch import WHOLE, Stretch, even_stretches, parted, stretch_tokens, stretches
+from kvferry.plan.stretch import WHOLE, Stretch, even_stretches, parted, stretch_tokens, stretches, unit_tokens
 from kvferry.plan.tokens import TokenRange
 from kvferry.testing.strategies import handmade, scenarios
 
@@ -69,6 +69,19 @@ def program_of(tokens_per_block=(4, 6)):
 def test_a_stretch_holds_as_many_whole_units_as_fit_and_one_at_least():
     program, per_token = program_of(), MODEL.bytes_per_token
     assert [stretch_tokens(program, size * per_token) for size in (0, 1, 2, 3, 4, 100)] == [2, 2, 2, 2, 4, 100]
+
+
+@pytest.mark.parametrize("run_tokens", [1, 2, 4, 8])
+def test_units_of_ranks_that_share_tokens_are_made_of_the_tokens_of_one(run_tokens):
+    """Of eight tokens each of two ranks has four, which are one block; of sixteen eight, in two."""
+    shape = EngineShape(1, 1, 4, 64, "token-major", context_parallel=2, run_tokens=run_tokens)
+    engine = describe(MODEL, shape, 1 << 20)
+    program, per_token = bind(route(engine, engine).between(1, 1), engine[1], engine[1]), MODEL.bytes_per_token
+    period = max(8, 2 * run_tokens)
+    assert unit_tokens(program) == period
+    of_period = period // 2 * per_token
+    sizes = (0, of_period - 1, of_period, 2 * of_period - 1, 2 * of_period)
+    assert [stretch_tokens(program, size) // period for size in sizes] == [1, 1, 1, 1, 2]
 
 
 def test_stretches_are_cut_at_multiples_whatever_is_wanted_first():

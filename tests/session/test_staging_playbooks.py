@@ -962,8 +962,11 @@ def test_what_is_worth_staging_only_in_one_piece_moves_straight_where_it_is_cut(
     play(session, [(0.4, answer(m.Grant("q1", (table,))), [expected])])
 
 
-@pytest.mark.parametrize(("descriptor", "expected"), [(b"here", m.TargetOffer), (b"", m.Claim)])
-def test_where_nobody_can_attach_staging_memory_pack_has_a_wire(descriptor, expected):
+@pytest.mark.parametrize(
+    ("descriptor", "is_near", "expected"),
+    [(b"here", True, m.TargetOffer), (b"", True, m.Claim), (b"here", False, m.Claim)],
+)
+def test_where_nobody_can_attach_staging_memory_pack_has_a_wire(descriptor, is_near, expected):
     """However near the source is."""
     policy, program = StagingPolicy(AUTO, 1 << 20), bind_of_both()
 
@@ -971,11 +974,12 @@ def test_where_nobody_can_attach_staging_memory_pack_has_a_wire(descriptor, expe
         return policy.before_claim(program, RANGES, costs, Direction.READ).strategy is Strategy.PACK
 
     dearer = (replace(TYPICAL_HOST, row_s=row_s) for row_s in np.geomspace(1e-9, 1.0, 2000).tolist())
-    costs = (replace(each, gathers_far=True) for each in dearer if not is_packed(each))
-    near = next(each for each in costs if is_packed(each))
+    cheap = (each for each in dearer if not is_packed(each))
+    costs = next(each for each in cheap if is_packed(replace(each, gathers_far=True)))
     ours = Ourselves(US, "0.1.0", TARGET_LAYOUTS, staging_descriptor=descriptor, staging=policy)
     session = TargetSession(ours, TIMING)
-    (asked,) = play(session, [*met(), (0.3, PeerConnected(PEER, "shm", "", near), [Send])])
+    connected = PeerConnected(PEER, "shm", "", replace(costs, gathers_far=is_near))
+    (asked,) = play(session, [*met(), (0.3, connected, [Send])])
     assert isinstance(asked.message, expected)
     if isinstance(asked.message, m.TargetOffer):
         assert asked.message.staging == descriptor

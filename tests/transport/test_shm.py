@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from kvferry.errors import TransportError
 from kvferry.plan.copies import NOTHING, Direction
 from kvferry.testing.transport_peer import PeerProcess
 from kvferry.transport import shm
-from kvferry.transport.base import Memory
+from kvferry.transport.base import Completion, Memory
 from kvferry.transport.origin import Origin
 from kvferry.transport.shm import (
     SharedDescriptor,
@@ -165,6 +166,37 @@ def test_memory_of_a_living_peer_stays_as_long_as_any_of_it_is_there(monkeypatch
         assert all((transport.view("peer", address, 1) is not None) is is_seen for address in addresses)
     transport.close()
     owner.close()
+
+
+def test_a_peer_without_memory_is_not_taken_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "LOOK_S", 0.0)
+    transport, owner = SharedMemoryTransport(), SharedMemoryTransport()
+    transport.connect("peer", owner.descriptor())
+    assert transport.poll() == []
+    ticket = transport.post("peer", NOTHING, Direction.READ)
+    assert transport.poll() == [Completion(ticket, "")]
+    transport.close()
+    owner.close()
+
+
+@pytest.mark.parametrize("what", ["another file", "nothing that is seen"])
+def test_what_is_behind_a_descriptor_now_is_looked_at(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "LOOK_S", 0.0)
+    transport, owner, shared = SharedMemoryTransport(), SharedMemoryTransport(), allocate_shared(4096, "test")
+    owner.register(shared.memory)
+    transport.connect("peer", owner.descriptor())
+    if what == "another file":
+        with Path("/dev/null").open("rb") as other:
+            os.dup2(other.fileno(), shared.memory.shared_fd)
+    else:
+        monkeypatch.setattr(shm.os, "stat", Mock(side_effect=PermissionError))
+    transport.poll()
+    # Who may not look does not know.
+    assert (transport.view("peer", shared.memory.address, 1) is None) is (what == "another file")
+    monkeypatch.undo()
+    transport.close()
+    owner.close()
+    shared.close()
 
 
 def test_peers_are_not_looked_for_at_every_poll(monkeypatch: pytest.MonkeyPatch) -> None:

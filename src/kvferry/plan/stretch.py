@@ -44,7 +44,7 @@ def parted(token: int) -> tuple[Stretch, Stretch]:
 
 def unit_tokens(program: Program) -> int:
     """So many tokens, or a multiple of them, need not be taken apart in any group."""
-    return lcm(*(_unit_tokens(group) for group in program.groups if group.units))
+    return lcm(*(_unit_tokens(group) for group in program.groups))
 
 
 def _unit_tokens(group: GroupProgram) -> int:
@@ -56,7 +56,7 @@ def stretch_tokens(program: Program, most_bytes: int) -> int:
     """How many tokens make about `most_bytes`: as many as fit, in units that need not be taken apart, but one unit at
     least. Both ranks find the same number. It counts every group in full, also those of which only a window moves."""
     unit = unit_tokens(program)
-    num_bytes = sum(_num_bytes(group, unit) for group in program.groups if group.units)
+    num_bytes = sum(_num_bytes(group, unit) for group in program.groups)
     return max(1, most_bytes // max(1, num_bytes)) * unit
 
 
