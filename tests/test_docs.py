@@ -1,5 +1,6 @@
 """The documents say what is so: their diagrams, names and commands are checked against the code."""
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -188,3 +189,8 @@ def test_every_guarantee_names_tests_that_exist():
     assert len(named) > len(promises)
     missing = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text("utf-8")]
     assert missing == []
+
+
+def test_the_picture_of_the_figures_is_of_the_figures_that_are_kept():
+    kept = hashlib.sha256((ROOT / "benchmarks/results/mixed_tp.json").read_bytes()).hexdigest()
+    assert kept in (ROOT / "docs/images/mixed_tp.svg").read_text(), "draw it again: python benchmarks/draw_mixed_tp.py"
