@@ -1,0 +1,29 @@
+"""`--engine`: which one a command line is for, and what of it that engine has to be told."""
+
+from __future__ import annotations
+
+import typer
+
+from kvferry.errors import ConfigurationError
+
+__all__ = ["check_engine", "is_given", "size"]
+
+
+def check_engine(engine: str, context: typer.Context) -> None:
+    """Raises ConfigurationError for an engine that we do not have, and for arguments that none would get."""
+    if engine not in ("transformers", "vllm"):
+        raise ConfigurationError("no such engine", found=engine, expected="--engine transformers or --engine vllm")
+    if engine != "vllm" and context.args:
+        found = " ".join(context.args)
+        raise ConfigurationError("these arguments belong to no engine", found=found, expected="--engine vllm -- …")
+
+
+def size(context: typer.Context, name: str, engine: str) -> int:
+    """A number of the command line; 0, which leaves it to vLLM, where that is the engine and none was given."""
+    return int(context.params[name]) if engine != "vllm" or is_given(context, name) else 0
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command line has an option, or its default counts."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
