@@ -5,6 +5,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import os
+import resource
+from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -56,6 +60,21 @@ def test_who_is_not_there_is_refused(transport):
     expect_refusal(transport, msgspec.structs.replace(known, origin=other), "found: boot id 00000000-")
     expect_refusal(transport, msgspec.structs.replace(known, pid=2**31 - 1), "has ended")
     expect_refusal(transport, msgspec.structs.replace(known, started=known.started + 1), "another one by now")
+
+
+def test_a_process_with_many_open_files_meets_peers(transport):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"needs 2048 open files, the limit is {hard}")
+    memory = np.ones(100, np.uint8)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        with ExitStack() as files:
+            for _ in range(1100):
+                files.enter_context(Path(os.devnull).open())
+            transport.connect("peer", msgspec.msgpack.encode(descriptor_of(memory_of(memory))))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_memory_that_is_not_there_is_refused(transport):

@@ -65,7 +65,10 @@ class _Peer:
 
     def is_alive(self) -> bool:
         """Whether `pid` still names the process that `pidfd` holds."""
-        return not select.select([self.pidfd], [], [], 0)[0]
+        # Not `select.select`, which cannot name a descriptor beyond 1023: a server with many clients has more.
+        look = select.poll()
+        look.register(self.pidfd, select.POLLIN)
+        return not look.poll(0)
 
 
 @dataclass(slots=True, eq=False)
