@@ -267,8 +267,7 @@ class SourceSession:
     def _carried(self, event: TicketEnded | Acquired | Staged, now: float) -> list[Command]:
         """A claim that we carry out has got on: what is written by that tells of itself."""
         key = event.key.work if isinstance(event.key, SlotKey) else event.key
-        lease = self._leases.get(key.lease_id) if isinstance(key, ClaimKey) else None
-        if lease is None or not isinstance(key, ClaimKey):
+        if not isinstance(key, ClaimKey) or (lease := self._leases.get(key.lease_id)) is None:
             return []
         self._targets.heard(key.party, now)
         if isinstance(event, TicketEnded) and not isinstance(event.key, SlotKey):

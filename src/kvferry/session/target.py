@@ -234,18 +234,19 @@ class TargetSession:
         yield from self._quarantine.drained(ReadKey(packed.claim_id, peer.key))
 
     def _ticket_ended(self, event: TicketEnded, now: float) -> Iterator[Step | Lost]:
-        if isinstance(event.key, SlotKey):
-            yield from self._reads.staged.filled(event.key, event.error, now)
-            yield from self._quarantine.drained(event.key.work)
+        key = event.key
+        if isinstance(key, SlotKey):
+            yield from self._reads.staged.filled(key, event.error, now)
+            yield from self._quarantine.drained(key.work)
             return
-        fetch = self._fetches.get(event.key.request_id) if isinstance(event.key, ReadKey) else None
-        if fetch is None or not isinstance(event.key, ReadKey) or event.key.peer not in fetch.reads:
+        fetch = self._fetches.get(key.request_id) if isinstance(key, ReadKey) else None
+        if fetch is None or not isinstance(key, ReadKey) or key.peer not in fetch.reads:
             return
-        fetch.reads[event.key.peer].ended(Direction.READ)
+        fetch.reads[key.peer].ended(Direction.READ)
         if fetch.failed:
             yield from self._quarantine.free_when_drained(fetch)
         else:
-            yield from self._reads.ticket_ended(fetch, event.key.peer, event.error, now)
+            yield from self._reads.ticket_ended(fetch, key.peer, event.error, now)
 
     def _staged(self, event: Staged, now: float) -> Iterator[Step | Lost]:
         yield from self._reads.staged.staged(event, now)
