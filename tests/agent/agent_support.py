@@ -15,6 +15,7 @@ from kvferry.session.events import LeaseWanted
 from kvferry.staging.host_mover import HostMover, host_pieces
 from kvferry.testing import oracle
 from kvferry.testing.gated import GatedTransport
+from kvferry.testing.transport_world import wait_for_unmapping
 
 SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
 TARGET = EngineShape(1, 1, block_tokens=6, num_blocks=9, format="block-head-major")
@@ -56,6 +57,7 @@ def wire_only(memories, ring):
 
 def num_mappings(memory):
     """How often this process has mapped shared memory."""
+    wait_for_unmapping()
     inode = str(os.fstat(memory.shared_fd).st_ino)
     return [line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines()].count(inode)
 

@@ -1,5 +1,6 @@
 """Nobody listens: only the host of a process that has ended says so."""
 
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -38,3 +39,17 @@ def test_where_nobody_listens_the_process_has_ended(knocks):
 def test_an_address_that_makes_no_sense_proves_nothing(knocks, address):
     knocks.start(PeerKey(address, "p0", "e1"))
     assert knocks.unanswered() == []
+
+
+def test_a_process_without_file_descriptors_learns_nothing_and_may_ask_again(knocks):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = PeerKey(f"tcp://127.0.0.1:{listener.getsockname()[1]}", "p0", "e1")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        knocks.start(peer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert knocks.unanswered() == []
+    knocks.start(peer)
+    assert knocks.unanswered() == [peer]

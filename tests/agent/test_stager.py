@@ -11,6 +11,7 @@ from kvferry.agent.far_slots import FarSlots
 from kvferry.agent.stager import Stager
 from kvferry.session.events import Acquire, Acquired, ClaimKey, PeerKey, ReadKey, SlotKey, Staged
 from kvferry.staging.mover import Moved
+from kvferry.testing.transport_world import wait_for_unmapping
 from kvferry.transport.base import Memory
 from kvferry.transport.shared_memory import allocate_shared
 from kvferry.wire.messages import MAX_SLOT_BYTES, Party
@@ -105,6 +106,7 @@ def test_slots_of_targets_are_unmapped_at_the_end(end):
 
 def num_mapped(name):
     """Mappings of shared memory by its name: its file may be closed already."""
+    wait_for_unmapping()
     return Path("/proc/self/maps").read_text().count(f"memfd:{name} ")
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from pathlib import Path
 from unittest.mock import Mock
+from weakref import finalize
 
 import msgspec
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 from kvferry.errors import TransportError
 from kvferry.plan.copies import NOTHING, Direction
 from kvferry.testing.transport_peer import PeerProcess
+from kvferry.testing.transport_world import wait_for_unmapping
 from kvferry.transport import shm
 from kvferry.transport.base import Completion, Memory
 from kvferry.transport.origin import Origin
@@ -128,6 +131,7 @@ def test_nothing_is_left_behind_by_a_killed_peer() -> None:
 
 
 def num_mapped(name: str) -> int:
+    wait_for_unmapping()
     return Path("/proc/self/maps").read_text().count(f"memfd:{name} ")
 
 
@@ -150,6 +154,29 @@ def test_memory_of_a_process_that_has_ended_is_given_back(monkeypatch: pytest.Mo
     with pytest.raises(TransportError, match="not connected"):
         transport.post("peer", NOTHING, Direction.READ)
     transport.close()
+
+
+def test_to_unmap_memory_keeps_nobody_waiting_while_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    unmapped_by, gone = [], threading.Event()
+    transport, owner, shared = SharedMemoryTransport(), SharedMemoryTransport(), allocate_shared(4096, "test")
+    owner.register(shared.memory)
+    for is_refused in (False, True):
+        transport.connect("peer", owner.descriptor())
+        view = transport.view("peer", shared.memory.address, 1)
+        assert view is not None
+        # The memory goes when the last view does.
+        finalize(view.base, lambda: (unmapped_by.append(threading.current_thread().name), gone.set()))
+        del view
+        if is_refused:
+            monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        transport.disconnect("peer")
+        assert gone.wait(10.0)
+        gone.clear()
+    monkeypatch.undo()
+    assert unmapped_by == ["kvferry-unmap", threading.current_thread().name]
+    transport.close()
+    owner.close()
+    shared.close()
 
 
 def test_memory_of_a_living_peer_stays_as_long_as_any_of_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

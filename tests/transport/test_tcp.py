@@ -198,6 +198,17 @@ def test_a_peer_that_is_not_there_is_the_tickets_error() -> None:
     transport.close()
 
 
+def test_a_process_that_can_start_no_more_threads_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    descriptor = world.far.transport.descriptor()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TransportError, match="no thread can be started for tcp"):
+            world.near.transport.connect("far", descriptor)
+
+
 def test_a_broken_connection_is_made_again(world: World) -> None:
     expect_copied(world, [Row((0, 0), (1, 3), 100)], Direction.READ)
     transport = world.far.transport

@@ -39,7 +39,11 @@ class Knocks:
         except ValueError:
             return
         family = socket.AF_INET6 if host.version == 6 else socket.AF_INET
-        tried = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            tried = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        except OSError:
+            # This process may have too many files open at the moment. Nothing is learnt, and whoever asks asks again.
+            return
         self._tried[peer] = tried
         self._note(peer, tried.connect_ex((str(host), port)))
 

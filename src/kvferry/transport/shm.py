@@ -1,4 +1,4 @@
-"""Transport between processes of one host: attach the peer's memory and copy, without a thread and without a daemon.
+"""Transport between processes of one host: attach the peer's memory and copy in `poll`, without a daemon.
 
 The peer's memory is reached through /proc/<pid>/fd/<fd>, so nothing has a name in a file system and nothing is left
 behind when a process is killed. What has been attached can be touched after the peer died or unregistered it, like
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ class SharedMemoryTransport:
         self._peers: dict[str, _Attached] = {}
         self._queue = CopyQueue()
         self._look_at = 0.0
+        self._unmapping: list[threading.Thread] = []
 
     @property
     def name(self) -> str:
@@ -125,9 +127,8 @@ class SharedMemoryTransport:
         return (self.name,)
 
     def disconnect(self, peer: str) -> None:
-        # Dropping the views unmaps the memory as soon as no copy uses them; closing a mapping with views would raise.
-        self._peers.pop(peer, None)
         self._queue.drop(lambda job: job.peer == peer, f"peer {peer!r} was disconnected")
+        self._let_go([peer] if peer in self._peers else [])
 
     def post(self, peer: str, copies: Copies, direction: Direction) -> Ticket:
         """Raises TransportError when the peer is not connected or a row leaves registered memory."""
@@ -158,13 +159,32 @@ class SharedMemoryTransport:
         if self._look_at <= (now := time.monotonic()):
             self._look_at = now + LOOK_S
             # What is being copied keeps its views, and ends well.
-            self._peers = {peer: attached for peer, attached in self._peers.items() if attached.is_there}
+            self._let_go([peer for peer, attached in self._peers.items() if not attached.is_there])
         return self._queue.run(SLICE_BYTES)
 
     def close(self) -> None:
         self._queue.drop(lambda job: True, "this transport was closed")
         self._peers.clear()
         self._registry.clear()
+        for thread in self._unmapping:
+            thread.join()
+
+    def _let_go(self, peers: Sequence[str]) -> None:
+        """Unmap the memory of peers, as soon as no copy uses it; closing a mapping with views would raise.
+
+        To unmap gigabytes, and to free them when their owner is gone, takes as long as to copy them: others would take
+        this process for lost. So a thread does it, which must be the last to hold them.
+        """
+        if not peers:
+            return
+        dropped = [self._peers.pop(peer) for peer in peers]
+        thread = threading.Thread(target=dropped.clear, name="kvferry-unmap", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # No more threads in this process: it has to wait.
+            dropped.clear()
+        else:
+            self._unmapping = [thread, *(each for each in self._unmapping if each.is_alive())]
 
 
 def _describe(memory: Memory) -> SharedPiece:

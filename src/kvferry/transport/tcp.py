@@ -85,7 +85,7 @@ class TcpTransport:
         return check_size(msgspec.msgpack.encode(known))
 
     def connect(self, peer: str, descriptor: bytes) -> None:
-        """Raises TransportError when the descriptor is not one of tcp.
+        """Raises TransportError when the descriptor is not one of tcp, or no thread can be started.
 
         A connection is made by the first ticket: an unreachable host would otherwise block the agent. That nobody
         listens there is therefore the error of a ticket (the self-test's).
@@ -93,7 +93,11 @@ class TcpTransport:
         self.disconnect(peer)
         known = decode(peer, descriptor, TcpDescriptor)
         pieces = Pieces.of(known.pieces)
-        lane = Lane(Far(known.host, known.port, known.key), self._ended, self._stall_timeout_s)
+        try:
+            lane = Lane(Far(known.host, known.port, known.key), self._ended, self._stall_timeout_s)
+        except RuntimeError as error:
+            hint = "the limit is ulimit -u, or pids.max of a container"
+            raise TransportError("no thread can be started for tcp", found=str(error), hint=hint) from error
         self._peers[peer] = (lane, pieces)
 
     def carriers(self, peer: str) -> tuple[str, ...]:
