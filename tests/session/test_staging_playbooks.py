@@ -348,6 +348,22 @@ def test_whoever_waits_for_slots_has_patience_as_long_as_others_get_on():
     assert failed == ["q1", "q2"]
 
 
+def test_a_source_that_only_says_queued_keeps_slots_from_others_for_so_long_and_no_longer():
+    session = target(Strategy.PACK)
+    play(session, [*PACKING, *[(1, acquired(number), [pack(number)]) for number in range(3)]])
+    behind = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-1", "r2", "l2"))
+    play(session, [(2, behind, [Send]), (2.1, answer(m.Grant("q2", ())), [Acquire, Acquire, Acquire])])
+    failed_at = {}
+    for now in range(3, 1000):
+        play(session, [(now, answer(m.Queued("q1")), [])] if "q1" not in failed_at else [])
+        commands = session.handle(Tick(), now + 0.5)
+        failed_at |= {command.request_id: now for command in commands if isinstance(command, Failed)}
+    latest = TIMING.hold_s + TIMING.transfer_s + 2
+    assert TIMING.hold_s < failed_at["q1"] <= latest
+    # Who waited for the slots fails with it: while their source may write to them nobody gets them.
+    assert failed_at["q2"] <= latest
+
+
 def test_who_cannot_be_written_to_does_without_packing():
     refusal = answer(m.Refusal(m.Reason.UNREACHABLE, "no transport reaches the target", "", "", ""))
     session = target(Strategy.SCATTER, Strategy.PACK)
@@ -448,6 +464,23 @@ def test_who_waits_behind_a_write_that_hangs_is_not_told_to_have_patience():
     session = source()
     play(session, [*WRITING, (3, said(asked(1)), [Acquire]), (21, said(asked(1)), [Reply("x", m.Queued("q1"))])])
     play(session, [(23, said(asked(1)), [Reply("x", m.Renewed(()))])])
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+def test_that_gathers_into_other_targets_slots_get_on_is_no_reason_for_patience(is_far):
+    """They take none of our slots. That others of ours get on is one."""
+    session = source()
+    play(session, [*WRITING, (3, said(asked(1)), [Acquire])])
+    other, lease = m.Party("d9", "epoch-9", 0), m.Reference("p0", "epoch-1", "r2", "l2")
+    claim = structs.replace(CLAIM, party=other, claim_id="q9", reference=lease)
+    play(session, [(3, replace(LEASE, request_id="r2", lease_id="l2"), [])])
+    play(session, [(3, said(structs.replace(TARGET_OFFER, party=other), "y"), [Connect])])
+    play(session, [(3, PeerConnected(other, "shm", "shm"), [Reply]), (3, said(claim, "y"), [Reply])])
+    slot, word = SlotKey(ClaimKey("l2", other, "q9"), 0, 0), m.Renewed(()) if is_far else m.Queued("q1")
+    play(session, [(10, said(m.Pack(other, "q9", "l2", 0, 0, ARENA), "y"), [Acquire])])
+    session.handle(Acquired(slot, OWN, is_far=is_far), 11)
+    session.handle(Staged(slot, ""), 12)
+    play(session, [(25, said(asked(1)), [Reply("x", word)])])
 
 
 @pytest.mark.parametrize(("stretch", "number"), [(4, 0), (1 << 40, 0), (0, 1)])

@@ -37,7 +37,8 @@ class Carrying:
         self._targets = targets
         self._epoch = epoch
         self._transfer_s = transfer_s
-        # When any slot last got on: while one does, claims that wait for theirs are told to have patience.
+        # When any slot of ours last got on: while one does, claims that wait for theirs are told to have patience. Not
+        # slots of targets, whose gathers get on when nothing of ours is written.
         self._moved_at = 0.0
         self._fresh: list[Packing] = []
         self._shares: list[tuple[Claim, Lease]] = []
@@ -166,7 +167,8 @@ class Carrying:
         write = lease.writes.get(key.work)
         if not isinstance(write, Packing | StretchWrites) or key not in write.uses:
             return
-        self._moved_at = now
+        if isinstance(write, Packing) and not write.is_far(key, event):
+            self._moved_at = now
         had_error = bool(write.error)
         yield from _changed(write, event)
         if write.is_aborted:

@@ -73,7 +73,8 @@ class Read:
     `unpacking` has once the source has answered; what could be planned before is in `plans`. `subject` is what is
     digested of it, and `extracts` where that lies here, once it `is_prepared`; `ours` and `theirs` are the values, once
     they are known. A source that writes may have `is_confirmed` it before all is in its place here. `granted_at` is
-    when its source let it move; `moved_at` when it last got on, or had a reason to wait, where it takes several steps.
+    when its source let it move; where it takes several steps, `got_on_at` when it last got on, and `moved_at` when it
+    did or had a reason to wait.
     """
 
     machine: Machine
@@ -94,6 +95,7 @@ class Read:
     theirs: tuple[bytes, ...] = ()
     granted_at: float = 0.0
     moved_at: float = 0.0
+    got_on_at: float = 0.0
 
     @classmethod
     def begun(cls, name: str, way: Way, subject: Subject, now: float) -> Read:

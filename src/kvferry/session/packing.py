@@ -131,6 +131,10 @@ class Packing:
         found = f"slot {key.number} of stretch {key.stretch}"
         raise RequestError("no such slot", found=found, expected=f"one of {num_stretches} stretches")
 
+    def is_far(self, key: SlotKey, event: Acquired | Staged | TicketEnded) -> bool:
+        """Whether a slot is the target's own, as we know by now, or by this event."""
+        return self.uses[key].is_far or (isinstance(event, Acquired) and event.is_far)
+
     def acquired(self, event: Acquired) -> Iterator[Command]:
         """A slot is ours: gather. Without one the claim cannot be carried out."""
         use = self.uses[event.key]

@@ -188,11 +188,13 @@ class Reads:
                 yield from self.staged.packed(key, packed, now)
 
     def queued(self, peer: Peer, queued: Queued, now: float) -> Iterator[Step]:
-        """The source will go on later: it has its reasons, and is there."""
+        """The source will go on later: it has its reasons, and is there. Who keeps slots from others meanwhile does not
+        believe that for ever."""
         for _, read in self.of(peer.key, queued.claim_id, ReadState.CLAIMING, ReadState.EXPOSED, ReadState.MOVING):
-            read.moved_at = now
-            if read.unpacking:
-                self.staged.moved_at = now
+            if not read.unpacking:
+                read.moved_at = now
+            elif now - read.got_on_at < self._timing.hold_s:
+                read.moved_at = self.staged.moved_at = now
         yield from ()
 
     def written(self, peer: Peer, written: Written, now: float) -> Iterator[Step]:

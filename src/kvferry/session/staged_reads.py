@@ -95,7 +95,7 @@ class StagedReads:
     def _on(self, fetch: Fetch, peer: PeerKey, steps: Iterator[Step], now: float) -> Iterator[Step]:
         """Go on with a read, and land it when there is nothing left to do."""
         read = fetch.reads[peer]
-        read.moved_at = now
+        read.moved_at = read.got_on_at = now
         try:
             yield from steps
         except FerryError as error:

@@ -26,6 +26,7 @@ from kvferry.session.events import (
 from kvferry.session.handshake import Ourselves
 from kvferry.session.introduction import Identity
 from kvferry.session.packing import Packing
+from kvferry.session.slot_use import SlotState
 from kvferry.session.source import SourceEvent, SourceSession
 from kvferry.session.target import TargetEvent, TargetSession
 from kvferry.wire.messages import Aborted, Pack, Packed
@@ -33,6 +34,7 @@ from kvferry.wire.messages import Aborted, Pack, Packed
 __all__ = [
     "AlwaysClean",
     "CancelEnds",
+    "FarAtOnce",
     "ForgetSlots",
     "KeepWish",
     "LatePack",
@@ -166,6 +168,19 @@ class NoGather(SourceSession):
         if isinstance(event, Staged):
             # Already told.
             return [command for command in commands if not isinstance(command, Post)]
+        return commands
+
+
+class FarAtOnce(SourceSession):
+    """Has done with a target's slot when it loses interest in what is gathered into it."""
+
+    def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        commands = super().handle(event, now)
+        packings = [write for lease in self._leases for write in lease.writes.values() if isinstance(write, Packing)]
+        for packing in packings:
+            for key in [key for key, use in packing.uses.items() if use.is_far and use.state is SlotState.DRAINING]:
+                del packing.uses[key]
+                commands.append(Release(key))
         return commands
 
 

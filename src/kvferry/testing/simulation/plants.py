@@ -62,6 +62,7 @@ _ALL = (
     Plant("late-pack", "a slot is written though its claim has ended", source=staging.LatePack),
     Plant("pack-again", "a slot is written whenever it is asked for", source=staging.PackAgain),
     Plant("no-gather", "a slot is written before all of it is gathered", source=staging.NoGather),
+    Plant("far-at-once", "a target's slot is given back though it is gathered into", source=staging.FarAtOnce),
     Plant("always-clean", "a write that ended badly counts as one that has landed", source=staging.AlwaysClean),
     Plant("half-there", "a shared read is there when the target's part is", target=sharing.HalfThere),
     Plant("late-share", "a part is written though its lease has ended", source=sharing.LateShare),

@@ -1,5 +1,5 @@
-"""Staging memory of one rank: slots of two real pools, poisoned when they come back, and copies that take time. Some
-slots of targets are as near to a source as its own: it gathers into them."""
+"""Staging memory of one rank: slots of real pools, poisoned when they come back, and copies that take time. Some slots
+of targets are as near to a source as its own: it gathers into them, in turns of their own."""
 
 from __future__ import annotations
 
@@ -73,17 +73,18 @@ class Stager:
     def __init__(self, site: Site, memory: RankMemory, ends: StagerEnds) -> None:
         self._site, self._memory, self._ends = site, memory, ends
         half_bytes = memory.arena_bytes // 2
-        self._pools = Pool(half_bytes, 1), Pool(half_bytes, 1)
+        self._incoming, self._outgoing, self._lent = (Pool(half_bytes, 1) for _ in range(3))
         self._events: list[Acquired | Staged] = []
         self._is_due = False
         self._held: dict[SlotKey, range] = {}
-        self._far: dict[SlotKey, Node] = {}
+        # Slots of targets: whose each is, and where.
+        self._far: dict[SlotKey, tuple[Node, int]] = {}
         self.copies: dict[SlotKey, Copy] = {}
 
     @property
     def num_open(self) -> int:
         """Slots that are held or waited for."""
-        return sum(pool.num_held + pool.num_waiting for pool in self._pools) + len(self._far)
+        return sum(pool.num_held + pool.num_waiting for pool in (self._incoming, self._outgoing, self._lent))
 
     def extent(self, key: SlotKey) -> range:
         """The bytes of a slot that is held under this name; empty when none is."""
@@ -99,18 +100,17 @@ class Stager:
         return [copy for copy, work in works if isinstance(work, ClaimKey) and work.lease_id == lease_id]
 
     def acquire(self, command: Acquire) -> None:
-        """Get in line, unless the target's own slot is as good."""
-        far = self._ends.reach(command.key.remote) if command.far_address else None
+        """Get in line, for a slot of ours or, if it is as good, for the turn of the target's own."""
+        key, num_bytes = command.key, command.num_bytes
+        far = self._ends.reach(key.remote) if command.far_address else None
         if far is not None and self._site.world.chance(FAR):
-            self._far[command.key] = far
-            self._events.append(Acquired(command.key, command.far_address, is_far=True))
-            self._due()
-            return
+            self._far[key] = far, command.far_address
+            num_bytes = min(num_bytes, self._lent.size_bytes)
         try:
-            self._pool_of(command.key).ask(command.key, command.key.remote, command.num_bytes)
+            self._pool_of(key).ask(key, key.remote, num_bytes)
         except FerryError as error:
-            self._site.story.fault("slot too large", str(command.key.remote))
-            self._events.append(Acquired(command.key, 0, str(error)))
+            self._site.story.fault("slot too large", str(key.remote))
+            self._events.append(Acquired(key, 0, str(error)))
         self._due()
 
     def release(self, key: SlotKey) -> None:
@@ -125,7 +125,7 @@ class Stager:
     def stage(self, command: Stage) -> None:
         """Gather or scatter: some slowly, some not to the end."""
         world, faults, rows = self._site.world, self._site.faults, rows_of(command.tiles)
-        far = self._far.get(command.key)
+        far, _ = self._far.get(command.key, (None, 0))
         source = self._memory.indices(rows.source, rows)
         target = self._memory_at(far).indices(rows.target, rows)
         slow, fails = world.chance(faults.slow), world.chance(faults.copy_fail)
@@ -167,13 +167,15 @@ class Stager:
         self._is_due = False
         events, self._events = self._events, []
         address = self._memory.arena_address
-        for pool in self._pools:
+        for pool in (self._incoming, self._outgoing):
             for slot in pool.grants():
                 if isinstance(slot.key, SlotKey):
                     start = address + slot.offset - self._memory.map.base
                     self._held[slot.key] = range(start, start + slot.num_bytes)
                     events.append(Acquired(slot.key, address + slot.offset))
             address += pool.size_bytes
+        keys = [slot.key for slot in self._lent.grants() if isinstance(slot.key, SlotKey)]
+        events += [Acquired(key, self._far[key][1], is_far=True) for key in keys]
         for event in events:
             self._ends.then(event)
 
@@ -182,4 +184,6 @@ class Stager:
         self.copies.clear()
 
     def _pool_of(self, key: SlotKey) -> Pool:
-        return self._pools[0 if isinstance(key.work, ReadKey) else 1]
+        if key in self._far:
+            return self._lent
+        return self._incoming if isinstance(key.work, ReadKey) else self._outgoing
