@@ -227,6 +227,19 @@ def test_a_peer_that_is_lost_while_it_is_being_tested_has_no_outcome():
     assert not second.connected
 
 
+def test_a_test_that_was_given_up_posts_nothing_to_who_has_the_name_next():
+    fresh, used = Scripted("shm"), Scripted("shm")
+    again = Carrier("auto", [used], {}, TESTS_S)
+    again.connect(PEER, offer("shm"))
+    again.poll()
+    again.disconnect(PEER)
+    num_posted = next(used.numbers)
+    for carrier in (Carrier("auto", [fresh], {}, TESTS_S), again):
+        carrier.connect(PEER, offer("shm"))
+        assert len(outcomes(carrier)) == 1
+    assert next(used.numbers) - num_posted == next(fresh.numbers)
+
+
 def test_a_transport_that_cannot_be_described_is_not_offered_but_still_used():
     """Memory that peers cannot reach in this way can still be filled by it."""
     silent = Scripted("shm", refuses=("descriptor",))

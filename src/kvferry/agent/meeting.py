@@ -90,6 +90,8 @@ class Meeting:
         """There will be no outcome; only what is open is waited for."""
         self._waiting.clear()
         self._is_over = True
+        for _, test in self._tests:
+            test.abandon()
 
     @property
     def may_wait(self) -> bool:

@@ -115,6 +115,11 @@ class SelfTest:
             # What is measured once more has passed already.
             self._end("" if self._is_repeated else f"no answer within {self._deadline_s:.2g} s")
 
+    def abandon(self) -> None:
+        """Nobody wants the result: post nothing more, whoever the peer's name may be given to."""
+        if self.result is None:
+            self._end("the peer was disconnected")
+
     def _take(self, completion: Completion, now: float) -> None:
         if self.result is not None:
             self._release()
