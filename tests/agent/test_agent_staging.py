@@ -54,21 +54,30 @@ def test_bytes_arrive_through_staging_memory(make_rank, transport, strategy):
     assert source.agent.moved_bytes[Direction.WRITE] == num_bytes
 
 
-@pytest.mark.parametrize(("transport", "passes"), [("shm", 2), ("cma", 2), ("tcp", 3)])
-def test_where_processors_copy_the_source_gathers_into_the_targets_slots(make_rank, transport, passes, monkeypatch):
-    """Then there is nothing left to put on a wire. How long the self-test's copies take beside other tests must not
-    matter here."""
+@pytest.mark.parametrize(
+    ("transport", "mover", "passes"),
+    [("shm", None, 2), ("cma", None, 2), ("tcp", None, 3), ("shm", wire_only, 3)],
+    ids=["shm", "cma", "tcp", "shm, but the source's mover cannot"],
+)
+def test_where_processors_copy_the_source_gathers_into_the_targets_slots(
+    make_rank, transport, mover, passes, monkeypatch
+):
+    """Then there is nothing left to put on a wire, and the target knows. How long the self-test's copies take beside
+    other tests must not matter here."""
     monkeypatch.setattr("kvferry.agent.costs.MUCH_SLOWER", 1e9)
-    source, target = make_rank("p0", SOURCE, transport), make_rank("d0", TARGET, transport, staging=only(Strategy.PACK))
+    source = make_rank("p0", SOURCE, transport, **({"mover": mover} if mover else {}))
+    target = make_rank("d0", TARGET, transport, staging=only(Strategy.PACK))
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
     target.next_notice(Fetched)
     check(target)
+    (met,) = target.agent._turns.target._peers
+    assert met.costs.gathers_far == (passes == 2)
     sent = source.agent._turns.carrier.moved_bytes[Direction.WRITE]
     assert (sent > 0) == (passes == 3)
     assert source.agent.moved_bytes[Direction.WRITE] == NUM_TOKENS * BYTES_PER_TOKEN
-    # Attached in this process, too, where both ranks live, until the source ends.
+    # Attached in this process, too, where both ranks live, until the source ends; over shm by the transport as well.
     arena = target.agent._arena.memory
-    assert (num_mappings(arena) > 1) == (passes == 2)
+    assert (num_mappings(arena) > 1) == (passes == 2 or transport == "shm")
     source.agent.close()
     assert num_mappings(arena) == 1
 

@@ -152,11 +152,14 @@ def test_slots_of_a_target_are_attached_while_it_is_known(end):
     carrier = Carrier("shm", [Scripted("shm")], {}, TESTS_S, far=far)
     staging = FarSlots(theirs.memory).descriptor
     carrier.connect(party, TargetOffer(party, (LAYOUT,), known.transports, known.probe, staging))
+    (connected,) = outcomes(carrier)
+    assert connected.reaches_staging
     assert far.find(party, theirs.memory.address, 4096) is not None
     if end == "closed":
         far.close()
     else:
         carrier.disconnect(party)
+        assert not far.reaches(party)
     assert far.find(party, theirs.memory.address, 4096) is None
     theirs.close()
 

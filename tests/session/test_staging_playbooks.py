@@ -1,5 +1,6 @@
 """Staging memory in sessions: whose a slot is at every moment, on both sides, whatever is late, repeated or broken."""
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -1016,6 +1017,11 @@ def test_where_nobody_can_attach_staging_memory_pack_has_a_wire(descriptor, is_n
     assert isinstance(asked.message, expected)
     if isinstance(asked.message, m.TargetOffer):
         assert asked.message.staging == descriptor
+        # The source knows better: what can be read need not be packed after all.
+        for reaches, claimed in ((False, Strategy.DIRECT), (True, Strategy.PACK)):
+            source = copy.deepcopy(session)
+            (claim,) = play(source, [(0.4, answer(m.Reached("shm", "", reaches)), [Send])])
+            assert claim.message.strategy is claimed
 
 
 @pytest.mark.parametrize(("slot_bytes", "expected"), [(64, Strategy.DIRECT), (1 << 20, Strategy.PACK)])

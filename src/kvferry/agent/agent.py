@@ -70,14 +70,16 @@ class Agent:
             # Closed after everything that copies.
             self._arena = self._lent(host.arena(config.staging_bytes), undo)
             self._probe = self._lent(allocate_probe(), undo)
+            wake = undo.enter_context(closing(Wake()))
+            control.watch(wake.fileno())
+            # The stager closes it before what it copies to is given up.
+            mover = undo.enter_context(closing(host.mover([*host.memories, self._arena.memory], wake.ring)))
             far = undo.enter_context(closing(FarSlots(self._arena.memory)))
-            carrier = undo.enter_context(closing(_carrier(config, transports, unavailable, far)))
+            reached = far if mover.reaches_far else None
+            carrier = undo.enter_context(closing(_carrier(config, transports, unavailable, reached)))
             carrier.register([*host.memories, self._probe.memory, self._arena.memory])
             carrier.check_requested()
             knocks = undo.enter_context(closing(Knocks()))
-            wake = undo.enter_context(closing(Wake()))
-            control.watch(wake.fileno())
-            mover = undo.enter_context(closing(host.mover([*host.memories, self._arena.memory], wake.ring)))
             identity = self._identity(config, host, carrier)
             readable = [memory for memory in host.memories if memory.device == HOST]
             self._turns = Turns(
@@ -222,7 +224,7 @@ class Agent:
 
 
 def _carrier(
-    config: AgentConfig, transports: Sequence[Transport], unavailable: Mapping[str, str], far: FarSlots
+    config: AgentConfig, transports: Sequence[Transport], unavailable: Mapping[str, str], far: FarSlots | None
 ) -> Carrier:
     tests_s = TESTS_SHARE * config.timing.handshake_s
     surroundings = surroundings_here(config.transport, config.may_turn)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.agent.far_slots import FarSlots
 from kvferry.agent.meeting import Meeting, Met, name_of
@@ -185,8 +185,13 @@ class Carrier:
                     self._routes[meeting.peer] = transport
                 for met in meeting.met:
                     self._take_note(met)
-                yield outcome
+                yield self._with_reach(outcome)
         self._meetings = [meeting for meeting in self._meetings if not meeting.is_settled]
+
+    def _with_reach(self, outcome: CarrierEvent) -> CarrierEvent:
+        if self._far is None or not isinstance(outcome, PeerConnected):
+            return outcome
+        return replace(outcome, reaches_staging=self._far.reaches(outcome.peer))
 
     def _take_note(self, met: Met) -> None:
         """Keep what was found about a peer. What is wrong is said at once, by log and by counter."""

@@ -22,6 +22,7 @@ class FarSlots:
     def __init__(self, arena: Memory) -> None:
         self.descriptor = b""
         self._transport: SharedMemoryTransport | None = None
+        self._attached: set[Remote] = set()
         try:
             self._transport = SharedMemoryTransport()
             self._transport.register(arena)
@@ -38,9 +39,16 @@ class FarSlots:
             self._transport.connect(str(peer), descriptor)
         except TransportError as error:
             logger.debug("%s: its staging memory is not attached: %s", peer, error)
+        else:
+            self._attached.add(peer)
+
+    def reaches(self, peer: Remote) -> bool:
+        """Whether the slots of a target have been attached."""
+        return peer in self._attached
 
     def detach(self, peer: Remote) -> None:
         """Slots that are in use stay mapped until whoever has their views lets go of them."""
+        self._attached.discard(peer)
         if self._transport is not None:
             self._transport.disconnect(str(peer))
 

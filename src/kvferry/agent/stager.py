@@ -102,8 +102,6 @@ class Stager:
         self._resources.close()
 
     def _far_slot(self, command: Acquire) -> View | None:
-        if not self._mover.reaches_far:
-            return None
         return self._far.find(command.key.remote, command.far_address, command.num_bytes)
 
     def _pool_of(self, key: SlotKey) -> Pool:

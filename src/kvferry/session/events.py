@@ -195,7 +195,8 @@ class AbortWanted:
 class PeerConnected:
     """A transport to the peer works; `choice` says which and why, `costs` what moving over it costs.
 
-    With `is_slow` the direction in which we would move the bytes is far slower than the other one.
+    With `is_slow` the direction in which we would move the bytes is far slower than the other one. Slots of a target
+    that `reaches_staging` is said of are as near as our own.
     """
 
     peer: Remote
@@ -203,6 +204,7 @@ class PeerConnected:
     choice: str
     costs: Costs = TYPICAL_HOST
     is_slow: bool = False
+    reaches_staging: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from kvferry.wire.messages import (
     OfferRequest,
     Party,
     Probe,
+    Reached,
     Reason,
     Renew,
     TargetOffer,
@@ -123,6 +124,10 @@ class Peer:
     def is_staged(self) -> bool:
         """Whether its blocks can be reached through its staging memory only."""
         return self.offer is not None and self.offer.is_staged
+
+    def is_told(self, reached: Reached) -> None:
+        """What we expect of gathers into our slots is a guess until the source knows."""
+        self.costs = replace(self.costs, gathers_far=self.costs.gathers_far and reached.reaches_staging)
 
     @property
     def ready(self) -> bool:

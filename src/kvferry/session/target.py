@@ -192,7 +192,8 @@ class TargetSession:
     # --- meeting peers ---
 
     def _reached(self, peer: Peer, reached: Reached, now: float) -> Iterator[Step | Lost]:
-        """The source says the same as a transport of ours would."""
+        """The source says the same as a transport of ours would, and whether our slots are near to it."""
+        peer.is_told(reached)
         if peer.direction is Direction.WRITE:
             yield from self._connected(PeerConnected(peer.key, reached.transport, reached.choice), now)
         elif peer.machine.state is PeerState.OFFERING:

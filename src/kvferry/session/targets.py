@@ -90,7 +90,7 @@ class Targets:
         if known is None or known.reached:
             return []
         if isinstance(event, PeerConnected):
-            known.reached = (Reached(event.transport, event.choice[:4096]),)
+            known.reached = (Reached(event.transport, event.choice[:4096], event.reaches_staging),)
             return [Reply(known.peer, known.reached[0])]
         refusal = _refuse(known.peer, Reason.UNREACHABLE, "no transport reaches the target", event.error)
         return [self._forget(known.offer.party), *refusal]

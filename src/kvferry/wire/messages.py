@@ -50,7 +50,7 @@ __all__ = [
     "Written",
 ]
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -177,10 +177,12 @@ class TargetOffer(Struct, frozen=True, tag="target_offer", forbid_unknown_fields
 
 
 class Reached(Struct, frozen=True, tag="reached", forbid_unknown_fields=True):
-    """The source has connected to the target's memory; `choice` says over what, and why."""
+    """The source has connected to the target's memory; `choice` says over what, and why. Without a transport,
+    `reaches_staging` the slots that were offered as well."""
 
     transport: Name
     choice: Text
+    reaches_staging: bool = False
 
 
 class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
