@@ -183,6 +183,8 @@ class Watched:
 
     busy, rings = False, True
 
+    reaches_far = False
+
     def __init__(self, memories):
         self.arena = memories[-1]
         self.was_there = []
