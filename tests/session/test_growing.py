@@ -142,6 +142,18 @@ def test_what_is_left_is_sent_when_all_is_computed(cutting):
     assert sum(num_bytes for _, num_bytes in posted(cutting.handle(grown(7), 4))) == NUM_BYTES // 2
 
 
+def test_only_what_a_step_has_computed_is_sent_state_by_state(source):
+    """What was sent after the step before is not sent again. Stretches are of four tokens, the prompt has 16."""
+    source._carrying.stretch_bytes = 1
+    claim = m.Claim(THEM, "c1", REFERENCE, 16, (0,), Direction.WRITE, ((2, 1),), (TokenRange(0, 16),))
+    play(source, [(0, replace(GROWING, num_tokens=16), []), *MET[1:], (1, said(claim), [GRANT])])
+    four, tables = NUM_BYTES * 4 // 6, ((3, 5, 1, 2),)
+    assert posted(source.handle(grown(8, tables), 2)) == [(0, four), (1, four)]
+    words = [grown(8, tables, Ahead(16, number)) for number in (1, 2, 3)]
+    assert [posted(source.handle(word, 3)) for word in words] == [[(number, four // 2)] for number in (2, 3, 4)]
+    assert posted(source.handle(grown(16, tables), 4)) == [(5, four // 2)]
+
+
 def test_states_of_fewer_tokens_are_not_sent_for_those_of_more(cutting):
     """All states of five tokens are there, and what is cut are the states of six."""
     assert len(posted(cutting.handle(layers(6, 1), 2))) == 1

@@ -182,6 +182,16 @@ def test_a_claim_said_twice_is_written_once(source):
     )
 
 
+def test_who_says_its_claim_again_is_answered_where_it_is_by_then(source):
+    play(source, [*WRITING, (2, said(CLAIM, "y"), [Reply("y", GRANT.message)])])
+    words = source.handle(TicketEnded(KEY, ""), 3)
+    assert [word.peer for word in words if isinstance(word, Reply)] == ["y", "y"]
+
+
+def test_a_claim_that_is_said_again_keeps_its_lease(source):
+    play(source, [*WRITING, (9, said(CLAIM), [GRANT]), (12, Tick(), []), (19.5, Tick(), [CANCEL, Reply, Count])])
+
+
 def test_an_offer_said_twice_connects_once(source):
     again = Reply("y", m.Reached("shm", "shm 9 GB/s"))
     play(source, [*MET[:2], (0, said(OFFER), []), *MET[2:], (1, said(OFFER, "y"), [again])])

@@ -549,6 +549,12 @@ def test_an_abort_is_acknowledged_when_nothing_is_gathered_or_written_any_more()
     play(session, [(7, TicketEnded(own(0), ""), []), (7, Acquired(own(2), OWN), []), (7, Staged(own(0), ""), [])])
 
 
+def test_an_abort_leaves_the_line_for_a_slot():
+    waiting = [*CLAIMED, (1, said(asked(0)), [OWN_ACQUIRE])]
+    ended = [Release(own(0)), Reply("x", CLEAN), SourceFree("r1", m.Reason.ABORTED)]
+    play(source(), [*waiting, (2, ABORT_SAID, ended)])
+
+
 def test_a_pack_that_arrives_after_the_abort_is_not_carried_out():
     """The target's slot is somebody else's by then. Another rank's lease may live on."""
     session = source()

@@ -114,6 +114,11 @@ def test_the_second_fetch_from_a_known_peer_claims_at_once():
     play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q1")), [Fetched])])
     again = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-1", "r2", "l2"))
     play(target, [(1.0, again, [Send(PEER, m.Claim(US, "q2", again.reference, 6, (0,)))])])
+    key = replace(KEY, request_id="q2")
+    play(target, [(1.1, answer(m.Grant("q2", ((3, 5),))), [Post]), (1.3, TicketEnded(key, ""), [Send])])
+    (fetched,) = play(target, [(1.6, answer(m.Valid("q2")), [Fetched])])
+    phases = {name: round(value, 6) for name, value in fetched.report.phases_s.items()}
+    assert phases == {"handshake": 0.0, "claim": 0.1, "wire": 0.2, "verify": 0.3}
 
 
 def test_nothing_to_receive_still_asks_whether_the_lease_is_good():
@@ -185,11 +190,13 @@ def test_an_abort_is_repeated_until_the_source_has_noted_it():
         session(),
         [
             *POSTED,
-            (0.5, AbortWanted("q1"), FAILED),
-            (0.5, TicketEnded(KEY, ""), [TargetFree]),
-            (1.1, Tick(), [ABORT]),
-            (1.2, answer(m.Aborted("q1", PEER.epoch)), []),
-            (1.9, Tick(), []),
+            (2.0, AbortWanted("q1"), FAILED),
+            (2.0, TicketEnded(KEY, ""), [TargetFree]),
+            (2.4, Tick(), []),
+            (2.6, Tick(), [ABORT]),
+            (2.9, Tick(), []),
+            (3.1, answer(m.Aborted("q1", PEER.epoch)), []),
+            (3.8, Tick(), []),
         ],
     )
 
@@ -211,6 +218,13 @@ def test_a_peer_that_answers_heartbeats_is_not_lost_until_the_transfer_deadline(
         assert target.handle(Tick(), float(second)) == [Send(PEER, m.Renew(US, ("l1",)))]
         target.handle(answer(m.Renewed(())), second + 0.1)
     assert failure(target.handle(Tick(), 20.5)).reason == "deadline"
+
+
+def test_nobody_writes_to_a_target_that_reads():
+    target = session()
+    for step in POSTED:
+        play(target, [step])
+        assert not target.may_be_written()
 
 
 def test_an_idle_peer_is_not_lost_and_not_bothered():
@@ -235,9 +249,9 @@ def test_a_lease_that_is_gone_ends_the_read_at_once():
 
 def test_unanswered_messages_are_repeated():
     target = session()
-    play(target, [(0.0, WANTED, [HELLO]), (0.3, Tick(), []), (0.6, Tick(), [HELLO, Knock(PEER)])])
+    play(target, [(0.0, WANTED, [HELLO]), (0.3, Tick(), []), (0.6, Tick(), [HELLO, Knock(PEER)]), (0.9, Tick(), [])])
     target = session()
-    play(target, [*HANDSHAKE, (0.9, Tick(), [CLAIM])])
+    play(target, [*HANDSHAKE, (0.7, Tick(), []), (0.9, Tick(), [CLAIM]), (1.1, Tick(), [])])
     target = session()
     play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED])])
     assert LANDED in target.handle(Tick(), 1.2)

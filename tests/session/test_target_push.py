@@ -130,6 +130,7 @@ def test_an_aborted_push_waits_for_the_word_of_the_source(target, steps):
     play(target, [*steps, (0.5, AbortWanted("q1"), FAILED)])
     assert target.num_open() == 1
     assert target.may_be_written()
+    play(target, [(0.9, Tick(), [])])
     play(target, [(1.1, Tick(), [ABORT]), (1.2, GRANT, []), (1.3, WRITTEN, []), (1.4, CLEAN, [TargetFree("q1")])])
     play(target, [(1.5, CLEAN, []), (1.6, AbortWanted("q1"), []), (9.0, Tick(), [])])
     assert target.num_open() == 0
@@ -177,6 +178,26 @@ def test_what_a_dead_source_had_sent_is_waited_for(target, word):
     assert first >= 10 * TIMING.fence_s
 
 
+def test_an_end_that_is_told_twice_counts_from_the_first_time(target):
+    silent(target)
+    play(target, [(10.0, PeerGone(PEER), [])])
+    for tenth in range(1, 100):
+        again = [*target.handle(PeerGone(PEER), 12.0)] if tenth == 20 else []
+        if TargetFree("q1") in [*again, *target.handle(Tick(), 10.0 + tenth / 10)]:
+            break
+    assert tenth == pytest.approx(10 * TIMING.fence_s, abs=1)
+
+
+def test_a_lost_source_is_known_until_its_last_word(target):
+    """Of two reads that it may still be writing."""
+    other = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-1", "r2", "l2"))
+    play(target, [*GRANTED, (0.5, other, [Send]), (0.6, answer(m.Grant("q2", ())), [])])
+    for now in range(1, 8):
+        target.handle(Tick(), float(now))
+    play(target, [(9.0, CLEAN, [TargetFree("q1")])])
+    play(target, [(9.1, answer(m.Aborted("q2", "epoch-1")), [TargetFree("q2"), Disconnect(PEER)])])
+
+
 def test_a_source_that_ends_while_it_writes_is_not_asked_for_its_word(target):
     """Nobody is left to give it: what it had sent is all that is waited for, from now on."""
     play(target, [*GRANTED, (0.6, PeerGone(PEER), [Count, Failed, ABORT, Disconnect(PEER)])])
@@ -186,6 +207,8 @@ def test_a_source_that_ends_while_it_writes_is_not_asked_for_its_word(target):
 
 def test_it_is_known_to_whose_blocks_a_source_may_write(target):
     play(target, HANDSHAKE[:3])
+    # Only what tests write to.
+    assert target.may_be_written()
     assert target.written_ids() == frozenset()
     play(target, HANDSHAKE[3:])
     assert target.written_ids() == {"q1"}

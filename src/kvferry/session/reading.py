@@ -128,11 +128,10 @@ class Reads:
                 fetch.granted(read, now)
             return
         for fetch, read in self.of(peer.key, grant.claim_id, ReadState.MOVING):
-            if read.strategy is Strategy.PACK:
-                if read.is_behind:
-                    # Its source is there, and computes.
-                    read.moved_at = now
-                yield from self.staged.computed(fetch, peer.key, grant.num_missing_tokens, now)
+            if read.is_behind:
+                # Its source is there, and computes.
+                read.moved_at = now
+            yield from self.staged.computed(fetch, peer.key, grant.num_missing_tokens, now)
 
     def _post(self, fetch: Fetch, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
         binding = self.bindings.to(fetch.peers, self._peers)
