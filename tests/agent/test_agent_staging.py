@@ -252,6 +252,28 @@ def test_far_more_than_staging_memory_holds_waits_for_its_turn(make_rank, tmp_pa
     assert [rank.agent.num_slots for rank in (source, *targets)] == [0, 0, 0, 0]
 
 
+def test_a_source_that_hangs_leaves_staging_memory_to_others(make_rank, tmp_path):
+    """Room for four slots at the target, and what hangs wants fifteen."""
+    gate = Gate(tmp_path / "gate")
+    hanging, other = make_rank("p0", SOURCE, wrap=gate.behind, mover=wire_only), make_rank("p1", SOURCE)
+    target = make_rank("d0", TARGET, staging_bytes=8 << 12, staging=only(Strategy.PACK))
+    target.agent.fetch(target.wanted(hanging, leased(hanging, "first"), TARGET_TABLES, NUM_TOKENS, "first"))
+    target.next_notice(Fetched)
+    gate.shut()
+    stuck = [f"q{number}" for number in range(3)]
+    for request_id in stuck:
+        reference = leased(hanging, f"of {request_id}")
+        target.agent.fetch(target.wanted(hanging, reference, TARGET_TABLES, NUM_TOKENS, request_id))
+    for _ in range(2):
+        gate.wait_for_post()
+    target.agent.fetch(target.wanted(other, leased(other), TARGET_TABLES, NUM_TOKENS, "other"))
+    assert target.next_notice(Fetched).request_id == "other"
+    gate.open()
+    assert {target.next_notice(Fetched).request_id for _ in stuck} == set(stuck)
+    check(target)
+    assert target.agent.num_slots == 0
+
+
 @pytest.mark.parametrize("strategy", [Strategy.SCATTER, Strategy.PACK])
 def test_targets_of_different_parallelism_share_one_source(make_engine, strategy):
     """Two source ranks; targets with one rank and with four: each gets its own share of the heads."""

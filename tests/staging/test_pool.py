@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from itertools import pairwise
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -24,11 +25,18 @@ def rounded(num_bytes: int, alignment: int) -> int:
 class Model(RuleBasedStateMachine):
     """Everything that a pool may never do, whatever it is asked."""
 
-    @initialize(units=st.integers(1, 40), alignment=st.sampled_from([1, 16, 4096]), rest=st.integers(0, 15))
-    def make(self, units: int, alignment: int, rest: int) -> None:
+    @initialize(
+        units=st.integers(1, 40),
+        alignment=st.sampled_from([1, 16, 4096]),
+        rest=st.integers(0, 15),
+        share=st.sampled_from([inf, 0.5, 0.3, 0.0]),
+    )
+    def make(self, units: int, alignment: int, rest: int, share: float) -> None:
         self.alignment, self.size = alignment, units * alignment
-        self.pool = Pool(self.size + min(rest, alignment - 1), alignment)
+        self.most = share * self.size
+        self.pool = Pool(self.size + min(rest, alignment - 1), alignment, self.most)
         self.held: dict[int, Slot] = {}
+        self.owner_of: dict[int, str] = {}
         self.waiting: dict[int, tuple[str, int]] = {}
         self.line: list[str] = []
         self.num_asked = 0
@@ -39,6 +47,7 @@ class Model(RuleBasedStateMachine):
             num_bytes = max(1, round(share * self.size))
             self.pool.ask(self.num_asked, owner, num_bytes)
             self.waiting[self.num_asked] = owner, num_bytes
+            self.owner_of[self.num_asked] = owner
             self.num_asked += 1
         if owner not in self.line:
             self.line.append(owner)
@@ -59,12 +68,24 @@ class Model(RuleBasedStateMachine):
         """What an owner waits for, in the order in which it was asked for."""
         return [rounded(num_bytes, self.alignment) for other, num_bytes in self.waiting.values() if other == owner]
 
+    def slots_of(self, owner: str) -> list[int]:
+        """What an owner has."""
+        return [
+            rounded(slot.num_bytes, self.alignment) for key, slot in self.held.items() if self.owner_of[key] == owner
+        ]
+
     def check_room_is_used(self) -> None:
-        """The bound on fragmentation: who waits wants more than any hole can have to have; but for the first in line
-        one stretch is kept, which may be all that is free, and cut a hole in two."""
-        if not self.line:
+        """The bound on fragmentation: who waits, and may have more, wants more than any hole can have to have; but for
+        the first in line one stretch is kept, which may be all that is free, and cut a hole in two."""
+        wanted_of = {owner: self.wishes_of(owner)[0] for owner in self.line}
+        in_line = [
+            wanted
+            for owner, wanted in wanted_of.items()
+            if not self.slots_of(owner) or sum(self.slots_of(owner)) + wanted <= self.most
+        ]
+        if not in_line:
             return
-        free, (first, *others) = self.size - self.pool.held_bytes, (self.wishes_of(owner)[0] for owner in self.line)
+        free, (first, *others) = self.size - self.pool.held_bytes, in_line
         assert free <= (len(self.held) + 1) * (first - self.alignment)
         for wanted in others:
             assert free - first <= (len(self.held) + 2) * (wanted - self.alignment)
@@ -93,6 +114,12 @@ class Model(RuleBasedStateMachine):
         assert all(end <= slot.offset for end, slot in zip(ends, ordered[1:], strict=False))
         assert all(slot.offset >= 0 for slot in ordered)
         assert all(end <= self.size for end in ends)
+
+    @invariant()
+    def nobody_has_more_than_its_share(self) -> None:
+        for owner in "abcd":
+            slots = self.slots_of(owner)
+            assert len(slots) <= 1 or sum(slots) <= self.most
 
     @invariant()
     def the_ledger_is_right(self) -> None:
@@ -262,6 +289,48 @@ def test_a_promise_is_kept_when_another_stretch_gets_emptier():
     pool.release(0)
     pool.release(1)
     assert pool.grants() == [Slot("large", 0, 4)]
+
+
+def test_who_never_gives_back_leaves_room_to_others():
+    pool = Pool(8, 1, most_bytes=4)
+    for number in range(6):
+        pool.ask(("silent", number), "silent", 2)
+    assert len(pool.grants()) == 2
+    for number in range(20):
+        pool.ask(("other", number), "other", 2)
+        assert [slot.key for slot in pool.grants()] == [("other", number)]
+        pool.release(("other", number))
+    pool.ask("large", "another", 8)
+    assert pool.grants() == []
+    pool.release(("silent", 0))
+    assert [slot.key for slot in pool.grants()] == [("silent", 2)], "its turn was kept"
+
+
+def test_a_slot_larger_than_a_share_is_an_owners_only_one():
+    pool = Pool(8, 1, most_bytes=4)
+    pool.ask("large", "a", 6)
+    pool.ask("small", "a", 1)
+    assert [slot.key for slot in pool.grants()] == ["large"]
+    pool.release("large")
+    assert [slot.key for slot in pool.grants()] == ["small"]
+
+
+def test_who_may_have_more_again_is_before_who_came_later():
+    pool = Pool(8, 1, most_bytes=4)
+    for number in range(2):
+        pool.ask(("a", number), "a", 2)
+        pool.ask(("b", number), "b", 2)
+    assert [slot.offset for slot in pool.grants()] == [0, 2, 4, 6]
+    pool.ask("of a", "a", 4)
+    pool.ask("of c", "c", 3)
+    assert pool.grants() == []  # a has its share, so c is promised [0, 3)
+    pool.release(("a", 0))
+    pool.release(("a", 1))
+    assert pool.grants() == []  # a is promised [0, 4)
+    pool.release(("b", 0))
+    assert pool.grants() == [Slot("of a", 0, 4)]
+    pool.release(("b", 1))
+    assert pool.grants() == [Slot("of c", 4, 3)]
 
 
 def test_a_slot_is_cut_from_the_smallest_hole_that_holds_it():

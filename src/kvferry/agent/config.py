@@ -59,9 +59,9 @@ def new_lease_id() -> str:
 
 
 def slot_bytes_in(staging_bytes: int) -> int:
-    """The slots of which so much memory has room for five each way, one more than a read uses at once; no smaller than
-    what the pool hands out, and no larger than can be said."""
-    return min(MAX_SLOT_BYTES, max(1, staging_bytes // 10 // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    """The slots of which so much memory has room for eight each way: one peer may have four, as many as a read uses at
+    once. No smaller than what the pool hands out, and no larger than can be said."""
+    return min(MAX_SLOT_BYTES, max(1, staging_bytes // 16 // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
 
 
 def staging_named(name: str, staging_bytes: int = STAGING_BYTES) -> StagingPolicy:

@@ -29,7 +29,9 @@ class Stager:
     def __init__(self, arena: Memory, mover: Mover, far: FarSlots) -> None:
         half_bytes = arena.size_bytes // 2
         self._arena = arena
-        self._incoming, self._outgoing = Pool(half_bytes), Pool(half_bytes)
+        # A peer that hangs keeps its slots: the other half is for others.
+        share_bytes = half_bytes // 2
+        self._incoming, self._outgoing = (Pool(half_bytes, most_bytes=share_bytes) for _ in range(2))
         # Slots of targets take turns as if they were ours: so no target's gathers keep everybody else's copies waiting.
         self._lent = Pool(half_bytes)
         self._outgoing_address = arena.address + half_bytes
@@ -62,11 +64,13 @@ class Stager:
         """Get in line; peers take turns. Where the target's own slot can be reached, that one is as good."""
         self._is_changed = True
         key, num_bytes = command.key, command.num_bytes
-        if (view := self._far_slot(command)) is not None:
-            self._views[key] = view
-            num_bytes = min(num_bytes, self._lent.size_bytes)
+        view = self._far.find(key.remote, command.far_address, num_bytes)
         try:
-            self._pool_of(key).ask(key, key.remote, num_bytes)
+            if view is None:
+                self._pool_of(key).ask(key, key.remote, num_bytes)
+            else:
+                self._lent.ask(key, key.remote, min(num_bytes, self._lent.size_bytes))
+                self._views[key] = view
         except FerryError as error:
             self._answers.append(Acquired(key, 0, str(error)))
 
@@ -100,9 +104,6 @@ class Stager:
     def close(self) -> None:
         """Nothing is copied any more afterwards. Safe to call twice."""
         self._resources.close()
-
-    def _far_slot(self, command: Acquire) -> View | None:
-        return self._far.find(command.key.remote, command.far_address, command.num_bytes)
 
     def _pool_of(self, key: SlotKey) -> Pool:
         if key in self._views:

@@ -9,6 +9,9 @@ Nothing fails for lack of room: a wish waits until there is a place for it. What
   the fewest bytes to be given back. Wishes behind it may pass, but never into that stretch. So it is served at the
   latest when the slots that lie there have been released, whatever else is asked meanwhile. Nobody gets in front of it:
   an owner with n others before it has at most n such waits ahead of it.
+* **Shares.** Who has a slot gets no other one with which it would have more than `most_bytes`, and is passed until it
+  has given one back: slots can stay with an owner for as long as it is silent, and others need some meanwhile. Its turn
+  is kept. "In line" means those that may have more.
 * **Fragmentation.** A slot is the beginning of the smallest hole that holds it, and released neighbours are joined at
   once. Wishes of one size therefore fill the arena without gaps; and the first in line, with n bytes (rounded up to the
   alignment), fits in any case when more than (slots held + 1) * (n - alignment) bytes are free, because there is at
@@ -20,8 +23,11 @@ A released slot may be given away by the next call of `grants`: release it only 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
+from math import inf
+from typing import Final
 
 from kvferry.errors import ConfigurationError, IllegalEventError, TransferError
 from kvferry.staging.room import NOWHERE, Room, Stretch
@@ -29,6 +35,7 @@ from kvferry.staging.room import NOWHERE, Room, Stretch
 __all__ = ["ALIGNMENT_BYTES", "Pool", "Slot"]
 
 ALIGNMENT_BYTES = 4096
+NOTHING: Final = (None, NOWHERE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +48,13 @@ class Slot:
 
 
 class Pool:
-    """Slots of one arena of `size_bytes`; each begins at a multiple of `alignment_bytes`.
+    """Slots of one arena of `size_bytes`; each begins at a multiple of `alignment_bytes`. An owner may have
+    `most_bytes`, or one slot that is larger.
 
     Raises ConfigurationError when the alignment is no power of two or the arena does not hold as much.
     """
 
-    def __init__(self, size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> None:
+    def __init__(self, size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES, most_bytes: float = inf) -> None:
         if alignment_bytes < 1 or alignment_bytes & (alignment_bytes - 1):
             raise ConfigurationError("not an alignment", found=f"{alignment_bytes} bytes", expected="a power of two")
         if size_bytes < alignment_bytes:
@@ -58,16 +66,19 @@ class Pool:
             )
         self._alignment_bytes = alignment_bytes
         self._room = Room(size_bytes // alignment_bytes * alignment_bytes)
+        self._most_bytes = most_bytes
         self._held: dict[Hashable, Stretch] = {}
+        self._bytes_of: Counter[Hashable] = Counter()
         # Owners in the order of their turns, and the wishes of each in the order in which they were made.
         self._line: dict[Hashable, dict[Hashable, int]] = {}
+        # Whose each key is, whether it waits or has its slot.
         self._owner_of: dict[Hashable, Hashable] = {}
-        # Only the first in line can have been promised a stretch: whoever was before it has been served.
-        self._promised = NOWHERE
+        # Only the first in line is promised a stretch: the key of its wish, and where.
+        self._promised: tuple[Hashable, Stretch] = NOTHING
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether a key has a slot or waits for one."""
-        return key in self._held or key in self._owner_of
+        return key in self._owner_of
 
     @property
     def size_bytes(self) -> int:
@@ -80,7 +91,7 @@ class Pool:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._owner_of)
+        return len(self._owner_of) - len(self._held)
 
     @property
     def held_bytes(self) -> int:
@@ -90,7 +101,7 @@ class Pool:
     @property
     def is_empty(self) -> bool:
         """Whether nobody has a slot or waits for one."""
-        return not (self._held or self._owner_of)
+        return not self._owner_of
 
     def ask(self, key: Hashable, owner: Hashable, num_bytes: int) -> None:
         """Get in line for a slot; a later `grants` has it.
@@ -122,54 +133,69 @@ class Pool:
 
         Raises IllegalEventError for an unknown key: who releases twice might release what is somebody else's next time.
         """
+        if key not in self._owner_of:
+            raise IllegalEventError("a slot is released that nobody has", found=f"{key}", expected="one release each")
         if held := self._held.pop(key, None):
             self._room.give(held)
-        elif key in self._owner_of:
-            if key == self._first_key():
-                self._promised = NOWHERE
-            self._forget(key)
+            self._count(self._owner_of[key], -held.num_bytes)
         else:
-            raise IllegalEventError("a slot is released that nobody has", found=f"{key}", expected="one release each")
+            self._leave(key)
+        del self._owner_of[key]
 
     def _next(self) -> Slot | None:
         """Serve the first in line that can be; None when nobody can."""
-        if not self._line:
+        owners = [owner for owner in self._line if self._may_have_more(owner)]
+        if not owners:
             return None
-        first, *others = self._line
+        first, *others = owners
         if place := self._room.fit(self._wanted_bytes(first)):
             return self._serve(first, place)
-        if not self._promised.num_bytes:
-            self._promised = self._room.emptiest(self._wanted_bytes(first))
+        key = self._next_key(first)
+        if self._promised[0] != key:
+            self._promised = key, self._room.emptiest(self._wanted_bytes(first))
+        _, promised = self._promised
         # Most of the time there is no room for anybody: that is seen without looking for a place for each.
-        largest_bytes = self._room.largest_bytes(self._promised)
+        largest_bytes = self._room.largest_bytes(promised)
         for owner in others:
             wanted_bytes = self._wanted_bytes(owner)
-            if wanted_bytes <= largest_bytes and (place := self._room.fit(wanted_bytes, self._promised)):
+            if wanted_bytes <= largest_bytes and (place := self._room.fit(wanted_bytes, promised)):
                 return self._serve(owner, place)
         return None
 
+    def _may_have_more(self, owner: Hashable) -> bool:
+        held_bytes = self._bytes_of[owner]
+        return not held_bytes or held_bytes + self._wanted_bytes(owner) <= self._most_bytes
+
     def _wanted_bytes(self, owner: Hashable) -> int:
         """What the next slot of an owner takes."""
-        num_bytes = next(iter(self._line[owner].values()))
+        num_bytes = self._line[owner][self._next_key(owner)]
         return -(-num_bytes // self._alignment_bytes) * self._alignment_bytes
 
     def _serve(self, owner: Hashable, place: Stretch) -> Slot:
-        key, num_bytes = next(iter(self._line[owner].items()))
-        if key == self._first_key():
-            self._promised = NOWHERE
+        key = self._next_key(owner)
+        num_bytes = self._line[owner][key]
         self._room.take(place)
         self._held[key] = place
-        self._forget(key)
+        self._count(owner, place.num_bytes)
+        self._leave(key)
         if wishes := self._line.pop(owner, None):
             self._line[owner] = wishes
         return Slot(key, place.start, num_bytes)
 
-    def _first_key(self) -> Hashable:
-        return next(iter(next(iter(self._line.values()))))
+    def _next_key(self, owner: Hashable) -> Hashable:
+        return next(iter(self._line[owner]))
 
-    def _forget(self, key: Hashable) -> None:
+    def _count(self, owner: Hashable, num_bytes: int) -> None:
+        """So many bytes more are held by an owner."""
+        self._bytes_of[owner] += num_bytes
+        if not self._bytes_of[owner]:
+            del self._bytes_of[owner]
+
+    def _leave(self, key: Hashable) -> None:
         """Take a wish out of the line, and its owner when that was the last one."""
-        owner = self._owner_of.pop(key)
+        owner = self._owner_of[key]
         del self._line[owner][key]
         if not self._line[owner]:
             del self._line[owner]
+        if key == self._promised[0]:
+            self._promised = NOTHING

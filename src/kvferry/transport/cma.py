@@ -4,8 +4,9 @@ Any memory will do, also what an engine has allocated for itself, and the peer h
 sleep or hang meanwhile. One system call copies up to a thousand rows. The kernel asks for the permission to trace the
 peer: as a rule, the same user and no stricter `kernel.yama.ptrace_scope` than 0.
 
-A process id may come to name another process once its owner has ended. So every peer is held by a pidfd, and a copy
-counts only when its owner was still alive after it.
+A process id may come to name another process once its owner has ended. So every peer is held by a pidfd, it is looked
+at before each call, and a copy counts only when its owner was still alive after it. No call takes a pidfd itself: what
+is written between the look and the call to a process that has just got the id of one that ended lands there.
 """
 
 from __future__ import annotations

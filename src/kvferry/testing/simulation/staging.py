@@ -73,7 +73,9 @@ class Stager:
     def __init__(self, site: Site, memory: RankMemory, ends: StagerEnds) -> None:
         self._site, self._memory, self._ends = site, memory, ends
         half_bytes = memory.arena_bytes // 2
-        self._incoming, self._outgoing, self._lent = (Pool(half_bytes, 1) for _ in range(3))
+        share_bytes = half_bytes // 2
+        self._incoming, self._outgoing = (Pool(half_bytes, 1, share_bytes) for _ in range(2))
+        self._lent = Pool(half_bytes, 1)
         self._events: list[Acquired | Staged] = []
         self._is_due = False
         self._held: dict[SlotKey, range] = {}
