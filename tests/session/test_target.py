@@ -170,6 +170,12 @@ def test_blocks_stay_in_quarantine_while_a_ticket_is_open():
     assert target.num_open() == 0
 
 
+def test_blocks_that_nobody_has_been_told_to_write_to_are_free_at_once():
+    target = session()
+    play(target, [*HANDSHAKE, (0.4, AbortWanted("q1"), [Count, Failed, ABORT, TargetFree("q1")])])
+    assert target.num_open() == 0
+
+
 def test_a_repeated_abort_and_late_answers_change_nothing():
     play(
         session(),
