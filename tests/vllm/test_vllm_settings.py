@@ -77,7 +77,7 @@ def test_slots_are_made_for_the_staging_memory_that_there_is():
     assert (settings().staging_bytes, settings().staging.slot_bytes) == (384 << 20, 24 << 20)
     found = settings({"staging_bytes": 64 << 20, "strategy": "pack"})
     assert found.staging_bytes == 64 << 20
-    assert 5 * found.staging.slot_bytes <= 32 << 20 < 6 * found.staging.slot_bytes
+    assert 8 * found.staging.slot_bytes == 32 << 20
 
 
 def test_the_token_is_named_by_its_file():
