@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from typing import Any
 
 import openai
@@ -37,6 +38,12 @@ def test_completion_with_the_openai_client(client: openai.OpenAI, decoder: Serve
     assert pieces[-1].usage == answer.usage
     assert not pieces[-1].choices
     assert [piece.choices[0].finish_reason for piece in pieces[:-1]][-1] == "length"
+
+
+def test_answers_say_when_they_were_made(decoder: Served) -> None:
+    before = int(time.time())
+    _, answer = decoder.ask(COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 2})
+    assert before <= answer["created"] <= int(time.time())
 
 
 def test_chat_with_the_openai_client(client: openai.OpenAI) -> None:

@@ -105,4 +105,7 @@ class Child:
             return ConfigurationError(f"{self.command.name} {what} ({self.ending})", found=shown, hint=hint)
         parts = dict(line.strip().split(":", 1) for line in lines[told[-1] :] if ":" in line)
         texts = {name: parts.get(name, "").strip() for name in ("found", "expected", "hint")}
+        if told[-1]:
+            # Somebody else had something to say before: vLLM, of which the child only knows that it has ended.
+            texts["hint"] = "; ".join(filter(None, (texts["hint"], f"its whole output is in {self.command.log}")))
         return ConfigurationError(f"{self.command.name}: {parts['error'].strip()}", **texts)

@@ -123,7 +123,7 @@ def _watch(process: subprocess.Popen[bytes], options: VllmOptions, url: str, tol
     deadline = time.monotonic() + READY_S
     while not _is_healthy(url):
         if process.poll() is not None:
-            hint = "its own words are above; arguments after -- go to vllm serve as they are"
+            hint = "its own output says why; arguments after -- go to vllm serve as they are"
             raise ConfigurationError("vLLM has ended", found=f"exit code {process.returncode}", hint=hint)
         if told.wait(POLL_S) or _is_orphan(options):
             return 0

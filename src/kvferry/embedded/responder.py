@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -34,7 +35,7 @@ class Responder:
         self._call = call
         self._headers = {"x-request-id": request_id}
         info = service.info
-        self._envelope = Envelope(f"{shape.id_prefix}{request_id}", info.created, info.model)
+        self._envelope = Envelope(f"{shape.id_prefix}{request_id}", int(time.time()), info.model)
         self._status = 500
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
