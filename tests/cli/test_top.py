@@ -46,8 +46,8 @@ def test_rates_and_percentiles_are_of_the_time_between_two_looks():
     assert after.rate(before, "requests_total") == 10
     assert after.rate(before, "requests_total", path="b") == 0
     assert after.by("path", "requests_total") == {"a": 30, "b": 5}
-    assert after.percentile(before, "gap", 0.5) == 0.1
-    assert after.percentile(before, "gap", 0.99) == 1.0
+    assert after.percentile(before, "gap", 0.5) == pytest.approx(0.1 * 50 / 98)
+    assert after.percentile(before, "gap", 0.99) == pytest.approx(0.1 + 0.9 * 1 / 2)
     assert after.mean(before, "gap") == 0.05
     assert after.mean(after, "gap") == after.percentile(after, "gap", 0.5) == 0
     assert after.rate(after, "requests_total") == 0
@@ -75,7 +75,7 @@ MEMBERS = {
 
 
 def shown(frame: Frame) -> str:
-    console = Console(file=io.StringIO(), width=160)
+    console = Console(file=io.StringIO(), width=80)
     console.print(view(frame))
     return console.file.getvalue()
 
@@ -83,7 +83,7 @@ def shown(frame: Frame) -> str:
 def test_a_frame_shows_who_is_there_and_what_is_out():
     look = look_at(BEFORE, 10.0)
     text = shown(Frame(look, look, MEMBERS))
-    for words in ("http://d0", "77", "down", "not ready", "failing (open)", "tiny", "registered"):
+    for words in ("http://d0", "77", "down", "not ready", "failing (open)", "tiny"):
         assert words in text
     assert "caches do not arrive: http://p0 to http://d0 (open)" in text
     assert "never paired" in text
@@ -109,16 +109,36 @@ def test_a_frame_of_a_real_router_has_its_figures():
 def test_the_command_asks_a_running_router(capsys):
     async def main():
         async with cluster([], [decode_engine()]) as c:
-            options = command.TopOptions(c.url, 2.0, 1, True)
+            options = command.TopOptions(c.url, 2.0, once=True, as_json=True)
             await asyncio.to_thread(command.top, options, lambda _: None)
             told = json.loads(capsys.readouterr().out)
             assert [member["role"] for member in told["members"]] == ["decode"]
-            await asyncio.to_thread(command.top, command.TopOptions(c.url, 2.0, 1, False), lambda _: None)
-            assert c.decode[0].url in capsys.readouterr().out
+            await asyncio.to_thread(
+                command.top, command.TopOptions(c.url, 2.0, once=True, as_json=False), lambda _: None
+            )
+            told = capsys.readouterr().out
+            assert c.decode[0].url in told
+            assert told.endswith("\n")
 
     asyncio.run(main())
 
 
 def test_a_router_that_is_not_there_is_said_to_be_so():
     with pytest.raises(ConfigurationError, match="no router answers"):
-        command.top(command.TopOptions("http://127.0.0.1:1", 1.0, 1, True))
+        command.top(command.TopOptions("http://127.0.0.1:1", 1.0, once=True, as_json=True))
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_an_engine_is_no_router(once):
+    async def main():
+        async with cluster([], [decode_engine()]) as c:
+            options = command.TopOptions(c.decode[0].url, 2.0, once, as_json=False)
+            with pytest.raises(ConfigurationError, match="no router answers"):
+                await asyncio.to_thread(command.top, options, lambda _: None)
+
+    asyncio.run(main())
+
+
+def test_what_lies_past_the_last_edge_is_put_at_the_last_edge():
+    text = AFTER.replace('le="1.0"} 100', 'le="1.0"} 98')
+    assert look_at(text, 12.0).percentile(look_at(BEFORE, 10.0), "gap", 0.99) == 1.0

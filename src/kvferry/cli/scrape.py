@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isinf
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -35,10 +36,18 @@ class Look:
         return {value: self.total(name, **{label: value}) for value in values}
 
     def percentile(self, before: Look, name: str, part: float, **labels: str) -> float:
-        """The upper edge of the bucket of a histogram in which `part` of what came since lies; 0 when nothing came."""
-        counts = [(float(edge), self._since(before, name, edge, labels)) for edge in self._edges(name)]
+        """Below what `part` of what came to a histogram since lies; 0 when nothing came.
+
+        Between a bucket's edges what it holds is taken to be spread evenly, as PromQL's `histogram_quantile` does.
+        """
+        counts = sorted((float(edge), self._since(before, name, edge, labels)) for edge in self._edges(name))
         wanted = part * max((count for _, count in counts), default=0.0)
-        return next((edge for edge, count in sorted(counts) if count >= wanted), 0.0) if wanted else 0.0
+        lower = below = 0.0
+        for edge, count in counts:
+            if wanted and count >= wanted:
+                return lower if isinf(edge) else lower + (edge - lower) * (wanted - below) / (count - below)
+            lower, below = edge, count
+        return 0.0
 
     def mean(self, before: Look, name: str, **labels: str) -> float:
         """The mean of what came to a histogram since; 0 when nothing came."""

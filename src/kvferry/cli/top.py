@@ -25,34 +25,47 @@ TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class TopOptions:
-    """Which router, how often, and how many times (0: until Ctrl-C)."""
+    """Which router, how often, and whether until Ctrl-C or once: as a table or as JSON."""
 
     url: str
     interval_s: float
-    num_frames: int
+    once: bool
     as_json: bool
+
+    @property
+    def is_live(self) -> bool:
+        return not (self.once or self.as_json)
 
 
 def top(options: TopOptions, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Show it. Raises ConfigurationError when the router cannot be asked at the start; later it is waited for."""
-    before = _look(options.url)
-    if options.as_json:
-        sleep(options.interval_s)
-        frame = Frame(before, _look(options.url), _members(options.url))
-        console.data(summary(frame))
+    """Show it. Raises ConfigurationError when the router cannot be asked; once it was shown live, it is waited for."""
+    before = _frame(options.url, _look(options.url)).now
+    if options.is_live:
+        _live(options, before, sleep)
         return
-    shown = 0
-    with Live(console=Console(), auto_refresh=False, screen=not options.num_frames) as live:
-        while not options.num_frames or shown < options.num_frames:
+    sleep(options.interval_s)
+    frame = _frame(options.url, before)
+    if options.as_json:
+        console.data(summary(frame))
+    else:
+        Console().print(view(frame))
+
+
+def _live(options: TopOptions, before: Look, sleep: Callable[[float], None]) -> None:
+    with Live(console=Console(), auto_refresh=False, screen=True) as live:
+        while True:
             sleep(options.interval_s)
             try:
-                now, members = _look(options.url), _members(options.url)
+                frame = _frame(options.url, before)
             except ConfigurationError as error:
                 live.update(str(error), refresh=True)
-                shown += 1
                 continue
-            live.update(view(Frame(before, now, members)), refresh=True)
-            before, shown = now, shown + 1
+            live.update(view(frame), refresh=True)
+            before = frame.now
+
+
+def _frame(url: str, before: Look) -> Frame:
+    return Frame(before, _look(url), _members(url))
 
 
 def _look(url: str) -> Look:

@@ -23,6 +23,7 @@ TROUBLE = {
     "failed legs": "kvferry_router_upstream_errors_total",
 }
 ORDER = ("queue", "prefill", "decode_queue", "handshake", "claim", "wire", "verify", "first_decode")
+BAR = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ def summary(frame: Frame) -> dict[str, Any]:
 def view(frame: Frame) -> Group:
     """What a person sees: a line, the phases, the instances, and what is out."""
     found = summary(frame)
-    return Group(_line(found), _phase_table(found), _member_table(found), *_out(found))
+    titles = "\nto the first token, mean", "\ninstances"
+    return Group(_line(found), titles[0], _phase_table(found), titles[1], _member_table(found), *_out(found))
 
 
 def _phases(look: Look) -> list[str]:
@@ -65,26 +67,30 @@ def _line(found: dict[str, Any]) -> Text:
     parts = [
         f"{found['requests_per_s']:.1f} requests/s",
         f"{found['tokens_per_s']:.0f} tokens/s",
-        f"first token p50 {_ms(found['ttft_p50_s'])} p99 {_ms(found['ttft_p99_s'])}",
+        f"\nfirst token p50 {_ms(found['ttft_p50_s'])} p99 {_ms(found['ttft_p99_s'])}",
         f"between tokens p50 {_ms(found['itl_p50_s'])} p99 {_ms(found['itl_p99_s'])}",
     ]
     trouble = [f"{words} {rate:.1f}/s" for words, rate in found["trouble_per_s"].items() if rate]
-    return Text(" | ".join(parts)).append(f" | {', '.join(trouble)}" if trouble else "", style="bold red")
+    return Text("  ".join(parts)).append(f"\n{', '.join(trouble)}" if trouble else "", style="bold red")
 
 
 def _phase_table(found: dict[str, Any]) -> Table:
-    table = Table(title="to the first token, mean", title_justify="left")
-    for phase in found["phases_s"]:
-        table.add_column(phase.replace("_", " "), justify="right")
-    table.add_row(*(_ms(seconds) for seconds in found["phases_s"].values()))
+    phases = found["phases_s"]
+    table = Table(box=None, show_header=False)
+    longest = max(phases.values(), default=0.0)
+    for phase, seconds in phases.items():
+        bar = "━" * round(BAR * seconds / longest) if longest else ""
+        table.add_row(phase.replace("_", " "), Text(_ms(seconds), justify="right"), Text(bar, "cyan"))
     return table
 
 
 def _member_table(found: dict[str, Any]) -> Table:
-    table = Table(title="instances", title_justify="left")
-    for name in ("role", "url", "state", "requests", "tokens", "prefill tokens/s", "model", "from"):
-        is_number = name in ("requests", "tokens", "prefill tokens/s")
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=name == "url")
+    """Fits 80 columns: a model's name is broken where it is long, what is a number or a URL never is."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in ("role", "url", "state", "requests", "tokens", "prefill\ntokens/s"):
+        is_number = name in ("requests", "tokens", "prefill\ntokens/s")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    table.add_column("model", overflow="fold")
     for member in found["members"]:
         state, style = _state(member)
         table.add_row(
@@ -95,7 +101,6 @@ def _member_table(found: dict[str, Any]) -> Table:
             str(member["in_flight_tokens"]),
             f"{member['prefill_tokens_per_s']:.0f}" if member["prefill_tokens_per_s"] else "",
             ", ".join(member["models"]),
-            member["origin"],
         )
     return table
 

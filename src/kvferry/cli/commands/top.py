@@ -22,4 +22,4 @@ def top(
     with friendly():
         from kvferry.cli import top as command
 
-        command.top(command.TopOptions(url, interval, 1 if once else 0, as_json))
+        command.top(command.TopOptions(url, interval, once, as_json))
