@@ -74,7 +74,10 @@ def test_a_models_own_configuration_is_read(tmp_path):
     ("arguments", "says"),
     [
         (["--prefill", "tp=5", "--decode", "tp=2"], "head of state model.layers.0.k cannot be divided over the ranks"),
-        (["--prefill", "tp=1,block=0", "--decode", "tp=2"], "must be at least 1"),
+        (["--prefill", "tp=1,block=0", "--decode", "tp=2"], "every N at least 1"),
+        (["--prefill", "tp=1", "--decode", "tp=3"], "--decode tp=3: axis head"),
+        (["--prefill", "tp=1", "--decode", "tp=2", "--draft"], "no effect beside a model that is given by numbers"),
+        (["--prefill", "tp=1", "--decode", "tp=2", "--model", "qwen3-8b", "--head-dim", "64"], "found: --head-dim"),
         (["--prefill", "tp=1,tp=2", "--decode", "tp=2"], "cannot read an engine's shape"),
         (["--prefill", "", "--decode", "tp=2"], "cannot read an engine's shape"),
         (["--prefill", "tp=x", "--decode", "tp=2"], "cannot read an engine's shape"),

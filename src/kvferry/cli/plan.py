@@ -17,7 +17,7 @@ from kvferry.cli.page_words import bytes_words, seconds_words
 from kvferry.cli.plan_facts import Side, group_facts, layout_facts, pair_facts, side_facts, sums
 from kvferry.cli.plan_shape import link_of, shape_of
 from kvferry.cli.plan_verdict import prefill_of, verdict_of
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, LayoutError
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.model import attention
 from kvferry.plan.quote import quote
@@ -95,8 +95,8 @@ def facts_of(options: PlanOptions) -> dict[str, Any]:
     if not 0 <= prompt.cached <= prompt.tokens:
         found, expected = f"{prompt.cached} of {prompt.tokens}", "0 <= cached <= tokens"
         raise ConfigurationError("more tokens cached than the prompt has", found=found, expected=expected)
-    source = _side(options.prefill, options, 1 << 50)
-    target = _side(options.decode, options, 1 << 51)
+    source = _side("--prefill", options.prefill, options, 1 << 50)
+    target = _side("--decode", options.decode, options, 1 << 51)
     tables = _tables(source, prompt), _tables(target, prompt)
     wanted = TokenRange(prompt.cached, prompt.tokens)
     link_bytes_per_s = link_of(options.link)
@@ -124,8 +124,16 @@ def facts_of(options: PlanOptions) -> dict[str, Any]:
     }
 
 
-def _side(words: str, options: PlanOptions, first_address: int) -> Side:
-    """An engine whose pool is twice as large as the prompt needs."""
+def _side(name: str, words: str, options: PlanOptions, first_address: int) -> Side:
+    """An engine whose pool is twice as large as the prompt needs. Raises ConfigurationError, with the side's name."""
+    try:
+        return _engine(words, options, first_address)
+    except (ConfigurationError, LayoutError) as error:
+        what = f"{name} {words}: {error.what}"
+        raise ConfigurationError(what, found=error.found, expected=error.expected, hint=error.hint) from error
+
+
+def _engine(words: str, options: PlanOptions, first_address: int) -> Side:
     model, tokens = options.entry.cache, options.prompt.tokens
     shape = shape_of(words, options.layout)
     num_needed = _num_needed(shape, tokens)

@@ -23,7 +23,7 @@ NUMBERS = {
 WORDS = {"format": "format", "outer": "outer_axis"}
 EXPECTED = (
     "tp=N, pp=N, cp=N or dcp=N (context parallelism) with run=N, block=N, kernel=N, format=NAME, outer=AXIS and "
-    "pool=shared or separate, each at most once"
+    "pool=shared or separate, each at most once and every N at least 1"
 )
 UNITS = {"B": 1.0, "bit": 1 / 8, "b": 1 / 8}
 SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -48,7 +48,7 @@ def shape_of(words: str, layout: str) -> EngineShape:
 
 def _change(key: str, value: str) -> tuple[str, int | str | bool]:
     """The field of a shape and its value; no name when there is none."""
-    if key in NUMBERS and value.isdecimal() and len(value) < 10:
+    if key in NUMBERS and value.isdecimal() and len(value) < 10 and int(value):
         return NUMBERS[key], int(value)
     if key in WORDS and value:
         return WORDS[key], value

@@ -118,7 +118,7 @@ def _fleet_options(options: UpOptions, engine_arguments: tuple[str, ...]) -> Fle
         decode_block_tokens=options.decode_block_tokens,
         # How large vLLM's cache is, is for its own options to say.
         cache_tokens=0 if options.engine == "vllm" else options.cache_tokens,
-        port=0 if options.prompts and options.port == 8000 else options.port,
+        port=options.port,
         ready_s=VLLM_READY_S if options.engine == "vllm" else READY_S,
     )
 

@@ -6,7 +6,7 @@ import typer
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["check_engine", "is_given", "size"]
+__all__ = ["check_engine", "check_unused", "is_given", "size"]
 
 
 def check_engine(engine: str, context: typer.Context) -> None:
@@ -16,6 +16,14 @@ def check_engine(engine: str, context: typer.Context) -> None:
     if engine != "vllm" and context.args:
         found = " ".join(context.args)
         raise ConfigurationError("these arguments belong to no engine", found=found, expected="--engine vllm -- …")
+
+
+def check_unused(context: typer.Context, names: tuple[str, ...], beside: str) -> None:
+    """Raises ConfigurationError for an option that would do nothing beside another."""
+    given = [f"--{name.replace('_', '-')}" for name in names if is_given(context, name)]
+    if given:
+        hint = "leave one of them out"
+        raise ConfigurationError(f"this has no effect beside {beside}", found=", ".join(given), hint=hint)
 
 
 def size(context: typer.Context, name: str, engine: str) -> int:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvferry.cli.commands.engine_choice import check_unused
 from kvferry.cli.commands.options import Json, output
 from kvferry.cli.console import friendly
 
@@ -19,6 +20,7 @@ numbers = partial(typer.Option, rich_help_panel="Without --model")
 
 
 def plan(
+    context: typer.Context,
     prefill: Annotated[str, engines(help="Such as tp=4,pp=1,block=16; also cp, dcp, run, kernel, format, pool.")],
     decode: Annotated[str, engines(help="Such as tp=2,block=64.")],
     layout: Annotated[str, engines(help="Cache format of engines that name none.")] = "token-major",
@@ -42,8 +44,10 @@ def plan(
         from kvferry.cli import plan as command
 
         if model:
+            check_unused(context, ("layers", "heads", "head_dim", "dtype"), "--model")
             entry = command.model_of(model, cache_dtype, draft)
         else:
+            check_unused(context, ("cache_dtype", "draft"), "a model that is given by numbers")
             entry = command.model_of_numbers(layers, heads, head_dim, dtype)
         request = command.Prompt(tokens, cached, scattered)
         options = command.PlanOptions(entry, prefill, decode, layout, request, link, prefill_speed)

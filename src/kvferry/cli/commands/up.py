@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.commands.engine_choice import check_engine, size
+from kvferry.cli.commands.engine_choice import check_engine, is_given, size
 from kvferry.cli.commands.options import (
     Digest,
     Engine,
@@ -83,7 +83,8 @@ def up(
             prefill_block_tokens=size(context, "prefill_block_tokens", engine),
             decode_block_tokens=size(context, "decode_block_tokens", engine),
             cache_tokens=cache_tokens,
-            port=port,
+            # One question needs no port that is known, so it does not take the usual one from another.
+            port=port if once is None or is_given(context, "port") else 0,
             log_directory=log_dir,
             as_json=as_json,
         )
