@@ -70,7 +70,7 @@ def serve_vllm(options: VllmOptions) -> int:
             "vLLM is not installed here",
             found=sys.executable,
             expected="an environment with vllm 0.32",
-            hint="install kvferry into vLLM's environment: pip install 'kvferry[agent,cli]'",
+            hint="install kvferry into vLLM's environment: pip install 'kvferry[agent,cli,nixl]'",
         )
     told = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -123,7 +123,11 @@ def _watch(process: subprocess.Popen[bytes], options: VllmOptions, url: str, tol
     deadline = time.monotonic() + READY_S
     while not _is_healthy(url):
         if process.poll() is not None:
-            hint = "its own output says why; arguments after -- go to vllm serve as they are"
+            # What a first try runs into: two servers, each of which wants nearly all of one machine's memory.
+            hint = (
+                "its own output says why; where that is memory, give each server its share: "
+                "-- --kv-cache-memory-bytes 1073741824 (what follows -- goes to vllm serve)"
+            )
             raise ConfigurationError("vLLM has ended", found=f"exit code {process.returncode}", hint=hint)
         if told.wait(POLL_S) or _is_orphan(options):
             return 0
