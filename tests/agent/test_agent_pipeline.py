@@ -118,8 +118,8 @@ def test_while_one_slot_is_gathered_another_is_on_the_wire_and_a_third_is_scatte
     check(target)
 
 
-def test_who_wants_little_is_served_in_turn_with_who_wants_far_more_than_there_is(make_rank):
-    """Room for two slots at the source. One target wants 120 of them, then another wants six."""
+def test_who_wants_little_is_served_in_turn_with_those_who_want_far_more_than_there_is(make_rank):
+    """Room for two slots at the source. Two targets want 120 of them each, then a third one wants six."""
     wire, recorded = Turnstile(), []
 
     def wrap(transport):
@@ -127,27 +127,31 @@ def test_who_wants_little_is_served_in_turn_with_who_wants_far_more_than_there_i
         return recorded[-1]
 
     source = make_rank("p0", SOURCE, wrap=wrap, mover=wire_only, staging_bytes=4 << 12, staging=STAGING)
-    greedy, modest = (make_rank(name, TARGET, staging=STAGING) for name in ("greedy", "modest"))
-    for number, target in enumerate((greedy, modest)):
-        target.agent.fetch(target.wanted(source, leased(source, f"to meet {number}"), TARGET_TABLES, NUM_TOKENS))
+    greedy, other, modest = (make_rank(name, TARGET, staging=STAGING) for name in ("greedy", "other", "modest"))
+    names = []
+    for target in (greedy, other, modest):
+        target.agent.fetch(target.wanted(source, leased(source, "to meet"), TARGET_TABLES, NUM_TOKENS))
         target.next_notice(Fetched)
-    (transport,) = recorded
-    of_modest = transport.posts[-1]
-    transport.posts.clear()
+        names.append(recorded[0].posts[-1])
+    posts = recorded[0].posts
+    posts.clear()
     wire.allow(0)
     for number in range(20):
-        reference = leased(source, f"r{number}")
-        greedy.agent.fetch(greedy.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, f"q{number}"))
-    until(lambda: source.agent.num_slots == 20 * WINDOW)
+        for target in (greedy, other):
+            reference = leased(source, f"{number} of {id(target)}")
+            target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, f"q{number}"))
+    until(lambda: source.agent.num_slots == 40 * WINDOW)
+    # One has no more than half of them, however early it came.
+    until(lambda: sorted(posts) == sorted(names[:2]))
     modest.agent.fetch(modest.wanted(source, leased(source, "modest"), TARGET_TABLES, NUM_TOKENS, "modest"))
-    until(lambda: source.agent.num_slots == 21 * WINDOW)
+    until(lambda: source.agent.num_slots == 41 * WINDOW)
     wire.allow(inf)
     modest.next_notice(Fetched)
-    for _ in range(20):
-        greedy.next_notice(Fetched)
-    # Two had their slots before; then both take turns.
-    assert transport.posts[2 : 2 + 2 * WINDOW].count(of_modest) == WINDOW
-    assert [rank.agent.num_slots for rank in (source, greedy, modest)] == [0, 0, 0]
+    for target in [greedy, other] * 20:
+        target.next_notice(Fetched)
+    # Whoever gives its slot back first: two were before it in line.
+    assert names[2] in posts[2:5]
+    assert [rank.agent.num_slots for rank in (source, greedy, other, modest)] == [0, 0, 0, 0]
 
 
 class LateMover:
