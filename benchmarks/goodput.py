@@ -33,7 +33,7 @@ from kvferry.bench.slo import ItlBy, Slo, slo_named
 from kvferry.bench.sweep import best_of, rates_named
 from kvferry.bench.target import Target
 from kvferry.bench.workload import Planned, Synthetic, synthetic
-from kvferry.cli.fleet import Fleet, FleetOptions
+from kvferry.cli.up.fleet import Fleet, FleetOptions
 
 # The mark: Llama-3.3-70B int4, fp8 cache, 8 cards, 1,500 tokens in and 150 out: 1.06 against 0.64 requests/s.
 MARK = 1.65

@@ -35,7 +35,7 @@ def test_every_reason_of_a_failed_transfer_is_documented_and_no_other():
 
 
 def test_every_option_is_one_of_the_command():
-    options = "".join(path.read_text() for path in (ROOT / "src/kvferry/cli/commands").glob("*.py"))
+    options = "".join(path.read_text() for path in (ROOT / "src/kvferry/cli").glob("*/command.py"))
     both = TEXT + (ROOT / "docs/router.md").read_text()
     for option in set(re.findall(r"(?:`| )--([a-z-]+)", both)) - {"as-child", "once", "json"}:
         assert re.search(rf"^    {option.replace('-', '_')}: ", options, re.MULTILINE), option

@@ -11,10 +11,10 @@ import pytest
 
 from kvferry.agent import read_token
 from kvferry.agent.shared_token import NO_TOKEN
-from kvferry.cli import doctor as command
-from kvferry.cli import doctor_facts
-from kvferry.cli.doctor_peer import try_peer
-from kvferry.cli.doctor_trials import verdict
+from kvferry.cli.doctor import facts as doctor_facts
+from kvferry.cli.doctor import report as command
+from kvferry.cli.doctor.peer import try_peer
+from kvferry.cli.doctor.trials import verdict
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.transport.finding import Finding, Severity, finding_of, worst
 from kvferry.transport.measurement import Measurement

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from kvferry.cli.joining import NOWHERE, JoinOptions, joined
+from kvferry.cli.serve.joining import NOWHERE, JoinOptions, joined
 from kvferry.errors import ConfigurationError
 from kvferry.registration import MEMBERS_PATH, SIGNATURE, Side
 

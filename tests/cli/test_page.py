@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_samples import DENSE, SAMPLES, Shape
 
-from kvferry.cli.page import page
-from kvferry.cli.page_blocks import strips
-from kvferry.cli.page_drawing import draw
-from kvferry.cli.page_words import ALL, Tokens, boxes_of, bytes_words, count_words, seconds_words, tokens_of
+from kvferry.cli.plan.page.blocks import strips
+from kvferry.cli.plan.page.drawing import draw
+from kvferry.cli.plan.page.html import page
+from kvferry.cli.plan.page.spans import ALL, Tokens, boxes_of, tokens_of
+from kvferry.cli.words import bytes_words, count_words, seconds_words
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from page_samples import SAMPLES
 
-from kvferry.cli.page import page
+from kvferry.cli.plan.page.html import page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next((found for name in NAMES if (found := shutil.which(name))), None)

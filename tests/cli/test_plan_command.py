@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli.main import app
-from kvferry.cli.plan_shape import link_of
+from kvferry.cli.plan.shape import link_of
 
 MODEL = ["--layers", "4", "--heads", "6", "--head-dim", "8", "--dtype", "float16"]
 BYTES_PER_TOKEN = 4 * 2 * 6 * 8 * 2

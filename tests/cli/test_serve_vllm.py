@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from kvferry.agent.config import STAGING_BYTES
 from kvferry.cli import main
-from kvferry.cli.serve_vllm import VllmOptions, vllm_command
+from kvferry.cli.serve.vllm import VllmOptions, vllm_command
 from kvferry.connectors.vllm_middleware import FerryMiddleware, middleware
 
 DEADLINE_S = 60.0
@@ -98,7 +98,7 @@ def test_the_command_and_the_agent_have_one_default_of_staging_memory():
 @pytest.mark.parametrize(("given", "staging_bytes"), [([], None), (["--staging-mib", "64"], 64 << 20)])
 def test_staging_memory_is_the_connectors_own_unless_chosen(given, staging_bytes, monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr("kvferry.cli.serve_vllm.serve_vllm", lambda options: seen.append(options) or 0)
+    monkeypatch.setattr("kvferry.cli.serve.vllm.serve_vllm", lambda options: seen.append(options) or 0)
     result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--model", str(tmp_path), *given])
     assert result.exit_code == 0, result.output
     transfer = json.loads(after(vllm_command(seen[0], 1), "--kv-transfer-config"))
@@ -110,7 +110,7 @@ def test_staging_memory_is_the_connectors_own_unless_chosen(given, staging_bytes
 )
 def test_vllm_may_drain_unless_whoever_started_us_is_in_a_hurry(given, drain_s, monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr("kvferry.cli.serve_vllm.serve_vllm", lambda options: seen.append(options) or 0)
+    monkeypatch.setattr("kvferry.cli.serve.vllm.serve_vllm", lambda options: seen.append(options) or 0)
     result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--model", str(tmp_path), *given])
     assert result.exit_code == 0, result.output
     assert [options.drain_s for options in seen] == [drain_s]
@@ -223,7 +223,7 @@ def test_as_a_child_it_ends_when_its_parent_is_gone(start, tmp_path):
 
 
 # Without the seconds that vLLM has in any case.
-NO_GRACE = "from kvferry.cli import main, serve_vllm; serve_vllm.STOP_S = 0.0; main.main()"
+NO_GRACE = "from kvferry.cli import main; from kvferry.cli.serve import vllm; vllm.STOP_S = 0.0; main.main()"
 
 
 def test_vllm_has_its_time_to_drain_before_it_is_killed(start, tmp_path):
@@ -274,7 +274,7 @@ def test_whoever_answers_at_a_taken_port_is_not_taken_for_vllm(start, tmp_path):
 
 
 def test_without_vllm_it_says_where_to_install_what(monkeypatch, tmp_path):
-    monkeypatch.setattr("kvferry.cli.serve_vllm.find_spec", lambda name: None)
+    monkeypatch.setattr("kvferry.cli.serve.vllm.find_spec", lambda name: None)
     result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--model", str(tmp_path)])
     assert result.exit_code == 2
     assert "vLLM is not installed here" in result.stderr

@@ -5,8 +5,8 @@ import secrets
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.cli import serve as command
 from kvferry.cli.main import app
+from kvferry.cli.serve import embedded as command
 
 
 @pytest.fixture

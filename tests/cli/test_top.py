@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvferry.cli import top as command
-from kvferry.cli.scrape import look_at
-from kvferry.cli.top_view import Frame, summary, view
+from kvferry.cli.top import watch as command
+from kvferry.cli.top.scrape import look_at
+from kvferry.cli.top.view import Frame, summary, view
 from kvferry.errors import ConfigurationError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "router"))

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from kvferry.cli.vllm_counters import read, report_between
+from kvferry.cli.up.vllm_counters import read, report_between
 from kvferry.errors import RequestError
 
 BEFORE = """

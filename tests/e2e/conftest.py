@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvferry.cli.fleet import Fleet, FleetOptions
-from kvferry.cli.proof import Answer, Question, ask
+from kvferry.cli.up.fleet import Fleet, FleetOptions
+from kvferry.cli.up.proof import Answer, Question, ask
 from kvferry.embedded.model import ensure_tiny_model
 
 DEADLINE_S = 60.0

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kvferry.agent.shared_token import NO_TOKEN
-from kvferry.cli.doctor_peer import try_peer
+from kvferry.cli.doctor.peer import try_peer
 from kvferry.errors import TransportError
 
 DEADLINE_S = 60.0

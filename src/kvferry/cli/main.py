@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 
 from kvferry import __version__
-from kvferry.cli.commands.bench import app as bench
-from kvferry.cli.commands.doctor import doctor
-from kvferry.cli.commands.plan import plan
-from kvferry.cli.commands.route import route
-from kvferry.cli.commands.serve import serve
-from kvferry.cli.commands.top import top
-from kvferry.cli.commands.up import up
+from kvferry.cli.bench.command import app as bench
+from kvferry.cli.doctor.command import doctor
+from kvferry.cli.plan.command import plan
+from kvferry.cli.route.command import route
+from kvferry.cli.serve.command import serve
+from kvferry.cli.top.command import top
+from kvferry.cli.up.command import up
 
 __all__ = ["app", "main"]
 

@@ -1,0 +1,1 @@
+"""`kvferry bench`: load for a server, and what came of it."""

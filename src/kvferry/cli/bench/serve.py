@@ -1,0 +1,222 @@
+"""`kvferry bench serve`: load for a server, a table or JSON, and a page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from kvferry.bench.arrivals import poisson
+from kvferry.bench.endpoint import Endpoint
+from kvferry.bench.load import run_load
+from kvferry.bench.page import page
+from kvferry.bench.record import Record
+from kvferry.bench.report import Report, report_of
+from kvferry.bench.slo import Slo
+from kvferry.bench.sweep import best_of
+from kvferry.bench.target import Target, served_model
+from kvferry.bench.trace import read_trace
+from kvferry.bench.workload import Planned, Synthetic, synthetic
+from kvferry.cli import console
+from kvferry.cli.bench.table import show
+from kvferry.errors import ConfigurationError
+
+__all__ = ["Arrival", "BenchOptions", "Output", "Server", "arrival_of", "bench_serve", "headers_named"]
+
+# A load generator that is later than this measures itself.
+LATE_MS = 50.0
+PAGES = (".html", ".htm")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What is asked; the model's name may be empty. See `Target`."""
+
+    url: str
+    model: str
+    endpoint: Endpoint
+    as_text: bool
+    may_stop: bool
+    headers: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One run per rate; or one with `concurrency` requests open at a time; or one of the requests of a trace."""
+
+    rates: tuple[float, ...]
+    concurrency: int = 0
+    trace: str = ""
+    trace_speed: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """`plot` is a file, or empty."""
+
+    as_json: bool
+    every_request: bool
+    plot: str
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    server: Server
+    arrival: Arrival
+    load: Synthetic
+    slo: Slo
+    attainment: float
+    warm_up: int
+    timeout_s: float
+    output: Output
+
+
+def arrival_of(rates: tuple[float, ...], concurrency: int, trace: str, trace_speed: float) -> Arrival:
+    """Raises ConfigurationError when more than one way is given."""
+    given = [name for name, value in (("--concurrency", concurrency), ("--trace", trace)) if value]
+    if any(map(math.isfinite, rates)):
+        given.insert(0, "--rate" if len(rates) == 1 else "--sweep")
+    if len(given) > 1:
+        raise ConfigurationError("requests can arrive in one way only", found=" and ".join(given), expected="one")
+    return Arrival(rates, concurrency, trace, trace_speed)
+
+
+def headers_named(words: list[str]) -> dict[str, str]:
+    """`Name: value`. Raises ConfigurationError."""
+    headers = {}
+    for word in words:
+        name, colon, value = word.partition(":")
+        if not (colon and name.strip() and word.isprintable()):
+            raise ConfigurationError("not a header", found=word, expected="such as 'Authorization: Bearer secret'")
+        headers[name.strip()] = value.strip()
+    return headers
+
+
+def bench_serve(options: BenchOptions) -> int:
+    """Exit code 0, or 1 when no request at all was answered. Raises ConfigurationError."""
+    plot = _plot_file(options.output.plot)
+    plans = _plans(options)
+    target, reports = asyncio.run(_run(options, plans))
+    if plot is not None:
+        plot.write_text(page(f"{target.model} at {target.url}", reports), encoding="utf-8")
+        console.say(f"drawn in {plot}")
+    if options.output.as_json:
+        console.data(_json(options, target, reports))
+    else:
+        show(reports, best_of(reports, options.attainment) if len(reports) > 1 else None)
+    return 0 if any(report.answered for report in reports) else 1
+
+
+def _plot_file(path: str) -> Path | None:
+    """Where to draw, if anywhere. Raises ConfigurationError before anything is measured."""
+    if not path:
+        return None
+    plot = Path(path)
+    if plot.suffix.lower() not in PAGES:
+        hint = "open the page in a browser: that prints or saves it in other formats, or each drawing by itself"
+        raise ConfigurationError("what is drawn is a page", found=path, expected="a name in .html", hint=hint)
+    if not plot.absolute().parent.is_dir():
+        raise ConfigurationError("there is no such folder", found=str(plot.absolute().parent), hint="see --plot")
+    return plot
+
+
+def _plans(options: BenchOptions) -> list[tuple[float, tuple[Planned, ...]]]:
+    """For each run, its rate and its requests."""
+    arrival, load = options.arrival, options.load
+    if arrival.trace:
+        return [(math.inf, _read(arrival.trace, arrival.trace_speed))]
+    arrivals = {rate: poisson(load.num_requests, rate, load.seed) for rate in arrival.rates}
+    return [(rate, synthetic(load, times)) for rate, times in arrivals.items()]
+
+
+def _read(path: str, speed: float) -> tuple[Planned, ...]:
+    try:
+        with open(path, encoding="utf-8") as lines:
+            return read_trace(lines, speed)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError("the trace cannot be read", found=str(error), expected="a JSONL file") from None
+
+
+async def _run(
+    options: BenchOptions, plans: list[tuple[float, tuple[Planned, ...]]]
+) -> tuple[Target, tuple[Report, ...]]:
+    server, url = options.server, options.server.url.rstrip("/").removesuffix("/v1")
+    model = await served_model(url, server.model, server.headers)
+    target = Target(url, model, server.endpoint, server.as_text, server.may_stop, server.headers)
+    await _warm_up(options, target, plans[0][1])
+    reports = []
+    with _progress() as progress:
+        for rate, planned in plans:
+            words = f"{rate:g} requests/s" if math.isfinite(rate) else "load"
+            watch = Watch(progress, progress.add_task(words, total=len(planned), errors=0))
+            outcome = await run_load(target, planned, options.arrival.concurrency, options.timeout_s, watch.ended)
+            reports.append(report_of(outcome.records, outcome.duration_s, rate, outcome.most_open, options.slo))
+            _warn(reports[-1])
+    return target, tuple(reports)
+
+
+async def _warm_up(options: BenchOptions, target: Target, planned: tuple[Planned, ...]) -> None:
+    """Raises ConfigurationError when the server does not answer such requests."""
+    if not options.warm_up:
+        return
+    outcome = await run_load(target, planned[: options.warm_up], 1, options.timeout_s, _ignore)
+    if all(record.error for record in outcome.records):
+        raise ConfigurationError(
+            "the server does not answer such a request",
+            found=outcome.records[0].error,
+            expected=f"a streamed answer of {target.endpoint.path}",
+            hint="shorter prompts or answers? --text where token ids, --may-stop where ignore_eos are not understood",
+        )
+
+
+def _ignore(record: Record) -> None:
+    """Nobody watches a warm-up."""
+
+
+def _warn(report: Report) -> None:
+    late_ms = report.times_s["late"].p99 * 1000
+    if late_ms > LATE_MS:
+        console.say(f"warning: requests were sent up to {late_ms:.0f} ms late (p99): this machine is too slow or busy")
+
+
+class Watch:
+    """One line of the progress display."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task, self._num_errors = progress, task, 0
+
+    def ended(self, record: Record) -> None:
+        self._num_errors += bool(record.error)
+        self._progress.update(self._task, advance=1, errors=self._num_errors)
+
+
+def _progress() -> contextlib.AbstractContextManager[Progress]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(
+        *columns,
+        TextColumn("{task.fields[errors]} errors"),
+        console=console.words,
+        disable=not sys.stderr.isatty(),
+    )
+
+
+def _json(options: BenchOptions, target: Target, reports: tuple[Report, ...]) -> dict[str, Any]:
+    """Of one run its figures; of several those of each under `sweep`, and what they come to."""
+    facts: dict[str, Any] = {
+        "model_id": target.model,
+        "url": target.url,
+        "endpoint": target.endpoint.path,
+        "max_concurrency": options.arrival.concurrency or None,
+        "trace": options.arrival.trace or None,
+        "seed": options.load.seed,
+    }
+    runs = [report.as_json(options.output.every_request) for report in reports]
+    if len(runs) == 1:
+        return facts | runs[0]
+    return facts | best_of(reports, options.attainment).as_json() | {"sweep": runs}

@@ -1,0 +1,1 @@
+"""`kvferry doctor`: what this machine, and a peer, can do for transfers."""

@@ -1,0 +1,144 @@
+"""What `kvferry doctor` knows of this machine before it tries anything: values, where each comes from, and findings."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+from kvferry import __version__
+from kvferry.agent import read_token
+from kvferry.cli import environment
+from kvferry.cli.words import bytes_words
+from kvferry.errors import FerryError
+from kvferry.transport.accelerators import accelerators
+from kvferry.transport.environment import Environment
+from kvferry.transport.finding import Finding, Severity, finding_of
+from kvferry.transport.situation import UNKNOWN_NODE, UNLIMITED, Nic, Situation
+from kvferry.transport.ucx_builds import installed_builds, loaded_directories
+
+__all__ = ["Fact", "machine_facts", "machine_findings", "setting_facts", "ucx_facts"]
+
+PACKAGES: Final = ("nixl", "nixl-cu12", "nixl-cu13", "torch", "numpy", "pyzmq", "transformers", "vllm")
+NIXL: Final = ("nixl", "nixl-cu12", "nixl-cu13")
+# What Docker gives a container that asks for nothing.
+SMALL_SHM_BYTES: Final = 64 << 20
+FOUND: Final = "found"
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One value. `origin` says where it comes from: `default`, `environment`, `file`, `option`, `chosen` or `found`."""
+
+    section: str
+    name: str
+    value: str
+    origin: str = FOUND
+
+
+def machine_facts(situation: Situation) -> Iterator[Fact]:
+    """Versions, devices, cards and limits."""
+    yield Fact("versions", "kvferry", __version__)
+    yield Fact("versions", "python", f"{platform.python_version()} on {platform.system()} {platform.release()}")
+    for name in PACKAGES:
+        if found := _version(name):
+            yield Fact("versions", name, found)
+    yield Fact("devices", "processors", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all")
+    devices = accelerators()
+    for device in devices:
+        yield Fact("devices", device.name, f"{device.kind}{_node(device.numa_node)}")
+    if not devices:
+        yield Fact("devices", "accelerators", "none on the PCI bus")
+    for nic in situation.nics:
+        if nic.is_rdma or nic.is_up:
+            yield Fact("network", nic.name, _nic_words(nic))
+    if not any(nic.is_rdma for nic in situation.nics):
+        yield Fact("network", "RDMA", "no card in /sys/class/infiniband")
+    yield from _limits(situation)
+
+
+def _limits(situation: Situation) -> Iterator[Fact]:
+    confinement = situation.confinement
+    locked = confinement.locked_bytes
+    yield Fact("limits", "locked memory", "unlimited" if locked == UNLIMITED else bytes_words(locked))
+    yield Fact("limits", "/dev/shm", bytes_words(confinement.shm_bytes))
+    scope = f"kernel.yama.ptrace_scope = {confinement.ptrace_scope}"
+    capability = "with CAP_SYS_PTRACE" if confinement.may_trace else "without CAP_SYS_PTRACE"
+    yield Fact("limits", "reading other processes", f"{scope}, {capability}")
+    spaces = f"pid namespace {confinement.pid_namespace}, ipc namespace {confinement.ipc_namespace}"
+    yield Fact("limits", "container", f"{confinement.container or 'none'}; {spaces}")
+
+
+def ucx_facts(situation: Situation, ucx_version: str) -> Iterator[Fact]:
+    """Every copy of UCX; the modules of the one that is loaded, or would be."""
+    loaded = tuple(map(str, loaded_directories()))
+    for build in installed_builds():
+        state = f"loaded, version {ucx_version or 'unknown'}" if build.directory in loaded else "not loaded"
+        yield Fact("ucx", build.owner, f"{build.directory} ({state})")
+    if situation.build.is_known:
+        yield Fact("ucx", "transports in it", ", ".join(sorted(situation.build.transports)))
+    else:
+        yield Fact("ucx", "copies", "none found")
+
+
+def setting_facts(chosen: Sequence[Environment], situation: Situation, token_file: str) -> Iterator[Fact]:
+    """Settings of UCX, chosen or (where that was impossible) only the user's own, and of kvferry."""
+    for setting in (setting for each in chosen for setting in each.settings):
+        yield Fact("settings", str(setting), setting.reason, str(setting.origin))
+    if not chosen:
+        for name, value in sorted(situation.user.items()):
+            yield Fact("settings", f"{name}={value}", "set by you", "environment")
+    yield Fact("settings", "cache folder", str(environment.cache_directory()), environment.cache_origin())
+    if token_file:
+        yield Fact("settings", "token file", token_file, environment.token_origin(token_file))
+    else:
+        yield Fact("settings", "token file", "none: engines talk to this host only", "default")
+
+
+def machine_findings(situation: Situation, token_file: str) -> Iterator[Finding]:
+    """What is wrong with the machine whatever is tried on it. The choice of UCX's settings has findings of its own."""
+    try:
+        read_token(token_file)
+    except FerryError as error:
+        yield finding_of(error)
+    yield from _copies()
+    if not any(map(_version, NIXL)):
+        hint = "for RDMA and device memory: pip install 'kvferry[nixl]'"
+        yield Finding(Severity.NOTE, "NIXL is not installed; shm, cma and tcp work without", "no package", "", hint)
+    shm = situation.confinement.shm_bytes
+    if shm <= SMALL_SHM_BYTES:
+        hint = "start the container with --shm-size=8g (Kubernetes: an emptyDir with medium Memory at /dev/shm)"
+        what = "/dev/shm is small: vLLM and torch put what their processes share there (kvferry does not)"
+        yield Finding(Severity.NOTE, what, bytes_words(shm), "some GiB", hint)
+
+
+def _copies() -> Iterator[Finding]:
+    installed, loaded = installed_builds(), loaded_directories()
+    if len(loaded) > 1:
+        what = "several copies of UCX are loaded into one process: they do not share their state"
+        hint = "leave one NIXL package: pip uninstall the others"
+        yield Finding(Severity.WARNING, what, ", ".join(map(str, loaded)), "one", hint)
+    elif len(installed) > 1:
+        what = "there are several copies of UCX; which one an engine loads depends on what it imports first"
+        found = ", ".join(build.directory for build in installed)
+        hint = "leave one NIXL package (pip uninstall the others); kvferry takes nixl_cu13, then nixl_cu12, then nixl"
+        yield Finding(Severity.NOTE, what, found, "one", hint)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _nic_words(nic: Nic) -> str:
+    speed = f", {nic.gigabits_per_s:g} Gbit/s" if nic.gigabits_per_s else ""
+    return f"{nic.kind}, {nic.state if nic.state != 'unknown' else 'up'}{speed}{_node(nic.numa_node)}"
+
+
+def _node(number: int) -> str:
+    return f", memory node {number}" if number != UNKNOWN_NODE else ""

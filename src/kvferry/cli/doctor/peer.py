@@ -1,0 +1,138 @@
+"""`kvferry doctor --peer`: ask a running engine how its memory is reached, and test every way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from ipaddress import ip_address
+from socket import SOCK_STREAM, getaddrinfo
+from typing import Final
+from urllib.parse import urlsplit
+
+from kvferry.agent import new_epoch
+from kvferry.agent.control import ControlChannel
+from kvferry.agent.shared_token import SharedToken
+from kvferry.agent.surroundings import surroundings_here
+from kvferry.cli.doctor.trials import Trials, verdict
+from kvferry.errors import ConfigurationError, FerryError, TransportError
+from kvferry.plan.copies import Direction
+from kvferry.session.events import PeerKey
+from kvferry.transport.expectation import Surroundings, judge
+from kvferry.transport.finding import Finding, Severity
+from kvferry.transport.measurement import Measurement
+from kvferry.transport.opening import Opened, open_transports
+from kvferry.transport.select import AUTO, candidates
+from kvferry.transport.selftest import Probe, measure
+from kvferry.wire.codec import decode, encode
+from kvferry.wire.messages import Offer, OfferRequest, Party, Refusal
+
+__all__ = ["try_peer"]
+
+ANSWER_S: Final = 5.0
+ASK_AGAIN_S: Final = 1.0
+TURN_S: Final = 0.05
+PEER: Final = "peer"
+
+
+def try_peer(address: str, token: SharedToken, say: Callable[[str], None]) -> Trials:
+    """Test every transport to the engine whose control channel is at `host:port`.
+
+    Raises ConfigurationError for an address that makes no sense, TransportError when nobody answers there.
+    """
+    party = Party("kvferry-doctor", new_epoch(), 0)
+    with closing(ControlChannel("127.0.0.1", 0, token)) as channel:
+        asking = _Asking(channel, PeerKey(_endpoint(address, token), "", ""), party)
+        say(f"asking the engine at {address}")
+        offer = asking.offer()
+        surroundings = surroundings_here(AUTO)
+        opened = open_transports(AUTO)
+        try:
+            measurements = tuple(_measurements(asking, offer, opened, say))
+        finally:
+            for transport in opened.transports:
+                transport.close()
+    findings = tuple(_findings(measurements, surroundings, offer))
+    return Trials(surroundings.place_of(offer.probe.host), measurements, findings)
+
+
+class _Asking:
+    """The conversation with one engine."""
+
+    def __init__(self, channel: ControlChannel, peer: PeerKey, party: Party) -> None:
+        self._channel, self._peer, self._party = channel, peer, party
+
+    def offer(self) -> Offer:
+        """How its memory is reached; it also goes on making progress for us for some seconds. Raises TransportError."""
+        began = asked = time.monotonic()
+        self._ask()
+        while (now := time.monotonic()) - began < ANSWER_S:
+            for arrival in self._channel.receive(TURN_S):
+                message = decode(arrival.frame)
+                if isinstance(message, Offer):
+                    return message
+                if isinstance(message, Refusal):
+                    raise TransportError(message.what, found=message.found, expected=message.expected)
+            if now - asked > ASK_AGAIN_S:
+                asked = now
+                self._ask()
+        raise TransportError(
+            f"no engine answers at {self._peer.address} within {ANSWER_S:g} s",
+            expected="the address that `kvferry serve` names after `transfers at`",
+            hint="does the engine run, is this not its HTTP port, and is --token-file the engine's own?",
+        )
+
+    def _ask(self) -> None:
+        self._channel.send(self._peer, encode(OfferRequest(self._party)))
+
+
+def _measurements(asking: _Asking, offer: Offer, opened: Opened, say: Callable[[str], None]) -> Iterator[Measurement]:
+    offered = {each.name: each for each in offer.transports}
+    available = dict.fromkeys((transport.name for transport in opened.transports), "") | opened.unavailable
+    for transport in opened.transports:
+        say(f"trying {transport.name} to the peer")
+        try:
+            reasons = {name: each.unavailable for name, each in offered.items()}
+            candidates(transport.name, reasons, available)
+            # Asked again, so that it makes progress for us during this test, too.
+            asking.offer()
+            transport.connect(PEER, offered[transport.name].descriptor)
+        except FerryError as error:
+            yield Measurement(transport.name, 0.0, 0.0, 0.0, error.found or error.what)
+            continue
+        probe = offer.probe
+        yield measure(transport, PEER, Probe(probe.address, probe.size_bytes, probe.seed, probe.num_marks))
+        transport.disconnect(PEER)
+    for name, reason in opened.unavailable.items():
+        yield Measurement(name, 0.0, 0.0, 0.0, reason)
+
+
+def _findings(measurements: tuple[Measurement, ...], surroundings: Surroundings, offer: Offer) -> Iterator[Finding]:
+    """About the transport that an engine here would take; nixl is told of in any case, as others may ask for it."""
+    if all(found.error for found in measurements):
+        found = "; ".join(f"{each.name}: {each.error}" for each in measurements)
+        hint = "start both engines with --transport tcp, which needs nothing but sockets"
+        yield Finding(Severity.ERROR, "no transport reaches the peer", found, "one that does", hint)
+        return
+    chosen, place = verdict(measurements), surroundings.place_of(offer.probe.host)
+    for each in measurements:
+        if not each.error and each.name in (chosen, "nixl"):
+            for finding in judge(each, Direction.READ, place, surroundings):
+                severity = finding.severity if each.name == chosen else Severity.NOTE
+                yield Finding(severity, finding.what, finding.found, finding.expected, finding.hint)
+
+
+def _endpoint(address: str, token: SharedToken) -> str:
+    """`tcp://IP:port` of `host:port`, with or without the scheme."""
+    parts = urlsplit(address if "//" in address else f"//{address}")
+    try:
+        host, port = parts.hostname or "", parts.port or 0
+        found = getaddrinfo(host, port, type=SOCK_STREAM)[0][4][0] if host and port else ""
+    except (OSError, ValueError):
+        found = ""
+    if not found:
+        raise ConfigurationError("no such peer", found=address, expected="host:port", hint="such as 127.0.0.1:41234")
+    if not token and not ip_address(found).is_loopback:
+        what = "without a shared token, engines on other hosts cannot be asked"
+        raise ConfigurationError(what, found=address, hint="give the engine's --token-file")
+    return f"tcp://[{found}]:{port}" if ":" in str(found) else f"tcp://{found}:{port}"

@@ -1,0 +1,184 @@
+"""`kvferry doctor`: what this machine can do for transfers, what is chosen and why, and what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any, Final
+
+from rich.console import Console
+from rich.text import Text
+
+from kvferry.agent import read_token
+from kvferry.cli import console
+from kvferry.cli.doctor.facts import Fact, machine_facts, machine_findings, setting_facts, ucx_facts
+from kvferry.cli.doctor.peer import try_peer
+from kvferry.cli.doctor.trials import Trials, loopback, verdict
+from kvferry.errors import ConfigurationError, FerryError
+from kvferry.plan.copies import Direction
+from kvferry.staging.device_plugins import load_devices
+from kvferry.staging.devices import check_pair, devices
+from kvferry.transport.accelerators import accelerators
+from kvferry.transport.environment import Environment
+from kvferry.transport.finding import Finding, Severity, finding_of, worst
+from kvferry.transport.measurement import UNMEASURED, Measurement
+from kvferry.transport.preparing import prepare, situation_here
+from kvferry.transport.ucx_report import UcxReport
+
+__all__ = ["DoctorOptions", "doctor"]
+
+EXIT_CODES: Final = {Severity.OK: 0, Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}
+STYLES: Final = {Severity.NOTE: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
+TITLES: Final = {"ucx": "UCX (what NIXL moves bytes with)", "settings": "Settings, and where they come from"}
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """`device` and `buffer_device` are empty for what is found; `peer` is `host:port` or empty."""
+
+    device: str
+    buffer_device: str
+    peer: str
+    token_file: str
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """Everything that is printed. `trials` are named `loopback` and `peer`."""
+
+    facts: tuple[Fact, ...]
+    trials: dict[str, Trials]
+    findings: tuple[Finding, ...]
+
+
+def doctor(options: DoctorOptions) -> int:
+    """Look at everything, print it, and return the exit code: 0, with warnings 1, with errors 2."""
+    report = _examine(options)
+    if options.as_json:
+        console.data(_as_json(report))
+    else:
+        _print(report, Console())
+    return EXIT_CODES[worst(report.findings)]
+
+
+def _examine(options: DoctorOptions) -> _Report:
+    load_devices()
+    device, buffer_device, origins = _devices(options)
+    findings: list[Finding] = []
+    hopeless: dict[str, str] = {}
+    environment: list[Environment] = []
+    try:
+        check_pair(device, buffer_device)
+        prepared = prepare(device, buffer_device)
+        environment.append(prepared.environment)
+        findings += [*prepared.environment.warnings, *prepared.late]
+    except ConfigurationError as error:
+        findings.append(finding_of(error))
+        hopeless["nixl"] = "not tried: see the findings"
+    say = _quiet if options.as_json else _progress
+    trials = {"loopback": loopback(say, hopeless)}
+    if options.peer:
+        try:
+            trials["peer"] = try_peer(options.peer, read_token(options.token_file), say)
+        except FerryError as error:
+            findings.append(finding_of(error))
+    situation = situation_here(device, buffer_device)
+    facts = (
+        *machine_facts(situation),
+        *ucx_facts(situation, UcxReport().version),
+        *(Fact("settings", name, value, origin) for name, value, origin in origins),
+        *setting_facts(environment, situation, options.token_file),
+    )
+    findings += machine_findings(situation, options.token_file)
+    findings += [finding for each in trials.values() for finding in each.findings]
+    return _Report(facts, trials, tuple(dict.fromkeys(findings)))
+
+
+def _devices(options: DoctorOptions) -> tuple[str, str, list[tuple[str, str, str]]]:
+    """The device and the buffer device, and where both come from."""
+    found = [each.kind for each in accelerators() if each.kind in devices()]
+    device = options.device or (found[0] if found else "cpu")
+    buffer_device = options.buffer_device or devices().get(device, ("cpu",))[0]
+    chosen = "chosen" if found else "default"
+    origins = [
+        ("device", device, "option" if options.device else chosen),
+        ("buffer device", buffer_device, "option" if options.buffer_device else chosen),
+    ]
+    return device, buffer_device, origins
+
+
+def _progress(text: str) -> None:
+    console.say(f"{text} …")
+
+
+def _quiet(text: str) -> None:
+    """Whoever reads JSON does not wait at a screen."""
+
+
+def _as_json(report: _Report) -> dict[str, Any]:
+    return {
+        "severity": str(worst(report.findings)),
+        "findings": [asdict(finding) for finding in report.findings],
+        "facts": [asdict(fact) for fact in report.facts],
+        "trials": {name: _trials_as_json(trials) for name, trials in report.trials.items()},
+    }
+
+
+def _trials_as_json(trials: Trials) -> dict[str, Any]:
+    """Infinite times have no place in JSON: what failed has no figures."""
+    rows = []
+    for found in trials.measurements:
+        row: dict[str, Any] = {"transport": found.name, "error": found.error, "carriers": list(found.carriers)}
+        for direction in Direction:
+            rates = found.rates(direction)
+            row[direction] = {"error": rates.error} if rates.error else asdict(rates)
+        rows.append(row)
+    return {"place": str(trials.place), "chosen": verdict(trials.measurements), "transports": rows}
+
+
+def _print(report: _Report, screen: Console) -> None:
+    for section, facts in groupby(report.facts, key=lambda fact: fact.section):
+        screen.print(f"\n{TITLES.get(section, section.capitalize())}", style="bold")
+        for fact in facts:
+            origin = f" ({fact.origin})" if section == "settings" else ""
+            _line(screen, f"{fact.name}{origin}", fact.value)
+    for name, trials in report.trials.items():
+        title = (
+            "Loopback: host memory of another process of this machine"
+            if name == "loopback"
+            else f"Peer ({trials.place})"
+        )
+        screen.print(f"\n{title}", style="bold")
+        for found in trials.measurements:
+            _line(screen, found.name, _words(found))
+        _line(screen, "auto takes", verdict(trials.measurements))
+    screen.print("\nFindings", style="bold")
+    for finding in report.findings:
+        _print_finding(screen, finding)
+    if not report.findings:
+        screen.print("  nothing is wrong")
+
+
+def _words(found: Measurement) -> str:
+    if found.error:
+        return f"does not work: {found.error}"
+    ways = f", carried by {' and '.join(found.carriers)}" if found.carriers else ""
+    written = found.writing
+    writes = "" if written == UNMEASURED else f"; writes {written.error or written}"
+    latency = f"{found.latency_s * 1e6:.0f} µs for 4 KiB"
+    rates = f"{found.gigabytes_per_s:.1f} GB/s, {found.row_gigabytes_per_s:.1f} in rows of 4 KiB"
+    return f"reads {rates}{writes}; {latency}{ways}"
+
+
+def _line(screen: Console, name: str, value: str) -> None:
+    line = Text(f"  {name:<28} ") if len(name) <= 28 else Text(f"  {name}\n{'':31}")
+    line.append(value)
+    screen.print(line, soft_wrap=True)
+
+
+def _print_finding(screen: Console, finding: Finding) -> None:
+    screen.print(Text(f"  {finding.severity}: {finding.what}", style=STYLES[finding.severity]), soft_wrap=True)
+    for name, text in (("found", finding.found), ("expected", finding.expected), ("hint", finding.hint)):
+        if text:
+            screen.print(Text(f"    {name + ':':<10}{text}"), soft_wrap=True)

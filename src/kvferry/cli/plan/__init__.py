@@ -1,0 +1,1 @@
+"""`kvferry plan`: what moves where, as tables, JSON or a page."""

@@ -1,0 +1,54 @@
+"""Options of `kvferry plan`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from kvferry.cli.console import friendly
+from kvferry.cli.engine_choice import check_unused
+from kvferry.cli.options import Json, output
+
+__all__ = ["plan"]
+
+engines = partial(typer.Option, rich_help_panel="Engines")
+prompt = partial(typer.Option, rich_help_panel="The prompt")
+named = partial(typer.Option, rich_help_panel="A model that is known")
+numbers = partial(typer.Option, rich_help_panel="Without --model")
+
+
+def plan(
+    context: typer.Context,
+    prefill: Annotated[str, engines(help="Such as tp=4,pp=1,block=16; also cp, dcp, run, kernel, format, pool.")],
+    decode: Annotated[str, engines(help="Such as tp=2,block=64.")],
+    layout: Annotated[str, engines(help="Cache format of engines that name none.")] = "token-major",
+    scattered: Annotated[bool, engines(help="Block ids at random, as in a busy pool, not adjacent.")] = False,
+    link: Annotated[str, engines(help="Speed of each rank's link, such as 50GB/s or 400Gbit/s.")] = "50GB/s",
+    prefill_speed: Annotated[float, engines(min=0, help="Tokens/s that the prefill engine computes.")] = 0.0,
+    tokens: Annotated[int, prompt(min=0, max=1 << 32, help="Length of the prompt.")] = 8192,
+    cached: Annotated[int, prompt(min=0, help="How many of them the decode side has already.")] = 0,
+    model: Annotated[str, named(help="A name, a config.json or its folder; else give the numbers below.")] = "",
+    cache_dtype: Annotated[str, named(help="dtype of the cache; auto is the model's.")] = "auto",
+    draft: Annotated[bool, named("--draft", help="With the model's own draft layers.")] = False,
+    layers: Annotated[int, numbers(min=1, help="Number of layers.")] = 32,
+    heads: Annotated[int, numbers(min=1, help="Number of KV heads.")] = 8,
+    head_dim: Annotated[int, numbers(min=1, help="Size of one head.")] = 128,
+    dtype: Annotated[str, numbers(help="dtype of the cache.")] = "bfloat16",
+    html: Annotated[str, output(help="Draw the plan as a page in this file.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Print what moves where between two topologies, without any hardware."""
+    with friendly():
+        from kvferry.cli.plan import report
+
+        if model:
+            check_unused(context, ("layers", "heads", "head_dim", "dtype"), "--model")
+            entry = report.model_of(model, cache_dtype, draft)
+        else:
+            check_unused(context, ("cache_dtype", "draft"), "a model that is given by numbers")
+            entry = report.model_of_numbers(layers, heads, head_dim, dtype)
+        request = report.Prompt(tokens, cached, scattered)
+        options = report.PlanOptions(entry, prefill, decode, layout, request, link, prefill_speed)
+        report.plan(options, report.Output(as_json, html))

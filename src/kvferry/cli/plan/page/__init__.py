@@ -1,0 +1,1 @@
+"""The page that draws a plan: Python makes numbers, templates make tags."""

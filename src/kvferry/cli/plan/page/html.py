@@ -1,0 +1,122 @@
+"""A plan as one self-contained page: the facts of `kvferry plan --json` in, HTML text out."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from kvferry.cli.plan.page.blocks import strips
+from kvferry.cli.plan.page.drawing import draw
+from kvferry.cli.plan.page.matrix import COLOURS
+from kvferry.cli.words import TIMES, axis_words, bytes_words, count_words, seconds_words
+
+__all__ = ["page"]
+
+
+def page(facts: Mapping[str, Any]) -> str:
+    """The page of one plan. It refers to nothing outside itself and shows without JavaScript."""
+    environment = _environment()
+    style, script = (_part(environment, name) for name in ("page.css", "page.js"))
+    return environment.get_template("page.html.j2").render(
+        plan=facts,
+        style=style,
+        script=script,
+        script_digest=b64encode(sha256(script.encode()).digest()).decode(),
+        drawing=draw(facts),
+        strips=strips(facts),
+        groups=_groups(facts),
+        mix=Counter(pair["strategy"] for pair in facts["pairs"]).most_common(),
+        reasons=_reasons(facts["pairs"]),
+        details=_details(facts),
+        totals=_totals(facts["pairs"]),
+        colours=COLOURS,
+    )
+
+
+@cache
+def _environment() -> Environment:
+    # Model names and reasons come from users and their files: nothing reaches the page unescaped.
+    environment = Environment(
+        loader=PackageLoader("kvferry.cli.plan.page", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["size"] = bytes_words
+    environment.filters["time"] = seconds_words
+    environment.filters["count"] = count_words
+    environment.globals["axis_words"] = axis_words
+    return environment
+
+
+def _part(environment: Environment, name: str) -> Markup:
+    """A file of ours as it stands. The policy on the page allows this one script, by its digest."""
+    loader = environment.loader
+    return Markup(loader.get_source(environment, name)[0] if loader else "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A cache group: its bytes, and which part of the request's tokens moves, in percent of the width."""
+
+    name: str
+    layers: int
+    bytes: int
+    share: float
+    tail: float
+    words: str
+
+
+def _groups(facts: Mapping[str, Any]) -> list[_Group]:
+    tokens = max(1, facts["tokens"])
+    groups = []
+    for group in facts["groups"]:
+        moved, per_token, fixed = group["moved_tokens"], group["bytes_per_token"], group["fixed_bytes"]
+        parts = [f"{moved:,} tokens {TIMES} {bytes_words(per_token)}"] if moved and per_token else []
+        parts += [f"{bytes_words(fixed)} whatever the length"] if fixed else []
+        tail = 100 * min(1.0, moved / tokens) if per_token else 0.0
+        num_bytes = moved * per_token + fixed
+        groups.append(_Group(group["name"], group["layers"], num_bytes, 0.0, tail, " + ".join(parts) or "nothing"))
+    most = max([1, *(group.bytes for group in groups)])
+    return [_Group(g.name, g.layers, g.bytes, 100 * g.bytes / most, g.tail, g.words) for g in groups]
+
+
+def _reasons(pairs: list[Mapping[str, Any]]) -> dict[str, str]:
+    """A letter or number for each different reason, in the order of the pairs."""
+    return {reason: str(number) for number, reason in enumerate(dict.fromkeys(p["reason"] for p in pairs), start=1)}
+
+
+def _totals(pairs: list[Mapping[str, Any]]) -> dict[str, float]:
+    """The price of each strategy summed over the pairs, of those strategies that every pair could use."""
+    names = [name for name in (pairs[0]["prices"] if pairs else ()) if all(name in pair["prices"] for pair in pairs)]
+    return {name: sum(pair["prices"][name] for pair in pairs) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class _Detail:
+    """What the panel shows of a rank: its pairs, each with the rank at the other end and its share in percent."""
+
+    side: str
+    rank: Mapping[str, Any]
+    pairs: tuple[tuple[Mapping[str, Any], int, float], ...]
+    bytes: int
+
+
+def _details(facts: Mapping[str, Any]) -> list[_Detail]:
+    details = []
+    for side, other in (("source", "target"), ("target", "source")):
+        for rank in facts[side]["ranks"]:
+            mine = [pair for pair in facts["pairs"] if pair[f"{side}_rank"] == rank["rank"]]
+            most = max([1, *(pair["bytes"] for pair in mine)])
+            listed = tuple((pair, pair[f"{other}_rank"], 100 * pair["bytes"] / most) for pair in mine)
+            details.append(_Detail(side, rank, listed, sum(pair["bytes"] for pair in mine)))
+    return details

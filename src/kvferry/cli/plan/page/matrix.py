@@ -1,0 +1,152 @@
+"""The small matrices of a rank: layers downwards, one panel per divided axis; tokens that alternate are stripes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from kvferry.cli.plan.page.spans import ALL, Tokens, boxes_of, tokens_of
+
+__all__ = ["COLOURS", "Area", "Box", "Panel", "Region", "Stripes", "Whole", "pattern_name"]
+
+COLOURS = 16
+MAX_PANELS = 3
+PANEL_GAP = 4.0
+# The thinnest stripe, and the longest pattern before it repeats: both in units of the drawing.
+STRIPE, LONGEST = 5.0, 40.0
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """A rectangle of the drawing."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One matrix: its area, the axis from left to right, and the lines between layers and heads as a path."""
+
+    area: Area
+    axis: str
+    grid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """What a rank holds or a pair moves: spans of layers and of axes, and which tokens."""
+
+    layers: tuple[Span, ...]
+    spans: tuple[tuple[str, int, int], ...]
+    tokens: Tokens
+
+    @classmethod
+    def of_rank(cls, rank: Mapping[str, Any]) -> Box:
+        """From a rank of the facts."""
+        spans = tuple((axis, span[0], span[1]) for axis, span in rank["axes"].items())
+        first, last = rank["layers"]
+        return cls(((first, last),), spans, tokens_of(rank["tokens"]))
+
+    @classmethod
+    def of_pair(cls, pair: Mapping[str, Any]) -> Box:
+        """From a pair of the facts."""
+        layers = tuple((first, last) for first, last in pair["layers"])
+        return cls(layers, tuple(boxes_of(pair["boxes"])), tokens_of(pair["tokens"]))
+
+    def along(self, axis: str, extent: int) -> list[Span]:
+        """Its spans of an axis: all of it when nothing is divided."""
+        found = [(first, last) for name, first, last in self.spans if name == axis]
+        return found if found or self.spans else [(0, extent)]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A filled part of a matrix; `path` has one rectangle per span, the label stands in the largest."""
+
+    source: int
+    target: int
+    colour: int
+    path: str
+    fill: str
+    label: str
+    label_x: float
+    label_y: float
+
+
+class Stripes:
+    """The patterns that alternating tokens are filled with, each made once. All are of one scale."""
+
+    def __init__(self, boxes: list[Box]) -> None:
+        found = {box.tokens for box in boxes} - {ALL}
+        finest = gcd(*(number for tokens in found for number in (tokens.period, tokens.first, tokens.last))) or 1
+        longest = max((tokens.period for tokens in found), default=1)
+        self._unit = min(STRIPE / finest, LONGEST / longest)
+        self.patterns: dict[tuple[int, Tokens], tuple[float, float, float]] = {}
+
+    def fill(self, colour: int, tokens: Tokens, share: Tokens) -> str:
+        """What to fill with. `share` divides one box between several sources that fill different states of it."""
+        if tokens == ALL and share == ALL:
+            return f"var(--c{colour})"
+        shown, unit = (share, STRIPE) if tokens == ALL else (tokens, self._unit)
+        sizes = (shown.period * unit, shown.first * unit, (shown.last - shown.first) * unit)
+        self.patterns.setdefault((colour, shown), sizes)
+        return f"url(#{pattern_name((colour, shown))})"
+
+
+def pattern_name(key: tuple[int, Tokens]) -> str:
+    """The id of a pattern."""
+    colour, tokens = key
+    return f"stripes-{colour}-{tokens.period}-{tokens.first}-{tokens.last}"
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The whole cache as every matrix shows it: layers from the first to the last, and the extent of each axis."""
+
+    num_layers: int
+    extents: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, ranks: list[Mapping[str, Any]]) -> Whole:
+        """What all ranks of both sides hold together."""
+        extents: dict[str, int] = {}
+        for rank in ranks:
+            for axis, span in rank["axes"].items():
+                extents[axis] = max(extents.get(axis, 1), span[1])
+        shown = tuple(extents.items())[:MAX_PANELS] or (("", 1),)
+        return cls(max([1, *(rank["layers"][1] for rank in ranks)]), shown)
+
+    def panels(self, area: Area) -> list[Panel]:
+        """The area shared evenly between the axes."""
+        width = (area.width - PANEL_GAP * (len(self.extents) - 1)) / len(self.extents)
+        return [
+            self._panel(Area(area.x + index * (width + PANEL_GAP), area.y, width, area.height), axis, extent)
+            for index, (axis, extent) in enumerate(self.extents)
+        ]
+
+    def _panel(self, area: Area, axis: str, extent: int) -> Panel:
+        columns = extent if extent <= 32 else 8
+        xs = [area.x + area.width * at / columns for at in range(1, columns)]
+        step = next(step for step in (1, 2, 4, 5, 10, 20, 50, 100, 1000) if self.num_layers / step <= area.height / 9)
+        ys = [area.y + area.height * at / self.num_layers for at in range(step, self.num_layers, step)]
+        lines = [f"M{x:.1f} {area.y:.1f}v{area.height:.1f}" for x in xs]
+        lines += [f"M{area.x:.1f} {y:.1f}h{area.width:.1f}" for y in ys]
+        return Panel(area, axis, "".join(lines))
+
+    def rectangles(self, panels: list[Panel], box: Box) -> list[Area]:
+        """Where a box lies in the panels of a rank."""
+        found = []
+        for panel, (axis, extent) in zip(panels, self.extents, strict=True):
+            area = panel.area
+            for first, last in box.along(axis, extent):
+                x, right = (area.x + area.width * min(at, extent) / extent for at in (first, last))
+                for top, bottom in box.layers:
+                    y, end = (area.y + area.height * at / self.num_layers for at in (top, bottom))
+                    found.append(Area(x, y, right - x, end - y))
+        return found

@@ -1,0 +1,240 @@
+"""`kvferry plan`: what moves where between two topologies, and what it costs, without any hardware."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from kvferry.catalog import Entry, Options, read
+from kvferry.cli import console
+from kvferry.cli.plan.facts import Side, group_facts, layout_facts, pair_facts, side_facts, sums
+from kvferry.cli.plan.shape import link_of, shape_of
+from kvferry.cli.plan.verdict import prefill_of, verdict_of
+from kvferry.cli.words import bytes_words, seconds_words
+from kvferry.errors import ConfigurationError, LayoutError
+from kvferry.plan.describe import EngineShape, describe
+from kvferry.plan.model import attention
+from kvferry.plan.quote import quote
+from kvferry.plan.strategy import typical_device
+from kvferry.plan.tokens import TokenRange
+
+__all__ = ["Output", "PlanOptions", "Prompt", "facts_of", "model_of", "model_of_numbers", "plan"]
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+MAX_WIDTH = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """How many tokens the prompt has, how many of them the target has already, and how its blocks lie in the pool."""
+
+    tokens: int
+    cached: int
+    scattered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What to plan: a model, two engines in words (`tp=4,block=16`), a prompt, a link in words (`50GB/s`)."""
+
+    entry: Entry
+    prefill: str
+    decode: str
+    layout: str
+    prompt: Prompt
+    link: str
+    prefill_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where the plan goes: a table or JSON on stdout, and a page if a file is named."""
+
+    as_json: bool
+    page: str
+
+
+def plan(options: PlanOptions, output: Output) -> None:
+    """Compute and print. Raises ConfigurationError or the planner's own errors."""
+    facts = facts_of(options)
+    if output.page:
+        _write(Path(output.page), facts)
+    if output.as_json:
+        console.data(facts)
+        return
+    screen, table = Console(), _table(facts)
+    # Numbers that are cut are worse than lines that wrap.
+    needed = Measurement.get(screen, screen.options.update(max_width=MAX_WIDTH), table).maximum
+    Console(width=max(screen.width, needed)).print(table)
+    for line in _summary(facts, options.entry):
+        screen.print(line, highlight=False, markup=False)
+
+
+def model_of(source: str, cache_dtype: str, draft_layers: bool) -> Entry:
+    """A model by its `config.json` or its name in the catalog."""
+    return read(source, Options(cache_dtype, draft_layers))
+
+
+def model_of_numbers(num_layers: int, num_heads: int, head_dim: int, dtype: str) -> Entry:
+    """A model of full attention by its numbers. Raises ConfigurationError for an unknown dtype."""
+    if dtype not in ITEM_BYTES:
+        raise ConfigurationError("unknown dtype", found=dtype, expected=", ".join(ITEM_BYTES))
+    name = f"{num_layers} layers of {num_heads} heads of {head_dim} {dtype}"
+    return Entry(name, attention(num_layers, num_heads, head_dim, dtype, ITEM_BYTES[dtype]), 0, ())
+
+
+def facts_of(options: PlanOptions) -> dict[str, Any]:
+    """The whole plan as plain data: see the README for its keys."""
+    model, prompt = options.entry.cache, options.prompt
+    if not 0 <= prompt.cached <= prompt.tokens:
+        found, expected = f"{prompt.cached} of {prompt.tokens}", "0 <= cached <= tokens"
+        raise ConfigurationError("more tokens cached than the prompt has", found=found, expected=expected)
+    source = _side("--prefill", options.prefill, options, 1 << 50)
+    target = _side("--decode", options.decode, options, 1 << 51)
+    tables = _tables(source, prompt), _tables(target, prompt)
+    wanted = TokenRange(prompt.cached, prompt.tokens)
+    link_bytes_per_s = link_of(options.link)
+    costs = typical_device(link_bytes_per_s)
+    quoted = quote((source.layouts, target.layouts), tables, (wanted,) * len(model.groups()), costs)
+    pairs = [pair_facts(pair, model) for pair in quoted.pairs]
+    prefill = prefill_of(options.prefill_tokens_per_s, options.entry.num_active_parameters, source.shape.num_ranks)
+    return {
+        "model": options.entry.name,
+        "tokens": prompt.tokens,
+        "cached_tokens": prompt.cached,
+        "bytes_per_token": model.bytes_per_token,
+        "fixed_bytes": model.fixed_bytes,
+        **sums(quoted),
+        "link_bytes_per_s": link_bytes_per_s,
+        "blocks": "scattered" if prompt.scattered else "adjacent",
+        "groups": group_facts(model, wanted),
+        "source": side_facts(source, model, pairs, "source_rank"),
+        "target": side_facts(target, model, pairs, "target_rank"),
+        "layouts": {"source": layout_facts(source, model), "target": layout_facts(target, model)},
+        "pairs": pairs,
+        "verdict": asdict(verdict_of(len(wanted), quoted.predicted_s, prefill)),
+        "notes": list(options.entry.notes),
+        "command": _command(options),
+    }
+
+
+def _side(name: str, words: str, options: PlanOptions, first_address: int) -> Side:
+    """An engine whose pool is twice as large as the prompt needs. Raises ConfigurationError, with the side's name."""
+    try:
+        return _engine(words, options, first_address)
+    except (ConfigurationError, LayoutError) as error:
+        what = f"{name} {words}: {error.what}"
+        raise ConfigurationError(what, found=error.found, expected=error.expected, hint=error.hint) from error
+
+
+def _engine(words: str, options: PlanOptions, first_address: int) -> Side:
+    model, tokens = options.entry.cache, options.prompt.tokens
+    shape = shape_of(words, options.layout)
+    num_needed = _num_needed(shape, tokens)
+    shape = replace(shape, num_blocks=2 * num_needed * max(1, len(model.groups())))
+    return Side(words, shape, describe(model, shape, first_address))
+
+
+def _num_needed(shape: EngineShape, tokens: int) -> int:
+    """Blocks for all tokens of one rank; under context parallelism a rank has a run more than its share at most."""
+    num_shares = shape.context_parallel * shape.decode_context_parallel
+    own = -(-tokens // num_shares) + (shape.run_tokens if num_shares > 1 else 0)
+    return max(1, -(-own // shape.block_tokens))
+
+
+def _tables(side: Side, prompt: Prompt) -> list[list[int]]:
+    """Block ids of the prompt per group: adjacent, or at random (the same ones every time) as in a busy pool.
+
+    Different for every group, so that groups that share a pool do not meet.
+    """
+    ids = list(range(side.shape.num_blocks))
+    if prompt.scattered:
+        random.Random(0).shuffle(ids)
+    num_needed = _num_needed(side.shape, prompt.tokens)
+    num_groups = len(side.layouts[0].groups)
+    return [ids[index * num_needed : (index + 1) * num_needed] for index in range(num_groups)]
+
+
+def _command(options: PlanOptions) -> str:
+    parts = ["kvferry plan", f"--model {options.entry.name}" if options.entry.num_active_parameters else ""]
+    parts += [f"--prefill {options.prefill}", f"--decode {options.decode}", f"--tokens {options.prompt.tokens}"]
+    parts += [f"--link {options.link}", f"--layout {options.layout}"]
+    parts += [f"--cached {options.prompt.cached}"] if options.prompt.cached else []
+    parts += ["--scattered"] if options.prompt.scattered else []
+    return " ".join(part for part in parts if part)
+
+
+def _write(path: Path, facts: dict[str, Any]) -> None:
+    from kvferry.cli.plan.page.html import page
+
+    try:
+        path.write_text(page(facts), encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError("cannot write the page", found=str(error), hint="name a file in a folder") from error
+    console.say(f"The page is in {path}.")
+
+
+def _table(facts: dict[str, Any]) -> Table:
+    title = f"{facts['model']}: {facts['source']['words']} → {facts['target']['words']}"
+    table = Table(title=title, title_justify="left", show_footer=True)
+    for name, footer in (
+        ("from → to", "all"),
+        ("layers", ""),
+        ("what", ""),
+        ("size", bytes_words(facts["bytes"])),
+        ("rows", f"{facts['rows_before_merge']:,} unmerged\n{facts['rows']:,} merged"),
+        ("time", seconds_words(facts["predicted_s"])),
+        ("strategy", ""),
+        ("instead of", ""),
+    ):
+        justify: Literal["left", "right"] = "right" if name in ("size", "rows", "time") else "left"
+        table.add_column(name, footer=footer, justify=justify, no_wrap=True)
+    for pair in facts["pairs"]:
+        table.add_row(*_row(pair))
+    return table
+
+
+def _row(pair: dict[str, Any]) -> list[str]:
+    what = [*pair["boxes"]] + ([pair["tokens"]] if pair["tokens"] != "all" else [])
+    losers = [f"{name} {seconds_words(price)}" for name, price in pair["prices"].items() if name != pair["strategy"]]
+    return [
+        f"{pair['source_rank']} → {pair['target_rank']}",
+        _layers_words(pair["layers"]),
+        "\n".join(what) or "all of it",
+        bytes_words(pair["bytes"]),
+        f"{pair['rows_before_merge']:,}\n{pair['rows']:,}",
+        seconds_words(pair["predicted_s"]),
+        pair["strategy"],
+        "\n".join(losers),
+    ]
+
+
+def _layers_words(runs: list[list[int]]) -> str:
+    if len(runs) <= 2:
+        return " ".join(f"{first}-{last - 1}" if last - first > 1 else str(first) for first, last in runs)
+    return f"{sum(last - first for first, last in runs)} of {runs[0][0]}-{runs[-1][1] - 1}"
+
+
+def _summary(facts: dict[str, Any], entry: Entry) -> list[str]:
+    moved = facts["tokens"] - facts["cached_tokens"]
+    lines = [
+        f"{moved:,} of {facts['tokens']:,} tokens, {facts['bytes_per_token']:,} bytes each"
+        + (f", and {facts['fixed_bytes']:,} bytes whatever the length" if facts["fixed_bytes"] else "")
+        + f"; blocks {facts['blocks']}; {facts['link_bytes_per_s'] / 1e9:,.1f} GB/s for each rank"
+    ]
+    lines += [
+        f"  group {group['name']}: {group['layers']} layers, {group['moved_tokens']:,} tokens move"
+        for group in facts["groups"]
+        if len(facts["groups"]) > 1 and group["bytes_per_token"]
+    ]
+    reasons = dict.fromkeys(pair["reason"] for pair in facts["pairs"])
+    lines += [f"  {reason}" for reason in list(reasons)[:4]]
+    lines.append(facts["verdict"]["text"])
+    lines += [f"note: {note}" for note in entry.notes]
+    return lines

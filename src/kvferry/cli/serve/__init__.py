@@ -1,0 +1,1 @@
+"""`kvferry serve`: one engine process, of ours or vLLM's."""

@@ -1,0 +1,177 @@
+"""`kvferry serve --engine vllm`: starts `vllm serve` with our connector, for people who do not want to write JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import ceil
+
+from kvferry.cli import console, http
+from kvferry.cli.serve.joining import NOWHERE, JoinOptions, joined
+from kvferry.errors import ConfigurationError
+
+__all__ = ["VllmOptions", "serve_vllm", "vllm_command"]
+
+READY_S = 600.0
+HERE = "127.0.0.1"
+POLL_S = 0.25
+# Less than our own parent gives us before it kills us: nobody else would end vLLM then.
+STOP_S = 8.0
+# What our router asks of an engine, on vLLM's own server.
+MIDDLEWARE = "kvferry.connectors.vllm_middleware.FerryMiddleware"
+EXTENSION = "kvferry.connectors.vllm.extension.Extension"
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """What to serve and where. What is 0 is left to vLLM; `arguments` go to `vllm serve` as they are."""
+
+    model: str
+    served_name: str
+    engine_id: str
+    transport: str
+    block_tokens: int
+    dtype: str
+    failure_policy: str
+    host: str
+    port: int
+    transfer_port: int
+    arguments: tuple[str, ...]
+    as_json: bool
+    as_child: bool
+    transfer_host: str = HERE
+    token_file: str = ""
+    digest: str = "sampled"
+    strategy: str = "auto"
+    staging_bytes: int = 0
+    direction: str = "auto"
+    lease_s: float = 0.0
+    drain_s: float = 0.0
+    join: JoinOptions = NOWHERE
+
+
+def serve_vllm(options: VllmOptions) -> int:
+    """Run vLLM until it ends or we are told to end; returns its exit code, 0 when we were told.
+
+    Raises ConfigurationError when it is not installed, its port is taken, it ends early or is not ready in time.
+    """
+    if find_spec("vllm") is None:
+        raise ConfigurationError(
+            "vLLM is not installed here",
+            found=sys.executable,
+            expected="an environment with vllm 0.32",
+            hint="install kvferry into vLLM's environment: pip install 'kvferry[agent,cli,nixl]'",
+        )
+    told = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: told.set())
+    # vLLM does not say which port it got when it is asked for any, so we choose one. And whoever answers at a port that
+    # vLLM cannot have would look like vLLM.
+    with http.hold(options.host, options.port) as held:
+        url = http.url_of(held)
+        # A group of its own: Ctrl-C reaches it through us only, and what it leaves behind can be ended with it. Not a
+        # session: Linux schedules sessions as wholes, and lets one that rarely runs wait for a tenth of a second and
+        # more.
+        process = subprocess.Popen(
+            vllm_command(options, held.getsockname()[1]), stdin=subprocess.DEVNULL, stdout=sys.stderr, process_group=0
+        )
+        try:
+            return _watch(process, options, url, told)
+        finally:
+            _stop(process, options.drain_s + STOP_S)
+
+
+def vllm_command(options: VllmOptions, port: int) -> list[str]:
+    """The command line that starts vLLM with our connector. It names the token's file and not the token."""
+    extra = {"transport": options.transport, "port": options.transfer_port}
+    extra |= {"digest": options.digest} if options.digest != "sampled" else {}
+    extra |= {"strategy": options.strategy} if options.strategy != "auto" else {}
+    extra |= {"staging_bytes": options.staging_bytes} if options.staging_bytes else {}
+    extra |= {"transfer_direction": options.direction} if options.direction != "auto" else {}
+    extra |= {"host": options.transfer_host} if options.transfer_host != HERE else {}
+    extra |= {"kv_lease_duration": options.lease_s} if options.lease_s else {}
+    extra |= {"token_file": options.token_file} if options.token_file else {}
+    transfer = {
+        "kv_connector": "FerryConnector",
+        "kv_connector_module_path": "kvferry.connectors.vllm",
+        "kv_role": "kv_both",
+        "engine_id": options.engine_id,
+        "kv_load_failure_policy": options.failure_policy,
+        "kv_connector_extra_config": extra,
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
+    command += ["--host", options.host, "--port", str(port), "--served-model-name", options.served_name]
+    command += ["--dtype", options.dtype, "--kv-transfer-config", json.dumps(transfer)]
+    command += ["--middleware", MIDDLEWARE, "--worker-extension-cls", EXTENSION]
+    command += ["--block-size", str(options.block_tokens)] if options.block_tokens else []
+    command += ["--shutdown-timeout", str(ceil(options.drain_s))] if options.drain_s else []
+    return [*command, *options.arguments]
+
+
+def _watch(process: subprocess.Popen[bytes], options: VllmOptions, url: str, told: threading.Event) -> int:
+    """Until vLLM ends or we are told to; announces it once it answers."""
+    deadline = time.monotonic() + READY_S
+    while not _is_healthy(url):
+        if process.poll() is not None:
+            # What a first try runs into: two servers, each of which wants nearly all of one machine's memory.
+            hint = (
+                "its own output says why; where that is memory, give each server its share: "
+                "-- --kv-cache-memory-bytes 1073741824 (what follows -- goes to vllm serve)"
+            )
+            raise ConfigurationError("vLLM has ended", found=f"exit code {process.returncode}", hint=hint)
+        if told.wait(POLL_S) or _is_orphan(options):
+            return 0
+        if time.monotonic() > deadline:
+            raise ConfigurationError("vLLM is not ready in time", expected=f"within {READY_S:g} s")
+    _announce(options, url)
+    with joined(options.join, url, options.token_file):
+        while process.poll() is None:
+            if told.wait(POLL_S) or _is_orphan(options):
+                return 0
+    return process.returncode
+
+
+def _is_orphan(options: VllmOptions) -> bool:
+    return options.as_child and _input_is_closed()
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=POLL_S * 4) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _announce(options: VllmOptions, url: str) -> None:
+    facts = {"event": "ready", "engine_id": options.engine_id, "model": options.served_name, "url": url}
+    if options.as_json:
+        console.data(facts)
+    else:
+        console.say(f"{options.engine_id}: {options.served_name} at {url}/v1, served by vLLM")
+
+
+def _input_is_closed() -> bool:
+    """As a child: whether standard input has ended, which it does when the parent dies."""
+    readable, _, _ = select.select([sys.stdin], [], [], 0)
+    return bool(readable) and not os.read(sys.stdin.fileno(), 4096)
+
+
+def _stop(process: subprocess.Popen[bytes], within_s: float) -> None:
+    """Politely, then by force; nothing of its group survives."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(within_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(STOP_S)

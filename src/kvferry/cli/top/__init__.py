@@ -1,0 +1,1 @@
+"""`kvferry top`: what a router and its engines are doing."""

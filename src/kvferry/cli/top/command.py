@@ -1,0 +1,25 @@
+"""Options of `kvferry top`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvferry.cli.console import friendly
+from kvferry.cli.options import Json
+
+__all__ = ["top"]
+
+
+def top(
+    url: Annotated[str, typer.Argument(help="URL of the router.")] = "http://127.0.0.1:8000",
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="One frame, then end.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show live what a router and its engines are doing."""
+    with friendly():
+        from kvferry.cli.top import watch
+
+        watch.top(watch.TopOptions(url, interval, once, as_json))

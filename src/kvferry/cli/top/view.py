@@ -1,0 +1,128 @@
+"""One frame of `kvferry top`: figures between two looks at a router, as tables or as JSON. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from kvferry.cli.top.scrape import Look
+
+__all__ = ["Frame", "summary", "view"]
+
+REQUESTS, TTFT = "kvferry_router_requests_total", "kvferry_router_time_to_first_token_seconds"
+PHASES, GAPS = "kvferry_router_phase_seconds", "kvferry_router_inter_token_seconds"
+TROUBLE = {
+    "turned away": "kvferry_router_turned_away_total",
+    "without prefill": "kvferry_router_fallbacks_total",
+    "retries": "kvferry_router_retries_total",
+    "lost caches": "kvferry_router_lost_caches_total",
+    "failed legs": "kvferry_router_upstream_errors_total",
+}
+ORDER = ("queue", "prefill", "decode_queue", "handshake", "claim", "wire", "verify", "first_decode")
+BAR = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Two looks at the metrics, and what the router says of its instances at the second."""
+
+    before: Look
+    now: Look
+    members: dict[str, Any]
+
+
+def summary(frame: Frame) -> dict[str, Any]:
+    """Plain JSON: rates per second, times in seconds."""
+    before, now = frame.before, frame.now
+    return {
+        "requests_per_s": now.rate(before, REQUESTS),
+        "tokens_per_s": now.rate(before, f"{GAPS}_count"),
+        "ttft_p50_s": now.percentile(before, TTFT, 0.5),
+        "ttft_p99_s": now.percentile(before, TTFT, 0.99),
+        "itl_p50_s": now.percentile(before, GAPS, 0.5),
+        "itl_p99_s": now.percentile(before, GAPS, 0.99),
+        "phases_s": {phase: now.mean(before, PHASES, phase=phase) for phase in _phases(now)},
+        "trouble_per_s": {words: now.rate(before, name) for words, name in TROUBLE.items()},
+        **frame.members,
+    }
+
+
+def view(frame: Frame) -> Group:
+    """What a person sees: a line, the phases, the instances, and what is out."""
+    found = summary(frame)
+    titles = "\nto the first token, mean", "\ninstances"
+    return Group(_line(found), titles[0], _phase_table(found), titles[1], _member_table(found), *_out(found))
+
+
+def _phases(look: Look) -> list[str]:
+    known = look.by("phase", f"{PHASES}_count")
+    return [phase for phase in ORDER if phase in known]
+
+
+def _line(found: dict[str, Any]) -> Text:
+    parts = [
+        f"{found['requests_per_s']:.1f} requests/s",
+        f"{found['tokens_per_s']:.0f} tokens/s",
+        f"\nfirst token p50 {_ms(found['ttft_p50_s'])} p99 {_ms(found['ttft_p99_s'])}",
+        f"between tokens p50 {_ms(found['itl_p50_s'])} p99 {_ms(found['itl_p99_s'])}",
+    ]
+    trouble = [f"{words} {rate:.1f}/s" for words, rate in found["trouble_per_s"].items() if rate]
+    return Text("  ".join(parts)).append(f"\n{', '.join(trouble)}" if trouble else "", style="bold red")
+
+
+def _phase_table(found: dict[str, Any]) -> Table:
+    phases = found["phases_s"]
+    table = Table(box=None, show_header=False)
+    longest = max(phases.values(), default=0.0)
+    for phase, seconds in phases.items():
+        bar = "━" * round(BAR * seconds / longest) if longest else ""
+        table.add_row(phase.replace("_", " "), Text(_ms(seconds), justify="right"), Text(bar, "cyan"))
+    return table
+
+
+def _member_table(found: dict[str, Any]) -> Table:
+    """Fits 80 columns: a model's name is broken where it is long, what is a number or a URL never is."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in ("role", "url", "state", "requests", "tokens", "prefill\ntokens/s"):
+        is_number = name in ("requests", "tokens", "prefill\ntokens/s")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    table.add_column("model", overflow="fold")
+    for member in found["members"]:
+        state, style = _state(member)
+        table.add_row(
+            member["role"],
+            member["url"],
+            Text(state, style),
+            str(member["in_flight_requests"]),
+            str(member["in_flight_tokens"]),
+            f"{member['prefill_tokens_per_s']:.0f}" if member["prefill_tokens_per_s"] else "",
+            ", ".join(member["models"]),
+        )
+    return table
+
+
+def _state(member: dict[str, Any]) -> tuple[str, str]:
+    if not member["healthy"]:
+        return "down", "bold red"
+    if member["breaker"] != "closed":
+        return f"failing ({member['breaker']})", "bold red"
+    return ("ready", "green") if member["ready"] else ("not ready", "yellow")
+
+
+def _out(found: dict[str, Any]) -> list[Text]:
+    broken = [
+        Text(f"caches do not arrive: {pair['prefill']} to {pair['decode']} ({pair['breaker']})", "bold red")
+        for pair in found["broken_pairs"]
+    ]
+    strange = [
+        Text(f"never paired: {pair['prefill']} and {pair['decode']}", "yellow") for pair in found["incompatible_pairs"]
+    ]
+    return [*broken, *strange]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds else "-"

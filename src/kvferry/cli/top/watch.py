@@ -1,0 +1,87 @@
+"""`kvferry top`: what a router and its engines are doing, live in a terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from kvferry.cli import console
+from kvferry.cli.top.scrape import Look, look_at
+from kvferry.cli.top.view import Frame, summary, view
+from kvferry.errors import ConfigurationError
+
+__all__ = ["TopOptions", "top"]
+
+TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class TopOptions:
+    """Which router, how often, and whether until Ctrl-C or once: as a table or as JSON."""
+
+    url: str
+    interval_s: float
+    once: bool
+    as_json: bool
+
+    @property
+    def is_live(self) -> bool:
+        return not (self.once or self.as_json)
+
+
+def top(options: TopOptions, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Show it. Raises ConfigurationError when the router cannot be asked; once it was shown live, it is waited for."""
+    before = _frame(options.url, _look(options.url)).now
+    if options.is_live:
+        _live(options, before, sleep)
+        return
+    sleep(options.interval_s)
+    frame = _frame(options.url, before)
+    if options.as_json:
+        console.data(summary(frame))
+    else:
+        Console().print(view(frame))
+
+
+def _live(options: TopOptions, before: Look, sleep: Callable[[float], None]) -> None:
+    with Live(console=Console(), auto_refresh=False, screen=True) as live:
+        while True:
+            sleep(options.interval_s)
+            try:
+                frame = _frame(options.url, before)
+            except ConfigurationError as error:
+                live.update(str(error), refresh=True)
+                continue
+            live.update(view(frame), refresh=True)
+            before = frame.now
+
+
+def _frame(url: str, before: Look) -> Frame:
+    return Frame(before, _look(url), _members(url))
+
+
+def _look(url: str) -> Look:
+    return look_at(_get(url, "/metrics").decode(), time.monotonic())
+
+
+def _members(url: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(_get(url, "/kvferry/members"))
+    return found
+
+
+def _get(url: str, path: str) -> bytes:
+    try:
+        with urllib.request.urlopen(url.rstrip("/") + path, timeout=TIMEOUT_S) as response:
+            body: bytes = response.read()
+            return body
+    except (OSError, ValueError) as error:
+        hint = "give the URL of `kvferry route`, such as http://127.0.0.1:8000"
+        raise ConfigurationError(f"no router answers at {url}", found=str(error), hint=hint) from error

@@ -1,0 +1,1 @@
+"""`kvferry up`: the whole job on one machine, with the proof that it was done right."""

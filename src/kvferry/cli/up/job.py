@@ -1,0 +1,214 @@
+"""`kvferry up`: the whole job on one machine, with the proof that it was done right."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.cli import console
+from kvferry.cli.models import TINY, resolve
+from kvferry.cli.up.fleet import READY_S, Fleet, FleetOptions
+from kvferry.cli.up.proof import Answer, Question, ask
+from kvferry.cli.up.vllm_counters import read, report_between
+from kvferry.errors import FerryError
+
+__all__ = ["UpOptions", "up"]
+
+EXAMPLE = (
+    "The ferry leaves the harbour at dawn. On the other side of the river a train is waiting, and whoever wants to "
+    "catch it must not lose a single box on the way. The captain counts the boxes, the porter counts them again, and"
+)
+MEND_S = 1.0
+LARGE_BYTES = 1 << 20
+VERIFIED = {
+    "sampled": "by its lease, and a sample of its bytes",
+    "full": "by its lease, and every byte",
+    "off": "by its lease",
+    "unreadable": "by its lease; the CPU cannot read its memory",
+}
+VLLM_READY_S = 900.0
+# A prefix cache would answer the second question from what the first one has moved.
+SALTS = ("kvferry-together", "kvferry-alone")
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What to start and what to ask. With a prompt in `prompts` everything stops after its answer.
+
+    `engine` is `transformers` or `vllm`; `engine_arguments` go to `vllm serve` as they are.
+    """
+
+    engine: str
+    engine_arguments: tuple[str, ...]
+    model: str
+    num_prefill: int
+    num_decode: int
+    transport: str
+    digest: str
+    direction: str
+    strategy: str
+    prompts: tuple[str, ...]
+    max_tokens: int
+    prefill_block_tokens: int
+    decode_block_tokens: int
+    cache_tokens: int
+    port: int
+    log_directory: str
+    as_json: bool
+
+
+def up(options: UpOptions) -> int:
+    """Run it; returns the exit code: 0 when the answers are equal. Raises ConfigurationError, RequestError."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    path, name = resolve(options.model)
+    logs = Path(options.log_directory or tempfile.mkdtemp(prefix="kvferry-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    arguments: tuple[str, ...] = ("--model", path, "--served-name", name, "--transport", options.transport)
+    arguments += ("--engine", options.engine, "--digest", options.digest)
+    arguments += ("--strategy", options.strategy) if options.strategy != "auto" else ()
+    arguments += ("--transfer-direction", options.direction) if options.direction != "auto" else ()
+    # Left to itself, vLLM makes bfloat16 of the tiny model's float32.
+    arguments += ("--dtype", "float32") if (options.engine, name) == ("vllm", TINY) else ()
+    arguments += ("--", *options.engine_arguments) if options.engine_arguments else ()
+    useful = str(options.log_directory)
+    try:
+        with Fleet(_fleet_options(options, arguments), logs) as fleet:
+            return _run(options, fleet)
+    except FerryError as error:
+        useful += str(error)
+        raise
+    finally:
+        # What the user has chosen stays, and what an error tells to look into.
+        if str(logs) not in useful:
+            shutil.rmtree(logs, ignore_errors=True)
+
+
+def _run(options: UpOptions, fleet: Fleet) -> int:
+    try:
+        engines = f"{options.num_prefill} prefill and {options.num_decode} decode"
+        console.say(f"starting {engines} engines and a router")
+        fleet.start()
+        equal = _show_proof(options, fleet)
+        if not options.prompts:
+            _keep_serving(fleet)
+    except KeyboardInterrupt:
+        # Whoever presses Ctrl-C twice must not leave half of the children behind.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        console.say("stopping")
+        return 130 if options.prompts else 0
+    return 0 if equal else 1
+
+
+def _fleet_options(options: UpOptions, engine_arguments: tuple[str, ...]) -> FleetOptions:
+    return FleetOptions(
+        num_prefill=options.num_prefill,
+        num_decode=options.num_decode,
+        engine_arguments=engine_arguments,
+        prefill_block_tokens=options.prefill_block_tokens,
+        decode_block_tokens=options.decode_block_tokens,
+        # How large vLLM's cache is, is for its own options to say.
+        cache_tokens=0 if options.engine == "vllm" else options.cache_tokens,
+        port=options.port,
+        ready_s=VLLM_READY_S if options.engine == "vllm" else READY_S,
+    )
+
+
+def _show_proof(options: UpOptions, fleet: Fleet) -> bool:
+    prompt = options.prompts[0] if options.prompts else EXAMPLE
+    together, by_itself = (Question(fleet.model, prompt, options.max_tokens, salt) for salt in SALTS)
+    show = _silent if options.as_json else _typewriter
+    if options.engine == "vllm":
+        before = read(fleet.decode_urls)
+        answer = ask(fleet.url, together, show)
+        answer = replace(answer, report=report_between(before, read(fleet.decode_urls)))
+    else:
+        answer = ask(fleet.url, together, show)
+    facts = _facts(answer, ask(fleet.decode_urls[0], by_itself, _silent))
+    if options.as_json:
+        console.data(facts)
+    else:
+        sys.stdout.write("\n\n")
+        Console().print(_table(facts))
+    return bool(facts["equal"])
+
+
+def _silent(text: str) -> None:
+    return
+
+
+def _typewriter(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _facts(answer: Answer, alone: Answer) -> dict[str, Any]:
+    """One flat record of what happened; the report is what the decode engine measured."""
+    report = answer.report
+    wire_s = report.get("phases_s", {}).get("wire", 0.0)
+    return {
+        "equal": answer.token_ids == alone.token_ids and bool(answer.token_ids),
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "expected_token_ids": list(alone.token_ids),
+        "prompt_tokens": answer.prompt_tokens,
+        "path": answer.path,
+        **report,
+        "gigabytes_per_s": report.get("bytes", 0) / wire_s / 1e9 if wire_s else 0.0,
+    }
+
+
+def _table(facts: dict[str, Any]) -> Table:
+    table = Table(title="What moved", show_header=False, title_justify="left")
+    verdict = "equal, token for token" if facts["equal"] else "DIFFERENT FROM THE UN-DISAGGREGATED RUN"
+    received, computed = facts["tokens_received"], facts["tokens_computed"]
+    table.add_row("answer", f"{_tokens(len(facts['token_ids']))}: {verdict}")
+    table.add_row("prompt", f"{_tokens(facts['prompt_tokens'])}: {received} received, {computed} computed here")
+    if reason := _why_nothing(facts):
+        table.add_row("nothing moved", reason)
+        return table
+    table.add_row("bytes moved", f"{facts['bytes']:,} ({facts['bytes'] / 2**20:.2f} MiB)")
+    table.add_row("descriptors", f"{facts['descriptors']:,}")
+    table.add_row("transport", facts["transport"])
+    # Only our own engine says these two.
+    if "strategy" in facts:
+        table.add_row("measured", facts["choice"].replace("; ", "\n"))
+        table.add_row("strategy", facts["strategy"])
+        table.add_row("verified", VERIFIED[facts["verified"]])
+    for phase, seconds in facts["phases_s"].items():
+        table.add_row(f"  {phase}", f"{seconds * 1000:.2f} ms")
+    remark = " (too few bytes to say much)" if facts["bytes"] < LARGE_BYTES else ""
+    table.add_row("rate", f"{facts['gigabytes_per_s']:.2f} GB/s on the wire{remark}")
+    return table
+
+
+def _tokens(number: int) -> str:
+    return f"{number} token" if number == 1 else f"{number} tokens"
+
+
+def _why_nothing(facts: dict[str, Any]) -> str:
+    """Why no cache was received; empty when one was."""
+    if facts["tokens_received"]:
+        return ""
+    if facts["recomputed"]:
+        return f"the cache did not arrive ({facts['recomputed']}), so the prompt was computed again"
+    if facts["path"] == "decode-only":
+        return "no prefill engine could be used, so the decode engine did it all"
+    return "the only token of the prompt is computed by the decode engine"
+
+
+def _keep_serving(fleet: Fleet) -> None:
+    """Until Ctrl-C: mend what breaks."""
+    console.say(f"serving an OpenAI API at {fleet.url}/v1 (model {fleet.model}); Ctrl-C stops everything")
+    while True:
+        fleet.mend()
+        time.sleep(MEND_S)
