@@ -53,6 +53,24 @@ def test_the_table_shows_every_number_in_full_on_a_narrow_terminal():
     assert "…" not in result.stdout
 
 
+def test_the_table_of_a_usual_plan_fits_a_terminal():
+    shape = ["--model", "llama-3.3-70b", "--prefill", "tp=4,block=16", "--decode", "tp=2,block=64"]
+    lines = plan(*shape).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    row = next(number for number, line in enumerate(lines) if line.startswith(" 0 → 0"))
+    assert [line.split("│")[5:] for line in lines[row : row + 3]] == [
+        [" scatter  ", " 14.2 ms "],
+        [" (pack)   ", " 14.5 ms "],
+        [" (direct) ", "  2.63 s "],
+    ]
+
+
+def test_rows_that_are_joined_are_counted_before_and_after():
+    shape = ["--prefill", "format=block-major", "--decode", "format=block-major", "--tokens", "160"]
+    lines = [line.split("│") for line in plan(*MODEL, *shape).stdout.splitlines() if "│" in line]
+    assert [cells[4].strip() for cells in lines[:2]] == ["80", "→ 1"]
+
+
 def test_a_models_own_configuration_is_read(tmp_path):
     config = {
         "model_type": "llama",

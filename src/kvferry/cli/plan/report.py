@@ -182,16 +182,15 @@ def _write(path: Path, facts: dict[str, Any]) -> None:
 
 def _table(facts: dict[str, Any]) -> Table:
     title = f"{facts['model']}: {facts['source']['words']} → {facts['target']['words']}"
-    table = Table(title=title, title_justify="left", show_footer=True)
+    table = Table(title=title, title_justify="left", show_footer=True, show_edge=False)
     for name, footer in (
         ("from → to", "all"),
         ("layers", ""),
         ("what", ""),
         ("size", bytes_words(facts["bytes"])),
-        ("rows", f"{facts['rows_before_merge']:,} unmerged\n{facts['rows']:,} merged"),
-        ("time", seconds_words(facts["predicted_s"])),
+        ("rows", _rows_words(facts)),
         ("strategy", ""),
-        ("instead of", ""),
+        ("time", seconds_words(facts["predicted_s"])),
     ):
         justify: Literal["left", "right"] = "right" if name in ("size", "rows", "time") else "left"
         table.add_column(name, footer=footer, justify=justify, no_wrap=True)
@@ -202,17 +201,24 @@ def _table(facts: dict[str, Any]) -> Table:
 
 def _row(pair: dict[str, Any]) -> list[str]:
     what = [*pair["boxes"]] + ([pair["tokens"]] if pair["tokens"] != "all" else [])
-    losers = [f"{name} {seconds_words(price)}" for name, price in pair["prices"].items() if name != pair["strategy"]]
+    others = {name: price for name, price in pair["prices"].items() if name != pair["strategy"]}
     return [
         f"{pair['source_rank']} → {pair['target_rank']}",
         _layers_words(pair["layers"]),
         "\n".join(what) or "all of it",
         bytes_words(pair["bytes"]),
-        f"{pair['rows_before_merge']:,}\n{pair['rows']:,}",
-        seconds_words(pair["predicted_s"]),
-        pair["strategy"],
-        "\n".join(losers),
+        _rows_words(pair),
+        "\n".join([pair["strategy"], *(f"[dim]({name})[/]" for name in others)]),
+        "\n".join(
+            [seconds_words(pair["predicted_s"]), *(f"[dim]{seconds_words(price)}[/]" for price in others.values())]
+        ),
     ]
+
+
+def _rows_words(facts: dict[str, Any]) -> str:
+    """How many rows, and how many are left when neighbours are joined."""
+    before, after = facts["rows_before_merge"], facts["rows"]
+    return f"{before:,}" if before == after else f"{before:,}\n→ {after:,}"
 
 
 def _layers_words(runs: list[list[int]]) -> str:
