@@ -3,8 +3,10 @@
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
+import threading
 from importlib.util import find_spec
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from kvferry.agent import read_token
 from kvferry.agent.shared_token import NO_TOKEN
 from kvferry.cli.doctor import facts as doctor_facts
+from kvferry.cli.doctor import peer
 from kvferry.cli.doctor import report as command
 from kvferry.cli.doctor.peer import try_peer
 from kvferry.cli.doctor.trials import verdict
@@ -22,6 +25,7 @@ from kvferry.transport.situation import Accelerator, Confinement, Nic, NicKind, 
 
 TRANSPORTS = {"shm", "cma", "nixl", "tcp"}
 HAS_NIXL = find_spec("nixl_cu13") is not None
+DEADLINE_S = 30.0
 said = []
 
 
@@ -127,8 +131,33 @@ def test_peers_that_are_not_there(token):
             try_peer(address, NO_TOKEN, said.append)
     with pytest.raises(ConfigurationError, match=r"--token-file"):
         try_peer("192.0.2.1:4000", NO_TOKEN, said.append)
-    with pytest.raises(TransportError, match=r"no engine answers at tcp://127\.0\.0\.1:1 .*transfers at"):
+    with pytest.raises(TransportError, match=r"no engine answers at tcp://127\.0\.0\.1:1\b.*refused.*transfers at"):
         try_peer("tcp://127.0.0.1:1", token, said.append)
+
+
+@pytest.mark.parametrize(
+    ("greeting", "found"),
+    [(None, r"nothing was said.*HTTP port"), (b"S", r"begins with b'S'"), (b"", "connection was closed")],
+)
+def test_who_listens_but_is_no_engine_is_asked_nothing(monkeypatch, greeting, found):
+    monkeypatch.setattr(peer, "GREETING_S", 0.1 if greeting is None else DEADLINE_S)
+    heard = []
+
+    def listen():
+        connection, _ = server.accept()
+        with connection:
+            if greeting is not None:
+                connection.sendall(greeting)
+                connection.shutdown(socket.SHUT_WR)
+            heard.append(connection.recv(100))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        listening = threading.Thread(target=listen)
+        listening.start()
+        with pytest.raises(TransportError, match=rf"(?s)no engine answers.*{found}"):
+            try_peer(f"127.0.0.1:{server.getsockname()[1]}", NO_TOKEN, said.append)
+        listening.join(DEADLINE_S)
+    assert heard == [b""]
 
 
 def test_severities_have_an_order():

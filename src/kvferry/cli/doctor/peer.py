@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from ipaddress import ip_address
-from socket import SOCK_STREAM, getaddrinfo
+from socket import SOCK_STREAM, create_connection, getaddrinfo
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -30,9 +30,13 @@ from kvferry.wire.messages import Offer, OfferRequest, Party, Refusal
 __all__ = ["try_peer"]
 
 ANSWER_S: Final = 5.0
+# ZeroMQ speaks first, with a byte that no text begins with.
+GREETING_S: Final = 2.0
+GREETING: Final = b"\xff"
 ASK_AGAIN_S: Final = 1.0
 TURN_S: Final = 0.05
 PEER: Final = "peer"
+EXPECTED: Final = "the address that `kvferry serve` names after `transfers at`"
 
 
 def try_peer(address: str, token: SharedToken, say: Callable[[str], None]) -> Trials:
@@ -41,9 +45,11 @@ def try_peer(address: str, token: SharedToken, say: Callable[[str], None]) -> Tr
     Raises ConfigurationError for an address that makes no sense, TransportError when nobody answers there.
     """
     party = Party("kvferry-doctor", new_epoch(), 0)
+    endpoint = _endpoint(address, token)
+    say(f"asking the engine at {address}")
+    _check_greeting(endpoint)
     with closing(ControlChannel("127.0.0.1", 0, token)) as channel:
-        asking = _Asking(channel, PeerKey(_endpoint(address, token), "", ""), party)
-        say(f"asking the engine at {address}")
+        asking = _Asking(channel, PeerKey(endpoint, "", ""), party)
         offer = asking.offer()
         surroundings = surroundings_here(AUTO)
         opened = open_transports(AUTO)
@@ -78,8 +84,8 @@ class _Asking:
                 self._ask()
         raise TransportError(
             f"no engine answers at {self._peer.address} within {ANSWER_S:g} s",
-            expected="the address that `kvferry serve` names after `transfers at`",
-            hint="does the engine run, is this not its HTTP port, and is --token-file the engine's own?",
+            expected=EXPECTED,
+            hint="does the engine get on, and is --token-file the engine's own?",
         )
 
     def _ask(self) -> None:
@@ -120,6 +126,28 @@ def _findings(measurements: tuple[Measurement, ...], surroundings: Surroundings,
             for finding in judge(each, Direction.READ, place, surroundings):
                 severity = finding.severity if each.name == chosen else Severity.NOTE
                 yield Finding(severity, finding.what, finding.found, finding.expected, finding.hint)
+
+
+def _check_greeting(endpoint: str) -> None:
+    """Hear who listens there before anything is said: a web server would take our question for a hundred broken ones.
+
+    Raises TransportError when it is nobody, or no control channel.
+    """
+    parts = urlsplit(endpoint)
+    try:
+        with create_connection((parts.hostname or "", parts.port or 0), GREETING_S) as connection:
+            connection.settimeout(GREETING_S)
+            said = connection.recv(len(GREETING))
+    except TimeoutError:
+        found, hint = f"nothing was said within {GREETING_S:g} s", "is this the engine's HTTP port?"
+    except OSError as error:
+        found, hint = error.strerror or str(error), "does the engine run?"
+    else:
+        if said == GREETING:
+            return
+        found = f"it begins with {said!r}" if said else "the connection was closed"
+        hint = "is this the port of another program?"
+    raise TransportError(f"no engine answers at {endpoint}", found=found, expected=EXPECTED, hint=hint)
 
 
 def _endpoint(address: str, token: SharedToken) -> str:
