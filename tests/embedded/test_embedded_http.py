@@ -186,8 +186,9 @@ BAD_BODIES: list[tuple[str, Any, int, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
     (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools is not supported"),
     (CHAT, {"messages": MESSAGES, "logprobs": True}, 400, "logprobs is not supported"),
-    ("/v1/embeddings", {"input": "a"}, 404, "Not Found"),
-    ("/health", {}, 405, "Method Not Allowed"),
+    ("/v1/embeddings", {"input": "a"}, 404, "found: POST /v1/embeddings; hint: POST to /v1/completions"),
+    ("/health", {}, 405, "found: POST /health; expected: "),
+    (COMPLETIONS, {"prompt": ""}, 400, "found: 0 prompt tokens, 16 new ones; expected: at least one"),
 ]
 
 

@@ -323,15 +323,17 @@ def test_a_finished_prefill_is_no_load_any_more():
 def test_unknown_paths_and_methods_are_openai_errors():
     async def main():
         async with cluster([], [decode_engine()]) as c:
-            for method, path, status in (
-                ("GET", "/v1/nonsense", 404),
-                ("GET", "/v1/completions", 405),
-                ("POST", "/v1/models", 405),
-                ("DELETE", "/health", 405),
+            for method, path, status, words in (
+                ("GET", "/v1/nonsense", 404, "POST to /v1/completions"),
+                ("GET", "/v1/completions", 405, "expected: POST"),
+                ("POST", "/v1/models", 405, "expected: "),
+                ("DELETE", "/health", 405, "expected: "),
             ):
                 async with c.session.request(method, c.url + path) as response:
                     assert response.status == status
-                    assert (await response.json())["error"]["type"] == "invalid_request_error"
+                    error = (await response.json())["error"]
+                    assert error["type"] == "invalid_request_error"
+                    assert words in error["message"]
 
     run(main)
 

@@ -27,6 +27,7 @@ __all__ = ["create_app"]
 MAX_BODY_BYTES = 16 << 20
 # Routers ask who this is again when it changes.
 EPOCH_HEADER = "x-kvferry-epoch"
+PATHS = "POST to /v1/completions or /v1/chat/completions, or GET /v1/models, /health, /ready, /kvferry/info or /metrics"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._=/+-]{1,128}")
 
 
@@ -182,7 +183,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     """No such path, or the wrong method for it."""
     if not isinstance(error, HTTPException):
         raise error
-    body = error_body(error.detail, "invalid_request_error", None, None)
+    found, allowed = f"{request.method} {request.url.path}", (error.headers or {}).get("Allow", "")
+    words = RequestError(error.detail, found=found, expected=allowed, hint=PATHS if error.status_code == 404 else "")
+    body = error_body(str(words), "invalid_request_error", None, None)
     return json_response(body, dict(error.headers or {}), error.status_code)
 
 

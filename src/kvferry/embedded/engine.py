@@ -203,7 +203,11 @@ class Engine:
         if request.request_id in self._entries:
             raise RequestError("a request id was used twice", found=request.request_id)
         if request.max_new_tokens < 1 or not request.prompt:
-            raise RequestError("a request needs a prompt and at least one new token")
+            raise RequestError(
+                "a request needs a prompt and at least one new token",
+                found=f"{len(request.prompt)} prompt tokens, {request.max_new_tokens} new ones",
+                expected="at least one of each",
+            )
         if not 0 <= min(request.prompt) <= max(request.prompt) < self._core.vocab_size:
             raise RequestError(
                 "a token id is not in the model's vocabulary",

@@ -196,7 +196,8 @@ async def on_http_error(http: Request, error: Exception) -> Response:
     if error.status_code == 404:
         message = f"there is no {http.url.path}; hint: POST to {' or '.join(Endpoint)}, or GET {OTHERS}"
     elif error.status_code == 405:
-        message = f"{http.url.path} does not take {http.method}"
+        allowed = (error.headers or {}).get("Allow", "other methods")
+        message = f"{http.url.path} does not take {http.method}; expected: {allowed}"
     else:
         message = error.detail
     code = HTTP_CODES.get(error.status_code, "http_error")
