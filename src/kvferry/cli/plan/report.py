@@ -62,7 +62,8 @@ class Output:
 
 def plan(options: PlanOptions, output: Output) -> None:
     """Compute and print. Raises ConfigurationError or the planner's own errors."""
-    facts = facts_of(options)
+    with console.words.status("planning"):
+        facts = facts_of(options)
     if output.page:
         _write(Path(output.page), facts)
     if output.as_json:
