@@ -1,14 +1,12 @@
 """Digests between two real agents: a bit that a transport has flipped never reaches a model."""
 
 import threading
-from itertools import count
 
 import numpy as np
 import pytest
-from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, leased
+from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, check, leased
 
 from kvferry.agent.digests import STEP_BYTES, Digester, HostBytes
-from kvferry.plan.copies import Copies
 from kvferry.plan.digest import Policy
 from kvferry.plan.extract import Extract
 from kvferry.plan.layout import Region
@@ -16,12 +14,48 @@ from kvferry.plan.parts import Grid
 from kvferry.session.events import Failed, Fetched, SourceFree, TargetFree
 from kvferry.session.ways import NO_STAGING
 from kvferry.transport.base import Memory
-from kvferry.transport.faulty import Fault, FaultKind, FaultyTransport
+from kvferry.transport.faulty import FaultKind, FaultyTransport
 
 
-def spoiled(*faults):
-    """What wraps a transport so that a few of its reads go wrong. The first ones are the self-test's."""
-    return lambda transport: FaultyTransport(transport, faults)
+class Spoiling(FaultyTransport):
+    """Asks `spoil` before each ticket. How many there are before a fetch is up to the self-test, and to its times."""
+
+    def __init__(self, inner, spoil) -> None:
+        super().__init__(inner)
+        self._spoil = spoil
+
+    def post(self, peer, copies, direction):
+        self._spoil(self)
+        return super().post(peer, copies, direction)
+
+
+def once(spoil):
+    """For the first ticket only."""
+    left = [spoil]
+    return lambda transport: left.pop()(transport) if left else None
+
+
+def flip(transport):
+    transport.spoil_next(FaultKind.FLIP, bit=12345)
+
+
+@pytest.fixture
+def make_spoiled(make_rank):
+    """A source and a target that have met, and what makes `spoil` see the target's tickets from then on."""
+
+    def make(spoil, **config):
+        spoils = []
+
+        def wrap(transport):
+            return Spoiling(transport, lambda one: [each(one) for each in spoils])
+
+        source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, wrap=wrap, staging=NO_STAGING, **config)
+        fetched(target, source, "q0")
+        target.next_notice(Fetched)
+        assert source.next_notice(SourceFree).reason == "done"
+        return source, target, lambda: spoils.append(spoil)
+
+    return make
 
 
 def fetched(target, source, request_id="q1"):
@@ -37,25 +71,9 @@ def test_the_report_says_how_a_cache_was_verified(make_rank, policy):
     assert source.next_notice(SourceFree).reason == "done"
 
 
-@pytest.fixture
-def num_posts_before(make_rank):
-    """How many reads the self-test makes: the next one is the first fetch's."""
-    posts = []
-
-    class Counting(FaultyTransport):
-        def post(self, peer, copies: Copies, direction):
-            posts.append(copies)
-            return super().post(peer, copies, direction)
-
-    source, target = make_rank("p9", SOURCE), make_rank("d9", TARGET, wrap=Counting, staging=NO_STAGING)
-    fetched(target, source)
-    target.next_notice(Fetched)
-    return len(posts) - 1
-
-
-def test_a_flipped_bit_is_found_and_the_next_fetch_is_fine(make_rank, num_posts_before):
-    flip = spoiled(Fault(num_posts_before, FaultKind.FLIP, bit=12345))
-    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, digest=Policy.FULL, wrap=flip, staging=NO_STAGING)
+def test_a_flipped_bit_is_found_and_the_next_fetch_is_fine(make_spoiled):
+    source, target, begin = make_spoiled(once(flip), digest=Policy.FULL)
+    begin()
     fetched(target, source)
     error = target.next_notice(Failed).error
     assert error.reason == "digest"
@@ -67,17 +85,19 @@ def test_a_flipped_bit_is_found_and_the_next_fetch_is_fine(make_rank, num_posts_
     target.next_notice(Fetched)
 
 
-def test_without_a_digest_nobody_notices(make_rank, num_posts_before):
+def test_without_a_digest_nobody_notices(make_spoiled):
     """What the digest is for."""
-    flip = spoiled(Fault(num_posts_before, FaultKind.FLIP, bit=12345))
-    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, digest=Policy.OFF, wrap=flip, staging=NO_STAGING)
+    source, target, begin = make_spoiled(flip, digest=Policy.OFF)
+    begin()
     fetched(target, source)
     target.next_notice(Fetched)
+    with pytest.raises(AssertionError):
+        check(target)
 
 
-def test_a_cache_that_its_engine_writes_to_too_early_is_found_by_a_sample(make_rank, num_posts_before, monkeypatch):
+def test_a_cache_that_its_engine_writes_to_too_early_is_found_by_a_sample(make_spoiled, monkeypatch):
     """The blocks of a lease hold another request's bytes by the time they are read: the source has looked before."""
-    source, is_digested, run, numbers = make_rank("p0", SOURCE), threading.Event(), Digester.run, count()
+    is_digested, run = threading.Event(), Digester.run
 
     def noted(self, max_bytes):
         found = run(self, max_bytes)
@@ -85,17 +105,14 @@ def test_a_cache_that_its_engine_writes_to_too_early_is_found_by_a_sample(make_r
             is_digested.set()
         return found
 
-    class Overwriting(FaultyTransport):
-        def post(self, peer, copies, direction):
-            if next(numbers) == num_posts_before:
-                assert is_digested.wait(10)
-                for buffer in source.memory.buffers.values():
-                    buffer[:] ^= 0xFF
-            return super().post(peer, copies, direction)
+    def overwrite(transport):
+        assert is_digested.wait(10)
+        for buffer in source.memory.buffers.values():
+            buffer[:] ^= 0xFF
 
+    source, target, begin = make_spoiled(once(overwrite))
     monkeypatch.setattr(Digester, "run", noted)
-
-    target = make_rank("d0", TARGET, wrap=Overwriting, staging=NO_STAGING)
+    begin()
     fetched(target, source)
     assert target.next_notice(Failed).error.reason == "digest"
 

@@ -92,6 +92,10 @@ class FaultyTransport:
         self._held: dict[Ticket, tuple[float, _Posted]] = {}
         self._ended: list[Completion] = []
 
+    def spoil_next(self, kind: FaultKind, polls: int = 0, bit: int = 0) -> None:
+        """Spoil the ticket that is posted next, too, whatever its number; see `Fault`."""
+        self._faults[self._num_posts] = Fault(self._num_posts, kind, polls, bit)
+
     @property
     def name(self) -> str:
         return self._inner.name
