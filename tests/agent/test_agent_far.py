@@ -24,7 +24,8 @@ MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_b
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
 TABLES = {"p0": ((3, 9, 1, 15, 0, 7),), "d0": ((8, 0, 5, 2, 11, 4),)}
 NUM_TOKENS = 21
-TIMING = Timing(lease_s=20.0, heartbeat_s=2.0, resend_s=0.5, handshake_s=5.0, transfer_s=20.0)
+# Generous: a busy machine must not be taken for a lost peer.
+TIMING = Timing(lease_s=60.0, heartbeat_s=2.0, resend_s=0.5, handshake_s=25.0, transfer_s=20.0)
 DEADLINE_S = 30.0
 POLICY = StagingPolicy(AUTO, 5 * MODEL.bytes_per_token)
 
