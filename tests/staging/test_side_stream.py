@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -31,6 +33,7 @@ class RecordedModule:
         self.story: list[tuple] = []
         self.current = "engine"
         self.is_done = False
+        self.selected = "first"
         module = self
 
         class Stream:
@@ -53,16 +56,17 @@ class RecordedModule:
         self.Stream, self.Event = Stream, Event
 
     def stream(self, stream):
-        module = self
+        return self._with("current", stream)
 
-        class Context:
-            def __enter__(self) -> None:
-                self.before, module.current = module.current, stream
+    def device(self, device):
+        return self._with("selected", device)
 
-            def __exit__(self, *_: object) -> None:
-                module.current = self.before
-
-        return Context()
+    @contextmanager
+    def _with(self, name, value):
+        before = getattr(self, name)
+        setattr(self, name, value)
+        yield
+        setattr(self, name, before)
 
 
 @pytest.fixture
@@ -106,6 +110,18 @@ def test_the_side_waits_for_the_engine_and_nobody_for_the_side(recorded):
     assert is_done()
     side.finish()
     assert module.story[-1] == ("synchronize", own)
+
+
+def test_another_device_than_the_threads_is_selected_before_its_streams_are(recorded, monkeypatch):
+    """Torch would select the thread's own with the stream that was before, and so take memory of it."""
+    module, side_stream = recorded
+    where, selected = torch.device("meta", 3), []
+    monkeypatch.setattr(side_stream.SideStream, "_pinned", lambda self, columns: columns)
+    stream = module.stream
+    monkeypatch.setattr(module, "stream", lambda one: selected.append(module.selected) or stream(one))
+    side_stream.SideStream(where, "engine stream").launch([tile_at(64)])
+    assert selected == [where, where]
+    assert module.selected == "first"
 
 
 def test_all_tiles_of_a_copy_are_done_together(recorded):

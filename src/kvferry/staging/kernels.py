@@ -6,6 +6,8 @@ kernel must do is in `reference`. Needs Triton; with TRITON_INTERPRET=1 it runs 
 
 from __future__ import annotations
 
+from subprocess import SubprocessError
+
 import torch
 import triton
 import triton.language as tl
@@ -33,7 +35,8 @@ def copy_tile(columns: torch.Tensor, launch: Launch) -> None:
             ROWS=launch.rows,
             COLUMNS=launch.columns,
         )
-    except TritonError as error:
+    except (TritonError, SubprocessError, OSError) as error:
+        # Of a compiler that is not there or fails, among others.
         raise RuntimeError(f"Triton cannot build the kernel: {error}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class SideStream:
         self._engine_stream = engine_stream
         # What torch.cuda and torch.xpu have in common has no common type.
         self._module: Any = torch.get_device_module(device)
-        with self._module.stream(engine_stream):
+        with self._selected(), self._module.stream(engine_stream):
             self._stream = self._module.Stream()
 
     def launch(self, tiles: Sequence[Tile]) -> Callable[[], bool]:
@@ -37,7 +38,7 @@ class SideStream:
         launches = [launch_of(tile) for tile in tiles]
         parts = [_even(tile.columns()) for tile in tiles]
         ready, done = self._module.Event(), self._module.Event()
-        with self._module.stream(self._stream):
+        with self._selected(), self._module.stream(self._stream):
             ready.record(self._engine_stream)
             self._stream.wait_event(ready)
             here = self._pinned(torch.from_numpy(np.concatenate(parts)))
@@ -55,6 +56,11 @@ class SideStream:
     def finish(self) -> None:
         """See `Launcher`."""
         self._stream.synchronize()
+
+    def _selected(self) -> AbstractContextManager[object]:
+        """The device is the calling thread's meanwhile. Else torch would put back, with the stream before, a thread's
+        first device, and to select one that the process does not use takes half a GiB of it from its engine."""
+        return nullcontext() if self._device.type == "cpu" else self._module.device(self._device)
 
     def _copy(self, columns: torch.Tensor, launch: Launch) -> None:
         try:
