@@ -65,6 +65,24 @@ def test_the_table_of_a_usual_plan_fits_a_terminal():
     ]
 
 
+def test_a_table_that_is_too_wide_shows_the_layers_above_the_heads():
+    shape = ["--model", "nemotron-h-8b", "--prefill", "tp=2,pool=shared", "--decode", "tp=4,block=32,outer=width"]
+    lines = plan(*shape).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert ["0 → 0", "layers 28 of 0-50"] in [[cell.strip() for cell in line.split("│")[:2]] for line in lines]
+
+
+def test_help_fits_a_terminal_and_cuts_no_word():
+    result = plan("--help")
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "…" not in result.stdout
+
+
+def test_the_plan_says_how_to_make_it_again():
+    typed = [*MODEL, "--prefill", "tp=2", "--decode", "tp=1,block=32", "--scattered", "--tokens", "40"]
+    assert facts(*typed)["command"] == " ".join(["kvferry", "plan", *typed])
+
+
 def test_rows_that_are_joined_are_counted_before_and_after():
     shape = ["--prefill", "format=block-major", "--decode", "format=block-major", "--tokens", "160"]
     lines = [line.split("│") for line in plan(*MODEL, *shape).stdout.splitlines() if "│" in line]

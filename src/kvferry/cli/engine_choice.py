@@ -1,12 +1,14 @@
-"""`--engine`: which one a command line is for, and what of it that engine has to be told."""
+"""What of a command line was typed: which engine it is for, and what that engine has to be told."""
 
 from __future__ import annotations
+
+import shlex
 
 import typer
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["check_engine", "check_unused", "is_given", "size"]
+__all__ = ["check_engine", "check_unused", "is_given", "size", "typed_words"]
 
 
 def check_engine(engine: str, context: typer.Context) -> None:
@@ -35,3 +37,13 @@ def is_given(context: typer.Context, name: str) -> bool:
     """Whether the command line has an option, or its default counts."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def typed_words(context: typer.Context, without: tuple[str, ...]) -> str:
+    """The command line as it was typed, but for some options: what a shell would take for the same."""
+    words = ["kvferry", str(context.info_name)]
+    for name, value in context.params.items():
+        if name not in without and is_given(context, name):
+            option = f"--{name.replace('_', '-')}"
+            words += [option] if value is True else [option, str(value)]
+    return shlex.join(words)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.console import friendly
-from kvferry.cli.engine_choice import check_unused
+from kvferry.cli.engine_choice import check_unused, typed_words
 from kvferry.cli.options import Json, output
 
 __all__ = ["plan"]
@@ -21,10 +21,12 @@ numbers = partial(typer.Option, rich_help_panel="Without --model")
 
 def plan(
     context: typer.Context,
-    prefill: Annotated[str, engines(help="Such as tp=4,pp=1,block=16; also cp, dcp, run, kernel, format, pool.")],
-    decode: Annotated[str, engines(help="Such as tp=2,block=64.")],
+    prefill: Annotated[str, engines(help="Its shape, such as tp=4,block=16.")],
+    decode: Annotated[str, engines(help="The other one's, such as tp=2.")],
     layout: Annotated[str, engines(help="Cache format of engines that name none.")] = "token-major",
-    scattered: Annotated[bool, engines(help="Block ids at random, as in a busy pool, not adjacent.")] = False,
+    scattered: Annotated[
+        bool, engines("--scattered", help="Block ids at random, as in a busy pool, not adjacent.")
+    ] = False,
     link: Annotated[str, engines(help="Speed of each rank's link, such as 50GB/s or 400Gbit/s.")] = "50GB/s",
     prefill_speed: Annotated[float, engines(min=0, help="Tokens/s that the prefill engine computes.")] = 0.0,
     tokens: Annotated[int, prompt(min=0, max=1 << 32, help="Length of the prompt.")] = 8192,
@@ -39,7 +41,12 @@ def plan(
     html: Annotated[str, output(help="Draw the plan as a page in this file.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Print what moves where between two topologies, without any hardware."""
+    """Print what moves where between two topologies, without any hardware.
+
+    An engine's shape is some of tp=N, pp=N, cp=N or dcp=N (with run=N tokens),
+    block=N tokens, kernel=N (kernel blocks in a block), format=NAME,
+    outer=AXIS, and pool=shared or separate, with commas between them.
+    """
     with friendly():
         from kvferry.cli.plan import report
 
@@ -50,5 +57,6 @@ def plan(
             check_unused(context, ("cache_dtype", "draft"), "a model that is given by numbers")
             entry = report.model_of_numbers(layers, heads, head_dim, dtype)
         request = report.Prompt(tokens, cached, scattered)
-        options = report.PlanOptions(entry, prefill, decode, layout, request, link, prefill_speed)
+        typed = typed_words(context, without=("html", "as_json"))
+        options = report.PlanOptions(entry, prefill, decode, layout, request, link, prefill_speed, typed)
         report.plan(options, report.Output(as_json, html))

@@ -41,7 +41,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What to plan: a model, two engines in words (`tp=4,block=16`), a prompt, a link in words (`50GB/s`)."""
+    """What to plan: a model, two engines in words (`tp=4,block=16`), a prompt, a link in words (`50GB/s`).
+
+    `typed` is the command line that says all this.
+    """
 
     entry: Entry
     prefill: str
@@ -50,6 +53,7 @@ class PlanOptions:
     prompt: Prompt
     link: str
     prefill_tokens_per_s: float
+    typed: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +73,11 @@ def plan(options: PlanOptions, output: Output) -> None:
     if output.as_json:
         console.data(facts)
         return
-    screen, table = Console(), _table(facts)
+    screen = Console()
+    tables = {_width_of(table): table for table in (_table(facts), _table(facts, is_narrow=True))}
     # Numbers that are cut are worse than lines that wrap.
-    needed = Measurement.get(screen, screen.options.update(max_width=MAX_WIDTH), table).maximum
-    Console(width=max(screen.width, needed)).print(table)
+    needed = next((width for width in tables if width <= screen.width), min(tables))
+    Console(width=max(screen.width, needed)).print(tables[needed])
     for line in _summary(facts, options.entry):
         screen.print(line, highlight=False, markup=False)
 
@@ -121,7 +126,7 @@ def facts_of(options: PlanOptions) -> dict[str, Any]:
         "pairs": pairs,
         "verdict": asdict(verdict_of(len(wanted), quoted.predicted_s, prefill)),
         "notes": list(options.entry.notes),
-        "command": _command(options),
+        "command": options.typed,
     }
 
 
@@ -162,15 +167,6 @@ def _tables(side: Side, prompt: Prompt) -> list[list[int]]:
     return [ids[index * num_needed : (index + 1) * num_needed] for index in range(num_groups)]
 
 
-def _command(options: PlanOptions) -> str:
-    parts = ["kvferry plan", f"--model {options.entry.name}" if options.entry.num_active_parameters else ""]
-    parts += [f"--prefill {options.prefill}", f"--decode {options.decode}", f"--tokens {options.prompt.tokens}"]
-    parts += [f"--link {options.link}", f"--layout {options.layout}"]
-    parts += [f"--cached {options.prompt.cached}"] if options.prompt.cached else []
-    parts += ["--scattered"] if options.prompt.scattered else []
-    return " ".join(part for part in parts if part)
-
-
 def _write(path: Path, facts: dict[str, Any]) -> None:
     from kvferry.cli.plan.page.html import page
 
@@ -181,10 +177,11 @@ def _write(path: Path, facts: dict[str, Any]) -> None:
     console.say(f"The page is in {path}.")
 
 
-def _table(facts: dict[str, Any]) -> Table:
+def _table(facts: dict[str, Any], *, is_narrow: bool = False) -> Table:
+    """With `is_narrow`, layers have no column of their own."""
     title = f"{facts['model']}: {facts['source']['words']} → {facts['target']['words']}"
-    table = Table(title=title, title_justify="left", show_footer=True, show_edge=False)
-    for name, footer in (
+    table = Table(title=title, title_justify="left", show_footer=True, show_edge=False, pad_edge=not is_narrow)
+    columns = [
         ("from → to", "all"),
         ("layers", ""),
         ("what", ""),
@@ -192,21 +189,29 @@ def _table(facts: dict[str, Any]) -> Table:
         ("rows", _rows_words(facts)),
         ("strategy", ""),
         ("time", seconds_words(facts["predicted_s"])),
-    ):
+    ]
+    for name, footer in columns:
         justify: Literal["left", "right"] = "right" if name in ("size", "rows", "time") else "left"
-        table.add_column(name, footer=footer, justify=justify, no_wrap=True)
+        if not (is_narrow and name == "layers"):
+            table.add_column(name, footer=footer, justify=justify, no_wrap=True)
     for pair in facts["pairs"]:
-        table.add_row(*_row(pair))
+        layers = _layers_words(pair["layers"])
+        what = [*pair["boxes"]] + ([pair["tokens"]] if pair["tokens"] != "all" else [])
+        beside = ["\n".join([f"layers {layers}", *what])] if is_narrow else [layers, "\n".join(what) or "all of it"]
+        table.add_row(f"{pair['source_rank']} → {pair['target_rank']}", *beside, *_figures(pair))
     return table
 
 
-def _row(pair: dict[str, Any]) -> list[str]:
-    what = [*pair["boxes"]] + ([pair["tokens"]] if pair["tokens"] != "all" else [])
+def _width_of(table: Table) -> int:
+    """In columns of a screen, where nothing is cut."""
+    screen = Console(width=MAX_WIDTH)
+    return Measurement.get(screen, screen.options, table).maximum
+
+
+def _figures(pair: dict[str, Any]) -> list[str]:
+    """Its size and what each strategy takes, the chosen one first."""
     others = {name: price for name, price in pair["prices"].items() if name != pair["strategy"]}
     return [
-        f"{pair['source_rank']} → {pair['target_rank']}",
-        _layers_words(pair["layers"]),
-        "\n".join(what) or "all of it",
         bytes_words(pair["bytes"]),
         _rows_words(pair),
         "\n".join([pair["strategy"], *(f"[dim]({name})[/]" for name in others)]),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.cli.words import seconds_words
+
 __all__ = ["Prefill", "Verdict", "prefill_of", "verdict_of"]
 
 EFFECTIVE_FLOP_PER_S = 400e12
@@ -56,18 +58,15 @@ def verdict_of(num_tokens: int, predicted_s: float, prefill: Prefill) -> Verdict
         return Verdict(None, f"Break-even: {limit}. Say --prefill-speed for a verdict.", break_even, 0.0)
     compute_s = num_tokens / prefill.tokens_per_s
     speed = f"{prefill.tokens_per_s:,.0f} tokens/s ({prefill.source})"
+    moving, computing = seconds_words(predicted_s), seconds_words(compute_s)
     if predicted_s >= compute_s:
         text = (
-            f"Disaggregation will not pay here: moving takes {_ms(predicted_s)}, computing the prompt again only "
-            f"{_ms(compute_s)} at {speed}. Use a faster link, equal layouts, or skip prefill for such prompts."
+            f"Disaggregation will not pay here: moving takes {moving}, computing the prompt again only {computing} at "
+            f"{speed}. Use a faster link, equal layouts, or skip prefill for such prompts."
         )
         return Verdict(False, text, break_even, prefill.tokens_per_s)
     text = (
-        f"It can pay: moving takes {_ms(predicted_s)}, which adds {100 * predicted_s / compute_s:.1f} % to the "
-        f"{_ms(compute_s)} of computing the prompt at {speed}. Break-even: {limit}."
+        f"It can pay: moving takes {moving}, which adds {100 * predicted_s / compute_s:.1f} % to the {computing} of "
+        f"computing the prompt at {speed}. Break-even: {limit}."
     )
     return Verdict(True, text, break_even, prefill.tokens_per_s)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:,.1f} ms"
