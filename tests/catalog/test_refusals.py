@@ -118,7 +118,7 @@ def test_a_file_that_is_no_config(content, message, tmp_path):
 
 
 def test_a_folder_without_a_config(tmp_path):
-    with pytest.raises(ConfigurationError, match="there is no such file"):
+    with pytest.raises(ConfigurationError, match=r"holds no config\.json"):
         catalog.read(tmp_path, AUTO)
 
 

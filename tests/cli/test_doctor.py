@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 from importlib.util import find_spec
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from kvferry.agent import read_token
 from kvferry.agent.shared_token import NO_TOKEN
@@ -87,7 +89,7 @@ def test_a_hopeless_set_is_an_error_with_the_explanation_and_nixl_is_not_tried()
     code, report = doctor(UCX_TLS="ze_ipc,ze_copy,sm")
     assert (code, report["severity"]) == (2, "error")
     (finding,) = found(report, "active messages")
-    assert finding["hint"].startswith("set UCX_TLS=ze_ipc,ze_copy,sm,tcp")
+    assert finding["hint"].startswith("add tcp to UCX_TLS")
     rows = {row["transport"]: row for row in report["trials"]["loopback"]["transports"]}
     assert "not tried" in rows["nixl"]["error"]
     assert ("UCX_TLS=ze_ipc,ze_copy,sm", "environment") in {(f["name"], f["origin"]) for f in report["facts"]}
@@ -123,6 +125,40 @@ def test_a_device_that_is_found_is_chosen(monkeypatch):
     monkeypatch.setattr(command, "accelerators", lambda: (Accelerator("0000:03:00.0", "cuda"),))
     *names, origins = command._devices(command.DoctorOptions("", "", "", "", True))
     assert (*names, *(origin for _, _, origin in origins)) == ("cuda", "cuda", "chosen", "chosen")
+
+
+def test_a_device_that_is_not_here_is_said_to_be_missing(monkeypatch):
+    monkeypatch.setattr(command, "accelerators", lambda: (Accelerator("0000:03:00.0", "cuda"),))
+    (finding,) = command._missing("rocm")
+    assert (finding.severity, finding.expected) == ("note", "rocm")
+    assert not [*command._missing("cuda"), *command._missing("cpu")]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"device": "abacus"}, "no such device"),
+        ({"device": "tpu", "buffer_device": "tpu"}, "cannot be served"),
+        ({"peer": "nobody"}, "no such peer"),
+        ({"peer": "127.0.0.1:9", "token_file": "/nowhere"}, "cannot be read"),
+    ],
+)
+def test_a_wrong_option_is_told_before_anything_is_tried(monkeypatch, options, says):
+    monkeypatch.setattr(command, "_examine", lambda options: pytest.fail("tried"))
+    given = {"device": "", "buffer_device": "", "peer": "", "token_file": "", **options}
+    with pytest.raises(ConfigurationError, match=says):
+        command.doctor(command.DoctorOptions(**given, as_json=True))
+
+
+def test_lines_are_wrapped_on_a_screen_and_whole_in_a_pipe():
+    finding = Finding(Severity.NOTE, "what " * 30, "found " * 30)
+    for is_terminal, widest in ((True, 80), (False, 240)):
+        screen = Console(file=StringIO(), width=80, force_terminal=is_terminal, color_system=None)
+        command._print_finding(screen, finding)
+        command._line(screen, "name", "value " * 30)
+        lines = screen.file.getvalue().splitlines()
+        assert max(map(len, lines)) <= widest
+        assert (len(lines) == 3) is not is_terminal
 
 
 def test_peers_that_are_not_there(token):

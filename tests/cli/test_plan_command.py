@@ -119,7 +119,13 @@ def test_a_models_own_configuration_is_read(tmp_path):
         (["--prefill", "tp=x", "--decode", "tp=2"], "cannot read an engine's shape"),
         (["--prefill", "tp=1,format=odd", "--decode", "tp=2"], "unknown cache format"),
         (["--prefill", "tp=1", "--decode", "tp=2", "--dtype", "int3"], "unknown dtype"),
-        (["--prefill", "tp=1", "--decode", "format=head-major", "--tokens", "99999999"], "too many small rows"),
+        (["--prefill", "tp=1", "--decode", "format=head-major", "--tokens", "9999999"], "too many small rows"),
+        (["--prefill", "tp=1", "--decode", "tp=2,outer=width"], "no state of fixed size has such an axis"),
+        (["--prefill", "tp=1", "--decode", "tp=2", "--prefill-speed", "nan"], "from 1 to 1,000,000,000,000 tokens/s"),
+        (["--prefill", "tp=1", "--decode", "tp=2", "--prefill-speed", "0"], "from 1 to 1,000,000,000,000 tokens/s"),
+        (["--prefill", "tp=1", "--decode", "tp=2", "--html", "plan.pdf"], "what is drawn is a page"),
+        (["--model", "", "--prefill", "tp=1", "--decode", "tp=2"], "no model is called so"),
+        (["--model", "/", "--prefill", "tp=1", "--decode", "tp=2"], "this folder holds no config.json"),
         (["--model", "/nowhere", "--prefill", "tp=1", "--decode", "tp=2"], "no model is called so"),
         (["--model", "lama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=2"], "llama-3.1-8b"),
         (["--prefill", "tp=1", "--decode", "tp=2", "--link", "fast"], "cannot read a link's speed"),
@@ -128,7 +134,7 @@ def test_a_models_own_configuration_is_read(tmp_path):
         (["--prefill", "tp=1,block=16,kernel=3", "--decode", "tp=2"], "kernel blocks must divide a block"),
         (["--prefill", "tp=1,pool=own", "--decode", "tp=2"], "cannot read an engine's shape"),
         (["--prefill", "tp=1", "--decode", "tp=2", "--tokens", "5", "--cached", "6"], "more tokens cached"),
-        (["--prefill", "tp=1", "--decode", "tp=2", "--html", "/nowhere/page.html"], "cannot write the page"),
+        (["--prefill", "tp=1", "--decode", "tp=2", "--html", "/nowhere/page.html"], "there is no such folder"),
     ],
 )
 def test_a_mistake_is_one_clear_message(arguments, says):

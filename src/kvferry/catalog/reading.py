@@ -34,8 +34,13 @@ def read(source: str | Path, options: Options) -> Entry:
         return of_config(_decoded(source, file.read_bytes()), source, options)
     path = Path(source)
     try:
-        path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
+        if source and path.is_dir():
+            path = path / "config.json"
+            if not path.is_file():
+                raise ConfigurationError(
+                    "this folder holds no config.json", found=str(source), expected="that of a model"
+                )
+        elif not path.is_file():
             raise _unknown(str(source))
         with path.open("rb") as opened:
             content = opened.read(_MAX_FILE_BYTES + 1)

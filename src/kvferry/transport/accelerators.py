@@ -9,9 +9,11 @@ from typing import Final
 from kvferry.transport.nics import ROOT, bus_of, node_of, word
 from kvferry.transport.situation import Accelerator
 
-__all__ = ["accelerators"]
+__all__ = ["KINDS", "accelerators"]
 
 VENDORS: Final = {"0x10de": "cuda", "0x1002": "rocm", "0x8086": "xpu", "0x1ae0": "tpu"}
+KINDS: Final = frozenset(VENDORS.values())
+"""What devices of theirs are called."""
 # Display controllers, 3D controllers, and processing accelerators.
 CLASSES: Final = ("0x0300", "0x0302", "0x0380", "0x1200")
 

@@ -50,7 +50,7 @@ def check_transport_set(value: str) -> None:
             " and notices a dead peer",
             found=f"UCX_TLS={value}",
             expected="tcp, rc, ud or ib among them",
-            hint=f"set UCX_TLS={value},tcp: tcp then only carries messages where another transport can carry the bytes"
+            hint="add tcp to UCX_TLS: it then only carries messages where another transport can carry the bytes"
             if not value.strip().startswith("^")
             else "do not leave out both tcp and ib",
         )

@@ -7,7 +7,6 @@ import contextlib
 import math
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -25,13 +24,13 @@ from kvferry.bench.trace import read_trace
 from kvferry.bench.workload import Planned, Synthetic, synthetic
 from kvferry.cli import console
 from kvferry.cli.bench.table import show
+from kvferry.cli.page_file import page_file
 from kvferry.errors import ConfigurationError
 
 __all__ = ["Arrival", "BenchOptions", "Output", "Server", "arrival_of", "bench_serve", "headers_named"]
 
 # A load generator that is later than this measures itself.
 LATE_MS = 50.0
-PAGES = (".html", ".htm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ def headers_named(words: list[str]) -> dict[str, str]:
 
 def bench_serve(options: BenchOptions) -> int:
     """Exit code 0, or 1 when no request at all was answered. Raises ConfigurationError."""
-    plot = _plot_file(options.output.plot)
+    plot = page_file(options.output.plot)
     plans = _plans(options)
     target, reports = asyncio.run(_run(options, plans))
     if plot is not None:
@@ -111,19 +110,6 @@ def bench_serve(options: BenchOptions) -> int:
     else:
         show(reports, best_of(reports, options.attainment) if len(reports) > 1 else None)
     return 0 if any(report.answered for report in reports) else 1
-
-
-def _plot_file(path: str) -> Path | None:
-    """Where to draw, if anywhere. Raises ConfigurationError before anything is measured."""
-    if not path:
-        return None
-    plot = Path(path)
-    if plot.suffix.lower() not in PAGES:
-        hint = "open the page in a browser: that prints or saves it in other formats, or each drawing by itself"
-        raise ConfigurationError("what is drawn is a page", found=path, expected="a name in .html", hint=hint)
-    if not plot.absolute().parent.is_dir():
-        raise ConfigurationError("there is no such folder", found=str(plot.absolute().parent), hint="see --plot")
-    return plot
 
 
 def _plans(options: BenchOptions) -> list[tuple[float, tuple[Planned, ...]]]:

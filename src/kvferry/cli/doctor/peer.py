@@ -27,7 +27,7 @@ from kvferry.transport.selftest import Probe, measure
 from kvferry.wire.codec import decode, encode
 from kvferry.wire.messages import Offer, OfferRequest, Party, Refusal
 
-__all__ = ["try_peer"]
+__all__ = ["endpoint_of", "try_peer"]
 
 ANSWER_S: Final = 5.0
 # ZeroMQ speaks first, with a byte that no text begins with.
@@ -45,7 +45,7 @@ def try_peer(address: str, token: SharedToken, say: Callable[[str], None]) -> Tr
     Raises ConfigurationError for an address that makes no sense, TransportError when nobody answers there.
     """
     party = Party("kvferry-doctor", new_epoch(), 0)
-    endpoint = _endpoint(address, token)
+    endpoint = endpoint_of(address, token)
     say(f"asking the engine at {address}")
     _check_greeting(endpoint)
     with closing(ControlChannel("127.0.0.1", 0, token)) as channel:
@@ -150,7 +150,7 @@ def _check_greeting(endpoint: str) -> None:
     raise TransportError(f"no engine answers at {endpoint}", found=found, expected=EXPECTED, hint=hint)
 
 
-def _endpoint(address: str, token: SharedToken) -> str:
+def endpoint_of(address: str, token: SharedToken) -> str:
     """`tcp://IP:port` of `host:port`, with or without the scheme."""
     parts = urlsplit(address if "//" in address else f"//{address}")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, Final
@@ -12,13 +13,13 @@ from rich.text import Text
 from kvferry.agent import read_token
 from kvferry.cli import console
 from kvferry.cli.doctor.facts import Fact, machine_facts, machine_findings, setting_facts, ucx_facts
-from kvferry.cli.doctor.peer import try_peer
+from kvferry.cli.doctor.peer import endpoint_of, try_peer
 from kvferry.cli.doctor.trials import Trials, loopback, verdict
 from kvferry.errors import ConfigurationError, FerryError
 from kvferry.plan.copies import Direction
 from kvferry.staging.device_plugins import load_devices
 from kvferry.staging.devices import check_pair, devices
-from kvferry.transport.accelerators import accelerators
+from kvferry.transport.accelerators import KINDS, accelerators
 from kvferry.transport.environment import Environment
 from kvferry.transport.finding import Finding, Severity, finding_of, worst
 from kvferry.transport.measurement import UNMEASURED, Measurement
@@ -29,6 +30,9 @@ __all__ = ["DoctorOptions", "doctor"]
 
 EXIT_CODES: Final = {Severity.OK: 0, Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}
 STYLES: Final = {Severity.NOTE: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
+NAME_WIDTH: Final = 28
+LEAST_WIDTH: Final = 20
+NOT_TRIED: Final = "not tried"
 TITLES: Final = {"ucx": "UCX (what NIXL moves bytes with)", "settings": "Settings, and where they come from"}
 
 
@@ -53,7 +57,12 @@ class _Report:
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Look at everything, print it, and return the exit code: 0, with warnings 1, with errors 2."""
+    """Look at everything, print it, and return the exit code: 0, with warnings 1, with errors 2.
+
+    Raises what is wrong with the options themselves, before anything is tried.
+    """
+    load_devices()
+    _check(options)
     report = _examine(options)
     if options.as_json:
         console.data(_as_json(report))
@@ -62,20 +71,26 @@ def doctor(options: DoctorOptions) -> int:
     return EXIT_CODES[worst(report.findings)]
 
 
+def _check(options: DoctorOptions) -> None:
+    device, buffer_device, _ = _devices(options)
+    if options.device or options.buffer_device:
+        check_pair(device, buffer_device)
+    if options.peer:
+        endpoint_of(options.peer, read_token(options.token_file))
+
+
 def _examine(options: DoctorOptions) -> _Report:
-    load_devices()
     device, buffer_device, origins = _devices(options)
     findings: list[Finding] = []
     hopeless: dict[str, str] = {}
     environment: list[Environment] = []
     try:
-        check_pair(device, buffer_device)
         prepared = prepare(device, buffer_device)
         environment.append(prepared.environment)
         findings += [*prepared.environment.warnings, *prepared.late]
     except ConfigurationError as error:
         findings.append(finding_of(error))
-        hopeless["nixl"] = "not tried: see the findings"
+        hopeless["nixl"] = f"{NOT_TRIED}: see the findings"
     say = _quiet if options.as_json else _progress
     trials = {"loopback": loopback(say, hopeless)}
     if options.peer:
@@ -91,6 +106,7 @@ def _examine(options: DoctorOptions) -> _Report:
         *setting_facts(environment, situation, options.token_file),
     )
     findings += machine_findings(situation, options.token_file)
+    findings += _missing(device)
     findings += [finding for each in trials.values() for finding in each.findings]
     return _Report(facts, trials, tuple(dict.fromkeys(findings)))
 
@@ -106,6 +122,13 @@ def _devices(options: DoctorOptions) -> tuple[str, str, list[tuple[str, str, str
         ("buffer device", buffer_device, "option" if options.buffer_device else chosen),
     ]
     return device, buffer_device, origins
+
+
+def _missing(device: str) -> Iterator[Finding]:
+    """That a device is planned for which is not here."""
+    if device in KINDS and device not in {each.kind for each in accelerators()}:
+        what = f"there is no {device} device on this machine: all that is said of it is what one would need"
+        yield Finding(Severity.NOTE, what, "none on the PCI bus", device, "leave --device out for what is found here")
 
 
 def _progress(text: str) -> None:
@@ -162,7 +185,7 @@ def _print(report: _Report, screen: Console) -> None:
 
 def _words(found: Measurement) -> str:
     if found.error:
-        return f"does not work: {found.error}"
+        return found.error if found.error.startswith(NOT_TRIED) else f"does not work: {found.error}"
     ways = f", carried by {' and '.join(found.carriers)}" if found.carriers else ""
     written = found.writing
     writes = "" if written == UNMEASURED else f"; writes {written.error or written}"
@@ -172,13 +195,20 @@ def _words(found: Measurement) -> str:
 
 
 def _line(screen: Console, name: str, value: str) -> None:
-    line = Text(f"  {name:<28} ") if len(name) <= 28 else Text(f"  {name}\n{'':31}")
-    line.append(value)
-    screen.print(line, soft_wrap=True)
+    head = f"  {name:<{NAME_WIDTH}} " if len(name) <= NAME_WIDTH else f"  {name}\n{'':{NAME_WIDTH + 3}}"
+    _print_beside(screen, head, value, NAME_WIDTH + 3)
+
+
+def _print_beside(screen: Console, head: str, text: str, indent: int, style: str = "") -> None:
+    """Behind a head, with lines of its own on a screen. Whoever reads from a pipe looks for whole lines."""
+    lines = [text]
+    if screen.is_terminal:
+        lines = [line.plain for line in Text(text).wrap(screen, max(LEAST_WIDTH, screen.width - indent))]
+    screen.print(Text(head + f"\n{'':{indent}}".join(lines), style=style), soft_wrap=True)
 
 
 def _print_finding(screen: Console, finding: Finding) -> None:
-    screen.print(Text(f"  {finding.severity}: {finding.what}", style=STYLES[finding.severity]), soft_wrap=True)
+    _print_beside(screen, "  ", f"{finding.severity}: {finding.what}", 4, STYLES[finding.severity])
     for name, text in (("found", finding.found), ("expected", finding.expected), ("hint", finding.hint)):
         if text:
-            screen.print(Text(f"    {name + ':':<10}{text}"), soft_wrap=True)
+            _print_beside(screen, f"    {name + ':':<10}", text, 14)

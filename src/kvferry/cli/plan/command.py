@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.console import friendly
-from kvferry.cli.engine_choice import check_unused, typed_words
+from kvferry.cli.engine_choice import check_unused, is_given, typed_words
 from kvferry.cli.options import Json, output
 
 __all__ = ["plan"]
@@ -17,6 +17,9 @@ engines = partial(typer.Option, rich_help_panel="Engines")
 prompt = partial(typer.Option, rich_help_panel="The prompt")
 named = partial(typer.Option, rich_help_panel="A model that is known")
 numbers = partial(typer.Option, rich_help_panel="Without --model")
+
+MAX_TOKENS = 1 << 24
+MAX_LAYERS = 1 << 12
 
 
 def plan(
@@ -28,13 +31,15 @@ def plan(
         bool, engines("--scattered", help="Block ids at random, as in a busy pool, not adjacent.")
     ] = False,
     link: Annotated[str, engines(help="Speed of each rank's link, such as 50GB/s or 400Gbit/s.")] = "50GB/s",
-    prefill_speed: Annotated[float, engines(min=0, help="Tokens/s that the prefill engine computes.")] = 0.0,
-    tokens: Annotated[int, prompt(min=0, max=1 << 32, help="Length of the prompt.")] = 8192,
+    prefill_speed: Annotated[
+        float, engines(help="Tokens/s that the prefill engine computes.", show_default="estimated")
+    ] = 0.0,
+    tokens: Annotated[int, prompt(min=0, max=MAX_TOKENS, help="Length of the prompt.")] = 8192,
     cached: Annotated[int, prompt(min=0, help="How many of them the decode side has already.")] = 0,
     model: Annotated[str, named(help="A name, a config.json or its folder; else give the numbers below.")] = "",
     cache_dtype: Annotated[str, named(help="dtype of the cache; auto is the model's.")] = "auto",
     draft: Annotated[bool, named("--draft", help="With the model's own draft layers.")] = False,
-    layers: Annotated[int, numbers(min=1, help="Number of layers.")] = 32,
+    layers: Annotated[int, numbers(min=1, max=MAX_LAYERS, help="Number of layers.")] = 32,
     heads: Annotated[int, numbers(min=1, help="Number of KV heads.")] = 8,
     head_dim: Annotated[int, numbers(min=1, help="Size of one head.")] = 128,
     dtype: Annotated[str, numbers(help="dtype of the cache.")] = "bfloat16",
@@ -50,12 +55,14 @@ def plan(
     with friendly():
         from kvferry.cli.plan import report
 
-        if model:
+        if model or is_given(context, "model"):
             check_unused(context, ("layers", "heads", "head_dim", "dtype"), "--model")
             entry = report.model_of(model, cache_dtype, draft)
         else:
             check_unused(context, ("cache_dtype", "draft"), "a model that is given by numbers")
             entry = report.model_of_numbers(layers, heads, head_dim, dtype)
+        if is_given(context, "prefill_speed"):
+            report.check_speed(prefill_speed)
         request = report.Prompt(tokens, cached, scattered)
         typed = typed_words(context, without=("html", "as_json"))
         options = report.PlanOptions(entry, prefill, decode, layout, request, link, prefill_speed, typed)

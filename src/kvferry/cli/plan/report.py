@@ -13,21 +13,23 @@ from rich.table import Table
 
 from kvferry.catalog import Entry, Options, read
 from kvferry.cli import console
+from kvferry.cli.page_file import page_file
 from kvferry.cli.plan.facts import Side, group_facts, layout_facts, pair_facts, side_facts, sums
 from kvferry.cli.plan.shape import link_of, shape_of
 from kvferry.cli.plan.verdict import prefill_of, verdict_of
 from kvferry.cli.words import bytes_words, seconds_words
 from kvferry.errors import ConfigurationError, LayoutError
 from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import attention
+from kvferry.plan.model import CacheModel, attention
 from kvferry.plan.quote import quote
 from kvferry.plan.strategy import typical_device
 from kvferry.plan.tokens import TokenRange
 
-__all__ = ["Output", "PlanOptions", "Prompt", "facts_of", "model_of", "model_of_numbers", "plan"]
+__all__ = ["Output", "PlanOptions", "Prompt", "check_speed", "facts_of", "model_of", "model_of_numbers", "plan"]
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 MAX_WIDTH = 1000
+MAX_TOKENS_PER_S = 10**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,11 @@ class Output:
 
 def plan(options: PlanOptions, output: Output) -> None:
     """Compute and print. Raises ConfigurationError or the planner's own errors."""
+    page = page_file(output.page)
     with console.words.status("planning"):
         facts = facts_of(options)
-    if output.page:
-        _write(Path(output.page), facts)
+    if page:
+        _write(page, facts)
     if output.as_json:
         console.data(facts)
         return
@@ -93,6 +96,13 @@ def model_of_numbers(num_layers: int, num_heads: int, head_dim: int, dtype: str)
         raise ConfigurationError("unknown dtype", found=dtype, expected=", ".join(ITEM_BYTES))
     name = f"{num_layers} layers of {num_heads} heads of {head_dim} {dtype}"
     return Entry(name, attention(num_layers, num_heads, head_dim, dtype, ITEM_BYTES[dtype]), 0, ())
+
+
+def check_speed(tokens_per_s: float) -> None:
+    """Raises ConfigurationError for what no engine computes."""
+    if not 1 <= tokens_per_s <= MAX_TOKENS_PER_S:
+        expected = f"--prefill-speed from 1 to {MAX_TOKENS_PER_S:,} tokens/s"
+        raise ConfigurationError("no engine is so fast, or so slow", found=f"{tokens_per_s:g}", expected=expected)
 
 
 def facts_of(options: PlanOptions) -> dict[str, Any]:
@@ -142,9 +152,20 @@ def _side(name: str, words: str, options: PlanOptions, first_address: int) -> Si
 def _engine(words: str, options: PlanOptions, first_address: int) -> Side:
     model, tokens = options.entry.cache, options.prompt.tokens
     shape = shape_of(words, options.layout)
+    _check_outer(shape.outer_axis, model)
     num_needed = _num_needed(shape, tokens)
     shape = replace(shape, num_blocks=2 * num_needed * max(1, len(model.groups())))
     return Side(words, shape, describe(model, shape, first_address))
+
+
+def _check_outer(axis: str, model: CacheModel) -> None:
+    known = sorted({axis.name for kept in model.kept() if not kept.state.per_token for axis in kept.state.axes})
+    if axis and axis not in known:
+        raise ConfigurationError(
+            "no state of fixed size has such an axis",
+            found=f"outer={axis}",
+            expected=", ".join(known) or "no outer=, as the model has no state of fixed size",
+        )
 
 
 def _num_needed(shape: EngineShape, tokens: int) -> int:
