@@ -151,6 +151,17 @@ def test_a_sweep_has_a_run_per_rate():
     assert facts["highest_rate_within_slo"] == 1000
     assert len(facts["sweep"][0]["ttfts"]) == 3
     assert "1000 requests/s" in table
+    assert max(map(len, table.splitlines()[:-1])) <= 80
+    assert "…" not in table
+
+
+def test_a_sweep_without_limits_claims_nothing_about_them():
+    with serving(Fake()) as url:
+        facts = json.loads(bench("--url", url, "--sweep", "500,1000", "--requests", 3, "--json").stdout)
+        table = bench("--url", url, "--sweep", "500,1000", "--requests", 3).stdout
+    assert "highest_rate_within_slo" not in facts
+    assert "within" not in table
+    assert "goodput" not in table
 
 
 def test_a_trace_is_replayed(tmp_path):
@@ -184,16 +195,36 @@ def test_mistakes_are_told_before_anything_is_asked(tmp_path):
             (("--trace", bad_trace), "line 1 of the trace"),
             (("--trace", tmp_path / "none"), "cannot be read"),
             (("--trace", bad_trace, "--rate", 3), "--rate and --trace"),
-            (("--sweep", "1,2", "--concurrency", 3), "--sweep and --concurrency"),
+            (("--sweep", "1,2", "--concurrency", 3), "--concurrency and --sweep"),
             (("--plot", tmp_path / "no" / "x.html"), "no such folder"),
             (("--plot", tmp_path / "x.png"), "a name in .html"),
             (("--header", "nothing"), "not a header"),
+            (("--sweep", "1,2", "--rate", 3), "--rate and --sweep"),
+            (("--trace-speed", 2), "no --trace"),
+            (("--every-request",), "no --json"),
+            (("--attainment", 0.5), "no --sweep"),
+            (("--itl-by", "p99"), "no --slo"),
+            (("--prefixes", 2), "no --prefix-tokens"),
+            (("--slo", "ttft=0s"), "a limit that nothing can keep"),
         ):
             assert words in bench("--url", url, *arguments, code=2).stderr
     assert fake.seen == []
 
 
+def test_a_url_that_is_none_is_said_to_be_none():
+    assert "this is no URL" in bench("--url", "localhost:8000", code=2).stderr
+
+
+def test_an_answer_that_takes_too_long_names_the_option():
+    with serving(Fake(num_together=2)) as url:
+        result = bench("--url", url, "--timeout", 0.2, "--requests", 1, "--warm-up", 0, "--json", code=1)
+        # The second request lets the server end the first.
+        bench("--url", url, "--requests", 1, "--warm-up", 0)
+    assert "no whole answer within 0.2 s (--timeout)" in json.loads(result.stdout)["common_errors"][0]["error"]
+
+
 def test_no_server_is_one_clear_message():
     result = bench("--url", "http://127.0.0.1:9", code=2)
     assert "there is no server to measure" in result.stderr
+    assert "cannot connect to 127.0.0.1:9: Connection refused" in result.stderr
     assert "kvferry up" in result.stderr

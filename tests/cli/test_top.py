@@ -106,6 +106,30 @@ def test_a_frame_of_a_real_router_has_its_figures():
     asyncio.run(main())
 
 
+def test_what_did_not_happen_took_no_time_at_all():
+    look = look_at(BEFORE, 10.0)
+    found = summary(Frame(look, look, MEMBERS))
+    assert found["ttft_p50_s"] is found["itl_p99_s"] is None
+    assert "p50 -" in shown(Frame(look, look, MEMBERS))
+
+
+def test_into_a_pipe_frames_follow_one_another(capsys):
+    naps = iter([None, None])
+
+    def sleep(seconds):
+        if next(naps, 0) is not None:
+            raise KeyboardInterrupt
+
+    async def main():
+        async with cluster([], [decode_engine()]) as c:
+            options = command.TopOptions(c.url, 2.0, once=False, as_json=False)
+            with pytest.raises(KeyboardInterrupt):
+                await asyncio.to_thread(command.top, options, sleep)
+            assert capsys.readouterr().out.count(c.decode[0].url) == 2
+
+    asyncio.run(main())
+
+
 def test_the_command_asks_a_running_router(capsys):
     async def main():
         async with cluster([], [decode_engine()]) as c:

@@ -245,7 +245,7 @@ def test_a_busy_instance_is_spared():
         (b"no json", "found:"),
         (b"[1]", "expected: a JSON object"),
         (b"{}", "prompt is missing"),
-        (b'{"prompt": "a", "stream": 1}', "stream has the wrong type"),
+        (b'{"prompt": "a", "stream": 1}', "stream cannot be used"),
         (b'{"prompt": "a", "kv_transfer_params": {}}', "for engines, not for clients"),
     ],
 )

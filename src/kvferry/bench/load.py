@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.bench.answer import Answer, message_of
 from kvferry.bench.record import Record
-from kvferry.bench.target import Target
+from kvferry.bench.target import Target, words_of
 from kvferry.bench.workload import Planned
 
 __all__ = ["Outcome", "run_load"]
@@ -45,7 +45,7 @@ async def run_load(
     connector = aiohttp.TCPConnector(limit=0)
     headers = {"content-type": "application/json", **target.headers}
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
-        load = Load(session, target, progress)
+        load = Load(session, target, timeout_s, progress)
         if concurrency:
             await load.closed(planned, bodies, concurrency)
         else:
@@ -56,8 +56,9 @@ async def run_load(
 class Load:
     """One run."""
 
-    def __init__(self, session: aiohttp.ClientSession, target: Target, progress: Progress) -> None:
+    def __init__(self, session: aiohttp.ClientSession, target: Target, timeout_s: float, progress: Progress) -> None:
         self._session = session
+        self._timeout_s = timeout_s
         self._url = f"{target.url}{target.endpoint.path}"
         self._progress = progress
         self._began = time.perf_counter()
@@ -91,8 +92,10 @@ class Load:
         record = Record(due_s=due_s, sent_s=self.elapsed_s(), prompt_tokens=planned.prompt.num_tokens)
         try:
             record = await self._ask(record, body)
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            record = replace(record, error=f"{type(error).__name__}: {error}"[:200].rstrip(": "))
+        except TimeoutError:
+            record = replace(record, error=f"no whole answer within {self._timeout_s:g} s (--timeout)")
+        except (aiohttp.ClientError, OSError) as error:
+            record = replace(record, error=words_of(error))
         finally:
             self._num_open -= 1
         self.records[number] = record

@@ -32,6 +32,11 @@ class Slo:
     e2el_s: float = math.inf
     itl_by: ItlBy = ItlBy.MEAN
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether it asks for anything but an answer."""
+        return any(map(math.isfinite, (self.ttft_s, self.itl_s, self.e2el_s)))
+
     def met_by(self, record: Record) -> bool:
         """Whether a request was answered, whole and within the limits."""
         itl_s = record.tpot_s if self.itl_by is ItlBy.MEAN else record.slow_gap_s
@@ -55,4 +60,6 @@ def slo_named(text: str, itl_by: ItlBy = ItlBy.MEAN) -> Slo:
         if name in limits:
             raise ConfigurationError("a limit is given twice", found=text, expected=EXAMPLE)
         limits[name] = float(found[2]) * UNITS_S[found[3]]
+        if not limits[name]:
+            raise ConfigurationError("a limit that nothing can keep", found=word.strip(), expected=EXAMPLE)
     return Slo(itl_by=itl_by, **limits)

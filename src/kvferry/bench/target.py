@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvferry.bench.prompts import Prompt
 from kvferry.bench.workload import Planned
 from kvferry.errors import ConfigurationError
 
-__all__ = ["Target", "served_model"]
+__all__ = ["Target", "served_model", "words_of"]
 
 LOOK_S = 10.0
 
@@ -57,6 +58,9 @@ async def served_model(url: str, wanted: str, headers: dict[str, str]) -> str:
 
     Raises ConfigurationError when there is no server, or when it does not serve that model.
     """
+    if not url.startswith(("http://", "https://")):
+        expected = "http:// or https:// in front, as in http://127.0.0.1:8000"
+        raise ConfigurationError("this is no URL of a server", found=url, expected=expected)
     names = await _models(url, headers)
     if not names and not wanted:
         raise ConfigurationError(
@@ -66,6 +70,16 @@ async def served_model(url: str, wanted: str, headers: dict[str, str]) -> str:
         hint = "leave --model out to take the first"
         raise ConfigurationError("the model is not served", found=wanted, expected=" or ".join(names), hint=hint)
     return wanted or names[0]
+
+
+def words_of(error: Exception) -> str:
+    """What went wrong on the way to a server, in one line."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno or 0
+        # Those of looking up a name are below 0, and have words of their own.
+        reason = os.strerror(number) if number > 0 else error.strerror
+        return f"cannot connect to {error.host}:{error.port}: {reason or error.os_error}"
+    return f"{type(error).__name__}: {error}"[:200].rstrip(": ")
 
 
 async def _models(url: str, headers: dict[str, str]) -> list[str]:
@@ -80,7 +94,7 @@ async def _models(url: str, headers: dict[str, str]) -> list[str]:
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
         raise ConfigurationError(
             "there is no server to measure",
-            found=f"{url}: {error or type(error).__name__}",
+            found=words_of(error),
             expected="an OpenAI server, at a URL such as http://127.0.0.1:8000, without /v1",
             hint="start one with: kvferry up",
         ) from None

@@ -18,6 +18,7 @@ MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_COMPLETION = 16
 MAX_TOKENS_CHAT = 128
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -190,15 +191,25 @@ def _one_prompt(prompt: str | list[int | str | list[int]]) -> str | list[int]:
     if len(prompt) == 1 and not ids:
         only = prompt[0]
         return only if isinstance(only, str) else [item for item in (only if isinstance(only, list) else ())]
+    expected = "a string, a list of token ids, or a list with exactly one of those"
+    if not prompt:
+        raise RequestError("prompt is empty", found="a list of 0 items", expected=expected)
+    if ids:
+        found = f"{len(ids)} token ids among {len(prompt)} items"
+        raise RequestError("prompt mixes token ids with something else", found=found, expected=expected)
     raise RequestError(
-        "prompt is not supported by the embedded engine",
-        found=f"a list of {len(prompt)} items",
-        expected="a string, a list of token ids, or a list with exactly one of those",
+        "the embedded engine takes one prompt at a time",
+        found=f"a list of {len(prompt)} prompts",
+        expected=expected,
         hint="send one request per prompt",
     )
 
 
 def _plain(message: Message) -> str:
+    if message.role not in ROLES:
+        raise RequestError("a message of nobody", found=f"role {message.role!r}", expected=", ".join(ROLES))
+    if message.content is None and message.role != "assistant":
+        raise RequestError("a message without content", found=f"role {message.role!r}", expected="content: a string")
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     kinds = {part.type for part in message.content} - {"text"}

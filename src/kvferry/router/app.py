@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvferry.errors import FerryError
+from kvferry.errors import FerryError, RequestError
 from kvferry.openai import INVALID_REQUEST, SERVER_ERROR, error_body, error_of
 from kvferry.registration import MEMBERS_PATH
 from kvferry.router.call import Call
@@ -231,7 +231,10 @@ async def _read(http: Request, max_bytes: int) -> bytes:
             if too_large:
                 break
     if too_large:
-        raise HTTPException(413, f"the body is too large; expected: at most {max_bytes} bytes")
+        found = f"{announced} bytes" if announced else f"more than {max_bytes} bytes"
+        expected = f"at most {max_bytes} bytes"
+        words = RequestError("the body is too large", found=found, expected=expected, hint="a shorter prompt")
+        raise HTTPException(413, str(words))
     return bytes(body)
 
 

@@ -50,10 +50,11 @@ async def find_model(services: Services, target: str, headers: Headers, name: st
     status, body = await list_models(services, target, headers)
     if status != 200:
         return status, body
-    for raw in body["data"]:
-        if msgspec.json.decode(raw, type=Model).id == name:
-            return 200, raw
-    return 404, error_body(f"the model {name!r} does not exist", INVALID_REQUEST, "model_not_found", "model")
+    models = {msgspec.json.decode(raw, type=Model).id: raw for raw in body["data"]}
+    if name in models:
+        return 200, models[name]
+    message = f"the model {name!r} does not exist; expected: one of {', '.join(models)}"
+    return 404, error_body(message, INVALID_REQUEST, "model_not_found", "model")
 
 
 async def _ask(services: Services, outgoing: Outgoing) -> tuple[int, bytes]:

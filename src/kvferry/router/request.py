@@ -142,7 +142,7 @@ def _value(fields: Fields, rule: Rule) -> Any:
         return rule.decoder.decode(fields[rule.field])
     except msgspec.DecodeError as error:
         raise RequestError(
-            f"{rule.field} has the wrong type",
+            f"{rule.field} cannot be used",
             found=str(error),
             expected=rule.expected,
             hint=f"see the OpenAI reference for {rule.field}",

@@ -10,7 +10,9 @@ import typer
 from kvferry.bench.endpoint import Endpoint
 from kvferry.bench.slo import ItlBy
 from kvferry.cli.console import friendly
+from kvferry.cli.engine_choice import check_unused, is_given
 from kvferry.cli.options import Json, output
+from kvferry.errors import ConfigurationError
 
 __all__ = ["app"]
 
@@ -18,6 +20,15 @@ server = partial(typer.Option, rich_help_panel="Server")
 arrivals = partial(typer.Option, rich_help_panel="When requests arrive")
 asked = partial(typer.Option, rich_help_panel="What is asked")
 good = partial(typer.Option, rich_help_panel="What is good enough")
+
+# What one option does without another: nothing.
+NEEDS = {
+    "trace_speed": "trace",
+    "every_request": "as_json",
+    "attainment": "sweep",
+    "itl_by": "slo",
+    "prefixes": "prefix_tokens",
+}
 
 app = typer.Typer(no_args_is_help=True, help="Measure a running server.")
 
@@ -29,6 +40,7 @@ def bench() -> None:
 
 @app.command()
 def serve(
+    context: typer.Context,
     url: Annotated[str, server(help="The server's URL, without /v1.")] = "http://127.0.0.1:8000",
     model: Annotated[str, server(help="Model to ask for; the first one served if empty.")] = "",
     endpoint: Annotated[Endpoint, server(help="completions or chat.")] = Endpoint.COMPLETIONS,
@@ -66,13 +78,14 @@ def serve(
         from kvferry.bench.workload import Synthetic
         from kvferry.cli.bench import serve as bench
 
+        _check(context)
         lengths = lengths_named(prompt_tokens), lengths_named(output_tokens)
         load = Synthetic(requests, *lengths, seed, prefix_tokens, prefixes)
         rates = rates_named(sweep) if sweep else (rate,)
         code = bench.bench_serve(
             bench.BenchOptions(
                 server=bench.Server(url, model, endpoint, text, may_stop, bench.headers_named(header)),
-                arrival=bench.arrival_of(rates, concurrency, trace, trace_speed),
+                arrival=bench.Arrival(rates, concurrency, trace, trace_speed),
                 load=load,
                 slo=slo_named(slo, itl_by) if slo else Slo(itl_by=itl_by),
                 attainment=attainment,
@@ -82,3 +95,13 @@ def serve(
             )
         )
     raise typer.Exit(code)
+
+
+def _check(context: typer.Context) -> None:
+    """Raises ConfigurationError for options that do not go together, or do nothing."""
+    ways = [f"--{name}" for name in ("rate", "concurrency", "trace", "sweep") if is_given(context, name)]
+    if len(ways) > 1:
+        raise ConfigurationError("requests can arrive in one way only", found=" and ".join(ways), expected="one")
+    for name, needed in NEEDS.items():
+        if not context.params[needed]:
+            check_unused(context, (name,), f"no --{needed.replace('_', '-').removeprefix('as-')}")

@@ -27,7 +27,7 @@ from kvferry.cli.bench.table import show
 from kvferry.cli.page_file import page_file
 from kvferry.errors import ConfigurationError
 
-__all__ = ["Arrival", "BenchOptions", "Output", "Server", "arrival_of", "bench_serve", "headers_named"]
+__all__ = ["Arrival", "BenchOptions", "Output", "Server", "bench_serve", "headers_named"]
 
 # A load generator that is later than this measures itself.
 LATE_MS = 50.0
@@ -76,16 +76,6 @@ class BenchOptions:
     output: Output
 
 
-def arrival_of(rates: tuple[float, ...], concurrency: int, trace: str, trace_speed: float) -> Arrival:
-    """Raises ConfigurationError when more than one way is given."""
-    given = [name for name, value in (("--concurrency", concurrency), ("--trace", trace)) if value]
-    if any(map(math.isfinite, rates)):
-        given.insert(0, "--rate" if len(rates) == 1 else "--sweep")
-    if len(given) > 1:
-        raise ConfigurationError("requests can arrive in one way only", found=" and ".join(given), expected="one")
-    return Arrival(rates, concurrency, trace, trace_speed)
-
-
 def headers_named(words: list[str]) -> dict[str, str]:
     """`Name: value`. Raises ConfigurationError."""
     headers = {}
@@ -108,7 +98,7 @@ def bench_serve(options: BenchOptions) -> int:
     if options.output.as_json:
         console.data(_json(options, target, reports))
     else:
-        show(reports, best_of(reports, options.attainment) if len(reports) > 1 else None)
+        show(reports, options.attainment)
     return 0 if any(report.answered for report in reports) else 1
 
 
@@ -205,4 +195,5 @@ def _json(options: BenchOptions, target: Target, reports: tuple[Report, ...]) ->
     runs = [report.as_json(options.output.every_request) for report in reports]
     if len(runs) == 1:
         return facts | runs[0]
-    return facts | best_of(reports, options.attainment).as_json() | {"sweep": runs}
+    best = best_of(reports, options.attainment).as_json() if options.slo.is_limited else {}
+    return facts | best | {"sweep": runs}

@@ -11,7 +11,7 @@ from rich.table import Table
 from kvferry.bench.report import Report
 from kvferry.bench.slo import Slo
 from kvferry.bench.summary import Summary
-from kvferry.bench.sweep import Best
+from kvferry.bench.sweep import best_of
 
 __all__ = ["show"]
 
@@ -24,21 +24,26 @@ TIMES = (
 )
 
 
-def show(reports: Sequence[Report], best: Best | None) -> None:
-    """One run in full; of several a row each."""
+def show(reports: Sequence[Report], attainment: float) -> None:
+    """One run in full; of several a row each, and at which rate so much was within the limits, if there are any."""
     out = Console(highlight=False)
-    if best is None:
-        for report in reports:
-            out.print(_times(report))
-            out.print(_words(report), soft_wrap=True, markup=False)
+    if len(reports) == 1:
+        out.print(_times(reports[0]))
+        _say(out, _words(reports[0]))
         return
     out.print(_rates(reports))
-    out.print(
-        f"highest rate at which {best.attainment:.0%} were within the limits: {best.rate:g} requests/s; "
-        f"most goodput: {best.goodput:.3g} requests/s, at {best.goodput_rate:g}",
-        soft_wrap=True,
-        markup=False,
-    )
+    if reports[0].slo.is_limited:
+        best = best_of(reports, attainment)
+        _say(
+            out,
+            f"highest rate at which {best.attainment:.0%} were within the limits: {best.rate:g} requests/s; "
+            f"most goodput: {best.goodput:.3g} requests/s, at {best.goodput_rate:g}",
+        )
+
+
+def _say(out: Console, words: str) -> None:
+    """Whoever reads from a pipe looks for whole lines."""
+    out.print(words, soft_wrap=not out.is_terminal, markup=False)
 
 
 def _times(report: Report) -> Table:
@@ -72,16 +77,19 @@ def limits(slo: Slo) -> str:
 
 
 def _rates(reports: Sequence[Report]) -> Table:
-    columns = ("requests/s", "answered", "within limits", "goodput", "ttft p50", "ttft p99", "itl mean", "itl p99")
-    table = Table(*columns)
+    """Of any width, rather than with figures that are cut; that of usual figures fits a terminal."""
+    has_limits = reports[0].slo.is_limited
+    table = Table(title="times in ms", title_justify="left", show_edge=False, pad_edge=False)
+    limited = ("within\nlimits", "goodput") if has_limits else ()
+    for name in ("rate/s", "answered", *limited, "ttft\np50", "ttft\np99", "itl\nmean", "itl\np99"):
+        table.add_column(name, justify="right", no_wrap=True)
     for report in reports:
         ttft, itl = report.times_s["ttft"], report.times_s["itl"]
         times = (ttft.median, ttft.p99, itl.mean, itl.p99)
         table.add_row(
             f"{report.rate:g}",
             f"{len(report.answered)} of {len(report.records)}",
-            f"{report.attainment:.1%}",
-            f"{report.goodput:.3g}/s",
-            *(f"{value * 1000:.1f} ms" for value in times),
+            *((f"{report.attainment:.1%}", f"{report.goodput:.3g}/s") if has_limits else ()),
+            *(f"{value * 1000:.1f}" for value in times),
         )
     return table

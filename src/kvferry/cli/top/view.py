@@ -36,16 +36,16 @@ class Frame:
 
 
 def summary(frame: Frame) -> dict[str, Any]:
-    """Plain JSON: rates per second, times in seconds."""
+    """Plain JSON: rates per second, times in seconds, null where nothing came."""
     before, now = frame.before, frame.now
     return {
         "requests_per_s": now.rate(before, REQUESTS),
         "tokens_per_s": now.rate(before, f"{GAPS}_count"),
-        "ttft_p50_s": now.percentile(before, TTFT, 0.5),
-        "ttft_p99_s": now.percentile(before, TTFT, 0.99),
-        "itl_p50_s": now.percentile(before, GAPS, 0.5),
-        "itl_p99_s": now.percentile(before, GAPS, 0.99),
-        "phases_s": {phase: now.mean(before, PHASES, phase=phase) for phase in _phases(now)},
+        "ttft_p50_s": now.percentile(before, TTFT, 0.5) or None,
+        "ttft_p99_s": now.percentile(before, TTFT, 0.99) or None,
+        "itl_p50_s": now.percentile(before, GAPS, 0.5) or None,
+        "itl_p99_s": now.percentile(before, GAPS, 0.99) or None,
+        "phases_s": {phase: now.mean(before, PHASES, phase=phase) or None for phase in _phases(now)},
         "trouble_per_s": {words: now.rate(before, name) for words, name in TROUBLE.items()},
         **frame.members,
     }
@@ -77,9 +77,9 @@ def _line(found: dict[str, Any]) -> Text:
 def _phase_table(found: dict[str, Any]) -> Table:
     phases = found["phases_s"]
     table = Table(box=None, show_header=False)
-    longest = max(phases.values(), default=0.0)
+    longest = max(filter(None, phases.values()), default=0.0)
     for phase, seconds in phases.items():
-        bar = "━" * round(BAR * seconds / longest) if longest else ""
+        bar = "━" * round(BAR * seconds / longest) if seconds else ""
         table.add_row(phase.replace("_", " "), Text(_ms(seconds), justify="right"), Text(bar, "cyan"))
     return table
 
@@ -124,5 +124,5 @@ def _out(found: dict[str, Any]) -> list[Text]:
     return [*broken, *strange]
 
 
-def _ms(seconds: float) -> str:
+def _ms(seconds: float | None) -> str:
     return f"{seconds * 1000:.1f} ms" if seconds else "-"

@@ -7,10 +7,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 
 from kvferry.cli import console
@@ -52,16 +53,20 @@ def top(options: TopOptions, sleep: Callable[[float], None] = time.sleep) -> Non
 
 
 def _live(options: TopOptions, before: Look, sleep: Callable[[float], None]) -> None:
-    with Live(console=Console(), auto_refresh=False, screen=True) as live:
+    """On a screen in place; into a file or a pipe one frame after the other."""
+    screen = Console()
+    with Live(console=screen, auto_refresh=False, screen=True) if screen.is_terminal else nullcontext() as live:
         while True:
             sleep(options.interval_s)
             try:
                 frame = _frame(options.url, before)
+                before, shown = frame.now, view(frame)
             except ConfigurationError as error:
-                live.update(str(error), refresh=True)
-                continue
-            live.update(view(frame), refresh=True)
-            before = frame.now
+                shown = Group(str(error))
+            if live is None:
+                screen.print(shown)
+            else:
+                live.update(shown, refresh=True)
 
 
 def _frame(url: str, before: Look) -> Frame:
