@@ -1,5 +1,6 @@
 """Two real agents over real sockets and real transports, caches without an engine."""
 
+import threading
 from functools import partial
 
 import agent_support
@@ -190,6 +191,16 @@ def test_a_taken_port_is_a_clear_error(make_rank, host):
     port = int(make_rank("p0", SOURCE).agent.address.rpartition(":")[2])
     with pytest.raises(ConfigurationError, match="cannot listen on"):
         Agent(AgentConfig("p1", port=port), host, open_transports("shm").transports, {})
+
+
+def test_an_agent_that_cannot_listen_gives_its_transports_up(make_rank, host):
+    port = int(make_rank("p0", SOURCE).agent.address.rpartition(":")[2])
+    before = threading.active_count()
+    (tcp,) = open_transports("tcp").transports
+    assert threading.active_count() > before
+    with pytest.raises(ConfigurationError, match="cannot listen on"):
+        Agent(AgentConfig("p1", port=port), host, [tcp], {})
+    assert threading.active_count() == before
 
 
 def test_only_loopback_without_authentication(host):

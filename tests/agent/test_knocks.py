@@ -1,8 +1,10 @@
 """Nobody listens: only the host of a process that has ended says so."""
 
+import os
 import resource
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -24,6 +26,31 @@ def test_whoever_listens_is_there_though_it_never_answers(knocks):
             knocks.start(PeerKey(f"tcp://127.0.0.1:{listener.getsockname()[1]}", "p0", "e1"))
             assert knocks.unanswered() == []
     assert not knocks.busy
+
+
+def test_an_attempt_that_has_ended_keeps_no_file_open(knocks):
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        before = len(os.listdir("/proc/self/fd"))
+        for epoch in range(50):
+            knocks.start(PeerKey(f"tcp://127.0.0.1:{listener.getsockname()[1]}", "p0", f"e{epoch}"))
+        assert knocks.unanswered() == []
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_attempt_that_goes_on_is_kept_until_it_is_forgotten(knocks):
+    """A listener whose queue is full lets the next one wait."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as queued:
+        before = len(os.listdir("/proc/self/fd"))
+        address = listener.getsockname()
+        for _ in range(4):
+            waiting = queued.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+            waiting.connect_ex(address)
+        peer = PeerKey(f"tcp://127.0.0.1:{address[1]}", "p0", "e1")
+        knocks.start(peer)
+        assert knocks.unanswered() == []
+        assert len(os.listdir("/proc/self/fd")) == before + 5
+        knocks.forget(peer)
+        assert len(os.listdir("/proc/self/fd")) == before + 4
 
 
 def test_where_nobody_listens_the_process_has_ended(knocks):

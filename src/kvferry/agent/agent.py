@@ -65,6 +65,9 @@ class Agent:
         self._thread = threading.Thread(target=self._run, name="kvferry-agent", daemon=True)
         self._still_written: tuple[Arena, ...] = ()
         with ExitStack() as undo:
+            for transport in transports:
+                # The carrier closes them at its turn; this is for when there is none yet.
+                undo.callback(transport.close)
             # Closed last: whoever finds nobody at the address knows that nothing of ours moves any more.
             control = undo.enter_context(closing(ControlChannel(config.host, config.port, config.token)))
             # Closed after everything that copies.

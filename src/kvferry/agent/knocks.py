@@ -7,15 +7,15 @@ Neither is taken for an end.
 from __future__ import annotations
 
 import errno
+import select
 import socket
+from collections.abc import Iterator
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from kvferry.session.events import PeerKey
 
 __all__ = ["Knocks"]
-
-CONNECTING = (0, errno.EINPROGRESS)
 
 
 class Knocks:
@@ -32,7 +32,7 @@ class Knocks:
 
     def start(self, peer: PeerKey) -> None:
         """Try again; an attempt that is still open is given up."""
-        self._drop(peer)
+        self.forget(peer)
         try:
             address = urlsplit(peer.address)
             host, port = ip_address(address.hostname or ""), address.port or 0
@@ -49,7 +49,7 @@ class Knocks:
 
     def unanswered(self) -> list[PeerKey]:
         """Those at whose address nobody listens, each once."""
-        for peer, tried in list(self._tried.items()):
+        for peer, tried in list(self._ended()):
             self._note(peer, tried.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
         found, self._unanswered = self._unanswered, []
         return found
@@ -57,14 +57,28 @@ class Knocks:
     def close(self) -> None:
         """Give up. Safe to call twice."""
         for peer in list(self._tried):
-            self._drop(peer)
+            self.forget(peer)
 
-    def _note(self, peer: PeerKey, error: int) -> None:
-        if error == errno.ECONNREFUSED:
-            self._unanswered.append(peer)
-        if error not in CONNECTING:
-            self._drop(peer)
-
-    def _drop(self, peer: PeerKey) -> None:
+    def forget(self, peer: PeerKey) -> None:
+        """Give up one that nobody asks about any more."""
         if tried := self._tried.pop(peer, None):
             tried.close()
+
+    def _ended(self) -> Iterator[tuple[PeerKey, socket.socket]]:
+        """The attempts that have come to an end, with a connection or without."""
+        if not self._tried:
+            return
+        looking, by_number = select.poll(), {}
+        for peer, tried in self._tried.items():
+            looking.register(tried, select.POLLOUT)
+            by_number[tried.fileno()] = peer, tried
+        for number, _ in looking.poll(0):
+            yield by_number[number]
+
+    def _note(self, peer: PeerKey, error: int) -> None:
+        """How an attempt ends, or that it goes on."""
+        if error == errno.EINPROGRESS:
+            return
+        self.forget(peer)
+        if error == errno.ECONNREFUSED:
+            self._unanswered.append(peer)

@@ -204,6 +204,7 @@ class Turns:
                 self.carrier.disconnect(peer)
                 if isinstance(peer, e.PeerKey):
                     self.control.forget(peer)
+                    self.knocks.forget(peer)
             case e.Count(what, reason):
                 self.counts[what, reason] += 1
             case e.Fetched() | e.Failed() | e.TargetFree() | e.SourceFree():

@@ -94,7 +94,6 @@ class Worker:
         layouts = tuple(introduction.layout for introduction in everyone)
         buffers = buffers_of(kv_caches, self._settings.buffer_device, self._settings.staging_memory)
         place = buffers.name, buffers.buffer_device
-        opened = open_transports(self._settings.transport, self._settings.host, *place)
         agent_config = AgentConfig(
             engine_id=self._settings.engine_id,
             epoch=everyone[0].epoch,
@@ -111,6 +110,8 @@ class Worker:
             token=read_token(self._settings.token_file),
         )
         host = buffers.host(described, layouts, self._notices.put)
+        # The agent takes them over, and closes them whatever happens: between the two nothing may fail.
+        opened = open_transports(self._settings.transport, self._settings.host, *place)
         agent = Agent(agent_config, host, opened.transports, opened.unavailable)
         # At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.
         sys.setswitchinterval(SWITCH_S)
