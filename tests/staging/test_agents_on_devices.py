@@ -68,7 +68,7 @@ class DeviceRank:
         starts = [(region, region.address - self.cache.data_ptr()) for region in layout.regions]
         buffers = {region.address: self.picture[start : start + region.size_bytes] for region, start in starts}
         self.memory, self.notices = oracle.Memory(layout, buffers), queue.SimpleQueue()
-        side = side_streams.SideStream(where, torch.get_device_module(where).current_stream(where))
+        side = side_streams.SideStream(where)
         launcher = side if where.type != "cpu" else NoWait(side)
 
         def mover(near: Sequence[Memory], _ring: Callable[[], None]) -> DeviceMover:

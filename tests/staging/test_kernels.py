@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import re
-import subprocess
 
 import numpy as np
 import pytest
@@ -193,24 +192,6 @@ def test_the_reference_names_the_row_that_lies_nowhere():
         copy(Copies(column(105, 108), column(500, 502), column(1, 3), 2), [there], [here])
     with pytest.raises(TransportError, match=r"row 0 at the target .*3 bytes at 0x1f7"):
         copy(Copies(column(100), column(503), column(3), 1), [there], [here])
-
-
-@pytest.mark.parametrize(
-    "error", [FileNotFoundError("no such file: 'gcc'"), subprocess.CalledProcessError(1, "gcc"), RuntimeError("lost")]
-)
-def test_a_kernel_that_cannot_be_built_is_an_error_of_the_device(error, fresh_kernels, monkeypatch):
-    """Of whatever kind Triton makes it: it must not end the agent's thread."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    kernels = fresh_kernels("kernels_that_fail")
-
-    class Kernel:
-        def __getitem__(self, grid):
-            raise error
-
-    monkeypatch.setattr(kernels, "_copy_tile", Kernel())
-    rows = tile_of(Copies(column(0), column(64), column(16), 1))
-    with pytest.raises(RuntimeError, match=re.escape(str(error))):
-        kernels.copy_tile(torch.from_numpy(rows.columns()), launch_of(rows))
 
 
 @pytest.mark.parametrize(

@@ -279,15 +279,26 @@ def test_a_device_that_fails_ends_its_copies(when):
     assert not case.mover.busy
 
 
-def test_a_launch_that_fails_ends_its_copy(monkeypatch):
+@pytest.mark.parametrize("when", ["launch", "poll"])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("out of memory"), "out of memory"),
+        (FileNotFoundError("no compiler"), "FileNotFoundError('no compiler')"),
+        (AssertionError("libcuda.so cannot found!"), "AssertionError('libcuda.so cannot found!')"),
+        (KeyError("sm_42"), "KeyError('sm_42')"),
+    ],
+)
+def test_a_launch_that_fails_in_whatever_way_ends_its_copy_alone(monkeypatch, when, error, words):
+    """Compilers and drivers raise many things: none may end the agent's thread."""
     case = Case("device")
 
-    def launch(_tiles):
-        raise RuntimeError("out of memory")
+    def fail(*_tiles):
+        raise error
 
-    monkeypatch.setattr(case.mover._launcher, "launch", launch)
+    monkeypatch.setattr(case.mover._launcher, "launch", fail if when == "launch" else lambda _tiles: fail)
     case.mover.start("one", case.gather([(0, 0, 64)]))
-    assert case.mover.poll() == [Moved("one", "the device failed: out of memory")]
+    assert case.mover.poll() == [Moved("one", f"the device failed: {words}")]
 
 
 def test_far_memory_cannot_be_touched_by_a_program():

@@ -43,7 +43,7 @@ class Rig:
         memories = Memory(self.cache.data_ptr(), self.cache.nbytes, -1, where.type), arena.memory
         is_pinned = arena.memory.device != where.type
         pins = [Pinned(CudaRuntime(where), [arena.memory])] if is_pinned else []
-        side = side_streams.SideStream(where, torch.get_device_module(where).current_stream(where))
+        side = side_streams.SideStream(where)
         self.mover = DeviceMover(side, Pieces.of([(memory.address, memory.size_bytes) for memory in memories]), pins)
 
     @property
@@ -120,6 +120,14 @@ def keep_busy(where: torch.device) -> None:
             large = large @ large
 
 
+def wait_for_the_engine(where: torch.device) -> None:
+    """As whoever tells the agent of blocks does: by an event behind all that the engine has queued."""
+    if where.type != "cpu":
+        event = torch.get_device_module(where).Event()
+        event.record()
+        event.synchronize()
+
+
 def test_what_the_engine_writes_last_is_packed_and_scattered_again(rig):
     assert [tile.num_starts > 1 for tile in tiles_of(rig.gather())] == [True]
     for seed in range(3):
@@ -127,10 +135,12 @@ def test_what_the_engine_writes_last_is_packed_and_scattered_again(rig):
         there = bits.to(rig.where)
         keep_busy(rig.where)
         rig.cache.copy_(there)
+        wait_for_the_engine(rig.where)
         rig.move(rig.gather())
         assert torch.equal(rig.packed(), bits[rows])
         keep_busy(rig.where)
         rig.cache.zero_()
+        wait_for_the_engine(rig.where)
         rig.move(rig.scatter())
         expected = torch.zeros_like(bits)
         expected[rows] = bits[rows]
@@ -141,6 +151,7 @@ def test_rows_of_several_tiles_are_packed(rig):
     """A slot that begins and ends in the middle of a layer, and in the middle of a row."""
     bits, rows = noise(7), torch.from_numpy(rig.rows)
     rig.cache.copy_(bits)
+    wait_for_the_engine(rig.where)
     whole = rig.gather()
     cut = Copies(*(column[37:-20].copy() for column in (whole.source, whole.target, whole.length)), 1)
     for column in (cut.source, cut.target):
@@ -160,6 +171,21 @@ def cuda() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("no cuda device here")
     return torch.device("cuda", 0)
+
+
+@pytest.mark.device
+def test_copies_do_not_wait_for_what_the_engine_has_queued(rig):
+    """Else each slot would take as long as a step of a busy engine."""
+    if rig.where.type == "cpu":
+        pytest.skip("a cpu queues nothing")
+    rig.move(rig.gather())
+    wait_for_the_engine(rig.where)
+    for _ in range(40):
+        keep_busy(rig.where)
+    engine = torch.get_device_module(rig.where).Event()
+    engine.record()
+    rig.move(rig.gather())
+    assert not engine.query()
 
 
 @pytest.mark.device

@@ -84,6 +84,19 @@ def test_a_mover_lets_go_when_nothing_runs_any_more(fails):
     assert driver.pinned == {}
 
 
+def test_what_a_device_may_still_copy_to_stays_pinned():
+    driver = Driver()
+
+    class Stuck:
+        def finish(self) -> None:
+            raise TimeoutError("copies have not ended")
+
+    array = np.zeros(4096, np.uint8)
+    memory = Memory(array.ctypes.data, 4096, -1)
+    DeviceMover(Stuck(), Pieces.of([(memory.address, 4096)]), [Pinned(driver, [memory])]).close()
+    assert driver.story == []
+
+
 def test_cuda_is_asked_on_the_device_whoever_asks(monkeypatch):
     story = []
 

@@ -83,7 +83,8 @@ def launched(monkeypatch):
     tiles = []
 
     class Side:
-        def __init__(self, *_streams):
+        def __init__(self, device):
+            assert device == torch.device("cuda:1")
             self.finish = lambda: None
 
         def launch(self, found):
@@ -92,7 +93,6 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(module, "SideStream", Side)
     monkeypatch.setattr(module, "CudaRuntime", Driver)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "engine stream")
     Driver.pinned = {}
     return tiles
 

@@ -26,12 +26,15 @@ class Launcher(Protocol):
     """Where copies of a device run; `SideStream` is the real one."""
 
     def launch(self, tiles: Sequence[Tile]) -> Callable[[], bool]:
-        """Queue the copies of tiles that have at least one row each, after all that the engine has queued so far; what
-        is returned tells whether all are done. Both raise RuntimeError when the device fails, and then none runs."""
+        """Queue the copies of tiles that have at least one row each; what is returned tells whether all are done.
+
+        Both may raise anything when the device or its compiler fails, and then none of these copies runs.
+        """
         ...
 
     def finish(self) -> None:
-        """Wait until nothing that was launched runs any more. Raises RuntimeError when the device fails."""
+        """Wait until nothing that was launched runs any more. Raises RuntimeError when the device fails, TimeoutError
+        when that takes longer than copies do."""
         ...
 
 
@@ -65,17 +68,14 @@ class DeviceMover:
         return False
 
     def start(self, key: Hashable, tiles: Sequence[Tile], far: View | None = None) -> None:
-        """See `Mover`. The copies see what the engine has queued before this call, and may overtake each other.
-
-        The first of a kind of rows (how long, how aligned) is compiled, which takes up to a second.
-        """
+        """See `Mover`. The first of a kind of rows (how long, how aligned) is compiled, which takes up to a second."""
         if key in self._running or key in self._ended:
             raise IllegalEventError("a copy is started twice", found=f"{key}", expected="one copy per key at a time")
         try:
             self._launch(key, tiles)
         except FerryError as error:
             self._ended[key] = str(error)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - compilers and drivers raise anything: it must end this key alone
             self._ended[key] = _failed(error)
 
     def poll(self) -> list[Moved]:
@@ -85,19 +85,22 @@ class DeviceMover:
             try:
                 if is_done():
                     ended[key] = ""
-            except RuntimeError as error:
+            except Exception as error:  # noqa: BLE001 - as above
                 ended[key] = _failed(error)
         self._running = {key: is_done for key, is_done in self._running.items() if key not in ended}
         return [Moved(key, error) for key, error in ended.items()]
 
     def close(self) -> None:
-        """See `Mover`. What runs on a device cannot be stopped: it is waited for, and ends as it ends."""
+        """See `Mover`. What runs on a device cannot be stopped, so it is waited for. Where it does not end, what is
+        pinned stays so."""
         self._is_closed = True
         try:
             self._launcher.finish()
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             self._ended.update(dict.fromkeys(self._running, _failed(error)))
             self._running.clear()
+            if isinstance(error, TimeoutError):
+                return
         for pins in self._pins:
             pins.close()
 
@@ -114,5 +117,6 @@ class DeviceMover:
             self._ended[key] = ""
 
 
-def _failed(error: RuntimeError) -> str:
-    return f"the device failed: {error}"
+def _failed(error: Exception) -> str:
+    words = str(error) if isinstance(error, RuntimeError | TimeoutError) else repr(error)
+    return f"the device failed: {words}"

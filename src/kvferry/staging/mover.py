@@ -57,5 +57,6 @@ class Mover(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop within milliseconds; what was cut off ends with an error in the next `poll`. Safe to call twice."""
+        """Stop as soon as a copy allows it, at most within seconds; what was cut off ends with an error in the next
+        `poll`. Safe to call twice."""
         ...

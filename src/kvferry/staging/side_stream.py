@@ -1,7 +1,8 @@
-"""A stream of a device beside the engine's: kernels that wait for the engine's, while the engine waits for none."""
+"""A stream of a device beside the engine's: neither waits for the other."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,63 +13,67 @@ from numpy.typing import NDArray
 
 from kvferry.plan.tiles import Tile
 from kvferry.staging.kernels import copy_tile
-from kvferry.staging.launches import Launch, launch_of
+from kvferry.staging.launches import launch_of
 
 __all__ = ["SideStream"]
 
+# Copies take milliseconds; a device that is stuck may never do them.
+FINISH_S = 5.0
+LOOK_S = 0.001
+
 
 class SideStream:
-    """Launches copies on a stream of its own, on the device and behind the work of `engine_stream`.
+    """Launches copies on a stream of its own, which waits for no other: neither does the engine's wait for it.
 
-    Make it where the engine's current stream is known: which stream is current is a matter of the thread, and the
-    agent's thread is not the engine's. `device` is a torch device: `cuda` (also for ROCm) or `xpu`, with its number.
-    Launch nothing while the engine captures a graph on its stream: an event from elsewhere would spoil the capture.
+    What a copy reads must have been written when it is launched, and what it writes must be nobody's: whoever tells the
+    agent of blocks waits for the device first, for what moves straight is not ordered behind its streams either.
+    `device` is a torch device: `cuda` (also for ROCm) or `xpu`, with its number.
     """
 
-    def __init__(self, device: torch.device, engine_stream: torch.Stream) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._engine_stream = engine_stream
         # What torch.cuda and torch.xpu have in common has no common type.
         self._module: Any = torch.get_device_module(device)
-        with self._selected(), self._module.stream(engine_stream):
+        with self._selected():
             self._stream = self._module.Stream()
 
     def launch(self, tiles: Sequence[Tile]) -> Callable[[], bool]:
-        """See `Launcher`. Neither the calling thread nor the engine's stream waits for anything."""
+        """See `Launcher`."""
         launches = [launch_of(tile) for tile in tiles]
         parts = [_even(tile.columns()) for tile in tiles]
-        ready, done = self._module.Event(), self._module.Event()
+        done, failures = self._module.Event(), list[Exception]()
         with self._selected(), self._module.stream(self._stream):
-            ready.record(self._engine_stream)
-            self._stream.wait_event(ready)
             here = self._pinned(torch.from_numpy(np.concatenate(parts)))
             columns = here.to(self._device, non_blocking=True)
-            for part, launch in zip(torch.split(columns, [len(part) for part in parts]), launches, strict=True):
-                self._copy(part, launch)
+            try:
+                for part, launch in zip(torch.split(columns, [len(part) for part in parts]), launches, strict=True):
+                    copy_tile(part, launch)
+            except Exception as error:  # noqa: BLE001 - compilers raise anything
+                # The tiles before this one are under way: nothing has ended before they have.
+                failures.append(error)
             done.record(self._stream)
 
         def is_done() -> bool:
             # Whoever holds this holds the columns too, on both sides: the kernel and the upload read them until then.
-            return bool(len(here) == len(columns) and done.query())
+            is_over = bool(len(here) == len(columns) and done.query())
+            for error in failures if is_over else ():
+                raise error
+            return is_over
 
         return is_done
 
     def finish(self) -> None:
         """See `Launcher`."""
-        self._stream.synchronize()
+        deadline = time.monotonic() + FINISH_S
+        while not self._stream.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"copies have not ended within {FINISH_S:g} s")
+            time.sleep(LOOK_S)
 
     def _selected(self) -> AbstractContextManager[object]:
         """The device is the calling thread's meanwhile. Else torch would put back, with the stream before, a thread's
         first device, and to select one that the process does not use takes half a GiB of it from its engine."""
         return nullcontext() if self._device.type == "cpu" else self._module.device(self._device)
-
-    def _copy(self, columns: torch.Tensor, launch: Launch) -> None:
-        try:
-            copy_tile(columns, launch)
-        except RuntimeError:
-            # Nobody will ask for the tiles that were launched before this one: they must not go on by themselves.
-            self.finish()
-            raise
 
     def _pinned(self, columns: torch.Tensor) -> torch.Tensor:
         """Only from pinned memory does an upload not stop the thread."""

@@ -38,13 +38,13 @@ class Buffers:
     staging: StagingMemory = StagingMemory.HOST
 
     def host(self, described: Described, layouts: tuple[Layout, ...], notify: Callable[[Notice], None]) -> Host:
-        """How the agent gets at the caches; called on the engine's thread, behind whose work copies have to wait."""
+        """How the agent gets at the caches."""
         if self.name == "cpu":
             return Host(layouts, described.memories, notify)
         on_device = tuple(
             replace(memory, device=self.name, device_id=self.device.index or 0) for memory in described.memories
         )
-        stream = SideStream(self.device, torch.cuda.current_stream(self.device))
+        stream = SideStream(self.device)
 
         def mover(near: Sequence[Memory], ring: Callable[[], None]) -> DeviceMover:
             known = dict.fromkeys((*on_device, *near))
