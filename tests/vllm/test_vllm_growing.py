@@ -21,10 +21,11 @@ from kvferry.connectors.vllm import device as device_module
 from kvferry.connectors.vllm.connector import FerryConnector
 from kvferry.connectors.vllm.describe import Described, GroupFacts
 from kvferry.connectors.vllm.device import Buffers
-from kvferry.connectors.vllm.early_legs import EarlyLegs, Source
+from kvferry.connectors.vllm.early_legs import EarlyLegs, Source, at_once
 from kvferry.connectors.vllm.growing import MAX_SILENT_WORDS, Growing
-from kvferry.connectors.vllm.orders import EndOrder, GrowthOrder, Orders, PromiseOrder
+from kvferry.connectors.vllm.orders import EndOrder, GrowthOrder, LeaseOrder, Orders, PromiseOrder
 from kvferry.connectors.vllm.worker import _Started
+from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.plan.layout import Layout
 from kvferry.session.events import LeaseGrown, LeaseWanted, SourceFree, Stopped
 from kvferry.wire.messages import Reference
@@ -56,7 +57,7 @@ def with_groups(rank, *groups, milestone=None):
     described = Described(Layout((), (), (), ()), (), groups, (0,))
     source = Source(rank.agent, described, milestone) if milestone else Source(rank.agent, described)
     legs = EarlyLegs(source, rank.worker._open, SETTINGS.lease_s)
-    rank.worker._started = [_Started(rank.agent, described, legs)]
+    rank.worker._started = [_Started(rank.agent, described, legs, rank.late_leases(milestone or at_once))]
     return rank
 
 
@@ -273,6 +274,34 @@ def test_a_milestone_is_an_event_on_the_engines_stream(monkeypatch):
     done.append(True)
     assert is_done()
     assert Buffers(torch.device("cpu"), "cpu", "cpu").milestone()()
+
+
+def test_an_ended_prefill_is_leased_when_its_device_has_done_it(rank):
+    """A speculator writes its layers after the token for which vLLM ends the request."""
+    device = Device()
+    with_groups(rank, GroupFacts(0, "tokens", 16), milestone=device.milestone)
+    rank.worker.obey(Orders(leases=[LeaseOrder("l", "lease", ((1,),), 16)]))
+    rank.worker.obey(Orders(leases=[LeaseOrder("m", "lease", ((2,),), 16)]))
+    rank.told()
+    assert rank.agent.wanted == []
+    device.num_done = 1
+    rank.told()
+    assert [wanted.request_id for wanted in rank.agent.wanted] == ["l"]
+    device.num_done = 2
+    rank.worker.obey(Orders())
+    assert [wanted.request_id for wanted in rank.agent.wanted] == ["l", "m"]
+
+
+def test_a_lease_that_is_released_before_it_is_told_ends_when_it_is(rank):
+    device = Device()
+    with_groups(rank, GroupFacts(0, "tokens", 16), milestone=device.milestone)
+    rank.worker.obey(Orders(leases=[LeaseOrder("l", "lease", ((1,),), 16)]))
+    party = rank.agent.party
+    assert rank.worker.release(Reference(party.engine_id, party.epoch, "l", "lease")) == RELEASED
+    rank.agent.withdrawn.clear()
+    device.num_done = 1
+    rank.told()
+    assert [wanted.request_id for wanted in rank.agent.wanted] == rank.agent.withdrawn == ["l"]
 
 
 def test_a_rank_of_its_own_makes_its_own_key():

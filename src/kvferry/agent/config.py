@@ -128,6 +128,9 @@ class Host:
     Regions that lie in none of `memories` are reached through staging memory only. `mover` makes what copies between
     them, the memories and staging memory: it is given all registered memory, and what to call when a copy has ended.
     `arena` makes staging memory of so many bytes: the host's, or that of the device where transports register it.
+
+    An engine that computes on a device tells of leases and their growth when it has written them there, and of fetches
+    when it has done with their blocks: nothing here waits for its streams.
     """
 
     layouts: tuple[Layout, ...]

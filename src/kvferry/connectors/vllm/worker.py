@@ -25,8 +25,9 @@ from kvferry.agent import Agent, AgentConfig, Notice, new_epoch, read_token
 from kvferry.connectors.promise import new_key
 from kvferry.connectors.vllm.describe import Described, describe, engine_facts
 from kvferry.connectors.vllm.device import buffers_of
-from kvferry.connectors.vllm.early_legs import EarlyLegs, Source
+from kvferry.connectors.vllm.early_legs import EarlyLegs, Source, at_once
 from kvferry.connectors.vllm.groups import may_grow
+from kvferry.connectors.vllm.late_leases import LateLeases
 from kvferry.connectors.vllm.open_requests import OpenRequests
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, PromiseOrder, RankAddress, agent_name
 from kvferry.connectors.vllm.ranks import Introduction, meet
@@ -63,6 +64,7 @@ class _Started:
     agent: Agent
     described: Described
     early_legs: EarlyLegs
+    late_leases: LateLeases
     cache: str = ""
     may_grow: bool = False
 
@@ -117,8 +119,11 @@ class Worker:
         sys.setswitchinterval(SWITCH_S)
         agent.start()
         early_legs = EarlyLegs(Source(agent, described, buffers.milestone), self._open, self._settings.lease_s)
+        # Without a speculator all is written when the token is there, and to wait for the device would be a step lost.
+        milestone = at_once if self._config.speculative_config is None else buffers.milestone
+        late_leases = LateLeases(self._tell_lease, milestone)
         grows = described.counts_alike and may_grow(self._kv_cache_config)
-        self._started.append(_Started(agent, described, early_legs, contents(*layouts), grows))
+        self._started.append(_Started(agent, described, early_legs, late_leases, contents(*layouts), grows))
         logger.info("kvferry rank %d of %d listens at %s", rank, len(layouts), agent.address)
 
     def address(self) -> RankAddress:
@@ -137,6 +142,7 @@ class Worker:
         """Begin what the scheduler has decided. Called before the step's forward pass."""
         self._is_idle = orders.is_idle
         for ours in self._started:
+            ours.late_leases.look()
             self._obey_early(ours, orders)
         for lease in orders.leases:
             self._lease(lease)
@@ -155,9 +161,13 @@ class Worker:
             return
         ours = self._ours()
         tables = ours.described.tables(order.block_tables)
-        ours.agent.lease(LeaseWanted(name, order.lease_id, tables, order.num_tokens))
-        if (name, order.lease_id) in self._released:
-            ours.agent.withdraw(name)
+        ours.late_leases.lease(LeaseWanted(name, order.lease_id, tables, order.num_tokens))
+
+    def _tell_lease(self, wanted: LeaseWanted) -> None:
+        agent = self._ours().agent
+        agent.lease(wanted)
+        if (wanted.request_id, wanted.lease_id) in self._released:
+            agent.withdraw(wanted.request_id)
 
     def _obey_early(self, ours: _Started, orders: Orders) -> None:
         for promise in orders.promises:
@@ -228,6 +238,8 @@ class Worker:
             self._released.append((reference.request_id, reference.lease_id))
             return str(Reason.UNKNOWN_LEASE)
         agent.withdraw(reference.request_id)
+        # The agent may not have heard of the lease yet.
+        self._released.append((reference.request_id, reference.lease_id))
         return RELEASED
 
     # --- what has ended ---
@@ -244,6 +256,7 @@ class Worker:
             self._note(self._notices.get())
         for ours in self._started:
             ours.early_legs.look()
+            ours.late_leases.look()
         return self._open.take_results()
 
     def _note(self, notice: Notice) -> None:
