@@ -114,11 +114,39 @@ def test_the_second_fetch_from_a_known_peer_claims_at_once():
     play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q1")), [Fetched])])
     again = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-1", "r2", "l2"))
     play(target, [(1.0, again, [Send(PEER, m.Claim(US, "q2", again.reference, 6, (0,)))])])
-    key = replace(KEY, request_id="q2")
+    key = replace(KEY, claim_id="q2")
     play(target, [(1.1, answer(m.Grant("q2", ((3, 5),))), [Post]), (1.3, TicketEnded(key, ""), [Send])])
     (fetched,) = play(target, [(1.6, answer(m.Valid("q2")), [Fetched])])
     phases = {name: round(value, 6) for name, value in fetched.report.phases_s.items()}
     assert phases == {"handshake": 0.0, "claim": 0.1, "wire": 0.2, "verify": 0.3}
+
+
+def test_a_late_word_about_another_attempt_of_a_request_is_none_about_this_one():
+    target = session()
+    play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q1")), [Fetched])])
+    again = replace(WANTED, attempt="2:q1", reference=m.Reference("p0", "epoch-1", "r2", "l2"))
+    key = replace(KEY, claim_id="2:q1")
+    play(
+        target,
+        [
+            (1.0, again, [Send(PEER, m.Claim(US, "2:q1", again.reference, 6, (0,)))]),
+            (1.1, answer(GRANT), []),
+            (1.2, answer(m.Grant("2:q1", ((3, 5),))), [Post]),
+            (1.3, TicketEnded(key, ""), [Send(PEER, m.Landed(US, "2:q1", "l2"))]),
+            (1.4, answer(m.Valid("q1")), []),
+            (1.5, answer(m.Valid("2:q1")), [Fetched]),
+        ],
+    )
+
+
+def test_an_abort_ends_every_attempt_of_its_request():
+    target = session()
+    play(target, HANDSHAKE)
+    again = replace(WANTED, attempt="2:q1")
+    play(target, [(1.0, again, [Send(PEER, m.Claim(US, "2:q1", REFERENCE, 6, (0,)))])])
+    commands = play(target, [(1.1, AbortWanted("q1"), [Count, Failed, Send, TargetFree] * 2)])
+    assert [command.request_id for command in commands if isinstance(command, TargetFree)] == ["q1", "q1"]
+    assert target.num_open() == 0
 
 
 def test_nothing_to_receive_still_asks_whether_the_lease_is_good():

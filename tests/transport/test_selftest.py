@@ -8,10 +8,12 @@ from itertools import count
 import numpy as np
 import pytest
 
+from kvferry.errors import TransportError
 from kvferry.plan.copies import Copies
 from kvferry.testing.transport_peer import PeerProcess, digest, make_transport
 from kvferry.testing.transport_world import World
-from kvferry.transport.base import Completion, Direction, Ticket
+from kvferry.transport import selftest
+from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.faulty import Fault, FaultKind, FaultyTransport
 from kvferry.transport.measurement import Measurement
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
@@ -125,6 +127,21 @@ def test_scratch_memory_stays_registered_until_the_late_ticket_has_ended(worlds:
     while not test.is_settled:
         test.advance(transport.poll(), 3.0)
     assert len(transport._inner._registry.memories) == 2
+
+
+def test_scratch_memory_that_a_transport_does_not_give_back_stays_and_nothing_else_happens(
+    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = worlds()
+
+    def refuse(memory: Memory) -> None:
+        raise TransportError("cannot take memory back")
+
+    monkeypatch.setattr(world.near.transport, "unregister", refuse)
+    monkeypatch.setattr(selftest, "_unsettled", kept := [])
+    assert not measure(world.near.transport, "far", probe_of(world)).error
+    assert len(kept) == 1
+    assert "cannot take memory back" in caplog.text
 
 
 def test_a_test_whose_thread_had_no_turn_goes_on(worlds: Callable[..., World]) -> None:

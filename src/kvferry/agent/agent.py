@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import TypeVar
 
 from kvferry import __version__
@@ -22,6 +23,7 @@ from kvferry.agent.far_slots import FarSlots
 from kvferry.agent.knocks import Knocks
 from kvferry.agent.lent_memory import Arena
 from kvferry.agent.meeting import Met
+from kvferry.agent.open_requests import OpenRequests
 from kvferry.agent.ourselves import ourselves_of
 from kvferry.agent.own_probe import allocate_probe, describe_probe
 from kvferry.agent.stager import Stager
@@ -64,6 +66,7 @@ class Agent:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-agent", daemon=True)
         self._still_written: tuple[Arena, ...] = ()
+        self._requests = OpenRequests(host.notify)
         with ExitStack() as undo:
             for transport in transports:
                 # The carrier closes them at its turn; this is for when there is none yet.
@@ -94,7 +97,7 @@ class Agent:
                 digester=Digester(HostBytes(readable, identity.layout.regions)),
                 knocks=knocks,
                 wake=wake,
-                notify=host.notify,
+                notify=self._requests.notify,
             )
             self.address = control.address
             self._resources = undo.pop_all()
@@ -155,9 +158,10 @@ class Agent:
     def lease(self, wanted: e.LeaseWanted) -> Reference:
         """Let a target read a finished request's cache. The blocks stay the lease's until `SourceFree`.
 
-        Raises RequestError for an id that cannot travel.
+        Raises RequestError for an id that cannot travel, or whose lease has not ended.
         """
         _check_id(wanted.request_id)
+        self._requests.lease(wanted.request_id)
         self._submit(wanted)
         return Reference(self.party.engine_id, self.party.epoch, wanted.request_id, wanted.lease_id)
 
@@ -176,10 +180,10 @@ class Agent:
     def fetch(self, wanted: e.FetchWanted) -> None:
         """Bring a remote cache into own blocks; `Fetched`, or `Failed` and later `TargetFree`, follow.
 
-        Raises RequestError for an id that cannot travel.
+        Raises RequestError for an id that cannot travel, or that is being fetched.
         """
         _check_id(wanted.request_id)
-        self._submit(wanted)
+        self._submit(replace(wanted, attempt=self._requests.fetch(wanted.request_id)))
 
     def abort(self, request_id: str) -> None:
         """End a fetch early; `Failed` and `TargetFree` follow unless it is over already."""

@@ -170,6 +170,8 @@ class FetchWanted:
     """The engine wants a remote cache in its own blocks. `addresses` has one control address per source rank.
 
     `block_tables` and `ranges` have one entry per cache group of this rank: where the tokens go, and which are wanted.
+    `attempt` names this one to its sources, and no other ever: a late word about an earlier one of the same request
+    must not be taken for a word about this one. The agent makes it; without it requests need names of their own.
     """
 
     request_id: str
@@ -177,6 +179,12 @@ class FetchWanted:
     addresses: tuple[str, ...]
     block_tables: tuple[tuple[int, ...], ...]
     ranges: tuple[TokenRange, ...]
+    attempt: str = ""
+
+    @property
+    def claim_id(self) -> str:
+        """What its claims are called."""
+        return self.attempt or self.request_id
 
     @property
     def num_tokens(self) -> int:

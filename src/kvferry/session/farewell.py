@@ -57,8 +57,8 @@ class Farewells:
     def say(self, wanted: FetchWanted, key: PeerKey, is_exposed: bool, now: float) -> Iterator[Send]:
         """Tell a source that its blocks are not wanted any more; one that has been lost only if it may still write."""
         if is_exposed or key in self._peers:
-            abort = Abort(self._ours, wanted.request_id, wanted.reference.lease_id)
-            self._open[ReadKey(wanted.request_id, key)] = _Farewell(abort, now, now, is_exposed)
+            abort = Abort(self._ours, wanted.claim_id, wanted.reference.lease_id)
+            self._open[ReadKey(wanted.claim_id, key)] = _Farewell(abort, now, now, is_exposed)
             yield Send(key, abort)
 
     def waits_for(self, peer: PeerKey) -> bool:

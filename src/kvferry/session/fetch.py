@@ -185,7 +185,7 @@ class Fetch:
 
     def key(self, peer: PeerKey) -> ReadKey:
         """The name of the read from a peer."""
-        return ReadKey(self.wanted.request_id, peer)
+        return ReadKey(self.wanted.claim_id, peer)
 
     def all_in(self, *states: ReadState) -> bool:
         """Whether the reads have begun and each is in one of these states."""

@@ -32,9 +32,9 @@ Remote = PeerKey | Party
 
 @dataclass(frozen=True, slots=True)
 class ReadKey:
-    """Names what a target does for one part of a fetch: the request and the peer that has the bytes."""
+    """Names what a target does for one part of a fetch: its claim and the peer that has the bytes."""
 
-    request_id: str
+    claim_id: str
     peer: PeerKey
 
     @property

@@ -36,16 +36,15 @@ class Quarantine:
     def fail(self, fetch: Fetch, error: TransferError, now: float) -> Iterator[Command]:
         """End a fetch: tell the engine, tell every source, and keep the blocks until nothing can write to them."""
         fetch.failed = True
-        request_id = fetch.wanted.request_id
         yield Count("fetches_failed", error.reason)
-        yield Failed(request_id, error)
+        yield Failed(fetch.wanted.request_id, error)
         for key, read in fetch.reads.items():
             if read.state is ReadState.MOVING and Direction.READ in read.movers:
-                yield Cancel(ReadKey(request_id, key))
+                yield Cancel(fetch.key(key))
             for unpacking in read.unpacking:
                 yield from unpacking.fail()
             if read.is_digesting:
-                yield DropDigest(ReadKey(request_id, key))
+                yield DropDigest(fetch.key(key))
             is_posted = read.state is ReadState.MOVING
             read.machine.move("fail")
             if not is_posted and read.is_open:
@@ -60,7 +59,7 @@ class Quarantine:
 
     def drained(self, work: ReadKey | ClaimKey) -> Iterator[Command]:
         """A failed read through staging memory is over when all its slots are; another one when its ticket is."""
-        fetch = self._fetches.get(work.request_id) if isinstance(work, ReadKey) else None
+        fetch = self._fetches.get(work.claim_id) if isinstance(work, ReadKey) else None
         if fetch is not None and isinstance(work, ReadKey) and fetch.failed and work.peer in fetch.reads:
             read = fetch.reads[work.peer]
             is_staged = read.strategy is not Strategy.DIRECT and read.state is ReadState.DRAINING
@@ -70,14 +69,14 @@ class Quarantine:
 
     def free_when_drained(self, fetch: Fetch) -> Iterator[Command]:
         """Give the blocks of a failed fetch back when no ticket of it is open."""
-        if not fetch.has_open_tickets and self._fetches.get(fetch.wanted.request_id) is fetch:
-            del self._fetches[fetch.wanted.request_id]
+        if not fetch.has_open_tickets and self._fetches.get(fetch.wanted.claim_id) is fetch:
+            del self._fetches[fetch.wanted.claim_id]
             yield TargetFree(fetch.wanted.request_id)
 
     def end_farewells(self, now: float) -> Iterator[Command]:
         """What sources have acknowledged, or cannot do any more, is over; so is the quarantine that waited for it."""
         for key in self._farewells.take_over(now):
-            fetch = self._fetches.get(key.request_id)
+            fetch = self._fetches.get(key.claim_id)
             if fetch is not None and key.peer in fetch.reads and fetch.reads[key.peer].is_exposed:
                 read = fetch.reads[key.peer]
                 if read.strategy is Strategy.DIRECT:

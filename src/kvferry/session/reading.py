@@ -87,7 +87,7 @@ class Reads:
         if not fetch.reads:
             # Other ranks of ours have all the work, and tell the sources.
             fetch.posted_at = fetch.landed_at = now
-            del self._fetches[fetch.wanted.request_id]
+            del self._fetches[fetch.wanted.claim_id]
             verified = binding.verified_by(self._verifier.policy)
             yield Fetched(fetch.wanted.request_id, fetch.report("", "", verified, now))
 
@@ -224,7 +224,7 @@ class Reads:
 
     def digested(self, event: Digested, now: float) -> Iterator[Step]:
         """Our own side of the comparison."""
-        fetch = self._fetches.get(event.key.request_id) if isinstance(event.key, ReadKey) else None
+        fetch = self._fetches.get(event.key.claim_id) if isinstance(event.key, ReadKey) else None
         if fetch is None or not isinstance(event.key, ReadKey) or event.key.peer not in fetch.reads:
             return
         read = fetch.reads[event.key.peer]
@@ -256,7 +256,7 @@ class Reads:
             yield Broken(fetch, error)
         if fetch.all_in(ReadState.VALID):
             peer, binding = self._peers[key], self.bindings.to(fetch.peers, self._peers)
-            del self._fetches[fetch.wanted.request_id]
+            del self._fetches[fetch.wanted.claim_id]
             verified = binding.verified_by(self._verifier.policy)
             yield Fetched(fetch.wanted.request_id, fetch.report(peer.transport, peer.choice, verified, now))
 

@@ -86,7 +86,7 @@ class StagedReads:
     def _of(self, key: SlotKey) -> Iterator[tuple[Fetch, PeerKey, Unpacking]]:
         """Whose slot it is; nobody's when that is over."""
         work = key.work
-        fetch = self._fetches.get(work.request_id) if isinstance(work, ReadKey) else None
+        fetch = self._fetches.get(work.claim_id) if isinstance(work, ReadKey) else None
         if fetch is not None and isinstance(work, ReadKey) and work.peer in fetch.reads:
             for unpacking in fetch.reads[work.peer].unpacking:
                 if key in unpacking:

@@ -144,8 +144,8 @@ class TargetSession:
     def written_ids(self) -> frozenset[str]:
         """Requests to whose blocks a source may be writing, for all we know. Staging memory is nobody's block."""
         return frozenset(
-            request_id
-            for request_id, fetch in self._fetches.items()
+            fetch.wanted.request_id
+            for fetch in self._fetches.values()
             if any(read.is_exposed and read.strategy is Strategy.DIRECT for read in fetch.reads.values())
         )
 
@@ -179,15 +179,15 @@ class TargetSession:
         self._holds.end(event.reference)
         peers = peers_of(event.reference, event.addresses)
         fetch = Fetch(event, peers, began=now)
-        self._fetches[event.request_id] = fetch
+        self._fetches[event.claim_id] = fetch
         for key in peers:
             yield from self._peers.meet(key, now)
         yield from self._reads.claim_when_ready(fetch, now)
 
     def _abort(self, event: AbortWanted, now: float) -> Iterator[Step | Lost]:
-        fetch = self._fetches.get(event.request_id)
-        if fetch is not None and not fetch.failed:
-            yield Broken(fetch, TransferError(Reason.ABORTED, "the request was aborted"))
+        for fetch in list(self._fetches.values()):
+            if fetch.wanted.request_id == event.request_id and not fetch.failed:
+                yield Broken(fetch, TransferError(Reason.ABORTED, "the request was aborted"))
 
     # --- meeting peers ---
 
@@ -240,7 +240,7 @@ class TargetSession:
             yield from self._reads.staged.filled(key, event.error, now)
             yield from self._quarantine.drained(key.work)
             return
-        fetch = self._fetches.get(key.request_id) if isinstance(key, ReadKey) else None
+        fetch = self._fetches.get(key.claim_id) if isinstance(key, ReadKey) else None
         if fetch is None or not isinstance(key, ReadKey) or key.peer not in fetch.reads:
             return
         fetch.reads[key.peer].ended(Direction.READ)

@@ -113,7 +113,7 @@ class Unpacking:
 
     def _pack(self, use: SlotUse) -> Send:
         key, ours = use.key, self._ours
-        message = Pack(ours, self._key.request_id, self._lease_id, key.stretch, key.number, use.address)
+        message = Pack(ours, self._key.claim_id, self._lease_id, key.stretch, key.number, use.address)
         return Send(self._key.peer, message)
 
     def filled(self, key: SlotKey) -> Iterator[Command]:

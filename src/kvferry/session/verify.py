@@ -28,7 +28,7 @@ class Verifier:
     def landed_of(self, fetch: Fetch) -> Landed:
         """The question whether what has landed is valid."""
         wanted = fetch.wanted
-        return Landed(self._ours, wanted.request_id, wanted.reference.lease_id)
+        return Landed(self._ours, wanted.claim_id, wanted.reference.lease_id)
 
     def subjects(self, wanted: FetchWanted, binding: Binding) -> dict[PeerKey, Subject]:
         """What is to be digested of each read. Raises TransferError when it cannot be told."""

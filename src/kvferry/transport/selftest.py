@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +18,8 @@ from kvferry.transport.probe import MARK_BYTES, MAX_PROBE_BYTES, PROBE_BYTES, Pr
 from kvferry.transport.steps import READS, ROW_BYTES, WRITES, Kind, Scratch, Step, marking, num_row_bytes, rounds
 
 __all__ = ["PROBE_BYTES", "ROW_BYTES", "Measurement", "Probe", "SelfTest", "fill_probe", "measure"]
+
+logger = logging.getLogger(__name__)
 
 # For a transport that is tested alone.
 DEADLINE_S = 1.5
@@ -228,8 +231,14 @@ class SelfTest:
 
     def _release(self) -> None:
         memory, self._memory = self._memory, None
-        if memory is not None:
+        if memory is None:
+            return
+        try:
             self._transport.unregister(memory)
+        except FerryError as error:
+            # What was measured holds all the same. The transport may still know the memory, so it stays.
+            logger.warning("scratch memory of a self-test stays: %s", error)
+            _unsettled.append(self)
 
 
 def _beside(small_s: float, elapsed_s: float) -> float:
@@ -238,7 +247,7 @@ def _beside(small_s: float, elapsed_s: float) -> float:
     return max(elapsed_s - small_s, elapsed_s / 2)
 
 
-# Tests that ended without their ticket: their scratch memory may still be written to, so it is never given back.
+# Tests whose scratch memory may still be written to, so it is never given back.
 _unsettled: list[SelfTest] = []
 
 

@@ -74,7 +74,7 @@ class Checks:
         """Note what has come to its blocks out of a slot, and what was gathered into a target's slot."""
         work = copy.key.work
         if isinstance(work, ReadKey):
-            self._in_place[node.party, work.request_id, work.peer] += len(copy.source)
+            self._in_place[node.party, work.claim_id, work.peer] += len(copy.source)
         elif copy.far is not None:
             self._packed.setdefault((work.party, work.claim_id, node.peer_key), {})[copy.key] = len(copy.source)
 
@@ -99,7 +99,7 @@ class Checks:
     def digested(self, node: Node, key: ReadKey | ClaimKey) -> None:
         """A digest only looks at blocks that still belong to its request."""
         lent = {each.wanted.lease_id for each in node.lent.values()}
-        held = key.request_id in node.fetching if isinstance(key, ReadKey) else key.lease_id in lent
+        held = key.claim_id in node.fetching if isinstance(key, ReadKey) else key.lease_id in lent
         if not held:
             raise Violation(f"{node.name}: the digest of {key} has looked at blocks freed since")
 

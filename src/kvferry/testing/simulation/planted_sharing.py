@@ -17,7 +17,7 @@ class HalfThere(TargetSession):
 
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
         if isinstance(event, TicketEnded) and isinstance(event.key, ReadKey):
-            fetch = self._fetches.get(event.key.request_id)
+            fetch = self._fetches.get(event.key.claim_id)
             if fetch is not None and event.key.peer in fetch.reads:
                 fetch.reads[event.key.peer].movers &= {Direction.READ}
         return super().handle(event, now)

@@ -89,8 +89,8 @@ class FirstError(TargetSession):
         commands = super().handle(event, now)
         if not (isinstance(event, TicketEnded) and isinstance(event.key, ReadKey) and event.error):
             return commands
-        freed = self._fetches.pop(event.key.request_id, None) is not None
-        return [*commands, TargetFree(event.key.request_id)] if freed else commands
+        freed = self._fetches.pop(event.key.claim_id, None) is not None
+        return [*commands, TargetFree(event.key.claim_id)] if freed else commands
 
 
 class SkipValid(TargetSession):

@@ -94,7 +94,7 @@ class Stager:
 
     def held_by(self, request_id: str) -> list[SlotKey]:
         """The slots for what a request reads."""
-        return [key for key in self._held if isinstance(key.work, ReadKey) and key.work.request_id == request_id]
+        return [key for key in self._held if isinstance(key.work, ReadKey) and key.work.claim_id == request_id]
 
     def gathers_for(self, lease_id: str) -> list[Copy]:
         """What still looks at the blocks of a lease."""

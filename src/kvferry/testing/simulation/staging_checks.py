@@ -47,7 +47,7 @@ def copy_moves(node: Node, copy: Copy) -> None:
     if isinstance(work, ClaimKey):
         is_kept = work.lease_id in {lent.wanted.lease_id for lent in node.lent.values()}
     else:
-        fetching = node.fetching.get(work.request_id)
+        fetching = node.fetching.get(work.claim_id)
         is_kept = fetching is not None and fetching.status != "fetched"
     if not is_kept:
         raise Violation(f"{node.name}: a {what} of {work} goes on in blocks used since")
@@ -98,8 +98,7 @@ def _at_target(ticket: Ticket) -> SlotKey | None:
 
 def _as_of_target(key: SlotKey, source: Node) -> SlotKey:
     """What the target calls a slot of a claim."""
-    name = key.work.claim_id if isinstance(key.work, ClaimKey) else key.work.request_id
-    return SlotKey(ReadKey(name, source.peer_key), key.stretch, key.number)
+    return SlotKey(ReadKey(key.work.claim_id, source.peer_key), key.stretch, key.number)
 
 
 def _check_inside(node: Node, key: SlotKey | None, indices: NDArray[np.int64], what: str) -> None:

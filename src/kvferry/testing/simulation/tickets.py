@@ -14,7 +14,6 @@ from kvferry.session.events import (
     PeerConnected,
     PeerUnreachable,
     Post,
-    ReadKey,
     Remote,
     SlotKey,
     TicketEnded,
@@ -72,7 +71,7 @@ class Ticket:
     def request_id(self) -> str:
         """What the target calls its request."""
         work = self.key.work if isinstance(self.key, SlotKey) else self.key
-        return work.request_id if isinstance(work, ReadKey) else work.claim_id
+        return work.claim_id
 
 
 class TicketFabric:

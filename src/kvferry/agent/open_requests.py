@@ -1,0 +1,58 @@
+"""Which requests an engine has leased and which it fetches, so that none is asked for twice at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+from kvferry.agent.config import Notice
+from kvferry.errors import RequestError
+from kvferry.session.events import Failed, Fetched, SourceFree, Stopped, TargetFree
+
+__all__ = ["OpenRequests"]
+
+MAX_NAME_LENGTH = 256
+
+
+class OpenRequests:
+    """Notices pass through it on their way to the engine, whose calls may come from any thread.
+
+    Of two leases, or two fetches, of one request nobody could tell whose blocks are free.
+    """
+
+    def __init__(self, notify: Callable[[Notice], None]) -> None:
+        self._notify = notify
+        self._leased: set[str] = set()
+        self._fetched: set[str] = set()
+        self._numbers = count(1)
+
+    def lease(self, request_id: str) -> None:
+        """Until `SourceFree`. Raises RequestError."""
+        _open(self._leased, request_id, "a lease", "SourceFree")
+
+    def fetch(self, request_id: str) -> str:
+        """Until `Fetched` or `TargetFree`; returns a name that no other attempt has. Raises RequestError."""
+        _open(self._fetched, request_id, "a fetch", "Fetched or TargetFree")
+        return f"{next(self._numbers)}:{request_id}"[:MAX_NAME_LENGTH]
+
+    def notify(self, notice: Notice) -> None:
+        """The engine may ask for the same again as soon as it hears."""
+        match notice:
+            case SourceFree(request_id):
+                self._leased.discard(request_id)
+            case Fetched(request_id) | TargetFree(request_id):
+                self._fetched.discard(request_id)
+            case Failed() | Stopped():
+                """Its blocks are not free yet, or nothing is any more."""
+        self._notify(notice)
+
+
+def _open(names: set[str], request_id: str, what: str, until: str) -> None:
+    if request_id in names:
+        raise RequestError(
+            f"the request has {what} already",
+            found=request_id,
+            expected=f"{until} of the one before",
+            hint="give every request a name of its own",
+        )
+    names.add(request_id)
