@@ -41,7 +41,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvferry.connectors.vllm.describe import EngineFacts, LayerFacts, describe, group_facts
+from kvferry.connectors.vllm.describe import EngineFacts, LayerFacts, describe
+from kvferry.connectors.vllm.scheduler import _running
 from kvferry.connectors.vllm.tiles import Tile, probe
 from kvferry.errors import IncompatibleError, LayoutError
 from kvferry.plan.layout import Axis
@@ -217,7 +218,7 @@ def test_layers_of_one_group_may_have_specifications_of_their_own():
     group = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
     rank = make_rank([(group, NAMES)], facts())
     assert [state.axes[0].extent for state in rank.layout.states] == [4, 4, 2, 2]
-    assert [facts.block_tokens for facts in rank.described.groups] == [16]
+    assert len(rank.described.groups) == 1
 
 
 def test_a_layer_that_reuses_the_cache_of_another_has_none_of_its_own():
@@ -232,7 +233,6 @@ def test_tokens_are_shared_out_by_context_parallelism():
     rank = make_rank([(full(heads=1), NAMES)], engine)
     share = rank.layout.groups[0].share
     assert (share.num_shares, share.share, share.run_tokens) == (2, 1, 8)
-    assert group_facts(rank.config, 2)[0].block_tokens == rank.described.groups[0].block_tokens == 32
 
 
 # --- attention on CPUs, whose inside only vLLM's operator knows ---
@@ -491,8 +491,7 @@ def test_mamba2_states_have_the_names_that_the_catalog_gives_them():
     assert [axis.name for axis in states["model.layers.0.conv.x"].axes] == ["head", "head_dim", "width"]
     assert states["model.layers.2.conv.b"].axes == (Axis("group", 2), Axis("state", STATE), Axis("width", KERNEL - 1))
     assert states["model.layers.2.ssm"].dtype == "float32"
-    assert [group.kind for group in rank.described.groups] == ["fixed", "tokens"]
-    assert rank.described.groups == group_facts(rank.config)
+    assert [group.index for group in rank.described.groups] == [0, 1]
 
 
 def test_groups_that_cannot_be_told_apart_are_refused():
@@ -538,11 +537,9 @@ def test_other_states_of_fixed_size_lie_where_vllm_unpacks_them(dim_first):
 
 
 def test_the_running_state_is_one_block():
-    (rank,) = mamba2_ranks(1, 1, guessed=2)
-    fixed = rank.described.groups[0]
-    assert (fixed.num_scratch_blocks, fixed.block_tokens) == (2, 4096)
-    assert fixed.table([4, 5, 6], 4000) == [4]
-    assert replace(fixed, block_tokens=16).table([0, 0, 7, 8, 9], 40) == [7]
+    assert _running([0, 0, 7], 0) == _running([0, 0, 7, 8, 9], 2) == (7,)
+    assert _running([7], 2) == (7,)
+    assert _running([], 2) == ()
 
 
 # --- names ---

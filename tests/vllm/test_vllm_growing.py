@@ -94,7 +94,7 @@ def test_what_a_step_computes_is_told_when_the_next_begins(rank):
 def test_what_a_device_has_not_done_is_told_when_it_has(rank):
     """In order, and without waiting: the next look may be in the same step or in any later one."""
     device = Device()
-    with_groups(rank, GroupFacts(0, "tokens", 16), milestone=device.milestone)
+    with_groups(rank, GroupFacts(0), milestone=device.milestone)
     rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(16)]))
     assert device.num_begun == 0
     rank.worker.obey(Orders(growths=[grows(32)]))
@@ -191,7 +191,7 @@ def test_a_promise_may_be_released_before_and_after_it_is_known(rank):
     assert rank.worker.release(reference) == "unknown_lease"
 
 
-WHOLE = GroupFacts(0, "tokens", 32, whole_tokens=16)
+WHOLE = GroupFacts(0, whole_tokens=16)
 
 
 def test_pieces_are_told_when_they_are_whole(rank):
@@ -205,7 +205,7 @@ def test_pieces_are_told_when_they_are_whole(rank):
 
 
 def test_where_groups_count_differently_only_the_end_is_told(rank):
-    with_groups(rank, GroupFacts(0, "tokens", 32), WHOLE)
+    with_groups(rank, GroupFacts(0), WHOLE)
     rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(31)]))
     rank.worker.obey(Orders(ended=[KEPT]))
     assert told(rank) == [(NAME, ((1, 2, 3), (1, 2, 3)), PROMPT)]
@@ -279,7 +279,7 @@ def test_a_milestone_is_an_event_on_the_engines_stream(monkeypatch):
 def test_an_ended_prefill_is_leased_when_its_device_has_done_it(rank):
     """A speculator writes its layers after the token for which vLLM ends the request."""
     device = Device()
-    with_groups(rank, GroupFacts(0, "tokens", 16), milestone=device.milestone)
+    with_groups(rank, GroupFacts(0), milestone=device.milestone)
     rank.worker.obey(Orders(leases=[LeaseOrder("l", "lease", ((1,),), 16)]))
     rank.worker.obey(Orders(leases=[LeaseOrder("m", "lease", ((2,),), 16)]))
     rank.told()
@@ -294,7 +294,7 @@ def test_an_ended_prefill_is_leased_when_its_device_has_done_it(rank):
 
 def test_a_lease_that_is_released_before_it_is_told_ends_when_it_is(rank):
     device = Device()
-    with_groups(rank, GroupFacts(0, "tokens", 16), milestone=device.milestone)
+    with_groups(rank, GroupFacts(0), milestone=device.milestone)
     rank.worker.obey(Orders(leases=[LeaseOrder("l", "lease", ((1,),), 16)]))
     party = rank.agent.party
     assert rank.worker.release(Reference(party.engine_id, party.epoch, "l", "lease")) == RELEASED

@@ -72,7 +72,7 @@ class Rank:
     def __init__(self):
         self.agent = FakeAgent()
         self.worker = Worker(None, SETTINGS, None)
-        described = Described(Layout((), (), (), ()), (), (GroupFacts(0, "tokens", 16),), (0,))
+        described = Described(Layout((), (), (), ()), (), (GroupFacts(0),), (0,))
         early_legs = EarlyLegs(Source(self.agent, described), self.worker._open, SETTINGS.lease_s)
         self.worker._started.append(_Started(self.agent, described, early_legs, self.late_leases(at_once)))
 

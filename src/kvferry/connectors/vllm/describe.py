@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvferry.connectors.vllm.attention import attention_parts, latent_parts
 from kvferry.connectors.vllm.facts import EngineFacts, LayerFacts, engine_facts
-from kvferry.connectors.vllm.groups import GroupFacts, group_facts
+from kvferry.connectors.vllm.groups import GroupFacts
 from kvferry.connectors.vllm.names import prefix_of
 from kvferry.connectors.vllm.parts import Cache, Part, Parts, unsupported
 from kvferry.connectors.vllm.recurrent import recurrent_parts
@@ -29,7 +29,7 @@ from kvferry.plan.layout import CacheGroup, Layout, Placement, Region, State
 from kvferry.plan.tokens import TokenRange
 from kvferry.transport.base import Memory
 
-__all__ = ["Described", "EngineFacts", "GroupFacts", "LayerFacts", "describe", "engine_facts", "group_facts"]
+__all__ = ["Described", "EngineFacts", "GroupFacts", "LayerFacts", "describe", "engine_facts"]
 
 # By exact class: a subclass may arrange its memory in any way.
 _KINDS: Mapping[type[KVCacheSpec], Callable[[Cache], Parts]] = {
@@ -134,7 +134,7 @@ class _Building:
 
     def add(self, index: int, cache: Cache, parts: Parts) -> None:
         region, start = self._region(cache.tensor)
-        group = self._group(_group_facts(index, cache, parts), parts.group)
+        group = self._group(GroupFacts(index, parts.whole_tokens, *parts.limits), parts.group)
         for part in parts.parts:
             if any(part.state.name == state.name for state in self.states):
                 hint = "report this with the model's name"
@@ -159,14 +159,6 @@ class _Building:
         self.facts.append(facts)
         self.groups.append(group)
         return len(self.groups) - 1
-
-
-def _group_facts(index: int, cache: Cache, parts: Parts) -> GroupFacts:
-    spec = cache.spec
-    if isinstance(spec, MambaSpec):
-        return GroupFacts(index, "fixed", spec.block_size, spec.num_speculative_blocks)
-    block_tokens = parts.group.share.num_shares * spec.block_size
-    return GroupFacts(index, "tokens", block_tokens, 0, parts.whole_tokens, *parts.limits)
 
 
 def _placement(part: Part, region: int, group: int, start: int) -> Placement:

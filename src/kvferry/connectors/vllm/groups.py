@@ -1,8 +1,7 @@
-"""From vLLM's cache groups and block tables to ours. Both halves of the connector use it, in their own processes."""
+"""What vLLM's cache groups are to us. Both halves of the connector use it, in their own processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,35 +9,21 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, iter_layer_spec
 
 from kvferry.plan.tokens import TokenRange
 
-__all__ = ["GroupFacts", "forgets", "group_facts", "may_grow"]
+__all__ = ["GroupFacts", "forgets", "may_grow"]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """How a block table of vLLM becomes one of ours.
-
-    `index` is the group's place in `kv_cache_groups`. `kind` is `tokens`, or `fixed` for states of fixed size, which
-    move with one block per request. `block_tokens` are the tokens of a block over all ranks that share them out;
-    `num_scratch_blocks` at a table's end belong to speculative decoding and never move.
+    """What of a group's tokens moves. `index` is its place in vLLM's `kv_cache_groups`, whose block tables it uses.
 
     `whole_tokens` is not 0 where the inside of a block is not known: whole pieces of so many tokens move then, and
     the group counts pieces where others count tokens. `window_tokens` and `chunk_tokens` limit which ones.
     """
 
     index: int
-    kind: str
-    block_tokens: int
-    num_scratch_blocks: int = 0
     whole_tokens: int = 0
     window_tokens: int = 0
     chunk_tokens: int = 0
-
-    def table(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The block table of a request that has computed `num_tokens` tokens."""
-        if self.kind == "tokens":
-            return list(block_ids)
-        at = max(num_tokens - 1, 0) // self.block_tokens
-        return list(block_ids[at : at + 1])
 
     def range(self, tokens: TokenRange) -> TokenRange:
         """What to move of this group when `tokens` are wanted: the same, or the pieces that hold them."""
@@ -73,19 +58,3 @@ def forgets(kv_cache_config: KVCacheConfig) -> bool:
 def _forgets(spec: Any) -> bool:
     limits = getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", None)
     return isinstance(spec, MambaSpec) or any(limits)
-
-
-def group_facts(kv_cache_config: KVCacheConfig, context_parallel: int = 1) -> tuple[GroupFacts, ...]:
-    """One per transferable group, in vLLM's order; what lies inside blocks only the worker knows."""
-    return tuple(
-        _facts(index, kv_cache_config.kv_cache_groups[index].kv_cache_spec, context_parallel)
-        for index in kv_cache_config.transfer_group_ids
-    )
-
-
-def _facts(index: int, spec: Any, context_parallel: int) -> GroupFacts:
-    first = next(iter(iter_layer_specs(spec)))
-    if isinstance(first, MambaSpec):
-        return GroupFacts(index, "fixed", spec.block_size, first.num_speculative_blocks)
-    ranks = context_parallel if first.dcp_sharded else 1
-    return GroupFacts(index, "tokens", spec.block_size * ranks)
