@@ -11,11 +11,13 @@ import msgspec
 
 from kvferry.errors import ConfigurationError, FerryError, PromptTooLongError, RequestError, TransferError
 
-__all__ = ["SSE_DONE", "SSE_MEDIA_TYPE", "error_body", "error_event", "error_of", "sse"]
+__all__ = ["HTTP_CODES", "SSE_DONE", "SSE_MEDIA_TYPE", "error_body", "error_event", "error_of", "sse"]
 
 SSE_MEDIA_TYPE = "text/event-stream"
 SSE_DONE = b"data: [DONE]\n\n"
 
+HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+"""What programs know refusals by that come before a request is understood."""
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 

@@ -67,3 +67,17 @@ def test_nowhere_is_nothing_and_a_role_is_needed():
         assert threading.active_count() >= 1
     with pytest.raises(ConfigurationError, match="role"):
         JoinOptions(("http://router",))
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (((), (Side.DECODE,)), "--role alone"),
+        (((), (), "http://here"), "--advertise-url alone"),
+        ((("router:8000",), (Side.DECODE,)), "this is no URL; found: router:8000"),
+        ((("http://router",), (Side.DECODE,), "here"), "this is no URL; found: here"),
+    ],
+)
+def test_what_nobody_would_be_told_and_what_is_no_url_are_refused(told, words):
+    with pytest.raises(ConfigurationError, match=words):
+        JoinOptions(*told)

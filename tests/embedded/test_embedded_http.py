@@ -203,8 +203,8 @@ def test_bad_requests_are_told_why(decoder: Served, path: str, body: Any, status
 
 
 def test_a_body_without_end_is_refused(decoder: Served) -> None:
-    status, answer = decoder.ask(COMPLETIONS, b'{"prompt": "' + b"a" * (17 << 20) + b'"}')
-    assert status == 400
+    status, answer = decoder.ask(COMPLETIONS, b'{"prompt": "' + b"a" * (33 << 20) + b'"}')
+    assert (status, answer["error"]["code"]) == (413, "request_too_large")
     assert "too large" in answer["error"]["message"]
 
 

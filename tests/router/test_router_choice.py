@@ -152,7 +152,15 @@ def test_policies_are_found_by_name():
 
 
 @pytest.mark.parametrize(
-    "name", ["unknown", "kvferry.router.balanced:nothing", "no.such.module:f", ":f", "kvferry.router.balanced:__name__"]
+    "name",
+    [
+        "unknown",
+        "kvferry.router.balanced:nothing",
+        "no.such.module:f",
+        ":f",
+        "kvferry.router.balanced:__name__",
+        "shutil:copyfile",
+    ],
 )
 def test_a_policy_that_cannot_be_found_is_said_to_be_so(name):
     with pytest.raises(ConfigurationError, match="polic"):

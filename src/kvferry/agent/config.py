@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -78,6 +79,10 @@ def staging_named(name: str, staging_bytes: int = STAGING_BYTES) -> StagingPolic
     return StagingPolicy(allowed_by(name), min(SLOT_BYTES, slot_bytes_in(staging_bytes)))
 
 
+MAX_ENGINE_ID = 200
+ENGINE_ID = re.compile(rf"\S{{1,{MAX_ENGINE_ID}}}")
+
+
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
     """One rank of one engine. All ranks of an engine have the same `epoch`, new at every start.
@@ -105,7 +110,15 @@ class AgentConfig:
     staging: StagingPolicy = field(default_factory=lambda: StagingPolicy(AUTO, SLOT_BYTES))
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError for a host that must not or cannot be listened on, and for too little staging."""
+        """Raises ConfigurationError for a name that is none, for a host that must not or cannot be listened on, and for
+        too little staging."""
+        if not ENGINE_ID.fullmatch(self.engine_id):
+            raise ConfigurationError(
+                "this is no name for an engine",
+                found=repr(self.engine_id[:MAX_ENGINE_ID]),
+                expected=f"1 to {MAX_ENGINE_ID} characters, none of them blank",
+                hint="references, logs and metrics call the engine so",
+            )
         listening_address(self.host, self.token)
         if self.staging_bytes < 4 * self.staging.slot_bytes:
             raise ConfigurationError(

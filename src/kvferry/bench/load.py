@@ -14,8 +14,9 @@ import msgspec
 
 from kvferry.bench.answer import Answer, message_of
 from kvferry.bench.record import Record
-from kvferry.bench.target import Target, words_of
+from kvferry.bench.target import Target
 from kvferry.bench.workload import Planned
+from kvferry.http_words import words_of
 
 __all__ = ["Outcome", "run_load"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +12,9 @@ from kvferry.bench.endpoint import Endpoint
 from kvferry.bench.prompts import Prompt
 from kvferry.bench.workload import Planned
 from kvferry.errors import ConfigurationError
+from kvferry.http_words import words_of
 
-__all__ = ["Target", "served_model", "words_of"]
+__all__ = ["Target", "served_model"]
 
 LOOK_S = 10.0
 
@@ -70,16 +70,6 @@ async def served_model(url: str, wanted: str, headers: dict[str, str]) -> str:
         hint = "leave --model out to take the first"
         raise ConfigurationError("the model is not served", found=wanted, expected=" or ".join(names), hint=hint)
     return wanted or names[0]
-
-
-def words_of(error: Exception) -> str:
-    """What went wrong on the way to a server, in one line."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        number = error.os_error.errno or 0
-        # Those of looking up a name are below 0, and have words of their own.
-        reason = os.strerror(number) if number > 0 else error.strerror
-        return f"cannot connect to {error.host}:{error.port}: {reason or error.os_error}"
-    return f"{type(error).__name__}: {error}"[:200].rstrip(": ")
 
 
 async def _models(url: str, headers: dict[str, str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from functools import partial
 from typing import Annotated
 
@@ -13,6 +14,7 @@ __all__ = [
     "Digest",
     "Drain",
     "Engine",
+    "FailurePolicy",
     "Host",
     "Json",
     "Model",
@@ -29,6 +31,14 @@ __all__ = [
 ]
 
 HERE = "127.0.0.1"
+
+
+class FailurePolicy(StrEnum):
+    """What becomes of a request whose cache does not arrive."""
+
+    RECOMPUTE = "recompute"
+    FAIL = "fail"
+
 
 cache = partial(typer.Option, rich_help_panel="Model and cache")
 moving = partial(typer.Option, rich_help_panel="How caches move")
@@ -47,6 +57,6 @@ TransferDirection = Annotated[
 ]
 Host = Annotated[str, addresses(help="Address to listen on.")]
 TokenFile = Annotated[str, addresses(help="The token that all engines share; else KVFERRY_TOKEN_FILE.")]
-Drain = Annotated[float, times(min=0.0, help="What open requests and leases have after SIGTERM.")]
+Drain = Annotated[float, times(min=0.0, max=86400.0, help="What open requests and leases have after SIGTERM.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Child = Annotated[bool, typer.Option("--as-child", hidden=True, help="End when standard input closes.")]

@@ -19,12 +19,12 @@ from kvferry.embedded.service import ServeInfo, Service
 from kvferry.embedded.shapes import ChatShape, CompletionShape
 from kvferry.embedded.transfer import Transfer
 from kvferry.errors import FerryError, RequestError
-from kvferry.openai import error_body
+from kvferry.openai import HTTP_CODES, error_body
 from kvferry.wire.messages import WIRE_VERSION
 
 __all__ = ["create_app"]
 
-MAX_BODY_BYTES = 16 << 20
+MAX_BODY_BYTES = 32 << 20
 # Routers ask who this is again when it changes.
 EPOCH_HEADER = "x-kvferry-epoch"
 PATHS = "POST to /v1/completions or /v1/chat/completions, or GET /v1/models, /health, /ready, /kvferry/info or /metrics"
@@ -170,22 +170,23 @@ async def _body(request: Request) -> bytes:
     async for part in request.stream():
         size_bytes += len(part)
         if size_bytes > MAX_BODY_BYTES:
-            raise RequestError(
-                "the request body is too large",
-                found=f"more than {size_bytes - 1} bytes",
-                expected=f"at most {MAX_BODY_BYTES}",
-            )
+            found, expected = f"more than {MAX_BODY_BYTES} bytes", f"at most {MAX_BODY_BYTES}"
+            words = RequestError("the body is too large", found=found, expected=expected, hint="a shorter prompt")
+            raise HTTPException(413, str(words))
         parts.append(part)
     return b"".join(parts)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """No such path, or the wrong method for it."""
+    """No such path, the wrong method for it, or too much."""
     if not isinstance(error, HTTPException):
         raise error
     found, allowed = f"{request.method} {request.url.path}", (error.headers or {}).get("Allow", "")
-    words = RequestError(error.detail, found=found, expected=allowed, hint=PATHS if error.status_code == 404 else "")
-    body = error_body(str(words), "invalid_request_error", None, None)
+    words = error.detail
+    if error.status_code in (404, 405):
+        hint = PATHS if error.status_code == 404 else ""
+        words = str(RequestError(error.detail, found=found, expected=allowed, hint=hint))
+    body = error_body(words, "invalid_request_error", HTTP_CODES.get(error.status_code, "http_error"), None)
     return json_response(body, dict(error.headers or {}), error.status_code)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
+from kvferry.http_words import words_of
 from kvferry.registration import MEMBERS_PATH, SIGNATURE, Announcement, Side, sign
 
 __all__ = ["Registrar", "RegistrarConfig"]
@@ -75,7 +76,7 @@ class Registrar:
                 text = await response.text()
                 trouble = "" if response.status == 200 else f"it answered {response.status}: {text[:500]}"
         except (aiohttp.ClientError, OSError) as error:
-            trouble = f"it cannot be reached: {error!r}"
+            trouble = words_of(error)
         if trouble and self._trouble.get(router) != trouble:
             logger.warning("the router at %s does not know this engine: %s", router, trouble)
         self._trouble[router] = trouble

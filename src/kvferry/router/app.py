@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvferry.errors import FerryError, RequestError
-from kvferry.openai import INVALID_REQUEST, SERVER_ERROR, error_body, error_of
+from kvferry.openai import HTTP_CODES, INVALID_REQUEST, SERVER_ERROR, error_body, error_of
 from kvferry.registration import MEMBERS_PATH
 from kvferry.router.call import Call
 from kvferry.router.client import Client
@@ -40,12 +40,11 @@ from kvferry.router.services import Services
 from kvferry.router.status import status_of
 from kvferry.router.tracing import NO_TRACING, Tracing
 
-__all__ = ["create_app"]
+__all__ = ["Front", "create_app"]
 
 logger = logging.getLogger(__name__)
 
 MAX_ANNOUNCEMENT_BYTES = 4096
-HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
 def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> Front:

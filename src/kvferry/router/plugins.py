@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from kvferry.errors import ConfigurationError
@@ -27,19 +29,34 @@ def policy_named(name: str) -> Policy:
             names = ", ".join(sorted(["balanced", *known]))
             raise ConfigurationError("no such policy", found=name, expected=f"{names}, or module:function")
         found = known[name].load()
-    if not callable(found):
-        raise ConfigurationError("a policy must be a function", found=f"{name} is {found!r}", expected="callable")
+    if not callable(found) or not _takes_a_question(found):
+        expected = "a function of one question (docs/router.md)"
+        raise ConfigurationError("this is no policy", found=f"{name} is {found!r}", expected=expected)
     return found
 
 
 def _function(name: str) -> object:
     module, _, function = name.partition(":")
     try:
-        return vars(importlib.import_module(module))[function]
-    except (ImportError, KeyError, ValueError) as error:
+        imported = vars(importlib.import_module(module))
+    except (ImportError, ValueError) as error:
         raise ConfigurationError(
             "the policy cannot be imported",
-            found=f"{name}: {error!r}",
+            found=f"{name}: {error}",
             expected="module:function",
             hint="is its folder on PYTHONPATH?",
         ) from error
+    if function not in imported:
+        raise ConfigurationError("the policy's module has no such function", found=name, expected="module:function")
+    return imported[function]
+
+
+def _takes_a_question(found: Callable[..., object]) -> bool:
+    """What cannot be told, as of some functions in C, is found out when a request comes."""
+    try:
+        inspect.signature(found).bind(None)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True

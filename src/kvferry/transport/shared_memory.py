@@ -79,7 +79,7 @@ def allocate_shared(num_bytes: int, name: str) -> SharedMemory:
         raise TransportError(
             f"cannot allocate {num_bytes} bytes of shared memory for {name!r}",
             found=str(error),
-            hint="make the cache smaller or give the process more memory",
+            hint="ask for less (a smaller cache, --staging-mib) or give the process more memory",
         ) from error
     address = int(np.frombuffer(mapping, np.uint8).ctypes.data)
     return SharedMemory(Memory(address, num_bytes, fd), mapping)
@@ -112,6 +112,6 @@ def _check_available(num_bytes: int, name: str) -> None:
             f"not enough memory for {name!r}",
             found=f"{available} bytes available",
             expected=f"{num_bytes} bytes",
-            hint="make the cache smaller or give the process more memory; of an engine that has just ended "
-            "peers let go within seconds",
+            hint="ask for less (a smaller cache, --staging-mib) or give the process more memory; of an engine that has "
+            "just ended peers let go within seconds",
         )

@@ -85,7 +85,7 @@ class _Asking:
         raise TransportError(
             f"no engine answers at {self._peer.address} within {ANSWER_S:g} s",
             expected=EXPECTED,
-            hint="does the engine get on, and is --token-file the engine's own?",
+            hint="is the engine stopped or very busy? is --token-file the engine's own?",
         )
 
     def _ask(self) -> None:

@@ -13,7 +13,7 @@ from kvferry.cli import console, environment, http
 from kvferry.cli.logs import LogFormat, log_to_stderr
 from kvferry.errors import ConfigurationError
 from kvferry.registration import KEY_PURPOSE
-from kvferry.router.app import create_app
+from kvferry.router.app import Front, create_app
 from kvferry.router.config import NO_REGISTRATION, Registration, RouterConfig
 from kvferry.router.policy import Limits
 from kvferry.router.tracing import NO_TRACING, Tracing
@@ -72,6 +72,8 @@ def route(options: RouteOptions) -> None:
     """Route until told to stop. Raises ConfigurationError."""
     log_to_stderr(options.logs.format, options.logs.access)
     tracing = _tracing(options.logs.otel)
+    # What is wrong with its settings is told before anybody takes it for ready.
+    app = create_app(options.router, tracing)
     with http.listen(options.host, options.port) as bound:
         url = http.url_of(bound)
         if options.as_json:
@@ -79,7 +81,7 @@ def route(options: RouteOptions) -> None:
         else:
             console.say(f"routing at {url}/v1")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_route(options, bound, tracing))
+            runner.run(_route(options, app, bound, tracing))
 
 
 def _tracing(otel: bool) -> Tracing:
@@ -95,9 +97,8 @@ def _tracing(otel: bool) -> Tracing:
     return exporting()
 
 
-async def _route(options: RouteOptions, bound: socket.socket, tracing: Tracing) -> None:
+async def _route(options: RouteOptions, app: Front, bound: socket.socket, tracing: Tracing) -> None:
     ends = [http.stdin_closed()] if options.as_child else []
-    app = create_app(options.router, tracing)
     drain = http.Drain(options.drain_s, app.state.membership.drain)
     # What is there now stays: a collector that looks at all of it again holds up every open stream for tens of ms. A
     # request that is answered leaves no cycles behind, so there is nothing to look for often.

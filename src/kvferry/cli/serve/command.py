@@ -14,6 +14,7 @@ from kvferry.cli.options import (
     Digest,
     Drain,
     Engine,
+    FailurePolicy,
     Host,
     Json,
     Model,
@@ -55,7 +56,9 @@ def serve(
         bool, moving("--layer-wise", help="Push early legs layer by layer (docs/staging.md).")
     ] = False,
     digest: Digest = "sampled",
-    failure_policy: Annotated[str, moving(help="When a cache does not arrive: recompute or fail.")] = "recompute",
+    failure_policy: Annotated[
+        FailurePolicy, moving(help="When a cache does not arrive: recompute or fail.")
+    ] = FailurePolicy.RECOMPUTE,
     host: Host = HERE,
     port: Annotated[int, addresses(min=0, max=65535, help="HTTP port; 0 for any free one.")] = 8100,
     transfer_host: Annotated[str, addresses(help="Where peers reach it; beyond this host with a token.")] = HERE,
@@ -84,16 +87,18 @@ def serve(
         policy, direction = policy_named(digest), direction_named(transfer_direction)
         check_engine(engine, context)
         join = JoinOptions(tuple(register), tuple(role), advertise_url)
-        path, name = resolve(model)
         if engine == "vllm":
+            path, name = resolve(model)
             _serve_vllm(context, path, served_name or name, join)
         from kvferry.agent import AgentConfig, read_token, staging_named
         from kvferry.cli import environment
-        from kvferry.cli.serve import embedded
         from kvferry.connectors.jobs import Settings
         from kvferry.connectors.step_cost import step_cost_named
         from kvferry.session.events import Timing
 
+        if lease_timeout < 2 * heartbeat:
+            found, expected = f"{lease_timeout:g} s", f"at least twice --heartbeat, which is {heartbeat:g} s"
+            raise ConfigurationError("a lease ends before its reader's next word", found=found, expected=expected)
         timing = Timing(lease_s=lease_timeout, heartbeat_s=heartbeat)
         token = read_token(token_file or environment.token_file())
         agent = AgentConfig(
@@ -109,13 +114,18 @@ def serve(
             staging_bytes=staging_mib << 20,
             staging=staging_named(strategy, staging_mib << 20),
         )
+        step_cost = step_cost_named(simulated_step)
+        # Both load torch, which takes seconds: what is wrong with the options has been told by then.
+        path, name = resolve(model)
+        from kvferry.cli.serve import embedded
+
+        settings = Settings(
+            *(path, dtype, block_tokens, num_blocks, max_batch_tokens), step_cost=step_cost, layer_wise=layer_wise
+        )
+
         embedded.serve(
             embedded.ServeOptions(
-                settings=Settings(
-                    *(path, dtype, block_tokens, num_blocks, max_batch_tokens),
-                    step_cost=step_cost_named(simulated_step),
-                    layer_wise=layer_wise,
-                ),
+                settings=settings,
                 agent=agent,
                 served_name=served_name or name,
                 failure_policy=failure_policy,

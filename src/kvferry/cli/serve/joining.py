@@ -27,6 +27,14 @@ class JoinOptions:
             raise ConfigurationError(
                 "an engine registers for a role", found="--register alone", expected="--role prefill or --role decode"
             )
+        if not self.routers and (self.roles or self.url):
+            found = "--role" if self.roles else "--advertise-url"
+            raise ConfigurationError(
+                "nobody is told of it", found=f"{found} alone", expected="--register URL beside it"
+            )
+        for url in (*self.routers, *([self.url] if self.url else [])):
+            if not url.startswith(("http://", "https://")):
+                raise ConfigurationError("this is no URL", found=url, expected="such as http://10.0.0.5:8000")
 
 
 NOWHERE = JoinOptions()

@@ -19,7 +19,7 @@ from kvferry.cli.models import TINY, resolve
 from kvferry.cli.up.fleet import READY_S, Fleet, FleetOptions
 from kvferry.cli.up.proof import Answer, Question, ask
 from kvferry.cli.up.vllm_counters import read, report_between
-from kvferry.errors import FerryError
+from kvferry.errors import ConfigurationError, FerryError
 
 __all__ = ["UpOptions", "up"]
 
@@ -70,8 +70,7 @@ def up(options: UpOptions) -> int:
     """Run it; returns the exit code: 0 when the answers are equal. Raises ConfigurationError, RequestError."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     path, name = resolve(options.model)
-    logs = Path(options.log_directory or tempfile.mkdtemp(prefix="kvferry-"))
-    logs.mkdir(parents=True, exist_ok=True)
+    logs = _log_folder(options.log_directory)
     arguments: tuple[str, ...] = ("--model", path, "--served-name", name, "--transport", options.transport)
     arguments += ("--engine", options.engine, "--digest", options.digest)
     arguments += ("--strategy", options.strategy) if options.strategy != "auto" else ()
@@ -90,6 +89,17 @@ def up(options: UpOptions) -> int:
         # What the user has chosen stays, and what an error tells to look into.
         if str(logs) not in useful:
             shutil.rmtree(logs, ignore_errors=True)
+
+
+def _log_folder(path: str) -> Path:
+    """A new one in the temporary folder, if none is named. Raises ConfigurationError when it cannot be made."""
+    try:
+        folder = Path(path or tempfile.mkdtemp(prefix="kvferry-"))
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        hint = "--log-dir names a folder, which is made if need be"
+        raise ConfigurationError("the logs have no place", found=str(error), expected="a folder", hint=hint) from error
+    return folder
 
 
 def _run(options: UpOptions, fleet: Fleet) -> int:

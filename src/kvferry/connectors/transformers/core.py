@@ -146,7 +146,8 @@ def _check(settings: Settings) -> None:
         )
     if min(settings.num_blocks, settings.max_batch_tokens, settings.num_threads) < 1:
         raise ConfigurationError("num_blocks, max_batch_tokens and num_threads must be positive", found=str(settings))
-    if settings.dtype != "auto" and not isinstance(getattr(torch, settings.dtype, None), torch.dtype):
+    dtype = getattr(torch, settings.dtype, None)
+    if settings.dtype != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigurationError("unknown dtype", found=settings.dtype, expected="auto, float32, bfloat16 or float16")
 
 
