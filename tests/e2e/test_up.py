@@ -1,6 +1,7 @@
 """`kvferry up` as a user runs it."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -103,6 +104,20 @@ def test_children_do_not_outlive_a_killed_parent(tiny_model):
         parent.wait(DEADLINE_S)
     _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
     assert not alive
+
+
+@pytest.mark.parametrize(("after", "code"), [("starting", 130), ("Ctrl-C stops", 0)])
+def test_a_terminal_that_is_closed_ends_everything_and_leaves_nothing(tiny_model, tmp_path, after, code):
+    command = [sys.executable, "-m", "kvferry.cli.main", "up", "--model", str(tiny_model), "--port", "0"]
+    own = {"env": os.environ | {"TMPDIR": str(tmp_path)}, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **own) as parent:
+        assert any(after in line for line in parent.stderr)
+        children = psutil.Process(parent.pid).children(recursive=True)
+        parent.send_signal(signal.SIGHUP)
+        assert parent.wait(DEADLINE_S) == code
+    _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
+    assert not alive
+    assert not list(tmp_path.glob("kvferry-*"))
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
+from kvferry.plan.copies import Column
 from kvferry.transport.base import Memory
 from kvferry.transport.memory_kind import HOST
 
 __all__ = ["Column", "Offsets", "Pieces", "Registry", "Side", "View", "view_of"]
 
 View = NDArray[np.uint8]
-Column = NDArray[np.uint64]
+
 Offsets = NDArray[np.int64]
 
 # So many rows are checked at once that what is computed for them stays in the cache.

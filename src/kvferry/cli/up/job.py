@@ -68,7 +68,9 @@ class UpOptions:
 
 def up(options: UpOptions) -> int:
     """Run it; returns the exit code: 0 when the answers are equal. Raises ConfigurationError, RequestError."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SIGHUP comes when the terminal is closed.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     path, name = resolve(options.model)
     logs = _log_folder(options.log_directory)
     arguments: tuple[str, ...] = ("--model", path, "--served-name", name, "--transport", options.transport)
@@ -103,19 +105,21 @@ def _log_folder(path: str) -> Path:
 
 
 def _run(options: UpOptions, fleet: Fleet) -> int:
+    is_serving = False
     try:
         engines = f"{options.num_prefill} prefill and {options.num_decode} decode"
         console.say(f"starting {engines} engines and a router")
         fleet.start()
         equal = _show_proof(options, fleet)
         if not options.prompts:
+            is_serving = True
             _keep_serving(fleet)
     except KeyboardInterrupt:
         # Whoever presses Ctrl-C twice must not leave half of the children behind.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         console.say("stopping")
-        return 130 if options.prompts else 0
+        return 0 if is_serving else 130
     return 0 if equal else 1
 
 
