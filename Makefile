@@ -42,11 +42,11 @@ chaos: .venv/dev
 RUNS ?= 10000
 SEED ?=
 simulate: .venv/dev
-	$(BIN)/python -m kvferry.testing.simulation $(if $(SEED),--seed $(SEED) --runs 1 --story,--runs $(RUNS)) $(ARGS)
+	@$(BIN)/python -m kvferry.testing.simulation $(if $(SEED),--seed $(SEED) --runs 1 --story,--runs $(RUNS)) $(ARGS)
 
 # Nonsense for the control channel while a real peer is served: make fuzz FRAMES=1000000 takes some minutes.
 fuzz: .venv/dev
-	$(BIN)/python tests/fuzz/storm.py --frames $(FRAMES) $(ARGS)
+	@$(BIN)/python tests/fuzz/storm.py --frames $(FRAMES) $(ARGS)
 
 # Real vLLM processes on the CPU: a representative part by default, every model and shape with ARGS='-m full'.
 test-vllm: .venv-vllm/ready

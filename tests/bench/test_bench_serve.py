@@ -200,11 +200,11 @@ def test_mistakes_are_told_before_anything_is_asked(tmp_path):
             (("--plot", tmp_path / "x.png"), "a name in .html"),
             (("--header", "nothing"), "not a header"),
             (("--sweep", "1,2", "--rate", 3), "--rate and --sweep"),
-            (("--trace-speed", 2), "no --trace"),
-            (("--every-request",), "no --json"),
-            (("--attainment", 0.5), "no --sweep"),
-            (("--itl-by", "p99"), "no --slo"),
-            (("--prefixes", 2), "no --prefix-tokens"),
+            (("--trace-speed", 2), "expected: --trace beside it"),
+            (("--every-request",), "expected: --json beside it"),
+            (("--attainment", 0.5), "expected: --sweep beside it"),
+            (("--itl-by", "p99"), "expected: --slo beside it"),
+            (("--prefixes", 2), "expected: --prefix-tokens beside it"),
             (("--slo", "ttft=0s"), "a limit that nothing can keep"),
         ):
             assert words in bench("--url", url, *arguments, code=2).stderr

@@ -1,16 +1,18 @@
 """What signals mean to a server. They are sent to this very process, whose handlers are those of the server."""
 
 import asyncio
+import json
 import os
 import signal
 
 import aiohttp
 import pytest
 from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 from kvferry.cli import http
+from kvferry.cli.open_requests import OpenRequests
 
 DEADLINE_S = 30.0
 
@@ -21,7 +23,7 @@ class Server:
     def __init__(self, bound, limit_s):
         self.url = http.url_of(bound)
         self.told, self.arrived, self.may_answer, self.idle = (asyncio.Event() for _ in range(4))
-        app = Starlette(routes=[Route("/", self.answer)])
+        app = Starlette(routes=[Route("/", self.answer), Route("/stream", self.stream)])
         drain = http.Drain(limit_s, self.told.set, self.idle.wait, notice_s=0.0)
         self.running = asyncio.create_task(http.run(app, bound, [], 1, drain))
 
@@ -30,16 +32,24 @@ class Server:
         await self.may_answer.wait()
         return PlainTextResponse("done")
 
+    async def stream(self, request):
+        async def pieces():
+            yield b'data: {"n": 1}\n\n'
+            self.arrived.set()
+            await self.may_answer.wait()
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
     async def ended(self):
         await asyncio.wait_for(self.running, DEADLINE_S)
 
 
-def with_open_request(scenario, limit_s=DEADLINE_S):
+def with_open_request(scenario, limit_s=DEADLINE_S, path=""):
     async def main():
         with http.listen("127.0.0.1", 0) as bound:
             server = Server(bound, limit_s)
             async with aiohttp.ClientSession() as session:
-                asking = asyncio.create_task(session.get(server.url))
+                asking = asyncio.create_task(session.get(server.url + path))
                 await asyncio.wait_for(server.arrived.wait(), DEADLINE_S)
                 await scenario(server, asking)
 
@@ -85,7 +95,7 @@ def test_a_second_signal_ends_it_at_once(second):
         await asyncio.wait_for(server.told.wait(), DEADLINE_S)
         terminate(second)
         await server.ended()
-        assert (await asking).status == 500
+        assert (await asking).status == 503
 
     with_open_request(scenario)
 
@@ -94,9 +104,47 @@ def test_an_interrupt_does_not_drain():
     async def scenario(server, asking):
         terminate(signal.SIGINT)
         await server.ended()
-        assert (await asking).status == 500
+        assert (await asking).status == 503
 
     with_open_request(scenario)
+
+
+def test_a_stream_that_is_broken_off_says_so(caplog):
+    async def scenario(server, asking):
+        terminate(signal.SIGINT)
+        await server.ended()
+        answer = await asking
+        assert answer.status == 200
+        piece, last, rest = (await answer.text()).split("\n\n")
+        assert (piece, rest) == ('data: {"n": 1}', "")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "server_ended"
+
+    with_open_request(scenario, path="/stream")
+    assert not caplog.records
+
+
+def test_what_is_cut_in_the_middle_of_an_event_gets_no_other():
+    async def half(scope, receive, send):
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b'data: {"n"', "more_body": True})
+        await asyncio.Event().wait()
+
+    async def main():
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        requests = OpenRequests(half)
+        asking = asyncio.create_task(requests({"type": "http"}, None, send))
+        while len(sent) < 2:
+            await asyncio.sleep(0)
+        requests.break_off()
+        await asking
+        assert (len(sent), requests.num_open, requests.none_open.is_set()) == (2, 0, True)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 0.1])
@@ -105,6 +153,6 @@ def test_draining_takes_no_longer_than_its_time(limit_s):
         terminate()
         await server.ended()
         assert server.told.is_set()
-        assert (await asking).status == 500
+        assert (await asking).status == 503
 
     with_open_request(scenario, limit_s)

@@ -120,6 +120,19 @@ def test_a_terminal_that_is_closed_ends_everything_and_leaves_nothing(tiny_model
     assert not list(tmp_path.glob("kvferry-*"))
 
 
+def test_what_was_started_with_nohup_outlives_its_terminal(tiny_model):
+    command = ["nohup", sys.executable, "-m", "kvferry.cli.main", "up", "--model", str(tiny_model), "--port", "0"]
+    with subprocess.Popen(command, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as parent:
+        assert any("Ctrl-C stops" in line for line in parent.stderr)
+        family = [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]
+        for one in family:
+            one.send_signal(signal.SIGHUP)
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(DEADLINE_S) == 0
+    _, alive = psutil.wait_procs(family, timeout=DEADLINE_S)
+    assert not alive
+
+
 @pytest.fixture(scope="module")
 def windowed_model(tiny_model, tmp_path_factory):
     """Sliding-window and full-attention layers in one model: two cache groups, one of them a ring."""

@@ -103,13 +103,13 @@ class Engine(UnderWay):
 
     def end(self, request_id: str) -> None:
         """Nothing moves for it any more, and no slot is its own."""
-        assert request_id not in {work.request_id for work in self.works()}
-        assert request_id not in {key.work.request_id for key in self.held}
+        assert request_id not in {work.claim_id for work in self.works()}
+        assert request_id not in {key.work.claim_id for key in self.held}
         self.free += self.fetches.pop(request_id).blocks
 
     def check(self) -> None:
-        assert {key.request_id for key in self.digests} <= set(self.fetches)
-        assert {key.work.request_id for key in self.waits} <= set(self.fetches)
+        assert {key.claim_id for key in self.digests} <= set(self.fetches)
+        assert {key.work.claim_id for key in self.waits} <= set(self.fetches)
 
     def expect_own(self, command: e.Stage | e.Post) -> None:
         key = command.key
@@ -119,7 +119,7 @@ class Engine(UnderWay):
         if isinstance(command, e.Post) and isinstance(key, e.SlotKey):
             allowed = self.held[key]
         else:
-            fetch = self.fetches[(key.work if isinstance(key, e.SlotKey) else key).request_id]
+            fetch = self.fetches[(key.work if isinstance(key, e.SlotKey) else key).claim_id]
             assert not fetch.has_failed
             allowed = set().union(*(OF_BLOCKS[block] for block in fetch.blocks))
         for address, length in zip(copies.target.tolist(), copies.length.tolist(), strict=True):

@@ -62,6 +62,8 @@ class DeviceRank:
         size_bytes = sum(region.size_bytes for region in describe(MODEL, SHAPES[name], 0)[0].regions)
         self.name, self.where = name, where
         self.cache = torch.full((size_bytes,), oracle.POISON, dtype=torch.uint8, device=where)
+        if where.type != "cpu":
+            torch.get_device_module(where).synchronize(where)
         (layout,) = describe(MODEL, SHAPES[name], self.cache.data_ptr())
         layout = replace(layout, regions=tuple(replace(region, kind="vram") for region in layout.regions))
         self.picture = np.full(size_bytes, oracle.POISON, np.uint8)

@@ -80,7 +80,7 @@ def test_a_mover_lets_go_when_nothing_runs_any_more(fails):
     mover = DeviceMover(Launcher(), Pieces.of([(memory.address, 4096)]), [Pinned(driver, [memory])])
     mover.close()
     mover.close()
-    assert driver.story == ["finish", ("unregister", memory.address), "finish"]
+    assert driver.story == ["finish", ("unregister", memory.address)]
     assert driver.pinned == {}
 
 

@@ -14,7 +14,7 @@ with warnings.catch_warnings():
     importlib.import_module("vllm.v1.worker.utils")
 
 import torch
-from test_vllm_worker import NOTHING, SETTINGS, Rank
+from test_vllm_worker import NOTHING, SETTINGS, Rank, fetch
 from test_vllm_worker import rank as rank  # the fixture
 
 from kvferry.connectors.vllm import device as device_module
@@ -23,6 +23,7 @@ from kvferry.connectors.vllm.describe import Described, GroupFacts
 from kvferry.connectors.vllm.device import Buffers
 from kvferry.connectors.vllm.early_legs import EarlyLegs, Source, at_once
 from kvferry.connectors.vllm.growing import MAX_SILENT_WORDS, Growing
+from kvferry.connectors.vllm.late_orders import LateOrders
 from kvferry.connectors.vllm.orders import EndOrder, GrowthOrder, LeaseOrder, Orders, PromiseOrder
 from kvferry.connectors.vllm.worker import _Started
 from kvferry.connectors.vllm_middleware.workers import RELEASED
@@ -57,7 +58,7 @@ def with_groups(rank, *groups, milestone=None):
     described = Described(Layout((), (), (), ()), (), groups, (0,))
     source = Source(rank.agent, described, milestone) if milestone else Source(rank.agent, described)
     legs = EarlyLegs(source, rank.worker._open, SETTINGS.lease_s)
-    rank.worker._started = [_Started(rank.agent, described, legs, rank.late_leases(milestone or at_once))]
+    rank.worker._started = [_Started(rank.agent, described, legs, LateOrders(milestone or at_once))]
     return rank
 
 
@@ -290,6 +291,22 @@ def test_an_ended_prefill_is_leased_when_its_device_has_done_it(rank):
     device.num_done = 2
     rank.worker.obey(Orders())
     assert [wanted.request_id for wanted in rank.agent.wanted] == ["l", "m"]
+
+
+def test_blocks_that_a_speculator_may_still_write_to_are_fetched_into_later(rank):
+    """vLLM gives them away when it has the token; whoever gives up meanwhile is heard after the fetch."""
+    device = Device()
+    with_groups(rank, GroupFacts(0), milestone=device.milestone)
+    rank.worker.obey(Orders(fetches=[fetch("a")]))
+    rank.worker.obey(Orders(aborted=["a"]))
+    rank.told()
+    assert (rank.agent.wanted, rank.agent.aborted) == ([], [])
+    device.num_done = 1
+    rank.told()
+    assert ([wanted.request_id for wanted in rank.agent.wanted], rank.agent.aborted) == (["a"], [])
+    device.num_done = 2
+    rank.told()
+    assert rank.agent.aborted == ["a"]
 
 
 def test_a_lease_that_is_released_before_it_is_told_ends_when_it_is(rank):

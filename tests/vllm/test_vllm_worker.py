@@ -19,7 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvferry.connectors.vllm.describe import Described, GroupFacts
 from kvferry.connectors.vllm.early_legs import EarlyLegs, Source, at_once
-from kvferry.connectors.vllm.late_leases import LateLeases
+from kvferry.connectors.vllm.late_orders import LateOrders
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, agent_name
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.worker import Worker, _Started
@@ -74,10 +74,7 @@ class Rank:
         self.worker = Worker(None, SETTINGS, None)
         described = Described(Layout((), (), (), ()), (), (GroupFacts(0),), (0,))
         early_legs = EarlyLegs(Source(self.agent, described), self.worker._open, SETTINGS.lease_s)
-        self.worker._started.append(_Started(self.agent, described, early_legs, self.late_leases(at_once)))
-
-    def late_leases(self, milestone):
-        return LateLeases(self.worker._tell_lease, milestone)
+        self.worker._started.append(_Started(self.agent, described, early_legs, LateOrders(at_once)))
 
     def says(self, *notices):
         for notice in notices:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.cli import console
+from kvferry.cli.open_requests import OpenRequests
 from kvferry.errors import ConfigurationError
 
 __all__ = ["ENGINE_GRACE_S", "ROUTER_GRACE_S", "Drain", "hold", "listen", "run", "stdin_closed", "url_of"]
@@ -29,6 +29,8 @@ __all__ = ["ENGINE_GRACE_S", "ROUTER_GRACE_S", "Drain", "hold", "listen", "run",
 # its clients when an engine breaks off.
 ENGINE_GRACE_S = 3
 ROUTER_GRACE_S = 6
+# Until those that are broken off then have said so.
+LAST_WORDS_S = 2
 # Whoever sends requests must have had time to see that we are not ready: routers ask every two seconds.
 NOTICE_S = 3.0
 
@@ -50,29 +52,6 @@ class Drain:
     announce: Callable[[], None]
     idle: Callable[[], Awaitable[None]] = nothing_else
     notice_s: float = NOTICE_S
-
-
-class OpenRequests:
-    """An ASGI application that counts the open requests of another."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self.num_open = 0
-        self.none_open = asyncio.Event()
-        self.none_open.set()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        self.num_open += 1
-        self.none_open.clear()
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self.num_open -= 1
-            if not self.num_open:
-                self.none_open.set()
 
 
 class _Server(uvicorn.Server):
@@ -126,18 +105,30 @@ async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], g
     """Serve until a signal or one of `ends`; open answers may go on for `grace_s` after the order to end."""
     requests = OpenRequests(app)
     config = uvicorn.Config(
-        requests, log_level="warning", access_log=False, timeout_graceful_shutdown=grace_s, timeout_keep_alive=65
+        requests,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=grace_s + LAST_WORDS_S,
+        timeout_keep_alive=65,
     )
     server, terminated = _Server(config), asyncio.Event()
 
+    def stop() -> None:
+        if not server.should_exit:
+            server.should_exit = True
+            asyncio.get_running_loop().call_later(grace_s, requests.break_off)
+
     async def stop_after(end: Awaitable[None]) -> None:
         await end
-        server.should_exit = True
+        stop()
 
     def on_signal(number: int) -> None:
         if terminated.is_set() or number == signal.SIGINT:
-            server.should_exit = True
-        terminated.set()
+            stop()
+            drain.announce()
+            console.say(f"ending: open answers have {grace_s} s")
+        else:
+            terminated.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         # Until the loop closes: what follows the server is not to be interrupted by an impatient parent.
@@ -162,7 +153,9 @@ async def _drained(terminated: asyncio.Event, drain: Drain, requests: OpenReques
             await _nothing_open(drain, requests)
             console.say("drained: nothing is open")
             return
-    console.say(f"the time to drain is over: {requests.num_open} requests are broken off, caches not read are given up")
+    console.say(
+        f"the time to drain is over: what is open is broken off ({requests.num_open}), caches not read are given up"
+    )
 
 
 async def _nothing_open(drain: Drain, requests: OpenRequests) -> None:

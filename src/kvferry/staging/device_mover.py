@@ -91,8 +91,10 @@ class DeviceMover:
         return [Moved(key, error) for key, error in ended.items()]
 
     def close(self) -> None:
-        """See `Mover`. What runs on a device cannot be stopped, so it is waited for. Where it does not end, what is
-        pinned stays so."""
+        """See `Mover`. What runs on a device cannot be stopped, so it is waited for. Where it does not end in time, as
+        on a device that hangs, what is pinned stays so; should it go on one day, blocks may be written after this."""
+        if self._is_closed:
+            return
         self._is_closed = True
         try:
             self._launcher.finish()

@@ -18,7 +18,7 @@ from kvferry.staging.launches import launch_of
 __all__ = ["SideStream"]
 
 # Copies take milliseconds; a device that is stuck may never do them.
-FINISH_S = 5.0
+FINISH_S = 2.0
 LOOK_S = 0.001
 
 

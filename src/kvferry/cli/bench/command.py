@@ -10,7 +10,7 @@ import typer
 from kvferry.bench.endpoint import Endpoint
 from kvferry.bench.slo import ItlBy
 from kvferry.cli.console import friendly
-from kvferry.cli.engine_choice import check_unused, is_given
+from kvferry.cli.engine_choice import is_given
 from kvferry.cli.options import Json, output
 from kvferry.errors import ConfigurationError
 
@@ -103,5 +103,6 @@ def _check(context: typer.Context) -> None:
     if len(ways) > 1:
         raise ConfigurationError("requests can arrive in one way only", found=" and ".join(ways), expected="one")
     for name, needed in NEEDS.items():
-        if not context.params[needed]:
-            check_unused(context, (name,), f"no --{needed.replace('_', '-').removeprefix('as-')}")
+        if is_given(context, name) and not context.params[needed]:
+            found, expected = (f"--{each.removeprefix('as_').replace('_', '-')}" for each in (name, needed))
+            raise ConfigurationError("this has no effect by itself", found=found, expected=f"{expected} beside it")

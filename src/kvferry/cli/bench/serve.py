@@ -91,7 +91,11 @@ def bench_serve(options: BenchOptions) -> int:
     """Exit code 0, or 1 when no request at all was answered. Raises ConfigurationError."""
     plot = page_file(options.output.plot)
     plans = _plans(options)
-    target, reports = asyncio.run(_run(options, plans))
+    try:
+        target, reports = asyncio.run(_run(options, plans))
+    except KeyboardInterrupt:
+        console.say("interrupted: what was measured so far is not reported")
+        raise
     if plot is not None:
         plot.write_text(page(f"{target.model} at {target.url}", reports), encoding="utf-8")
         console.say(f"drawn in {plot}")

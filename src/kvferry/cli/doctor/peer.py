@@ -139,7 +139,10 @@ def _check_greeting(endpoint: str) -> None:
             connection.settimeout(GREETING_S)
             said = connection.recv(len(GREETING))
     except TimeoutError:
-        found, hint = f"nothing was said within {GREETING_S:g} s", "is this the engine's HTTP port?"
+        found, hint = (
+            f"nothing was said within {GREETING_S:g} s",
+            "is this the engine's HTTP port? or is the engine stopped, or very busy?",
+        )
     except OSError as error:
         found, hint = error.strerror or str(error), "does the engine run?"
     else:

@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,10 @@ class UpOptions:
 
 def up(options: UpOptions) -> int:
     """Run it; returns the exit code: 0 when the answers are equal. Raises ConfigurationError, RequestError."""
-    # SIGHUP comes when the terminal is closed.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # It comes when the terminal is closed, and nohup has it ignored.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     path, name = resolve(options.model)
     logs = _log_folder(options.log_directory)
     arguments: tuple[str, ...] = ("--model", path, "--served-name", name, "--transport", options.transport)
@@ -118,7 +120,9 @@ def _run(options: UpOptions, fleet: Fleet) -> int:
         # Whoever presses Ctrl-C twice must not leave half of the children behind.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        console.say("stopping")
+        with suppress(OSError):
+            # The terminal may be gone.
+            console.say("stopping")
         return 0 if is_serving else 130
     return 0 if equal else 1
 
@@ -201,7 +205,7 @@ def _table(facts: dict[str, Any]) -> Table:
     for phase, seconds in facts["phases_s"].items():
         table.add_row(f"  {phase}", f"{seconds * 1000:.2f} ms")
     remark = " (too few bytes to say much)" if facts["bytes"] < LARGE_BYTES else ""
-    table.add_row("rate", f"{facts['gigabytes_per_s']:.2f} GB/s on the wire{remark}")
+    table.add_row("rate", f"{facts['gigabytes_per_s']:.3g} GB/s on the wire{remark}")
     return table
 
 

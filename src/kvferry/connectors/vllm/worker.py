@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import vllm
@@ -27,7 +28,7 @@ from kvferry.connectors.vllm.describe import Described, describe, engine_facts
 from kvferry.connectors.vllm.device import buffers_of
 from kvferry.connectors.vllm.early_legs import EarlyLegs, Source, at_once
 from kvferry.connectors.vllm.groups import may_grow
-from kvferry.connectors.vllm.late_leases import LateLeases
+from kvferry.connectors.vllm.late_orders import LateOrders
 from kvferry.connectors.vllm.open_requests import OpenRequests
 from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, PromiseOrder, RankAddress, agent_name
 from kvferry.connectors.vllm.ranks import Introduction, meet
@@ -64,7 +65,7 @@ class _Started:
     agent: Agent
     described: Described
     early_legs: EarlyLegs
-    late_leases: LateLeases
+    late_orders: LateOrders
     cache: str = ""
     may_grow: bool = False
 
@@ -119,11 +120,11 @@ class Worker:
         sys.setswitchinterval(SWITCH_S)
         agent.start()
         early_legs = EarlyLegs(Source(agent, described, buffers.milestone), self._open, self._settings.lease_s)
-        # Without a speculator all is written when the token is there, and to wait for the device would be a step lost.
+        # Without a speculator all is written when the token is there, and to wait for the device could cost a step.
         milestone = at_once if self._config.speculative_config is None else buffers.milestone
-        late_leases = LateLeases(self._tell_lease, milestone)
+        late_orders = LateOrders(milestone)
         grows = described.counts_alike and may_grow(self._kv_cache_config)
-        self._started.append(_Started(agent, described, early_legs, late_leases, contents(*layouts), grows))
+        self._started.append(_Started(agent, described, early_legs, late_orders, contents(*layouts), grows))
         logger.info("kvferry rank %d of %d listens at %s", rank, len(layouts), agent.address)
 
     def address(self) -> RankAddress:
@@ -142,7 +143,7 @@ class Worker:
         """Begin what the scheduler has decided. Called before the step's forward pass."""
         self._is_idle = orders.is_idle
         for ours in self._started:
-            ours.late_leases.look()
+            ours.late_orders.look()
             self._obey_early(ours, orders)
         for lease in orders.leases:
             self._lease(lease)
@@ -152,7 +153,8 @@ class Worker:
             self._fetch(fetch)
         for request_id in orders.aborted:
             if self._open.is_fetching(request_id):
-                self._ours().agent.abort(agent_name(request_id))
+                ours = self._ours()
+                ours.late_orders.give(partial(ours.agent.abort, agent_name(request_id)))
 
     def _lease(self, order: LeaseOrder) -> None:
         name = self._open.lease(order)
@@ -161,7 +163,8 @@ class Worker:
             return
         ours = self._ours()
         tables = ours.described.tables(order.block_tables)
-        ours.late_leases.lease(LeaseWanted(name, order.lease_id, tables, order.num_tokens))
+        wanted = LeaseWanted(name, order.lease_id, tables, order.num_tokens)
+        ours.late_orders.give(partial(self._tell_lease, wanted))
 
     def _tell_lease(self, wanted: LeaseWanted) -> None:
         agent = self._ours().agent
@@ -198,7 +201,8 @@ class Worker:
         name = self._open.fetch(order)
         ours = self._ours()
         tables, ranges = ours.described.tables(order.block_tables), ours.described.ranges(order.ranges)
-        ours.agent.fetch(FetchWanted(name, order.reference, order.addresses, tables, ranges))
+        wanted = FetchWanted(name, order.reference, order.addresses, tables, ranges)
+        ours.late_orders.give(partial(ours.agent.fetch, wanted))
 
     def _is_over(self) -> bool:
         # Its last word comes a moment before its end.
@@ -256,7 +260,7 @@ class Worker:
             self._note(self._notices.get())
         for ours in self._started:
             ours.early_legs.look()
-            ours.late_leases.look()
+            ours.late_orders.look()
         return self._open.take_results()
 
     def _note(self, notice: Notice) -> None:

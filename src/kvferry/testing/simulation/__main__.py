@@ -26,11 +26,18 @@ def main(arguments: Sequence[str]) -> int:
     return _play(chosen)
 
 
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m kvferry.testing.simulation", description=__doc__)
-    parser.add_argument("--runs", type=int, default=1000, metavar="N", help="how many runs (default: 1000)")
+    parser.add_argument("--runs", type=_count, default=1000, metavar="N", help="how many runs (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="the first run's seed; the others follow")
-    parser.add_argument("--processes", type=int, default=2, metavar="N", help="how many at once (default: 2)")
+    parser.add_argument("--processes", type=_count, default=2, metavar="N", help="how many at once (default: 2)")
     parser.add_argument("--story", action="store_true", help="print everything that happens in the runs")
     parser.add_argument("--plant", choices=sorted(PLANTS), default="", metavar="NAME", help="play with a defect")
     parser.add_argument("--plants", action="store_true", help="look for every planted defect")

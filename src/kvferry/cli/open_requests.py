@@ -1,0 +1,91 @@
+"""The open requests of an ASGI application: how many there are, and what their clients hear when they are cut off."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvferry.openai import SERVER_ERROR, SSE_MEDIA_TYPE, error_body, error_event
+
+__all__ = ["OpenRequests"]
+
+WORDS = "the server has ended"
+CODE = "server_ended"
+
+
+class OpenRequests:
+    """An ASGI application that counts the open requests of another, and can break them off.
+
+    A server that cancels them would leave a client with half a stream, of which nothing says that it is half.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._open: set[asyncio.Task[object]] = set()
+        self._is_over = False
+        self.none_open = asyncio.Event()
+        self.none_open.set()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def break_off(self) -> None:
+        """End all that is open: an error where nothing has been answered yet, an error event at the end of a stream."""
+        self._is_over = True
+        for task in self._open:
+            task.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        if scope["type"] != "http" or task is None:
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(send)
+        self._open.add(task)
+        self.none_open.clear()
+        try:
+            await self._app(scope, receive, answer)
+        except asyncio.CancelledError:
+            if not self._is_over:
+                raise
+            task.uncancel()
+            await answer.break_off()
+        finally:
+            self._open.discard(task)
+            if not self._open:
+                self.none_open.set()
+
+
+class _Answer:
+    """Passes on what an application sends, and knows how far it is."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._has_begun = False
+        self._is_over = False
+        # Only behind a whole frame another one can be read.
+        self._takes_event = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._has_begun = True
+            kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            self._takes_event = kind.startswith(SSE_MEDIA_TYPE.encode())
+        elif body := message.get("body", b""):
+            self._takes_event = self._takes_event and body.endswith(b"\n\n")
+        self._is_over = message["type"] == "http.response.body" and not message.get("more_body", False)
+        await self._send(message)
+
+    async def break_off(self) -> None:
+        if self._is_over:
+            return
+        body = error_event(WORDS, CODE) if self._takes_event else b""
+        if not self._has_begun:
+            body = msgspec.json.encode(error_body(WORDS, SERVER_ERROR, CODE, None))
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            await self._send({"type": "http.response.start", "status": 503, "headers": headers})
+        if body:
+            await self._send({"type": "http.response.body", "body": body})
