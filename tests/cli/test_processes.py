@@ -21,3 +21,16 @@ def test_a_childs_own_error_is_told_and_where_others_have_said_more(tmp_path, ot
     assert raised.value.found == "pigeon"
     assert "measures all of them" in raised.value.hint
     assert (f"its whole output is in {log}" in raised.value.hint) == bool(others)
+
+
+def test_a_child_that_ends_without_a_word_of_its_own_has_ended(tmp_path):
+    """Its output closes a moment before it is gone, and what it says last is what counts."""
+    log = tmp_path / "p0.log"
+    child = Child(Command("p0", ("no-such-command",), log))
+    log.write_text("Traceback\n  call()\n  ^^^^^^\nValueError: too late\n")
+    try:
+        with pytest.raises(ConfigurationError, match="p0 has ended \\(exit code 2\\)") as raised:
+            child.wait_until_ready(time.monotonic() + 60.0)
+    finally:
+        child.stop()
+    assert "^^^" not in raised.value.found

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -64,6 +65,17 @@ def test_a_model_that_is_not_there_is_one_clear_message(run):
     result = run("--once", "x", model=Path("/nowhere/at/all"))
     assert (result.returncode, result.stdout) == (2, "")
     assert "cannot load the model" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_weights_that_are_cut_off_are_one_clear_message(run, tiny_model, tmp_path):
+    """As an interrupted download leaves them."""
+    folder = shutil.copytree(tiny_model, tmp_path / "cut")
+    os.truncate(folder / "model.safetensors", 100)
+    result = run("--once", "x", model=folder)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "cannot load the model" in result.stderr
+    assert "deserializing header" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kvferry.errors import FerryError
 
-__all__ = ["data", "fail", "friendly", "say", "words"]
+__all__ = ["data", "fail", "friendly", "say", "tell", "words"]
 
 words = Console(stderr=True, highlight=False)
 """Everything that is meant for a person to read while they wait."""
@@ -30,12 +30,17 @@ def data(value: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def fail(error: FerryError) -> NoReturn:
-    """Say what is wrong, what was found, what was expected and what to do; then end with exit code 2."""
+def tell(error: FerryError) -> None:
+    """What is wrong, what was found, what was expected and what to do."""
     words.print(f"error: {error.what}", style="bold red", markup=False, soft_wrap=True)
     for name, text in (("found", error.found), ("expected", error.expected), ("hint", error.hint)):
         if text:
             words.print(f"  {name + ':':<10}{text}", markup=False, soft_wrap=True)
+
+
+def fail(error: FerryError) -> NoReturn:
+    """Tell it, and end with exit code 2."""
+    tell(error)
     raise typer.Exit(2)
 
 

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from typing import Annotated
 
 import typer
 
 from kvferry import __version__
 from kvferry.cli.bench.command import app as bench
+from kvferry.cli.console import tell
 from kvferry.cli.doctor.command import doctor
 from kvferry.cli.plan.command import plan
 from kvferry.cli.route.command import route
 from kvferry.cli.serve.command import serve
 from kvferry.cli.top.command import top
 from kvferry.cli.up.command import up
+from kvferry.errors import ConfigurationError
 
 __all__ = ["app", "main"]
+
+UTF8 = "set PYTHONIOENCODING=utf-8, or a locale with UTF-8"
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Move a request's KV cache from the engine that computed it to the engine that needs it.",
 )
 # What follows -- is for another program.
@@ -47,6 +55,17 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except UnicodeEncodeError as error:
+        found = f"its encoding is {error.encoding}"
+        tell(ConfigurationError("the output has no room for all characters", found=found, hint=UTF8))
+        raise SystemExit(2) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        # What is left in its buffer would fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        tell(ConfigurationError("the output cannot be written", found=str(error)))
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,9 @@ class Child:
                 raise self._failed("is not ready in time")
         line = stdout.readline()
         if not line:
+            # It closes its output a moment before it has said its last word.
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_S)
             raise self._failed("has ended")
         announced: dict[str, Any] = json.loads(line)
         return announced
@@ -100,7 +104,8 @@ class Child:
         lines = self.command.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         told = [index for index, line in enumerate(lines) if line.startswith("error: ")]
         if not told:
-            shown = " | ".join(line.strip() for line in lines[-5:])
+            telling = [line.strip() for line in lines if line.strip(" ^~")]
+            shown = " | ".join(telling[-5:])
             hint = f"its whole output is in {self.command.log}"
             return ConfigurationError(f"{self.command.name} {what} ({self.ending})", found=shown, hint=hint)
         parts = dict(line.strip().split(":", 1) for line in lines[told[-1] :] if ":" in line)

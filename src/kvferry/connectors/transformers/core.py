@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
@@ -157,13 +158,18 @@ def _load(settings: Settings) -> tuple[Any, Any]:
     try:
         model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype, attn_implementation="sdpa")
         return model.eval(), AutoTokenizer.from_pretrained(settings.model)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigurationError(
             f"cannot load the model {settings.model!r}",
-            found=str(error).strip().partition("\n")[0],
+            found=_first_sentence(str(error)),
             expected="a folder with a causal language model and its tokenizer, or a name on the hub",
             hint="check the path or the name; leave the model out to use the built-in tiny one",
         ) from None
+
+
+def _first_sentence(words: str) -> str:
+    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines[:1] and lines[0].endswith(":") else 1])
 
 
 def _manager(model: Any, settings: Settings, desk: Desk) -> Any:

@@ -11,6 +11,7 @@ from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import AbortWanted, Failed, Fetched, FetchWanted, TargetFree
 from kvferry.testing.simulation.checks import Violation
 from kvferry.testing.simulation.memory import Tables
+from kvferry.testing.simulation.naming import attempt_of
 from kvferry.testing.simulation.site import Site
 from kvferry.wire.messages import Reference
 
@@ -156,7 +157,8 @@ class Attempt:
         self.site.checks.began(node, fetching)
         tables = fetching.tables or ((),) * len(wish.ranges)
         world.after(self._limit_s(), partial(self._check_deadline, node, fetching))
-        node.handle_target(FetchWanted(wish.request_id, wish.reference, wish.addresses, tables, wish.ranges))
+        names = wish.request_id, wish.reference, wish.addresses
+        node.handle_target(FetchWanted(*names, tables, wish.ranges, attempt_of(wish.request_id)))
 
     def _limit_s(self) -> float:
         return self.site.timing.handshake_s + self.site.timing.transfer_s + GRACE_S

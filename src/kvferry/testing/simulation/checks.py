@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.plan.request import volume
 from kvferry.session.events import ClaimKey, Command, Count, Failed, PeerKey, ReadKey, SlotKey, SourceFree
+from kvferry.testing.simulation.naming import request_of
 from kvferry.testing.simulation.programs import programs_between
 from kvferry.testing.simulation.staging_checks import slot_lands, slot_leaves
 from kvferry.testing.simulation.violation import Violation
@@ -74,9 +75,10 @@ class Checks:
         """Note what has come to its blocks out of a slot, and what was gathered into a target's slot."""
         work = copy.key.work
         if isinstance(work, ReadKey):
-            self._in_place[node.party, work.claim_id, work.peer] += len(copy.source)
+            self._in_place[node.party, request_of(work.claim_id), work.peer] += len(copy.source)
         elif copy.far is not None:
-            self._packed.setdefault((work.party, work.claim_id, node.peer_key), {})[copy.key] = len(copy.source)
+            whose = work.party, request_of(work.claim_id), node.peer_key
+            self._packed.setdefault(whose, {})[copy.key] = len(copy.source)
 
     def fetched(self, node: Node, fetching: Fetching) -> None:
         """A request may be answered: from its own bytes, read while its lease was live (I8)."""
@@ -99,7 +101,7 @@ class Checks:
     def digested(self, node: Node, key: ReadKey | ClaimKey) -> None:
         """A digest only looks at blocks that still belong to its request."""
         lent = {each.wanted.lease_id for each in node.lent.values()}
-        held = key.claim_id in node.fetching if isinstance(key, ReadKey) else key.lease_id in lent
+        held = request_of(key.claim_id) in node.fetching if isinstance(key, ReadKey) else key.lease_id in lent
         if not held:
             raise Violation(f"{node.name}: the digest of {key} has looked at blocks freed since")
 
@@ -130,18 +132,18 @@ class Checks:
             raise Violation(f"{node.name}: the lease of {request_id} has ended, but its bytes are being gathered")
 
     def _readers(self, node: Node, lent: Lent) -> set[int]:
-        return {party.rank for party, claim_id in lent.claims if self._has_all(node, party, claim_id)}
+        return {party.rank for party, claim_id in lent.claims if self._has_all(node, party, request_of(claim_id))}
 
-    def _has_all(self, node: Node, party: Party, claim_id: str) -> bool:
+    def _has_all(self, node: Node, party: Party, request_id: str) -> bool:
         """Whether everything that a reader has claimed of a source rank has come to its blocks, or out of ours."""
-        fetching = self._begun.get((party, claim_id))
+        fetching = self._begun.get((party, request_id))
         if fetching is None:
             return False
         shape = node.site.shape
         _, programs = programs_between(shape.source.layouts, shape.target.layouts, party.rank)
         is_something = node.rank in programs and any(tokens.last for tokens in fetching.ranges)
         num_bytes = volume(programs[node.rank], fetching.ranges)[1] if is_something else 0
-        whose = party, claim_id, node.peer_key
+        whose = party, request_id, node.peer_key
         return max(self._in_place[whose], sum(self._packed.get(whose, {}).values())) >= num_bytes
 
     # --- ends ---

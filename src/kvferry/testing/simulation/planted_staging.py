@@ -29,6 +29,7 @@ from kvferry.session.packing import Packing
 from kvferry.session.slot_use import SlotState
 from kvferry.session.source import SourceEvent, SourceSession
 from kvferry.session.target import TargetEvent, TargetSession
+from kvferry.testing.simulation.naming import attempt_of
 from kvferry.wire.messages import Aborted, Pack, Packed
 
 __all__ = [
@@ -72,11 +73,11 @@ class ForgetSlots(TargetSession):
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
         commands = super().handle(event, now)
         for command in [each for each in commands if isinstance(each, Failed)]:
-            fetch = self._fetches.get(command.request_id)
+            fetch = self._fetches.get(attempt_of(command.request_id))
             for key, read in fetch.reads.items() if fetch is not None else ():
                 for unpacking in read.unpacking:
                     commands += unpacking.fenced()
-                commands += self._quarantine.drained(ReadKey(command.request_id, key))
+                commands += self._quarantine.drained(ReadKey(attempt_of(command.request_id), key))
         return commands
 
 

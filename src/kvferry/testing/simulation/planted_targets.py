@@ -21,6 +21,7 @@ from kvferry.session.events import (
 )
 from kvferry.session.handshake import Ourselves
 from kvferry.session.target import TargetEvent, TargetSession
+from kvferry.testing.simulation.naming import attempt_of, request_of
 from kvferry.wire.messages import Landed, Offer, Party, Renew, Valid, Welcome
 
 __all__ = [
@@ -58,9 +59,9 @@ class NoWord(TargetSession):
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
         commands = super().handle(event, now)
         for command in [each for each in commands if isinstance(each, Failed)]:
-            fetch = self._fetches.get(command.request_id)
+            fetch = self._fetches.get(attempt_of(command.request_id))
             if fetch is not None and any(read.is_exposed for read in fetch.reads.values()):
-                del self._fetches[command.request_id]
+                del self._fetches[fetch.wanted.claim_id]
                 commands.append(TargetFree(command.request_id))
         return commands
 
@@ -90,7 +91,7 @@ class FirstError(TargetSession):
         if not (isinstance(event, TicketEnded) and isinstance(event.key, ReadKey) and event.error):
             return commands
         freed = self._fetches.pop(event.key.claim_id, None) is not None
-        return [*commands, TargetFree(event.key.claim_id)] if freed else commands
+        return [*commands, TargetFree(request_of(event.key.claim_id))] if freed else commands
 
 
 class SkipValid(TargetSession):
@@ -135,7 +136,7 @@ class TwiceFetched(TargetSession):
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
         commands = super().handle(event, now)
         if isinstance(event, AnswerArrived) and isinstance(event.message, Valid) and not commands:
-            commands += [last for last in self._last if last.request_id == event.message.claim_id]
+            commands += [last for last in self._last if last.request_id == request_of(event.message.claim_id)]
         self._last = tuple(each for each in commands if isinstance(each, Fetched)) or self._last
         return commands
 

@@ -15,6 +15,7 @@ from kvferry.plan.tiles import rows_of
 from kvferry.session.events import Acquire, Acquired, ClaimKey, ReadKey, Remote, SlotKey, Stage, Staged
 from kvferry.staging.pool import Pool
 from kvferry.testing.simulation.memory import RankMemory
+from kvferry.testing.simulation.naming import request_of
 from kvferry.testing.simulation.site import Site
 
 if TYPE_CHECKING:
@@ -94,7 +95,9 @@ class Stager:
 
     def held_by(self, request_id: str) -> list[SlotKey]:
         """The slots for what a request reads."""
-        return [key for key in self._held if isinstance(key.work, ReadKey) and key.work.claim_id == request_id]
+        return [
+            key for key in self._held if isinstance(key.work, ReadKey) and request_of(key.work.claim_id) == request_id
+        ]
 
     def gathers_for(self, lease_id: str) -> list[Copy]:
         """What still looks at the blocks of a lease."""

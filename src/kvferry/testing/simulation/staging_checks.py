@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from kvferry.session.events import Acquired, AnswerArrived, ClaimKey, ReadKey, SlotKey, Staged, TicketEnded
 from kvferry.session.target import TargetEvent
+from kvferry.testing.simulation.naming import request_of
 from kvferry.testing.simulation.violation import Violation
 from kvferry.wire.messages import Grant, Packed, Queued
 
@@ -47,7 +48,7 @@ def copy_moves(node: Node, copy: Copy) -> None:
     if isinstance(work, ClaimKey):
         is_kept = work.lease_id in {lent.wanted.lease_id for lent in node.lent.values()}
     else:
-        fetching = node.fetching.get(work.claim_id)
+        fetching = node.fetching.get(request_of(work.claim_id))
         is_kept = fetching is not None and fetching.status != "fetched"
     if not is_kept:
         raise Violation(f"{node.name}: a {what} of {work} goes on in blocks used since")

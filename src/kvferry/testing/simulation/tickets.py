@@ -19,6 +19,7 @@ from kvferry.session.events import (
     TicketEnded,
     WorkKey,
 )
+from kvferry.testing.simulation.naming import request_of
 from kvferry.testing.simulation.site import Site
 from kvferry.wire.messages import Offer, TargetOffer
 
@@ -71,7 +72,7 @@ class Ticket:
     def request_id(self) -> str:
         """What the target calls its request."""
         work = self.key.work if isinstance(self.key, SlotKey) else self.key
-        return work.claim_id
+        return request_of(work.claim_id)
 
 
 class TicketFabric:

@@ -1,0 +1,27 @@
+"""What a command says when nobody can read what it has to say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLAN = [sys.executable, "-m", "kvferry.cli.main", "plan", "--prefill", "tp=1", "--decode", "tp=2", "--tokens", "64"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_a_full_disk_is_one_clear_message(arguments):
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(PLAN + arguments, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: the output cannot be written")
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_output_of_few_characters_is_one_clear_message():
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(PLAN, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "its encoding is ascii" in ended.stderr
+    assert "Traceback" not in ended.stderr
