@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -118,11 +119,22 @@ def test_children_do_not_outlive_a_killed_parent(tiny_model):
     assert not alive
 
 
+@contextmanager
+def started(command, **more):
+    """A process that does not outlive its test, whose words can be read."""
+    with subprocess.Popen(command, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **more) as parent:
+        try:
+            yield parent
+        finally:
+            parent.kill()
+
+
 @pytest.mark.parametrize(("after", "code"), [("starting", 130), ("Ctrl-C stops", 0)])
 def test_a_terminal_that_is_closed_ends_everything_and_leaves_nothing(tiny_model, tmp_path, after, code):
     command = [sys.executable, "-m", "kvferry.cli.main", "up", "--model", str(tiny_model), "--port", "0"]
-    own = {"env": os.environ | {"TMPDIR": str(tmp_path)}, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **own) as parent:
+    # Whoever runs these tests may have had it ignored, which children inherit.
+    command = ["env", "--default-signal=HUP", *command]
+    with started(command, env=os.environ | {"TMPDIR": str(tmp_path)}) as parent:
         assert any(after in line for line in parent.stderr)
         children = psutil.Process(parent.pid).children(recursive=True)
         parent.send_signal(signal.SIGHUP)
@@ -134,7 +146,7 @@ def test_a_terminal_that_is_closed_ends_everything_and_leaves_nothing(tiny_model
 
 def test_what_was_started_with_nohup_outlives_its_terminal(tiny_model):
     command = ["nohup", sys.executable, "-m", "kvferry.cli.main", "up", "--model", str(tiny_model), "--port", "0"]
-    with subprocess.Popen(command, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as parent:
+    with started(command) as parent:
         assert any("Ctrl-C stops" in line for line in parent.stderr)
         family = [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]
         for one in family:
