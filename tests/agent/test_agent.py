@@ -10,7 +10,7 @@ import zmq
 from agent_support import SOURCE, TARGET
 
 from kvferry.agent import Agent, AgentConfig, Host, new_lease_id
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, RequestError
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree, Timing
 from kvferry.testing import oracle
@@ -191,6 +191,22 @@ def test_a_taken_port_is_a_clear_error(make_rank, host):
     port = int(make_rank("p0", SOURCE).agent.address.rpartition(":")[2])
     with pytest.raises(ConfigurationError, match="cannot listen on"):
         Agent(AgentConfig("p1", port=port), host, open_transports("shm").transports, {})
+
+
+def test_no_request_is_asked_for_twice_at_a_time_and_no_attempt_is_called_like_another(make_rank):
+    source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET)
+    asked = []
+    target.agent._submit = asked.append
+    wanted = target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS)
+    target.agent.fetch(wanted)
+    with pytest.raises(RequestError, match="has a fetch already"):
+        target.agent.fetch(wanted)
+    target.agent._turns.notify(TargetFree(wanted.request_id))
+    target.agent.fetch(wanted)
+    assert [each.request_id for each in asked] == [wanted.request_id] * 2
+    assert len({each.claim_id for each in asked}) == 2
+    with pytest.raises(RequestError, match="has a lease already"):
+        leased(source)
 
 
 def test_an_agent_that_cannot_listen_gives_its_transports_up(make_rank, host):

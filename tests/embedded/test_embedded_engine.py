@@ -261,6 +261,7 @@ def test_closing_ends_open_requests(loop: Loop, model_path: Path) -> None:
         ({"block_tokens": 2}, "too small"),
         ({"num_blocks": 0}, "positive"),
         ({"dtype": "float33"}, "unknown dtype"),
+        ({"dtype": "int8"}, "unknown dtype"),
         ({"num_blocks": 2**40}, "cannot make a cache"),
     ],
 )

@@ -277,6 +277,21 @@ def test_a_milestone_is_an_event_on_the_engines_stream(monkeypatch):
     assert Buffers(torch.device("cpu"), "cpu", "cpu").milestone()()
 
 
+def test_only_a_speculator_lets_the_end_of_a_request_wait_for_the_device(monkeypatch):
+    class Event:
+        def record(self, stream):
+            pass
+
+        def query(self):
+            return False
+
+    module = SimpleNamespace(Event=Event, current_stream=lambda device: "stream")
+    monkeypatch.setattr(device_module.torch, "get_device_module", lambda device: module)
+    buffers = Buffers(torch.device("cuda:1"), "cuda", "cuda")
+    assert buffers.end_of_request(speculates=False)()()
+    assert not buffers.end_of_request(speculates=True)()()
+
+
 def test_an_ended_prefill_is_leased_when_its_device_has_done_it(rank):
     """A speculator writes its layers after the token for which vLLM ends the request."""
     device = Device()

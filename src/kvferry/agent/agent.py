@@ -23,9 +23,9 @@ from kvferry.agent.far_slots import FarSlots
 from kvferry.agent.knocks import Knocks
 from kvferry.agent.lent_memory import Arena
 from kvferry.agent.meeting import Met
-from kvferry.agent.open_requests import OpenRequests
 from kvferry.agent.ourselves import ourselves_of
 from kvferry.agent.own_probe import allocate_probe, describe_probe
+from kvferry.agent.request_names import RequestNames
 from kvferry.agent.stager import Stager
 from kvferry.agent.surroundings import surroundings_here
 from kvferry.agent.turns import Turns, Wish
@@ -66,7 +66,7 @@ class Agent:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-agent", daemon=True)
         self._still_written: tuple[Arena, ...] = ()
-        self._requests = OpenRequests(host.notify)
+        self._names = RequestNames(host.notify)
         with ExitStack() as undo:
             for transport in transports:
                 # The carrier closes them at its turn; this is for when there is none yet.
@@ -97,7 +97,7 @@ class Agent:
                 digester=Digester(HostBytes(readable, identity.layout.regions)),
                 knocks=knocks,
                 wake=wake,
-                notify=self._requests.notify,
+                notify=self._names.notify,
             )
             self.address = control.address
             self._resources = undo.pop_all()
@@ -161,7 +161,7 @@ class Agent:
         Raises RequestError for an id that cannot travel, or whose lease has not ended.
         """
         _check_id(wanted.request_id)
-        self._requests.lease(wanted.request_id)
+        self._names.lease(wanted.request_id)
         self._submit(wanted)
         return Reference(self.party.engine_id, self.party.epoch, wanted.request_id, wanted.lease_id)
 
@@ -183,7 +183,7 @@ class Agent:
         Raises RequestError for an id that cannot travel, or that is being fetched.
         """
         _check_id(wanted.request_id)
-        self._submit(replace(wanted, attempt=self._requests.fetch(wanted.request_id)))
+        self._submit(replace(wanted, attempt=self._names.fetch(wanted.request_id)))
 
     def abort(self, request_id: str) -> None:
         """End a fetch early; `Failed` and `TargetFree` follow unless it is over already."""

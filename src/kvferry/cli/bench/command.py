@@ -10,8 +10,8 @@ import typer
 from kvferry.bench.endpoint import Endpoint
 from kvferry.bench.slo import ItlBy
 from kvferry.cli.console import friendly
-from kvferry.cli.engine_choice import is_given
 from kvferry.cli.options import Json, output
+from kvferry.cli.typed import is_given
 from kvferry.errors import ConfigurationError
 
 __all__ = ["app"]

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.console import friendly
-from kvferry.cli.engine_choice import check_unused, is_given, typed_words
 from kvferry.cli.options import Json, output
+from kvferry.cli.typed import check_unused, is_given, typed_words
 
 __all__ = ["plan"]
 

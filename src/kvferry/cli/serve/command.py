@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.console import friendly
-from kvferry.cli.engine_choice import check_engine, is_given, size
+from kvferry.cli.engine_choice import check_engine, size
 from kvferry.cli.options import (
     HERE,
     Child,
@@ -29,6 +29,7 @@ from kvferry.cli.options import (
     times,
 )
 from kvferry.cli.serve.joining import JoinOptions
+from kvferry.cli.typed import is_given
 from kvferry.errors import ConfigurationError
 from kvferry.registration import Side
 

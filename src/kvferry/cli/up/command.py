@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.console import friendly
-from kvferry.cli.engine_choice import check_engine, is_given, size
+from kvferry.cli.engine_choice import check_engine, size
 from kvferry.cli.options import (
     Digest,
     Engine,
@@ -21,6 +21,7 @@ from kvferry.cli.options import (
     cache,
     output,
 )
+from kvferry.cli.typed import is_given
 from kvferry.errors import ConfigurationError
 
 __all__ = ["up"]

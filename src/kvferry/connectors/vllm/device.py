@@ -13,6 +13,7 @@ from kvferry.agent import Host, Notice
 from kvferry.agent.lent_memory import Arena, host_arena
 from kvferry.connectors.vllm.describe import Described
 from kvferry.connectors.vllm.early_legs import at_once
+from kvferry.connectors.vllm.growing import Milestone
 from kvferry.errors import ConfigurationError
 from kvferry.plan.layout import Layout
 from kvferry.staging.device_arena import DeviceArena
@@ -64,6 +65,11 @@ class Buffers:
         event = module.Event()
         event.record(module.current_stream(self.device))
         return partial(_is_done, event)
+
+    def end_of_request(self, *, speculates: bool) -> Milestone:
+        """What shows that the device has done with a request that vLLM has ended. Without a speculator the last token
+        does, and to wait for what was queued behind it would cost a step."""
+        return self.milestone if speculates else at_once
 
     def _arena(self, num_bytes: int) -> Arena:
         if self.staging is StagingMemory.DEVICE:

@@ -26,7 +26,7 @@ from kvferry.agent import Agent, AgentConfig, Notice, new_epoch, read_token
 from kvferry.connectors.promise import new_key
 from kvferry.connectors.vllm.describe import Described, describe, engine_facts
 from kvferry.connectors.vllm.device import buffers_of
-from kvferry.connectors.vllm.early_legs import EarlyLegs, Source, at_once
+from kvferry.connectors.vllm.early_legs import EarlyLegs, Source
 from kvferry.connectors.vllm.groups import may_grow
 from kvferry.connectors.vllm.late_orders import LateOrders
 from kvferry.connectors.vllm.open_requests import OpenRequests
@@ -120,9 +120,7 @@ class Worker:
         sys.setswitchinterval(SWITCH_S)
         agent.start()
         early_legs = EarlyLegs(Source(agent, described, buffers.milestone), self._open, self._settings.lease_s)
-        # Without a speculator all is written when the token is there, and to wait for the device could cost a step.
-        milestone = at_once if self._config.speculative_config is None else buffers.milestone
-        late_orders = LateOrders(milestone)
+        late_orders = LateOrders(buffers.end_of_request(speculates=self._config.speculative_config is not None))
         grows = described.counts_alike and may_grow(self._kv_cache_config)
         self._started.append(_Started(agent, described, early_legs, late_orders, contents(*layouts), grows))
         logger.info("kvferry rank %d of %d listens at %s", rank, len(layouts), agent.address)

@@ -9,12 +9,12 @@ from kvferry.agent.config import Notice
 from kvferry.errors import RequestError
 from kvferry.session.events import Failed, Fetched, SourceFree, Stopped, TargetFree
 
-__all__ = ["OpenRequests"]
+__all__ = ["RequestNames"]
 
 MAX_NAME_LENGTH = 256
 
 
-class OpenRequests:
+class RequestNames:
     """Notices pass through it on their way to the engine, whose calls may come from any thread.
 
     Of two leases, or two fetches, of one request nobody could tell whose blocks are free.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.agent.open_requests import MAX_NAME_LENGTH, OpenRequests
+from kvferry.agent.request_names import MAX_NAME_LENGTH, RequestNames
 from kvferry.errors import RequestError, TransferError
 from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, Stopped, TargetFree
 
@@ -16,8 +16,8 @@ def heard() -> list:
 
 
 @pytest.fixture
-def requests(heard) -> OpenRequests:
-    return OpenRequests(heard.append)
+def requests(heard) -> RequestNames:
+    return RequestNames(heard.append)
 
 
 def test_a_lease_is_open_until_its_blocks_are_free(requests, heard):
@@ -56,7 +56,7 @@ def test_no_attempt_is_called_like_another(requests):
 
 
 def test_the_engine_may_ask_again_as_soon_as_it_hears():
-    requests = OpenRequests(lambda notice: requests.lease("r"))
+    requests = RequestNames(lambda notice: requests.lease("r"))
     requests.lease("r")
     requests.notify(SourceFree("r", "done"))
     with pytest.raises(RequestError):
