@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import shutil
 import signal
 import socket
@@ -120,9 +121,9 @@ def test_children_do_not_outlive_a_killed_parent(tiny_model):
 
 
 @contextmanager
-def started(command, **more):
+def started(command, stderr=subprocess.PIPE, **more):
     """A process that does not outlive its test, whose words can be read."""
-    with subprocess.Popen(command, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **more) as parent:
+    with subprocess.Popen(command, text=True, stdout=subprocess.DEVNULL, stderr=stderr, **more) as parent:
         try:
             yield parent
         finally:
@@ -134,9 +135,15 @@ def test_a_terminal_that_is_closed_ends_everything_and_leaves_nothing(tiny_model
     command = [sys.executable, "-m", "kvferry.cli.main", "up", "--model", str(tiny_model), "--port", "0"]
     # Whoever runs these tests may have had it ignored, which children inherit.
     command = ["env", "--default-signal=HUP", *command]
-    with started(command, env=os.environ | {"TMPDIR": str(tmp_path)}) as parent:
-        assert any(after in line for line in parent.stderr)
+    terminal, end = pty.openpty()
+    with started(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=end) as parent:
+        os.close(end)
+        said = ""
+        while after not in said:
+            said += os.read(terminal, 4096).decode()
         children = psutil.Process(parent.pid).children(recursive=True)
+        # Nobody can say anything there from now on.
+        os.close(terminal)
         parent.send_signal(signal.SIGHUP)
         assert parent.wait(DEADLINE_S) == code
     _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)

@@ -202,6 +202,11 @@ def test_bad_requests_are_told_why(decoder: Served, path: str, body: Any, status
     assert words in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(("path", "code"), [("/v1/embeddings", "not_found"), ("/health", "method_not_allowed")])
+def test_what_is_not_there_has_a_code_of_its_own(decoder: Served, path: str, code: str) -> None:
+    assert decoder.ask(path, {})[1]["error"]["code"] == code
+
+
 def test_a_body_without_end_is_refused(decoder: Served) -> None:
     status, answer = decoder.ask(COMPLETIONS, b'{"prompt": "' + b"a" * (33 << 20) + b'"}')
     assert (status, answer["error"]["code"]) == (413, "request_too_large")

@@ -1,0 +1,21 @@
+"""What the thread of an agent does for a command of a session."""
+
+from types import SimpleNamespace
+
+from kvferry.agent.knocks import Knocks
+from kvferry.agent.turns import Turns
+from kvferry.session.events import Disconnect, PeerKey
+
+PEER = PeerKey("tcp://127.0.0.1:1", "p0", "e1")
+
+
+def test_nobody_knocks_any_more_at_a_peer_that_is_forgotten():
+    forgotten = []
+    ear = SimpleNamespace(forget=lambda peer: forgotten.append(peer), disconnect=lambda peer: None)
+    knocks = Knocks()
+    knocks.forget = forgotten.append
+    turns = Turns(
+        *[None] * 2, control=ear, carrier=ear, stager=None, digester=None, knocks=knocks, wake=None, notify=None
+    )
+    turns._carry_out(Disconnect(PEER))
+    assert forgotten == [PEER, PEER]

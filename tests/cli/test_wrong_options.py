@@ -1,0 +1,63 @@
+"""What is wrong with options is told before anything is started, and before anybody takes it for ready."""
+
+import asyncio
+
+import pytest
+from typer.testing import CliRunner
+
+from kvferry.cli.bench import serve as bench
+from kvferry.cli.main import app
+
+
+def told(*arguments):
+    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    return " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("output", [(), ("--json",)])
+def test_a_router_does_not_say_that_it_routes_before_it_has_read_its_members(tmp_path, output):
+    words = told("route", "--port", 0, "--members-file", tmp_path / "none.json", *output)
+    assert "routing" not in words
+    assert "none.json" in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--engine-id", ""), "this is no name for an engine found: ''"),
+        (("--engine-id", "a b"), "this is no name for an engine found: 'a b'"),
+        (("--engine-id", "x" * 201), "1 to 200 characters"),
+        (("--heartbeat", "10", "--lease-timeout", "19"), "at least twice --heartbeat, which is 10 s"),
+        (("--role", "decode"), "--register URL beside it"),
+        (("--strategy", "foo"), "no such strategy"),
+        (("--simulated-step", "foo"), "no such cost of a step"),
+        (("--failure-policy", "foo"), "'foo' is not one of"),
+    ],
+)
+def test_an_engine_is_not_loaded_for_options_that_make_no_sense(monkeypatch, arguments, words):
+    monkeypatch.setattr("kvferry.cli.models.resolve", lambda model: pytest.fail("loaded"))
+    assert words in told("serve", *arguments).replace("│ ", "")
+
+
+def test_logs_that_have_no_place_are_one_clear_message(tmp_path):
+    (tmp_path / "file").touch()
+    assert "the logs have no place" in told("up", "--model", tmp_path, "--log-dir", tmp_path / "file")
+
+
+def test_a_benchmark_that_is_interrupted_says_that_nothing_is_reported(monkeypatch):
+    def interrupt(work):
+        work.close()
+        raise KeyboardInterrupt
+
+    said = []
+    monkeypatch.setattr(asyncio, "run", interrupt)
+    monkeypatch.setattr(bench.console, "say", said.append)
+    CliRunner().invoke(app, ["bench", "serve", "--requests", "1"])
+    assert said == ["interrupted: what was measured so far is not reported"]
+
+
+@pytest.mark.parametrize("policy", ["os:getcwd", "os:nothing"])
+def test_a_policy_that_takes_no_question_is_none(policy):
+    words = told("route", "--port", 0, "--decode", "http://127.0.0.1:1", "--policy", policy)
+    assert policy in words
