@@ -274,3 +274,13 @@ def test_nothing_to_receive_is_still_claimed_and_released(target):
     claim = Send(PEER, m.Claim(US, "q1", REFERENCE, 0, (0,), Direction.WRITE, TABLES, empty.ranges))
     play(target, [(0.0, empty, [HELLO]), *HANDSHAKE[1:3], (0.3, answer(m.Reached("shm", "")), [claim])])
     play(target, [(0.4, answer(m.Written("q1", 0, 0)), []), (0.5, VALID, [Fetched])])
+
+
+def test_sources_hear_of_the_attempt_and_the_engine_of_its_request(target):
+    play(target, HANDSHAKE)
+    target.handle(replace(WANTED, request_id="q2", attempt="7:q2"), 0.5)
+    assert target.written_ids() == {"q1", "q2"}
+    commands = target.handle(AbortWanted("q2"), 0.6)
+    assert Send(PEER, m.Abort(US, "7:q2", "l1")) in commands
+    assert [command.request_id for command in commands if isinstance(command, Failed)] == ["q2"]
+    assert target.handle(answer(m.Aborted("7:q2", "epoch-1")), 0.7) == [TargetFree("q2")]
