@@ -82,7 +82,7 @@ class Target:
         opened = open_transports(self.rig.transport)
         layouts = self.rig.target_layouts(self._shared.memory.address)
         config = AgentConfig(
-            f"target-{name}",
+            f"target-{name.replace(' ', '-')}",
             transport=self.rig.transport,
             timing=TIMING,
             digest=digest,
