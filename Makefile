@@ -10,7 +10,7 @@ FLEETS ?= 2
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 
-.PHONY: up test check unit e2e simulate fuzz chaos test-vllm test-kernels format clean
+.PHONY: up test check unit e2e slow simulate fuzz chaos test-vllm test-kernels format clean
 
 up: .venv/engine
 	@$(BIN)/kvferry up $(ARGS)
@@ -29,10 +29,14 @@ unit: .venv/dev
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --include="src/kvferry/plan/*" --fail-under=100
 	$(BIN)/coverage report --include="src/kvferry/wire/*,src/kvferry/session/*,src/kvferry/catalog/*" --fail-under=97
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not e2e and not counted"
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not (e2e or counted or slow)"
 
 e2e: .venv/dev
-	$(BIN)/pytest -n $(FLEETS) --dist loadfile -m "e2e and not chaos"
+	$(BIN)/pytest -n $(FLEETS) --dist loadfile -m "e2e and not (chaos or slow)"
+
+# What `make test` leaves out for the time that it takes.
+slow: .venv/dev
+	$(BIN)/pytest -n $(FLEETS) --dist loadfile -m "slow and not chaos" $(ARGS)
 
 # Everything that kills, stops and restarts processes, with the times that it took.
 chaos: .venv/dev

@@ -200,8 +200,8 @@ def timed_on_device(step: Step, memory: Memory) -> float:
     return float(began.elapsed_time(ended))
 
 
-def cases() -> Iterator[Case]:
-    for row_bytes in ROW_BYTES:
+def cases(all_row_bytes: Sequence[int]) -> Iterator[Case]:
+    for row_bytes in all_row_bytes:
         for order in ORDERS:
             for way in GOALS:
                 yield Case(row_bytes, order, way)
@@ -225,6 +225,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cuda (ROCm too), xpu; cpu with Triton's interpreter")
     parser.add_argument("--mebibytes", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--row-bytes", type=int, nargs="+", default=ROW_BYTES)
     arguments = parser.parse_args()
     if importlib.util.find_spec("triton") is None:
         parser.error("Triton is not installed; hint: pip install 'kvferry[kernels]'")
@@ -232,7 +233,7 @@ def main() -> None:
         parser.error(f"no {arguments.device} device here; see --help for a run without one")
     name = "cpu" if arguments.device == "cpu" else torch.get_device_module(arguments.device).get_device_name()
     memory = Memory.of(arguments.device, arguments.mebibytes << 20)
-    found = [measure(case, memory, arguments.repeats) for case in cases()]
+    found = [measure(case, memory, arguments.repeats) for case in cases(arguments.row_bytes)]
     head = {"device": name, "machine": machine(), "torch": torch.__version__, "goals": GOALS}
     sizes = {"total_bytes": memory.total_bytes, "repeats": arguments.repeats}
     print(json.dumps({**head, **sizes, "cases": found}, indent=1))

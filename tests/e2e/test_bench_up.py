@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from conftest import DEADLINE_S, metric
 
 BENCH = [sys.executable, "-m", "kvferry.cli.main", "bench", "serve"]
@@ -32,6 +33,7 @@ def test_a_fleet_is_measured_with_its_own_token_counts(start_fleet):
     assert received >= sum(length - 1 for length in facts["input_lens"])
 
 
+@pytest.mark.slow
 def test_chat_is_measured_too(start_fleet):
     facts = bench("--url", start_fleet().url, "--requests", "2", "--endpoint", "chat", *LENGTHS)
     assert (facts["completed"], facts["total_output_tokens"]) == (2, 10)

@@ -16,6 +16,8 @@ from chaos_support import Asking, Process, get, samples, since, usage_of
 from conftest import DEADLINE_S, eventually, metric, post
 from test_main_job import prompt_of
 
+pytestmark = pytest.mark.slow
+
 LEASE_S = 6.0
 PREFILL_TIMEOUT_S = 6.0
 STALL_S = 6.0

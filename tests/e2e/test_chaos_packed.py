@@ -10,6 +10,8 @@ from chaos_support import Asking, Process, since
 from conftest import eventually, post
 from test_main_job import prompt_of
 
+pytestmark = pytest.mark.slow
+
 LEASE_S = 4.0
 PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
 

@@ -7,6 +7,8 @@ import pytest
 
 from kvferry.testing.process_engine import NUM_BLOCKS, ProcessEngine
 
+pytestmark = pytest.mark.slow
+
 NUM_RESTARTS = 100
 WARM_UP = 10
 # Over the most that was seen in the first rounds. It moves by some megabytes from round to round (what a transport is

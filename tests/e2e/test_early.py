@@ -246,6 +246,7 @@ def test_a_client_of_a_router_leaves_in_the_middle(site, router):
         site.p.until_free()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_the_prefill_engine_is_killed_in_the_middle(site, way):
     target, prompt = site.targets[way], prompt_of(NUM_TOKENS, seed=6)
@@ -266,6 +267,7 @@ def test_the_prefill_engine_is_killed_in_the_middle(site, way):
     expect_end(leg, prompt, expected)
 
 
+@pytest.mark.slow
 def test_a_routers_prefill_engine_is_killed_in_the_middle(site, router):
     """The router sees it first: decode is asked again, alone. Its client waits, and sees nothing else of it."""
     target, prompt = site.targets["pack"], prompt_of(NUM_TOKENS, seed=9)

@@ -7,8 +7,15 @@ from conftest import BYTES_PER_TOKEN, both
 from test_main_job import prompt_of
 
 
-@pytest.mark.parametrize("strategy", ["scatter", "pack"])
-@pytest.mark.parametrize("transport", ["tcp", "auto"])
+@pytest.mark.parametrize(
+    ("transport", "strategy"),
+    [
+        ("tcp", "scatter"),
+        ("auto", "pack"),
+        pytest.param("tcp", "pack", marks=pytest.mark.slow),
+        pytest.param("auto", "scatter", marks=pytest.mark.slow),
+    ],
+)
 def test_the_answer_is_the_same_through_staging_memory(start_fleet, strategy, transport):
     fleet = start_fleet(transport=transport, decode_block_tokens=32, more=("--strategy", strategy))
     for num_tokens in (1, 100, 2500):

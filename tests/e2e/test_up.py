@@ -35,7 +35,9 @@ def run(tiny_model):
     assert not alive
 
 
-@pytest.mark.parametrize("transport", ["shm", "cma", "tcp", "nixl"])
+@pytest.mark.parametrize(
+    "transport", ["shm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cma", "tcp")), "nixl"]
+)
 def test_once_answers_proves_and_stops(run, transport):
     if transport == "nixl":
         pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
@@ -47,7 +49,7 @@ def test_once_answers_proves_and_stops(run, transport):
     assert (facts["transport"], facts["strategy"], facts["tokens_computed"]) == (transport, "direct", 1)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "tcp"])
 def test_prefill_may_write_instead_of_decode_reading(run, transport):
     arguments = ("--transport", transport, "--prefill-block-tokens", "16", "--decode-block-tokens", "12", "--json")
     result = run("--once", "The ferry leaves at dawn", "--transfer-direction", "push", *arguments)
@@ -56,6 +58,7 @@ def test_prefill_may_write_instead_of_decode_reading(run, transport):
     assert (facts["equal"], facts["transport"], facts["tokens_computed"]) == (True, transport, 1)
 
 
+@pytest.mark.slow
 def test_once_with_two_of_each_prints_a_table(run):
     result = run("--once", "x", "--prefill", "2", "--decode", "2", "--max-tokens", "4")
     assert result.returncode == 0, result.stderr
@@ -108,6 +111,7 @@ def test_a_prompt_longer_than_the_cache_is_one_clear_message(run):
     assert "too long" in result.stderr
 
 
+@pytest.mark.slow
 def test_children_do_not_outlive_a_killed_parent(tiny_model):
     command = [sys.executable, "-m", "kvferry.cli.main", "up", "--model", str(tiny_model), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as parent:
@@ -151,6 +155,7 @@ def test_a_terminal_that_is_closed_ends_everything_and_leaves_nothing(tiny_model
     assert not list(tmp_path.glob("kvferry-*"))
 
 
+@pytest.mark.slow
 def test_what_was_started_with_nohup_outlives_its_terminal(tiny_model):
     command = ["nohup", sys.executable, "-m", "kvferry.cli.main", "up", "--model", str(tiny_model), "--port", "0"]
     with started(command) as parent:

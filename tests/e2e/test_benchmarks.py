@@ -1,0 +1,46 @@
+"""Every benchmark runs, and prints JSON that says on what machine: nobody wants to find out when a machine is there."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+# As little as each of them can do.
+SMALLEST = [
+    "digest.py --repeats 1",
+    "early_decode.py --tokens 64 --repeats 1 --step token=0.1ms,step=2ms",
+    "goodput.py --rates 4 --requests 2 --step token=1ms,step=2ms,sequence=0.1ms,overlap=0 --chunks 200",
+    "layer_wise.py --repeats 1 --step-ms 5",
+    "mixed_tp.py --repeats 1 --pairs 3-2 --formats head-major --tokens 256",
+    "mixed_tp.py --repeats 1 --pairs 2-4 --formats token-major --tokens 256 --transport shm",
+    "mixed_tp.py --repeats 1 --pairs 4-2 --formats token-major --tokens 256 --transport cma",
+    "planner.py --repeats 1",
+    "router.py --only kvferry --seconds 1 --settle-s 0.1",
+    "staging.py --mebibytes 1 --repeats 1 --row-bytes 256",
+    "staging_index.py --repeats 1",
+    "transports.py --mebibytes 1 --repeats 1",
+]
+# Those of real vLLM servers run in an environment of their own, draw_mixed_tp.py draws what is there, and
+# staging_device.py is tested with the kernels (tests/staging), where Triton is.
+ELSEWHERE = {"vllm_early.py", "vllm_pd.py", "draw_mixed_tp.py", "staging_device.py"}
+DEADLINE_S = 240.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", SMALLEST, ids=[words.partition(" --repeats")[0] for words in SMALLEST])
+def test_it_runs_and_prints_json(words):
+    name, *arguments = words.split()
+    command = [sys.executable, str(BENCHMARKS / name), *arguments]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["machine"]
+
+
+def test_none_is_forgotten():
+    programs = {path.name for path in BENCHMARKS.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
+    # Processes that these start.
+    helpers = {"mixed_tp_source.py", "router_engine.py"}
+    assert programs - helpers == {words.split()[0] for words in SMALLEST} | ELSEWHERE
