@@ -111,19 +111,6 @@ def test_a_prompt_longer_than_the_cache_is_one_clear_message(run):
     assert "too long" in result.stderr
 
 
-@pytest.mark.slow
-def test_children_do_not_outlive_a_killed_parent(tiny_model):
-    command = [sys.executable, "-m", "kvferry.cli.main", "up", "--model", str(tiny_model), "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as parent:
-        assert any("router is ready" in line for line in parent.stderr)
-        children = psutil.Process(parent.pid).children(recursive=True)
-        assert len(children) >= 3
-        parent.send_signal(signal.SIGKILL)
-        parent.wait(DEADLINE_S)
-    _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
-    assert not alive
-
-
 @contextmanager
 def started(command, stderr=subprocess.PIPE, **more):
     """A process that does not outlive its test, whose words can be read."""
@@ -132,6 +119,20 @@ def started(command, stderr=subprocess.PIPE, **more):
             yield parent
         finally:
             parent.kill()
+
+
+@pytest.mark.slow
+def test_children_do_not_outlive_a_killed_parent(tiny_model, tmp_path):
+    command = [sys.executable, "-m", "kvferry.cli.main", "up", "--model", str(tiny_model), "--port", "0"]
+    # Nobody is left to delete its logs.
+    with started(command, env=os.environ | {"TMPDIR": str(tmp_path)}) as parent:
+        assert any("router is ready" in line for line in parent.stderr)
+        children = psutil.Process(parent.pid).children(recursive=True)
+        assert len(children) >= 3
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(DEADLINE_S)
+    _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
+    assert not alive
 
 
 @pytest.mark.parametrize(("after", "code"), [("starting", 130), ("Ctrl-C stops", 0)])
