@@ -4,9 +4,8 @@ import pytest
 
 from kvferry.agent.control import ControlChannel
 from kvferry.agent.wake import Wake
-from kvferry.errors import RequestError
 from kvferry.plan.describe import EngineShape
-from kvferry.session.events import LeaseWanted, PeerKey, ReadKey, Tick, TicketEnded
+from kvferry.session.events import PeerKey, ReadKey, Tick, TicketEnded
 
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
 
@@ -54,17 +53,6 @@ def test_what_a_transport_has_ended_meanwhile_is_followed_by_a_whole_turn(steps,
     monkeypatch.setattr(agent._turns.carrier, "poll", lambda: ended)
     assert agent._turns.take(1.0) == 0.0
     assert order == ["receive", TicketEnded]
-
-
-@pytest.mark.parametrize("request_id", ["", "x" * 257], ids=["empty", "too long"])
-def test_a_request_id_that_cannot_travel_is_refused_here(make_rank, request_id):
-    """At the peer it would be a malformed frame, and end every other request with it."""
-    rank = make_rank("p0", SHAPE)
-    reference = rank.agent.lease(LeaseWanted("r1", "l1", ((0,),), 3))
-    with pytest.raises(RequestError, match="cannot travel"):
-        rank.agent.lease(LeaseWanted(request_id, "l2", ((0,),), 3))
-    with pytest.raises(RequestError, match="cannot travel"):
-        rank.agent.fetch(rank.wanted(rank, reference, ((1,),), 3, request_id))
 
 
 def test_an_address_that_makes_no_sense_is_not_sent_to():

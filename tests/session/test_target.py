@@ -109,6 +109,14 @@ def test_a_fetch_from_the_first_hello_to_the_decoded_request():
     assert target.num_open() == 0
 
 
+def test_ranges_that_nothing_can_be_planned_with_end_their_own_fetch():
+    target = session()
+    play(target, [(0.0, replace(WANTED, ranges=(TokenRange(-4, 6),)), [HELLO]), *HANDSHAKE[1:3]])
+    commands = target.handle(HANDSHAKE[3][1], 0.3)
+    assert failure(commands).reason == m.Reason.OUT_OF_RANGE
+    assert target.num_open() == 0
+
+
 def test_the_second_fetch_from_a_known_peer_claims_at_once():
     target = session()
     play(target, [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(m.Valid("q1")), [Fetched])])

@@ -30,7 +30,7 @@ from kvferry.agent.stager import Stager
 from kvferry.agent.surroundings import surroundings_here
 from kvferry.agent.turns import Turns, Wish
 from kvferry.agent.wake import Wake
-from kvferry.errors import RequestError
+from kvferry.agent.wishes import check_fetch, check_growth, check_hold, check_lease
 from kvferry.plan.copies import Direction
 from kvferry.session import events as e
 from kvferry.session.introduction import Identity
@@ -42,7 +42,6 @@ from kvferry.wire.messages import Party, Reference
 
 __all__ = ["Agent"]
 
-MAX_ID_LENGTH = 256
 # Of a handshake, for finding a transport: those that hang one after the other still leave room for the rest.
 TESTS_SHARE = 0.9
 
@@ -158,15 +157,19 @@ class Agent:
     def lease(self, wanted: e.LeaseWanted) -> Reference:
         """Let a target read a finished request's cache. The blocks stay the lease's until `SourceFree`.
 
-        Raises RequestError for an id that cannot travel, or whose lease has not ended.
+        Raises RequestError for what cannot travel, and for a request whose lease has not ended.
         """
-        _check_id(wanted.request_id)
+        check_lease(wanted)
         self._names.lease(wanted.request_id)
         self._submit(wanted)
         return Reference(self.party.engine_id, self.party.epoch, wanted.request_id, wanted.lease_id)
 
     def grow(self, event: e.LeaseGrown) -> None:
-        """More tokens of a growing lease are computed: what has been claimed of them can be sent."""
+        """More tokens of a growing lease are computed: what has been claimed of them can be sent.
+
+        Raises RequestError for what cannot travel.
+        """
+        check_growth(event)
         self._submit(event)
 
     def withdraw(self, request_id: str) -> None:
@@ -174,15 +177,20 @@ class Agent:
         self._submit(e.LeaseWithdrawn(request_id))
 
     def hold(self, wanted: e.HoldWanted) -> None:
-        """Keep a remote lease alive until its request's turn comes, and meet its source meanwhile."""
+        """Keep a remote lease alive until its request's turn comes, and meet its source meanwhile.
+
+        Raises RequestError for what cannot travel.
+        """
+        check_hold(wanted)
         self._submit(wanted)
 
     def fetch(self, wanted: e.FetchWanted) -> None:
         """Bring a remote cache into own blocks; `Fetched`, or `Failed` and later `TargetFree`, follow.
 
-        Raises RequestError for an id that cannot travel, or that is being fetched.
+        Raises RequestError for what cannot travel, for ranges that run backwards, and for a request that is being
+        fetched.
         """
-        _check_id(wanted.request_id)
+        check_fetch(wanted)
         self._submit(replace(wanted, attempt=self._names.fetch(wanted.request_id)))
 
     def abort(self, request_id: str) -> None:
@@ -236,13 +244,3 @@ def _carrier(
     tests_s = TESTS_SHARE * config.timing.handshake_s
     surroundings = surroundings_here(config.transport, config.may_turn)
     return Carrier(config.transport, transports, unavailable, tests_s, surroundings, far)
-
-
-def _check_id(request_id: str) -> None:
-    try:
-        request_id.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError("a request id cannot travel", found=str(error), expected="text") from error
-    if not 0 < len(request_id) <= MAX_ID_LENGTH:
-        what = "a request id cannot travel"
-        raise RequestError(what, found=f"{len(request_id)} characters", expected=f"1 to {MAX_ID_LENGTH}")

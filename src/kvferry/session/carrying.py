@@ -20,7 +20,7 @@ from kvferry.session.events import (
 )
 from kvferry.session.lease import Lease
 from kvferry.session.packing import Packing
-from kvferry.session.refusals import because_of, refuse
+from kvferry.session.refusals import as_transfer_error, because_of, refuse
 from kvferry.session.stretch_writes import STRETCH_BYTES, StretchWrites
 from kvferry.session.targets import Targets
 from kvferry.session.writes import Write
@@ -54,7 +54,7 @@ class Carrying:
             return list(self._begin(key, peer, claim, lease))
         except FerryError as error:
             lease.writes.pop(key, None)
-            raise _as_refused(error) from error
+            raise as_transfer_error(error) from error
 
     def share(self, peer: str, claim: Claim, lease: Lease) -> list[Command]:
         """Write our share of what a target reads, once, when `prepare` comes; asked again, say what has become of it.
@@ -68,7 +68,7 @@ class Carrying:
         try:
             self._targets.check(claim)
         except FerryError as error:
-            raise _as_refused(error) from error
+            raise as_transfer_error(error) from error
         lease.writes[key] = Write.granted(claim.claim_id, peer)
         self._shares.append((claim, lease))
         return []
@@ -125,7 +125,7 @@ class Carrying:
             copies = self._targets.copies(claim, lease.wanted)
         except FerryError as error:
             write.ended(str(error))
-            yield from refuse(write.peer, because_of(_as_refused(error), claim.claim_id))
+            yield from refuse(write.peer, because_of(as_transfer_error(error), claim.claim_id))
             return
         write.posted(copies)
         yield Post(_key_of(claim), copies, Direction.WRITE)
@@ -138,7 +138,7 @@ class Carrying:
         try:
             yield from packing.pack(message, peer, gets_on=now - self._moved_at < self._transfer_s)
         except FerryError as error:
-            raise _as_refused(error) from error
+            raise as_transfer_error(error) from error
 
     def grown(self, lease: Lease) -> Iterator[Command]:
         """More tokens are computed: on with what is pushed, and word of it to who has slots packed."""
@@ -218,13 +218,6 @@ class Carrying:
 
 def _key_of(claim: Claim) -> ClaimKey:
     return ClaimKey(claim.reference.lease_id, claim.party, claim.claim_id)
-
-
-def _as_refused(error: FerryError) -> TransferError:
-    """What a target has asked for that cannot be."""
-    if isinstance(error, TransferError):
-        return error
-    return TransferError(Reason.OUT_OF_RANGE, error.what, found=error.found, expected=error.expected)
 
 
 def _stop(key: ClaimKey, write: Write | Packing | StretchWrites) -> Iterator[Command]:

@@ -19,6 +19,7 @@ from kvferry.session.events import Digested, Fetched, FetchWanted, PeerKey, Post
 from kvferry.session.fetch import Broken, Fetch, Read, ReadState, Step
 from kvferry.session.handshake import CanWrite, Handshakes, Ourselves, Peer
 from kvferry.session.programs import Binding, Bindings
+from kvferry.session.refusals import as_transfer_error
 from kvferry.session.staged_reads import StagedReads
 from kvferry.session.verify import Verifier, cannot_digest, no_digest, other_bytes
 from kvferry.session.ways import Way, beside
@@ -60,8 +61,8 @@ class Reads:
                 yield from self._peers.offer_ourselves(peer, now)
             if not offering:
                 yield from self._claim(fetch, binding, ways, now)
-        except TransferError as error:
-            yield Broken(fetch, error)
+        except FerryError as error:
+            yield Broken(fetch, as_transfer_error(error))
 
     def _binding(self, fetch: Fetch) -> Binding:
         """Raises TransferError when the two engines do not fit together."""
@@ -143,7 +144,7 @@ class Reads:
                 tables, (_, ours) = (grant.block_tables, wanted.block_tables), parted(read.way.read_from)
                 copies = copies_for(binding.programs[peer.key], *tables, wanted.ranges, ours)
         except RequestError as error:
-            yield Broken(fetch, TransferError(Reason.OUT_OF_RANGE, str(error)))
+            yield Broken(fetch, as_transfer_error(error))
             return
         read.machine.move("granted")
         fetch.granted(read, now)

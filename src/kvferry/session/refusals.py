@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvferry.errors import TransferError
+from kvferry.errors import FerryError, TransferError
 from kvferry.session.events import Command, Count, Reply
 from kvferry.wire.messages import Claim, Landed, Pack, Reason, Refusal
 
-__all__ = ["because_of", "refuse", "unknown_lease"]
+__all__ = ["as_transfer_error", "because_of", "refuse", "unknown_lease"]
 
 
 def refuse(peer: str, refusal: Refusal) -> list[Command]:
@@ -17,6 +17,13 @@ def refuse(peer: str, refusal: Refusal) -> list[Command]:
 def because_of(error: TransferError, claim_id: str) -> Refusal:
     """The refusal of what an error stands in the way of."""
     return Refusal(Reason(error.reason), error.what, error.found, error.expected, claim_id)
+
+
+def as_transfer_error(error: FerryError) -> TransferError:
+    """Of what has been asked for, and cannot be."""
+    if isinstance(error, TransferError):
+        return error
+    return TransferError(Reason.OUT_OF_RANGE, error.what, found=error.found, expected=error.expected)
 
 
 def unknown_lease(about: Claim | Landed | Pack) -> Refusal:

@@ -8,6 +8,7 @@ from kvferry.errors import FerryError, TransferError
 from kvferry.plan.slots import SlotPlan
 from kvferry.session.events import Acquired, PeerKey, ReadKey, Release, SlotKey, Staged
 from kvferry.session.fetch import Broken, Fetch, Read, Step
+from kvferry.session.refusals import as_transfer_error
 from kvferry.session.unpacking import Unpacking
 from kvferry.wire.messages import Grant, Packed, Party, Reason
 
@@ -99,7 +100,7 @@ class StagedReads:
         try:
             yield from steps
         except FerryError as error:
-            yield Broken(fetch, TransferError(Reason.OUT_OF_RANGE, str(error)))
+            yield Broken(fetch, as_transfer_error(error))
         if not fetch.failed and all(unpacking.is_done for unpacking in read.unpacking):
             read.num_bytes = sum(unpacking.num_bytes for unpacking in read.unpacking)
             read.num_rows = sum(unpacking.num_rows for unpacking in read.unpacking)
