@@ -65,7 +65,7 @@ from kvferry.session.landings import LOOK_AFTER_S
 from kvferry.session.slot_use import SLOT_TABLE, SlotState
 from kvferry.session.source import SourceSession
 from kvferry.session.target import TargetSession
-from kvferry.session.ways import AUTO, StagingPolicy, Way, allowed_by
+from kvferry.session.ways import AUTO, NO_STAGING, StagingPolicy, Way, allowed_by
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
@@ -1060,3 +1060,19 @@ def test_blocks_that_no_transport_reaches_are_packed_or_nothing():
     assert StagingPolicy(AUTO, 1).packing_only("p0") == Way(Direction.WRITE, Strategy.PACK)
     with pytest.raises(TransferError, match="only be reached through its staging memory"):
         StagingPolicy((Strategy.DIRECT,), 1).packing_only("p0")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "slot_bytes"),
+    [
+        ((), 1 << 20),
+        (AUTO, 0),
+        ((Strategy.PACK,), 0),
+        ((Strategy.DIRECT, Strategy.SCATTER), -5),
+        ((Strategy.DIRECT,), -1),
+    ],
+)
+def test_a_policy_that_nothing_can_be_moved_with_is_refused(allowed, slot_bytes):
+    with pytest.raises(ConfigurationError):
+        StagingPolicy(allowed, slot_bytes)
+    assert StagingPolicy((Strategy.DIRECT,), 0) == NO_STAGING

@@ -26,9 +26,9 @@ from kvferry.plan.tiles import Tile, plain
 __all__ = ["MAX_SLOTS", "Slot", "SlotPlan", "StagedRequest", "any_tables", "region_starts"]
 
 
-MAX_SLOTS = 1 << 14
+MAX_SLOTS = 1 << 10
 """Of one stretch. A single block, or state, that needs more slots than this is not worth staging; a peer says how large
-slots are, and each is a record here."""
+slots are, and each is a record here, which takes time to make."""
 
 
 TOGETHER = 16

@@ -40,10 +40,24 @@ class Way:
 @dataclass(frozen=True, slots=True)
 class StagingPolicy:
     """`allowed` are the strategies that may be chosen; `slot_bytes` is what is staged at a time, 0 without staging
-    memory."""
+    memory.
+
+    Raises ConfigurationError where nothing is allowed, or something that needs staging memory and there is none.
+    """
 
     allowed: tuple[Strategy, ...]
     slot_bytes: int
+
+    def __post_init__(self) -> None:
+        if not self.allowed:
+            raise ConfigurationError("no strategy is allowed", expected=f"some of {', '.join(Strategy)}")
+        least = 1 if set(self.allowed) - {Strategy.DIRECT} else 0
+        if self.slot_bytes < least:
+            raise ConfigurationError(
+                "slots of staging memory cannot have this size",
+                found=f"{self.slot_bytes} bytes with {' or '.join(self.allowed)}",
+                expected=f"at least {least}",
+            )
 
     def before_claim(self, program: Program, ranges: Ranges, costs: Costs, direction: Direction) -> Way:
         """What to ask a source for: to pack, to write to our blocks, all or a share, or only to let us read.
