@@ -94,7 +94,7 @@ def make_engine():
     """All ranks of an engine, each with its own memory and agent."""
     made, memories = [], []
 
-    def make(engine_id, shape, direction=Direction.READ, **config):
+    def make(engine_id, shape, direction=Direction.READ, wrap=None, mover=near_mover, **config):
         size_bytes = sum(region.size_bytes for region in describe(MODEL, shape, 0)[0].regions)
         shared = [allocate_shared(size_bytes, engine_id) for _ in range(shape.num_ranks)]
         memories.extend(shared)
@@ -110,8 +110,9 @@ def make_engine():
             agent_config = AgentConfig(
                 engine_id, epoch, rank, transport="shm", timing=TIMING, direction=direction, **FIXED | config
             )
+            transports = [wrap(one) for one in opened.transports] if wrap else opened.transports
             agent = Agent(
-                agent_config, Host(layouts, (each.memory,), notices.put), opened.transports, opened.unavailable
+                agent_config, Host(layouts, (each.memory,), notices.put, mover), transports, opened.unavailable
             )
             agent.start()
             made.append(agent)

@@ -252,19 +252,27 @@ def test_far_more_than_staging_memory_holds_waits_for_its_turn(make_rank, tmp_pa
     assert [rank.agent.num_slots for rank in (source, *targets)] == [0, 0, 0, 0]
 
 
-def test_a_source_that_hangs_leaves_staging_memory_to_others(make_rank, tmp_path):
-    """Room for four slots at the target, and what hangs wants fifteen."""
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_source_that_hangs_leaves_staging_memory_to_others(make_engine, make_rank, tmp_path, num_ranks):
+    """Room for four slots at the target, and what hangs wants fifteen, however many ranks it has."""
     gate = Gate(tmp_path / "gate")
-    hanging, other = make_rank("p0", SOURCE, wrap=gate.behind, mover=wire_only), make_rank("p1", SOURCE)
+    hanging = make_engine("p0", EngineShape(num_ranks, 1, 4, 16, "token-major"), wrap=gate.behind, mover=wire_only)
+    addresses = tuple(rank.agent.address for rank in hanging)
+    other = make_rank("p1", SOURCE)
     target = make_rank("d0", TARGET, staging_bytes=8 << 12, staging=only(Strategy.PACK))
-    target.agent.fetch(target.wanted(hanging, leased(hanging, "first"), TARGET_TABLES, NUM_TOKENS, "first"))
+
+    def fetch_from_hanging(request_id):
+        lease_id = new_lease_id()
+        reference, *_ = [leased(rank, f"of {request_id}", lease_id) for rank in hanging]
+        target.agent.fetch(FetchWanted(request_id, reference, addresses, TARGET_TABLES, (TokenRange(0, NUM_TOKENS),)))
+
+    fetch_from_hanging("first")
     target.next_notice(Fetched)
     gate.shut()
     stuck = [f"q{number}" for number in range(3)]
     for request_id in stuck:
-        reference = leased(hanging, f"of {request_id}")
-        target.agent.fetch(target.wanted(hanging, reference, TARGET_TABLES, NUM_TOKENS, request_id))
-    for _ in range(2):
+        fetch_from_hanging(request_id)
+    for _ in range(3):
         gate.wait_for_post()
     target.agent.fetch(target.wanted(other, leased(other), TARGET_TABLES, NUM_TOKENS, "other"))
     assert target.next_notice(Fetched).request_id == "other"

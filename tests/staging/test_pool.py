@@ -306,6 +306,21 @@ def test_who_never_gives_back_leaves_room_to_others():
     assert [slot.key for slot in pool.grants()] == [("silent", 2)], "its turn was kept"
 
 
+def test_owners_may_have_a_share_in_common():
+    """The ranks of an engine, say, which hang together."""
+    pool = Pool(8, 1, most_bytes=6, share_of=lambda owner: owner[0])
+    for number in range(4):
+        for owner in ("ab", "ac"):
+            pool.ask((owner, number), owner, 2)
+    assert [slot.key for slot in pool.grants()] == [("ab", 0), ("ac", 0), ("ab", 1)]
+    for number in range(20):
+        pool.ask(("other", number), "other", 2)
+        assert [slot.key for slot in pool.grants()] == [("other", number)]
+        pool.release(("other", number))
+    pool.release(("ab", 0))
+    assert [slot.key for slot in pool.grants()] == [("ac", 1)], "they take turns all the same"
+
+
 def test_a_slot_larger_than_a_share_is_an_owners_only_one():
     pool = Pool(8, 1, most_bytes=4)
     pool.ask("large", "a", 6)

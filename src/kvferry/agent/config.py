@@ -60,7 +60,7 @@ def new_lease_id() -> str:
 
 
 def slot_bytes_in(staging_bytes: int) -> int:
-    """The slots of which so much memory has room for eight each way: one peer may have four, as many as a read uses at
+    """The slots of which so much memory has room for eight each way: one engine may have six, and a read uses four at
     once. No smaller than what the pool hands out, and no larger than can be said."""
     return min(MAX_SLOT_BYTES, max(1, staging_bytes // 16 // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
 

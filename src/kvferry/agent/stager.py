@@ -12,8 +12,9 @@ from contextlib import ExitStack
 from kvferry.agent.far_slots import FarSlots
 from kvferry.errors import FerryError
 from kvferry.session.events import Acquire, Acquired, ReadKey, SlotKey, Stage, Staged
+from kvferry.session.keys import incarnation_of
 from kvferry.staging.mover import Mover
-from kvferry.staging.pool import Pool, Slot
+from kvferry.staging.pool import ENGINE_SHARE, Pool, Slot
 from kvferry.transport.base import Memory
 from kvferry.transport.pieces import View
 
@@ -29,9 +30,11 @@ class Stager:
     def __init__(self, arena: Memory, mover: Mover, far: FarSlots) -> None:
         half_bytes = arena.size_bytes // 2
         self._arena = arena
-        # A peer that hangs keeps its slots: the other half is for others.
-        share_bytes = half_bytes // 2
-        self._incoming, self._outgoing = (Pool(half_bytes, most_bytes=share_bytes) for _ in range(2))
+        # An engine that hangs keeps its slots: the rest is for others.
+        most_bytes = ENGINE_SHARE * half_bytes
+        self._incoming, self._outgoing = (
+            Pool(half_bytes, most_bytes=most_bytes, share_of=incarnation_of) for _ in range(2)
+        )
         # Slots of targets take turns as if they were ours: so no target's gathers keep everybody else's copies waiting.
         self._lent = Pool(half_bytes)
         self._outgoing_address = arena.address + half_bytes

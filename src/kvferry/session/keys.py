@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvferry.wire.messages import Party, Reference
 
-__all__ = ["ClaimKey", "PeerKey", "ReadKey", "Remote", "SlotKey", "WorkKey", "peers_of"]
+__all__ = ["ClaimKey", "PeerKey", "ReadKey", "Remote", "SlotKey", "WorkKey", "incarnation_of", "peers_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,11 @@ def peers_of(reference: Reference, addresses: tuple[str, ...]) -> tuple[PeerKey,
 
 Remote = PeerKey | Party
 """Whom a transport is connected to: a source rank that we read from, or a target rank that we write to."""
+
+
+def incarnation_of(remote: Remote) -> tuple[str, str]:
+    """The engine that a rank is of, and which of its starts: all of that may fall silent at once."""
+    return remote.engine_id, remote.epoch
 
 
 @dataclass(frozen=True, slots=True)

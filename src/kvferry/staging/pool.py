@@ -9,9 +9,10 @@ Nothing fails for lack of room: a wish waits until there is a place for it. What
   the fewest bytes to be given back. Wishes behind it may pass, but never into that stretch. So it is served at the
   latest when the slots that lie there have been released, whatever else is asked meanwhile. Nobody gets in front of it:
   an owner with n others before it has at most n such waits ahead of it.
-* **Shares.** Who has a slot gets no other one with which it would have more than `most_bytes`, and is passed until it
-  has given one back: slots can stay with an owner for as long as it is silent, and others need some meanwhile. Its turn
-  is kept. "In line" means those that may have more.
+* **Shares.** Owners that may fall silent together (the ranks of one engine) have a share in common. Who of them has a
+  slot gets no other one with which they would have more than `most_bytes`, and is passed until one has been given back:
+  slots can stay with them for as long as they are silent, and others need some meanwhile. Their turn is kept. "In line"
+  means those that may have more.
 * **Fragmentation.** A slot is the beginning of the smallest hole that holds it, and released neighbours are joined at
   once. Wishes of one size therefore fill the arena without gaps; and the first in line, with n bytes (rounded up to the
   alignment), fits in any case when more than (slots held + 1) * (n - alignment) bytes are free, because there is at
@@ -24,17 +25,21 @@ A released slot may be given away by the next call of `grants`: release it only 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import inf
-from typing import Final
+from typing import Any, Final
 
 from kvferry.errors import ConfigurationError, IllegalEventError, TransferError
 from kvferry.staging.room import NOWHERE, Room, Stretch
 
-__all__ = ["ALIGNMENT_BYTES", "Pool", "Slot"]
+__all__ = ["ALIGNMENT_BYTES", "ENGINE_SHARE", "Pool", "Slot"]
 
 ALIGNMENT_BYTES = 4096
+ENGINE_SHARE = 3 / 4
+"""Of a pool, for all ranks of one engine: two that pack for one target at once have three slots of the default size
+each, and others two when that engine hangs."""
+
 NOTHING: Final = (None, NOWHERE)
 
 
@@ -48,13 +53,19 @@ class Slot:
 
 
 class Pool:
-    """Slots of one arena of `size_bytes`; each begins at a multiple of `alignment_bytes`. An owner may have
-    `most_bytes`, or one slot that is larger.
+    """Slots of one arena of `size_bytes`; each begins at a multiple of `alignment_bytes`. All owners of one share may
+    have `most_bytes`, or one slot that is larger; `share_of` says whose share an owner's is, its own by default.
 
     Raises ConfigurationError when the alignment is no power of two or the arena does not hold as much.
     """
 
-    def __init__(self, size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES, most_bytes: float = inf) -> None:
+    def __init__(
+        self,
+        size_bytes: int,
+        alignment_bytes: int = ALIGNMENT_BYTES,
+        most_bytes: float = inf,
+        share_of: Callable[[Any], Hashable] = lambda owner: owner,
+    ) -> None:
         if alignment_bytes < 1 or alignment_bytes & (alignment_bytes - 1):
             raise ConfigurationError("not an alignment", found=f"{alignment_bytes} bytes", expected="a power of two")
         if size_bytes < alignment_bytes:
@@ -66,8 +77,9 @@ class Pool:
             )
         self._alignment_bytes = alignment_bytes
         self._room = Room(size_bytes // alignment_bytes * alignment_bytes)
-        self._most_bytes = most_bytes
+        self._most_bytes, self._share_of = most_bytes, share_of
         self._held: dict[Hashable, Stretch] = {}
+        # What each share has.
         self._bytes_of: Counter[Hashable] = Counter()
         # Owners in the order of their turns, and the wishes of each in the order in which they were made.
         self._line: dict[Hashable, dict[Hashable, int]] = {}
@@ -163,7 +175,7 @@ class Pool:
         return None
 
     def _may_have_more(self, owner: Hashable) -> bool:
-        held_bytes = self._bytes_of[owner]
+        held_bytes = self._bytes_of[self._share_of(owner)]
         return not held_bytes or held_bytes + self._wanted_bytes(owner) <= self._most_bytes
 
     def _wanted_bytes(self, owner: Hashable) -> int:
@@ -187,9 +199,10 @@ class Pool:
 
     def _count(self, owner: Hashable, num_bytes: int) -> None:
         """So many bytes more are held by an owner."""
-        self._bytes_of[owner] += num_bytes
-        if not self._bytes_of[owner]:
-            del self._bytes_of[owner]
+        share = self._share_of(owner)
+        self._bytes_of[share] += num_bytes
+        if not self._bytes_of[share]:
+            del self._bytes_of[share]
 
     def _leave(self, key: Hashable) -> None:
         """Take a wish out of the line, and its owner when that was the last one."""

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from kvferry.errors import FerryError
 from kvferry.plan.tiles import rows_of
 from kvferry.session.events import Acquire, Acquired, ClaimKey, ReadKey, Remote, SlotKey, Stage, Staged
-from kvferry.staging.pool import Pool
+from kvferry.session.keys import incarnation_of
+from kvferry.staging.pool import ENGINE_SHARE, Pool
 from kvferry.testing.simulation.memory import RankMemory
 from kvferry.testing.simulation.naming import request_of
 from kvferry.testing.simulation.site import Site
@@ -74,8 +75,8 @@ class Stager:
     def __init__(self, site: Site, memory: RankMemory, ends: StagerEnds) -> None:
         self._site, self._memory, self._ends = site, memory, ends
         half_bytes = memory.arena_bytes // 2
-        share_bytes = half_bytes // 2
-        self._incoming, self._outgoing = (Pool(half_bytes, 1, share_bytes) for _ in range(2))
+        most_bytes = ENGINE_SHARE * half_bytes
+        self._incoming, self._outgoing = (Pool(half_bytes, 1, most_bytes, incarnation_of) for _ in range(2))
         self._lent = Pool(half_bytes, 1)
         self._events: list[Acquired | Staged] = []
         self._is_due = False
