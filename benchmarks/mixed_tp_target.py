@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import queue
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -19,6 +19,7 @@ from mixed_tp_stages import Chain, TargetStages, run_chains
 
 from kvferry.agent import Agent, AgentConfig, Host, new_epoch, new_lease_id
 from kvferry.agent.config import staging_named
+from kvferry.agent.lent_memory import host_arena
 from kvferry.plan.copies import Copies, Direction
 from kvferry.plan.digest import Policy
 from kvferry.session.events import Fetched, FetchWanted
@@ -27,21 +28,49 @@ from kvferry.transport.opening import open_transports
 from kvferry.transport.shared_memory import allocate_shared
 from kvferry.wire.messages import Reference
 
-__all__ = ["AGENTS", "Target"]
+__all__ = ["Target"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """An agent: its strategy and digest, whether sources may write a share of what is read, and whether they may gather
+    straight into its slots, as they do on one host only."""
+
+    strategy: str
+    digest: Policy = Policy.SAMPLED
+    may_share: bool = True
+    is_near: bool = True
+
 
 AGENTS = {
-    "auto": ("auto", Policy.SAMPLED, True),
-    "auto, no digest": ("auto", Policy.OFF, True),
-    "direct": ("direct", Policy.SAMPLED, True),
-    "direct, not shared": ("direct", Policy.SAMPLED, False),
-    "scatter": ("scatter", Policy.SAMPLED, True),
-    "pack": ("pack", Policy.SAMPLED, True),
+    "auto": Ours("auto"),
+    "auto, no digest": Ours("auto", digest=Policy.OFF),
+    "direct": Ours("direct"),
+    "direct, not shared": Ours("direct", may_share=False),
+    "scatter": Ours("scatter"),
+    "pack": Ours("pack"),
+    "pack, as between hosts": Ours("pack", is_near=False),
 }
-"""Strategy, digest, and whether sources may write a share of what is read."""
 POISON = 0xA5
 FETCH_S = 60.0
 LEAD_S = 0.02
 """All processes have heard by then when to begin."""
+
+
+class Unattached:
+    """Staging memory of which nobody is told how to attach it: what is gathered goes over the wire."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._arena = host_arena(num_bytes)
+        self.memory = replace(self._arena.memory, shared_fd=-1)
+
+    def close(self, may_be_written: bool) -> None:
+        self._arena.close(may_be_written)
+
+
+def agents_over(transport: str) -> list[str]:
+    """The agents that there can be: over shared memory nobody writes to what nobody attaches."""
+    return [name for name, ours in AGENTS.items() if ours.is_near or transport != "shm"]
 
 
 class Target:
@@ -56,7 +85,7 @@ class Target:
         self._memory = np.frombuffer(self._shared.buffer, np.uint8)
         self._numbers = count()
         self._notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._agents = {name: self._agent(name) for name in AGENTS}
+        self._agents = {name: self._agent(name) for name in agents_over(rig.transport)}
         self._stages = TargetStages(rig, self._shared.memory)
         extents = [(each.address, each.size_bytes) for each in (self._shared.memory, self._stages.arena.memory)]
         self._nixl = PlainNixl(extents)
@@ -78,21 +107,27 @@ class Target:
         self._request = Request(0, "")
 
     def _agent(self, name: str) -> Agent:
-        strategy, digest, may_share = AGENTS[name]
+        ours = AGENTS[name]
         opened = open_transports(self.rig.transport)
         layouts = self.rig.target_layouts(self._shared.memory.address)
         config = AgentConfig(
             f"target-{name.replace(' ', '-')}",
             transport=self.rig.transport,
             timing=TIMING,
-            digest=digest,
-            may_turn=may_share,
-            staging=staging_named(strategy),
+            digest=ours.digest,
+            may_turn=ours.may_share,
+            staging=staging_named(ours.strategy),
         )
-        host = Host(layouts, (self._shared.memory,), self._notices.put)
+        arena = host_arena if ours.is_near else Unattached
+        host = Host(layouts, (self._shared.memory,), self._notices.put, arena=arena)
         agent = Agent(config, host, opened.transports, opened.unavailable)
         agent.start()
         return agent
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """What ours are called."""
+        return tuple(self._agents)
 
     @property
     def _readable(self) -> list[SourceProcess]:

@@ -145,6 +145,11 @@ def test_who_moves_a_cache_is_said_only_when_it_is_chosen(direction, extra):
     assert transfer_of(vllm_command(options(direction=direction), 1)).get("transfer_direction") == extra
 
 
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_layers_leave_one_by_one_where_that_is_wanted(is_wanted):
+    assert transfer_of(vllm_command(options(layer_wise=is_wanted), 1)).get("layer_wise", False) is is_wanted
+
+
 def test_a_direction_that_does_not_exist_is_refused():
     result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--transfer-direction", "sideways"])
     assert result.exit_code == 2

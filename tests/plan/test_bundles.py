@@ -35,3 +35,23 @@ def test_a_bundle_is_there_when_its_last_state_is(num_bundles, ends):
     )
     cut = bundles(route([source], [target]).between(0, 0), source, target, num_bundles)
     assert [bundle.num_states for bundle in cut] == ends
+
+
+@pytest.mark.parametrize(
+    ("memory_format", "num_layers", "num_bundles", "ends"),
+    [
+        # Keys and values of a block lie side by side: a bundle has those of whole layers.
+        ("packed", 4, 8, [2, 4, 6, 8]),
+        ("packed", 28, 8, [8, 16, 24, 32, 40, 48, 56]),
+        ("token-major", 28, 8, [7, 14, 21, 28, 35, 42, 49, 56]),
+        # So do all layers: whatever is cut is more rows, and as few as there may be are made.
+        ("block-major", 28, 8, [10, 20, 30, 40, 50, 56]),
+    ],
+)
+def test_states_that_lie_side_by_side_stay_together(memory_format, num_layers, num_bundles, ends):
+    source, target = (
+        describe(attention(num_layers, 2, 8, "float32", 4), EngineShape(1, 1, 8, 8, memory_format), at)[0]
+        for at in (1 << 20, 1 << 40)
+    )
+    cut = bundles(route([source], [target]).between(0, 0), source, target, num_bundles)
+    assert [bundle.num_states for bundle in cut] == ends

@@ -33,6 +33,7 @@ BOTH = PairSpec(
     lease_s=15,
 )
 EARLY = {"do_remote_decode": True, "do_remote_prefill": False, "kvferry": {"early": True}}
+NUM_ROWS = "vllm:nixl_num_descriptors_sum"
 MOVED, DONE = "vllm:kvferry_agent_moved_bytes_total", "vllm:request_success_total"
 # Half a stretch and more is not computed yet when the first one has moved.
 LONG, VERY_LONG = 4000, 7000
@@ -229,6 +230,31 @@ def test_our_router_asks_for_both_legs_at_once(pair, spec, way, tmp_path):
     assert (answer["path"], answer["cache"]) == ("disaggregated", "received")
     assert tuple(answer["choices"][0]["token_ids"]) == expected.tokens
     assert early == 1
+    wait_until_free(pair.servers, FREE_S)
+
+
+# Steps of 16 MiB, which are worth taking apart.
+LAYERED = replace(
+    BOTH,
+    prefill=ServerSpec("kv_both", flags=("--max-num-batched-tokens", "2048"), extra=(("layer_wise", True),)),
+    decode=ServerSpec("kv_both", flags=("--max-num-batched-tokens", "2048"), extra=PUSHED),
+)
+
+
+@pytest.mark.parametrize("spec", [LAYERED], ids=["layered"])
+def test_layers_leave_one_by_one(pair, spec):
+    """All tokens of a step are written at once then, in bundles of layers. Their blocks follow one another on servers
+    that are new, so that is fewer rows than stretches of tokens would be: 4 MiB each, a row for each of four layers."""
+    source, target = sides(pair, "packed")
+    before, num_stretches = target.metric(NUM_ROWS), -(-LONG // 512)
+    first, *others = prompts_of((LONG, 300, VERY_LONG))
+    for question in (first, *others):
+        with Stream(source, question) as stream:
+            answer = decode(target, question, stream.params)
+            assert stream.tokens() == list(answer.tokens[:1])
+        if question.prompt == first.prompt:
+            assert target.metric(NUM_ROWS) - before < num_stretches * 4
+        assert not judge(source, target, question, answer).problem
     wait_until_free(pair.servers, FREE_S)
 
 

@@ -165,6 +165,7 @@ def test_keys_and_values_lie_where_vllms_views_have_them(layout):
     assert [state.name for state in rank.layout.states] == [f"model.layers.{n}.{k}" for n in (0, 1) for k in "kv"]
     assert rank.layout.states[0].axes == (Axis("head", HEADS), Axis("dim", DIM))
     assert len(rank.described.memories) == 1
+    assert rank.described.layer_ends == {NAMES[0]: 2, NAMES[1]: 4}
 
 
 @pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC], ids=lambda layout: layout.name)
@@ -226,6 +227,7 @@ def test_a_layer_that_reuses_the_cache_of_another_has_none_of_its_own():
     config = replace(rank.config, kv_cache_groups=[KVCacheGroupSpec(list(NAMES), full())])
     shared = describe(config, {name: rank.caches[NAMES[0]] for name in NAMES}, facts())
     assert {state.name for state in shared.layout.states} == {"model.layers.0.k", "model.layers.0.v"}
+    assert shared.layer_ends == {NAMES[0]: 2}
 
 
 def test_tokens_are_shared_out_by_context_parallelism():

@@ -24,6 +24,7 @@ from kvferry.connectors.vllm.device import Buffers
 from kvferry.connectors.vllm.early_legs import EarlyLegs, Source, at_once
 from kvferry.connectors.vllm.growing import MAX_SILENT_WORDS, Growing
 from kvferry.connectors.vllm.late_orders import LateOrders
+from kvferry.connectors.vllm.layer_progress import LayerProgress
 from kvferry.connectors.vllm.orders import EndOrder, GrowthOrder, LeaseOrder, Orders, PromiseOrder
 from kvferry.connectors.vllm.worker import _Started
 from kvferry.connectors.vllm_middleware.workers import RELEASED
@@ -53,11 +54,11 @@ class Device:
         return lambda: number <= self.num_done
 
 
-def with_groups(rank, *groups, milestone=None):
+def with_groups(rank, *groups, milestone=None, layer_ends=None):
     """The rank with another description of its caches, and with a device."""
     described = Described(Layout((), (), (), ()), (), groups, (0,))
     source = Source(rank.agent, described, milestone) if milestone else Source(rank.agent, described)
-    legs = EarlyLegs(source, rank.worker._open, SETTINGS.lease_s)
+    legs = EarlyLegs(source, rank.worker._open, SETTINGS.lease_s, layer_ends or {})
     rank.worker._started = [_Started(rank.agent, described, legs, LateOrders(milestone or at_once))]
     return rank
 
@@ -210,6 +211,74 @@ def test_where_groups_count_differently_only_the_end_is_told(rank):
     rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(31)]))
     rank.worker.obey(Orders(ended=[KEPT]))
     assert told(rank) == [(NAME, ((1, 2, 3), (1, 2, 3)), PROMPT)]
+
+
+# Keys and values of two layers.
+LAYERS = {"first": 2, "second": 4}
+
+
+def told_ahead(rank):
+    return [(grown.num_ready, grown.ahead.num_tokens, grown.ahead.num_states) for grown in rank.agent.grown]
+
+
+def test_what_a_layer_has_computed_is_told_in_the_middle_of_the_step(rank):
+    with_groups(rank, GroupFacts(0), layer_ends=LAYERS)
+    rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(16)]))
+    rank.worker.layer_ended("first")
+    assert told_ahead(rank) == [(0, 16, 2)]
+    rank.worker.layer_ended("second")
+    rank.worker.obey(Orders(growths=[grows(32)]))
+    rank.worker.layer_ended("first")
+    assert told_ahead(rank) == [(0, 16, 2), (0, 16, 4), (16, 0, 0), (16, 32, 2)]
+    assert {grown.block_tables for grown in rank.agent.grown} == {((1, 2, 3),)}
+    rank.worker.obey(Orders(withdrawn=[NAME]))
+    rank.worker.layer_ended("first")
+    rank.worker.layer_ended("second")
+    assert len(rank.agent.grown) == 4, "nothing after it was taken back"
+    assert not rank.worker._started[0].early_legs._growing._num_before
+
+
+def test_layers_are_told_of_when_the_device_has_done_them_and_after_the_step_before(rank):
+    device = Device()
+    with_groups(rank, GroupFacts(0), milestone=device.milestone, layer_ends=LAYERS)
+    rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(16)]))
+    rank.worker.obey(Orders(growths=[grows(32)]))
+    rank.worker.layer_ended("first")
+    rank.told()
+    assert (device.num_begun, told_ahead(rank)) == (2, [])
+    device.num_done = 1
+    rank.told()
+    assert told_ahead(rank) == [(16, 0, 0)]
+    device.num_done = 2
+    rank.told()
+    assert told_ahead(rank) == [(16, 0, 0), (16, 32, 2)]
+
+
+def test_pieces_are_counted_in_the_middle_of_a_step_too(rank):
+    with_groups(rank, WHOLE, layer_ends=LAYERS)
+    rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(31)]))
+    rank.worker.layer_ended("first")
+    assert told_ahead(rank) == [(0, 1, 2)]
+
+
+@pytest.mark.parametrize("promises", [[PROMISE], []], ids=["not asked for", "nobody is promised anything"])
+def test_layers_are_told_of_only_to_who_wants_to_know(rank, promises):
+    with_groups(rank, GroupFacts(0), layer_ends={} if promises else LAYERS)
+    rank.worker.obey(Orders(promises=promises, growths=[grows(16)] if promises else []))
+    rank.worker.layer_ended("first")
+    assert rank.agent.grown == []
+
+
+def test_an_eighth_of_the_states_is_worth_a_word_and_so_are_the_last_ones():
+    progress = LayerProgress({f"layer {number}": 2 * number for number in range(1, 31)})
+    for _ in range(2):
+        progress.begin()
+        found = [progress.ended(f"layer {number}") for number in range(1, 31)]
+        assert [num for num in found if num] == [8, 16, 24, 32, 40, 48, 56, 60]
+    progress.begin()
+    assert [progress.ended(f"layer {number}") for number in (2, 3, 4, 1)] == [0, 0, 0, 8], "only what comes first"
+    assert progress.ended("one without a cache of its own") == 0
+    assert LayerProgress({}).ended("layer 1") == 0
 
 
 class Clock:

@@ -18,6 +18,7 @@ import vllm
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 
+from kvferry.connectors.vllm.connector import FerryConnector
 from kvferry.connectors.vllm.settings import check_version, settings_of
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
 from kvferry.connectors.vllm_middleware.arrivals import Arrival, Arrivals
@@ -36,17 +37,32 @@ def environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def settings(extra=None, ranks=1, index=0):
+def settings(extra=None, ranks=1, index=0, ubatching=False, speculative=None):
     transfer = KVTransferConfig(
         kv_connector="FerryConnector", kv_role="kv_both", engine_id="ours", kv_connector_extra_config=extra or {}
     )
-    parallel = SimpleNamespace(world_size=ranks, data_parallel_index=index)
-    return settings_of(SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel))
+    parallel = SimpleNamespace(world_size=ranks, data_parallel_index=index, use_ubatching=ubatching)
+    config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, speculative_config=speculative)
+    return settings_of(config)
 
 
 def test_nothing_need_be_said():
     found = settings()
     assert (found.engine_id, found.port, found.transport, found.lease_s) == ("ours", 0, "auto", 30.0)
+
+
+def test_layers_may_leave_one_by_one_where_each_runs_once_per_step():
+    assert not settings(ubatching=True, speculative=object()).layer_wise
+    assert settings({"layer_wise": True}).layer_wise
+    for several in ({"ubatching": True}, {"speculative": object()}):
+        with pytest.raises(ConfigurationError, match="more than once per step"):
+            settings({"layer_wise": True}, **several)
+    with pytest.raises(ConfigurationError, match="true or false"):
+        settings({"layer_wise": "yes"})
+    assert [FerryConnector.requires_piecewise_for_cudagraph({"layer_wise": is_so}) for is_so in (True, False)] == [
+        True,
+        False,
+    ]
 
 
 def test_what_is_said_counts():

@@ -148,7 +148,7 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str, join: JoinO
     from kvferry.cli import environment
     from kvferry.cli.serve.vllm import VllmOptions, serve_vllm
 
-    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "simulated_step", "layer_wise"):
+    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "simulated_step"):
         if is_given(context, name):
             option = f"--{name.replace('_', '-')}"
             hint = "what follows -- goes to vllm serve as it is"
@@ -163,6 +163,7 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str, join: JoinO
         strategy=given["strategy"],
         staging_bytes=size(context, "staging_mib", "vllm") << 20,
         direction=given["transfer_direction"],
+        layer_wise=given["layer_wise"],
         block_tokens=size(context, "block_tokens", "vllm"),
         dtype=given["dtype"],
         failure_policy=given["failure_policy"],

@@ -55,6 +55,7 @@ class VllmOptions:
     strategy: str = "auto"
     staging_bytes: int = 0
     direction: str = "auto"
+    layer_wise: bool = False
     lease_s: float = 0.0
     drain_s: float = 0.0
     join: JoinOptions = NOWHERE
@@ -98,6 +99,7 @@ def vllm_command(options: VllmOptions, port: int) -> list[str]:
     extra |= {"strategy": options.strategy} if options.strategy != "auto" else {}
     extra |= {"staging_bytes": options.staging_bytes} if options.staging_bytes else {}
     extra |= {"transfer_direction": options.direction} if options.direction != "auto" else {}
+    extra |= {"layer_wise": True} if options.layer_wise else {}
     extra |= {"host": options.transfer_host} if options.transfer_host != HERE else {}
     extra |= {"kv_lease_duration": options.lease_s} if options.lease_s else {}
     extra |= {"token_file": options.token_file} if options.token_file else {}

@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 from kvferry.connectors.params import Reach
 from kvferry.connectors.vllm.orders import Orders, RankAddress
 from kvferry.connectors.vllm.scheduler import Scheduler
-from kvferry.connectors.vllm.settings import check_version, settings_of, speak_like_vllm
+from kvferry.connectors.vllm.settings import check_version, layer_wise_of, settings_of, speak_like_vllm
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
 from kvferry.connectors.vllm.worker import Worker
 from kvferry.errors import ConfigurationError
@@ -123,7 +123,13 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: a request runs only after all of its cache is there."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: the cache is read where it lies."""
+        """The cache is read where it lies; what a layer has computed may leave before its step has ended."""
+        self._worker.layer_ended(layer_name)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Nobody is called in the middle of a whole graph."""
+        return layer_wise_of(extra_config)
 
     def wait_for_save(self) -> None:
         """Nothing: the cache is read where it lies."""

@@ -47,12 +47,14 @@ class Described:
     """A rank's layout, the memory it lies in (one per allocation), and where its groups' block tables come from.
 
     The layout may have more groups than vLLM: layers of one that must be counted differently are apart here.
+    `layer_ends` has for each layer, in the layout's order, how many states there are up to its own.
     """
 
     layout: Layout
     memories: tuple[Memory, ...]
     groups: tuple[GroupFacts, ...]
     transfer_group_ids: tuple[int, ...]
+    layer_ends: Mapping[str, int] = field(default_factory=dict)
 
     def tables(self, tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """One block table per group of the layout, from one per transferable group of vLLM's."""
@@ -98,7 +100,9 @@ def describe(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tenso
         raise LayoutError("vLLM has registered no cache that can be transferred", found=", ".join(kv_caches) or "none")
     layout = Layout(tuple(building.states), tuple(building.regions), tuple(building.groups), tuple(building.placements))
     memories = tuple(Memory(region.address, region.size_bytes, -1) for region in building.regions)
-    return Described(layout, memories, tuple(building.facts), tuple(kv_cache_config.transfer_group_ids))
+    return Described(
+        layout, memories, tuple(building.facts), tuple(kv_cache_config.transfer_group_ids), building.layer_ends
+    )
 
 
 def _caches(
@@ -131,6 +135,7 @@ class _Building:
     groups: list[CacheGroup] = field(default_factory=list)
     facts: list[GroupFacts] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
+    layer_ends: dict[str, int] = field(default_factory=dict)
 
     def add(self, index: int, cache: Cache, parts: Parts) -> None:
         region, start = self._region(cache.tensor)
@@ -141,6 +146,7 @@ class _Building:
                 raise LayoutError(f"layer {cache.layer} has the name of another", found=part.state.name, hint=hint)
             self.states.append(part.state)
             self.placements.append(_placement(part, region, group, start))
+        self.layer_ends[cache.layer] = len(self.states)
 
     def _region(self, tensor: torch.Tensor) -> tuple[int, int]:
         """The number of the tensor's allocation, and where in it the tensor begins."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from kvferry.agent import Agent
 from kvferry.connectors.vllm.describe import Described
 from kvferry.connectors.vllm.growing import Growing, Milestone
+from kvferry.connectors.vllm.layer_progress import LayerProgress
 from kvferry.connectors.vllm.open_requests import OpenRequests
 from kvferry.connectors.vllm.orders import EndOrder, GrowthOrder, PromiseOrder
 from kvferry.session.events import LeaseGrown, LeaseWanted
@@ -30,13 +32,21 @@ class Source:
 
 
 class EarlyLegs:
-    """What is told of each is in `open_requests`. A lease lives `lease_s` without a word."""
+    """What is told of each is in `open_requests`. A lease lives `lease_s` without a word. `layer_ends` are those of
+    `Described` where layers are told of one by one."""
 
-    def __init__(self, source: Source, open_requests: OpenRequests, lease_s: float) -> None:
+    def __init__(
+        self,
+        source: Source,
+        open_requests: OpenRequests,
+        lease_s: float,
+        layer_ends: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self._agent = source.agent
         self._described = source.described
         self._open = open_requests
         self._growing = Growing(source.agent.grow, source.milestone, lease_s)
+        self._layers = LayerProgress(layer_ends)
 
     def promise(self, order: PromiseOrder) -> None:
         """Lease blocks that are not known yet."""
@@ -50,10 +60,16 @@ class EarlyLegs:
     def step(self, growths: Sequence[GrowthOrder]) -> None:
         """A step begins. Where groups count differently nothing is told before the end: what is there of one would be
         taken for what is there of another."""
+        self._layers.begin()
         described = self._described
         if not described.counts_alike:
             growths = ()
         self._growing.step([self._grown(order, described.num_complete(order.num_tokens)) for order in growths])
+
+    def layer_ended(self, layer: str) -> None:
+        """In the middle of a step: what a layer keeps of all its tokens has been written, as the device gets on."""
+        if num_states := self._layers.ended(layer):
+            self._growing.get_ahead(num_states)
 
     def look(self) -> None:
         """The device may have got on."""

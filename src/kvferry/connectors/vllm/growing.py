@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvferry.session.events import LeaseGrown
+from kvferry.session.events import Ahead, LeaseGrown
 
 __all__ = ["Growing", "Milestone"]
 
@@ -41,7 +41,8 @@ class Growing:
     """By the agents' name of a request. `tell` is the agent's; a lease lives `lease_s` without a word.
 
     What a step computes is told when the next one begins, and not before the device has done it: only then has
-    everything been written that belongs to the step, a speculator's layers too.
+    everything been written that belongs to the step, a speculator's layers too. Of single states it may be told in the
+    middle of the step.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class Growing:
         self._word_s = lease_s / WORDS_PER_LEASE
         self._clock = clock
         self._promises: dict[str, _Promise] = {}
+        # How many tokens the steps before this one have computed.
+        self._num_before: dict[str, int] = {}
         self._computing: Sequence[LeaseGrown] = ()
         self._begun: deque[_Begun] = deque()
 
@@ -66,14 +69,29 @@ class Growing:
     def close(self, name: str) -> None:
         """Nothing more is to be said of it. Unknown ones are fine."""
         self._promises.pop(name, None)
+        self._num_before.pop(name, None)
 
     def step(self, growths: Sequence[LeaseGrown]) -> None:
         """A step begins, which computes `growths`; all that the steps before it compute has been begun."""
         if self._computing:
             self._begun.append(_Begun(self._milestone(), self._computing, is_last=False))
+            self._num_before |= {
+                grown.request_id: grown.num_ready for grown in self._computing if grown.request_id in self._promises
+            }
         self._computing = growths
         self.look()
         self._keep_promises()
+
+    def get_ahead(self, num_states: int) -> None:
+        """In the middle of a step: the first states of what it computes have been begun."""
+        if self._computing:
+            ahead = [self._ahead(grown, num_states) for grown in self._computing]
+            self._begun.append(_Begun(self._milestone(), ahead, is_last=False))
+            self.look()
+
+    def _ahead(self, grown: LeaseGrown, num_states: int) -> LeaseGrown:
+        num_before = self._num_before.get(grown.request_id, 0)
+        return replace(grown, num_ready=num_before, ahead=Ahead(grown.num_ready, num_states))
 
     def end(self, grown: LeaseGrown) -> None:
         """All of a prefill has been begun."""

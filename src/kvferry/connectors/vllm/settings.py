@@ -27,6 +27,7 @@ KNOWN_KEYS = (
     "digest",
     "host",
     "kv_lease_duration",
+    "layer_wise",
     "port",
     "staging_bytes",
     "staging_memory",
@@ -62,6 +63,7 @@ class Settings:
     direction: Direction = Direction.READ
     may_turn: bool = True
     is_loss_fatal: bool = False
+    layer_wise: bool = False
 
 
 def check_version() -> None:
@@ -111,7 +113,30 @@ def settings_of(config: VllmConfig) -> Settings:
         direction=direction_named(direction),
         may_turn=may_turn(direction),
         is_loss_fatal=transfer.kv_load_failure_policy == "fail",
+        layer_wise=_layer_wise(extra, config),
     )
+
+
+def layer_wise_of(extra: dict[str, Any]) -> bool:
+    """Raises ConfigurationError for what is neither true nor false."""
+    found = extra.get("layer_wise", False)
+    if not isinstance(found, bool):
+        raise ConfigurationError("layer_wise is wrong", found=repr(found), expected="true or false")
+    return found
+
+
+def _layer_wise(extra: dict[str, Any], config: VllmConfig) -> bool:
+    """Only where a layer that has ended has ended for all tokens of the step."""
+    wanted = layer_wise_of(extra)
+    several = (config.speculative_config is not None, "a speculator"), (config.parallel_config.use_ubatching, "batches")
+    for is_so, what in several if wanted else ():
+        if is_so:
+            raise ConfigurationError(
+                "layer_wise is not possible with layers that run more than once per step",
+                found=what,
+                expected="neither --speculative-config nor --enable-dbo",
+            )
+    return wanted
 
 
 def _check_keys(extra: dict[str, Any]) -> None:

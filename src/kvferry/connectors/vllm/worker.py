@@ -119,7 +119,9 @@ class Worker:
         # At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.
         sys.setswitchinterval(SWITCH_S)
         agent.start()
-        early_legs = EarlyLegs(Source(agent, described, buffers.milestone), self._open, self._settings.lease_s)
+        ends = described.layer_ends if self._settings.layer_wise else {}
+        source = Source(agent, described, buffers.milestone)
+        early_legs = EarlyLegs(source, self._open, self._settings.lease_s, ends)
         late_orders = LateOrders(buffers.end_of_request(speculates=self._config.speculative_config is not None))
         grows = described.counts_alike and may_grow(self._kv_cache_config)
         self._started.append(_Started(agent, described, early_legs, late_orders, contents(*layouts), grows))
@@ -153,6 +155,11 @@ class Worker:
             if self._open.is_fetching(request_id):
                 ours = self._ours()
                 ours.late_orders.give(partial(ours.agent.abort, agent_name(request_id)))
+
+    def layer_ended(self, layer: str) -> None:
+        """In the forward pass: a layer has done all its work, or the device has been told to."""
+        for ours in self._started:
+            ours.early_legs.layer_ended(layer)
 
     def _lease(self, order: LeaseOrder) -> None:
         name = self._open.lease(order)
