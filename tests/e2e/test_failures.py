@@ -64,6 +64,18 @@ def test_a_reference_to_somebody_elses_cache_is_not_believed(fleet):
     assert (tokens, report["recomputed"]) == (alone(fleet, mine), "unknown_lease")
 
 
+def test_a_reference_used_with_another_prompt_is_not_used(fleet):
+    """One as long, and one that is shorter; but a cache is good for every prompt that its own begins with."""
+    theirs = prompt_of(60, seed=13)
+    for mine, reason in (
+        (prompt_of(60, seed=14), "wrong_prompt"),
+        (theirs[:20] + [7] * 20, "wrong_prompt"),
+        (theirs[:40], ""),
+    ):
+        tokens, report = decode(fleet, mine, prefill(fleet, theirs))
+        assert (tokens, report["recomputed"]) == (alone(fleet, mine), reason)
+
+
 def test_a_longer_prompt_than_was_computed_is_not_read(fleet):
     prompt = prompt_of(60, seed=4)
     longer = prompt_of(90, seed=4)

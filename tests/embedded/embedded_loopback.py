@@ -14,6 +14,7 @@ from kvferry.errors import TransferError
 from kvferry.plan.blocks import BlockTables
 from kvferry.plan.layout import Layout
 from kvferry.plan.program import bind
+from kvferry.plan.prompt import Prompt
 from kvferry.plan.request import copies_for
 from kvferry.plan.route import route
 from kvferry.plan.tokens import TokenRange
@@ -66,12 +67,12 @@ class Loopback:
     def failure(self) -> str:
         return ""
 
-    async def offer(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> dict[str, object]:
+    async def offer(self, request_id: str, block_tables: list[list[int]], prompt: Prompt) -> dict[str, object]:
         self.offers.tables[request_id] = block_tables
         return {"do_remote_prefill": True, "remote_request_id": request_id}
 
-    async def promise(self, request_id: str, num_tokens: int) -> dict[str, object]:
-        self.offers.promised[request_id] = Promise(num_tokens)
+    async def promise(self, request_id: str, prompt: Prompt) -> dict[str, object]:
+        self.offers.promised[request_id] = Promise(prompt.num_tokens)
         return {"do_remote_prefill": True, "remote_request_id": request_id}
 
     def grow(self, request_id: str, grown: Grown) -> None:
@@ -82,7 +83,7 @@ class Loopback:
             promise.over.set()
 
     async def fetch(
-        self, request_id: str, params: object, block_tables: list[list[int]], num_tokens: int
+        self, request_id: str, params: object, block_tables: list[list[int]], prompt: Prompt
     ) -> TransferReport:
         self.entered.set()
         self.quarantined.append(request_id)
@@ -95,6 +96,7 @@ class Loopback:
             self._fencing = asyncio.create_task(self._end_quarantine())
             raise TransferError("unknown_lease", "nobody offers this request", found=repr(named))
         self.quarantined.remove(request_id)
+        num_tokens = prompt.num_tokens
         tables = (self.offers.tables.pop(remote), block_tables)
         num_bytes, num_rows = move((self.offers.layout, self.engine.layout()), tables, num_tokens)
         self.offers.release(remote)

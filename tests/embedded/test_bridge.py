@@ -12,12 +12,18 @@ from kvferry.errors import TransferError
 from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.model import attention
+from kvferry.plan.prompt import Prompt
 from kvferry.session.events import Failed, Fetched, FetchReport, Timing
 from kvferry.transport.shared_memory import allocate_shared
 
 MODEL = attention(num_layers=1, num_heads=2, head_dim=4, dtype="float32", item_bytes=4)
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=8, format="block-major")
 DEADLINE_S = 30.0
+
+
+def prompt(num_tokens):
+    """Prompts of which the longer begin with the shorter."""
+    return Prompt.of(range(100, 100 + num_tokens))
 
 
 class Side:
@@ -56,10 +62,30 @@ def with_two_sides(scenario, lease_s=30.0, direction=Direction.READ):
     asyncio.run(run())
 
 
+def test_the_reference_of_another_prompt_is_refused():
+    async def scenario(source, target):
+        params = await source.transfer.offer("r1", [[1, 3]], Prompt.of([100, 101, 7, 103]))
+        with pytest.raises(TransferError, match="the cache of another prompt") as caught:
+            await target.transfer.fetch("q1", params, [[0]], prompt(3))
+        assert caught.value.reason == "wrong_prompt"
+        assert await target.freed() == "q1"
+
+    with_two_sides(scenario)
+
+
+def test_the_reference_of_a_prompt_that_is_promised_is_bound_to_it():
+    async def scenario(source, target):
+        params = await source.transfer.promise("r1", Prompt.of([7, 101, 102, 103]))
+        with pytest.raises(TransferError, match="the cache of another prompt"):
+            await target.transfer.fetch("q1", params, [[0]], prompt(3))
+
+    with_two_sides(scenario, direction=Direction.WRITE)
+
+
 def test_an_offer_is_fetched_and_the_source_is_free():
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], 7)
-        report = await target.transfer.fetch("q1", params, [[0, 5]], 6)
+        params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
+        report = await target.transfer.fetch("q1", params, [[0, 5]], prompt(6))
         assert (report.tokens, report.bytes, report.transport) == (6, 6 * MODEL.bytes_per_token, "shm")
         assert await source.freed() == "r1"
         assert target.released.empty()
@@ -78,9 +104,9 @@ def test_an_offer_is_fetched_and_the_source_is_free():
 
 def test_a_refused_fetch_raises_and_frees_both_sides():
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], 7)
+        params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
         with pytest.raises(TransferError, match="more tokens than were computed"):
-            await target.transfer.fetch("q1", params, [[0, 5, 6]], 9)
+            await target.transfer.fetch("q1", params, [[0, 5, 6]], prompt(9))
         assert await target.freed() == "q1"
         source.transfer.abort("r1")
         assert await source.freed() == "r1"
@@ -95,7 +121,7 @@ def test_a_refused_fetch_raises_and_frees_both_sides():
 def test_parameters_that_make_no_sense_free_the_blocks():
     async def scenario(source, target):
         with pytest.raises(TransferError, match="kv_transfer_params cannot be read"):
-            await target.transfer.fetch("q1", {"do_remote_prefill": True}, [[0]], 3)
+            await target.transfer.fetch("q1", {"do_remote_prefill": True}, [[0]], prompt(3))
         assert await target.freed() == "q1"
 
     with_two_sides(scenario)
@@ -103,9 +129,9 @@ def test_parameters_that_make_no_sense_free_the_blocks():
 
 def test_a_caller_that_goes_away_frees_its_blocks():
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], 7)
+        params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
         await source.transfer.close()
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], 6))
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
         await asyncio.sleep(0)
         fetch.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -120,9 +146,9 @@ def test_a_caller_that_goes_away_when_all_is_over_frees_its_blocks(settled_first
     """The fetch is over and frees nothing by itself: the notice and the cancellation cross each other."""
 
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], 7)
+        params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
         await source.transfer.close()
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], 6))
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
         await asyncio.sleep(0)
         notice = Fetched("q1", FetchReport(6, 1, 1, "shm", "", "direct"))
         if settled_first:
@@ -139,9 +165,9 @@ def test_a_caller_that_goes_away_when_all_is_over_frees_its_blocks(settled_first
 
 def test_close_ends_what_is_under_way():
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], 7)
+        params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
         await source.transfer.close()
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], 6))
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
         await asyncio.sleep(0)
         await target.transfer.close()
         with pytest.raises(TransferError, match="has stopped"):
@@ -149,10 +175,10 @@ def test_close_ends_what_is_under_way():
         assert await target.freed() == "q1"
         assert target.transfer.failure
         with pytest.raises(TransferError, match="has stopped"):
-            await target.transfer.fetch("q2", params, [[0, 5]], 6)
+            await target.transfer.fetch("q2", params, [[0, 5]], prompt(6))
         assert await target.freed() == "q2"
         with pytest.raises(TransferError, match="has stopped"):
-            await target.transfer.offer("q3", [[1]], 3)
+            await target.transfer.offer("q3", [[1]], prompt(3))
 
     with_two_sides(scenario)
 
@@ -161,10 +187,10 @@ def test_a_dead_agent_is_an_error_for_whoever_waits(monkeypatch):
     """A defect of ours in the agent's thread must not become a request that never ends."""
 
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], 7)
+        params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
         monkeypatch.setattr(target.transfer.agent._turns.target, "handle", lambda event, now: 1 / 0)
         with pytest.raises(TransferError, match="has stopped"):
-            await target.transfer.fetch("q1", params, [[0, 5]], 6)
+            await target.transfer.fetch("q1", params, [[0, 5]], prompt(6))
         assert await target.freed() == "q1"
         assert target.transfer.failure
 
@@ -177,8 +203,8 @@ def test_a_dead_agent_keeps_only_blocks_that_a_source_may_write_to(direction, fr
 
     async def scenario(source, target):
         # Nothing of it is computed yet, so the claim stays where it is.
-        params = await source.transfer.promise("r1", 7)
-        fetching = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], 6))
+        params = await source.transfer.promise("r1", prompt(7))
+        fetching = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
         fetches = target.transfer.agent._turns.target._fetches
         while not any(fetch.reads for fetch in list(fetches.values())):
             await asyncio.sleep(0.01)
@@ -201,11 +227,11 @@ def test_late_notices_are_harmless():
 def test_what_is_forgone_is_free_at_the_source_before_its_lease_ends(caplog):
     async def scenario(source, target):
         for request_id in ("r1", "r2"):  # a peer that is not known yet, and one that is
-            params = await source.transfer.offer(request_id, [[1, 3]], 7)
+            params = await source.transfer.offer(request_id, [[1, 3]], prompt(7))
             target.transfer.forgo(f"never-{request_id}", params)
             assert await source.freed() == request_id
-            params = await source.transfer.offer("r3" + request_id, [[1, 3]], 7)
-            await target.transfer.fetch("q" + request_id, params, [[0, 5]], 6)
+            params = await source.transfer.offer("r3" + request_id, [[1, 3]], prompt(7))
+            await target.transfer.fetch("q" + request_id, params, [[0, 5]], prompt(6))
             assert await source.freed() == "r3" + request_id
         target.transfer.forgo("never", {"nonsense": 1})
         ended = source.transfer.leases_ended
@@ -220,7 +246,7 @@ def test_what_is_forgone_is_free_at_the_source_before_its_lease_ends(caplog):
 
 def test_only_who_was_given_the_reference_can_withdraw_it():
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], 7)
+        params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
         guess = params | {"kvferry": params["kvferry"] | {"lease_id": "0" * 32}}
         assert not source.transfer.withdraw(guess)
         assert not source.transfer.withdraw(params | {"remote_request_id": "r2"})
@@ -236,12 +262,12 @@ def test_only_who_was_given_the_reference_can_withdraw_it():
 
 def test_a_failure_is_one_line_with_the_request_and_both_epochs(caplog):
     async def scenario(source, target):
-        params = await source.transfer.offer("r1", [[1, 3]], 7)
+        params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
         forged = params | {"remote_engine_id": "p0", "kvferry": params["kvferry"] | {"epoch": "x\nERROR forged"}}
         with pytest.raises(TransferError):
-            await target.transfer.fetch("q1", forged, [[0, 5]], 6)
+            await target.transfer.fetch("q1", forged, [[0, 5]], prompt(6))
         with pytest.raises(TransferError):
-            await target.transfer.fetch("q2", {"kvferry": "\nERROR forged"}, [[0, 5]], 6)
+            await target.transfer.fetch("q2", {"kvferry": "\nERROR forged"}, [[0, 5]], prompt(6))
         source.transfer.abort("r1")
         await source.freed()
 
@@ -255,9 +281,9 @@ def test_a_failure_is_one_line_with_the_request_and_both_epochs(caplog):
 
 def test_a_promise_is_fetched_once_it_is_kept():
     async def scenario(source, target):
-        params = await source.transfer.promise("r1", 7)
+        params = await source.transfer.promise("r1", prompt(7))
         assert (params["remote_block_ids"], params["remote_num_tokens"]) == ([], 7)
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], 6))
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
         source.transfer.grow("r1", Grown(4, [[1]]))
         source.transfer.grow("r1", Grown(7, [[1, 3]]))
         assert (await fetch).bytes == 6 * MODEL.bytes_per_token
@@ -272,12 +298,12 @@ def test_a_promise_is_not_over_before_all_is_computed():
     """The target wants fewer tokens than there will be, and has them before the last is computed."""
 
     async def scenario(source, target):
-        params = await source.transfer.promise("r1", 7)
+        params = await source.transfer.promise("r1", prompt(7))
         source.transfer.grow("r1", Grown(6, [[1, 3]]))
-        await target.transfer.fetch("q1", params, [[0, 5]], 6)
+        await target.transfer.fetch("q1", params, [[0, 5]], prompt(6))
         # Whatever the source has to say to that, it says before it grants another one.
-        other = await source.transfer.offer("r2", [[2]], 4)
-        await target.transfer.fetch("q2", other, [[6]], 3)
+        other = await source.transfer.offer("r2", [[2]], prompt(4))
+        await target.transfer.fetch("q2", other, [[6]], prompt(3))
         assert await source.freed() == "r2"
         source.transfer.grow("r1", Grown(7, [[1, 3]]))
         assert await source.freed() == "r1"
@@ -290,11 +316,11 @@ def test_a_promise_is_kept_longer_than_a_lease_lives():
     """Nothing is computed for so long that an offer of later ends."""
 
     async def scenario(source, target):
-        params = await source.transfer.promise("r1", 7)
-        await source.transfer.offer("never", [[2]], 4)
+        params = await source.transfer.promise("r1", prompt(7))
+        await source.transfer.offer("never", [[2]], prompt(4))
         assert await source.freed() == "never"
         source.transfer.grow("r1", Grown(7, [[1, 3]]))
-        await target.transfer.fetch("q1", params, [[0, 5]], 6)
+        await target.transfer.fetch("q1", params, [[0, 5]], prompt(6))
         assert await source.freed() == "r1"
 
     with_two_sides(scenario, lease_s=3.0)
@@ -304,7 +330,7 @@ def test_a_promise_of_an_engine_that_stands_still_runs_out(monkeypatch):
     monkeypatch.setattr(bridge, "MAX_SILENT_WORDS", 1)
 
     async def scenario(source, target):
-        await source.transfer.promise("r1", 7)
+        await source.transfer.promise("r1", prompt(7))
         assert await source.freed() == "r1"
         assert dict(source.transfer.leases_ended) == {"expired": 1}
 
@@ -316,7 +342,7 @@ def test_an_engine_that_goes_on_has_all_its_silent_words_again(monkeypatch):
 
     async def scenario(source, target):
         words = []
-        await source.transfer.promise("r1", 7)
+        await source.transfer.promise("r1", prompt(7))
         monkeypatch.setattr(source.transfer.agent, "grow", words.append)
         for _ in range(3):
             source.transfer._keep_promise("r1")
@@ -331,8 +357,8 @@ def test_an_engine_that_goes_on_has_all_its_silent_words_again(monkeypatch):
 
 def test_a_promise_that_is_taken_back_ends_the_fetch_of_it():
     async def scenario(source, target):
-        params = await source.transfer.promise("r1", 7)
-        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], 6))
+        params = await source.transfer.promise("r1", prompt(7))
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
         source.transfer.grow("r1", Grown(4, [[1]]))
         source.transfer.abort("r1")
         assert await source.freed() == "r1"
@@ -346,11 +372,11 @@ def test_a_promise_that_is_taken_back_ends_the_fetch_of_it():
 
 def test_a_dead_agent_promises_nothing_and_gives_back_what_it_had():
     async def scenario(source, target):
-        await source.transfer.promise("r1", 7)
+        await source.transfer.promise("r1", prompt(7))
         await source.transfer.close()
         assert await source.freed() == "r1"
         source.transfer.grow("r1", Grown(7, [[1, 3]]))
         with pytest.raises(TransferError, match="has stopped"):
-            await source.transfer.promise("r2", 7)
+            await source.transfer.promise("r2", prompt(7))
 
     with_two_sides(scenario)

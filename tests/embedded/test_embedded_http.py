@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 from embedded_server import Served
 from embedded_support import DEADLINE_S, Loop, ids_of, request
+
+from kvferry.embedded.service import SHORT_TEXT
 
 PROMPT = "The ferry crosses the river when"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -44,6 +48,26 @@ def test_answers_say_when_they_were_made(decoder: Served) -> None:
     before = int(time.time())
     _, answer = decoder.ask(COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 2})
     assert before <= answer["created"] <= int(time.time())
+
+
+def test_others_are_answered_while_a_very_long_text_is_tokenised(
+    decoder: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def tokenise(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        begun.set()
+        assert may_end.wait(DEADLINE_S)
+        return {"input_ids": [5] * len(text)}
+
+    monkeypatch.setattr(decoder.engine._core, "tokenizer", tokenise)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(decoder.ask, COMPLETIONS, {"prompt": "x" * (SHORT_TEXT + 1)})
+        assert begun.wait(DEADLINE_S)
+        assert decoder.ask("/health")[0] == 200
+        may_end.set()
+        status, answer = asked.result(DEADLINE_S)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_chat_with_the_openai_client(client: openai.OpenAI) -> None:

@@ -87,6 +87,16 @@ def test_an_answer_tells_how_its_cache_came(pair, spec, path, stream):
 
 
 @pytest.mark.parametrize("spec", [PLAIN], ids=str)
+def test_the_reference_of_another_prompt_is_never_used(pair, spec):
+    ours, theirs = question_of("mixed-up-1", seed=1), question_of("mixed-up-2", seed=2)
+    leg = asked(ours, PATHS[0]) | {"kv_transfer_params": first_leg(pair.prefill.url, theirs, PATHS[0])}
+    status, headers, text = post(pair.decode.url, PATHS[0], leg, ours.request_id)
+    assert (status, headers["x-kvferry-cache-reason"]) == (502, "wrong_prompt"), text
+    assert json.loads(text)["error"]["code"] == "wrong_prompt"
+    wait_until_free(pair.servers, FREE_S)
+
+
+@pytest.mark.parametrize("spec", [PLAIN], ids=str)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_an_error_for_want_of_a_cache_has_a_status_and_a_reason(pair, spec, path, stream):

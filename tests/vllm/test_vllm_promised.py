@@ -22,6 +22,7 @@ from kvferry.connectors.promise import Promise, new_promise, sealed, unsealed
 from kvferry.connectors.vllm.groups import may_grow
 from kvferry.connectors.vllm.orders import EndOrder, GrowthOrder, PromiseOrder
 from kvferry.connectors.vllm.scheduler import Scheduler
+from kvferry.plan.prompt import Prompt
 
 KEY, PROMPT, NUM_BLOCKS = "k" * 64, 40, 64
 PROMISE = Promise("early-1", "lease-1")
@@ -78,7 +79,7 @@ def promised(*specs, **more):
 def test_a_promise_is_made_when_the_request_arrives_and_told_as_it_is_computed():
     made, asked = scheduler(), early()
     made.on_new_request(asked)
-    assert orders(made).promises == [PromiseOrder("early-1", "lease-1", PROMPT)]
+    assert orders(made).promises == [PromiseOrder("early-1", "lease-1", PROMPT, Prompt.of(range(PROMPT)))]
     told = orders(made, step([(ID, 0, 16), ("other", 0, 7)], is_first=True)).growths
     told += orders(made, step([("other", 7, 1)])).growths
     told += orders(made, step([(ID, 16, 16)], blocks=([3, 4],))).growths

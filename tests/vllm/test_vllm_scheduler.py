@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.connectors.vllm.orders import MAX_NAME_LENGTH, RankAddress, agent_name
+from kvferry.connectors.vllm.prompts import prompt_of
 from kvferry.connectors.vllm.scheduler import Scheduler
+from kvferry.plan.prompt import UNKNOWN_PROMPT, Prompt
 from kvferry.plan.tokens import TokenRange
 
 BLOCK, NUM_BLOCKS, PROMPT = 16, 64, 40
@@ -180,6 +183,30 @@ def test_a_finished_prefill_is_leased_with_the_addresses_of_all_ranks():
         "addresses": [rank.address for rank in RANKS],
     }
     assert (lease.request_id, lease.num_tokens, lease.block_tables) == ("cmpl-here", PROMPT, ((3, 4, 5),))
+    assert lease.prompt == Prompt.of(range(PROMPT))
+
+
+def test_a_fetch_names_the_tokens_that_its_cache_must_be_of():
+    made, asked = scheduler(), request(dict(PULL))
+    made.allocated(asked, TABLES, made.num_new_tokens(asked, 16))
+    (fetch,) = made.take_orders(is_idle=False).fetches
+    assert fetch.ranges == (TokenRange(16, PROMPT - 1),)
+    assert fetch.prompt == Prompt.of(range(PROMPT - 1)).name("lease")
+
+
+def test_an_adapter_is_part_of_what_is_compared():
+    asked = request(dict(PULL))
+    asked.lora_request = SimpleNamespace(lora_name="tuned")
+    assert prompt_of(asked, 3) == Prompt.of([0, 1, 2], "tuned")
+
+
+@pytest.mark.parametrize("ids", [None, [], [-1, 2]])
+def test_what_is_not_made_of_tokens_is_not_compared(ids):
+    asked = request(dict(PULL))
+    asked.prompt_token_ids = ids
+    assert prompt_of(asked, 2) == UNKNOWN_PROMPT
+    asked.prompt_token_ids, asked.prompt_embeds = [1, 2], torch.zeros(2, 4)
+    assert prompt_of(asked, 2) == UNKNOWN_PROMPT
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])

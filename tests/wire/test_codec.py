@@ -10,6 +10,7 @@ from kvferry.plan.copies import Direction
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.digest import Part, Policy, Subject
 from kvferry.plan.model import attention
+from kvferry.plan.prompt import Prompt
 from kvferry.plan.span import Span
 from kvferry.plan.tokens import TokenRange, TokenSet
 from kvferry.wire import messages as m
@@ -38,7 +39,7 @@ EXAMPLES = [
     ),
     m.TargetOffer(PARTY, (LAYOUT,), (m.TransportOffer("shm", b"", "no"),), m.Probe(4096, 64, 7)),
     m.Reached("shm", "shm 9 GB/s"),
-    m.Claim(PARTY, "c", m.Reference("p", "e", "r", "l"), 12, (0,), subject=SUBJECT),
+    m.Claim(PARTY, "c", m.Reference("p", "e", "r", "l"), 12, (0,), subject=SUBJECT, prompt=Prompt.of([7]).name("l")),
     m.Grant("c", ((1, 2, 3),)),
     m.Written("c", 1024, 3),
     m.Landed(PARTY, "c", "l"),
@@ -62,7 +63,7 @@ def test_every_message_survives_the_wire(message):
     [
         (b"", "not a frame"),
         (b"GET / HTTP/1.1", "not a frame"),
-        (b"KF\x07\x80", "version 7"),
+        (b"KF\xff\x80", "version 255"),
         (b"KF" + VERSION + b"\x80", "damaged"),
         (frame_of(b"\x80"), "malformed"),
         (frame_of(msgspec.msgpack.encode({"type": "valid", "claim_id": 3})), "malformed"),

@@ -42,7 +42,7 @@ class Endpoints:
         body, prompt = decode_completion(await _body(request))
         if (refusal := self._wrong_model(body.model)) is not None:
             return refusal
-        call = self._service.call(request_id, prompt, check(body))
+        call = await self._service.call(request_id, prompt, check(body))
         return Responder(self._service, CompletionShape(), call, request_id)
 
     async def chat(self, request: Request) -> Responder | Response:
@@ -50,7 +50,7 @@ class Endpoints:
         body, messages = decode_chat(await _body(request))
         if (refusal := self._wrong_model(body.model)) is not None:
             return refusal
-        call = self._service.call(request_id, messages, check(body))
+        call = await self._service.call(request_id, messages, check(body))
         return Responder(self._service, ChatShape(), call, request_id)
 
     async def models(self, request: Request) -> Response:

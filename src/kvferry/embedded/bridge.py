@@ -15,6 +15,7 @@ from kvferry.embedded.entry import Grown
 from kvferry.embedded.transfer import TransferReport
 from kvferry.errors import TransferError
 from kvferry.plan.layout import Layout
+from kvferry.plan.prompt import UNKNOWN_PROMPT, Prompt
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import (
     Failed,
@@ -93,14 +94,16 @@ class AgentTransfer:
         await asyncio.to_thread(self.agent.close)
         self._stopped()
 
-    async def offer(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> dict[str, object]:
+    async def offer(self, request_id: str, block_tables: list[list[int]], prompt: Prompt) -> dict[str, object]:
         """Lease a computed prompt's blocks; the answer goes through the HTTP layer. Raises TransferError."""
-        return self._lease(LeaseWanted(request_id, new_lease_id(), _tables(block_tables), num_tokens))
+        tables, num_tokens = _tables(block_tables), prompt.num_tokens
+        return self._lease(LeaseWanted(request_id, new_lease_id(), tables, num_tokens, prompt=prompt))
 
-    async def promise(self, request_id: str, num_tokens: int) -> dict[str, object]:
+    async def promise(self, request_id: str, prompt: Prompt) -> dict[str, object]:
         """Lease a prompt's blocks before they are computed. Raises TransferError."""
-        nowhere = ((),) * self._num_groups
-        params = self._lease(LeaseWanted(request_id, new_lease_id(), nowhere, num_tokens, is_growing=True))
+        nowhere, num_tokens = ((),) * self._num_groups, prompt.num_tokens
+        wanted = LeaseWanted(request_id, new_lease_id(), nowhere, num_tokens, is_growing=True, prompt=prompt)
+        params = self._lease(wanted)
         self._growing[request_id] = _Promise(num_tokens)
         self._loop.call_later(self._word_s, self._keep_promise, request_id)
         return params
@@ -133,11 +136,11 @@ class AgentTransfer:
         return to_params(reference, [self.agent.address], wanted.block_tables, wanted.num_tokens)
 
     async def fetch(
-        self, request_id: str, params: object, block_tables: list[list[int]], num_tokens: int
+        self, request_id: str, params: object, block_tables: list[list[int]], prompt: Prompt
     ) -> TransferReport:
-        """Bring `num_tokens` tokens into these blocks. Raises TransferError; a cancelled caller aborts the fetch."""
+        """Bring the cache of a prompt into these blocks. Raises TransferError; a cancelled caller aborts the fetch."""
         try:
-            wanted = _wanted(request_id, from_params(params, self._reach), block_tables, num_tokens)
+            wanted = _wanted(request_id, from_params(params, self._reach), block_tables, prompt)
             if self.failure:
                 raise _gone()
         except TransferError as error:
@@ -186,7 +189,7 @@ class AgentTransfer:
         """Nobody will fetch this: the source hears of it and need not wait for its lease to run out."""
         try:
             # Nothing of every group: should the source grant it before it hears of the end, that moves nothing.
-            wanted = _wanted(request_id, from_params(params, self._reach), [()] * self._num_groups, 0)
+            wanted = _wanted(request_id, from_params(params, self._reach), [()] * self._num_groups, UNKNOWN_PROMPT)
         except TransferError:
             return
         self.agent.fetch(wanted)
@@ -262,10 +265,11 @@ class AgentTransfer:
             self._release(notice.request_id)
 
 
-def _wanted(request_id: str, remote: Remote, block_tables: Sequence[Sequence[int]], num_tokens: int) -> FetchWanted:
+def _wanted(request_id: str, remote: Remote, block_tables: Sequence[Sequence[int]], prompt: Prompt) -> FetchWanted:
     tables = _tables(block_tables)
-    ranges = (TokenRange(0, num_tokens),) * len(tables)
-    return FetchWanted(request_id, remote.reference, remote.addresses, tables, ranges)
+    ranges = (TokenRange(0, prompt.num_tokens),) * len(tables)
+    name = prompt.name(remote.reference.lease_id)
+    return FetchWanted(request_id, remote.reference, remote.addresses, tables, ranges, prompt=name)
 
 
 def _tables(block_tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator
@@ -20,11 +21,15 @@ from kvferry.embedded.requests import Ask
 from kvferry.embedded.text import TextStream
 from kvferry.embedded.transfer import Transfer
 from kvferry.errors import ConfigurationError, PromptTooLongError, RequestError, TransferError
+from kvferry.plan.prompt import Prompt
 from kvferry.wire.messages import Reason
 
 __all__ = ["Call", "Piece", "ServeInfo", "Service"]
 
 POLICIES = ("recompute", "fail")
+
+# Characters. What is shorter is tokenised sooner than a thread is asked to.
+SHORT_TEXT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +110,9 @@ class Service:
         if call.ask.leg.kind == "prefill":
             self._transfer.abort(call.request.request_id)
 
-    def call(self, request_id: str, prompt: str | list[int] | list[dict[str, str]], ask: Ask) -> Call:
+    async def call(self, request_id: str, prompt: str | list[int] | list[dict[str, str]], ask: Ask) -> Call:
         """Tokenise a prompt (text, ids, or chat messages). Raises RequestError, PromptTooLongError."""
-        ids = self._ids(prompt)
+        ids = await self._ids(prompt)
         request = Request(
             request_id=f"{request_id}-{next(self._numbers):x}",  # a client may repeat its ids
             prompt=tuple(ids),
@@ -139,7 +144,8 @@ class Service:
             # Nobody has seen the reference yet, so nobody can be reading these blocks.
             undo.callback(self.engine.release, request_id)
             undo.callback(self._transfer.abort, request_id)
-            reference = await self._transfer.offer(request_id, prefilled.block_tables, prefilled.num_tokens)
+            prompt = Prompt.of(call.request.prompt[: prefilled.num_tokens])
+            reference = await self._transfer.offer(request_id, prefilled.block_tables, prompt)
             undo.pop_all()
         return self._prefilled(call, prefilled.first, reference)
 
@@ -149,7 +155,7 @@ class Service:
         await self.engine.begin(replace(call.request, max_new_tokens=1))
         with ExitStack() as undo:
             undo.callback(self.engine.release, request_id)
-            reference = await self._transfer.promise(request_id, len(call.request.prompt))
+            reference = await self._transfer.promise(request_id, Prompt.of(call.request.prompt))
             undo.pop_all()
         with ExitStack() as undo:
             undo.callback(self._transfer.abort, request_id)
@@ -198,7 +204,7 @@ class Service:
                     yield piece
 
     async def _fetch(self, call: Call) -> Report:
-        request_id, num_tokens = call.request.request_id, len(call.request.prompt) - 1
+        request_id, prompt = call.request.request_id, Prompt.of(call.request.prompt[:-1])
         began = time.perf_counter()
         with ExitStack() as undo:
             # Refused, or left by the client while it waited for room: the source need not keep the cache for us.
@@ -209,7 +215,7 @@ class Service:
         with ExitStack() as undo:
             undo.callback(self._transfer.abort, request_id)
             try:
-                got = await self._transfer.fetch(request_id, call.ask.leg.params, tables, num_tokens)
+                got = await self._transfer.fetch(request_id, call.ask.leg.params, tables, prompt)
             except TransferError:
                 undo.pop_all()  # it has ended by itself
                 raise
@@ -242,13 +248,20 @@ class Service:
         finally:
             self.metrics.count_answer(report, num_tokens)
 
-    def _ids(self, prompt: str | list[int] | list[dict[str, str]]) -> list[int]:
-        tokenizer = self.engine.tokenizer
+    async def _ids(self, prompt: str | list[int] | list[dict[str, str]]) -> list[int]:
         if isinstance(prompt, str):
-            return list(tokenizer(prompt)["input_ids"])
+            return await self._tokenised(prompt, add_special_tokens=True)
         if prompt and isinstance(prompt[0], dict):
-            return list(tokenizer(self._render(prompt), add_special_tokens=False)["input_ids"])
+            return await self._tokenised(self._render(prompt), add_special_tokens=False)
         return [item for item in prompt if isinstance(item, int)]
+
+    async def _tokenised(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Many megabytes take many seconds, in which others must be answered."""
+
+        def tokenise() -> list[int]:
+            return list(self.engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+        return tokenise() if len(text) <= SHORT_TEXT else await asyncio.to_thread(tokenise)
 
     def _render(self, messages: list[Any]) -> str:
         try:

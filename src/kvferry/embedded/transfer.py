@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kvferry.embedded.entry import Grown
 from kvferry.errors import TransferError
+from kvferry.plan.prompt import Prompt
 
 __all__ = ["NoTransfer", "Transfer", "TransferReport"]
 
@@ -45,11 +46,11 @@ class Transfer(Protocol):
         """Why nothing can move any more; empty while it can."""
         ...
 
-    async def offer(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> dict[str, object]:
+    async def offer(self, request_id: str, block_tables: list[list[int]], prompt: Prompt) -> dict[str, object]:
         """Let others fetch a prompt's cache. Returns the reference that goes through the HTTP layer (plain JSON)."""
         ...
 
-    async def promise(self, request_id: str, num_tokens: int) -> dict[str, object]:
+    async def promise(self, request_id: str, prompt: Prompt) -> dict[str, object]:
         """Offer a prompt's cache before it is computed; `grow` says how far it is. Returns the reference at once.
 
         It stays promised, however long that takes, until all is computed: from then on it is an offer like any other.
@@ -61,9 +62,10 @@ class Transfer(Protocol):
         ...
 
     async def fetch(
-        self, request_id: str, params: object, block_tables: list[list[int]], num_tokens: int
+        self, request_id: str, params: object, block_tables: list[list[int]], prompt: Prompt
     ) -> TransferReport:
-        """Bring the first `num_tokens` tokens (may be 0) that the untrusted `params` refer to into these blocks.
+        """Bring the cache of `prompt`, which may be empty, into these blocks. What the untrusted `params` refer to is
+        the cache of that prompt, or of one that begins with it, or an error.
 
         Raises TransferError, whatever is wrong with `params`, the peer or the transport.
         """
@@ -89,17 +91,17 @@ class NoTransfer:
     def failure(self) -> str:
         return ""
 
-    async def offer(self, request_id: str, block_tables: list[list[int]], num_tokens: int) -> dict[str, object]:
+    async def offer(self, request_id: str, block_tables: list[list[int]], prompt: Prompt) -> dict[str, object]:
         raise _alone()
 
-    async def promise(self, request_id: str, num_tokens: int) -> dict[str, object]:
+    async def promise(self, request_id: str, prompt: Prompt) -> dict[str, object]:
         raise _alone()
 
     def grow(self, request_id: str, grown: Grown) -> None:
         return
 
     async def fetch(
-        self, request_id: str, params: object, block_tables: list[list[int]], num_tokens: int
+        self, request_id: str, params: object, block_tables: list[list[int]], prompt: Prompt
     ) -> TransferReport:
         raise _alone()
 

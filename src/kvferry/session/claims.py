@@ -22,7 +22,8 @@ ASKING = (ReadState.LANDED, ReadState.DIGESTED)
 def claim_of(ours: Party, wanted: FetchWanted, readers: tuple[int, ...], read: Read, slot_bytes: int) -> Claim:
     """The claim of a read. A source that writes has to know where; one that packs, how it is cut."""
     way = read.way
-    claim = Claim(ours, wanted.claim_id, wanted.reference, wanted.num_tokens, readers, subject=read.subject)
+    names = ours, wanted.claim_id, wanted.reference
+    claim = Claim(*names, wanted.num_tokens, readers, subject=read.subject, prompt=wanted.prompt)
     if way.direction is Direction.WRITE or way.read_from:
         where = {"block_tables": wanted.block_tables, "ranges": wanted.ranges}
         claim = replace(claim, direction=way.direction, read_from=way.read_from, **where)

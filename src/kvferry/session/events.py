@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.plan.prompt import UNKNOWN_PROMPT, UNNAMED, Prompt, PromptName
 from kvferry.plan.strategy import TYPICAL_HOST, Costs
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.commands import (
@@ -113,6 +114,7 @@ class LeaseWanted:
     """The engine has computed a request and keeps its blocks until `SourceFree`.
 
     With `is_growing` it computes the request still, and will have `num_tokens` tokens: `LeaseGrown` says how far it is.
+    Claims for another `prompt` are refused.
     """
 
     request_id: str
@@ -120,6 +122,7 @@ class LeaseWanted:
     block_tables: tuple[tuple[int, ...], ...]
     num_tokens: int
     is_growing: bool = False
+    prompt: Prompt = UNKNOWN_PROMPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,7 @@ class FetchWanted:
     `block_tables` and `ranges` have one entry per cache group of this rank: where the tokens go, and which are wanted.
     `attempt` names this one to its sources, and no other ever: a late word about an earlier one of the same request
     must not be taken for a word about this one. The agent makes it; without it requests need names of their own.
+    `prompt` names the tokens up to the last one that is wanted: a source that has computed others refuses.
     """
 
     request_id: str
@@ -180,6 +184,7 @@ class FetchWanted:
     block_tables: tuple[tuple[int, ...], ...]
     ranges: tuple[TokenRange, ...]
     attempt: str = ""
+    prompt: PromptName = UNNAMED
 
     @property
     def claim_id(self) -> str:

@@ -167,6 +167,10 @@ class Lease:
         if claim.num_tokens > wanted.num_tokens:
             found, expected = f"{claim.num_tokens} tokens", f"at most {wanted.num_tokens}"
             return _refusal(claim, Reason.OUT_OF_RANGE, "more tokens than were computed", found, expected)
+        if not wanted.prompt.begins_with(claim.prompt, wanted.lease_id):
+            what, found = "this is the cache of another prompt", f"{claim.prompt.num_tokens} other tokens"
+            expected = f"the first of the {wanted.prompt.num_tokens} that it was computed from"
+            return _refusal(claim, Reason.WRONG_PROMPT, what, found, expected)
         return ()
 
     def refusal_of_landed(self, landed: Landed) -> tuple[Refusal, ...]:

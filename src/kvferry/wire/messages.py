@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from kvferry.plan.copies import Direction
 from kvferry.plan.digest import NOTHING, Subject
 from kvferry.plan.layout import Layout
+from kvferry.plan.prompt import UNNAMED, PromptName
 from kvferry.plan.staged import Strategy
 from kvferry.plan.tokens import TokenRange
 
@@ -50,7 +51,7 @@ __all__ = [
     "Written",
 ]
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -73,6 +74,7 @@ class Reason(StrEnum):
     WIRE_VERSION = "wire_version"
     WRONG_ENGINE = "wrong_engine"
     WRONG_EPOCH = "wrong_epoch"
+    WRONG_PROMPT = "wrong_prompt"
     UNKNOWN_LEASE = "unknown_lease"
     EXPIRED = "expired"
     OUT_OF_RANGE = "out_of_range"
@@ -192,7 +194,7 @@ class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
     `write` the source may write to the target's blocks from now on, one table and one range per cache group. With
     `read` it may do so only to what lies before the token `read_from`; the target reads the rest. With the strategy
     `pack` it writes to slots of the target's staging memory, at most `slot_bytes` each, when it is asked to (`Pack`).
-    `subject` is what both sides digest.
+    `subject` is what both sides digest. `prompt` names the tokens that the target takes the cache to be of.
     """
 
     party: Party
@@ -207,6 +209,7 @@ class Claim(Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
     slot_bytes: SlotBytes = 0
     read_from: Count = 0
     subject: Subject = NOTHING
+    prompt: PromptName = UNNAMED
 
 
 class Grant(Struct, frozen=True, tag="grant", forbid_unknown_fields=True):

@@ -51,8 +51,8 @@ class EarlyLegs:
     def promise(self, order: PromiseOrder) -> None:
         """Lease blocks that are not known yet."""
         described = self._described
-        num_counted = described.num_counted(order.num_tokens)
-        wanted = LeaseWanted(order.name, order.lease_id, described.nowhere, num_counted, is_growing=True)
+        names, num_counted = (order.name, order.lease_id), described.num_counted(order.num_tokens)
+        wanted = LeaseWanted(*names, described.nowhere, num_counted, is_growing=True, prompt=order.prompt)
         self._open.promise(order)
         self._agent.lease(wanted)
         self._growing.open(order.name)

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
+from kvferry.plan.prompt import UNKNOWN_PROMPT, UNNAMED, Prompt, PromptName
 from kvferry.plan.tokens import TokenRange
 from kvferry.wire.messages import Reference
 
@@ -50,6 +51,7 @@ class LeaseOrder:
     lease_id: str
     block_tables: Tables
     num_tokens: int
+    prompt: Prompt = UNKNOWN_PROMPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class PromiseOrder:
     name: str
     lease_id: str
     num_tokens: int
+    prompt: Prompt = UNKNOWN_PROMPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,7 @@ class FetchOrder:
     ranges: tuple[TokenRange, ...]
     is_waited_for: bool
     error: str
+    prompt: PromptName = UNNAMED
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 
 from kvferry.connectors.promise import Promise, unsealed
 from kvferry.connectors.vllm.orders import EndOrder, GrowthOrder, Orders, PromiseOrder, Tables
+from kvferry.connectors.vllm.prompts import prompt_of
 
 __all__ = ["Promised"]
 
@@ -52,8 +53,10 @@ class Promised:
         if promise is None or promise in self._made or request.resumable or params.get("do_remote_prefill"):
             return
         self._made.append(promise)
-        self._prefills[request.request_id] = _Prefill(promise, request.num_prompt_tokens)
-        orders.promises.append(PromiseOrder(promise.name, promise.lease_id, request.num_prompt_tokens))
+        num_tokens = request.num_prompt_tokens
+        self._prefills[request.request_id] = _Prefill(promise, num_tokens)
+        order = PromiseOrder(promise.name, promise.lease_id, num_tokens, prompt_of(request, num_tokens))
+        orders.promises.append(order)
 
     def step(self, output: SchedulerOutput, orders: Orders) -> None:
         """What a step takes back, and what it computes."""

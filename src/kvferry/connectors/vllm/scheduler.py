@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -20,6 +21,7 @@ from kvferry.connectors.params import Reach, Remote, from_params, to_params
 from kvferry.connectors.vllm.groups import forgets, may_grow
 from kvferry.connectors.vllm.orders import FetchOrder, HoldOrder, LeaseOrder, Orders, RankAddress, Tables, agent_name
 from kvferry.connectors.vllm.promised import Promised
+from kvferry.connectors.vllm.prompts import prompt_of
 from kvferry.errors import TransferError
 from kvferry.plan.tokens import TokenRange
 from kvferry.wire.messages import Reference
@@ -123,7 +125,9 @@ class Scheduler:
         wanted = TokenRange(first, first + num_external_tokens)
         tables = self._tables(block_ids)
         ranges = (wanted,) * len(tables)
-        self._orders.fetches.append(_fetch(request.request_id, params, tables, ranges, self._reach))
+        order = _fetch(request.request_id, params, tables, ranges, self._reach)
+        name = prompt_of(request, wanted.last).name(order.reference.lease_id)
+        self._orders.fetches.append(replace(order, prompt=name))
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks must stay, and the parameters for the decode side."""
@@ -154,7 +158,9 @@ class Scheduler:
     def _offer(self, request: Request, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
         if not self._ranks or not any(tables):
             return False, None
-        lease = LeaseOrder(request.request_id, new_lease_id(), tables, request.num_computed_tokens)
+        num_tokens = request.num_computed_tokens
+        prompt = prompt_of(request, num_tokens)
+        lease = LeaseOrder(request.request_id, new_lease_id(), tables, num_tokens, prompt)
         self._orders.leases.append(lease)
         reference = Reference(self._engine_id, self._ranks[0].epoch, agent_name(lease.request_id), lease.lease_id)
         return True, to_params(reference, [rank.address for rank in self._ranks], tables, lease.num_tokens)

@@ -168,7 +168,7 @@ class Worker:
             return
         ours = self._ours()
         tables = ours.described.tables(order.block_tables)
-        wanted = LeaseWanted(name, order.lease_id, tables, order.num_tokens)
+        wanted = LeaseWanted(name, order.lease_id, tables, order.num_tokens, prompt=order.prompt)
         ours.late_orders.give(partial(self._tell_lease, wanted))
 
     def _tell_lease(self, wanted: LeaseWanted) -> None:
@@ -206,7 +206,7 @@ class Worker:
         name = self._open.fetch(order)
         ours = self._ours()
         tables, ranges = ours.described.tables(order.block_tables), ours.described.ranges(order.ranges)
-        wanted = FetchWanted(name, order.reference, order.addresses, tables, ranges)
+        wanted = FetchWanted(name, order.reference, order.addresses, tables, ranges, prompt=order.prompt)
         ours.late_orders.give(partial(ours.agent.fetch, wanted))
 
     def _is_over(self) -> bool:
