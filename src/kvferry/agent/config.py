@@ -37,9 +37,9 @@ __all__ = [
 ]
 
 # Two ranks of an engine that pack for one target at once have three slots each then, of the four that each could use.
-# With 256 MiB one of them waits for the other, and 8,192 tokens take a fourteenth longer (`pack`, 4 to 2, token-major, in
-# benchmarks/mixed_tp.py with both values in turns, on 2 cores); with 512 a fiftieth less, and where slots go over a wire
-# a twentieth, which is not worth as much of a device's memory.
+# With 256 MiB one of them waits for the other, and 8,192 tokens take a fourteenth longer (`pack`, 4 to 2, token-major,
+# in benchmarks/mixed_tp.py with both values in turns, on 2 cores); with 512 a fiftieth less, and where slots go over a
+# wire a twentieth, which is not worth as much of a device's memory.
 STAGING_BYTES = 384 << 20
 MIN_STAGING_BYTES = 1 << 20
 # Each slot costs messages, plans and turns: on 2 cores packed reads of 8,192 tokens in benchmarks/mixed_tp.py
