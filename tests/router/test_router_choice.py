@@ -113,6 +113,16 @@ def test_a_request_that_would_be_late_is_turned_away_with_the_time_to_wait():
     assert balanced(question(prefill=[load(P[0], 10**9)], decode=[load(D[0])], limits=limits)) == Use(D[0])
 
 
+def test_an_idle_instance_takes_what_it_seems_too_slow_for():
+    """Its speed comes from short prompts, say; nobody would ever learn better."""
+    limits, busy = Limits(ttft_s=0.1), load(D[0], 100, tokens_per_s=500.0)
+    slow = load(P[0], tokens_per_s=1000.0)
+    assert balanced(question(prefill=[slow], decode=[busy], limits=limits)) == Use(D[0])
+    assert balanced(question(decode=[load(D[0], tokens_per_s=500.0)], limits=limits)) == Use(D[0])
+    whole = dataclasses.replace(TASK, is_divisible=False)
+    assert balanced(question(prefill=[slow], decode=[busy], task=whole, limits=limits)) == Busy("ttft", 2)
+
+
 def test_a_decode_instance_that_keeps_the_time_is_used_when_prefill_cannot():
     queue, fast = [load(P[0], 9000, tokens_per_s=1000.0)], [load(D[0], tokens_per_s=1000.0)]
     limits = Limits(ttft_s=4.0)

@@ -21,7 +21,7 @@ def refusal(question: Question) -> Busy | None:
     if limits.max_requests and all(load.num_outstanding >= limits.max_requests for load in decode):
         return Busy("decode_full", _retry_after_s(1.0))
     estimate_s = first_token_s(question)
-    if limits.ttft_s and estimate_s > limits.ttft_s:
+    if limits.ttft_s and estimate_s > limits.ttft_s and not _is_idle(question):
         return Busy("ttft", _retry_after_s(estimate_s - limits.ttft_s))
     return None
 
@@ -33,6 +33,13 @@ def first_token_s(question: Question) -> float:
     # A decode instance that computes a prompt does so at once: its outstanding work is a batch and not a queue.
     alone = [_compute_s(load, question) for load in able(question.decode) if load.tokens_per_s]
     return min([*across, *alone], default=0.0)
+
+
+def _is_idle(question: Question) -> bool:
+    """Whether somebody who would compute the prompt has nothing to do. Then no other request is in the way, and to come
+    back later helps nobody; and how fast an instance is shows at what it computes: short prompts say little of it."""
+    prefill = able(question.prefill) if question.task.is_divisible else []
+    return any(not load.num_outstanding for load in prefill or able(question.decode))
 
 
 def _wait_s(load: Load, question: Question) -> float:
