@@ -69,8 +69,15 @@ clean:
 	rm -rf .venv .venv-vllm
 
 # Words go to stderr, so that `make up ARGS='… --json'` leaves stdout to the JSON.
+# $(call environment,folder): a new one, of a Python that is new enough; else pip would blame the packages.
+environment = test -x $(1)/bin/python || { \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "kvferry needs Python 3.11 or newer; found: $$($(PYTHON) --version 2>&1)" \
+			"hint: name another one, such as make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }; \
+	$(PYTHON) -m venv $(1); }
+
 .venv/engine: pyproject.toml
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(call environment,.venv)
 	@echo "installing into .venv (once; a few minutes)" >&2
 	@$(BIN)/pip install --quiet "$(TORCH)" >&2
 	@$(BIN)/pip install --quiet --editable ".[engine,nixl]" >&2
@@ -82,7 +89,7 @@ clean:
 
 # vLLM's CPU build in an environment of its own: it pins torch and what else it needs, without CUDA's gigabytes.
 .venv-vllm/ready: pyproject.toml tests/vllm/requirements.txt tests/vllm/constraints.txt
-	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	@$(call environment,.venv-vllm)
 	@echo "installing vLLM into .venv-vllm (once; several minutes)" >&2
 	@$(VLLM_BIN)/pip install --quiet $(TORCH) >&2
 	@$(VLLM_BIN)/pip install --quiet -r tests/vllm/requirements.txt -c tests/vllm/constraints.txt >&2

@@ -317,6 +317,28 @@ def test_an_engine_without_a_router_goes_on():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("url", "router", "is_told"),
+    [
+        ("http://127.0.0.1:8100", "http://10.0.0.9:8000", True),
+        ("http://localhost:8100", "http://router:8000", True),
+        ("http://0.0.0.0:8100", "http://10.0.0.9:8000", True),
+        ("http://0.0.0.0:8100", "http://127.0.0.1:8000", False),
+        ("http://[::1]:8100", "http://localhost:8000", False),
+        ("http://10.0.0.5:8100", "http://10.0.0.9:8000", False),
+        ("http://engine:8100", "http://router:8000", False),
+    ],
+)
+def test_an_address_that_means_nothing_elsewhere_is_warned_about(url, router, is_told, caplog):
+    async def main():
+        registrar = Registrar(RegistrarConfig((router,), url, (), b""))
+        registrar.leave()
+        await registrar.run()
+
+    asyncio.run(main())
+    assert any("--advertise-url" in record.message for record in caplog.records) == is_told
+
+
 def losing(reason: str):
     async def behave(request, seen):
         body = json.loads(seen.raw)

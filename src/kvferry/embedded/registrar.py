@@ -6,6 +6,8 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -46,6 +48,9 @@ class Registrar:
         """Announce, and renew that. After `leave` only the end of this remains to be waited for."""
         if not self._config.routers:
             return
+        if _is_for_this_host(self._config.url) and not all(map(_is_for_this_host, self._config.routers)):
+            words = "routers on other hosts are told %s, which means nothing there: see --host and --advertise-url"
+            logger.warning(words, self._config.url)
         while not self._left.is_set():
             await self._tell_all(leaving=False)
             try:
@@ -80,3 +85,12 @@ class Registrar:
         if trouble and self._trouble.get(router) != trouble:
             logger.warning("the router at %s does not know this engine: %s", router, trouble)
         self._trouble[router] = trouble
+
+
+def _is_for_this_host(url: str) -> bool:
+    """Whether others would find themselves there, or nobody."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback or ip_address(host).is_unspecified
+    except ValueError:
+        return False
