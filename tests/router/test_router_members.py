@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 
 import aiohttp
@@ -105,6 +106,15 @@ def test_a_decode_instance_that_can_work_with_nobody_is_the_last_choice():
     assert {taken(membership, Role.DECODE) for _ in range(4)} == {D1}
     whole = Task(is_divisible=False)
     assert {taken(membership, Role.DECODE, task=whole) for _ in range(4)} == {D0, D1}
+
+
+def test_the_first_word_about_an_instance_is_news_and_the_same_again_is_none(caplog):
+    membership = Membership((P0,), Metrics(), Judgement(clock=Clock()))
+    caplog.set_level(logging.INFO)
+    for verdict in (Verdict.DOWN, Verdict.DOWN, Verdict.READY, Verdict.READY):
+        membership.probed(P0, verdict, "its probe failed (refused)")
+    words = [record.getMessage().split(": ")[0].rsplit(" ", 1)[-1] for record in caplog.records]
+    assert words == ["down", "up"]
 
 
 def test_incompatible_sides_are_never_paired():
@@ -232,6 +242,18 @@ def test_a_members_file_is_followed_and_nonsense_is_not(tmp_path):
             file.look()
         file.look()
         assert set(membership.instances) == {D0, P1, D1}
+
+
+def test_a_members_file_that_is_gone_is_logged_each_time_that_it_goes(tmp_path, caplog):
+    path = tmp_path / "fleet.json"
+    file = MembersFile(str(path), membership_of()[0], 1.0)
+    for _ in range(2):
+        path.write_text("{}")
+        file.follow()
+        path.unlink()
+        file.follow()
+        file.follow()
+    assert [record.getMessage()[:26] for record in caplog.records] == ["the members file is left a"] * 2
 
 
 def test_an_announcement_is_believed_from_who_knows_the_key_and_in_time():

@@ -88,7 +88,7 @@ class Flow:
         # Why the next leg of a role is a second try; taken out when that leg starts.
         self._second_try: dict[Role, str] = {}
         # What the client gets when no decode instance is left.
-        nobody = "no decode instance is healthy"
+        nobody = "no decode instance is healthy; hint: the router's log and its /kvferry/members say why"
         self._last_word: Command = _refusal(503, "no_decode_instance", nobody, "no_decode_instance")
         self._can_append = False
         # A P had too much to do: the client hears it if there is no other one.

@@ -36,7 +36,7 @@ class Verdict(StrEnum):
 
 @dataclass(slots=True)
 class Member:
-    """One instance. It is unproven, and so not healthy, until its first probe.
+    """One instance. It is not healthy before a probe has proven it to be.
 
     `expires_at` is when a registration ends that is not renewed; infinite for the others.
     """
@@ -44,6 +44,7 @@ class Member:
     instance: Instance
     origin: Origin
     expires_at: float
+    is_proven: bool = False
     healthy: bool = False
     ready: bool = False
     num_outstanding: int = 0
@@ -55,13 +56,14 @@ class Member:
     speed: Speed = field(default_factory=Speed)
 
     def probed(self, verdict: Verdict) -> bool:
-        """Take a probe's word; whether that changes anything."""
-        before = self.healthy, self.ready
+        """Take a probe's word; whether that is news, as the first one is in any case."""
+        before = self.is_proven, self.healthy, self.ready
         self.num_missed = self.num_missed + 1 if verdict is Verdict.SILENT else 0
         if verdict is not Verdict.SILENT or self.num_missed >= MAX_MISSED_PROBES:
             self.healthy = verdict in (Verdict.READY, Verdict.UNREADY)
             self.ready = verdict is Verdict.READY
-        return (self.healthy, self.ready) != before
+            self.is_proven = True
+        return (self.is_proven, self.healthy, self.ready) != before
 
     def can_serve(self, now: float) -> bool:
         """Whether a request may be sent to it at all."""

@@ -90,15 +90,24 @@ class MembersFile:
         self._interval_s = interval_s
         self._seen: tuple[int, int, int] = (0, 0, 0)
         self._listed: frozenset[Instance] = frozenset()
+        self._trouble = ""
 
     async def run(self) -> None:
         """Look for ever."""
         while True:
             await asyncio.sleep(self._interval_s)
-            try:
-                self.look()
-            except (ConfigurationError, RequestError) as error:
-                logger.warning("the members file is left alone: %s", error)
+            self.follow()
+
+    def follow(self) -> None:
+        """Take over what is new in the file; what is wrong with it is logged once."""
+        trouble = ""
+        try:
+            self.look()
+        except (ConfigurationError, RequestError) as error:
+            trouble = str(error)
+        if trouble and trouble != self._trouble:
+            logger.warning("the members file is left alone: %s", trouble)
+        self._trouble = trouble
 
     def look(self) -> None:
         """Take over what is new in the file. Raises ConfigurationError, once per change that makes no sense."""
