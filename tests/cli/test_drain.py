@@ -89,8 +89,9 @@ def test_a_request_that_comes_during_it_is_answered_too():
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_it_at_once(second):
+def test_a_second_signal_ends_it_at_once(second, capsys):
     async def scenario(server, asking):
+        server.idle.set()
         terminate()
         await asyncio.wait_for(server.told.wait(), DEADLINE_S)
         terminate(second)
@@ -98,6 +99,7 @@ def test_a_second_signal_ends_it_at_once(second):
         assert (await asking).status == 503
 
     with_open_request(scenario)
+    assert "nothing is open" not in capsys.readouterr().err.replace("when nothing is open", "")
 
 
 def test_an_interrupt_does_not_drain():

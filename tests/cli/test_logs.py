@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.cli import console
 from kvferry.cli.logs import JsonLines, LogFormat, log_to_stderr
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "router"))
@@ -49,7 +50,7 @@ def test_a_traceback_stays_on_its_line():
 
 
 @pytest.mark.parametrize("format_", LogFormat)
-def test_the_format_is_chosen(format_):
+def test_the_format_is_chosen(format_, capsys):
     root, access = logging.getLogger(), logging.getLogger("kvferry.router.access")
     handlers, levels = root.handlers[:], (root.level, access.level)
     root.handlers.clear()
@@ -58,10 +59,37 @@ def test_the_format_is_chosen(format_):
         (handler,) = root.handlers
         assert isinstance(handler.formatter, JsonLines) == (format_ is LogFormat.JSON)
         assert access.level == logging.INFO
+        console.say("routing")
+        err = capsys.readouterr().err
+        assert err == "routing\n" if format_ is LogFormat.PLAIN else json.loads(err)["message"] == "routing"
     finally:
+        console.say_through()
         root.handlers[:] = handlers
         root.setLevel(levels[0])
         access.setLevel(levels[1])
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "code"),
+    [
+        (b"{bad", {"x-request-id": "from-the-client"}, 400, "invalid_request"),
+        (b"{}", {"x-request-id": "no id"}, 400, "invalid_request"),
+    ],
+)
+def test_a_request_that_is_refused_is_a_line_too(body, headers, status, code, caplog):
+    async def main():
+        async with (
+            cluster([], [decode_engine()]) as c,
+            c.session.post(c.url + "/v1/completions", data=body, headers=headers) as response,
+        ):
+            assert response.status == status
+
+    with caplog.at_level(logging.INFO, "kvferry.router.access"):
+        asyncio.run(main())
+    (record,) = [record for record in caplog.records if record.name == "kvferry.router.access"]
+    fields = vars(record)["fields"]
+    assert fields["request_id"] == headers["x-request-id"]
+    assert (fields["endpoint"], fields["status"], fields["reason"]) == ("/v1/completions", status, code)
 
 
 def test_each_request_is_a_line_with_the_clients_id(caplog):

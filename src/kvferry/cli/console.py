@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -13,15 +13,26 @@ from rich.console import Console
 
 from kvferry.errors import FerryError
 
-__all__ = ["data", "fail", "friendly", "say", "tell", "words"]
+__all__ = ["data", "fail", "friendly", "say", "say_through", "tell", "words"]
 
 words = Console(stderr=True, highlight=False)
 """Everything that is meant for a person to read while they wait."""
 
 
+_through: list[Callable[[str], None]] = []
+
+
 def say(text: str) -> None:
-    """One line for the person who waits."""
-    words.print(text, markup=False, soft_wrap=True)
+    """One line for the person who waits, or for whoever reads what `say_through` was given."""
+    for through in _through:
+        through(text)
+    if not _through:
+        words.print(text, markup=False, soft_wrap=True)
+
+
+def say_through(*through: Callable[[str], None]) -> None:
+    """Where nobody but a program reads stderr, what is said goes through these from now on; through none, to people."""
+    _through[:] = through
 
 
 def data(value: Mapping[str, Any]) -> None:

@@ -133,7 +133,8 @@ async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], g
     for number in (signal.SIGINT, signal.SIGTERM):
         # Until the loop closes: what follows the server is not to be interrupted by an impatient parent.
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
-    watchers = [asyncio.create_task(stop_after(end)) for end in (*ends, _drained(terminated, drain, requests))]
+    drained = _drained(terminated, drain, requests, lambda: server.should_exit)
+    watchers = [asyncio.create_task(stop_after(end)) for end in (*ends, drained)]
     try:
         await server.serve(sockets=[bound])
     finally:
@@ -142,8 +143,11 @@ async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], g
         await asyncio.gather(*watchers, return_exceptions=True)
 
 
-async def _drained(terminated: asyncio.Event, drain: Drain, requests: OpenRequests) -> None:
-    """Returns some time after SIGTERM: when nothing is open any more, or when that takes too long."""
+async def _drained(
+    terminated: asyncio.Event, drain: Drain, requests: OpenRequests, is_ending: Callable[[], bool]
+) -> None:
+    """Returns some time after SIGTERM: when nothing is open any more, or when that takes too long. If it `is_ending`
+    for another reason, what is open has been broken off."""
     await terminated.wait()
     drain.announce()
     console.say(f"draining: not ready any more, ending when nothing is open, after {drain.limit_s:g} s at the latest")
@@ -151,7 +155,8 @@ async def _drained(terminated: asyncio.Event, drain: Drain, requests: OpenReques
         async with asyncio.timeout(drain.limit_s):
             await asyncio.sleep(drain.notice_s)
             await _nothing_open(drain, requests)
-            console.say("drained: nothing is open")
+            if not is_ending():
+                console.say("drained: nothing is open")
             return
     console.say(
         f"the time to drain is over: what is open is broken off ({requests.num_open}), caches not read are given up"

@@ -10,9 +10,14 @@ from enum import StrEnum
 
 import msgspec
 
+from kvferry.cli import console
+
 __all__ = ["LogFormat", "log_to_stderr"]
 
 ACCESS = "kvferry.router.access"
+# Instances that come, go, fail and are back: rare, and half of a story where the other half is a warning.
+MEMBERSHIP = "kvferry.router.membership"
+SAID = "kvferry.cli"
 STDERR = 2
 
 
@@ -24,16 +29,22 @@ class LogFormat(StrEnum):
 
 
 def log_to_stderr(format_: LogFormat = LogFormat.PLAIN, access: bool = False) -> None:
-    """What goes wrong becomes a line; with `access` every request does, too. From now on SIGUSR1 has the stacks of all
-    threads written: also while a model is loaded, or an end does not come."""
+    """What goes wrong becomes a line; with `access` every request does, too; as JSON, so does all that is said.
+
+    From now on SIGUSR1 has the stacks of all threads written: also while a model is loaded, or an end does not come.
+    """
     # By the signal itself, not by the interpreter, which may be what hangs.
     faulthandler.register(signal.SIGUSR1, STDERR)
     handler = logging.StreamHandler()
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if format_ is LogFormat.JSON else plain)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger(MEMBERSHIP).setLevel(logging.INFO)
     if access:
         logging.getLogger(ACCESS).setLevel(logging.INFO)
+    if format_ is LogFormat.JSON:
+        logging.getLogger(SAID).setLevel(logging.INFO)
+        console.say_through(logging.getLogger(SAID).info)
 
 
 class JsonLines(logging.Formatter):

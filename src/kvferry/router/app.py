@@ -38,6 +38,7 @@ from kvferry.router.readiness import readiness
 from kvferry.router.request import Endpoint, parse_request
 from kvferry.router.services import Services
 from kvferry.router.status import status_of
+from kvferry.router.story import Story
 from kvferry.router.tracing import NO_TRACING, Tracing
 
 __all__ = ["Front", "create_app"]
@@ -45,6 +46,10 @@ __all__ = ["Front", "create_app"]
 logger = logging.getLogger(__name__)
 
 MAX_ANNOUNCEMENT_BYTES = 4096
+# Of an id that may be what is wrong.
+MAX_SHOWN = 128
+# When a request came to the router, in its scope.
+BEGAN_S = "kvferry.began_s"
 
 
 def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> Front:
@@ -104,7 +109,7 @@ class Front:
         if generate is None:
             await self._framework(scope, receive, send)
             return
-        scope["app"] = self
+        scope["app"], scope[BEGAN_S] = self, time.monotonic()
         await generate(scope, receive, send)
 
 
@@ -247,7 +252,25 @@ def _refuse(http: Request, status: int, body: dict[str, object], headers: dict[s
     known = http.url.path if http.url.path in tuple(Endpoint) else "other"
     metrics: Metrics = http.app.state.metrics
     metrics.count_request(known, "none", status)
+    if BEGAN_S in http.scope:
+        _log_refusal(http, status, body)
     return _json(status, body, headers)
+
+
+def _log_refusal(http: Request, status: int, body: dict[str, object]) -> None:
+    """It was refused before anything was known of it but its path and, perhaps, its id."""
+    error = body.get("error")
+    Story(
+        request_id="".join(filter(str.isprintable, http.headers.get("x-request-id", "-")[:MAX_SHOWN])),
+        endpoint=http.url.path,
+        model="",
+        status=status,
+        path="none",
+        reason=str(error.get("code", "")) if isinstance(error, dict) else "",
+        instances={},
+        seconds=time.monotonic() - http.scope[BEGAN_S],
+        phases={},
+    ).log()
 
 
 def _json(status: int, body: object, headers: dict[str, str]) -> Response:

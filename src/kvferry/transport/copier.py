@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvferry.extras import how_to_install
 from kvferry.plan.tiles import Tile
 from kvferry.transport import numpy_rows
 from kvferry.transport.pieces import Offsets, Side
@@ -73,7 +74,7 @@ class Preparation:
                 reason = f"{type(error).__name__}: {error}"
         else:
             self.copier = Copier("numpy", reason, numpy_rows.copy)
-        hint = f"; short rows take longer ({reason}); hint: pip install 'kvferry[native]'"
+        hint = f"; short rows take longer ({reason}); hint: {how_to_install('native')}"
         logger.info("rows are copied by %s%s", self.copier.name, hint if self.copier.reason else "")
         self._over.set()
 

@@ -27,6 +27,7 @@ from uuid import uuid4
 import msgspec
 
 from kvferry.errors import TransportError
+from kvferry.extras import how_to_install
 from kvferry.plan.copies import Copies, split
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptors import decode
@@ -355,4 +356,4 @@ def _load() -> tuple[ModuleType, ModuleType]:
         # It prints its own progress to our standard output otherwise.
         logging.getLogger("nixl").setLevel(logging.WARNING)
         return api, bindings
-    raise TransportError("NIXL is not installed", found="; ".join(reasons), hint="pip install kvferry[nixl]")
+    raise TransportError("NIXL is not installed", found="; ".join(reasons), hint=how_to_install("nixl"))

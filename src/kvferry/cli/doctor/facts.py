@@ -14,6 +14,7 @@ from kvferry.agent import read_token
 from kvferry.cli import environment
 from kvferry.cli.words import bytes_words
 from kvferry.errors import FerryError
+from kvferry.extras import how_to_install
 from kvferry.transport.accelerators import accelerators
 from kvferry.transport.environment import Environment
 from kvferry.transport.finding import Finding, Severity, finding_of
@@ -106,7 +107,7 @@ def machine_findings(situation: Situation, token_file: str) -> Iterator[Finding]
         yield finding_of(error)
     yield from _copies()
     if not any(map(_version, NIXL)):
-        hint = "for RDMA and device memory: pip install 'kvferry[nixl]'"
+        hint = f"for RDMA and device memory: {how_to_install('nixl')}"
         yield Finding(Severity.NOTE, "NIXL is not installed; shm, cma and tcp work without", "no package", "", hint)
     shm = situation.confinement.shm_bytes
     if shm <= SMALL_SHM_BYTES:

@@ -12,6 +12,7 @@ import uvloop
 from kvferry.cli import console, environment, http
 from kvferry.cli.logs import LogFormat, log_to_stderr
 from kvferry.errors import ConfigurationError
+from kvferry.extras import how_to_install
 from kvferry.registration import KEY_PURPOSE
 from kvferry.router.app import Front, create_app
 from kvferry.router.config import NO_REGISTRATION, Registration, RouterConfig
@@ -92,7 +93,7 @@ def _tracing(otel: bool) -> Tracing:
         from kvferry.router.otel import exporting
     except ImportError as error:
         raise ConfigurationError(
-            "OpenTelemetry is not installed", found=str(error), hint="pip install 'kvferry[otel]'"
+            "OpenTelemetry is not installed", found=str(error), hint=how_to_install("otel")
         ) from error
     return exporting()
 

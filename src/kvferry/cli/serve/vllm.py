@@ -19,6 +19,7 @@ from math import ceil
 from kvferry.cli import console, http
 from kvferry.cli.serve.joining import NOWHERE, JoinOptions, joined
 from kvferry.errors import ConfigurationError
+from kvferry.extras import how_to_install
 
 __all__ = ["VllmOptions", "serve_vllm", "vllm_command"]
 
@@ -71,7 +72,7 @@ def serve_vllm(options: VllmOptions) -> int:
             "vLLM is not installed here",
             found=sys.executable,
             expected="an environment with vllm 0.32",
-            hint="install kvferry into vLLM's environment: pip install 'kvferry[agent,cli,nixl]'",
+            hint=f"install kvferry into vLLM's environment: {how_to_install('agent,cli,nixl')}",
         )
     told = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
