@@ -10,6 +10,7 @@ import zmq
 from agent_support import SOURCE, TARGET
 
 from kvferry.agent import Agent, AgentConfig, Host, new_lease_id
+from kvferry.agent.shared_token import SharedToken
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree, Timing
@@ -191,6 +192,13 @@ def test_a_taken_port_is_a_clear_error(make_rank, host):
     port = int(make_rank("p0", SOURCE).agent.address.rpartition(":")[2])
     with pytest.raises(ConfigurationError, match="cannot listen on"):
         Agent(AgentConfig("p1", port=port), host, open_transports("shm").transports, {})
+
+
+def test_an_address_of_another_host_is_a_clear_error(host):
+    elsewhere = AgentConfig("p1", host="192.0.2.1", token=SharedToken(b"0123456789abcdef0123456789abcdef"))
+    with pytest.raises(ConfigurationError, match="cannot listen on") as caught:
+        Agent(elsewhere, host, open_transports("shm").transports, {})
+    assert "an address of this host" in caught.value.hint
 
 
 def test_no_request_is_asked_for_twice_at_a_time_and_no_attempt_is_called_like_another(make_rank):

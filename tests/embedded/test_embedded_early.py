@@ -141,7 +141,7 @@ def test_a_chat_has_it_before_its_opening(prefiller: Served, decoder: Served) ->
     [
         (ask_for(40, kv_transfer_params=EARLY), "set stream to true"),
         (ask_for(40, kv_transfer_params={"do_remote_decode": True}, stream=True), "set stream to false"),
-        (ask_for(40, kv_transfer_params=EARLY | {"kvferry": {"early": 1}}, stream=True), "set stream to false"),
+        (ask_for(40, kv_transfer_params=EARLY | {"kvferry": {"early": False}}, stream=True), "set stream to false"),
         (ask_for(40, kv_transfer_params=EARLY | {"kvferry": ["early"]}, stream=True), "set stream to false"),
     ],
 )

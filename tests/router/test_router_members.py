@@ -165,12 +165,14 @@ def test_what_was_sent_before_counts_where_there_is_a_prefix_cache():
     assert [load.cached_tokens for load in asked(membership, Role.PREFILL, task)] == [512, 0]
 
 
-def test_a_policy_that_chooses_what_is_not_there_has_chosen_nobody(caplog):
-    clock = Clock()
-    membership = Membership((D0,), Metrics(), Judgement(lambda question: Use(D1), clock=clock))
+@pytest.mark.parametrize(
+    ("decision", "words"), [(Use(D1), "was not offered"), (None, "returned None"), (D0, "returned Instance")]
+)
+def test_a_policy_that_chooses_what_is_not_there_or_nothing_has_chosen_nobody(decision, words, caplog):
+    membership = Membership((D0,), Metrics(), Judgement(lambda question: decision, clock=Clock()))
     membership.probed(D0, Verdict.READY, "")
     assert membership.reserve(Wanted(Role.DECODE)) == Nobody()
-    assert "was not offered" in caplog.text
+    assert words in caplog.text
 
 
 def test_registrations_expire_unless_they_are_renewed():

@@ -7,6 +7,7 @@ sides prove that they know it (`curve`); without one, nothing but this host is l
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,7 +68,9 @@ class ControlChannel:
             raise ConfigurationError(
                 f"cannot listen on {host}:{port} for the transfer's control channel",
                 found=error.strerror or str(error),
-                hint="choose another --transfer-port, or 0 for any free one",
+                hint="choose another --transfer-port, or 0 for any free one"
+                if error.errno == errno.EADDRINUSE
+                else "--transfer-host is an address of this host, such as 127.0.0.1",
             ) from error
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()

@@ -16,7 +16,12 @@ def check_engine(engine: str, context: typer.Context) -> None:
         raise ConfigurationError("no such engine", found=engine, expected="--engine transformers or --engine vllm")
     if engine != "vllm" and context.args:
         found = " ".join(context.args)
-        raise ConfigurationError("these arguments belong to no engine", found=found, expected="--engine vllm -- …")
+        raise ConfigurationError(
+            "these arguments belong to no engine",
+            found=found,
+            expected="options only; or --engine vllm -- and what vLLM is to be told",
+            hint=f"--model {context.args[0]}" if len(context.args) == 1 else "",
+        )
 
 
 def size(context: typer.Context, name: str, engine: str) -> int:

@@ -220,7 +220,13 @@ def _plain(message: Message) -> str:
 
 def _leg(params: dict[str, Any]) -> Leg:
     """vLLM's key names: the source is told to expect a remote decode, the target that a remote prefill took place."""
-    source, target = (params.get(key) is True for key in ("do_remote_decode", "do_remote_prefill"))
+    ours = params.get("kvferry")
+    marks = {key: params.get(key) for key in ("do_remote_decode", "do_remote_prefill")}
+    early = {"kvferry.early": ours.get("early")} if isinstance(ours, dict) else {}
+    for key, mark in (marks | early).items():
+        if mark is not None and not isinstance(mark, bool):
+            raise RequestError(f"kv_transfer_params: {key} is unclear", found=_short(mark), expected="true or false")
+    source, target = (mark is True for mark in marks.values())
     if source and target:
         raise RequestError(
             "kv_transfer_params asks for both legs at once",

@@ -14,7 +14,7 @@ from kvferry.router.judgement import DEFAULT_JUDGEMENT, Judgement
 from kvferry.router.member import Member, Origin, Verdict
 from kvferry.router.metrics import Metrics
 from kvferry.router.pairs import Pair, Pairs
-from kvferry.router.policy import NO_TASK, Decision, Instance, Load, Nobody, Question, Role, Task, Use
+from kvferry.router.policy import NO_TASK, Busy, Decision, Instance, Load, Nobody, Question, Role, Skip, Task, Use
 from kvferry.router.prefixes import PrefixIndex
 from kvferry.router.reservation import Reservation
 from kvferry.router.speed import Mean
@@ -145,8 +145,12 @@ class Membership:
         decision = self._judgement.policy(question)
         if wanted.role is Role.PREFILL:
             self._last_question = question
-        if not isinstance(decision, Use):
+        if isinstance(decision, Skip | Busy | Nobody):
             return decision
+        if not isinstance(decision, Use):
+            # Somebody else has written it.
+            logger.error("the policy made no decision: it returned %.200r", decision)
+            return Nobody()
         if decision.instance not in {load.instance for load in question.candidates}:
             logger.error("the policy chose %s, which it was not offered", decision.instance)
             return Nobody()

@@ -197,6 +197,6 @@ def _manager(model: Any, settings: Settings, desk: Desk) -> Any:
             f"the engine cannot make a cache for {settings.model!r}",
             found=str(error),
             expected="a model with full or sliding-window attention and room for the cache",
-            hint="lower num_blocks or max_batch_tokens, or serve another model",
+            hint="a smaller cache (--num-blocks; kvferry up: --cache-tokens) or --max-batch-tokens, or another model",
         ) from None
     return manager
