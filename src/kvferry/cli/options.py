@@ -49,11 +49,11 @@ output = partial(typer.Option, rich_help_panel="Output")
 
 Model = Annotated[str, cache(help="Folder or Hugging Face name; `tiny` is made on this machine.")]
 Engine = Annotated[str, cache(help="transformers (built in) or vllm; options of vLLM go behind --.")]
-Digest = Annotated[str, moving(help="Compare what has arrived: sampled, full (every byte) or off.")]
+Digest = Annotated[str, moving(help="What a decode engine compares: sampled, full (every byte) or off.")]
 Transport = Annotated[str, moving(help="auto, shm, cma, tcp or nixl.")]
-Strategy = Annotated[str, moving(help="How a cache moves: auto, direct, scatter or pack (docs/staging.md).")]
+Strategy = Annotated[str, moving(help="How a decode engine gets caches: auto, direct, scatter or pack.")]
 TransferDirection = Annotated[
-    str, moving(help="Who moves a cache: pull (its reader), push (its owner), or auto: what is fastest.")
+    str, moving(help="Who moves caches: pull (the decode engine), push (the prefill engine), or auto.")
 ]
 Host = Annotated[str, addresses(help="Address to listen on.")]
 TokenFile = Annotated[str, addresses(help="The token that all engines share; else KVFERRY_TOKEN_FILE.")]

@@ -54,7 +54,7 @@ def serve(
     staging_mib: Annotated[int, moving(min=1, help="MiB of staging memory (docs/staging.md).")] = 384,
     transfer_direction: TransferDirection = "auto",
     layer_wise: Annotated[
-        bool, moving("--layer-wise", help="Push early legs layer by layer (docs/staging.md).")
+        bool, moving("--layer-wise", help="A prefill engine pushes early legs layer by layer (docs/staging.md).")
     ] = False,
     digest: Digest = "sampled",
     failure_policy: Annotated[
