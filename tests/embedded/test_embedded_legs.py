@@ -80,6 +80,7 @@ def test_params_that_nobody_made_are_computed_here(decoder: Served, nonsense: di
     assert answer["choices"] == plain["choices"]
     assert answer["kvferry"]["recomputed"] == "unknown_lease"
     assert answer["kvferry"]["tokens_computed"] == 40
+    assert set(answer["kvferry"]["phases_s"]) == {"lost"}
     assert decoder.metric('kvferry_engine_transfer_failures_total{reason="unknown_lease"}') == failures + 1
 
 

@@ -184,6 +184,7 @@ class Service:
         return Piece(text, (first.token_id,), first.finish_reason, report, reference)
 
     async def _decode(self, call: Call) -> AsyncGenerator[Piece, None]:
+        began = time.perf_counter()
         with ExitStack() as undo:
             try:
                 report = await self._fetch(call)
@@ -194,7 +195,8 @@ class Service:
                     raise
                 # The first blocks are in quarantine until the transfer says that nothing can land in them.
                 again = replace(call.request, request_id=f"{call.request.request_id}-again")
-                report, tokens = Report(recomputed=error.reason), self.engine.generate(again)
+                report = Report(recomputed=error.reason, phases_s={"lost": time.perf_counter() - began})
+                tokens = self.engine.generate(again)
             else:
                 self._readiness.succeeded()
                 undo.callback(self.engine.release, call.request.request_id)

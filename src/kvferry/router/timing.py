@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 
 __all__ = ["ENGINE_PHASES", "phases_of", "server_timing", "told_phases", "without_beginning"]
 
-# What a decode engine does before it computes its first token, in this order; other entries are not ours.
-ENGINE_PHASES = ("queue", "handshake", "claim", "wire", "verify")
+# What a decode engine does before it computes its first token, in this order; other entries are not ours. `lost` is all
+# that it has done for a cache that did not come.
+ENGINE_PHASES = ("queue", "handshake", "claim", "wire", "verify", "lost")
 ENTRY = re.compile(rb"\s*([a-z_]{1,32})\s*;\s*dur=(\d{1,9}(?:\.\d{1,9})?)\s*")
 HEADER = b"server-timing"
 
