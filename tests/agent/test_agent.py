@@ -1,5 +1,6 @@
 """Two real agents over real sockets and real transports, caches without an engine."""
 
+import errno
 import threading
 from functools import partial
 
@@ -9,7 +10,7 @@ import pytest
 import zmq
 from agent_support import SOURCE, TARGET
 
-from kvferry.agent import Agent, AgentConfig, Host, new_lease_id
+from kvferry.agent import Agent, AgentConfig, Host, control, new_lease_id
 from kvferry.agent.shared_token import SharedToken
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.plan.tokens import TokenRange
@@ -199,6 +200,16 @@ def test_an_address_of_another_host_is_a_clear_error(host):
     with pytest.raises(ConfigurationError, match="cannot listen on") as caught:
         Agent(elsewhere, host, open_transports("shm").transports, {})
     assert "an address of this host" in caught.value.hint
+
+
+def test_a_port_that_is_not_allowed_is_not_blamed_on_the_host(host, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(control, "Doors", refuse)
+    with pytest.raises(ConfigurationError, match="cannot listen on") as caught:
+        Agent(AgentConfig("p1", port=80), host, open_transports("shm").transports, {})
+    assert "--transfer-port" in caught.value.hint
 
 
 def test_no_request_is_asked_for_twice_at_a_time_and_no_attempt_is_called_like_another(make_rank):

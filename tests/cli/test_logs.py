@@ -14,6 +14,8 @@ import pytest
 
 from kvferry.cli import console
 from kvferry.cli.logs import JsonLines, LogFormat, log_to_stderr
+from kvferry.errors import ConfigurationError
+from kvferry.router.membership import Membership
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "router"))
 from router_harness import cluster, decode_engine, failing, prefill_engine
@@ -61,6 +63,9 @@ def test_the_format_is_chosen(format_, capsys):
         assert access.level == logging.INFO
         console.say("routing")
         err = capsys.readouterr().err
+        console.tell(ConfigurationError("no", found="this", hint="do that"))
+        told = capsys.readouterr().err
+        assert "hint:     do that" in told if format_ is LogFormat.PLAIN else "do that" in json.loads(told)["message"]
         assert err == "routing\n" if format_ is LogFormat.PLAIN else json.loads(err)["message"] == "routing"
     finally:
         console.say_through()
@@ -90,6 +95,27 @@ def test_a_request_that_is_refused_is_a_line_too(body, headers, status, code, ca
     fields = vars(record)["fields"]
     assert fields["request_id"] == headers["x-request-id"]
     assert (fields["endpoint"], fields["status"], fields["reason"]) == ("/v1/completions", status, code)
+
+
+ASKED = {"prompt": "x"}
+
+
+def test_a_request_that_meets_a_defect_is_one_line_with_its_id(caplog, monkeypatch):
+    monkeypatch.setattr(Membership, "reserve", lambda *_: 1 / 0)
+
+    async def main():
+        async with (
+            cluster([], [decode_engine()]) as c,
+            c.session.post(
+                c.url + "/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "mine"}
+            ) as response,
+        ):
+            assert response.status == 500
+
+    with caplog.at_level(logging.INFO, "kvferry.router.access"):
+        asyncio.run(main())
+    (record,) = [record for record in caplog.records if record.name == "kvferry.router.access"]
+    assert (vars(record)["fields"]["request_id"], vars(record)["fields"]["status"]) == ("mine", 500)
 
 
 def test_each_request_is_a_line_with_the_clients_id(caplog):

@@ -289,6 +289,13 @@ def test_arguments_for_an_engine_that_takes_none_are_refused(tmp_path):
     result = CliRunner().invoke(main.app, ["serve", "--model", str(tmp_path), "--", "--max-model-len", "64"])
     assert result.exit_code == 2
     assert "these arguments belong to no engine" in result.stderr
+    assert "hint" not in result.stderr
+
+
+def test_a_model_without_its_option_is_guessed():
+    result = CliRunner().invoke(main.app, ["serve", "some/model"])
+    assert result.exit_code == 2
+    assert "--model some/model" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["serve", "up"])

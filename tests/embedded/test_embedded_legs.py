@@ -84,6 +84,13 @@ def test_params_that_nobody_made_are_computed_here(decoder: Served, nonsense: di
     assert decoder.metric('kvferry_engine_transfer_failures_total{reason="unknown_lease"}') == failures + 1
 
 
+def test_ids_that_are_no_tokens_are_refused_and_the_source_is_told(decoder: Served) -> None:
+    before = len(decoder.transfer.forgone)
+    status, answer = decoder.ask(COMPLETIONS, {"prompt": [-1, 5, 6], "kv_transfer_params": {"do_remote_prefill": True}})
+    assert (status, "vocabulary" in answer["error"]["message"]) == (400, True)
+    assert len(decoder.transfer.forgone) == before + 1
+
+
 def test_blocks_of_a_failed_fetch_stay_in_quarantine(loop: Loop, decoder: Served) -> None:
     """The request is answered from fresh blocks while the first ones still belong to the transfer."""
     fence = decoder.transfer.fence

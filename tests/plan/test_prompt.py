@@ -35,6 +35,11 @@ def test_what_is_not_known_is_not_in_the_way():
     assert UNKNOWN_PROMPT.begins_with(Prompt.of([1]).name("lease"), "lease")
 
 
+def test_what_somebody_has_asked_is_not_in_a_traceback():
+    assert "1234567" not in repr(Prompt.of([1234567])) + repr(Prompt(b"secret"))
+    assert "secret" not in repr(Prompt(b"secret"))
+
+
 @pytest.mark.parametrize("tokens", [[-1], [1 << 32], ["1"], [1.5]])
 def test_what_is_no_token_is_refused(tokens):
     with pytest.raises(RequestError, match="not made of tokens"):

@@ -123,6 +123,16 @@ def test_an_idle_instance_takes_what_it_seems_too_slow_for():
     assert balanced(question(prefill=[slow], decode=[busy], task=whole, limits=limits)) == Busy("ttft", 2)
 
 
+def test_it_is_the_instance_that_gets_the_request_that_has_to_be_idle():
+    limits, speed = Limits(ttft_s=5.0), {"tokens_per_s": 1000.0}
+    task = dataclasses.replace(TASK, prompt_tokens=10000, prefixes=(1,), prefix_tokens=32)
+    warm, idle = load(P[1], 9000, cached_tokens=32, **speed), load(P[0], **speed)
+    decode = [load(D[0], 30, num_partners=2)]
+    assert balanced(question(prefill=[idle, warm], decode=decode, task=task, limits=limits)) == Busy("ttft", 5)
+    lonely = [load(D[0], 30, num_partners=0, **speed)]
+    assert balanced(question(prefill=[idle], decode=lonely, task=task, limits=limits)) == Busy("ttft", 5)
+
+
 def test_a_decode_instance_that_keeps_the_time_is_used_when_prefill_cannot():
     queue, fast = [load(P[0], 9000, tokens_per_s=1000.0)], [load(D[0], tokens_per_s=1000.0)]
     limits = Limits(ttft_s=4.0)

@@ -351,6 +351,7 @@ def test_an_engine_without_a_router_goes_on():
         ("http://[::1]:8100", "http://localhost:8000", False),
         ("http://10.0.0.5:8100", "http://10.0.0.9:8000", False),
         ("http://engine:8100", "http://router:8000", False),
+        ("http://127.0.0.1:8100", "http://[10.0.0.9:8000", True),
     ],
 )
 def test_an_address_that_means_nothing_elsewhere_is_warned_about(url, router, is_told, caplog):
@@ -385,6 +386,24 @@ def test_the_pair_whose_caches_do_not_arrive_is_taken_out_by_traffic():
             async with c.session.get(c.url + "/ready") as response:
                 assert (await response.json())["num_usable_pairs"] == 1
             assert 'reason="transport"' in await c.metrics()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_told_by", ["header", "error"])
+def test_prompts_that_are_read_differently_take_out_no_pair(is_told_by):
+    async def refusing(request, seen):
+        if "kv_transfer_params" not in json.loads(seen.raw):
+            return aiohttp.web.json_response(answer("one"))
+        return aiohttp.web.json_response({"error": {"message": "x", "code": "wrong_prompt"}}, status=502)
+
+    async def main():
+        behave = losing("wrong_prompt") if is_told_by == "header" else refusing
+        async with cluster([prefill_engine("p0")], [decode_engine("d0", behave)]) as c:
+            for _ in range(PAIR_FUSE.num_failures + 1):
+                assert (await c.complete()).status == 200
+            assert len(c.prefill[0].seen) == PAIR_FUSE.num_failures + 1
+            assert (await c.members())["broken_pairs"] == []
 
     asyncio.run(main())
 

@@ -7,7 +7,7 @@ from kvferry.errors import IllegalEventError
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State, fingerprint
 from kvferry.plan.model import attention
-from kvferry.plan.prompt import Prompt
+from kvferry.plan.prompt import UNKNOWN_PROMPT, Prompt
 from kvferry.plan.span import Span
 from kvferry.session.early import MAX_EARLY, MAX_EARLY_OF_ONE
 from kvferry.session.events import Count, FrameArrived, LeaseWanted, LeaseWithdrawn, Reply, SourceFree, Tick, Timing
@@ -96,7 +96,7 @@ def test_a_claim_that_the_record_does_not_support_is_refused(claim, reason):
     assert source.num_live() == 1
 
 
-def test_a_claim_for_another_prompt_is_refused_and_the_lease_is_still_good():
+def test_a_claim_for_another_prompt_is_refused_and_claims_nothing():
     source, own = session(), Prompt.of(range(7))
     source.handle(replace(LEASE, prompt=own), 0)
     for tokens, lease_id in (([0, 1, 9], "l1"), (range(8), "l1"), (range(6), "another lease")):
@@ -104,6 +104,13 @@ def test_a_claim_for_another_prompt_is_refused_and_the_lease_is_still_good():
         assert refusal(source.handle(from_peer(claim), 1), m.Reason.WRONG_PROMPT)
     right = msgspec.structs.replace(CLAIM, prompt=Prompt.of(range(6)).name("l1"))
     play(source, [(1, from_peer(right), [GRANT])])
+
+
+def test_a_lease_that_has_ended_keeps_no_prompt():
+    source = session()
+    source.handle(replace(LEASE, prompt=Prompt.of(range(7))), 0)
+    source.handle(LeaseWithdrawn("r1"), 1)
+    assert source._leases.get("l1").wanted.prompt == UNKNOWN_PROMPT
 
 
 def test_a_second_engine_cannot_claim_a_claimed_lease():

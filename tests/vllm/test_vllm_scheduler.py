@@ -200,13 +200,25 @@ def test_an_adapter_is_part_of_what_is_compared():
     assert prompt_of(asked, 3) == Prompt.of([0, 1, 2], "tuned")
 
 
-@pytest.mark.parametrize("ids", [None, [], [-1, 2]])
-def test_what_is_not_made_of_tokens_is_not_compared(ids):
-    asked = request(dict(PULL))
-    asked.prompt_token_ids = ids
-    assert prompt_of(asked, 2) == UNKNOWN_PROMPT
-    asked.prompt_token_ids, asked.prompt_embeds = [1, 2], torch.zeros(2, 4)
-    assert prompt_of(asked, 2) == UNKNOWN_PROMPT
+def test_what_was_answered_is_a_part_of_what_is_kept():
+    made, asked = scheduler(), request({"do_remote_decode": True})
+    asked.append_output_token_ids([7] * 8)
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    asked.num_computed_tokens = PROMPT + 7
+    made.finished(asked, TABLES)
+    (lease,) = made.take_orders(is_idle=False).leases
+    assert lease.prompt == Prompt.of([*range(PROMPT), *[7] * 7])
+
+
+def test_ids_that_are_none_are_not_compared():
+    assert prompt_of(Request("r", [-1, 2], SamplingParams(), None), 2) == UNKNOWN_PROMPT
+
+
+def test_embeddings_are_taken_for_no_tokens():
+    embedded = Request("r", None, SamplingParams(), None, prompt_embeds=torch.zeros(3, 4))
+    name = Prompt.of([0, 0, 0]).name("lease")
+    assert not prompt_of(embedded, 3).begins_with(name, "lease")
+    assert prompt_of(embedded, 3).begins_with(prompt_of(embedded, 2).name("lease"), "lease")
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])

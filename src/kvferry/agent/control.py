@@ -68,9 +68,9 @@ class ControlChannel:
             raise ConfigurationError(
                 f"cannot listen on {host}:{port} for the transfer's control channel",
                 found=error.strerror or str(error),
-                hint="choose another --transfer-port, or 0 for any free one"
-                if error.errno == errno.EADDRINUSE
-                else "--transfer-host is an address of this host, such as 127.0.0.1",
+                hint="--transfer-host is an address of this host, such as 127.0.0.1"
+                if error.errno == errno.EADDRNOTAVAIL
+                else "choose another --transfer-port, or 0 for any free one",
             ) from error
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()

@@ -43,6 +43,9 @@ def data(value: Mapping[str, Any]) -> None:
 
 def tell(error: FerryError) -> None:
     """What is wrong, what was found, what was expected and what to do."""
+    if _through:
+        say(f"error: {error}")
+        return
     words.print(f"error: {error.what}", style="bold red", markup=False, soft_wrap=True)
     for name, text in (("found", error.found), ("expected", error.expected), ("hint", error.hint)):
         if text:

@@ -20,7 +20,7 @@ def check_engine(engine: str, context: typer.Context) -> None:
             "these arguments belong to no engine",
             found=found,
             expected="options only; or --engine vllm -- and what vLLM is to be told",
-            hint=f"--model {context.args[0]}" if len(context.args) == 1 else "",
+            hint="" if context.args[0].startswith("-") else f"--model {context.args[0]}",
         )
 
 

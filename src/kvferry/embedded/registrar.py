@@ -89,8 +89,8 @@ class Registrar:
 
 def _is_for_this_host(url: str) -> bool:
     """Whether others would find themselves there, or nobody."""
-    host = urlsplit(url).hostname or ""
     try:
+        host = urlsplit(url).hostname or ""
         return host == "localhost" or ip_address(host).is_loopback or ip_address(host).is_unspecified
     except ValueError:
         return False

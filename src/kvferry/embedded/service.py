@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -85,6 +86,8 @@ class Service:
         self._transfer = transfer
         self._numbers = itertools.count()
         self._readiness = Readiness()
+        # Of its own: others' name lookups share the loop's, and the end of the process waits for no more than one text.
+        self._tokenising = ThreadPoolExecutor(1, "tokenising")
 
     @property
     def failure(self) -> str:
@@ -100,6 +103,10 @@ class Service:
     def drain(self) -> None:
         """The process has been told to end: from now on it is not ready, but it answers what comes."""
         self._draining = True
+
+    def close(self) -> None:
+        """No long text that is not begun is tokenised any more. The caller closes the engine and the transfer."""
+        self._tokenising.shutdown(wait=False, cancel_futures=True)
 
     def withdraw(self, params: object) -> bool:
         """End the lease that a reference of ours names; whether there was one. Raises TransferError."""
@@ -206,12 +213,13 @@ class Service:
                     yield piece
 
     async def _fetch(self, call: Call) -> Report:
-        request_id, prompt = call.request.request_id, Prompt.of(call.request.prompt[:-1])
+        request_id = call.request.request_id
         began = time.perf_counter()
         with ExitStack() as undo:
             # Refused, or left by the client while it waited for room: the source need not keep the cache for us.
             undo.callback(self._transfer.forgo, request_id, call.ask.leg.params)
             tables = await self.engine.reserve(call.request)
+            prompt = Prompt.of(call.request.prompt[:-1])
             undo.pop_all()
         queue_s = time.perf_counter() - began
         with ExitStack() as undo:
@@ -263,7 +271,9 @@ class Service:
         def tokenise() -> list[int]:
             return list(self.engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
-        return tokenise() if len(text) <= SHORT_TEXT else await asyncio.to_thread(tokenise)
+        if len(text) <= SHORT_TEXT:
+            return tokenise()
+        return await asyncio.get_running_loop().run_in_executor(self._tokenising, tokenise)
 
     def _render(self, messages: list[Any]) -> str:
         try:

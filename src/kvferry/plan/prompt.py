@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from kvferry.errors import RequestError
@@ -42,7 +42,7 @@ UNNAMED = PromptName(0, b"")
 class Prompt:
     """The tokens of a request, four bytes each, and what else its cache depends on, such as an adapter's name."""
 
-    tokens: bytes = b""
+    tokens: bytes = field(default=b"", repr=False)
     context: str = ""
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvferry.router.choice import able
+from kvferry.router.choice import able, choose
 from kvferry.router.policy import Busy, Load, Question
 
 __all__ = ["first_token_s", "refusal"]
@@ -36,10 +36,12 @@ def first_token_s(question: Question) -> float:
 
 
 def _is_idle(question: Question) -> bool:
-    """Whether somebody who would compute the prompt has nothing to do. Then no other request is in the way, and to come
-    back later helps nobody; and how fast an instance is shows at what it computes: short prompts say little of it."""
-    prefill = able(question.prefill) if question.task.is_divisible else []
-    return any(not load.num_outstanding for load in prefill or able(question.decode))
+    """Whether who would compute the prompt has nothing to do. Then no other request is in the way, and to come back
+    later helps nobody; and how fast an instance is shows at what it computes: short prompts say little of it."""
+    is_divided = question.task.is_divisible and any(load.num_partners for load in able(question.decode))
+    computing = question.prefill if is_divided and able(question.prefill) else question.decode
+    chosen = choose(computing, question.task)
+    return any(load.instance == chosen and not load.num_outstanding for load in computing)
 
 
 def _wait_s(load: Load, question: Question) -> float:

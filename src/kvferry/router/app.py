@@ -22,7 +22,7 @@ from kvferry.errors import FerryError, RequestError
 from kvferry.openai import HTTP_CODES, INVALID_REQUEST, SERVER_ERROR, error_body, error_of
 from kvferry.registration import MEMBERS_PATH
 from kvferry.router.call import Call
-from kvferry.router.client import Client
+from kvferry.router.client import CLIENT_LEFT, Client
 from kvferry.router.config import RouterConfig
 from kvferry.router.driver import Driver
 from kvferry.router.errands import Errands
@@ -123,6 +123,8 @@ class Generate:
         http = Request(scope, receive)
         try:
             call = await self._call(http)
+            # From here on its story is the driver's to tell.
+            scope.pop(BEGAN_S, None)
             await self._serve(http.app.state.services, call, Client(receive, send))
         except ClientDisconnect:
             return
@@ -145,6 +147,11 @@ class Generate:
         driver = Driver(services, call, client)
         try:
             await driver.run()
+        except Exception:
+            # A defect, of which the client is told further out; a client that has left is not told.
+            if client.status == CLIENT_LEFT and not client.has_left:
+                client.status = 500
+            raise
         finally:
             services.metrics.count_request(self._endpoint, driver.flow.path, client.status)
             driver.close(self._endpoint)

@@ -57,6 +57,7 @@ from kvferry.router.events import (
 )
 from kvferry.router.policy import Instance, Role
 from kvferry.router.request import ClientRequest, decode_body, prefill_body
+from kvferry.wire.messages import Reason
 
 __all__ = ["TRANSITIONS", "Flow", "State", "Transition"]
 
@@ -182,7 +183,10 @@ class Flow:
             return [*self._release("decode_refused"), *self._finish(Forward())]
         if self.path is not Path.DISAGGREGATED:
             return self._lose_decode(f"status_{event.status}", Forward())
-        if reason := lost_cache(event.body):
+        reason = lost_cache(event.body)
+        if reason == Reason.WRONG_PROMPT:
+            return self._read_differently(reason)
+        if reason:
             return self._lose_decode(reason, Forward(), self._picked[Role.PREFILL])
         self._failed |= {self._picked[Role.PREFILL]}
         self._suspected = frozenset((self._picked[Role.DECODE],))
@@ -255,6 +259,13 @@ class Flow:
         again = self._may_try_again(Role.DECODE, reason, culprit)
         then = self._pick(Role.DECODE) if again else self._finish(last_word)
         return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *releases, *then]
+
+    def _read_differently(self, reason: str) -> list[Command]:
+        """P and D have made different tokens of one body. So would another P."""
+        self._last_word = Forward()
+        self._failed |= {self._picked[Role.PREFILL]}
+        counts = [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *self._release("decode_failed")]
+        return [*counts, *self._fall_back(reason), *self._pick(Role.DECODE)]
 
     def _release(self, reason: str) -> list[Command]:
         kept, self._kept = self._kept, ()

@@ -10,6 +10,7 @@ from kvferry.router.pairs import Pair
 from kvferry.router.policy import Instance, Role, Task
 from kvferry.router.reservation import Reservation
 from kvferry.router.upstream import CONNECT_TIMEOUT, REFUSED
+from kvferry.wire.messages import Reason
 
 __all__ = ["Judge"]
 
@@ -96,12 +97,17 @@ class Judge:
         if status >= 500 and self._divided and self._pair is not None and reservation.instance.role is Role.DECODE:
             # Engines of others do not tell a cache that did not come from any other trouble. One whose fault it is
             # every time is soon in no pair any more, and is then judged by what it does alone.
-            self._membership.lost(self._pair, lost_cache(body) or f"status_{status}")
+            self._lost(self._pair, lost_cache(body) or f"status_{status}")
         elif status >= 500:
             reservation.failed()
         elif 200 <= status < 300:
             reservation.succeeded()
             self._remember(reservation)
+
+    def _lost(self, pair: Pair, reason: str) -> None:
+        """A cache has not come. Where the two have read different prompts that is about the request, not about them."""
+        if reason != Reason.WRONG_PROMPT:
+            self._membership.lost(pair, reason)
 
     def _remember(self, reservation: Reservation) -> None:
         """It has the prompt cached from now on."""
@@ -113,7 +119,7 @@ class Judge:
             return False
         told = {name.lower(): value for name, value in headers}
         if told.get(CACHE) == b"recomputed":
-            self._membership.lost(self._pair, told.get(CACHE_REASON, b"unknown").decode("latin-1"))
+            self._lost(self._pair, told.get(CACHE_REASON, b"unknown").decode("latin-1"))
             return False
         self._membership.arrived(self._pair)
         return True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from heapq import heappop, heappush, heapreplace
 from math import inf
 
+from kvferry.plan.prompt import UNKNOWN_PROMPT
 from kvferry.session.carrying import Carrying
 from kvferry.session.events import Command, Count, DropDigest, LeaseWanted, SourceFree, Timing
 from kvferry.session.lease import Lease
@@ -115,6 +117,8 @@ class Leases:
         for peer, claim in lease.waiting.values():
             commands += refuse(peer, Refusal(Reason.EXPIRED, "the lease has ended", reason, "live", claim.claim_id))
         lease.digests, lease.waiting = {}, {}
+        # A tombstone answers no claim: it needs no megabyte of tokens.
+        lease.wanted = replace(lease.wanted, prompt=UNKNOWN_PROMPT)
         return [*self.free_when_drained(lease), *commands]
 
     def free_when_drained(self, lease: Lease) -> list[Command]:

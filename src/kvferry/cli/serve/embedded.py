@@ -64,6 +64,7 @@ async def _serve(options: ServeOptions, engine: Engine, bound: socket.socket) ->
         await transfer.start()
         undo.push_async_callback(transfer.close)
         app = create_app(engine, transfer, _info(options, engine, transfer))
+        undo.callback(app.state.service.close)
         app.state.registry.register(AgentCollector(transfer))
         url = http.url_of(bound)
         _announce(options, url, transfer.agent.address)
