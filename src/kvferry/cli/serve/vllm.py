@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from math import ceil
 
 from kvferry.cli import console, http
 from kvferry.cli.serve.joining import NOWHERE, JoinOptions, joined
+from kvferry.cli.stop_signal import StopSignal
 from kvferry.errors import ConfigurationError
 from kvferry.extras import how_to_install
 
@@ -74,9 +74,8 @@ def serve_vllm(options: VllmOptions) -> int:
             expected="an environment with vllm 0.32",
             hint=f"install kvferry into vLLM's environment: {how_to_install('agent,cli,nixl')}",
         )
-    told = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: told.set())
+    told = StopSignal()
+    told.listen()
     # vLLM does not say which port it got when it is asked for any, so we choose one. And whoever answers at a port that
     # vLLM cannot have would look like vLLM.
     with http.hold(options.host, options.port) as held:
@@ -121,7 +120,7 @@ def vllm_command(options: VllmOptions, port: int) -> list[str]:
     return [*command, *options.arguments]
 
 
-def _watch(process: subprocess.Popen[bytes], options: VllmOptions, url: str, told: threading.Event) -> int:
+def _watch(process: subprocess.Popen[bytes], options: VllmOptions, url: str, told: StopSignal) -> int:
     """Until vLLM ends or we are told to; announces it once it answers."""
     deadline = time.monotonic() + READY_S
     while not _is_healthy(url):
