@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from kvferry.cli import main
 from kvferry.cli.top import watch as command
 from kvferry.cli.top.scrape import look_at
 from kvferry.cli.top.view import Frame, summary, view
@@ -166,3 +168,9 @@ def test_an_engine_is_no_router(once):
 def test_what_lies_past_the_last_edge_is_put_at_the_last_edge():
     text = AFTER.replace('le="1.0"} 100', 'le="1.0"} 98')
     assert look_at(text, 12.0).percentile(look_at(BEFORE, 10.0), "gap", 0.99) == 1.0
+
+
+def test_what_is_no_url_is_said_to_be_none():
+    result = CliRunner().invoke(main.app, ["top", "127.0.0.1:8000"])
+    assert result.exit_code == 2
+    assert "not the URL of a router" in result.stderr

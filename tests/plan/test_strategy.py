@@ -13,6 +13,7 @@ from kvferry.plan.copies import Copies
 from kvferry.plan.staged import RegionStarts, Staging, staged
 from kvferry.plan.strategy import (
     ONE_REGION,
+    TYPICAL_AGENTS,
     TYPICAL_HOST,
     Costs,
     Counts,
@@ -76,6 +77,14 @@ def alone_and_shared(counts, costs):
 def some_counts(draw):
     num_rows = draw(st.integers(1, 1 << 24))
     return Counts(num_rows * draw(st.integers(1, 1 << 20)), num_rows, draw(st.integers(1, num_rows)))
+
+
+def test_agents_that_know_nothing_better_of_each_other_do_not_fill_tiny_slots():
+    """What was pushed was priced as if nobody had to ask for slots: 64 KiB at a time it took thirty times as long."""
+    pushed = Counts(num_bytes=5_726_208, num_rows=432, num_source_runs=432)
+    direct, second, _ = prices(pushed, replace(TYPICAL_AGENTS, slot_bytes=64 * KIB))
+    assert direct.strategy is Strategy.DIRECT
+    assert second.seconds > 3 * direct.seconds
 
 
 # The calibration, against what was measured with 64 MiB (docstring of TYPICAL_HOST).

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 
 from kvferry.plan.copies import Direction
-from kvferry.plan.strategy import NUM_STAGES, TYPICAL_HOST, Costs
+from kvferry.plan.strategy import NUM_STAGES, TYPICAL_AGENTS, Costs
 from kvferry.transport.measurement import FAR_SLOWER, Measurement
 from kvferry.transport.situation import Place
 from kvferry.transport.steps import ROW_BYTES
@@ -14,10 +14,6 @@ from kvferry.transport.steps import ROW_BYTES
 __all__ = ["costs_of"]
 
 LEAST_ROW_S = 1e-9
-# A slot is planned, asked for, handed out and reported on: what the agents themselves spend on that at each end.
-SLOT_S = 150e-6
-# A source is asked, slots are planned and handed out, threads have to be woken: what staging a small read takes on top.
-STAGING_S = 1e-3
 # Copying on one host is memory's business, whoever does it. Measured against the wire, on 2 cores over NIXL's cma.
 GATHER_PER_WIRE = 1.2
 # Two cores that copy get on like one and a half: they share the memory.
@@ -43,12 +39,10 @@ def costs_of(found: Measurement, place: Place, direction: Direction = Direction.
     rates = found.likely_rates(direction)
     long_s, short_s = (ROW_BYTES / rate / 1e9 for rate in (rates.gigabytes_per_s, rates.row_gigabytes_per_s))
     costs = replace(
-        TYPICAL_HOST,
+        TYPICAL_AGENTS,
         latency_s=rates.latency_s,
         row_s=max(short_s - long_s, LEAST_ROW_S),
         wire_bytes_per_s=rates.gigabytes_per_s * 1e9,
-        launch_s=SLOT_S,
-        staging_s=STAGING_S,
     )
     return _slowed(found, _on_one_host(found, place, costs))
 

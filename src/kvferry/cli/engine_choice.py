@@ -20,8 +20,12 @@ def check_engine(engine: str, context: typer.Context) -> None:
             "these arguments belong to no engine",
             found=found,
             expected="options only; or --engine vllm -- and what vLLM is to be told",
-            hint="" if context.args[0].startswith("-") else f"--model {context.args[0]}",
+            hint=f"--model {context.args[0]}" if _may_be_a_model(context) else "",
         )
+
+
+def _may_be_a_model(context: typer.Context) -> bool:
+    return context.info_name == "serve" and not context.args[0].startswith("-")
 
 
 def size(context: typer.Context, name: str, engine: str) -> int:

@@ -29,7 +29,7 @@ takes `sharing_s * fan_in` on top, and of the wire `fan_out / (fan_in + fan_out)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ from kvferry.plan.staged import Strategy, source_runs
 __all__ = [
     "NUM_STAGES",
     "ONE_REGION",
+    "TYPICAL_AGENTS",
     "TYPICAL_HOST",
     "Choice",
     "Costs",
@@ -134,6 +135,15 @@ transfer took 10.5 ms. latency and launch: a message there and back takes 12 to 
 kernels, 37 ns in plain ones. gather and scatter: fitted, to reach within 10 % the 21 ms that a whole pipeline took (512
 bytes a row, 8 slots) and to meet direct at 64 KiB a row, as measured; alone each reaches 12 GB/s, but stages that share
 cores and memory slow each other down. Filling the pipeline with slots of 4 MiB takes 1.4 ms, little beside the rest.
+"""
+
+
+TYPICAL_AGENTS = replace(TYPICAL_HOST, launch_s=150e-6, staging_s=1e-3)
+"""The same between two agents, which know nothing better of each other.
+
+launch_s: a slot is planned, asked for, handed out and reported on: what the agents spend on that at each end.
+staging_s: a source is asked, slots are planned and handed out, threads have to be woken: what staging a small read
+takes on top.
 """
 
 

@@ -141,7 +141,8 @@ class Legs:
                 command.role,
                 leg.instance.url,
                 command.reason,
-                leg.trouble,
+                # It was ended by us, for that reason.
+                "" if command.reason == PREFILL_LOST else leg.trouble,
                 extra={"request_id": self._call.request_id},
             )
 

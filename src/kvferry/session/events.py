@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.plan.prompt import UNKNOWN_PROMPT, UNNAMED, Prompt, PromptName
-from kvferry.plan.strategy import TYPICAL_HOST, Costs
+from kvferry.plan.strategy import TYPICAL_AGENTS, Costs
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.commands import (
     Acquire,
@@ -215,7 +215,7 @@ class PeerConnected:
     peer: Remote
     transport: str
     choice: str
-    costs: Costs = TYPICAL_HOST
+    costs: Costs = TYPICAL_AGENTS
     is_slow: bool = False
     reaches_staging: bool = False
 

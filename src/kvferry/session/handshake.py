@@ -13,7 +13,7 @@ from kvferry.errors import TransferError
 from kvferry.plan.copies import Direction
 from kvferry.plan.digest import Policy
 from kvferry.plan.layout import Layout, fingerprint
-from kvferry.plan.strategy import TYPICAL_HOST, Costs
+from kvferry.plan.strategy import TYPICAL_AGENTS, Costs
 from kvferry.session.events import Command, Connect, Count, Knock, PeerConnected, PeerKey, Send, Timing
 from kvferry.session.machine import Machine, Table
 from kvferry.session.ways import NO_STAGING, StagingPolicy
@@ -115,7 +115,7 @@ class Peer:
     offer: Offer | None = None
     transport: str = ""
     choice: str = ""
-    costs: Costs = TYPICAL_HOST
+    costs: Costs = TYPICAL_AGENTS
     can_write: CanWrite = CanWrite.UNKNOWN
     is_turning: bool = False
     is_excused: bool = False

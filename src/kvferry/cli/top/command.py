@@ -8,6 +8,7 @@ import typer
 
 from kvferry.cli.console import friendly
 from kvferry.cli.options import Json
+from kvferry.errors import ConfigurationError
 
 __all__ = ["top"]
 
@@ -20,6 +21,8 @@ def top(
 ) -> None:
     """Show live what a router and its engines are doing."""
     with friendly():
+        if not url.startswith(("http://", "https://")):
+            raise ConfigurationError("not the URL of a router", found=url, expected="such as http://127.0.0.1:8000")
         from kvferry.cli.top import watch
 
         watch.top(watch.TopOptions(url, interval, once, as_json))
