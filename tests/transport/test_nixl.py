@@ -104,7 +104,7 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(TransportError, match=r"not installed; .* hint: pip install kvferry\[nixl\]"):
+    with pytest.raises(TransportError, match=r"not installed; .* hint: pip install 'kvferry\[nixl\]'"):
         NixlTransport()
 
 
