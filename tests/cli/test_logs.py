@@ -61,6 +61,7 @@ def test_the_format_is_chosen(format_, capsys):
         (handler,) = root.handlers
         assert isinstance(handler.formatter, JsonLines) == (format_ is LogFormat.JSON)
         assert access.level == logging.INFO
+        assert logging.getLogger("kvferry.router.membership").isEnabledFor(logging.INFO)
         console.say("routing")
         err = capsys.readouterr().err
         console.tell(ConfigurationError("no", found="this", hint="do that"))

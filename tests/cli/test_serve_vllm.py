@@ -296,6 +296,9 @@ def test_a_model_without_its_option_is_guessed():
     result = CliRunner().invoke(main.app, ["serve", "some/model"])
     assert result.exit_code == 2
     assert "--model some/model" in result.stderr
+    result = CliRunner().invoke(main.app, ["up", "--once", "--port", "20001"])
+    assert result.exit_code == 2
+    assert "hint" not in result.stderr
 
 
 @pytest.mark.parametrize("command", ["serve", "up"])

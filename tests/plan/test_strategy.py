@@ -80,7 +80,7 @@ def some_counts(draw):
 
 
 def test_agents_that_know_nothing_better_of_each_other_do_not_fill_tiny_slots():
-    """What was pushed was priced as if nobody had to ask for slots: 64 KiB at a time it took thirty times as long."""
+    """What was pushed was priced as if nobody had to ask for slots: 64 KiB at a time it took many times as long."""
     pushed = Counts(num_bytes=5_726_208, num_rows=432, num_source_runs=432)
     direct, second, _ = prices(pushed, replace(TYPICAL_AGENTS, slot_bytes=64 * KIB))
     assert direct.strategy is Strategy.DIRECT

@@ -27,6 +27,7 @@ from kvferry.session.events import (
 )
 from kvferry.session.handshake import Ourselves
 from kvferry.session.target import TargetSession
+from kvferry.session.ways import AUTO, StagingPolicy
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
@@ -267,6 +268,15 @@ def test_a_lease_that_the_source_has_not_heard_of_yet_does_not_end_it(target):
 def test_words_of_a_push_mean_nothing_to_a_pull():
     pull = TargetSession(Ourselves(US, "0.1.0", TARGET_LAYOUTS), TIMING)
     play(pull, [(0.0, WANTED, [HELLO]), (0.1, answer(m.Reached("shm", "")), []), (0.2, WRITTEN, [])])
+
+
+def test_a_few_rows_are_not_packed_where_nobody_has_measured_what_they_cost():
+    """Who is written to tests nothing: slots are asked for, and threads woken, there as well."""
+    staging = StagingPolicy(AUTO, 1 << 20)
+    ours = Ourselves(
+        US, "0.1.0", TARGET_LAYOUTS, direction=Direction.WRITE, transports=TRANSPORTS, probe=PROBE, staging=staging
+    )
+    play(TargetSession(ours, TIMING), HANDSHAKE)
 
 
 def test_nothing_to_receive_is_still_claimed_and_released(target):

@@ -20,11 +20,12 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from kvferry.connectors.vllm.describe import Described, GroupFacts
 from kvferry.connectors.vllm.early_legs import EarlyLegs, Source, at_once
 from kvferry.connectors.vllm.late_orders import LateOrders
-from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, agent_name
+from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, PromiseOrder, agent_name
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.worker import Worker, _Started
 from kvferry.errors import TransferError
 from kvferry.plan.layout import Layout
+from kvferry.plan.prompt import Prompt
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, Stopped, TargetFree
 from kvferry.wire.messages import Party, Reason, Reference
@@ -148,6 +149,14 @@ def test_only_what_is_still_being_fetched_is_aborted(rank):
     rank.worker.obey(Orders(aborted=["b"]))
     assert rank.agent.aborted == ["a", agent_name(LONG)]
     assert rank.says(Failed("a", LOST), TargetFree("a")) == (set(), {"a"}, {"a"})
+
+
+def test_agents_are_told_which_prompt_it_is(rank):
+    prompt = Prompt.of([1, 2, 3], "adapter")
+    lease, wanted = replace(LEASE, prompt=prompt), replace(fetch(), prompt=prompt.name("lease"))
+    promise = PromiseOrder("early", "early-lease", 3, prompt)
+    rank.worker.obey(Orders(leases=[lease], fetches=[wanted], promises=[promise]))
+    assert [each.prompt for each in rank.agent.wanted] == [prompt, prompt, prompt.name("lease")]
 
 
 @pytest.mark.parametrize("request_id", ["a", LONG], ids=["short", "long"])
