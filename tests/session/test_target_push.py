@@ -276,7 +276,11 @@ def test_a_few_rows_are_not_packed_where_nobody_has_measured_what_they_cost():
     ours = Ourselves(
         US, "0.1.0", TARGET_LAYOUTS, direction=Direction.WRITE, transports=TRANSPORTS, probe=PROBE, staging=staging
     )
-    play(TargetSession(ours, TIMING), HANDSHAKE)
+    tables, ranges = ((0, 1, 2),), (TokenRange(0, 24),)
+    wanted = replace(WANTED, block_tables=tables, ranges=ranges)
+    claim = Send(PEER, m.Claim(US, "q1", REFERENCE, 24, (0,), Direction.WRITE, tables, ranges))
+    reached = answer(m.Reached("shm", "shm 9 GB/s"))
+    play(TargetSession(ours, TIMING), [(0.0, wanted, [HELLO]), *HANDSHAKE[1:3], (0.3, reached, [claim])])
 
 
 def test_nothing_to_receive_is_still_claimed_and_released(target):
