@@ -32,7 +32,7 @@ JSON = st.recursive(
         (b"{}", "prompt is missing"),
         (b'{"messages": []}', "prompt is missing"),
         (b'{"prompt": 5}', "prompt cannot be used"),
-        (b'{"prompt": null}', "prompt cannot be used"),
+        (b'{"prompt": null}', "prompt is missing"),
         (b'{"prompt": [1.5]}', "prompt cannot be used"),
         (b'{"prompt": "a", "model": 1}', "model cannot be used"),
         (b'{"prompt": "a", "stream": "yes"}', "stream cannot be used"),

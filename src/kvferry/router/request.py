@@ -8,24 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated, Any
 
 import msgspec
 
 from kvferry.errors import RequestError
+from kvferry.request_fields import Endpoint, dropped
+from kvferry.undividable import DECISIVE, undividable_reason
 
 __all__ = ["ClientRequest", "Endpoint", "decode_body", "parse_request", "prefill_body"]
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Fields = Mapping[str, msgspec.Raw]
-
-
-class Endpoint(StrEnum):
-    """The paths that generate text."""
-
-    COMPLETIONS = "/v1/completions"
-    CHAT = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +29,7 @@ class ClientRequest:
 
     raw: bytes
     fields: Fields
+    endpoint: Endpoint
     undivided_reason: str
     streams: bool = False
 
@@ -52,6 +47,7 @@ def _rule(field: str, type_: Any, expected: str) -> Rule:
     return Rule(field, msgspec.json.Decoder(type_), expected)
 
 
+NULL = msgspec.Raw(b"null")
 TOP_LEVEL = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -65,10 +61,12 @@ COMMON_RULES = (
 )
 CONTENT_RULES = {
     Endpoint.COMPLETIONS: _rule(
-        "prompt", str | list[str | int | list[int]], "a string, a list of token ids, or a list of either"
+        "prompt", str | list[str | int | list[int]] | None, "a string, a list of token ids, or a list of either"
     ),
     Endpoint.CHAT: _rule("messages", list[dict[str, msgspec.Raw]], "a list of objects"),
 }
+# Of these only the value counts; engines check the type.
+DECISIVE_RULES = {endpoint: tuple(_rule(name, Any, "JSON") for name in DECISIVE[endpoint]) for endpoint in Endpoint}
 
 # What a prefill leg asks of P, in the keys that vLLM's connectors and their proxies use.
 REMOTE_DECODE = {
@@ -79,22 +77,24 @@ REMOTE_DECODE = {
     "remote_host": None,
     "remote_port": None,
 }
-# A stream's options without a stream, or more tokens than one, would make P refuse the prefill leg.
-NOT_FOR_PREFILL = ("stream_options", "min_tokens")
+# Fields of a fleet's own legs. From a client they would name places of the inside.
+FOR_ENGINES = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+NOT_FOR_PREFILL = {endpoint: dropped(endpoint) for endpoint in Endpoint}
 
 
 def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
     """Check a body. Raises RequestError that says what was found, what is expected and what to do."""
     fields = _fields(raw)
-    if "kv_transfer_params" in fields:
-        raise RequestError(
-            "kv_transfer_params is for engines, not for clients",
-            found="kv_transfer_params in the body",
-            expected="a plain OpenAI request",
-            hint="leave it out: the router adds it on the way to the engines",
-        )
+    for name in FOR_ENGINES:
+        if name in fields:
+            raise RequestError(
+                f"{name} is for engines, not for clients",
+                found=f"{name} in the body",
+                expected="a plain OpenAI request",
+                hint="leave it out: the router tells the engines about each other",
+            )
     content = CONTENT_RULES[endpoint]
-    if content.field not in fields:
+    if not _has_content(fields, endpoint):
         raise RequestError(
             f"{content.field} is missing",
             found="the fields " + ", ".join(sorted(fields)) if fields else "an empty object",
@@ -102,7 +102,9 @@ def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
             hint=f"{endpoint} needs {content.field}",
         )
     values = {rule.field: _value(fields, rule) for rule in (*COMMON_RULES, content) if rule.field in fields}
-    return ClientRequest(raw, fields, _undivided_reason(fields, values), bool(values.get("stream")))
+    undecided = (rule for rule in DECISIVE_RULES[endpoint] if rule.field in fields and rule.field not in values)
+    reason = undividable_reason(endpoint, values | {rule.field: _value(fields, rule) for rule in undecided})
+    return ClientRequest(raw, fields, endpoint, str(reason or ""), bool(values.get("stream")))
 
 
 def prefill_body(request: ClientRequest, is_early: bool = False) -> bytes:
@@ -110,7 +112,8 @@ def prefill_body(request: ClientRequest, is_early: bool = False) -> bytes:
 
     With `is_early` it is a stream, of which the first event refers to the cache that is going to be computed.
     """
-    body: dict[str, Any] = {key: raw for key, raw in request.fields.items() if key not in NOT_FOR_PREFILL}
+    left_out = NOT_FOR_PREFILL[request.endpoint]
+    body: dict[str, Any] = {key: raw for key, raw in request.fields.items() if key not in left_out}
     wish = {**REMOTE_DECODE, "kvferry": {"early": True}} if is_early else REMOTE_DECODE
     body |= {"max_tokens": 1, "stream": is_early, "kv_transfer_params": wish}
     if "max_completion_tokens" in body:
@@ -151,22 +154,7 @@ def _value(fields: Fields, rule: Rule) -> Any:
         raise RequestError(f"{rule.field} is nested too deeply", expected=rule.expected) from error
 
 
-def _undivided_reason(fields: Fields, values: Mapping[str, Any]) -> str:
-    """Why one prefill cannot stand for the whole request.
-
-    P answers with the cache of one sequence. Several prompts would all be decoded from the first one's cache, and
-    the second of several samples would read blocks that P has freed. The logits of the prompt exist only where
-    the prompt is computed.
-    """
-    prompt = values.get("prompt")
-    several_prompts = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
-    several_samples = max(values.get("n") or 1, values.get("best_of") or 1) > 1
-    if several_prompts or several_samples or _set(fields, "use_beam_search"):
-        return "several_sequences"
-    if _set(fields, "prompt_logprobs") or (_set(fields, "echo") and _set(fields, "logprobs")):
-        return "prompt_logprobs"
-    return ""
-
-
-def _set(fields: Fields, field: str) -> bool:
-    return field in fields and bytes(fields[field]) not in (b"null", b"false")
+def _has_content(fields: Fields, endpoint: Endpoint) -> bool:
+    """A completion may bring its prompt as embeddings alone."""
+    names = ("messages",) if endpoint is Endpoint.CHAT else ("prompt", "prompt_embeds")
+    return any(bytes(fields.get(name, NULL)) != b"null" for name in names)

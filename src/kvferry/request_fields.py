@@ -1,0 +1,202 @@
+"""Every field of a chat or completion request, and what a prefill leg does with it: one table, pure.
+
+A prefill leg asks an engine for the cache of a prompt and for one token, which nobody reads: the decode engine computes
+the prompt's last token again and writes the whole answer. So the leg keeps what decides the prompt, the choice of the
+cache, or the place in a queue; it drops what a single token cannot fulfil and what only shapes an answer that is thrown
+away. A field that is in no row is kept: an engine may use it for the prompt, and a prompt that differs costs more than
+a field too many. `kvferry.undividable` says when a field with a label forbids a prefill leg.
+
+The columns are the request classes of vLLM 0.32, of SGLang 0.5.23, and of OpenAI's client; tests compare them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Flag, StrEnum, auto
+
+__all__ = ["FIELDS", "Api", "Endpoint", "InPrefill", "RequestField", "Undividable", "dropped", "fields_of"]
+
+
+class Endpoint(StrEnum):
+    """The paths that generate text."""
+
+    COMPLETIONS = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+
+
+class Api(Flag):
+    """Whose request has the field. `OLDER` are vLLM's fields before 0.12, and what vLLM's proxies still send."""
+
+    VLLM_COMPLETIONS = auto()
+    VLLM_CHAT = auto()
+    SGLANG_COMPLETIONS = auto()
+    SGLANG_CHAT = auto()
+    OPENAI_COMPLETIONS = auto()
+    OPENAI_CHAT = auto()
+    OLDER = auto()
+
+
+class InPrefill(StrEnum):
+    """What becomes of a field in the prefill leg."""
+
+    KEPT = "kept"
+    CHANGED = "changed"
+    DROPPED = "dropped"
+
+
+class Undividable(StrEnum):
+    """Why one prefill cannot stand for a whole request; the labels of the router's `reason`."""
+
+    SEVERAL_SEQUENCES = "several_sequences"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    PROMPT_OUTPUTS = "prompt_outputs"
+    TRUNCATED_PROMPT = "truncated_prompt"
+    ENGINE_SESSION = "engine_session"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestField:
+    """`undividable` is the label of the reason that the field can give against a prefill leg, if there is one."""
+
+    name: str
+    apis: Api
+    in_prefill: InPrefill
+    reason: str
+    undividable: Undividable | None = None
+
+
+VC, VT = Api.VLLM_COMPLETIONS, Api.VLLM_CHAT
+SC, ST = Api.SGLANG_COMPLETIONS, Api.SGLANG_CHAT
+OC, OT = Api.OPENAI_COMPLETIONS, Api.OPENAI_CHAT
+VLLM, SGLANG, OPENAI = VC | VT, SC | ST, OC | OT
+ENGINES, CHAT = VLLM | SGLANG, VT | ST | OT
+EVERY = ENGINES | OPENAI
+OF_ENDPOINT = {Endpoint.COMPLETIONS: VC | SC | OC | Api.OLDER, Endpoint.CHAT: CHAT | Api.OLDER}
+
+KEPT, CHANGED, DROPPED = InPrefill.KEPT, InPrefill.CHANGED, InPrefill.DROPPED
+
+PROMPT = "decides the tokens of the prompt"
+TEMPLATE = "chat templates see it"
+MEDIA = "decides how images, audio or video become a part of the prompt"
+CACHE = "decides which cached prompts the request may use"
+ROUTING = "decides where or when the engine works on it"
+SAMPLING = "decides how a token is drawn, which one token can fulfil"
+UNUSED = "says something about the client or the account; engines ignore it"
+LENGTH = "the leg asks for one token"
+ENDING = "says where an answer ends, and a single token has no such place"
+GRAMMAR = "a single token cannot fulfil a grammar, and compiling one takes time"
+ANSWER = "shapes an answer that nobody reads"
+STREAM = "the leg's answer is no stream, or a stream of one token"
+RANK = "names a rank of one engine; the legs run on two"
+ONE_SEQUENCE = "a prefill leg answers with the cache of one sequence"
+WHERE_COMPUTED = "exists only where the prompt is computed"
+
+
+def _rows(apis: Api, in_prefill: InPrefill, reason: str, names: str) -> tuple[RequestField, ...]:
+    return tuple(RequestField(name, apis, in_prefill, reason) for name in names.split())
+
+
+FIELDS: tuple[RequestField, ...] = (
+    # What decides the prompt and its cache.
+    RequestField("model", EVERY, KEPT, "names the model, or the adapter"),
+    RequestField("prompt", VC | SC | OC, KEPT, PROMPT, Undividable.SEVERAL_SEQUENCES),
+    RequestField("prompt_embeds", VC, KEPT, PROMPT, Undividable.SEVERAL_SEQUENCES),
+    RequestField("messages", CHAT, KEPT, PROMPT),
+    RequestField("suffix", VC | SC | OC, KEPT, "SGLang's prompt to fill in the middle has it"),
+    RequestField("input_ids", ST, KEPT, PROMPT),
+    RequestField("tools", CHAT, KEPT, TEMPLATE),
+    RequestField(
+        "tool_choice", CHAT, KEPT, "a named tool, or none, leaves other tools out of SGLang's or vLLM's prompt"
+    ),
+    RequestField("response_format", CHAT, KEPT, "templates such as Kimi K3's see it"),
+    RequestField("truncate_prompt_tokens", VLLM, KEPT, PROMPT, Undividable.TRUNCATED_PROMPT),
+    *_rows(VLLM, KEPT, PROMPT, "truncation_side add_special_tokens"),
+    *_rows(OT, KEPT, TEMPLATE, "functions function_call"),
+    *_rows(CHAT, KEPT, TEMPLATE, "reasoning_effort parallel_tool_calls"),
+    *_rows(VT, KEPT, TEMPLATE, "add_generation_prompt documents chat_template include_reasoning"),
+    *_rows(VT | ST, KEPT, TEMPLATE, "continue_final_message chat_template_kwargs"),
+    *_rows(ST, KEPT, TEMPLATE, "thinking task separate_reasoning"),
+    *_rows(Api.OLDER, KEPT, TEMPLATE, "reasoning"),
+    RequestField("mm_processor_kwargs", VT | SGLANG, KEPT, MEDIA),
+    RequestField("media_io_kwargs", VT, KEPT, MEDIA),
+    *_rows(SGLANG, KEPT, MEDIA, "images_config"),
+    *_rows(ST, KEPT, MEDIA, "max_dynamic_patch min_dynamic_patch use_audio_in_video video_config"),
+    RequestField("ec_transfer_params", VLLM, KEPT, "refers to encoded images, which prefill reads"),
+    RequestField("cache_salt", ENGINES, KEPT, CACHE),
+    RequestField("extra_key", SGLANG, KEPT, CACHE),
+    RequestField("lora_path", SGLANG, KEPT, "names the adapter"),
+    *_rows(OT, KEPT, CACHE, "prompt_cache_key prompt_cache_options prompt_cache_retention"),
+    # What decides where and when.
+    *_rows(ENGINES, KEPT, ROUTING, "priority session_id"),
+    *_rows(VLLM, KEPT, "names the request in logs", "request_id"),
+    *_rows(SGLANG, KEPT, "names the request in logs", "rid"),
+    RequestField("session_params", SGLANG, KEPT, "continues a session of one engine", Undividable.ENGINE_SESSION),
+    *_rows(SGLANG, DROPPED, RANK, "routed_dp_rank disagg_prefill_dp_rank data_parallel_rank"),
+    *_rows(SGLANG, DROPPED, "tells SGLang's legs from each other", "bootstrap_host bootstrap_port bootstrap_room"),
+    RequestField("kv_transfer_params", VLLM, CHANGED, "asks for a cache that another engine will read"),
+    # How much is computed, and how it is answered.
+    RequestField("max_tokens", EVERY, CHANGED, LENGTH),
+    RequestField("max_completion_tokens", CHAT, CHANGED, LENGTH),
+    RequestField("stream", EVERY, CHANGED, "true only in a leg that refers to its cache before it is computed"),
+    RequestField("stream_options", EVERY, DROPPED, STREAM),
+    *_rows(VLLM, DROPPED, STREAM, "stream_interval"),
+    *_rows(ST, DROPPED, STREAM, "stream_reasoning"),
+    RequestField("n", EVERY, KEPT, ONE_SEQUENCE, Undividable.SEVERAL_SEQUENCES),
+    RequestField("best_of", SC | OC | Api.OLDER, KEPT, ONE_SEQUENCE, Undividable.SEVERAL_SEQUENCES),
+    RequestField("use_beam_search", VLLM, KEPT, ONE_SEQUENCE, Undividable.SEVERAL_SEQUENCES),
+    *_rows(VLLM, KEPT, "has a meaning for beams only", "length_penalty"),
+    *_rows(Api.OLDER, KEPT, "has a meaning for beams only", "early_stopping"),
+    # What is computed with the prompt, and told in the answer.
+    RequestField("prompt_logprobs", VLLM, DROPPED, WHERE_COMPUTED, Undividable.PROMPT_LOGPROBS),
+    RequestField("echo", VC | SC | OC, DROPPED, ANSWER, Undividable.PROMPT_LOGPROBS),
+    RequestField("echo", VT, KEPT, "vLLM computes logits of the prompt for it", Undividable.PROMPT_LOGPROBS),
+    RequestField("return_hidden_states", SGLANG, DROPPED, WHERE_COMPUTED, Undividable.PROMPT_OUTPUTS),
+    RequestField("return_routed_experts", SGLANG, DROPPED, WHERE_COMPUTED, Undividable.PROMPT_OUTPUTS),
+    RequestField("routed_experts_prompt_start", VLLM, DROPPED, WHERE_COMPUTED, Undividable.PROMPT_OUTPUTS),
+    *_rows(SGLANG, DROPPED, "goes with return_routed_experts", "routed_experts_start_len"),
+    RequestField("return_cached_tokens_details", SGLANG, KEPT, "what prefill found cached is told to the client"),
+    # What one token cannot finish.
+    *_rows(ENGINES, DROPPED, "more than the one token would be refused", "min_tokens"),
+    *_rows(EVERY, DROPPED, ENDING, "stop"),
+    *_rows(ENGINES, DROPPED, ENDING, "stop_token_ids ignore_eos"),
+    *_rows(VLLM, DROPPED, ENDING, "include_stop_str_in_output repetition_detection thinking_token_budget"),
+    *_rows(SGLANG, DROPPED, ENDING, "stop_regex no_stop_trim"),
+    *_rows(VLLM, DROPPED, GRAMMAR, "structured_outputs"),
+    *_rows(VC | SC, DROPPED, GRAMMAR, "response_format"),
+    *_rows(SGLANG, DROPPED, GRAMMAR, "regex ebnf"),
+    *_rows(SC, DROPPED, GRAMMAR, "json_schema"),
+    *_rows(Api.OLDER, DROPPED, GRAMMAR, "guided_json guided_regex guided_choice guided_grammar guided_json_object"),
+    *_rows(Api.OLDER, DROPPED, GRAMMAR, "guided_decoding_backend guided_whitespace_pattern structural_tag"),
+    # What only shapes the answer.
+    *_rows(EVERY, DROPPED, ANSWER, "logprobs"),
+    *_rows(CHAT, DROPPED, ANSWER, "top_logprobs"),
+    *_rows(VLLM, DROPPED, ANSWER, "logprob_token_ids return_tokens_as_token_ids return_token_offsets"),
+    *_rows(ENGINES, DROPPED, ANSWER, "return_token_ids skip_special_tokens"),
+    *_rows(VLLM, DROPPED, ANSWER, "spaces_between_special_tokens mm_payload return_mm_kwargs"),
+    *_rows(VT, DROPPED, ANSWER, "return_prompt_text"),
+    *_rows(SGLANG, DROPPED, ANSWER, "return_spec_tokens_details"),
+    *_rows(ST, DROPPED, ANSWER, "return_prompt_token_ids return_meta_info return_input_ids_in_sglext"),
+    *_rows(ST, DROPPED, ANSWER, "return_output_ids_in_sglext return_sampling_mask sampling_logprobs_mode"),
+    *_rows(ST, DROPPED, ANSWER, "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64"),
+    # How a token is drawn.
+    *_rows(EVERY, KEPT, SAMPLING, "temperature top_p seed frequency_penalty presence_penalty logit_bias"),
+    *_rows(ENGINES, KEPT, SAMPLING, "top_k min_p repetition_penalty"),
+    *_rows(VLLM, KEPT, SAMPLING, "allowed_token_ids bad_words watermarking vllm_xargs"),
+    *_rows(SGLANG, KEPT, SAMPLING, "custom_params custom_logit_processor watermark"),
+    *_rows(Api.OLDER, KEPT, SAMPLING, "logits_processors"),
+    # What engines do not look at.
+    *_rows(EVERY, KEPT, UNUSED, "user"),
+    *_rows(SC, KEPT, "labels the engine's counters", "custom_labels"),
+    *_rows(OT, KEPT, UNUSED, "metadata safety_identifier service_tier store moderation"),
+    *_rows(OT, KEPT, UNUSED, "audio modalities prediction verbosity web_search_options"),
+)
+
+
+def fields_of(endpoint: Endpoint) -> dict[str, RequestField]:
+    """The rows of one endpoint, by the field's name."""
+    return {field.name: field for field in FIELDS if field.apis & OF_ENDPOINT[endpoint]}
+
+
+def dropped(endpoint: Endpoint) -> frozenset[str]:
+    """The fields that a prefill leg leaves out."""
+    return frozenset(name for name, field in fields_of(endpoint).items() if field.in_prefill is DROPPED)

@@ -1,0 +1,80 @@
+"""Which requests one prefill cannot stand for: the rules that the router and the connectors share, pure.
+
+A prefill leg answers with the cache of one sequence. Several prompts would all be decoded from the first one's cache,
+and the second of several samples would read blocks that the prefill engine has freed. The logits of the prompt, and
+other things computed with it, exist only where the prompt is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvferry.request_fields import Endpoint, Undividable, fields_of
+
+__all__ = ["DECISIVE", "needs_prompt_logits", "undividable_reason"]
+
+
+def needs_prompt_logits(prompt_logprobs: int | None) -> bool:
+    """Whether a request wants the logits of its prompt, whose cache must therefore be computed where it is decoded.
+
+    `prompt_logprobs` is vLLM's sampling parameter, to which its front end brings `echo` as well: 0 asks for them, too.
+    """
+    return prompt_logprobs is not None
+
+
+def undividable_reason(endpoint: Endpoint, asked: Mapping[str, Any]) -> Undividable | None:
+    """The label of what stands against a prefill leg. `asked` has the decoded values of the `DECISIVE` fields."""
+    for name, label in DECISIVE[endpoint].items():
+        if name in asked and name not in FOR_PROMPT_LOGITS and CONDITIONS.get(name, _is_given)(asked[name]):
+            return label
+    if _is_given(asked.get("prompt")) and _is_given(asked.get("prompt_embeds")):
+        return Undividable.SEVERAL_SEQUENCES
+    return Undividable.PROMPT_LOGPROBS if needs_prompt_logits(_prompt_logprobs(endpoint, asked)) else None
+
+
+def _prompt_logprobs(endpoint: Endpoint, asked: Mapping[str, Any]) -> int | None:
+    """vLLM's sampling parameter, as its front end makes it of the fields. The number itself does not matter here."""
+    if _is_given(asked.get("prompt_logprobs")):
+        return 0
+    if not _is_given(asked.get("echo")):
+        return None
+    # A chat that echoes asks for `top_logprobs` of its prompt, which are none by default, and none are some.
+    return 0 if endpoint is Endpoint.CHAT or _is_given(asked.get("logprobs")) else None
+
+
+def _is_given(value: object) -> bool:
+    """Whether a field asks for something: 0 does, unlike null and false."""
+    return value is not None and value is not False
+
+
+def _is_several(value: object) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+def _are_several_prompts(value: object) -> bool:
+    """A list of token ids is one prompt."""
+    return isinstance(value, list) and len(value) > 1 and not isinstance(value[0], int)
+
+
+def _depends_on_length(value: object) -> bool:
+    """-1 is what the context leaves, and that depends on `max_tokens`, of which the prefill leg has another number."""
+    return isinstance(value, int) and value < 0
+
+
+CONDITIONS: Mapping[str, Callable[[object], bool]] = {
+    "n": _is_several,
+    "best_of": _is_several,
+    "prompt": _are_several_prompts,
+    "prompt_embeds": _are_several_prompts,
+    "truncate_prompt_tokens": _depends_on_length,
+}
+# They decide together.
+FOR_PROMPT_LOGITS = frozenset(("prompt_logprobs", "echo", "logprobs"))
+
+DECISIVE: Mapping[Endpoint, Mapping[str, Undividable]] = {
+    endpoint: {"logprobs": Undividable.PROMPT_LOGPROBS}
+    | {name: field.undividable for name, field in fields_of(endpoint).items() if field.undividable}
+    for endpoint in Endpoint
+}
+"""The fields whose values can stand against a prefill leg, with the labels."""

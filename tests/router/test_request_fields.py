@@ -1,0 +1,159 @@
+"""The table of request fields: what a prefill leg keeps, changes and drops, row by row, and what forbids one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+from openai.types import completion_create_params as completions
+from openai.types.chat import completion_create_params as chat
+
+from kvferry.request_fields import FIELDS, OF_ENDPOINT, Api, Endpoint, InPrefill, dropped, fields_of
+from kvferry.router.request import REMOTE_DECODE, parse_request, prefill_body
+from kvferry.undividable import DECISIVE, needs_prompt_logits, undividable_reason
+
+ROWS = [(endpoint, field) for endpoint in Endpoint for field in fields_of(endpoint).values()]
+PLAIN = {
+    Endpoint.COMPLETIONS: {"prompt": "a"},
+    Endpoint.CHAT: {"messages": [{"role": "user", "content": "a"}]},
+}
+# Values that the router reads have a type; of all others it passes on what came.
+VALUES = {
+    "prompt": "a",
+    "messages": [{"role": "user", "content": "b"}],
+    "model": "m",
+    "max_tokens": 7,
+    "max_completion_tokens": 7,
+    "n": 1,
+    "best_of": 1,
+    "stream": True,
+}
+FORBIDDEN = {"kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"}
+CHANGED = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False, "kv_transfer_params": REMOTE_DECODE}
+
+
+def prefilled(endpoint: Endpoint, **extra: object) -> dict:
+    return json.loads(prefill_body(parse_request(json.dumps(PLAIN[endpoint] | extra).encode(), endpoint)))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "field"), ROWS, ids=[f"{endpoint.name.lower()}-{field.name}" for endpoint, field in ROWS]
+)
+def test_a_prefill_leg_does_with_each_field_what_its_row_says(endpoint, field):
+    value = VALUES.get(field.name, {"anything": [1, None]})
+    leg = prefilled(endpoint, **({} if field.name in FORBIDDEN else {field.name: value}))
+    match field.in_prefill:
+        case InPrefill.KEPT:
+            assert leg[field.name] == value
+        case InPrefill.DROPPED:
+            assert field.name not in leg
+        case InPrefill.CHANGED:
+            assert leg[field.name] == CHANGED[field.name]
+    assert field.reason
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+def test_a_field_of_no_row_is_kept(endpoint):
+    assert prefilled(endpoint, of_tomorrow={"a": 1})["of_tomorrow"] == {"a": 1}
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+def test_no_endpoint_has_two_rows_for_a_field(endpoint):
+    names = [field.name for field in FIELDS if field.apis & OF_ENDPOINT[endpoint]]
+    assert len(names) == len(set(names))
+
+
+# Written out, so that a slip in the table is not a slip here, too.
+@pytest.mark.parametrize(
+    ("endpoint", "name"),
+    [
+        *((endpoint, name) for endpoint in Endpoint for name in ("min_tokens", "stop", "stream_options", "logprobs")),
+        *((endpoint, name) for endpoint in Endpoint for name in ("structured_outputs", "guided_json", "ignore_eos")),
+        (Endpoint.COMPLETIONS, "response_format"),
+        (Endpoint.COMPLETIONS, "echo"),
+        (Endpoint.CHAT, "top_logprobs"),
+    ],
+)
+def test_what_one_token_cannot_fulfil_is_not_asked_of_prefill(endpoint, name):
+    assert name in dropped(endpoint)
+
+
+OF_THE_PROMPT = (
+    "tools tool_choice response_format chat_template chat_template_kwargs add_generation_prompt continue_final_message"
+    " documents mm_processor_kwargs reasoning_effort cache_salt priority"
+)
+
+
+@pytest.mark.parametrize("name", OF_THE_PROMPT.split())
+def test_what_may_change_the_prompt_of_a_chat_or_its_turn_is_asked_of_prefill(name):
+    assert name not in dropped(Endpoint.CHAT)
+
+
+COMPLETION, CHAT = Endpoint.COMPLETIONS, Endpoint.CHAT
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "extra", "label"),
+    [
+        (COMPLETION, {"prompt": ["a", "b"]}, "several_sequences"),
+        (COMPLETION, {"prompt_embeds": ["a", "b"], "prompt": None}, "several_sequences"),
+        (COMPLETION, {"prompt_embeds": "a"}, "several_sequences"),
+        (CHAT, {"n": 2}, "several_sequences"),
+        (COMPLETION, {"best_of": 2}, "several_sequences"),
+        (CHAT, {"use_beam_search": True}, "several_sequences"),
+        (CHAT, {"prompt_logprobs": 0}, "prompt_logprobs"),
+        (COMPLETION, {"prompt_logprobs": 3}, "prompt_logprobs"),
+        (COMPLETION, {"echo": True, "logprobs": 0}, "prompt_logprobs"),
+        (CHAT, {"echo": True}, "prompt_logprobs"),
+        (CHAT, {"return_hidden_states": True}, "prompt_outputs"),
+        (COMPLETION, {"return_routed_experts": True}, "prompt_outputs"),
+        (CHAT, {"routed_experts_prompt_start": 0}, "prompt_outputs"),
+        (CHAT, {"truncate_prompt_tokens": -1}, "truncated_prompt"),
+        (CHAT, {"session_params": {"id": "s"}}, "engine_session"),
+        (COMPLETION, {"prompt": ["a"]}, ""),
+        (COMPLETION, {"prompt": [1, 2]}, ""),
+        (COMPLETION, {"prompt": None, "prompt_embeds": ["a"]}, ""),
+        (COMPLETION, {"n": 1, "best_of": None, "use_beam_search": False}, ""),
+        (COMPLETION, {"echo": True}, ""),
+        (COMPLETION, {"echo": True, "logprobs": None}, ""),
+        (COMPLETION, {"logprobs": 5}, ""),
+        (CHAT, {"logprobs": True, "top_logprobs": 3}, ""),
+        (CHAT, {"echo": False, "prompt_logprobs": None}, ""),
+        (CHAT, {"truncate_prompt_tokens": 9}, ""),
+        (CHAT, {"session_params": None, "return_hidden_states": False}, ""),
+    ],
+)
+def test_what_one_prefill_cannot_stand_for(endpoint, extra, label):
+    request = parse_request(json.dumps(PLAIN[endpoint] | extra).encode(), endpoint)
+    assert request.undivided_reason == label
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+def test_every_label_of_the_table_can_be_reached(endpoint):
+    asking = {"n": 2, "best_of": 2, "prompt": ["a", "b"], "prompt_embeds": ["a", "b"], "truncate_prompt_tokens": -1}
+    for name, label in DECISIVE[endpoint].items():
+        asked = {name: asking.get(name, True)} | ({"echo": True, "logprobs": 1} if name in ("echo", "logprobs") else {})
+        assert undividable_reason(endpoint, asked) == label
+
+
+@pytest.mark.parametrize(("prompt_logprobs", "needs"), [(None, False), (0, True), (5, True), (-1, True)])
+def test_a_connector_asks_the_same_of_vllms_parameter(prompt_logprobs, needs):
+    assert needs_prompt_logits(prompt_logprobs) is needs
+
+
+def of_api(api: Api) -> set[str]:
+    return {field.name for field in FIELDS if field.apis & api}
+
+
+def test_the_columns_of_openai_are_its_clients():
+    assert of_api(Api.OPENAI_COMPLETIONS) == {*completions.CompletionCreateParamsBase.__annotations__, "stream"}
+    assert of_api(Api.OPENAI_CHAT) == {*chat.CompletionCreateParamsBase.__annotations__, "stream"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+def test_the_columns_of_sglang_are_its_request_classes():
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+
+    assert of_api(Api.SGLANG_COMPLETIONS) == set(CompletionRequest.model_fields)
+    assert of_api(Api.SGLANG_CHAT) == set(ChatCompletionRequest.model_fields)
