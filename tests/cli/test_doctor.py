@@ -69,7 +69,9 @@ def test_the_report_has_values_with_their_origins_and_a_loopback_over_everything
     origins = {fact["name"]: fact["origin"] for fact in report["facts"]}
     assert origins["UCX_RCACHE_MAX_UNRELEASED=1024"] == "chosen"
     assert origins["UCX_TLS left to UCX"] == origins["device"] == "default"
-    assert {"versions", "devices", "network", "limits", "ucx", "settings"} == {f["section"] for f in report["facts"]}
+    assert {"versions", "extras", "devices", "network", "limits", "ucx", "settings"} == {
+        f["section"] for f in report["facts"]
+    }
 
 
 def test_every_finding_says_what_to_do():

@@ -98,6 +98,7 @@ def test_the_command_and_the_agent_have_one_default_of_staging_memory():
 @pytest.mark.parametrize(("given", "staging_bytes"), [([], None), (["--staging-mib", "64"], 64 << 20)])
 def test_staging_memory_is_the_connectors_own_unless_chosen(given, staging_bytes, monkeypatch, tmp_path):
     seen = []
+    monkeypatch.setattr("kvferry.cli.serve.command.check_vllm", lambda: None)
     monkeypatch.setattr("kvferry.cli.serve.vllm.serve_vllm", lambda options: seen.append(options) or 0)
     result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--model", str(tmp_path), *given])
     assert result.exit_code == 0, result.output
@@ -110,6 +111,7 @@ def test_staging_memory_is_the_connectors_own_unless_chosen(given, staging_bytes
 )
 def test_vllm_may_drain_unless_whoever_started_us_is_in_a_hurry(given, drain_s, monkeypatch, tmp_path):
     seen = []
+    monkeypatch.setattr("kvferry.cli.serve.command.check_vllm", lambda: None)
     monkeypatch.setattr("kvferry.cli.serve.vllm.serve_vllm", lambda options: seen.append(options) or 0)
     result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--model", str(tmp_path), *given])
     assert result.exit_code == 0, result.output
@@ -117,7 +119,8 @@ def test_vllm_may_drain_unless_whoever_started_us_is_in_a_hurry(given, drain_s, 
 
 
 @pytest.mark.parametrize("option", ["--num-blocks", "--max-batch-tokens", "--heartbeat"])
-def test_what_vllm_has_no_place_for_is_not_passed_over(option):
+def test_what_vllm_has_no_place_for_is_not_passed_over(option, monkeypatch):
+    monkeypatch.setattr("kvferry.cli.serve.command.check_vllm", lambda: None)
     result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", option, "7"])
     assert result.exit_code == 2
     assert option in result.output
@@ -279,7 +282,7 @@ def test_whoever_answers_at_a_taken_port_is_not_taken_for_vllm(start, tmp_path):
 
 
 def test_without_vllm_it_says_where_to_install_what(monkeypatch, tmp_path):
-    monkeypatch.setattr("kvferry.cli.serve.vllm.find_spec", lambda name: None)
+    monkeypatch.setattr("kvferry.cli.engine_choice.find_spec", lambda name: None)
     result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--model", str(tmp_path)])
     assert result.exit_code == 2
     assert "vLLM is not installed here" in result.stderr

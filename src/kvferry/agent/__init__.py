@@ -1,8 +1,15 @@
-"""The only owner of threads and sockets of the transfer: feeds sessions with events and does what they command."""
+"""The only owner of threads and sockets of the transfer: feeds sessions with events and does what they command.
 
-from kvferry.agent.agent import Agent
-from kvferry.agent.config import STAGING_BYTES, AgentConfig, Host, Notice, new_epoch, new_lease_id, staging_named
-from kvferry.agent.shared_token import NO_TOKEN, SharedToken, read_token
+Names are loaded when they are used: commands that only read a token do without the libraries of the control channel.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvferry.agent.agent import Agent
+    from kvferry.agent.config import STAGING_BYTES, AgentConfig, Host, Notice, new_epoch, new_lease_id, staging_named
+    from kvferry.agent.shared_token import NO_TOKEN, SharedToken, read_token
 
 __all__ = [
     "NO_TOKEN",
@@ -17,3 +24,11 @@ __all__ = [
     "read_token",
     "staging_named",
 ]
+
+_FILES = {"Agent": "agent"} | dict.fromkeys(("NO_TOKEN", "SharedToken", "read_token"), "shared_token")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FILES.get(name, 'config')}"), name)

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from kvferry.errors import FerryError
+from kvferry.extras import missing_extra
 
 __all__ = ["data", "fail", "friendly", "say", "say_through", "tell", "words"]
 
@@ -59,9 +60,15 @@ def fail(error: FerryError) -> NoReturn:
 
 
 @contextmanager
-def friendly() -> Iterator[None]:
-    """A user's mistake ends with a message, not with a traceback."""
+def friendly(extras: str = "") -> Iterator[None]:
+    """A user's mistake ends with a message, not with a traceback; so does a library of the command's `extras` (with
+    commas) that is not installed."""
     try:
         yield
     except FerryError as error:
         fail(error)
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error, extras)
+        if missing is None:
+            raise
+        fail(missing)

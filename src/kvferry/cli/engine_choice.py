@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+
 import typer
 
 from kvferry.cli.typed import is_given
 from kvferry.errors import ConfigurationError
+from kvferry.extras import how_to_install
 
-__all__ = ["check_engine", "size"]
+__all__ = ["VLLM_EXTRAS", "check_engine", "check_vllm", "extras_of", "size"]
+
+VLLM_EXTRAS = "agent,router,nixl"
+"""What kvferry needs in vLLM's environment. Not `engine`: that pins a version of transformers."""
 
 
 def check_engine(engine: str, context: typer.Context) -> None:
@@ -22,6 +29,22 @@ def check_engine(engine: str, context: typer.Context) -> None:
             expected="options only; or --engine vllm -- and what vLLM is to be told",
             hint=f"--model {context.args[0]}" if _may_be_a_model(context) else "",
         )
+
+
+def check_vllm() -> None:
+    """Raises ConfigurationError where vLLM is not installed."""
+    if find_spec("vllm") is None:
+        raise ConfigurationError(
+            "vLLM is not installed here",
+            found=sys.executable,
+            expected="an environment with vllm 0.32",
+            hint=f"install kvferry into vLLM's environment: {how_to_install(VLLM_EXTRAS)}",
+        )
+
+
+def extras_of(engine: str) -> str:
+    """What has to be installed for this engine."""
+    return VLLM_EXTRAS if engine == "vllm" else "engine"
 
 
 def _may_be_a_model(context: typer.Context) -> bool:

@@ -71,7 +71,7 @@ def serve(
 
     Requests do not wait for the answers of earlier ones, except with --concurrency.
     """
-    with friendly():
+    with friendly("router"):
         from kvferry.bench.lengths import lengths_named
         from kvferry.bench.slo import Slo, slo_named
         from kvferry.bench.sweep import rates_named

@@ -23,7 +23,7 @@ def doctor(
 
     Exit code 0 when nothing is, 1 with warnings, 2 with errors.
     """
-    with friendly():
+    with friendly("agent"):
         from kvferry.cli import environment
         from kvferry.cli.doctor import report
 

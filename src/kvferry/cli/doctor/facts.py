@@ -14,7 +14,7 @@ from kvferry.agent import read_token
 from kvferry.cli import environment
 from kvferry.cli.words import bytes_words
 from kvferry.errors import FerryError
-from kvferry.extras import how_to_install
+from kvferry.extras import EXTRAS, how_to_install, missing_modules
 from kvferry.transport.accelerators import accelerators
 from kvferry.transport.environment import Environment
 from kvferry.transport.finding import Finding, Severity, finding_of
@@ -28,6 +28,17 @@ NIXL: Final = ("nixl", "nixl-cu12", "nixl-cu13")
 # What Docker gives a container that asks for nothing.
 SMALL_SHM_BYTES: Final = 64 << 20
 FOUND: Final = "found"
+USED_BY: Final = {
+    "agent": "transfers of every engine, doctor --peer",
+    "native": "faster copies of short rows",
+    "router": "route, top, bench, serve, up",
+    "otel": "route --otel",
+    "torch": "the engine, copies on devices",
+    "kernels": "copies on devices",
+    "engine": "serve, up",
+}
+# With these, everything but device kernels and tracing works.
+MAIN: Final = ("agent", "router", "engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +58,7 @@ def machine_facts(situation: Situation) -> Iterator[Fact]:
     for name in PACKAGES:
         if found := _version(name):
             yield Fact("versions", name, found)
+    yield from _extras()
     yield Fact("devices", "processors", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all")
     devices = accelerators()
     for device in devices:
@@ -59,6 +71,14 @@ def machine_facts(situation: Situation) -> Iterator[Fact]:
     if not any(nic.is_rdma for nic in situation.nics):
         yield Fact("network", "RDMA", "no card in /sys/class/infiniband")
     yield from _limits(situation)
+
+
+def _extras() -> Iterator[Fact]:
+    """Which parts of kvferry are installed here."""
+    for extra in EXTRAS:
+        missing = missing_modules(extra)
+        value = f"not installed ({', '.join(missing)})" if missing else "installed"
+        yield Fact("extras", extra, f"{value}; for {USED_BY[extra]}")
 
 
 def _limits(situation: Situation) -> Iterator[Fact]:
@@ -105,6 +125,9 @@ def machine_findings(situation: Situation, token_file: str) -> Iterator[Finding]
         read_token(token_file)
     except FerryError as error:
         yield finding_of(error)
+    if missing := [extra for extra in MAIN if missing_modules(extra)]:
+        hint = how_to_install("engine" if "engine" in missing else ",".join(missing))
+        yield Finding(Severity.NOTE, "parts of kvferry are not installed", ", ".join(missing), "", hint)
     yield from _copies()
     if not any(map(_version, NIXL)):
         hint = f"for RDMA and device memory: {how_to_install('nixl')}"

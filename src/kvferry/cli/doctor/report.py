@@ -13,7 +13,6 @@ from rich.text import Text
 from kvferry.agent import read_token
 from kvferry.cli import console
 from kvferry.cli.doctor.facts import Fact, machine_facts, machine_findings, setting_facts, ucx_facts
-from kvferry.cli.doctor.peer import endpoint_of, try_peer
 from kvferry.cli.doctor.trials import Trials, loopback, verdict
 from kvferry.errors import ConfigurationError, FerryError
 from kvferry.plan.copies import Direction
@@ -76,6 +75,9 @@ def _check(options: DoctorOptions) -> None:
     if options.device or options.buffer_device:
         check_pair(device, buffer_device)
     if options.peer:
+        # Not at the top: without a peer, the command does without the control channel's libraries.
+        from kvferry.cli.doctor.peer import endpoint_of
+
         endpoint_of(options.peer, read_token(options.token_file))
 
 
@@ -94,6 +96,8 @@ def _examine(options: DoctorOptions) -> _Report:
     say = _quiet if options.as_json else _progress
     trials = {"loopback": loopback(say, hopeless)}
     if options.peer:
+        from kvferry.cli.doctor.peer import try_peer
+
         try:
             trials["peer"] = try_peer(options.peer, read_token(options.token_file), say)
         except FerryError as error:

@@ -44,7 +44,7 @@ def route(
     as_child: Child = False,
 ) -> None:
     """Route OpenAI requests over prefill and decode engines."""
-    with friendly():
+    with friendly("router"):
         from kvferry.cli.route import server
         from kvferry.router.config import RouterConfig
         from kvferry.router.judgement import Judgement

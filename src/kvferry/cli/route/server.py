@@ -12,7 +12,6 @@ import uvloop
 from kvferry.cli import console, environment, http
 from kvferry.cli.logs import LogFormat, log_to_stderr
 from kvferry.errors import ConfigurationError
-from kvferry.extras import how_to_install
 from kvferry.registration import KEY_PURPOSE
 from kvferry.router.app import Front, create_app
 from kvferry.router.config import NO_REGISTRATION, Registration, RouterConfig
@@ -86,15 +85,10 @@ def route(options: RouteOptions) -> None:
 
 
 def _tracing(otel: bool) -> Tracing:
-    """Raises ConfigurationError when the extra is not installed."""
     if not otel:
         return NO_TRACING
-    try:
-        from kvferry.router.otel import exporting
-    except ImportError as error:
-        raise ConfigurationError(
-            "OpenTelemetry is not installed", found=str(error), hint=how_to_install("otel")
-        ) from error
+    from kvferry.router.otel import exporting
+
     return exporting()
 
 

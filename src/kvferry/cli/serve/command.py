@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.console import friendly
-from kvferry.cli.engine_choice import check_engine, size
+from kvferry.cli.engine_choice import check_engine, check_vllm, extras_of, size
 from kvferry.cli.options import (
     HERE,
     Child,
@@ -78,7 +78,7 @@ def serve(
 
     With --engine vllm, what follows -- goes to `vllm serve` as it is.
     """
-    with friendly():
+    with friendly(extras_of(engine)):
         from kvferry.cli.models import resolve
         from kvferry.plan.copies import direction_named, may_turn
         from kvferry.plan.digest import policy_named
@@ -89,6 +89,7 @@ def serve(
         check_engine(engine, context)
         join = JoinOptions(tuple(register), tuple(role), advertise_url)
         if engine == "vllm":
+            check_vllm()
             path, name = resolve(model)
             _serve_vllm(context, path, served_name or name, join)
         from kvferry.agent import AgentConfig, read_token, staging_named

@@ -12,14 +12,12 @@ import sys
 import time
 import urllib.request
 from dataclasses import dataclass
-from importlib.util import find_spec
 from math import ceil
 
 from kvferry.cli import console, http
 from kvferry.cli.serve.joining import NOWHERE, JoinOptions, joined
 from kvferry.cli.stop_signal import StopSignal
 from kvferry.errors import ConfigurationError
-from kvferry.extras import how_to_install
 
 __all__ = ["VllmOptions", "serve_vllm", "vllm_command"]
 
@@ -65,15 +63,8 @@ class VllmOptions:
 def serve_vllm(options: VllmOptions) -> int:
     """Run vLLM until it ends or we are told to end; returns its exit code, 0 when we were told.
 
-    Raises ConfigurationError when it is not installed, its port is taken, it ends early or is not ready in time.
+    Raises ConfigurationError when its port is taken, it ends early or is not ready in time.
     """
-    if find_spec("vllm") is None:
-        raise ConfigurationError(
-            "vLLM is not installed here",
-            found=sys.executable,
-            expected="an environment with vllm 0.32",
-            hint=f"install kvferry into vLLM's environment: {how_to_install('agent,cli,nixl')}",
-        )
     told = StopSignal()
     told.listen()
     # vLLM does not say which port it got when it is asked for any, so we choose one. And whoever answers at a port that

@@ -20,7 +20,7 @@ def top(
     as_json: Json = False,
 ) -> None:
     """Show live what a router and its engines are doing."""
-    with friendly():
+    with friendly("router"):
         if not url.startswith(("http://", "https://")):
             raise ConfigurationError("not the URL of a router", found=url, expected="such as http://127.0.0.1:8000")
         from kvferry.cli.top import watch

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.console import friendly
-from kvferry.cli.engine_choice import check_engine, size
+from kvferry.cli.engine_choice import check_engine, check_vllm, extras_of, size
 from kvferry.cli.options import (
     Digest,
     Engine,
@@ -54,7 +54,7 @@ def up(
 
     With --engine vllm, what follows -- goes to `vllm serve` as it is; the sizes are vLLM's unless given here.
     """
-    with friendly():
+    with friendly(extras_of(engine)):
         from kvferry.cli.up.job import UpOptions
         from kvferry.cli.up.job import up as run
         from kvferry.plan.copies import direction_named
@@ -67,6 +67,8 @@ def up(
         direction_named(transfer_direction)
         allowed_by(strategy)
         check_engine(engine, context)
+        if engine == "vllm":
+            check_vllm()
         if once == "":
             raise ConfigurationError("a prompt needs a token", found="--once with an empty text")
         options = UpOptions(
