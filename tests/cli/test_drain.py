@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.cli import http
+from kvferry.cli import http, listening
 from kvferry.cli.open_requests import OpenRequests
 
 DEADLINE_S = 30.0
@@ -21,7 +21,7 @@ class Server:
     """A running server with one request that ends when the test lets it."""
 
     def __init__(self, bound, limit_s):
-        self.url = http.url_of(bound)
+        self.url = listening.url_of(bound)
         self.told, self.arrived, self.may_answer, self.idle = (asyncio.Event() for _ in range(4))
         app = Starlette(routes=[Route("/", self.answer), Route("/stream", self.stream)])
         drain = http.Drain(limit_s, self.told.set, self.idle.wait, notice_s=0.0)
@@ -46,7 +46,7 @@ class Server:
 
 def with_open_request(scenario, limit_s=DEADLINE_S, path=""):
     async def main():
-        with http.listen("127.0.0.1", 0) as bound:
+        with listening.listen("127.0.0.1", 0) as bound:
             server = Server(bound, limit_s)
             async with aiohttp.ClientSession() as session:
                 asking = asyncio.create_task(session.get(server.url + path))

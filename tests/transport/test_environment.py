@@ -107,9 +107,19 @@ def test_settings_of_one_kind_of_device_are_for_that_one_only(
         (replace(cuda(WHEEL, OTHER, UP, FAR), accelerator=Accelerator("", "cuda")), "absent"),
         (replace(cuda(WHEEL, OTHER, UP, FAR), accelerator=Accelerator("a", "cuda", 1)), "mlx5_1:1"),
         (cuda(WHEEL, OTHER, UP, FAR, UCX_NET_DEVICES="mlx5_1:1"), "mlx5_1:1"),
+        (cuda(WHEEL, SAME, UP, FAR, ETHERNET), "mlx5_0:1,lo"),
+        (cuda(WHEEL, SAME, UP), "mlx5_0:1,lo"),
+        (cuda(WHEEL, SAME, UP, FAR, UCX_TLS="rc,cuda"), "mlx5_0:1"),
+        (xpu(ZE, SAME, ETHERNET), "lo"),
+        (xpu(ZE, SAME, UP), "absent"),
+        (host("cpu", SAME, UP, ETHERNET), "lo"),
+        (host("cpu", ANY, UP, ETHERNET), "absent"),
+        (host("cpu", SAME, ETHERNET, UCX_TLS="^tcp"), "absent"),
+        (host("cpu", SAME, ETHERNET, UCX_TLS="^ib"), "lo"),
+        (host("cpu", SAME, ETHERNET, UCX_NET_DEVICES="eth0"), "eth0"),
     ],
 )
-def test_the_nearest_cards_are_used_by_device_memory(situation: Situation, cards: str) -> None:
+def test_device_memory_gets_the_nearest_cards_and_one_host_its_loopback(situation: Situation, cards: str) -> None:
     assert value(choose_environment(situation), "UCX_NET_DEVICES") == cards
 
 
@@ -131,7 +141,11 @@ def test_what_the_user_has_set_stays_and_is_told() -> None:
     assert "would have chosen ze_ipc,ze_copy,tcp" in settings["UCX_TLS"].reason
     assert "chosen the same" in settings["UCX_MEMTYPE_CACHE"].reason
     assert settings["UCX_LOG_LEVEL"].origin is Origin.USER
-    assert environment.chosen == {"UCX_RCACHE_MAX_UNRELEASED": "1024", "UCX_LOG_FILE": "stderr"}
+    assert environment.chosen == {
+        "UCX_NET_DEVICES": "lo",
+        "UCX_RCACHE_MAX_UNRELEASED": "1024",
+        "UCX_LOG_FILE": "stderr",
+    }
     left = {each.name: each for each in choose_environment(host("cpu", SAME, UCX_TLS="tcp")).settings}
     assert "left it to UCX" in left["UCX_TLS"].reason
 
@@ -171,6 +185,8 @@ SMALL_LOCK = Confinement(locked_bytes=8 << 20)
         (xpu(ZE_COPY, SAME, UCX_TLS="ze_ipc,ze_copy,tcp"), Severity.WARNING, "does not have"),
         (host("cpu", SAME, UCX_TLS="rc"), Severity.ERROR, "need an RDMA port"),
         (xpu(ZE, SAME, UCX_MEMTYPE_CACHE="y"), Severity.WARNING, "UCX_MEMTYPE_CACHE=y"),
+        (host("cpu", SAME, ETHERNET, UCX_NET_DEVICES="lo, eth0"), Severity.WARNING, "UCX_NET_DEVICES=lo, eth0"),
+        (host("cpu", SAME, ETHERNET, UCX_NET_DEVICES="all"), Severity.WARNING, "UCX_NET_DEVICES=all"),
     ],
 )
 def test_what_would_go_wrong_silently_is_said(situation: Situation, severity: Severity, part: str) -> None:
@@ -183,6 +199,9 @@ def test_what_would_go_wrong_silently_is_said(situation: Situation, severity: Se
     "situation",
     [
         host("cpu", SAME),
+        host("cpu", SAME, ETHERNET, UCX_NET_DEVICES="lo"),
+        host("cpu", ANY, ETHERNET, UCX_NET_DEVICES="eth0"),
+        host("cpu", SAME, ETHERNET, UP, UCX_NET_DEVICES="eth0", UCX_TLS="cma,rc,ud"),
         host("cpu", ANY, ETHERNET, UCX_TLS="^cma"),
         host("tpu", OTHER, UP),
         xpu(ZE, SAME),

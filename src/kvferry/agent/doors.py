@@ -18,6 +18,8 @@ from typing import Final
 
 import zmq
 
+from kvferry.transport.addresses import family_of
+
 __all__ = ["MAX_CONNECTIONS", "Doors"]
 
 MAX_CONNECTIONS = 512
@@ -43,8 +45,7 @@ class Doors:
 
     def __init__(self, host: str, port: int, max_connections: int = MAX_CONNECTIONS) -> None:
         """Listen; port 0 lets the system choose. Raises OSError when that is impossible."""
-        family = socket.AF_INET6 if ip_address(host).version == 6 else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self._listener = socket.create_server((host, port), family=family_of(ip_address(host)), backlog=BACKLOG)
         # ZeroMQ expects that; else a connection that is gone before it is accepted would hold up all others.
         self._listener.setblocking(False)
         self._max_connections = max_connections

@@ -14,6 +14,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from kvferry.session.events import PeerKey
+from kvferry.transport.addresses import family_of
 
 __all__ = ["Knocks"]
 
@@ -38,9 +39,8 @@ class Knocks:
             host, port = ip_address(address.hostname or ""), address.port or 0
         except ValueError:
             return
-        family = socket.AF_INET6 if host.version == 6 else socket.AF_INET
         try:
-            tried = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            tried = socket.socket(family_of(host), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         except OSError:
             # This process may have too many files open at the moment. Nothing is learnt, and whoever asks asks again.
             return

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import socket
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from kvferry.agent.shared_token import SharedToken
 from kvferry.errors import ConfigurationError
+from kvferry.transport.addresses import resolve
 
 __all__ = ["is_connectable", "listening_address"]
 
 
 def listening_address(host: str, token: SharedToken) -> str:
     """The IP address of a host's name. Raises ConfigurationError for one that must not or cannot be listened on."""
-    address = _resolved(host)
+    address = resolve(host)
     if not (token or address.is_loopback):
         raise ConfigurationError(
             "without a shared token the control channel only listens on this host",
@@ -38,21 +38,3 @@ def is_connectable(address: str, token: SharedToken) -> bool:
         return bool(token) or ip_address(urlsplit(address).hostname or "").is_loopback
     except ValueError:
         return False
-
-
-def _resolved(host: str) -> IPv4Address | IPv6Address:
-    try:
-        return ip_address(host)
-    except ValueError:
-        return _looked_up(host)
-
-
-def _looked_up(host: str) -> IPv4Address | IPv6Address:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise ConfigurationError(
-            "the control channel's host has no address", found=f"{host}: {error}", hint="give an IP address"
-        ) from error
-    # Where a name has both, peers that only know the older protocol are reached too.
-    return min((ip_address(str(entry[4][0])) for entry in found), key=lambda address: address.version)

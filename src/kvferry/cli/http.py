@@ -7,7 +7,6 @@ standard input end it at once.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import signal
 import socket
@@ -21,9 +20,8 @@ import uvicorn
 
 from kvferry.cli import console
 from kvferry.cli.open_requests import OpenRequests
-from kvferry.errors import ConfigurationError
 
-__all__ = ["ENGINE_GRACE_S", "ROUTER_GRACE_S", "Drain", "hold", "listen", "run", "stdin_closed", "url_of"]
+__all__ = ["ENGINE_GRACE_S", "ROUTER_GRACE_S", "Drain", "run", "stdin_closed"]
 
 # How long open answers may go on after the order to end. The router waits longer than engines do: it is there to tell
 # its clients when an engine breaks off.
@@ -60,45 +58,6 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def hold(host: str, port: int) -> socket.socket:
-    """A socket that keeps a port for a server which is told to listen there; port 0 lets the system choose. The server
-    can, if it sets SO_REUSEADDR as servers do; the system gives the port to nobody else. Raises ConfigurationError when
-    it cannot be had."""
-    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    with _told_where(held, host, port):
-        held.bind((host, port))
-    return held
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 lets the system choose. Raises ConfigurationError when it cannot be had."""
-    bound = hold(host, port)
-    with _told_where(bound, host, port):
-        bound.listen(128)
-    return bound
-
-
-@contextmanager
-def _told_where(bound: socket.socket, host: str, port: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        bound.close()
-        taken = error.errno == errno.EADDRINUSE
-        raise ConfigurationError(
-            f"cannot listen on {host}:{port}",
-            found=error.strerror or str(error),
-            hint="choose another --port, or 0 for any free one" if taken else "127.0.0.1 always works on this machine",
-        ) from error
-
-
-def url_of(bound: socket.socket) -> str:
-    """The URL of who listens, or is going to listen, where this socket is bound."""
-    host, port = bound.getsockname()[:2]
-    return f"http://{host}:{port}"
 
 
 async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], grace_s: int, drain: Drain) -> None:

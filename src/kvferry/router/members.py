@@ -68,8 +68,13 @@ class Registry:
 
 
 def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
+        # Where the router listens on `::`, clients of IPv4 have such addresses.
+        mapped = address.ipv4_mapped if address.version == 6 else None
+        return (mapped or address).is_loopback
     except ValueError:
         return False
 

@@ -7,8 +7,8 @@ from typing import Final
 
 from kvferry.transport.affinity import nearest
 from kvferry.transport.finding import Finding, Severity
-from kvferry.transport.situation import UNLIMITED, Situation
-from kvferry.transport.transport_set import ACTIVE_MESSAGES, IN_MODULES, names
+from kvferry.transport.situation import LOOPBACK, UNLIMITED, Place, Situation
+from kvferry.transport.transport_set import ACTIVE_MESSAGES, IN_MODULES, has_tcp, names
 
 __all__ = ["doubts"]
 
@@ -128,6 +128,17 @@ def _user_cache(situation: Situation) -> Iterator[Finding]:
         yield Finding(WARNING, what, f"UCX_MEMTYPE_CACHE={mine}", "n", "unset UCX_MEMTYPE_CACHE: kvferry sets n")
 
 
+def _user_cards(situation: Situation) -> Iterator[Finding]:
+    """Without a token there are peers on this host only, and everything else listens on loopback."""
+    mine = situation.user.get("UCX_NET_DEVICES", "")
+    plain = {nic.name for nic in situation.nics if not nic.is_rdma} - {LOOPBACK}
+    outer = sorted(plain) if mine == "all" else [name for name in map(str.strip, mine.split(",")) if name in plain]
+    if outer and situation.place is Place.SAME_HOST and has_tcp(situation.user.get("UCX_TLS", "")):
+        what = "UCX listens where other hosts get, though all peers are on this one"
+        hint = "unset UCX_NET_DEVICES: kvferry chooses the loopback interface; or give engines a token and an address"
+        yield Finding(WARNING, what, f"UCX_NET_DEVICES={mine}", LOOPBACK, hint)
+
+
 CHECKS: Final[tuple[_Check, ...]] = (
     _build,
     _containers,
@@ -136,4 +147,5 @@ CHECKS: Final[tuple[_Check, ...]] = (
     _locked,
     _user_transports,
     _user_cache,
+    _user_cards,
 )

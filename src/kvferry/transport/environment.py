@@ -14,8 +14,8 @@ from typing import Final
 from kvferry.transport.affinity import nearest
 from kvferry.transport.doubts import doubts
 from kvferry.transport.finding import Finding
-from kvferry.transport.situation import NicKind, Situation
-from kvferry.transport.transport_set import RC, check_transport_set
+from kvferry.transport.situation import LOOPBACK, NicKind, Place, Situation
+from kvferry.transport.transport_set import RC, check_transport_set, has_tcp
 
 __all__ = ["Environment", "Origin", "Setting", "choose_environment"]
 
@@ -144,16 +144,23 @@ def _can_use_rdma(situation: Situation) -> bool:
 
 
 def _cards(situation: Situation) -> Iterator[_Wish]:
-    """Only where device memory is registered: host memory is as near to one card as to another."""
-    near = nearest(situation.accelerator, situation.rdma)
-    if not situation.is_direct or len(near) == len(situation.rdma):
-        return
-    names = ",".join(nic.name for nic in near)
-    kinds = "/".join(sorted({str(nic.kind) for nic in near} - {NicKind.ETHERNET}))
-    reason = (
-        f"of {len(situation.rdma)} RDMA ports that are up these ({kinds}) are nearest to {situation.accelerator.name}"
-    )
-    yield _Wish(CARDS, names, reason)
+    """Cards only where device memory is registered: host memory is as near to one card as to another."""
+    near = nearest(situation.accelerator, situation.rdma) if situation.is_direct else ()
+    wanted, reasons = [nic.name for nic in near], []
+    if near and len(near) < len(situation.rdma):
+        kinds = "/".join(sorted({str(nic.kind) for nic in near} - {NicKind.ETHERNET}))
+        several = f"of {len(situation.rdma)} RDMA ports that are up these ({kinds})"
+        reasons.append(f"{several} are nearest to {situation.accelerator.name}")
+    if situation.place is Place.SAME_HOST and has_tcp(_transport_list(situation)):
+        wanted.append(LOOPBACK)
+        reasons.append(f"all peers are on this host, so UCX's sockets listen on {LOOPBACK}, where no other host gets")
+    if reasons:
+        yield _Wish(CARDS, ",".join(wanted), "; ".join(reasons))
+
+
+def _transport_list(situation: Situation) -> str:
+    """The list of transports that UCX will have: the user's, or ours."""
+    return situation.user.get(TRANSPORTS) or next(_transports(situation)).value
 
 
 def _memory_types(situation: Situation) -> Iterator[_Wish]:

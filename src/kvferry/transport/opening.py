@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.transport import copier
+from kvferry.transport.addresses import place_of_peers
 from kvferry.transport.base import Transport
 from kvferry.transport.cma import CrossMemoryTransport
 from kvferry.transport.finding import Finding
@@ -15,6 +16,7 @@ from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.preparing import prepare
 from kvferry.transport.select import AUTO
 from kvferry.transport.shm import SharedMemoryTransport
+from kvferry.transport.situation import Place
 from kvferry.transport.tcp import TcpTransport
 
 __all__ = ["Opened", "check_name", "open_transports"]
@@ -51,7 +53,8 @@ def check_name(requested: str) -> None:
 def open_transports(requested: str, host: str = "127.0.0.1", device: str = "cpu", buffer_device: str = "cpu") -> Opened:
     """Open one transport by name, or with `auto` all of them; those that listen do so on `host`.
 
-    UCX's environment is chosen first, for an engine that computes on `device` and registers memory of `buffer_device`.
+    UCX's environment is chosen first, for an engine that computes on `device`, registers memory of `buffer_device`, and
+    has peers on other hosts only if `host` can be reached from there.
     The loop that copies rows is prepared beside all that, in a thread of its own.
     Raises ConfigurationError for an unknown name, and for settings of the user's with which `requested` cannot work.
     """
@@ -65,7 +68,7 @@ def open_transports(requested: str, host: str = "127.0.0.1", device: str = "cpu"
             continue
         try:
             if name == "nixl":
-                _prepare(device, buffer_device, is_wanted=requested == name)
+                _prepare(device, buffer_device, place_of_peers(host), is_wanted=requested == name)
             transports.append(opener(host))
         except (ConfigurationError, TransportError) as error:
             if isinstance(error, ConfigurationError) and requested == name:
@@ -74,9 +77,9 @@ def open_transports(requested: str, host: str = "127.0.0.1", device: str = "cpu"
     return Opened(tuple(transports), unavailable)
 
 
-def _prepare(device: str, buffer_device: str, is_wanted: bool) -> None:
+def _prepare(device: str, buffer_device: str, place: Place, is_wanted: bool) -> None:
     """Where nixl is one of several, what may be wrong with it is no reason for alarm yet."""
-    prepared = prepare(device, buffer_device)
+    prepared = prepare(device, buffer_device, place)
     findings: tuple[Finding, ...] = (*prepared.late, *prepared.environment.warnings)
     for finding in findings:
         logger.log(logging.WARNING if is_wanted else logging.INFO, "nixl: %s", finding)

@@ -64,6 +64,7 @@ def prepare(device: str = "cpu", buffer_device: str = "cpu", place: Place = Plac
     environment = choose_environment(situation)
     new = {name: value for name, value in environment.chosen.items() if os.environ.get(name) != value}
     late = _too_late(new) if loaded_directories() else ()
+    _forget_what_is_not_chosen(environment)
     os.environ.update(new)
     _ours.update(new)
     for setting in environment.settings:
@@ -83,6 +84,13 @@ def _build() -> UcxBuild:
 
 def _is_users(name: str, value: str) -> bool:
     return name.startswith("UCX_") and _ours.get(name) != value
+
+
+def _forget_what_is_not_chosen(environment: Environment) -> None:
+    """An engine that this process had before may have wanted what this one must not have."""
+    for name in _ours.keys() - environment.chosen.keys():
+        if os.environ.get(name) == _ours.pop(name):
+            del os.environ[name]
 
 
 def _too_late(new: Mapping[str, str]) -> tuple[Finding, ...]:

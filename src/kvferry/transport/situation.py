@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["UNLIMITED", "Accelerator", "Confinement", "Nic", "NicKind", "Place", "Situation", "UcxBuild"]
+__all__ = ["LOOPBACK", "UNLIMITED", "Accelerator", "Confinement", "Nic", "NicKind", "Place", "Situation", "UcxBuild"]
 
 UNLIMITED = -1
 UNKNOWN_NODE = -1
+LOOPBACK = "lo"
+"""The network interface that only this host reaches, as Linux calls it."""
 
 
 class Place(StrEnum):

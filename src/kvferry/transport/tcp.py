@@ -50,7 +50,7 @@ class TcpTransport:
         self._key = secrets.token_bytes(KEY_BYTES)
         self._registry = Registry()
         self._server = Server(host, self._key, self._registry, stall_timeout_s)
-        self._host = advertised_host or host
+        self._host = advertised_host or self._server.address[0]
         self._numbers = count(1)
         self._ended: SimpleQueue[Completion] = SimpleQueue()
         self._peers: dict[str, tuple[Lane, Pieces]] = {}

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvferry.errors import FerryError, TransportError, WireError
+from kvferry.errors import ConfigurationError, FerryError, TransportError, WireError
+from kvferry.transport.addresses import family_of, resolve
 from kvferry.transport.base import Direction
 from kvferry.transport.pieces import Column, Offsets, Registry, View
 from kvferry.transport.rows import gather, scatter, stream_chunks
@@ -88,8 +89,9 @@ class Server:
         self.gate = Gate()
         self.num_rejected = 0
         try:
-            self._listener = socket.create_server((host, 0), backlog=64)
-        except OSError as error:
+            address = resolve(host)
+            self._listener = socket.create_server((str(address), 0), family=family_of(address), backlog=64)
+        except (OSError, ConfigurationError) as error:
             raise TransportError(f"cannot listen on {host!r}", found=str(error)) from error
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._accept, name="kvferry-tcp-accept", daemon=True)

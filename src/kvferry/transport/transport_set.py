@@ -10,7 +10,16 @@ from typing import Final
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["ACTIVE_MESSAGES", "IN_MODULES", "RC", "RDMA", "check_transport_set", "has_active_messages", "names"]
+__all__ = [
+    "ACTIVE_MESSAGES",
+    "IN_MODULES",
+    "RC",
+    "RDMA",
+    "check_transport_set",
+    "has_active_messages",
+    "has_tcp",
+    "names",
+]
 
 RC: Final = frozenset({"rc_verbs", "rc_mlx5"})
 RDMA: Final = frozenset(
@@ -40,6 +49,14 @@ def has_active_messages(value: str) -> bool:
         left_out = frozenset(names(value))
         return not all(left_out.issuperset(family) for family in FAMILIES)
     return not frozenset(names(value)).isdisjoint({"all", *ACTIVE_MESSAGES})
+
+
+def has_tcp(value: str) -> bool:
+    """Whether UCX may use plain sockets with this list, and then listens on one."""
+    listed = frozenset(names(value))
+    if value.strip().startswith("^"):
+        return "tcp" not in listed
+    return value.strip() in EVERYTHING or not listed.isdisjoint({"all", "tcp"})
 
 
 def check_transport_set(value: str) -> None:

@@ -47,12 +47,12 @@ def try_peer(address: str, token: SharedToken, say: Callable[[str], None]) -> Tr
     party = Party("kvferry-doctor", new_epoch(), 0)
     endpoint = endpoint_of(address, token)
     say(f"asking the engine at {address}")
-    _check_greeting(endpoint)
+    here = _check_greeting(endpoint)
     with closing(ControlChannel("127.0.0.1", 0, token)) as channel:
         asking = _Asking(channel, PeerKey(endpoint, "", ""), party)
         offer = asking.offer()
         surroundings = surroundings_here(AUTO)
-        opened = open_transports(AUTO)
+        opened = open_transports(AUTO, here)
         try:
             measurements = tuple(_measurements(asking, offer, opened, say))
         finally:
@@ -128,15 +128,16 @@ def _findings(measurements: tuple[Measurement, ...], surroundings: Surroundings,
                 yield Finding(severity, finding.what, finding.found, finding.expected, finding.hint)
 
 
-def _check_greeting(endpoint: str) -> None:
+def _check_greeting(endpoint: str) -> str:
     """Hear who listens there before anything is said: a web server would take our question for a hundred broken ones.
 
-    Raises TransportError when it is nobody, or no control channel.
+    Returns the address of this host on the way to it. Raises TransportError when it is nobody, or no control channel.
     """
     parts = urlsplit(endpoint)
     try:
         with create_connection((parts.hostname or "", parts.port or 0), GREETING_S) as connection:
             connection.settimeout(GREETING_S)
+            here: str = connection.getsockname()[0]
             said = connection.recv(len(GREETING))
     except TimeoutError:
         found, hint = (
@@ -147,7 +148,7 @@ def _check_greeting(endpoint: str) -> None:
         found, hint = error.strerror or str(error), "does the engine run?"
     else:
         if said == GREETING:
-            return
+            return here
         found = f"it begins with {said!r}" if said else "the connection was closed"
         hint = "is this the port of another program?"
     raise TransportError(f"no engine answers at {endpoint}", found=found, expected=EXPECTED, hint=hint)

@@ -23,6 +23,7 @@ from kvferry.transport.environment import Environment
 from kvferry.transport.finding import Finding, Severity, finding_of, worst
 from kvferry.transport.measurement import UNMEASURED, Measurement
 from kvferry.transport.preparing import prepare, situation_here
+from kvferry.transport.situation import Place
 from kvferry.transport.ucx_report import UcxReport
 
 __all__ = ["DoctorOptions", "doctor"]
@@ -83,11 +84,13 @@ def _check(options: DoctorOptions) -> None:
 
 def _examine(options: DoctorOptions) -> _Report:
     device, buffer_device, origins = _devices(options)
+    # Engines without a token have peers on their own host only.
+    place = Place.UNKNOWN if options.token_file else Place.SAME_HOST
     findings: list[Finding] = []
     hopeless: dict[str, str] = {}
     environment: list[Environment] = []
     try:
-        prepared = prepare(device, buffer_device)
+        prepared = prepare(device, buffer_device, place)
         environment.append(prepared.environment)
         findings += [*prepared.environment.warnings, *prepared.late]
     except ConfigurationError as error:
@@ -102,7 +105,7 @@ def _examine(options: DoctorOptions) -> _Report:
             trials["peer"] = try_peer(options.peer, read_token(options.token_file), say)
         except FerryError as error:
             findings.append(finding_of(error))
-    situation = situation_here(device, buffer_device)
+    situation = situation_here(device, buffer_device, place)
     facts = (
         *machine_facts(situation),
         *ucx_facts(situation, UcxReport().version),

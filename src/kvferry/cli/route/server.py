@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import uvloop
 
-from kvferry.cli import console, environment, http
+from kvferry.cli import console, environment, http, listening
 from kvferry.cli.logs import LogFormat, log_to_stderr
 from kvferry.errors import ConfigurationError
 from kvferry.registration import KEY_PURPOSE
@@ -74,8 +74,8 @@ def route(options: RouteOptions) -> None:
     tracing = _tracing(options.logs.otel)
     # What is wrong with its settings is told before anybody takes it for ready.
     app = create_app(options.router, tracing)
-    with http.listen(options.host, options.port) as bound:
-        url = http.url_of(bound)
+    with listening.listen(options.host, options.port) as bound:
+        url = listening.url_of(bound)
         if options.as_json:
             console.data({"event": "ready", "url": url})
         else:

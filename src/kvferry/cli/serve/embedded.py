@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from kvferry.agent import AgentConfig
-from kvferry.cli import console, http
+from kvferry.cli import console, http, listening
 from kvferry.cli.logs import log_to_stderr
 from kvferry.cli.serve.joining import NOWHERE, JoinOptions
 from kvferry.connectors.jobs import Settings
@@ -51,7 +51,7 @@ def serve(options: ServeOptions) -> None:
     if options.settings.step_cost != NO_COST:
         console.say("steps last as long as --simulated-step says: the pace is not this machine's")
     # The port is taken first: to load a model for half a minute and then fail would be unkind.
-    with http.listen(options.host, options.port) as bound:
+    with listening.listen(options.host, options.port) as bound:
         engine = Engine(options.settings)
         asyncio.run(_serve(options, engine, bound))
 
@@ -66,7 +66,7 @@ async def _serve(options: ServeOptions, engine: Engine, bound: socket.socket) ->
         app = create_app(engine, transfer, _info(options, engine, transfer))
         undo.callback(app.state.service.close)
         app.state.registry.register(AgentCollector(transfer))
-        url = http.url_of(bound)
+        url = listening.url_of(bound)
         _announce(options, url, transfer.agent.address)
         registrar = _registrar(options, url)
         registering = asyncio.create_task(registrar.run())

@@ -14,7 +14,7 @@ import urllib.request
 from dataclasses import dataclass
 from math import ceil
 
-from kvferry.cli import console, http
+from kvferry.cli import console, listening
 from kvferry.cli.serve.joining import NOWHERE, JoinOptions, joined
 from kvferry.cli.stop_signal import StopSignal
 from kvferry.errors import ConfigurationError
@@ -69,8 +69,8 @@ def serve_vllm(options: VllmOptions) -> int:
     told.listen()
     # vLLM does not say which port it got when it is asked for any, so we choose one. And whoever answers at a port that
     # vLLM cannot have would look like vLLM.
-    with http.hold(options.host, options.port) as held:
-        url = http.url_of(held)
+    with listening.hold(options.host, options.port) as held:
+        url = listening.url_of(held)
         # A group of its own: Ctrl-C reaches it through us only, and what it leaves behind can be ended with it. Not a
         # session: Linux schedules sessions as wholes, and lets one that rarely runs wait for a tenth of a second and
         # more.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvferry.cli import console, http
+from kvferry.cli import console, listening
 from kvferry.cli.processes import Child, Command
 from kvferry.errors import ConfigurationError
 
@@ -64,7 +64,7 @@ class Fleet:
         """Start the engines side by side, then the router. Raises ConfigurationError when one of them cannot."""
         options = self._options
         # The router comes last; to say only then that its port is taken would be unkind.
-        http.listen(HOST, options.port).close()
+        listening.listen(HOST, options.port).close()
         prefill = [self._command("prefill", i, options.prefill_block_tokens) for i in range(options.num_prefill)]
         decode = [self._command("decode", i, options.decode_block_tokens) for i in range(options.num_decode)]
         self._children = [Child(command) for command in (*prefill, *decode)]
