@@ -113,13 +113,26 @@ def test_a_stop_string_ends_both_at_the_same_place(fleet):
         assert_same(fleet, "/v1/completions", body | {"stop": [stop], "stream": stream})
 
 
-REFUSED = {
+SEVERAL = {
     "n": COMPLETION | {"n": 2},
+    "best of": COMPLETION | {"n": 2, "best_of": 2},
+    "prompts": COMPLETION | {"prompt": [TEXT, "The bell"]},
+    "chat n": CHAT | {"n": 3},
+}
+
+
+@pytest.mark.parametrize("body", SEVERAL.values(), ids=SEVERAL)
+def test_several_answers_are_decoded_alone(fleet, body):
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    answer = assert_same(fleet, path, body, way="decode-only")
+    assert len(answer["choices"]) > 1
+
+
+REFUSED = {
     "best of": COMPLETION | {"best_of": 3},
     "logprobs": COMPLETION | {"logprobs": 2},
     "echo": COMPLETION | {"echo": True},
     "echo with logprobs": COMPLETION | {"echo": True, "logprobs": 1},
-    "prompts": COMPLETION | {"prompt": [TEXT, TEXT]},
     "temperature": COMPLETION | {"temperature": 0.5},
     "tools": CHAT | {"tools": [{"type": "function"}]},
     "stops": COMPLETION | {"stop": ["a"] * 5},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -13,7 +14,7 @@ import pytest
 from embedded_server import Served
 from embedded_support import DEADLINE_S, Loop, ids_of, request
 
-from kvferry.embedded.service import SHORT_TEXT
+from kvferry.embedded.prompts import SHORT_TEXT
 
 PROMPT = "The ferry crosses the river when"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -99,6 +100,43 @@ def test_prompts_may_be_text_or_ids_or_a_list_of_one(decoder: Served, prompt: An
     assert answer["choices"] == expected["choices"]
 
 
+@pytest.mark.parametrize("prompts", [["Who rings the bell?", PROMPT], [[5, 6, 7], [8, 9]]])
+def test_several_prompts_are_answered_in_their_order(decoder: Served, prompts: list[Any]) -> None:
+    body = {"max_tokens": 5, "return_token_ids": True}
+    alone = [decoder.ask(COMPLETIONS, body | {"prompt": prompt})[1] for prompt in prompts]
+    _, answer = decoder.ask(COMPLETIONS, body | {"prompt": prompts, "n": 2})
+    expected = [one["choices"][0] | {"index": 2 * i + j} for i, one in enumerate(alone) for j in range(2)]
+    assert answer["choices"] == expected
+    num_prompt_tokens = sum(one["usage"]["prompt_tokens"] for one in alone)
+    assert answer["usage"] == {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": 20,
+        "total_tokens": num_prompt_tokens + 20,
+    }
+    assert answer["kvferry"]["tokens_computed"] == 2 * num_prompt_tokens
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_several_choices_are_streamed_side_by_side(decoder: Served, path: str) -> None:
+    body = {"n": 3, "max_tokens": 6, "stream_options": {"include_usage": True}}
+    body |= {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES}
+    *events, last = decoder.events(path, body)
+    texts, ends = {0: "", 1: "", 2: ""}, []
+    for event in events:
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"] if path == COMPLETIONS else choice["delta"].get("content", "")
+        ends += [choice["index"]] if choice["finish_reason"] else []
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 18)
+    assert sorted(ends) == [0, 1, 2]
+    assert len(set(texts.values())) == 1
+    assert texts[0]
+
+
+def test_choices_that_do_not_fit_at_once_take_turns(decoder: Served) -> None:
+    _, answer = decoder.ask(COMPLETIONS, {"prompt": [5] * 2500, "n": 3, "max_tokens": 2})
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+
+
 def test_token_ids_are_the_engine_s(loop: Loop, decoder: Served) -> None:
     ask = request("direct", 40, 10)
     direct = loop.run(ids_of(decoder.engine.generate(ask)))
@@ -140,10 +178,12 @@ def test_the_caller_s_id_comes_back_and_may_be_used_twice(decoder: Served) -> No
     assert decoder.ask(COMPLETIONS, {"prompt": "a"}, {"x-request-id": "a,b"})[0] == 400
 
 
+@pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_request(loop: Loop, decoder: Served, stream: bool) -> None:
+def test_a_client_that_leaves_ends_its_request(loop: Loop, decoder: Served, stream: bool, num_choices: int) -> None:
     """`expect_empty` of the fixture waits until nothing is left, long before 4000 tokens could be answered."""
-    path, body = COMPLETIONS, f'{{"prompt": "a", "max_tokens": 4000, "stream": {str(stream).lower()}}}'
+    fields = {"prompt": "a", "max_tokens": 4000, "stream": stream, "n": num_choices}
+    path, body = COMPLETIONS, json.dumps(fields)
     left = 'kvferry_engine_requests_total{leg="whole",status="499"}'
     before = decoder.metric(left)
     with socket.create_connection(("127.0.0.1", decoder.port)) as connection:
@@ -172,8 +212,9 @@ BAD_BODIES: list[tuple[str, Any, int, str]] = [
     (COMPLETIONS, {"prompt": ""}, 400, "needs a prompt"),
     (COMPLETIONS, {"prompt": []}, 400, "list of 0"),
     (COMPLETIONS, {"prompt": [[]]}, 400, "needs a prompt"),
-    (COMPLETIONS, {"prompt": ["a", "b"]}, 400, "one request per prompt"),
-    (COMPLETIONS, {"prompt": [1, "b"]}, 400, "1 token ids among 2 items"),
+    (COMPLETIONS, {"prompt": [1, "b"]}, 400, "a list of 1 token ids, 1 strings"),
+    (COMPLETIONS, {"prompt": ["b", [1]]}, 400, "a list of 1 strings, 1 lists"),
+    (COMPLETIONS, {"prompt": ["a", ""]}, 400, "needs a prompt"),
     (COMPLETIONS, {"prompt": [1, 1024]}, 400, "vocabulary"),
     (COMPLETIONS, {"prompt": [-1]}, 400, "vocabulary"),
     (COMPLETIONS, {"prompt": [2**62]}, 400, "vocabulary"),
@@ -185,8 +226,16 @@ BAD_BODIES: list[tuple[str, Any, int, str]] = [
     (COMPLETIONS, {"prompt": "a", "max_tokens": 2**62}, 400, "at most 4800"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": "8"}, 400, "max_tokens"),
     (COMPLETIONS, {"prompt": "a", "temperature": 0.7}, 400, "set temperature to 0"),
-    (COMPLETIONS, {"prompt": "a", "n": 2}, 400, "n is not supported by the embedded engine"),
-    (COMPLETIONS, {"prompt": "a", "n": True}, 400, "n is not supported"),
+    (COMPLETIONS, {"prompt": "a", "n": 0}, 400, "n cannot be used"),
+    (COMPLETIONS, {"prompt": ["a"] * 2, "n": 1025}, 400, "n cannot be used; found: 1025 answers to 2 prompts"),
+    (COMPLETIONS, {"prompt": "a", "n": True}, 400, "$.n"),
+    (
+        COMPLETIONS,
+        {"prompt": ["a", "b"], "kv_transfer_params": {"do_remote_decode": True}},
+        400,
+        "a request with several answers cannot be divided",
+    ),
+    (COMPLETIONS, {"prompt": "a", "n": 2, "kv_transfer_params": {"do_remote_prefill": True}}, 400, "cannot be divided"),
     (COMPLETIONS, {"prompt": "a", "best_of": 2}, 400, "best_of is not supported"),
     (COMPLETIONS, {"prompt": "a", "echo": True}, 400, "echo is not supported"),
     (COMPLETIONS, {"prompt": "a", "suffix": "z"}, 400, "suffix is not supported"),

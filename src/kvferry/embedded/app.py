@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from kvferry import __version__
 from kvferry.embedded.engine import Engine
-from kvferry.embedded.requests import check, decode_chat, decode_completion, decode_release
+from kvferry.embedded.requests import decode_chat, decode_completion, decode_release
 from kvferry.embedded.responder import Responder, error_response, json_response
 from kvferry.embedded.service import ServeInfo, Service
 from kvferry.embedded.shapes import ChatShape, CompletionShape
@@ -39,18 +39,18 @@ class Endpoints:
 
     async def completions(self, request: Request) -> Responder | Response:
         request_id = _request_id(request)
-        body, prompt = decode_completion(await _body(request))
+        body, ask = decode_completion(await _body(request))
         if (refusal := self._wrong_model(body.model)) is not None:
             return refusal
-        call = await self._service.call(request_id, prompt, check(body))
+        call = await self._service.call(request_id, ask)
         return Responder(self._service, CompletionShape(), call, request_id)
 
     async def chat(self, request: Request) -> Responder | Response:
         request_id = _request_id(request)
-        body, messages = decode_chat(await _body(request))
+        body, ask = decode_chat(await _body(request))
         if (refusal := self._wrong_model(body.model)) is not None:
             return refusal
-        call = await self._service.call(request_id, messages, check(body))
+        call = await self._service.call(request_id, ask)
         return Responder(self._service, ChatShape(), call, request_id)
 
     async def models(self, request: Request) -> Response:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from kvferry.embedded.engine import Engine
 
-__all__ = ["Metrics", "Report"]
+__all__ = ["Metrics", "Report", "summed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,11 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def summed(reports: Sequence[Report]) -> Report:
+    """That of an answer with several choices, which nothing was received for, or of its only one."""
+    return replace(reports[0], tokens_computed=sum(report.tokens_computed for report in reports))
 
 
 class Metrics:

@@ -8,16 +8,19 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvferry.connectors.params import wants_early
+from kvferry.embedded.prompts import ChatPrompt, PromptInput
 from kvferry.errors import RequestError
 
-__all__ = ["Ask", "ChatBody", "CompletionBody", "Leg", "check", "decode_chat", "decode_completion", "decode_release"]
+__all__ = ["Ask", "ChatBody", "CompletionBody", "Leg", "decode_chat", "decode_completion", "decode_release"]
 
 Body = TypeVar("Body")
 
+MAX_CHOICES = 2048  # of one request, over all its prompts
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_COMPLETION = 16
 MAX_TOKENS_CHAT = 128
+PROMPT_KINDS = {int: "token ids", str: "strings", list: "lists"}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -37,8 +40,8 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     kv_transfer_params: dict[str, Any] | None = None
-    n: Any = None
-    best_of: Any = None
+    n: int | None = None
+    best_of: int | None = None
     echo: Any = None
     suffix: Any = None
     logprobs: Any = None
@@ -91,8 +94,11 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a request wants besides its prompt. `max_new_tokens` is -1 when the caller left it to us."""
+    """What a request wants: `num_choices` answers to each of `prompts`. `max_new_tokens` is -1 when the caller left it
+    to us."""
 
+    prompts: tuple[PromptInput, ...]
+    num_choices: int
     max_new_tokens: int
     default_new_tokens: int
     stops: tuple[str, ...]
@@ -105,8 +111,6 @@ class Ask:
 
 # What a field may be without asking for something; anything else is not supported.
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
     "logprobs": (None, False),
@@ -117,18 +121,19 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def decode_completion(body: bytes) -> tuple[CompletionBody, str | list[int]]:
-    """The body and its one prompt, text or ids. Raises RequestError."""
+def decode_completion(body: bytes) -> tuple[CompletionBody, Ask]:
+    """The body, and what it asks for. Raises RequestError naming the field, what was found and what to do."""
     completion = _decode(body, CompletionBody)
-    return completion, _one_prompt(completion.prompt)
+    return completion, _ask(completion, _prompts(completion.prompt))
 
 
-def decode_chat(body: bytes) -> tuple[ChatBody, list[dict[str, str]]]:
-    """The body and its messages as a chat template wants them. Raises RequestError."""
+def decode_chat(body: bytes) -> tuple[ChatBody, Ask]:
+    """The body, and what it asks for. Raises RequestError naming the field, what was found and what to do."""
     chat = _decode(body, ChatBody)
     if not chat.messages:
         raise RequestError("messages is empty", expected="at least one message")
-    return chat, [{"role": message.role, "content": _plain(message)} for message in chat.messages]
+    messages = [{"role": message.role, "content": _plain(message)} for message in chat.messages]
+    return chat, _ask(chat, (ChatPrompt(messages),))
 
 
 def decode_release(body: bytes) -> dict[str, Any]:
@@ -136,8 +141,7 @@ def decode_release(body: bytes) -> dict[str, Any]:
     return _decode(body, ReleaseBody).kv_transfer_params
 
 
-def check(body: CompletionBody | ChatBody) -> Ask:
-    """Refuse what the engine cannot do. Raises RequestError naming the field, what was found and what to do."""
+def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> Ask:
     for name, harmless in HARMLESS.items():
         value = msgspec.structs.asdict(body)[name]
         if not any(type(value) is type(accepted) and value == accepted for accepted in harmless):
@@ -159,7 +163,10 @@ def check(body: CompletionBody | ChatBody) -> Ask:
         raise RequestError("a prefill leg gives one answer", found="stream", hint="set stream to false")
     if leg.is_early and not body.stream:
         raise RequestError("an early reference needs a stream to come in", found="no stream", hint="set stream to true")
+    num_choices = _num_choices(body, len(prompts), leg)
     return Ask(
+        prompts=prompts,
+        num_choices=num_choices,
         max_new_tokens=_max_new_tokens(body),
         default_new_tokens=MAX_TOKENS_CHAT if isinstance(body, ChatBody) else MAX_TOKENS_COMPLETION,
         stops=_stops(body.stop),
@@ -182,27 +189,49 @@ def _decode(body: bytes, kind: type[Body]) -> Body:
         ) from None
 
 
-def _one_prompt(prompt: str | list[int | str | list[int]]) -> str | list[int]:
+def _prompts(prompt: str | list[int | str | list[int]]) -> tuple[PromptInput, ...]:
     if isinstance(prompt, str):
-        return prompt
-    ids = [item for item in prompt if isinstance(item, int)]
-    if ids and len(ids) == len(prompt):
-        return ids
-    if len(prompt) == 1 and not ids:
-        only = prompt[0]
-        return only if isinstance(only, str) else [item for item in (only if isinstance(only, list) else ())]
-    expected = "a string, a list of token ids, or a list with exactly one of those"
+        return (prompt,)
+    kinds = {type(item) for item in prompt}
+    if len(kinds) == 1 and int not in kinds:
+        return tuple(item if isinstance(item, str) else _token_ids(item) for item in prompt)
+    if kinds == {int}:
+        return (_token_ids(prompt),)
+    expected = "a string, a list of token ids, a list of strings, or a list of lists of token ids"
     if not prompt:
         raise RequestError("prompt is empty", found="a list of 0 items", expected=expected)
-    if ids:
-        found = f"{len(ids)} token ids among {len(prompt)} items"
-        raise RequestError("prompt mixes token ids with something else", found=found, expected=expected)
-    raise RequestError(
-        "the embedded engine takes one prompt at a time",
-        found=f"a list of {len(prompt)} prompts",
-        expected=expected,
-        hint="send one request per prompt",
-    )
+    counts = {word: sum(isinstance(item, kind) for item in prompt) for kind, word in PROMPT_KINDS.items()}
+    found = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    raise RequestError("prompt mixes what cannot be mixed", found=f"a list of {found}", expected=expected)
+
+
+def _token_ids(items: object) -> tuple[int, ...]:
+    return tuple(item for item in items if isinstance(item, int)) if isinstance(items, list) else ()
+
+
+def _num_choices(body: CompletionBody | ChatBody, num_prompts: int, leg: Leg) -> int:
+    num_choices = 1 if body.n is None else body.n
+    if not 1 <= num_choices <= MAX_CHOICES // num_prompts:
+        raise RequestError(
+            "n cannot be used",
+            found=f"{num_choices} answers to {num_prompts} prompts",
+            expected=f"at least 1 answer to each, and at most {MAX_CHOICES} together",
+        )
+    if body.best_of not in (None, num_choices):
+        raise RequestError(
+            "best_of is not supported by the embedded engine",
+            found=str(body.best_of),
+            expected=f"the value of n ({num_choices}), or none",
+            hint="leave best_of out, and choose among n answers yourself",
+        )
+    if leg.kind != "whole" and num_choices * num_prompts > 1:
+        raise RequestError(
+            "a request with several answers cannot be divided into prefill and decode",
+            found=f"{num_choices} answers to {num_prompts} prompts, and kv_transfer_params",
+            expected="one answer to one prompt",
+            hint="leave kv_transfer_params out, or send one request for each answer",
+        )
+    return num_choices
 
 
 def _plain(message: Message) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -12,7 +13,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvferry.embedded.service import Call, Piece, Service
+from kvferry.embedded.pieces import Piece, joined
+from kvferry.embedded.report import summed
+from kvferry.embedded.service import Call, Service
 from kvferry.embedded.shapes import Envelope, Shape, usage
 from kvferry.errors import FerryError
 from kvferry.openai import SSE_DONE, SSE_MEDIA_TYPE, error_event, error_of, sse
@@ -66,22 +69,23 @@ class Responder:
                 await json_response(body, self._headers)(scope, receive, send)
             self._status = 200
 
-    async def _whole(self, piece: Piece, pieces: AsyncGenerator[Piece, None]) -> dict[str, Any]:
-        texts, token_ids = [piece.text], list(piece.token_ids)
+    async def _whole(self, first: Piece, pieces: AsyncGenerator[Piece, None]) -> dict[str, Any]:
+        by_choice: dict[int, list[Piece]] = defaultdict(list, {first.index: [first]})
         async for piece in pieces:
-            texts.append(piece.text)
-            token_ids.extend(piece.token_ids)
-        choice = self._shape.whole("".join(texts), piece.finish_reason)
-        body = self._envelope.around(self._shape.whole_kind, [self._with_ids(choice, tuple(token_ids))])
-        body["usage"] = usage(len(self._call.request.prompt), len(token_ids))
-        return _with_report(body, piece)
+            by_choice[piece.index].append(piece)
+        wholes = [joined(by_choice[index]) for index in sorted(by_choice)]
+        choices = [self._with_ids(self._shape.whole(whole), whole.token_ids) for whole in wholes]
+        body = self._envelope.around(self._shape.whole_kind, choices)
+        body["usage"] = usage(self._call.num_prompt_tokens, sum(len(whole.token_ids) for whole in wholes))
+        body["kvferry"] = summed([whole.report for whole in wholes]).as_json()
+        return body | _reference_of(wholes[0])
 
     async def _stream(self, piece: Piece, pieces: AsyncGenerator[Piece, None], send: Send) -> None:
         await _start_stream(send, self._headers)
         if piece.reference:
             # Only an early leg has one so soon; its caller can begin with the other leg at once.
             await _send(send, sse(self._envelope.around(self._shape.chunk_kind, []) | _reference_of(piece)))
-        for choice in self._shape.opening():
+        for choice in self._shape.opening(len(self._call.requests)):
             await _send(send, sse(self._envelope.around(self._shape.chunk_kind, [choice])))
         num_tokens = len(piece.token_ids)
         await self._send_piece(piece, send)
@@ -95,7 +99,7 @@ class Responder:
             return
         if self._call.ask.include_usage:
             last = self._envelope.around(self._shape.chunk_kind, [])
-            last["usage"] = usage(len(self._call.request.prompt), num_tokens)
+            last["usage"] = usage(self._call.num_prompt_tokens, num_tokens)
             await _send(send, sse(last))
         await _send(send, SSE_DONE, more=False)
 

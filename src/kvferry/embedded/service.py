@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
-
-import jinja2
 
 from kvferry.embedded.engine import Engine
 from kvferry.embedded.entry import Grown, Prefilled, Request, Token
+from kvferry.embedded.pieces import Piece, interleaved
+from kvferry.embedded.prompts import Prompts
 from kvferry.embedded.readiness import Readiness
 from kvferry.embedded.report import Metrics, Report
 from kvferry.embedded.requests import Ask
@@ -25,12 +22,9 @@ from kvferry.errors import ConfigurationError, PromptTooLongError, RequestError,
 from kvferry.plan.prompt import Prompt
 from kvferry.wire.messages import Reason
 
-__all__ = ["Call", "Piece", "ServeInfo", "Service"]
+__all__ = ["Call", "ServeInfo", "Service"]
 
 POLICIES = ("recompute", "fail")
-
-# Characters. What is shorter is tokenised sooner than a thread is asked to.
-SHORT_TEXT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +49,17 @@ class ServeInfo:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request on its way through the service; `request` has an id that this process uses once."""
-
-    request: Request
-    ask: Ask
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of an answer. The last one has a `finish_reason`, the report, and a prefill leg's reference.
-
-    That of an early leg comes in its first piece as well, which has nothing else.
+    """A client's request on its way through the service: one request to the engine for each choice of the answer, in
+    their order. Each has an id that this process uses once. A leg has exactly one.
     """
 
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    report: Report = field(default_factory=Report)
-    reference: dict[str, object] = field(default_factory=dict)
+    requests: tuple[Request, ...]
+    ask: Ask
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Those of every prompt, once, however many choices it has."""
+        return sum(len(request.prompt) for request in self.requests[:: self.ask.num_choices])
 
 
 class Service:
@@ -86,8 +73,7 @@ class Service:
         self._transfer = transfer
         self._numbers = itertools.count()
         self._readiness = Readiness()
-        # Of its own: others' name lookups share the loop's, and the end of the process waits for no more than one text.
-        self._tokenising = ThreadPoolExecutor(1, "tokenising")
+        self.prompts = Prompts(engine)
 
     @property
     def failure(self) -> str:
@@ -106,7 +92,7 @@ class Service:
 
     def close(self) -> None:
         """No long text that is not begun is tokenised any more. The caller closes the engine and the transfer."""
-        self._tokenising.shutdown(wait=False, cancel_futures=True)
+        self.prompts.close()
 
     def withdraw(self, params: object) -> bool:
         """End the lease that a reference of ours names; whether there was one. Raises TransferError."""
@@ -115,18 +101,23 @@ class Service:
     def forsake(self, call: Call) -> None:
         """The client left before it had the answer: nobody knows the reference that a prefill leg would have given."""
         if call.ask.leg.kind == "prefill":
-            self._transfer.abort(call.request.request_id)
+            self._transfer.abort(call.requests[0].request_id)
 
-    async def call(self, request_id: str, prompt: str | list[int] | list[dict[str, str]], ask: Ask) -> Call:
-        """Tokenise a prompt (text, ids, or chat messages). Raises RequestError, PromptTooLongError."""
-        ids = await self._ids(prompt)
-        request = Request(
+    async def call(self, request_id: str, ask: Ask) -> Call:
+        """Tokenise the prompts. Raises RequestError, PromptTooLongError."""
+        prompts = [await self.prompts.token_ids(prompt) for prompt in ask.prompts]
+        return Call(
+            tuple(self._request(request_id, ids, ask) for ids in prompts for _ in range(ask.num_choices)),
+            ask,
+        )
+
+    def _request(self, request_id: str, prompt: tuple[int, ...], ask: Ask) -> Request:
+        return Request(
             request_id=f"{request_id}-{next(self._numbers):x}",  # a client may repeat its ids
-            prompt=tuple(ids),
-            max_new_tokens=self._max_new_tokens(ask, len(ids)),
+            prompt=prompt,
+            max_new_tokens=self._max_new_tokens(ask, len(prompt)),
             stop_token_ids=frozenset() if ask.ignore_eos else self.engine.stop_token_ids,
         )
-        return Call(request, ask)
 
     async def answer(self, call: Call) -> AsyncGenerator[Piece, None]:
         """The pieces of an answer; closing the iterator ends the request. Raises FerryError."""
@@ -138,31 +129,37 @@ class Service:
                 return
             case "decode":
                 pieces = self._decode(call)
+            case _ if len(call.requests) == 1:
+                pieces = self._whole(call, 0)
             case _:
-                pieces = self._pieces(call, self.engine.generate(call.request), Report())
+                pieces = interleaved([self._whole(call, index) for index in range(len(call.requests))])
         async with aclosing(pieces):
             async for piece in pieces:
                 yield piece
 
+    def _whole(self, call: Call, index: int) -> AsyncGenerator[Piece, None]:
+        """One choice, with nothing but this engine."""
+        return self._pieces(call, self.engine.generate(call.requests[index]), Report(), index)
+
     async def _prefill(self, call: Call) -> Piece:
-        request_id = call.request.request_id
-        prefilled = await self.engine.prefill(replace(call.request, max_new_tokens=1))
+        request_id = call.requests[0].request_id
+        prefilled = await self.engine.prefill(replace(call.requests[0], max_new_tokens=1))
         with ExitStack() as undo:
             # Nobody has seen the reference yet, so nobody can be reading these blocks.
             undo.callback(self.engine.release, request_id)
             undo.callback(self._transfer.abort, request_id)
-            prompt = Prompt.of(call.request.prompt[: prefilled.num_tokens])
+            prompt = Prompt.of(call.requests[0].prompt[: prefilled.num_tokens])
             reference = await self._transfer.offer(request_id, prefilled.block_tables, prompt)
             undo.pop_all()
         return self._prefilled(call, prefilled.first, reference)
 
     async def _prefill_early(self, call: Call) -> AsyncGenerator[Piece, None]:
         """The reference first. From then on the blocks come back through the transfer only, however this ends."""
-        request_id = call.request.request_id
-        await self.engine.begin(replace(call.request, max_new_tokens=1))
+        request_id = call.requests[0].request_id
+        await self.engine.begin(replace(call.requests[0], max_new_tokens=1))
         with ExitStack() as undo:
             undo.callback(self.engine.release, request_id)
-            reference = await self._transfer.promise(request_id, Prompt.of(call.request.prompt))
+            reference = await self._transfer.promise(request_id, Prompt.of(call.requests[0].prompt))
             undo.pop_all()
         with ExitStack() as undo:
             undo.callback(self._transfer.abort, request_id)
@@ -201,25 +198,25 @@ class Service:
                 if self.info.policy == "fail":
                     raise
                 # The first blocks are in quarantine until the transfer says that nothing can land in them.
-                again = replace(call.request, request_id=f"{call.request.request_id}-again")
+                again = replace(call.requests[0], request_id=f"{call.requests[0].request_id}-again")
                 report = Report(recomputed=error.reason, phases_s={"lost": time.perf_counter() - began})
                 tokens = self.engine.generate(again)
             else:
                 self._readiness.succeeded()
-                undo.callback(self.engine.release, call.request.request_id)
-                tokens = self.engine.resume(call.request.request_id, report.tokens_received)
+                undo.callback(self.engine.release, call.requests[0].request_id)
+                tokens = self.engine.resume(call.requests[0].request_id, report.tokens_received)
             async with aclosing(self._pieces(call, tokens, report)) as pieces:
                 async for piece in pieces:
                     yield piece
 
     async def _fetch(self, call: Call) -> Report:
-        request_id = call.request.request_id
+        request_id = call.requests[0].request_id
         began = time.perf_counter()
         with ExitStack() as undo:
             # Refused, or left by the client while it waited for room: the source need not keep the cache for us.
             undo.callback(self._transfer.forgo, request_id, call.ask.leg.params)
-            tables = await self.engine.reserve(call.request)
-            prompt = Prompt.of(call.request.prompt[:-1])
+            tables = await self.engine.reserve(call.requests[0])
+            prompt = Prompt.of(call.requests[0].prompt[:-1])
             undo.pop_all()
         queue_s = time.perf_counter() - began
         with ExitStack() as undo:
@@ -242,7 +239,7 @@ class Service:
         )
 
     async def _pieces(
-        self, call: Call, tokens: AsyncGenerator[Token, None], report: Report
+        self, call: Call, tokens: AsyncGenerator[Token, None], report: Report, index: int = 0
     ) -> AsyncGenerator[Piece, None]:
         text, num_tokens = TextStream(self.engine.tokenizer, call.ask.stops), 0
         try:
@@ -252,38 +249,11 @@ class Service:
                     report = replace(report, tokens_computed=token.num_computed)
                     shown = text.push(token.token_id, last=bool(token.finish_reason))
                     finish_reason = "stop" if text.stopped else token.finish_reason
-                    yield Piece(shown, (token.token_id,), finish_reason, report)
+                    yield Piece(shown, (token.token_id,), finish_reason, report, index=index)
                     if finish_reason:
                         return
         finally:
             self.metrics.count_answer(report, num_tokens)
-
-    async def _ids(self, prompt: str | list[int] | list[dict[str, str]]) -> list[int]:
-        if isinstance(prompt, str):
-            return await self._tokenised(prompt, add_special_tokens=True)
-        if prompt and isinstance(prompt[0], dict):
-            return await self._tokenised(self._render(prompt), add_special_tokens=False)
-        return [item for item in prompt if isinstance(item, int)]
-
-    async def _tokenised(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Many megabytes take many seconds, in which others must be answered."""
-
-        def tokenise() -> list[int]:
-            return list(self.engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-
-        if len(text) <= SHORT_TEXT:
-            return tokenise()
-        return await asyncio.get_running_loop().run_in_executor(self._tokenising, tokenise)
-
-    def _render(self, messages: list[Any]) -> str:
-        try:
-            return str(self.engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except (ValueError, jinja2.TemplateError) as error:
-            raise RequestError(
-                "the messages do not fit the model's chat template",
-                found=str(error),
-                hint="use /v1/completions with a prompt of your own",
-            ) from None
 
     def _max_new_tokens(self, ask: Ask, num_prompt_tokens: int) -> int:
         if ask.max_new_tokens > 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvferry.embedded.service import Piece
+from kvferry.embedded.pieces import Piece
 
 __all__ = ["ChatShape", "CompletionShape", "Envelope", "Shape", "usage"]
 
@@ -29,17 +29,17 @@ class Envelope:
 
 
 class Shape(Protocol):
-    """One endpoint's objects: names, and the one choice of an answer or of a piece of it."""
+    """One endpoint's objects: names, and one choice of an answer, whole or a piece of it."""
 
     id_prefix: str
     whole_kind: str
     chunk_kind: str
 
-    def whole(self, text: str, finish_reason: str) -> dict[str, Any]: ...
+    def whole(self, piece: Piece) -> dict[str, Any]: ...
 
     def chunk(self, piece: Piece) -> dict[str, Any]: ...
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, num_choices: int) -> list[dict[str, Any]]:
         """Choices that go before the first piece."""
         ...
 
@@ -49,13 +49,18 @@ class CompletionShape:
     whole_kind = "text_completion"
     chunk_kind = "text_completion"
 
-    def whole(self, text: str, finish_reason: str) -> dict[str, Any]:
-        return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    def whole(self, piece: Piece) -> dict[str, Any]:
+        return self.chunk(piece)
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
-        return {"index": 0, "text": piece.text, "logprobs": None, "finish_reason": piece.finish_reason or None}
+        return {
+            "index": piece.index,
+            "text": piece.text,
+            "logprobs": None,
+            "finish_reason": piece.finish_reason or None,
+        }
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, num_choices: int) -> list[dict[str, Any]]:
         return []
 
 
@@ -64,17 +69,24 @@ class ChatShape:
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def whole(self, text: str, finish_reason: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text}
-        return {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
+    def whole(self, piece: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.text}
+        return {"index": piece.index, "message": message, "logprobs": None, "finish_reason": piece.finish_reason}
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         delta = {"content": piece.text} if piece.text else {}
-        return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": piece.finish_reason or None}
+        return {
+            "index": piece.index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": piece.finish_reason or None,
+        }
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, num_choices: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
-        return [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]
+        return [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in range(num_choices)
+        ]
 
 
 def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:

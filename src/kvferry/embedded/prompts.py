@@ -1,0 +1,71 @@
+"""From what a client sends as a prompt to token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+
+from kvferry.embedded.engine import Engine
+from kvferry.errors import RequestError
+
+__all__ = ["ChatPrompt", "PromptInput", "Prompts"]
+
+# Characters. What is shorter is tokenised sooner than a thread is asked to.
+SHORT_TEXT = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages for the model's chat template."""
+
+    messages: list[dict[str, Any]]
+
+
+PromptInput = str | tuple[int, ...] | ChatPrompt
+"""A prompt as it comes: text, token ids, or chat messages."""
+
+
+class Prompts:
+    """Turns prompts into token ids. Many megabytes take many seconds, in which others must be answered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        # Of its own: others' name lookups share the loop's, and the end of the process waits for no more than one text.
+        self._thread = ThreadPoolExecutor(1, "tokenising")
+
+    def close(self) -> None:
+        """No long text that is not begun is tokenised any more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def token_ids(self, prompt: PromptInput) -> tuple[int, ...]:
+        """Raises RequestError when messages do not fit the model's chat template."""
+        match prompt:
+            case str():
+                return await self._tokenised(prompt, add_special_tokens=True)
+            case ChatPrompt():
+                return await self._tokenised(self._rendered(prompt), add_special_tokens=False)
+            case _:
+                return prompt
+
+    async def _tokenised(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        def tokenise() -> tuple[int, ...]:
+            return tuple(self._engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+        if len(text) <= SHORT_TEXT:
+            return tokenise()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, tokenise)
+
+    def _rendered(self, chat: ChatPrompt) -> str:
+        try:
+            render = self._engine.tokenizer.apply_chat_template
+            return str(render(chat.messages, tokenize=False, add_generation_prompt=True))
+        except (ValueError, jinja2.TemplateError) as error:
+            raise RequestError(
+                "the messages do not fit the model's chat template",
+                found=str(error),
+                hint="use /v1/completions with a prompt of your own",
+            ) from None
