@@ -5,11 +5,13 @@ from __future__ import annotations
 from kvferry.router.answers import lost_cache
 from kvferry.router.events import PREFILL_LOST, TOO_LATE, Answered, Ended, Event, Failed, Opened
 from kvferry.router.headers import Headers
+from kvferry.router.kinds import Kind
 from kvferry.router.membership import Membership
 from kvferry.router.pairs import Pair
 from kvferry.router.policy import Instance, Role, Task
 from kvferry.router.reservation import Reservation
-from kvferry.router.upstream import CONNECT_TIMEOUT, REFUSED
+from kvferry.router.suspects import Suspect, Suspects
+from kvferry.router.upstream import CONNECT_TIMEOUT, DEADLINE, REFUSED
 from kvferry.wire.messages import Reason
 
 __all__ = ["Judge"]
@@ -23,10 +25,15 @@ CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"
 class Judge:
     """Of one request. What a pair was given is always ended: a trial that tells nothing leaves the pair on trial."""
 
-    def __init__(self, membership: Membership, task: Task, streams: bool) -> None:
+    def __init__(self, membership: Membership, task: Task, kind: Kind, streams: bool) -> None:
         self._membership = membership
         self._task = task
+        self._kind = kind
         self._streams = streams
+        self._suspects = Suspects()
+        # Whether prefill instances have answered with errors, and none with a cache.
+        self._prefill_failed = False
+        self._may_prefill = False
         self._pair: Pair | None = None
         self._reservation: Reservation | None = None
         self._divided = False
@@ -38,9 +45,15 @@ class Judge:
         """Who computed the prompt; empty when the decode instance did."""
         return self._pair[0].url if self._pair and self._divided else ""
 
+    def may_prefill(self) -> bool:
+        """Whether a request of this kind is to have a prefill leg; asked once, a second leg is the same try."""
+        membership = self._membership
+        self._may_prefill = self._may_prefill or membership.kinds.may_begin(self._kind, membership.now)
+        return self._may_prefill
+
     def chosen(self, instance: Instance, partners: tuple[Instance, ...]) -> None:
         """An instance was reserved; a prefill instance to work with its partner."""
-        self.end()
+        self._leave_pair()
         if instance.role is Role.PREFILL and partners:
             self._pair = (instance, partners[0])
 
@@ -59,6 +72,7 @@ class Judge:
             case Opened():
                 # Whether it is worth anything shows at its end.
                 reservation.answers()
+                self._suspects.served(reservation.instance.role)
                 self._remember(reservation)
                 self.has_arrived = self._judge_cache(reservation, headers)
                 if self.has_arrived and self._streams and handover_s:
@@ -68,41 +82,75 @@ class Judge:
             case Answered(status, body):
                 self._judge_answer(reservation, status, body)
             case Failed(reason, _) if reason not in BLAMELESS:
-                reservation.failed()
+                self._judge_failure(reservation, reason)
 
     def hears_end(self, prefill: Reservation, event: Event) -> str:
         """How an early prefill leg ended, whatever the decode leg does meanwhile; the reason, if it is at fault."""
         match event:
             case Ended():
-                prefill.succeeded()
-                self._remember(prefill)
+                self._prefilled(prefill)
             case Answered(status, body) if not lost_cache(body):
                 if status >= 500:
-                    prefill.failed()
+                    self._suspect(prefill)
                 return f"status_{status}"
             case Failed(reason, _) if reason != TOO_LATE:
                 if reason not in BLAMELESS:
-                    prefill.failed()
+                    self._judge_failure(prefill, reason)
                 return reason
         # A cache that nobody waits for any more is not computed to its end.
         return ""
 
     def end(self) -> None:
-        """The request, or this try of it, is over: nothing more will be heard of the pair."""
+        """The request is over: nothing more will be heard of it."""
+        self._leave_pair()
+        self._suspects.end()
+        if self._prefill_failed:
+            self._membership.kind_failed(self._kind)
+        elif self._may_prefill:
+            self._membership.kinds.abandoned(self._kind)
+
+    def _leave_pair(self) -> None:
         if self._pair is not None:
             self._membership.pairs.abandoned(self._pair)
         self._pair = None
 
     def _judge_answer(self, reservation: Reservation, status: int, body: bytes) -> None:
-        if status >= 500 and self._divided and self._pair is not None and reservation.instance.role is Role.DECODE:
-            # Engines of others do not tell a cache that did not come from any other trouble. One whose fault it is
-            # every time is soon in no pair any more, and is then judged by what it does alone.
-            self._lost(self._pair, lost_cache(body) or f"status_{status}")
+        is_decode = reservation.instance.role is Role.DECODE
+        if status >= 500 and self._divided and self._pair is not None and is_decode:
+            self._judge_divided(self._pair, status, body)
         elif status >= 500:
-            reservation.failed()
+            self._suspect(reservation)
         elif 200 <= status < 300:
-            reservation.succeeded()
-            self._remember(reservation)
+            self._prefilled(reservation)
+
+    def _judge_divided(self, pair: Pair, status: int, body: bytes) -> None:
+        """Engines of others do not tell a cache that did not come from any other trouble. One whose fault it is every
+        time is soon in no pair any more, and is then judged by what it does alone."""
+        if reason := lost_cache(body):
+            self._lost(pair, reason)
+        else:
+            self._suspects.add(Role.DECODE, Suspect(pair[1], lambda: self._lost(pair, f"status_{status}")))
+
+    def _judge_failure(self, reservation: Reservation, reason: str) -> None:
+        """One that lets a request wait until its time is over does not do that a second time for anybody's sake."""
+        if reason == DEADLINE:
+            reservation.failed()
+        else:
+            suspect = Suspect(reservation.instance, reservation.failed, is_certain=True)
+            self._suspects.add(reservation.instance.role, suspect)
+
+    def _suspect(self, reservation: Reservation) -> None:
+        """It has answered with an error of its own, which may be the request's."""
+        role = reservation.instance.role
+        self._suspects.add(role, Suspect(reservation.instance, reservation.failed))
+        self._prefill_failed |= role is Role.PREFILL
+
+    def _prefilled(self, reservation: Reservation) -> None:
+        reservation.succeeded()
+        self._remember(reservation)
+        self._suspects.served(reservation.instance.role)
+        self._membership.kinds.succeeded(self._kind)
+        self._prefill_failed = False
 
     def _lost(self, pair: Pair, reason: str) -> None:
         """A cache has not come. Where the two have read different prompts that is about the request, not about them."""

@@ -30,6 +30,7 @@ from kvferry.router.events import (
 )
 from kvferry.router.headers import Headers, decode_headers, prefill_headers
 from kvferry.router.judge import Judge
+from kvferry.router.kinds import kind_of
 from kvferry.router.leg import Head, Leg, Patience
 from kvferry.router.membership import Wanted
 from kvferry.router.pace import Pace
@@ -44,6 +45,8 @@ __all__ = ["Legs"]
 # P may have answered in the moment in which the client left: its word is on its way, and keeps blocks for nobody. Much
 # longer, and P would compute in vain.
 LAST_WORD_S = 0.2
+# Why a request has no prefill leg whose kind every prefill instance has answered with errors.
+PREFILL_FAILS = "prefill_keeps_failing"
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ class Legs:
         self._services = services
         self._call = call
         self._client = client
-        self._judge = Judge(services.membership, call.task, call.request.streams)
+        self._judge = Judge(services.membership, call.task, kind_of(call.request), call.request.streams)
         self._held: dict[Role, Reservation] = {}
         # All so far; the last one is in flight.
         self._sent: list[Leg] = []
@@ -81,6 +84,8 @@ class Legs:
         """Reserve an instance."""
         if command.role is Role.PREFILL:
             self.leave_early()
+            if not self._judge.may_prefill():
+                return Skipped(PREFILL_FAILS)
         self._let_go(command.role)
         decode = self._held.get(Role.DECODE)
         partners = (decode.instance,) if command.role is Role.PREFILL and decode else ()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvferry.router.breaker import Fuse
 from kvferry.router.compatibility import Facts, differences
 from kvferry.router.judgement import DEFAULT_JUDGEMENT, Judgement
+from kvferry.router.kinds import Kind, Kinds
 from kvferry.router.member import Member, Origin, Verdict
 from kvferry.router.metrics import Metrics
 from kvferry.router.pairs import Pair, Pairs
@@ -52,6 +53,7 @@ class Membership:
         self.draining = False
         self.handover = Mean()
         self.pairs = Pairs(PAIR_FUSE)
+        self.kinds = Kinds()
         self.prefixes = PrefixIndex()
         self._members: dict[Instance, Member] = {}
         self._metrics = metrics
@@ -89,6 +91,7 @@ class Membership:
                 member.expires_at = self.now + lease_s
             return False
         self._members[instance] = Member(instance, origin, self.now + lease_s)
+        self.kinds.clear()
         self._metrics.show_health(instance, False, False)
         self._metrics.show_load(instance, 0, 0)
         if origin is not Origin.COMMAND_LINE:
@@ -179,6 +182,7 @@ class Membership:
         if member is None or member.facts == facts:
             return
         if member.introduce(facts):
+            self.kinds.clear()
             self.pairs.forget(instance)
             self.prefixes.forget(instance)
         self._strangers = frozenset(pair for pair in self._strangers if instance not in pair)
@@ -216,6 +220,11 @@ class Membership:
         self._metrics.count_lost(pair, reason)
         if self.pairs.failed(pair, self.now):
             logger.warning("caches of %s keep not arriving at %s (%s): not paired for a while", *_urls(pair), reason)
+
+    def kind_failed(self, kind: Kind) -> None:
+        """Every prefill instance that was asked for such a request's cache has answered with an error."""
+        if self.kinds.failed(kind, self.now):
+            logger.warning("prefill keeps failing for requests with %s: none for a while", ", ".join(sorted(kind[1])))
 
     def _question(self, wanted: Wanted) -> Question:
         is_prefill = wanted.role is Role.PREFILL

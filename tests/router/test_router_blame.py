@@ -1,0 +1,189 @@
+"""Whose fault a failed leg is: a failure that follows the request from one instance to the next is nobody's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+from router_harness import cluster, decode_engine, decoding, failing, prefill_engine, prefilling, resetting
+
+from kvferry.router.kinds import KIND_FUSE, MAX_KINDS, Kinds, kind_of
+from kvferry.router.member import INSTANCE_FUSE
+from kvferry.router.membership import PAIR_FUSE
+from kvferry.router.policy import Instance, Role
+from kvferry.router.request import Endpoint, parse_request
+from kvferry.router.suspects import Suspect, Suspects
+
+MANY = 2 * (INSTANCE_FUSE.num_failures + PAIR_FUSE.num_failures + KIND_FUSE.num_failures)
+PLAIN = {"prompt": "a"}
+# Any field will do: engines of this file cannot fulfil a request that has it.
+ODD = {"prompt": "a", "odd": True}
+P0, P1 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(2))
+FALLBACKS = 'kvferry_router_fallbacks_total{reason="%s"}'
+
+
+def odd_ones_fail(behave, failure=failing(500, "no tool call in this")):  # noqa: B008
+    async def answer(request, seen):
+        return await (failure if "odd" in seen.body else behave)(request, seen)
+
+    return answer
+
+
+def prefills(num, failure=failing(500, "no tool call in this")):  # noqa: B008
+    return [prefill_engine(f"p{i}", odd_ones_fail(prefilling(f"p{i}"), failure)) for i in range(num)]
+
+
+async def breakers(c) -> dict[str, str]:
+    return {one["url"]: one["breaker"] for one in (await c.members())["members"]}
+
+
+@pytest.mark.parametrize("num_prefills", [1, 2, 3])
+def test_requests_that_every_prefill_answers_with_5xx_take_nobody_out(num_prefills):
+    async def main():
+        async with cluster(prefills(num_prefills), [decode_engine()]) as c:
+            for _ in range(MANY):
+                reply = await c.complete(ODD)
+                assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "decode-only")
+            assert set((await breakers(c)).values()) == {"closed"}
+            assert (await c.complete(PLAIN)).headers["x-kvferry-path"] == "disaggregated"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_prefills", [1, 2])
+def test_a_kind_that_keeps_failing_costs_no_prefill_legs_for_a_while(num_prefills):
+    async def main():
+        engines = prefills(num_prefills)
+        async with cluster(engines, [decode_engine()]) as c:
+            for _ in range(MANY):
+                await c.complete(ODD)
+            assert sum(len(engine.seen) for engine in engines) == num_prefills * KIND_FUSE.num_failures
+            reply = await c.complete(ODD)
+            assert reply.headers["x-kvferry-reason"] == "prefill_keeps_failing"
+            assert await c.metric(FALLBACKS % "prefill_failed") == KIND_FUSE.num_failures
+
+    asyncio.run(main())
+
+
+def test_a_request_that_breaks_every_connection_takes_no_prefill_out():
+    async def main():
+        async with cluster(prefills(2, resetting), [decode_engine()]) as c:
+            for _ in range(MANY):
+                assert (await c.complete(ODD)).status == 200
+            assert set((await breakers(c)).values()) == {"closed"}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("behave", [failing(500, "broken"), resetting])
+def test_a_prefill_that_fails_where_another_one_does_not_is_taken_out(behave):
+    async def main():
+        bad, good = prefill_engine("p0", behave), prefill_engine("p1")
+        async with cluster([bad, good], [decode_engine()]) as c:
+            for _ in range(MANY):
+                assert (await c.complete(PLAIN)).headers["x-kvferry-path"] == "disaggregated"
+            assert await breakers(c) == {bad.url: "open", good.url: "closed", c.decode[0].url: "closed"}
+            assert len(bad.seen) == INSTANCE_FUSE.num_failures
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("prefill", [[], ["p0", "p1"]], ids=["alone", "pairs"])
+def test_requests_that_every_decode_answers_with_5xx_take_nobody_out(prefill):
+    """Neither the decode instances nor the pairs: a cache that came may be answered with 5xx, too."""
+
+    async def main():
+        ds = [decode_engine(f"d{i}", odd_ones_fail(decoding)) for i in range(2)]
+        async with cluster([prefill_engine(name) for name in prefill], ds) as c:
+            for _ in range(MANY):
+                assert (await c.complete(ODD)).status == 500
+            assert set((await breakers(c)).values()) == {"closed"}
+            assert (await c.members())["broken_pairs"] == []
+            path = "disaggregated" if prefill else "decode-only"
+            assert (await c.complete(PLAIN)).headers["x-kvferry-path"] == path
+
+    asyncio.run(main())
+
+
+def test_a_forced_tool_call_is_another_kind_than_one_that_is_free():
+    async def behave(request, seen):
+        forced = seen.body.get("tool_choice") == "required"
+        return await (failing(500, "cut off") if forced else prefilling("p0"))(request, seen)
+
+    async def main():
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        chat = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": "auto"}
+
+        async def path(body) -> str:
+            async with c.session.post(c.url + "/v1/chat/completions", json=body) as response:
+                await response.read()
+                return response.headers["x-kvferry-path"]
+
+        async with cluster([prefill_engine("p0", behave)], [decode_engine()]) as c:
+            assert {await path(chat | {"tool_choice": "required"}) for _ in range(MANY)} == {"decode-only"}
+            assert await path(chat) == "disaggregated"
+
+    asyncio.run(main())
+
+
+def test_a_kind_is_tried_again_after_a_while_and_forgotten_when_it_goes_well():
+    kinds, kind = Kinds(), kind_of(parse_request(json.dumps(ODD).encode(), Endpoint.COMPLETIONS))
+    news = [kinds.failed(kind, 0.0) for _ in range(KIND_FUSE.num_failures + 1)]
+    assert news == [False] * (KIND_FUSE.num_failures - 1) + [True, False]
+    assert not kinds.may_begin(kind, 0.0)
+    assert kinds.may_begin(kind, KIND_FUSE.open_s)
+    assert not kinds.may_begin(kind, KIND_FUSE.open_s)
+    kinds.abandoned(kind)
+    assert kinds.may_begin(kind, KIND_FUSE.open_s)
+    kinds.succeeded(kind)
+    assert len(kinds) == 0
+
+
+def test_clients_cannot_make_it_remember_without_end():
+    kinds = Kinds()
+    for i in range(MAX_KINDS + 5):
+        kinds.failed((Endpoint.CHAT, frozenset((str(i),)), b""), 0.0)
+    assert len(kinds) == MAX_KINDS
+
+
+def blamed_of(*steps) -> list[Instance]:
+    """Steps are instances that fail, or a role that is served; `None` ends the request."""
+    suspects, blamed = Suspects(), []
+    for step in steps:
+        match step:
+            case None:
+                suspects.end()
+            case Role():
+                suspects.served(step)
+            case instance, is_certain:
+                suspects.add(instance.role, Suspect(instance, lambda one=instance: blamed.append(one), is_certain))
+    return blamed
+
+
+@pytest.mark.parametrize(
+    ("steps", "blamed"),
+    [
+        (((P0, False), Role.PREFILL, None), [P0]),
+        (((P0, False), None), []),
+        (((P0, True), None), [P0]),
+        (((P0, True), (P1, True), None), []),
+        (((P0, False), (P1, True), (P0, True), Role.PREFILL, None), []),
+        (((P0, False), (P0, False), Role.PREFILL, None), [P0, P0]),
+        (((P0, False), Role.DECODE, None), []),
+    ],
+)
+def test_who_is_blamed(steps, blamed):
+    assert blamed_of(*steps) == blamed
+
+
+def test_an_overloaded_prefill_is_no_kind():
+    async def behave(request, seen):
+        return web.json_response({"error": {"message": "full", "code": 429}}, status=429)
+
+    async def main():
+        async with cluster([prefill_engine("p0", behave)], [decode_engine()]) as c:
+            assert [(await c.complete(PLAIN)).status for _ in range(MANY)] == [429] * MANY
+
+    asyncio.run(main())
