@@ -21,15 +21,16 @@ def fleet(start_fleet):
     return start_fleet(transport="shm")
 
 
-def prefill(fleet, prompt):
+def prefill(fleet, prompt, **more):
     """The prefill leg alone, as a proxy does it: the parameters for the decode leg."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": PREFILL_LEG}
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": PREFILL_LEG, **more}
     return post(f"{fleet.prefill_urls[0]}/v1/completions", body)["kv_transfer_params"]
 
 
-def decode(fleet, prompt, params):
+def decode(fleet, prompt, params, **more):
     """The decode leg alone: the answer's token ids and the report."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "return_token_ids": True, "kv_transfer_params": params}
+    body |= more
     answer = post(f"{fleet.decode_urls[0]}/v1/completions", body)
     return tuple(answer["choices"][0]["token_ids"]), answer["kvferry"]
 
@@ -74,6 +75,13 @@ def test_a_reference_used_with_another_prompt_is_not_used(fleet):
     ):
         tokens, report = decode(fleet, mine, prefill(fleet, theirs))
         assert (tokens, report["recomputed"]) == (alone(fleet, mine), reason)
+
+
+def test_a_reference_used_under_another_salt_is_not_used(fleet):
+    prompt = prompt_of(60, seed=15)
+    for salt, reason in (("a", ""), ("b", "wrong_prompt"), (None, "wrong_prompt")):
+        tokens, report = decode(fleet, prompt, prefill(fleet, prompt, cache_salt="a"), cache_salt=salt)
+        assert (tokens, report["recomputed"]) == (alone(fleet, prompt), reason)
 
 
 def test_a_longer_prompt_than_was_computed_is_not_read(fleet):

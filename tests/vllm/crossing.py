@@ -36,7 +36,7 @@ __all__ = [
     "streamed",
 ]
 
-JSON = {"content-type": "application/json", "x-kvferry-report": "true"}
+JSON = {"content-type": "application/json"}
 READY_S = 300.0
 ANSWER_S = 300.0
 CACHE_BYTES = 128 << 20

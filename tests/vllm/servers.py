@@ -47,6 +47,8 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    # For /reset_prefix_cache.
+    "VLLM_SERVER_DEV_MODE": "1",
 }
 
 
@@ -132,6 +134,17 @@ class Server:
         request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=START_S) as response:
             response.read()
+
+    def forget_prefixes(self, within_s: float) -> None:
+        """Empty its prefix cache, which takes until blocks in use are free. Raises TimeoutError."""
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            request = urllib.request.Request(f"{self.url}/reset_prefix_cache", b"", method="POST")
+            with urllib.request.urlopen(request, timeout=60) as response:
+                if json.load(response)["success"]:
+                    return
+            time.sleep(POLL_S)
+        raise TimeoutError(f"blocks of the {self.spec.role} are in use after {within_s:.0f} s")
 
     def healthy(self) -> bool:
         try:

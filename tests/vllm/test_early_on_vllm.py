@@ -150,9 +150,7 @@ def test_prompts_of_any_size_and_several_at_once(pair, spec, way):
     streams = [Stream(source, question) for question in questions]
     with ThreadPoolExecutor(len(streams)) as pool:
         params = [stream.params for stream in streams]
-        answers = list(
-            pool.map(lambda both: decode(target, alone(both[0]), both[1]), zip(questions, params, strict=True))
-        )
+        answers = list(pool.map(lambda both: decode(target, both[0], both[1]), zip(questions, params, strict=True)))
     for question, answer, stream in zip(questions, answers, streams, strict=True):
         assert stream.tokens() == list(answer.tokens[:1])
         assert not judge(source, target, question, answer).problem

@@ -21,6 +21,7 @@ from vllm.v1.request import RequestStatus
 from kvferry.connectors.promise import Promise, new_promise, sealed, unsealed
 from kvferry.connectors.vllm.groups import may_grow
 from kvferry.connectors.vllm.orders import EndOrder, GrowthOrder, PromiseOrder
+from kvferry.connectors.vllm.prompts import Prompts
 from kvferry.connectors.vllm.scheduler import Scheduler
 from kvferry.plan.prompt import Prompt
 
@@ -36,7 +37,7 @@ def config(*specs):
 
 
 def scheduler(*specs, key=KEY):
-    made = Scheduler("ours", config(*specs))
+    made = Scheduler("ours", config(*specs), Prompts())
     made.set_ranks(tuple(replace(rank, key=key) for rank in RANKS))
     return made
 

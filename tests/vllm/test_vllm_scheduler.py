@@ -2,7 +2,6 @@
 
 import importlib
 import warnings
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,9 +17,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.connectors.vllm.orders import MAX_NAME_LENGTH, RankAddress, agent_name
-from kvferry.connectors.vllm.prompts import prompt_of
+from kvferry.connectors.vllm.prompts import Prompts
 from kvferry.connectors.vllm.scheduler import Scheduler
-from kvferry.plan.prompt import UNKNOWN_PROMPT, Prompt
+from kvferry.plan.prompt import Prompt
 from kvferry.plan.tokens import TokenRange
 
 BLOCK, NUM_BLOCKS, PROMPT = 16, 64, 40
@@ -45,7 +44,8 @@ def sliding():
 
 def scheduler(*specs):
     groups = [KVCacheGroupSpec([f"model.layers.{i}.attn"], spec) for i, spec in enumerate(specs or (full(),))]
-    made = Scheduler("ours", KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups))
+    caches = KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+    made = Scheduler("ours", caches, Prompts())
     made.set_ranks(RANKS)
     return made
 
@@ -194,12 +194,6 @@ def test_a_fetch_names_the_tokens_that_its_cache_must_be_of():
     assert fetch.prompt == Prompt.of(range(PROMPT - 1)).name("lease")
 
 
-def test_an_adapter_is_part_of_what_is_compared():
-    asked = request(dict(PULL))
-    asked.lora_request = SimpleNamespace(lora_name="tuned")
-    assert prompt_of(asked, 3) == Prompt.of([0, 1, 2], "tuned")
-
-
 def test_what_was_answered_is_a_part_of_what_is_kept():
     made, asked = scheduler(), request({"do_remote_decode": True})
     asked.append_output_token_ids([7] * 8)
@@ -210,15 +204,50 @@ def test_what_was_answered_is_a_part_of_what_is_kept():
     assert lease.prompt == Prompt.of([*range(PROMPT), *[7] * 7])
 
 
-def test_ids_that_are_none_are_not_compared():
-    assert prompt_of(Request("r", [-1, 2], SamplingParams(), None), 2) == UNKNOWN_PROMPT
+def unnamed(params):
+    """vLLM takes ids that no other engine could name."""
+    asked = request(params)
+    asked._all_token_ids[1] = -1
+    return asked
 
 
-def test_embeddings_are_taken_for_no_tokens():
-    embedded = Request("r", None, SamplingParams(), None, prompt_embeds=torch.zeros(3, 4))
-    name = Prompt.of([0, 0, 0]).name("lease")
-    assert not prompt_of(embedded, 3).begins_with(name, "lease")
-    assert prompt_of(embedded, 3).begins_with(prompt_of(embedded, 2).name("lease"), "lease")
+def declined(made):
+    data = made.take_stats().data
+    return data["declined"], [(request_id, reason) for request_id, reason, *_ in data["fetches"]]
+
+
+def test_a_prompt_without_a_name_is_computed_here_and_its_source_released():
+    made, asked = scheduler(), unnamed(dict(PULL))
+    assert [begun(made, asked), made.num_new_tokens(asked, 0)] == [0, 0]
+    assert [fetch.is_waited_for for fetch in made.take_orders(is_idle=False).fetches] == [False]
+    assert declined(made) == ([["target", "unnamed_prompt"]], [("cmpl-here", "unnamed_prompt")])
+    assert declined(made) == ([], [])
+
+
+def test_a_prompt_without_a_name_is_not_offered():
+    made, asked = scheduler(), unnamed({"do_remote_decode": True})
+    made.on_new_request(asked)
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert made.finished(asked, TABLES) == (False, None)
+    assert made.take_orders(is_idle=False).leases == []
+    assert declined(made) == ([["source", "unnamed_prompt"]], [])
+
+
+@pytest.mark.parametrize("asks", [{"prompt_logprobs": 0}, {"prompt_logprob_token_ids": [[1, 2]]}])
+def test_an_answer_that_tells_of_the_prompts_logits_is_computed_where_they_are(asks):
+    made, sampling = scheduler(), SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": dict(PULL)}, **asks)
+    asked = Request("cmpl-here", list(range(PROMPT)), sampling, None)
+    assert begun(made, asked) == 0
+    assert [fetch.is_waited_for for fetch in made.take_orders(is_idle=False).fetches] == [False]
+    assert declined(made) == ([["target", "prompt_logprobs"]], [("cmpl-here", "prompt_logprobs")])
+
+
+def test_what_is_kept_of_a_request_ends_with_it():
+    made, asked = scheduler(), request(dict(PULL))
+    made.num_new_tokens(asked, 0)
+    end(asked, RequestStatus.FINISHED_ABORTED)
+    made.finished(asked, ([],))
+    assert made._expected._found == {}
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])

@@ -25,7 +25,7 @@ from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.worker import Worker, _Started
 from kvferry.errors import TransferError
 from kvferry.plan.layout import Layout
-from kvferry.plan.prompt import Prompt
+from kvferry.plan.prompt import Prompt, PromptInput
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, Stopped, TargetFree
 from kvferry.wire.messages import Party, Reason, Reference
@@ -152,7 +152,7 @@ def test_only_what_is_still_being_fetched_is_aborted(rank):
 
 
 def test_agents_are_told_which_prompt_it_is(rank):
-    prompt = Prompt.of([1, 2, 3], "adapter")
+    prompt = Prompt.of([1, 2, 3], [PromptInput("adapter", "digest")])
     lease, wanted = replace(LEASE, prompt=prompt), replace(fetch(), prompt=prompt.name("lease"))
     promise = PromiseOrder("early", "early-lease", 3, prompt)
     rank.worker.obey(Orders(leases=[lease], fetches=[wanted], promises=[promise]))

@@ -40,6 +40,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     kv_transfer_params: dict[str, Any] | None = None
+    cache_salt: str | None = None
     n: int | None = None
     best_of: int | None = None
     echo: Any = None
@@ -95,7 +96,7 @@ class Leg:
 @dataclass(frozen=True, slots=True)
 class Ask:
     """What a request wants: `num_choices` answers to each of `prompts`. `max_new_tokens` is -1 when the caller left it
-    to us."""
+    to us. Only a leg with the same `cache_salt` may use the cache."""
 
     prompts: tuple[PromptInput, ...]
     num_choices: int
@@ -107,6 +108,7 @@ class Ask:
     include_usage: bool
     return_token_ids: bool
     leg: Leg
+    cache_salt: str = ""
 
 
 # What a field may be without asking for something; anything else is not supported.
@@ -175,6 +177,7 @@ def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> A
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         return_token_ids=bool(body.return_token_ids),
         leg=leg,
+        cache_salt=body.cache_salt or "",
     )
 
 

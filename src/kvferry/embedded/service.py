@@ -19,7 +19,7 @@ from kvferry.embedded.requests import Ask
 from kvferry.embedded.text import TextStream
 from kvferry.embedded.transfer import Transfer
 from kvferry.errors import ConfigurationError, PromptTooLongError, RequestError, TransferError
-from kvferry.plan.prompt import Prompt
+from kvferry.plan.prompt import Prompt, PromptInput
 from kvferry.wire.messages import Reason
 
 __all__ = ["Call", "ServeInfo", "Service"]
@@ -61,6 +61,12 @@ class Call:
         """Those of every prompt, once, however many choices it has."""
         return sum(len(request.prompt) for request in self.requests[:: self.ask.num_choices])
 
+    def prompt(self, num_tokens: int) -> Prompt:
+        """The first tokens of a leg's prompt, as other engines name them: what a cache here depends on are tokens
+        alone, and a salt says who may use it."""
+        salt = self.ask.cache_salt
+        return Prompt.of(self.requests[0].prompt[:num_tokens], [PromptInput("salt", salt)] if salt else [])
+
 
 class Service:
     """Answers calls with an engine and a transfer."""
@@ -85,11 +91,6 @@ class Service:
         """Why no new request should be sent here; empty when one may be. What comes nevertheless is answered."""
         draining = "it is draining: it finishes what it has and ends then" if self._draining else ""
         return self.failure or draining or self._readiness.problem(time.monotonic())
-
-    @property
-    def peers(self) -> list[dict[str, object]]:
-        """How each connected engine is reached: for operators, since it names addresses."""
-        return self._transfer.peers()
 
     def drain(self) -> None:
         """The process has been told to end: from now on it is not ready, but it answers what comes."""
@@ -153,7 +154,7 @@ class Service:
             # Nobody has seen the reference yet, so nobody can be reading these blocks.
             undo.callback(self.engine.release, request_id)
             undo.callback(self._transfer.abort, request_id)
-            prompt = Prompt.of(call.requests[0].prompt[: prefilled.num_tokens])
+            prompt = call.prompt(prefilled.num_tokens)
             reference = await self._transfer.offer(request_id, prefilled.block_tables, prompt)
             undo.pop_all()
         return self._prefilled(call, prefilled.first, reference)
@@ -164,7 +165,7 @@ class Service:
         await self.engine.begin(replace(call.requests[0], max_new_tokens=1))
         with ExitStack() as undo:
             undo.callback(self.engine.release, request_id)
-            reference = await self._transfer.promise(request_id, Prompt.of(call.requests[0].prompt))
+            reference = await self._transfer.promise(request_id, call.prompt(len(call.requests[0].prompt)))
             undo.pop_all()
         with ExitStack() as undo:
             undo.callback(self._transfer.abort, request_id)
@@ -221,7 +222,7 @@ class Service:
             # Refused, or left by the client while it waited for room: the source need not keep the cache for us.
             undo.callback(self._transfer.forgo, request_id, call.ask.leg.params)
             tables = await self.engine.reserve(call.requests[0])
-            prompt = Prompt.of(call.requests[0].prompt[:-1])
+            prompt = call.prompt(len(call.requests[0].prompt) - 1)
             undo.pop_all()
         queue_s = time.perf_counter() - began
         with ExitStack() as undo:
@@ -237,6 +238,7 @@ class Service:
             bytes=got.bytes,
             descriptors=got.descriptors,
             transport=got.transport,
+            choice=got.choice,
             strategy=got.strategy,
             verified=got.verified,
             phases_s={"queue": queue_s, **got.phases_s},

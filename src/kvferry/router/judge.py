@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry.request_fields import Undividable
 from kvferry.router.answers import lost_cache
 from kvferry.router.events import PREFILL_LOST, TOO_LATE, Answered, Ended, Event, Failed, Opened
 from kvferry.router.headers import Headers
@@ -19,6 +20,8 @@ __all__ = ["Judge"]
 # The probe finds out about these at once, and finds the instance again at once when it is back; or the client had no
 # more time; or it was another instance's fault.
 BLAMELESS = frozenset((REFUSED, CONNECT_TIMEOUT, TOO_LATE, PREFILL_LOST))
+# These lie in the request: with any other pair of engines it would be the same.
+OF_THE_REQUEST = frozenset((Reason.WRONG_PROMPT, Reason.UNNAMED_PROMPT, *Undividable))
 CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"
 
 
@@ -153,8 +156,8 @@ class Judge:
         self._prefill_failed = False
 
     def _lost(self, pair: Pair, reason: str) -> None:
-        """A cache has not come. Where the two have read different prompts that is about the request, not about them."""
-        if reason != Reason.WRONG_PROMPT:
+        """A cache has not come. Where the reason lies in the request, the two are not to blame."""
+        if reason not in OF_THE_REQUEST:
             self._membership.lost(pair, reason)
 
     def _remember(self, reservation: Reservation) -> None:

@@ -87,6 +87,8 @@ class Reason(StrEnum):
     TRANSPORT = "transport"
     ABORTED = "aborted"
     DIGEST = "digest"
+    # An engine's own decision: it computes such a prompt itself, and asks nobody for its cache.
+    UNNAMED_PROMPT = "unnamed_prompt"
 
 
 class Party(Struct, frozen=True, forbid_unknown_fields=True):

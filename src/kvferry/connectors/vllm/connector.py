@@ -23,6 +23,7 @@ from vllm.v1.request import Request
 
 from kvferry.connectors.params import Reach
 from kvferry.connectors.vllm.orders import Orders, RankAddress
+from kvferry.connectors.vllm.prompts import Prompts, media_are_identified
 from kvferry.connectors.vllm.scheduler import Scheduler
 from kvferry.connectors.vllm.settings import check_version, layer_wise_of, settings_of, speak_like_vllm
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
@@ -49,7 +50,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         settings = settings_of(vllm_config)
         reach = Reach.ANY_HOST if settings.token_file else Reach.THIS_HOST
         is_scheduler = role == KVConnectorRole.SCHEDULER
-        self._schedulers = [Scheduler(settings.engine_id, kv_cache_config, reach)] if is_scheduler else []
+        prompts = [Prompts(media_are_identified(vllm_config))] if is_scheduler else []
+        self._schedulers = [Scheduler(settings.engine_id, kv_cache_config, one, reach) for one in prompts]
         self._workers = [] if is_scheduler else [Worker(vllm_config, settings, kv_cache_config)]
 
     @property
@@ -138,10 +140,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.results()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        for worker in self._workers:
-            stats = worker.take_stats()
-            return None if stats.is_empty() else stats
-        return None
+        """Asked in the scheduler as well: it says what was declined."""
+        told = [half.take_stats() for half in self._workers] + [half.take_stats() for half in self._schedulers]
+        return next((stats for stats in told if not stats.is_empty()), None)
 
     def facts(self) -> dict[str, str]:
         """Who this engine is."""
@@ -154,6 +155,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         for worker in self._workers:
             worker.close()
+        for scheduler in self._schedulers:
+            scheduler.close()
 
     # --- in the front end ---
 

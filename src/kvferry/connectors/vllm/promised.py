@@ -11,7 +11,8 @@ from vllm.v1.request import Request
 
 from kvferry.connectors.promise import Promise, unsealed
 from kvferry.connectors.vllm.orders import EndOrder, GrowthOrder, Orders, PromiseOrder, Tables
-from kvferry.connectors.vllm.prompts import prompt_of
+from kvferry.connectors.vllm.prompts import Prompts
+from kvferry.errors import RequestError
 
 __all__ = ["Promised"]
 
@@ -36,8 +37,9 @@ class Promised:
     """By the id of the request. `tables` makes our tables of vLLM's blocks; with `may_grow` what is computed is told
     step by step, else all of it at the end."""
 
-    def __init__(self, tables: Callable[[Blocks], Tables], may_grow: bool) -> None:
+    def __init__(self, tables: Callable[[Blocks], Tables], prompts: Prompts, may_grow: bool) -> None:
         self._tables = tables
+        self._prompts = prompts
         self._may_grow = may_grow
         self._prefills: dict[str, _Prefill] = {}
         # Requests that go on without the promise that was made for them.
@@ -52,11 +54,14 @@ class Promised:
         # are continued later get a prompt that is not known yet.
         if promise is None or promise in self._made or request.resumable or params.get("do_remote_prefill"):
             return
-        self._made.append(promise)
         num_tokens = request.num_prompt_tokens
+        try:
+            prompt = self._prompts.of(request, num_tokens)
+        except RequestError:
+            return  # It is said when the request has ended.
+        self._made.append(promise)
         self._prefills[request.request_id] = _Prefill(promise, num_tokens)
-        order = PromiseOrder(promise.name, promise.lease_id, num_tokens, prompt_of(request, num_tokens))
-        orders.promises.append(order)
+        orders.promises.append(PromiseOrder(promise.name, promise.lease_id, num_tokens, prompt))
 
     def step(self, output: SchedulerOutput, orders: Orders) -> None:
         """What a step takes back, and what it computes."""

@@ -1,26 +1,128 @@
-"""What the prompt of a vLLM request is, for agents that compare it with what they have computed."""
+"""What identifies the prompt of a vLLM request, for agents that compare it with what they have computed.
+
+Whatever vLLM itself tells apart in its prefix cache is a part of the name, read from the inputs of its own block hash.
+"""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.request import Request
 
+from kvferry.connectors.vllm.adapters import Adapters
 from kvferry.errors import RequestError
-from kvferry.plan.prompt import UNKNOWN_PROMPT, Prompt
+from kvferry.plan.prompt import TOKEN_BYTES, Prompt, PromptInput
 
-__all__ = ["prompt_of"]
+__all__ = ["Prompts", "media_are_identified"]
 
-# No adapter's name ends so.
-EMBEDDED = "\n prompt_embeds"
+EMBEDDING_BYTES = 16
+# The id of a token that is an embedding; vLLM's stand-in for it is a token's.
+EMBEDDED = (1 << 32) - 1
 
 
-def prompt_of(request: Request, num_tokens: int) -> Prompt:
-    """Its first `num_tokens` tokens, those of its answer included, and the adapter that computes with them. Where
-    tokens stand for embeddings, these cannot be compared; but nobody takes them for the tokens."""
-    context = request.lora_request.lora_name if request.lora_request else ""
-    if request.prompt_embeds is not None:
-        context += EMBEDDED
-    try:
-        return Prompt.of(request.all_token_ids[:num_tokens], context)
-    except RequestError:
-        # vLLM takes ids that are none, and an error here would end the engine. That request gets on as it did before.
-        return UNKNOWN_PROMPT
+def media_are_identified(config: VllmConfig) -> bool:
+    """Whether vLLM's identifiers of images and the like are digests of their content. With both of its caches off it
+    numbers them instead, and two engines give the same numbers to different images."""
+    multimodal = config.model_config.multimodal_config
+    is_cached = multimodal is not None and multimodal.mm_processor_cache_gb > 0
+    return is_cached or bool(config.cache_config.enable_prefix_caching)
+
+
+class Prompts:
+    """Of one engine. Nothing is kept but what its adapters are."""
+
+    def __init__(self, media_are_identified: bool = True) -> None:
+        self._media_are_identified = media_are_identified
+        self._adapters = Adapters()
+
+    def prepare(self, request: Request) -> None:
+        """Its name will be asked for."""
+        if request.lora_request is not None:
+            self._adapters.prepare(request.lora_request)
+
+    def of(self, request: Request, num_tokens: int) -> Prompt:
+        """Its first `num_tokens` tokens, those of its answer included, and what else their cache depends on.
+
+        Raises RequestError for a prompt that another engine could not tell from another one.
+        """
+        inputs = tuple(self._inputs(request, num_tokens))
+        if request.prompt_embeds is not None:
+            tokens = _with_embeddings(request, request.prompt_embeds, num_tokens)
+            return Prompt(tokens, inputs, TOKEN_BYTES + EMBEDDING_BYTES)
+        return Prompt.of(request.all_token_ids[:num_tokens], inputs)
+
+    def close(self) -> None:
+        """No more files are read."""
+        self._adapters.close()
+
+    def _inputs(self, request: Request, num_tokens: int) -> Iterator[PromptInput]:
+        keys, _ = generate_block_hash_extra_keys(_WithoutEmbeddings(request), 0, num_tokens, 0)
+        media = [key for key in keys or () if key[0] == "mm"]
+        yield from self._media(request, num_tokens, media)
+        for key in keys or ():
+            match key:
+                case ("mm", *_):
+                    continue
+                case ("lora", *_) if request.lora_request is not None:
+                    yield PromptInput("adapter", self._adapters.digest(request.lora_request))
+                case ("cache_salt", str(salt)):
+                    yield PromptInput("salt", salt)
+                case _:
+                    # A later vLLM may tell prompts apart by something that we have never heard of.
+                    what = "this version of kvferry does not know an input that vLLM's prefix cache depends on"
+                    raise RequestError(what, found=repr(key[0]), hint="use a kvferry that supports this vLLM")
+
+    def _media(self, request: Request, num_tokens: int, keys: Sequence[Any]) -> Iterator[PromptInput]:
+        """Images and the like that begin within these tokens."""
+        features = [feature for feature in request.mm_features if feature.mm_position.offset < num_tokens]
+        if features and not self._media_are_identified:
+            what = "images and other media have no identifiers that two engines share"
+            hint = "leave vLLM's prefix cache or --mm-processor-cache-gb on"
+            raise RequestError(what, found="both caches off", hint=hint)
+        if [(feature.identifier, feature.mm_position.offset) for feature in features] != [key[1:] for key in keys]:
+            # Such as the sound that an encoder hears: vLLM's prefix cache is off there.
+            raise RequestError("vLLM does not say where some of the prompt's media belong", found=f"{len(features)}")
+        for feature in features:
+            yield PromptInput(feature.modality, _identifier(request, feature), feature.mm_position.offset)
+
+
+def _identifier(request: Request, feature: MultiModalFeatureSpec) -> str:
+    """Without the adapter's name, which vLLM puts before it where the adapter changes what becomes of an image."""
+    name = request.lora_request.lora_name if request.lora_request is not None else ""
+    is_adapted = feature.mm_hash is not None and feature.identifier == f"{name}:{feature.mm_hash}"
+    return f"adapted:{feature.mm_hash}" if is_adapted else feature.identifier
+
+
+class _WithoutEmbeddings:
+    """A request as the block hash sees it, but for the embeddings: they are digested token by token."""
+
+    prompt_embeds = None
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def _with_embeddings(request: Request, embeddings: torch.Tensor, num_tokens: int) -> bytes:
+    """An id and a digest of its embedding for each token; zeros for the digest of a token that has none."""
+    rows = np.ascontiguousarray(embeddings.contiguous().view(torch.uint8).numpy())
+    are_ids = request.prompt_is_token_ids or [False] * len(rows)
+    width = TOKEN_BYTES + EMBEDDING_BYTES
+    named = np.zeros((num_tokens, width), np.uint8)
+    ids = array("I", Prompt.of(request.all_token_ids[:num_tokens]).tokens)
+    for at, row in enumerate(rows[:num_tokens]):
+        if not are_ids[at]:
+            ids[at] = EMBEDDED
+            named[at, TOKEN_BYTES:] = np.frombuffer(blake2b(row, digest_size=EMBEDDING_BYTES).digest(), np.uint8)
+    named[:, :TOKEN_BYTES] = np.frombuffer(ids, np.uint8).reshape(num_tokens, TOKEN_BYTES)
+    return named.tobytes()

@@ -18,13 +18,16 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvferry.agent import new_lease_id
 from kvferry.connectors.params import Reach, Remote, from_params, to_params
+from kvferry.connectors.vllm.declined import Declined
+from kvferry.connectors.vllm.expected import Expected
 from kvferry.connectors.vllm.groups import forgets, may_grow
 from kvferry.connectors.vllm.orders import FetchOrder, HoldOrder, LeaseOrder, Orders, RankAddress, Tables, agent_name
 from kvferry.connectors.vllm.promised import Promised
-from kvferry.connectors.vllm.prompts import prompt_of
-from kvferry.errors import TransferError
+from kvferry.connectors.vllm.prompts import Prompts
+from kvferry.connectors.vllm.stats import FerryStats
+from kvferry.errors import RequestError, TransferError
 from kvferry.plan.tokens import TokenRange
-from kvferry.wire.messages import Reference
+from kvferry.wire.messages import Reason, Reference
 
 __all__ = ["Scheduler"]
 
@@ -39,8 +42,11 @@ NULL_BLOCK = 0
 class Scheduler:
     """Stages orders; `take_orders` hands them over at each step."""
 
-    def __init__(self, engine_id: str, kv_cache_config: KVCacheConfig, reach: Reach = Reach.THIS_HOST) -> None:
+    def __init__(
+        self, engine_id: str, kv_cache_config: KVCacheConfig, prompts: Prompts, reach: Reach = Reach.THIS_HOST
+    ) -> None:
         self._engine_id = engine_id
+        self._prompts = prompts
         self._reach = reach
         self._config = kv_cache_config
         self._orders = Orders()
@@ -50,12 +56,14 @@ class Scheduler:
         self._fetched: set[str] = set()
         self._truncated: set[str] = set()
         self._computed: dict[str, int] = {}
+        self._declined = Declined()
+        self._expected = Expected(prompts, self._declined)
         self._releases = itertools.count()
         specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
         self._fixed = tuple(isinstance(spec, MambaSpec) for spec in specs)
         self._scratch = tuple(spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0 for spec in specs)
         self._forgets = forgets(kv_cache_config)
-        self._promised = Promised(self._tables, may_grow(kv_cache_config))
+        self._promised = Promised(self._tables, prompts, may_grow(kv_cache_config))
 
     def set_ranks(self, ranks: tuple[RankAddress, ...]) -> None:
         """Where the agents of all ranks listen, in the order of the ranks."""
@@ -68,6 +76,8 @@ class Scheduler:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             self._hold(params)
+        if params.get("do_remote_prefill") or params.get("do_remote_decode"):
+            self._prompts.prepare(request)
         if params.get("do_remote_decode"):
             self._shorten(request)
             self._promised.begin(request, self._ranks[0].key if self._ranks else "", self._orders)
@@ -98,7 +108,7 @@ class Scheduler:
     def num_new_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """How many tokens behind the computed ones can be fetched: all but the last, which is computed here."""
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
+        if not params or not params.get("do_remote_prefill") or not self._expected.prompt(request):
             return 0
         self._computed[request.request_id] = num_computed_tokens
         return max(0, self._num_wanted(request, params) - num_computed_tokens)
@@ -120,14 +130,15 @@ class Scheduler:
             self._release(request.request_id, params)
             return
         self._fetched.add(request.request_id)
+        (prompt,) = self._expected.prompt(request)
+        self._expected.forget(request.request_id)
         # vLLM may load fewer than it was offered, and then leaves out the last ones.
         first = self._computed.get(request.request_id, 0)
         wanted = TokenRange(first, first + num_external_tokens)
         tables = self._tables(block_ids)
         ranges = (wanted,) * len(tables)
         order = _fetch(request.request_id, params, tables, ranges, self._reach)
-        name = prompt_of(request, wanted.last).name(order.reference.lease_id)
-        self._orders.fetches.append(replace(order, prompt=name))
+        self._orders.fetches.append(replace(order, prompt=prompt.name(order.reference.lease_id, wanted.last)))
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks must stay, and the parameters for the decode side."""
@@ -154,12 +165,17 @@ class Scheduler:
         self._fetched.discard(request_id)
         self._truncated.discard(request_id)
         self._computed.pop(request_id, None)
+        self._expected.forget(request_id)
 
     def _offer(self, request: Request, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
         if not self._ranks or not any(tables):
             return False, None
         num_tokens = request.num_computed_tokens
-        prompt = prompt_of(request, num_tokens)
+        try:
+            prompt = self._prompts.of(request, num_tokens)
+        except RequestError as error:
+            self._declined.offer(request.request_id, Reason.UNNAMED_PROMPT, str(error))
+            return False, None
         lease = LeaseOrder(request.request_id, new_lease_id(), tables, num_tokens, prompt)
         self._orders.leases.append(lease)
         reference = Reference(self._engine_id, self._ranks[0].epoch, agent_name(lease.request_id), lease.lease_id)
@@ -182,6 +198,14 @@ class Scheduler:
     def scheduled(self, output: SchedulerOutput) -> None:
         """A step has been planned; it has not been carried out."""
         self._promised.step(output, self._orders)
+
+    def take_stats(self) -> FerryStats:
+        """What has been declined since the last call."""
+        return self._declined.take_stats()
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        self._prompts.close()
 
     def take_orders(self, is_idle: bool) -> Orders:
         """What has been staged since the last step. With `is_idle` the step computes nothing."""

@@ -93,6 +93,7 @@ def settings_of(config: VllmConfig) -> Settings:
         raise ConfigurationError("vLLM was started without a transfer configuration", expected="--kv-transfer-config")
     extra: dict[str, Any] = transfer.kv_connector_extra_config
     _check_keys(extra)
+    _check_outputs(config)
     direction = str(extra.get("transfer_direction", "auto"))
     lease_s = extra.get("kv_lease_duration", DEFAULT_LEASE_S)
     if isinstance(lease_s, bool) or not isinstance(lease_s, int | float) or not lease_s > 0:
@@ -149,6 +150,16 @@ def _check_keys(extra: dict[str, Any]) -> None:
         )
     for key in sorted(set(extra) & set(IGNORED_KEYS)):
         logger.info("kvferry ignores %s: it has no meaning here", key)
+
+
+def _check_outputs(config: VllmConfig) -> None:
+    """vLLM refuses this for the connectors that it knows by name."""
+    if config.aux_output_config.enable_return_routed_experts:
+        raise ConfigurationError(
+            "routed experts cannot be returned: those of a prompt exist only where it was computed",
+            found="--enable-return-routed-experts",
+            hint="leave it out",
+        )
 
 
 def _port(extra: dict[str, Any], config: VllmConfig) -> int:

@@ -17,7 +17,7 @@ from kvferry.session.events import FetchReport
 
 __all__ = ["FerryPromMetrics", "FerryStats", "Moved"]
 
-PHASES, FETCHES, MOVED, BEGUN = "phases", "fetches", "moved", "begun"
+PHASES, FETCHES, MOVED, BEGUN, DECLINED = "phases", "fetches", "moved", "begun", "declined"
 PHASE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
@@ -25,15 +25,17 @@ PHASE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 class FerryStats(NixlKVConnectorStats):
     """The stock connector's lists, one record per phase of a fetch (phase, peer, transport, seconds), one per fetch
     that has ended (vLLM's id of the request, and the fields of its `Arrival`), how many bytes the agent has moved
-    in each direction, and the names of early legs that have begun.
+    in each direction, the names of early legs that have begun, and caches that were not transferred on purpose (side
+    and reason).
     """
 
     def reset(self) -> None:
         super().reset()
-        self.data[PHASES], self.data[FETCHES], self.data[MOVED], self.data[BEGUN] = [], [], [], []
+        for name in (PHASES, FETCHES, MOVED, BEGUN, DECLINED):
+            self.data[name] = []
 
     def is_empty(self) -> bool:
-        return super().is_empty() and not self.data[MOVED] and not self.data[BEGUN]
+        return super().is_empty() and not any(self.data[name] for name in (MOVED, BEGUN, DECLINED))
 
     def moved(self, direction: str, num_bytes: int) -> None:
         """So many more bytes by the agent's own reads or writes."""
@@ -55,14 +57,19 @@ class FerryStats(NixlKVConnectorStats):
         self.data["bytes_transferred"].append(report.num_bytes)
         self.data["num_descriptors"].append(report.num_rows)
         self.data[PHASES] += [[phase, peer, report.transport, seconds] for phase, seconds in phases.items()]
-        self._tell(request_id, Arrival(phases_s=dict(phases)))
+        self.told(request_id, Arrival(phases_s=dict(phases)))
 
     def failed(self, request_id: str, arrival: Arrival) -> None:
         """One fetch that has failed."""
         self.count("num_failed_transfers")
-        self._tell(request_id, arrival)
+        self.told(request_id, arrival)
 
-    def _tell(self, request_id: str, arrival: Arrival) -> None:
+    def declined(self, side: str, reason: str) -> None:
+        """One cache that was not transferred on purpose, as this side has decided."""
+        self.data[DECLINED].append([side, reason])
+
+    def told(self, request_id: str, arrival: Arrival) -> None:
+        """How the cache of a request came, for its answer."""
         self.data[FETCHES].append([request_id, *astuple(arrival)])
 
     def count(self, name: str) -> None:
@@ -93,8 +100,8 @@ class Moved:
 
 
 class FerryPromMetrics(NixlPromMetrics):
-    """The stock connector's metrics, `vllm:kvferry_phase_seconds` by phase, peer and transport, and
-    `vllm:kvferry_agent_moved_bytes_total` by direction.
+    """The stock connector's metrics, `vllm:kvferry_phase_seconds` by phase, peer and transport,
+    `vllm:kvferry_agent_moved_bytes_total` by direction, and `vllm:kvferry_declined_transfers_total` by side and reason.
 
     In vLLM's API server, which hears of a fetch before it hears of the request's first token: answers are told of it.
     """
@@ -113,6 +120,11 @@ class FerryPromMetrics(NixlPromMetrics):
             documentation="Bytes that reads and writes of the agents have moved.",
             labelnames=[*labelnames, "direction"],
         )
+        self._declined = self._counter_cls(
+            name="vllm:kvferry_declined_transfers",
+            documentation="Caches that were not offered (source) or not fetched (target) on purpose, by reason.",
+            labelnames=[*labelnames, "side", "reason"],
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         super().observe(transfer_stats_data, engine_idx)
@@ -121,6 +133,8 @@ class FerryPromMetrics(NixlPromMetrics):
             self._phases.labels(*labels, phase, peer, transport).observe(seconds)
         for direction, num_bytes in transfer_stats_data.get(MOVED, []):
             self._moved.labels(*labels, direction).inc(num_bytes)
+        for side, reason in transfer_stats_data.get(DECLINED, []):
+            self._declined.labels(*labels, side, reason).inc()
         for request_id, *arrival in transfer_stats_data.get(FETCHES, []):
             ARRIVALS.note(request_id, Arrival(*arrival))
         for name in transfer_stats_data.get(BEGUN, []):
