@@ -10,8 +10,12 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import ConfigurationError, FerryError, PromptTooLongError, RequestError, TransferError
+from kvferry.wire.messages import Reason
 
-__all__ = ["HTTP_CODES", "SSE_DONE", "SSE_MEDIA_TYPE", "error_body", "error_event", "error_of", "sse"]
+__all__ = ["HTTP_CODES", "REPORT_HEADER", "SSE_DONE", "SSE_MEDIA_TYPE", "error_body", "error_event", "error_of", "sse"]
+
+# Of a request: whether its answer is to have the object `kvferry`.
+REPORT_HEADER = "x-kvferry-report"
 
 SSE_MEDIA_TYPE = "text/event-stream"
 SSE_DONE = b"data: [DONE]\n\n"
@@ -20,6 +24,34 @@ HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_lar
 """What programs know refusals by that come before a request is understood."""
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
+
+
+LOST_CACHE = {
+    Reason.MALFORMED: "kv_transfer_params cannot be understood",
+    Reason.WIRE_VERSION: "the two engines run releases that do not understand each other",
+    Reason.WRONG_ENGINE: "kv_transfer_params belong to another engine",
+    Reason.WRONG_EPOCH: "the prefill engine has been restarted",
+    Reason.WRONG_PROMPT: "kv_transfer_params belong to another prompt",
+    Reason.UNKNOWN_LEASE: "the prefill engine does not know this request",
+    Reason.EXPIRED: "the prefill engine does not keep it any more",
+    Reason.OUT_OF_RANGE: "kv_transfer_params belong to a shorter prompt",
+    Reason.NOT_CLAIMED: "the prefill engine does not know this reader",
+    Reason.ALREADY_CLAIMED: "kv_transfer_params are in use by another request",
+    Reason.INCOMPATIBLE: "the two engines do not hold the same cache",
+    Reason.UNREACHABLE: "the two engines have no working transport between them",
+    Reason.PEER_LOST: "the prefill engine does not answer any more",
+    Reason.DEADLINE: "the prefill engine did not answer in time, or the transfer took too long",
+    Reason.TRANSPORT: "the transfer broke off",
+    Reason.ABORTED: "the transfer was cancelled",
+    Reason.DIGEST: "what arrived is not what was sent",
+}
+"""What clients are told of a cache that did not arrive; the engine's log has the rest."""
+
+
+def lost_cache_words(reason: str) -> str:
+    """Of a reason that may be none of those that peers give."""
+    why = {str(known): words for known, words in LOST_CACHE.items()}.get(reason, "this engine cannot receive one")
+    return f"the prompt's cache did not arrive: {why}; hint: the engine's log has the details"
 
 
 def error_body(message: str, type_: str, code: str | None, param: str | None) -> dict[str, Any]:
@@ -31,13 +63,14 @@ def error_of(error: FerryError) -> tuple[int, dict[str, Any]]:
     """HTTP status and error object of one of our errors.
 
     What is the caller's to mend is told in full; of the rest only what went wrong, since found/expected/hint
-    of a server's defect are words for its operator.
+    of a server's defect are words for its operator. So is all that a failed transfer tells: it names engines and
+    addresses of the inside.
     """
     match error:
         case PromptTooLongError():
             return 400, error_body(str(error), INVALID_REQUEST, "context_length_exceeded", None)
         case TransferError():
-            return 502, error_body(str(error), SERVER_ERROR, error.reason, None)
+            return 502, error_body(lost_cache_words(error.reason), SERVER_ERROR, error.reason, None)
         case RequestError():
             return 400, error_body(str(error), INVALID_REQUEST, "invalid_request", None)
         case ConfigurationError():

@@ -40,7 +40,8 @@ def read(served: Vllm) -> dict[str, Any]:
 
 def first_event(served: Vllm) -> dict[str, Any]:
     """Between the head and the body of the answer."""
-    head, first, *rest = served.sent
+    head, first, *rest = served.passed
+    assert served.headers["x-kvferry-cache"] == "local"
     assert [head, *rest] == STREAM
     assert first["more_body"] is True
     data, end = first["body"].removeprefix(b"data: ").split(b"\n\n")
@@ -112,7 +113,7 @@ def test_a_client_cannot_choose_what_it_is_promised():
 
 @pytest.mark.parametrize("says", [WHOLE, [{**STREAM[0], "status": 400}, STREAM[1]], [{**STREAM[0], "headers": []}]])
 def test_an_answer_that_is_no_stream_passes_as_it_is(says):
-    assert early(says=says).sent == says
+    assert early(says=says).passed == says
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -159,7 +160,7 @@ OTHERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_any_other_request_is_vllms_as_it_came(name):
     served = early(OTHERS[name])
-    assert served.sent == STREAM
+    assert served.passed == STREAM
     body = OTHERS[name]
     assert served.seen == [body if isinstance(body, bytes) else json.dumps(body).encode()]
 

@@ -36,6 +36,7 @@ STREAM = [
     {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False},
 ]
 BROKEN_STREAM = [*STREAM[:2], {**STREAM[1], "body": b'data: {"error": {"code": 500}}\n\n'}, STREAM[2]]
+LOCAL = (b"x-kvferry-cache", b"local")
 FETCHED = Arrival(phases_s={"claim": 0.002, "wire": 0.0105})
 LOST = Arrival("peer_lost", "it is gone")
 FATAL = replace(LOST, is_fatal=True)
@@ -109,6 +110,12 @@ class Vllm:
         return {name.decode(): value.decode() for name, value in self.sent[0]["headers"]}
 
     @property
+    def passed(self) -> list[dict[str, Any]]:
+        """What was sent without what the middleware says of an answer that needs no other engine's cache."""
+        head, *rest = self.sent
+        return [{**head, "headers": [pair for pair in head["headers"] if pair != LOCAL]}, *rest]
+
+    @property
     def answer(self) -> tuple[int, Any]:
         return self.sent[0]["status"], json.loads(b"".join(message["body"] for message in self.sent[1:]))
 
@@ -157,7 +164,8 @@ def test_an_error_for_want_of_a_cache_is_that_of_our_own_engine(says):
     status, body = served.answer
     assert status == 502
     assert lost_cache(json.dumps(body).encode()) == "peer_lost"
-    assert "it is gone" in body["error"]["message"]
+    assert "the prefill engine does not answer any more" in body["error"]["message"]
+    assert "it is gone" not in body["error"]["message"]
     assert (served.headers["x-kvferry-cache"], served.headers["x-kvferry-cache-reason"]) == ("lost", "peer_lost")
     assert served.headers["content-length"] == str(len(served.sent[1]["body"]))
     assert [name for name, _ in served.sent[0]["headers"]].count(b"content-type") == 1
@@ -191,12 +199,17 @@ OTHERS = {
 }
 
 
+# Of these it is known that no other engine was asked for a cache. The last one is nothing that vLLM answers with 200.
+NO_LEGS = ("no leg", "a prefill leg", "a word in the prompt", "half a character")
+
+
 @pytest.mark.parametrize("says", [WHOLE, STREAM, BROKEN, BROKEN_STREAM], ids=["whole", "streamed", "500", "broken"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_answer_of_which_nothing_is_known_passes_unchanged(name, says, monkeypatch):
     monkeypatch.setattr("kvferry.connectors.vllm_middleware.middleware.MAX_BODY_BYTES", 200)
     served = asked(**{"says": says, "noted": {IDS[COMPLETIONS]: LOST}, **OTHERS[name]})
-    assert served.sent == says
+    assert served.passed == says
+    assert (LOCAL in served.sent[0]["headers"]) == (name in NO_LEGS and says[0]["status"] == 200)
 
 
 @pytest.mark.parametrize(("body", "sent"), [(LEG, [0, 2, 3]), ({"prompt": "x"}, [1, 2, 3])], ids=["leg", "other"])

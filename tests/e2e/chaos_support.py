@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
-from conftest import DEADLINE_S, eventually, metric
+from conftest import DEADLINE_S, HEADERS, eventually, metric
 
 READY_S = 240.0
 GRANTED = 'kvferry_engine_blocks{state="granted"}'
@@ -189,7 +189,7 @@ class Asking:
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, http.client.HTTPException):
-            self._connection.request("POST", "/v1/completions", self._body, {"content-type": "application/json"})
+            self._connection.request("POST", "/v1/completions", self._body, HEADERS)
             response = self._connection.getresponse()
             self.status, self.headers = response.status, response.headers
             while piece := response.read1():

@@ -15,6 +15,7 @@ from kvferry.cli.up.proof import Answer, Question, ask
 from kvferry.embedded.model import ensure_tiny_model
 
 DEADLINE_S = 60.0
+HEADERS = {"content-type": "application/json", "x-kvferry-report": "true"}
 BYTES_PER_TOKEN = 4 * 2 * 4 * 64 * 4  # layers, K and V, KV heads, head dim, float32
 
 
@@ -87,7 +88,7 @@ def both(fleet: Fleet, prompt: str | list[int], max_tokens: int = 12) -> tuple[A
 
 
 def post(url: str, body: object) -> dict:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    request = urllib.request.Request(url, json.dumps(body).encode(), HEADERS)
     with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
         return json.load(response)
 

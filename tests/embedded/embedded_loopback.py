@@ -100,7 +100,10 @@ class Loopback:
         tables = (self.offers.tables.pop(remote), block_tables)
         num_bytes, num_rows = move((self.offers.layout, self.engine.layout()), tables, num_tokens)
         self.offers.release(remote)
-        return TransferReport(num_tokens, num_bytes, num_rows, "loopback", "the only one", "direct", {"wire": 0.0})
+        return TransferReport(num_tokens, num_bytes, num_rows, "loopback", "e", "direct", {"wire": 0.0})
+
+    def peers(self) -> list[dict[str, object]]:
+        return [{"peer": "e"}]
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

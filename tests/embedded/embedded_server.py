@@ -8,7 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPMessage
 from typing import Any
 
 import uvicorn
@@ -17,6 +17,17 @@ from embedded_support import DEADLINE_S
 from starlette.applications import Starlette
 
 from kvferry.embedded.engine import Engine
+
+REPORT = {"x-kvferry-report": "true"}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A whole response."""
+
+    status: int
+    headers: HTTPMessage
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +43,26 @@ class Served:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def ask(self, path: str, body: object = None, headers: dict[str, str] | None = None) -> tuple[int, dict[str, Any]]:
-        """POST a body (GET without one); returns status and JSON."""
-        status, answer = self.raw(path, body, headers)
+        """POST a body (GET without one); returns status and JSON, with a report if there is one."""
+        status, answer = self.raw(path, body, REPORT | (headers or {}))
         return status, json.loads(answer)
 
     def raw(self, path: str, body: object = None, headers: dict[str, str] | None = None) -> tuple[int, str]:
+        response = self.response(path, body, headers)
+        return response.status, response.text
+
+    def response(self, path: str, body: object = None, headers: dict[str, str] | None = None) -> Told:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         connection.request("GET" if body is None else "POST", path, data, headers or {})
         response = connection.getresponse()
-        answer = response.read().decode()
+        told = Told(response.status, response.headers, response.read().decode())
         connection.close()
-        return response.status, answer
+        return told
 
     def events(self, path: str, body: dict[str, Any]) -> list[Any]:
         """The events of a stream; the last one must be `[DONE]` and is left out."""
-        status, answer = self.raw(path, body | {"stream": True})
+        status, answer = self.raw(path, body | {"stream": True}, REPORT)
         frames = answer.removesuffix("\n\n").split("\n\n")
         assert status == 200
         assert frames.pop() == "data: [DONE]"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from embedded_server import Served
+from embedded_server import REPORT, Served
 from embedded_support import DEADLINE_S, Loop, request
 
 from kvferry.connectors.jobs import Event, Produced, Progressed, Settings
@@ -57,7 +57,7 @@ class Stream:
 
     def __init__(self, served: Served, body: dict[str, Any]) -> None:
         self._connection = HTTPConnection("127.0.0.1", served.port, timeout=DEADLINE_S)
-        self._connection.request("POST", COMPLETIONS, json.dumps(body).encode())
+        self._connection.request("POST", COMPLETIONS, json.dumps(body).encode(), REPORT)
         self._response = self._connection.getresponse()
 
     def __next__(self) -> Any:
@@ -172,7 +172,7 @@ def test_a_lease_that_ends_first_ends_the_prefill(prefiller: Served) -> None:
         prefiller.engine.release(request_id)  # as the transfer does
         error = next(stream)["error"]
         assert error["code"] == "aborted"
-        assert "nobody waits for this prompt's cache" in error["message"]
+        assert "the transfer was cancelled" in error["message"]
         assert stream.at_end()
     assert request_id in prefiller.transfer.aborted
     stream.leave()

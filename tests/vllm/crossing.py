@@ -36,7 +36,7 @@ __all__ = [
     "streamed",
 ]
 
-JSON = {"content-type": "application/json"}
+JSON = {"content-type": "application/json", "x-kvferry-report": "true"}
 READY_S = 300.0
 ANSWER_S = 300.0
 CACHE_BYTES = 128 << 20

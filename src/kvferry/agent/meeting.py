@@ -28,7 +28,7 @@ MAX_WAIT_S = 1.0
 class Met:
     """How a peer is reached: everything that was measured, the transport that was chosen, what is wrong with it.
 
-    `direction` is the one in which this process moves bytes.
+    `choice` says why that one; `direction` is the one in which this process moves bytes.
     """
 
     peer: Remote
@@ -37,6 +37,7 @@ class Met:
     transport: str
     measurements: tuple[Measurement, ...]
     findings: tuple[Finding, ...]
+    choice: str
 
 
 def name_of(peer: Remote) -> str:
@@ -159,7 +160,7 @@ class Meeting:
         (measured,) = [each for each in self._measured if each.name == choice.name]
         findings = judge(measured, self._direction, self._place, self._surroundings)
         everything = (*self._measured, *self._unconnected)
-        self.met = (Met(self.peer, self._place, self._direction, choice.name, everything, findings),)
+        self.met = (Met(self.peer, self._place, self._direction, choice.name, everything, findings, choice.reason),)
         is_slow = is_far_slower(measured, self._direction)
         # Where the source will write instead, our own writes are the best guess at what that costs.
         is_turning = is_slow and self._surroundings.may_turn

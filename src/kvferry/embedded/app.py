@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import uuid
-
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvferry import __version__
+from kvferry.embedded.caller import caller_of
 from kvferry.embedded.engine import Engine
 from kvferry.embedded.requests import decode_chat, decode_completion, decode_release
 from kvferry.embedded.responder import Responder, error_response, json_response
@@ -28,7 +26,6 @@ MAX_BODY_BYTES = 32 << 20
 # Routers ask who this is again when it changes.
 EPOCH_HEADER = "x-kvferry-epoch"
 PATHS = "POST to /v1/completions or /v1/chat/completions, or GET /v1/models, /health, /ready, /kvferry/info or /metrics"
-REQUEST_ID = re.compile(r"[A-Za-z0-9._=/+-]{1,128}")
 
 
 class Endpoints:
@@ -38,20 +35,20 @@ class Endpoints:
         self._service = service
 
     async def completions(self, request: Request) -> Responder | Response:
-        request_id = _request_id(request)
+        caller = caller_of(request.headers)
         body, ask = decode_completion(await _body(request))
         if (refusal := self._wrong_model(body.model)) is not None:
             return refusal
-        call = await self._service.call(request_id, ask)
-        return Responder(self._service, CompletionShape(), call, request_id)
+        call = await self._service.call(caller.request_id, ask)
+        return Responder(self._service, CompletionShape(), call, caller)
 
     async def chat(self, request: Request) -> Responder | Response:
-        request_id = _request_id(request)
+        caller = caller_of(request.headers)
         body, ask = decode_chat(await _body(request))
         if (refusal := self._wrong_model(body.model)) is not None:
             return refusal
-        call = await self._service.call(request_id, ask)
-        return Responder(self._service, ChatShape(), call, request_id)
+        call = await self._service.call(caller.request_id, ask)
+        return Responder(self._service, ChatShape(), call, caller)
 
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model()]}, {})
@@ -82,6 +79,7 @@ class Endpoints:
             "cache": info.cache,
             "prefix_cache": False,
             "early": True,
+            "peers": self._service.peers,
         }
         return json_response(body, {})
 
@@ -148,21 +146,6 @@ def create_app(engine: Engine, transfer: Transfer, info: ServeInfo) -> Starlette
     )
     app.state.registry, app.state.service = service.metrics.registry, service
     return app
-
-
-def _request_id(request: Request) -> str:
-    """The caller's id, which goes into references and logs, or a new one."""
-    given = request.headers.get("x-request-id")
-    if given is None:
-        return uuid.uuid4().hex
-    if not REQUEST_ID.fullmatch(given):
-        raise RequestError(
-            "x-request-id cannot be used",
-            found=given[:200],
-            expected="at most 128 letters, digits and . _ - + = /",
-            hint="leave the header out to have an id made",
-        )
-    return given
 
 
 async def _body(request: Request) -> bytes:

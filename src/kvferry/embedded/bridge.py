@@ -12,6 +12,7 @@ from kvferry.agent import Agent, AgentConfig, Host, Notice, new_lease_id
 from kvferry.connectors.params import Reach, Remote, from_params, to_params
 from kvferry.embedded.collector import AgentCollector
 from kvferry.embedded.entry import Grown
+from kvferry.embedded.peers import peers_json
 from kvferry.embedded.transfer import TransferReport
 from kvferry.errors import TransferError
 from kvferry.plan.layout import Layout
@@ -167,11 +168,15 @@ class AgentTransfer:
             bytes=report.num_bytes,
             descriptors=report.num_rows,
             transport=report.transport,
-            choice=report.choice,
+            peer=wanted.reference.engine_id,
             strategy=report.strategy,
             phases_s=dict(report.phases_s),
             verified=report.verified,
         )
+
+    def peers(self) -> list[dict[str, object]]:
+        """How each connected peer is reached."""
+        return peers_json(self.agent.met)
 
     def _let_go(self, request_id: str, future: asyncio.Future[Settled]) -> None:
         """The caller is gone. A fetch that is over frees no blocks by itself any more, so that is done here."""

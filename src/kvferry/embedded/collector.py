@@ -11,8 +11,8 @@ from prometheus_client.registry import Collector
 
 from kvferry.agent import Agent
 from kvferry.agent.meeting import Met
+from kvferry.embedded.peers import label
 from kvferry.plan.copies import Direction
-from kvferry.session.events import PeerKey, Remote
 
 __all__ = ["AgentCollector"]
 
@@ -75,7 +75,7 @@ def _of_peers(everyone: tuple[Met, ...]) -> Iterator[Metric]:
         for measured in met.measurements:
             if measured.name != met.transport:
                 continue
-            labels = (_label(met.peer), met.transport, "+".join(measured.carriers))
+            labels = (label(met.peer), met.transport, "+".join(measured.carriers))
             warnings.add_metric(labels, len(met.findings))
             for direction in Direction:
                 found = measured.rates(direction)
@@ -84,8 +84,3 @@ def _of_peers(everyone: tuple[Met, ...]) -> Iterator[Metric]:
                     rates.add_metric((*labels, direction, "4KiB"), found.row_gigabytes_per_s * 1e9)
                     latency.add_metric((*labels, direction), found.latency_s)
     yield from (rates, latency, warnings)
-
-
-def _label(peer: Remote) -> str:
-    """Without the epoch: dashboards outlive a restart."""
-    return f"{peer.engine_id} at {peer.address}" if isinstance(peer, PeerKey) else f"{peer.engine_id} rank {peer.rank}"

@@ -15,12 +15,11 @@ __all__ = ["Metrics", "Report", "summed"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Goes with every answer under the key `kvferry`.
+    """Goes with an answer under the key `kvferry` when that is asked for.
 
     `tokens_computed` prompt tokens went through this engine's model, measured; `tokens_received` came from another
-    engine, in `bytes` bytes and `descriptors` rows; `choice` says why by this transport, `verified` by what digest they
-    were found right. `recomputed` is the reason of a transfer that failed and was made good by computing the prompt
-    here, or empty.
+    engine, in `bytes` bytes and `descriptors` rows; `verified` says by what digest they were found right. `recomputed`
+    is the reason of a transfer that failed and was made good by computing the prompt here, or empty.
     """
 
     tokens_computed: int = 0
@@ -28,7 +27,6 @@ class Report:
     bytes: int = 0
     descriptors: int = 0
     transport: str = ""
-    choice: str = ""
     strategy: str = ""
     phases_s: dict[str, float] = field(default_factory=dict)
     verified: str = ""

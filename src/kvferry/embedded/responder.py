@@ -13,11 +13,12 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvferry.embedded.caller import Caller
 from kvferry.embedded.pieces import Piece, joined
-from kvferry.embedded.report import summed
+from kvferry.embedded.report import Report, summed
 from kvferry.embedded.service import Call, Service
 from kvferry.embedded.shapes import Envelope, Shape, usage
-from kvferry.errors import FerryError
+from kvferry.errors import FerryError, TransferError
 from kvferry.openai import SSE_DONE, SSE_MEDIA_TYPE, error_event, error_of, sse
 
 __all__ = ["Responder", "error_response", "json_response"]
@@ -32,13 +33,14 @@ CACHE_REASON_HEADER = "x-kvferry-cache-reason"
 class Responder:
     """Answers one call in one shape."""
 
-    def __init__(self, service: Service, shape: Shape, call: Call, request_id: str) -> None:
+    def __init__(self, service: Service, shape: Shape, call: Call, caller: Caller) -> None:
         self._service = service
         self._shape = shape
         self._call = call
-        self._headers = {"x-request-id": request_id}
+        self._caller = caller
+        self._headers = {"x-request-id": caller.request_id}
         info = service.info
-        self._envelope = Envelope(f"{shape.id_prefix}{request_id}", int(time.time()), info.model)
+        self._envelope = Envelope(f"{shape.id_prefix}{caller.request_id}", int(time.time()), info.model)
         self._status = 500
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,6 +60,7 @@ class Responder:
                 if not self._call.ask.stream:
                     body = await self._whole(first, pieces)
             except FerryError as error:
+                self._headers |= lost_headers(self._call.ask.leg.kind, error)
                 response = error_response(error, self._service.engine.failure, self._headers)
                 self._status = response.status_code
                 await response(scope, receive, send)
@@ -77,8 +80,8 @@ class Responder:
         choices = [self._with_ids(self._shape.whole(whole), whole.token_ids) for whole in wholes]
         body = self._envelope.around(self._shape.whole_kind, choices)
         body["usage"] = usage(self._call.num_prompt_tokens, sum(len(whole.token_ids) for whole in wholes))
-        body["kvferry"] = summed([whole.report for whole in wholes]).as_json()
-        return body | _reference_of(wholes[0])
+        report = summed([whole.report for whole in wholes])
+        return body | self._shown(report) | _reference_of(wholes[0])
 
     async def _stream(self, piece: Piece, pieces: AsyncGenerator[Piece, None], send: Send) -> None:
         await _start_stream(send, self._headers)
@@ -109,7 +112,11 @@ class Responder:
             return
         choice = self._with_ids(self._shape.chunk(piece), piece.token_ids)
         chunk = self._envelope.around(self._shape.chunk_kind, [choice])
-        await _send(send, sse(_with_report(chunk, piece) if piece.finish_reason else chunk))
+        last = self._shown(piece.report) | _reference_of(piece) if piece.finish_reason else {}
+        await _send(send, sse(chunk | last))
+
+    def _shown(self, report: Report) -> dict[str, Any]:
+        return {"kvferry": report.as_json()} if self._caller.wants_report else {}
 
     def _with_ids(self, choice: dict[str, Any], token_ids: tuple[int, ...]) -> dict[str, Any]:
         return choice | {"token_ids": list(token_ids)} if self._call.ask.return_token_ids else choice
@@ -134,6 +141,13 @@ def cache_headers(leg: str, piece: Piece) -> dict[str, str]:
     return headers
 
 
+def lost_headers(leg: str, error: FerryError) -> dict[str, str]:
+    """Of an error instead of an answer: whether the cache is why, and the reason."""
+    if leg != "decode" or not isinstance(error, TransferError):
+        return {}
+    return {CACHE_HEADER: "lost", CACHE_REASON_HEADER: error.reason}
+
+
 def json_response(body: dict[str, Any], headers: dict[str, str], status: int = 200) -> Response:
     """A JSON body."""
     return Response(msgspec.json.encode(body), status, headers, "application/json")
@@ -143,11 +157,6 @@ def error_response(error: FerryError, failure: str, headers: dict[str, str]) -> 
     """An error of ours; 503 for whatever went wrong because the engine has failed."""
     status, body = error_of(error)
     return json_response(body, headers, 503 if failure and status == 500 else status)
-
-
-def _with_report(body: dict[str, Any], piece: Piece) -> dict[str, Any]:
-    body["kvferry"] = piece.report.as_json()
-    return body | _reference_of(piece)
 
 
 def _reference_of(piece: Piece) -> dict[str, Any]:

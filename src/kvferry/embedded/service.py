@@ -92,6 +92,11 @@ class Service:
         draining = "it is draining: it finishes what it has and ends then" if self._draining else ""
         return self.failure or draining or self._readiness.problem(time.monotonic())
 
+    @property
+    def peers(self) -> list[dict[str, object]]:
+        """How each connected engine is reached: for operators, since it names addresses."""
+        return self._transfer.peers()
+
     def drain(self) -> None:
         """The process has been told to end: from now on it is not ready, but it answers what comes."""
         self._draining = True
@@ -238,7 +243,6 @@ class Service:
             bytes=got.bytes,
             descriptors=got.descriptors,
             transport=got.transport,
-            choice=got.choice,
             strategy=got.strategy,
             verified=got.verified,
             phases_s={"queue": queue_s, **got.phases_s},

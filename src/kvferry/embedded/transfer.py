@@ -16,7 +16,7 @@ __all__ = ["NoTransfer", "Transfer", "TransferReport"]
 class TransferReport:
     """What arrived: the first `tokens` tokens of a prompt, in `bytes` bytes and `descriptors` rows.
 
-    `choice` says why this transport was taken; `phases_s` are the seconds spent in each named phase; `verified`
+    `peer` is the name of the engine that it came from; `phases_s` are the seconds spent in each named phase; `verified`
     by what digest it was compared with the source's own bytes.
     """
 
@@ -24,7 +24,7 @@ class TransferReport:
     bytes: int
     descriptors: int
     transport: str
-    choice: str
+    peer: str
     strategy: str
     phases_s: dict[str, float]
     verified: str = "off"
@@ -71,6 +71,10 @@ class Transfer(Protocol):
         """
         ...
 
+    def peers(self) -> list[dict[str, object]]:
+        """How each connected peer is reached, and what that was chosen from: plain JSON."""
+        ...
+
     def abort(self, request_id: str) -> None:
         """Nobody waits for this request any more, offered or being fetched. Unknown ids are fine."""
         ...
@@ -104,6 +108,9 @@ class NoTransfer:
         self, request_id: str, params: object, block_tables: list[list[int]], prompt: Prompt
     ) -> TransferReport:
         raise _alone()
+
+    def peers(self) -> list[dict[str, object]]:
+        return []
 
     def abort(self, request_id: str) -> None:
         return

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from kvferry.cli import console
 from kvferry.cli.models import TINY, resolve
+from kvferry.cli.up.chosen import why_chosen
 from kvferry.cli.up.fleet import READY_S, Fleet, FleetOptions
 from kvferry.cli.up.proof import Answer, Question, ask
 from kvferry.cli.up.vllm_counters import read, report_between
@@ -151,6 +152,8 @@ def _show_proof(options: UpOptions, fleet: Fleet) -> bool:
         answer = replace(answer, report=report_between(before, read(fleet.decode_urls)))
     else:
         answer = ask(fleet.url, together, show)
+        engines, transport = (*fleet.decode_urls, *fleet.prefill_urls), answer.report.get("transport", "")
+        answer = replace(answer, report=answer.report | {"choice": why_chosen(engines, transport)})
     facts = _facts(answer, ask(fleet.decode_urls[0], by_itself, _silent))
     if options.as_json:
         console.data(facts)
@@ -197,7 +200,7 @@ def _table(facts: dict[str, Any]) -> Table:
     table.add_row("bytes moved", f"{facts['bytes']:,} ({facts['bytes'] / 2**20:.2f} MiB)")
     table.add_row("descriptors", f"{facts['descriptors']:,}")
     table.add_row("transport", facts["transport"])
-    # Only our own engine says these two.
+    # Only our own engine says these.
     if "strategy" in facts:
         table.add_row("measured", facts["choice"].replace("; ", "\n"))
         table.add_row("strategy", facts["strategy"])

@@ -10,10 +10,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvferry.errors import RequestError
+from kvferry.openai import REPORT_HEADER
 
 __all__ = ["Answer", "Question", "ask"]
 
 SILENCE_S = 300.0
+HEADERS = {"content-type": "application/json", REPORT_HEADER: "true"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def _chunks(url: str, body: bytes, paths: list[str]) -> Iterator[dict[str, Any]]
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=SILENCE_S)
     try:
-        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        connection.request("POST", "/v1/completions", body, HEADERS)
         response = connection.getresponse()
         if response.status != 200:
             raise _refused(json.loads(response.read()), url)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["ANSWER_PATHS", "leg_name"]
+__all__ = ["ANSWER_PATHS", "is_local", "leg_name"]
 
 # How vLLM's two OpenAI endpoints make a request's name of the caller's id: that of the first of several prompts.
 _NAMES = {"/v1/completions": "cmpl-{}-0", "/v1/chat/completions": "chatcmpl-{}"}
 ANSWER_PATHS = frozenset(_NAMES)
+MARK = b"do_remote_prefill"
 
 
 class _Params(msgspec.Struct):
@@ -22,17 +23,31 @@ class _Body(msgspec.Struct):
     request_id: str | None = None
 
 
+def is_local(body: bytes) -> bool:
+    """Whether no other engine is asked for a cache; false where that is not known: an empty body was too large."""
+    if MARK not in body:
+        return bool(body)
+    return any(not _is_decode_leg(asked) for asked in _read(body))
+
+
 def leg_name(path: str, header_id: str | None, body: bytes) -> str:
     """vLLM's name for a decode leg; empty for any other request, and for one whose name vLLM makes up.
 
     `header_id` is the caller's `X-Request-Id`, which goes before the body's `request_id`.
     """
-    if b"do_remote_prefill" not in body:
-        return ""
+    for asked in filter(_is_decode_leg, _read(body) if MARK in body else ()):
+        given = asked.request_id if header_id is None else header_id
+        return _NAMES[path].format(given) if given is not None else ""
+    return ""
+
+
+def _read(body: bytes) -> tuple[_Body, ...]:
+    """What a body says, if that can be understood."""
     try:
-        asked = msgspec.json.decode(body, type=_Body)
+        return (msgspec.json.decode(body, type=_Body),)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
-    is_leg = asked.kv_transfer_params is not None and asked.kv_transfer_params.do_remote_prefill
-    given = asked.request_id if header_id is None else header_id
-    return _NAMES[path].format(given) if is_leg and given is not None else ""
+        return ()
+
+
+def _is_decode_leg(asked: _Body) -> bool:
+    return asked.kv_transfer_params is not None and asked.kv_transfer_params.do_remote_prefill

@@ -19,7 +19,7 @@ from kvferry.connectors.vllm_middleware.asgi import (
 )
 from kvferry.connectors.vllm_middleware.beginnings import BEGINNINGS, Beginnings
 from kvferry.connectors.vllm_middleware.early import early_leg
-from kvferry.connectors.vllm_middleware.legs import ANSWER_PATHS, leg_name
+from kvferry.connectors.vllm_middleware.legs import ANSWER_PATHS, is_local, leg_name
 from kvferry.connectors.vllm_middleware.passage import EarlyPassage, Passage
 from kvferry.connectors.vllm_middleware.workers import Workers, is_draining, num_replicas
 from kvferry.errors import ConfigurationError, FerryError, RequestError, TransferError
@@ -107,7 +107,7 @@ class FerryMiddleware:
 
     async def _pass_other(self, path: str, scope: Scope, opened: Opened, send: Send) -> None:
         name = leg_name(path, header(scope["headers"], REQUEST_ID), opened.body)
-        passage = Passage(self._arrivals, name, send)
+        passage = Passage(self._arrivals, name, is_local(opened.body), send)
         try:
             await self._app(scope, opened.receive, passage.send)
         finally:

@@ -8,7 +8,7 @@ from kvferry.connectors.vllm_middleware.arrivals import Arrivals
 from kvferry.connectors.vllm_middleware.asgi import Message, Send
 from kvferry.connectors.vllm_middleware.beginnings import Beginnings
 from kvferry.connectors.vllm_middleware.early import is_event_stream
-from kvferry.connectors.vllm_middleware.words import lost, with_headers
+from kvferry.connectors.vllm_middleware.words import lost, with_headers, with_local
 
 __all__ = ["EarlyPassage", "Passage"]
 
@@ -17,12 +17,13 @@ class Passage:
     """Passes everything on. Of a decode leg's answer the head waits for the first of its body, and gets its headers.
 
     vLLM begins a stream at once; by the time of its first token it is known how the cache came. `name` is vLLM's name
-    for the decode leg, empty for any other request.
+    for the decode leg; empty for one of which vLLM tells nothing, and for any other request, which `is_local`.
     """
 
-    def __init__(self, arrivals: Arrivals, name: str, send: Send) -> None:
+    def __init__(self, arrivals: Arrivals, name: str, is_local: bool, send: Send) -> None:
         self._arrivals = arrivals
         self._name = name
+        self._is_local = is_local
         self._send = send
         self._heads: list[Message] = []
         self._is_replaced = False
@@ -36,6 +37,8 @@ class Passage:
         if self._name and message["type"] == "http.response.start":
             self._heads.append(message)
             return
+        if self._is_local and message["type"] == "http.response.start":
+            message = with_local(message)
         for head in self._heads:
             await self._send_head(head)
         self._heads = []
@@ -84,7 +87,7 @@ class EarlyPassage:
         """The next message of vLLM."""
         if self._telling:
             await self._tell()
-        await self._send(message)
+        await self._send(with_local(message) if message["type"] == "http.response.start" else message)
         if message["type"] == "http.response.start" and is_event_stream(message):
             self._telling = [asyncio.create_task(self._tell_when_begun())]
 

@@ -7,7 +7,7 @@ from kvferry.connectors.vllm_middleware.asgi import Headers, Message, json_messa
 from kvferry.errors import TransferError
 from kvferry.openai import error_of
 
-__all__ = ["lost", "with_headers"]
+__all__ = ["lost", "with_headers", "with_local"]
 
 CACHE, CACHE_REASON, TIMING = b"x-kvferry-cache", b"x-kvferry-cache-reason", b"server-timing"
 # What of a head belongs to its body.
@@ -18,6 +18,13 @@ def with_headers(head: Message, arrival: Arrival) -> Message:
     """The head of an answer that was computed, with how its cache came."""
     word = b"recomputed" if arrival.reason else b"received"
     return {**head, "headers": [*head.get("headers", ()), *_headers(word, arrival)]}
+
+
+def with_local(head: Message) -> Message:
+    """The head of an answer for which no other engine was asked for a cache; that of a refusal as it is."""
+    if head["status"] != 200:
+        return head
+    return {**head, "headers": [*head.get("headers", ()), (CACHE, b"local")]}
 
 
 def lost(head: Message, arrival: Arrival) -> tuple[Message, Message]:
