@@ -32,6 +32,7 @@ LOST_CACHE = {
     Reason.WRONG_ENGINE: "kv_transfer_params belong to another engine",
     Reason.WRONG_EPOCH: "the prefill engine has been restarted",
     Reason.WRONG_PROMPT: "kv_transfer_params belong to another prompt",
+    Reason.UNNAMED_PROMPT: "engines cannot compare what this prompt depends on",
     Reason.UNKNOWN_LEASE: "the prefill engine does not know this request",
     Reason.EXPIRED: "the prefill engine does not keep it any more",
     Reason.OUT_OF_RANGE: "kv_transfer_params belong to a shorter prompt",
