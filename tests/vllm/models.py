@@ -77,6 +77,39 @@ FALCON: dict[str, Any] = {
     "mamba_expand": 2,
     "mamba_chunk_size": 128,
 }
+# A model that sees: an image becomes 16 tokens at the beginning of the prompt.
+IMAGE_SIZE, NUM_IMAGE_TOKENS = 56, 16
+SEEING: dict[str, Any] = {
+    "vision_config": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": IMAGE_SIZE,
+        "patch_size": 14,
+        "initializer_range": SPREAD,
+    },
+    "qformer_config": {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "encoder_hidden_size": 64,
+        "initializer_range": SPREAD,
+    },
+    "text_config": {
+        **COMMON,
+        "model_type": "opt",
+        "vocab_size": VOCAB_SIZE + 8,
+        "ffn_dim": 512,
+        "word_embed_proj_dim": 256,
+        "num_hidden_layers": 4,
+        "init_std": SPREAD,
+    },
+    "num_query_tokens": NUM_IMAGE_TOKENS,
+    "image_token_index": VOCAB_SIZE,
+}
 # vLLM's own rotary kernel for CPUs is wrong for interleaved positions. Latent attention with AMX has bfloat16 only,
 # so the plain one is asked for, which does neither prefix caching nor chunked prefill.
 LATENT_FLAGS = (
@@ -104,10 +137,15 @@ class TinyModel:
     flags: tuple[str, ...] = ()
     block_tokens: int = 128
     config_name: str = ""
+    model_name: str = ""
 
     @property
     def config_class(self) -> str:
         return self.config_name or f"{self.family}Config"
+
+    @property
+    def model_class(self) -> str:
+        return self.model_name or f"{self.family}ForCausalLM"
 
 
 MODELS: dict[str, TinyModel] = {
@@ -133,6 +171,7 @@ MODELS: dict[str, TinyModel] = {
     ),
     "nemotron_h": TinyModel("NemotronH", {**NEMOTRON, "n_groups": 2}, HYBRID_FLAGS, 0),
     "nemotron_h_one_group": TinyModel("NemotronH", {**NEMOTRON, "n_groups": 1}, HYBRID_FLAGS, 0),
+    "blip2": TinyModel("Blip2", SEEING, model_name="Blip2ForConditionalGeneration"),
     "falcon_h1": TinyModel("FalconH1", {**FALCON, "mamba_n_groups": 2}, HYBRID_FLAGS, 0),
     "falcon_h1_one_group": TinyModel("FalconH1", {**FALCON, "mamba_n_groups": 1}, HYBRID_FLAGS, 0),
 }
@@ -180,9 +219,21 @@ def _build(model: TinyModel, folder: Path) -> None:
         config = getattr(transformers, model.config_class)(**model.settings, dtype="float32")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
-            built = getattr(transformers, f"{model.family}ForCausalLM")(config)
+            built = getattr(transformers, model.model_class)(config)
         built.save_pretrained(folder)
         _copy_tokenizer(folder)
+        if "vision_config" in model.settings:
+            _add_processor(folder)
+
+
+def _add_processor(folder: Path) -> None:
+    """What makes an image a part of a prompt, and the token that stands in its place."""
+    import transformers
+
+    sides = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    images = transformers.BlipImageProcessorPil(size=sides)
+    transformers.Blip2Processor(images, tokenizer, num_query_tokens=NUM_IMAGE_TOKENS).save_pretrained(folder)
 
 
 def _copy_tokenizer(folder: Path) -> None:
