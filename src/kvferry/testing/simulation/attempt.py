@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvferry.plan.prompt import PromptName
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import AbortWanted, Failed, Fetched, FetchWanted, TargetFree
 from kvferry.testing.simulation.checks import Violation
@@ -26,13 +27,15 @@ MAX_DECODE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is wanted: `salt` says which bytes are the right ones; `expected` that nothing stands in the way."""
+    """What is wanted: `salt` says which bytes are the right ones, `prompt` is what the target calls them; `expected`
+    that nothing stands in the way."""
 
     request_id: str
     reference: Reference
     addresses: tuple[str, ...]
     ranges: tuple[TokenRange, ...]
     salt: int
+    prompt: PromptName
     expected: bool
 
 
@@ -79,6 +82,7 @@ class Fetching:
                 self.attempt.rank_failed(node, command.error.reason)
             case TargetFree():
                 del node.fetching[self.request_id]
+                node.prefix_cache.ended(node.memory, self)
                 node.free(self.tables)
                 self.attempt.rank_ended(node)
 
@@ -144,6 +148,7 @@ class Attempt:
         for node in self.nodes:
             fetching = node.fetching.pop(self.wish.request_id, None)
             if fetching is not None:
+                node.prefix_cache.ended(node.memory, fetching)
                 node.free(fetching.tables)
 
     def _over(self, outcome: str) -> None:
@@ -158,7 +163,7 @@ class Attempt:
         tables = fetching.tables or ((),) * len(wish.ranges)
         world.after(self._limit_s(), partial(self._check_deadline, node, fetching))
         names = wish.request_id, wish.reference, wish.addresses
-        node.handle_target(FetchWanted(*names, tables, wish.ranges, attempt_of(wish.request_id)))
+        node.handle_target(FetchWanted(*names, tables, wish.ranges, attempt_of(wish.request_id), prompt=wish.prompt))
 
     def _limit_s(self) -> float:
         return self.site.timing.handshake_s + self.site.timing.transfer_s + GRACE_S

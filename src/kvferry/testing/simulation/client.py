@@ -23,12 +23,16 @@ class Client:
         self._engines = engines
 
     def reference(self, own: Reference, source: Engine) -> Reference:
-        """The reference, or one put together from two requests."""
-        others = source.leases_of_others(own)
-        if not others or not self._site.world.chance(self._site.faults.mix):
-            return own
-        self._meddle("mixed reference")
-        return Reference(own.engine_id, own.epoch, own.request_id, self._site.world.dice.choice(others))
+        """The reference, or that of another request, or one put together from two."""
+        others, world = source.leases_of_others(own), self._site.world
+        if others and world.chance(self._site.faults.mix):
+            self._meddle("mixed reference")
+            return Reference(own.engine_id, own.epoch, own.request_id, world.dice.choice(list(others)))
+        if others and self._site.has_names and world.chance(self._site.faults.swap):
+            self._meddle("another prompt's reference")
+            lease_id, request_id = world.dice.choice(list(others.items()))
+            return Reference(own.engine_id, own.epoch, request_id, lease_id)
+        return own
 
     def addresses(self, source: Engine) -> tuple[str, ...]:
         """Where the source's ranks are, or in another order, or those of somebody else."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from kvferry.plan.prompt import Prompt
 from kvferry.plan.tokens import TokenRange
 from kvferry.session.events import Ahead, HoldWanted, LeaseWithdrawn
 from kvferry.testing.simulation.attempt import Attempt, Wish
 from kvferry.testing.simulation.client import Client
 from kvferry.testing.simulation.engine import Engine
 from kvferry.testing.simulation.node import Lent, Node
+from kvferry.testing.simulation.prompts import Asked, Question
 from kvferry.testing.simulation.shapes import MAX_TOKENS
 from kvferry.testing.simulation.site import Site
 from kvferry.wire.messages import Reference
@@ -33,9 +35,11 @@ class Conversation:
         self.reference: Reference | None = None
         self._site, self._world, self._faults = site, site.world, site.faults
         self._client, self._name = client, client.name
-        self._salt = site.world.dice.getrandbits(32)
         self._source, self._target, self._rival = source, target, rival
-        self._num_tokens = site.world.dice.randint(1, MAX_TOKENS)
+        self._question = Question.drawn(site.world.dice, MAX_TOKENS, site.has_names)
+        self._naming = site.plant.naming(site.has_names)
+        self._num_tokens = self._question.num_tokens
+        self._salt = self._question.salt(site.shape.has_fixed_states)
         self._patience = MAX_PATIENCE
         self._lent_at = 0.0
         self._disturbed = self._is_held = False
@@ -49,7 +53,8 @@ class Conversation:
             self._wait(self.start, "no prefill")
             return
         is_growing = self._world.chance(self._faults.grow)
-        self.reference = self._source.lend(self._num_tokens, self._salt, tables, is_growing)
+        asked = Asked(self._prompt(self._num_tokens), self._num_tokens, self._salt)
+        self.reference = self._source.lend(asked, tables, is_growing)
         self._lent_at = self._world.now
         self._site.story.say(self._name, f"{self._num_tokens} tokens prefilled:", self.reference)
         for node in self._source.nodes:
@@ -144,6 +149,7 @@ class Conversation:
             self._client.addresses(self._source),
             (tokens,) * len(self._site.shape.target.layouts[0].groups),
             self._salt,
+            self._prompt(tokens.last).name(reference.lease_id),
             punctual and not self._disturbed and not self._client.has_meddled,
         )
 
@@ -152,10 +158,15 @@ class Conversation:
             self._site.story.fault("client abort", self._name, attempt.wish.request_id)
             attempt.abort("aborted by the client")
 
+    def _prompt(self, num_tokens: int) -> Prompt:
+        return self._naming.prompt(self._question, num_tokens)
+
     # --- the end ---
 
     def _ended(self, outcome: str) -> None:
         self._site.story.say(self._name, outcome)
+        for node in self._target.nodes:
+            node.prefix_cache.check(node.name, self._salt)
         self._disturbed = True
         if outcome.startswith("failed") and self._world.chance(self._faults.retry):
             self._site.story.fault("another attempt", self._name)

@@ -6,6 +6,7 @@ from kvferry.plan.copies import Direction
 from kvferry.session.events import LeaseWanted
 from kvferry.testing.simulation.memory import Tables
 from kvferry.testing.simulation.node import Habits, Lent, Node, Wiring
+from kvferry.testing.simulation.prompts import Asked
 from kvferry.testing.simulation.shapes import Side
 from kvferry.testing.simulation.site import Site
 from kvferry.wire.messages import Party, Reference
@@ -73,7 +74,7 @@ class Engine:
             taken += found
         return tuple(taken)
 
-    def lend(self, num_tokens: int, salt: int, tables: tuple[Tables, ...], is_growing: bool) -> Reference:
+    def lend(self, asked: Asked, tables: tuple[Tables, ...], is_growing: bool) -> Reference:
         """Fill blocks as a prefill does, or will do, under an id that no other request has at the moment."""
         used = {request_id for node in self.nodes for request_id in node.lent}
         names = [f"r{number}" for number in range(NUM_NAMES + len(used))]
@@ -82,13 +83,14 @@ class Engine:
         self._leases[lease_id] = request_id
         for node, own in zip(self.nodes, tables, strict=True):
             told = ((),) * len(own) if is_growing else own
-            node.lend(Lent(LeaseWanted(request_id, lease_id, told, num_tokens, is_growing), own), salt)
+            wanted = LeaseWanted(request_id, lease_id, told, asked.num_tokens, is_growing, prompt=asked.prompt)
+            node.lend(Lent(wanted, own), asked.salt)
         party = self.nodes[0].party
         return Reference(party.engine_id, party.epoch, request_id, lease_id)
 
-    def leases_of_others(self, reference: Reference) -> list[str]:
-        """The leases of requests with another id than the one that a reference names."""
-        return [lease_id for lease_id, request_id in self._leases.items() if request_id != reference.request_id]
+    def leases_of_others(self, reference: Reference) -> dict[str, str]:
+        """The leases of requests with another id than the one that a reference names, with these ids."""
+        return {lease: request_id for lease, request_id in self._leases.items() if request_id != reference.request_id}
 
     def next_fetch_id(self) -> str:
         """Every attempt has an id of its own, within one incarnation."""

@@ -23,7 +23,8 @@ class Faults:
     of a failed one under the same reference, `late` (a rank hears of the lease after it was claimed),
     `grow` (the lease is opened while the request is still computed), `tell_states` (and it is told state by state),
     `hold` (the request waits for its turn at the target, longer than a lease lasts).
-    Clients: `mix` (a reference put together from two), `misdirect` (addresses in another order or of another engine),
+    Clients: `mix` (a reference put together from two), `swap` (the reference of another prompt),
+    `misdirect` (addresses in another order or of another engine),
     `greedy` (more tokens than there are), `contest` (two engines fetch the same), `linger` (a reference arrives late).
     """
 
@@ -45,6 +46,7 @@ class Faults:
     release: float = 0.0
     retry: float = 0.0
     mix: float = 0.0
+    swap: float = 0.0
     misdirect: float = 0.0
     greedy: float = 0.0
     contest: float = 0.0
@@ -83,7 +85,9 @@ THEMES = {
     "standstill": Faults(num_stalls=4, num_partitions=2, slow=0.4, withdraw=0.4, drop=0.1),
     "tickets": Faults(fail=0.3, slow=0.6, hang=0.1, retry=0.8, copy_fail=0.1),
     "prefills": Faults(grow=1.0, tell_states=0.9, abort=0.1, slow=0.2, fail=0.02, num_kills=1),
-    "clients": Faults(mix=0.3, misdirect=0.1, greedy=0.2, contest=0.3, abort=0.3, retry=0.8, linger=0.2, slow=0.2),
+    "clients": Faults(
+        mix=0.3, swap=0.3, misdirect=0.1, greedy=0.2, contest=0.3, abort=0.3, retry=0.8, linger=0.2, slow=0.2
+    ),
 }
 """Faults that make one another worse."""
 

@@ -80,6 +80,7 @@ class Node:
         self.memory = RankMemory(side.maps[party.rank], 2 * habits.half_bytes)
         self.num_states = len(layout.states)
         self.pool = BlockPool(layout, side.shared_pool)
+        self.prefix_cache = self.site.plant.prefix_cache()
         self.inbox = Inbox(self.site.world)
         self.stager = Stager(
             self.site, self.memory, StagerEnds(self._later, self._slot_changed, self._copy_moves, self._reach)

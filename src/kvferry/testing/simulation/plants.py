@@ -11,18 +11,23 @@ from kvferry.testing.simulation import planted_sharing as sharing
 from kvferry.testing.simulation import planted_sources as sources
 from kvferry.testing.simulation import planted_staging as staging
 from kvferry.testing.simulation import planted_targets as targets
+from kvferry.testing.simulation.prefix_cache import KeepsFailed, PrefixCache
+from kvferry.testing.simulation.prompts import Naming, TokensOnly
 
 __all__ = ["NO_PLANT", "PLANTS", "Plant"]
 
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A defect, as the sessions that have it take the place of the real ones."""
+    """A defect, as the sessions that have it take the place of the real ones. Engines can have one as well: in how they
+    name prompts, and in what they keep in their prefix caches."""
 
     name: str
     what: str
     source: type[SourceSession] = SourceSession
     target: type[TargetSession] = TargetSession
+    naming: type[Naming] = Naming
+    prefix_cache: type[PrefixCache] = PrefixCache
 
 
 NO_PLANT = Plant("none", "the sessions as they are")
@@ -67,6 +72,8 @@ _ALL = (
     Plant("half-there", "a shared read is there when the target's part is", target=sharing.HalfThere),
     Plant("late-share", "a part is written though its lease has ended", source=sharing.LateShare),
     Plant("share-again", "a part is written whenever it is claimed", source=sharing.ShareAgain),
+    Plant("tokens-only", "a prompt is named by its tokens alone", naming=TokensOnly),
+    Plant("keep-failed", "what was fetched in vain is kept in a prefix cache", prefix_cache=KeepsFailed),
     Plant("keep-records", "leases that have ended are remembered for ever", source=sources.KeepRecords),
 )
 

@@ -50,7 +50,8 @@ def simulate(seed: int, plant: Plant = NO_PLANT, told: bool = False) -> Outcome:
     faults, digest = Faults.drawn(world.dice), world.dice.choice(list(Policy))
     story, shape = Story(world, told), shape_of(seed % NUM_SHAPES)
     staging = StagingSetup.drawn(world.dice, shape.request_bytes)
-    return _outcome(seed, Site(world, faults, shape, Checks(), story, plant, digest, staging))
+    has_names = world.chance(0.5)
+    return _outcome(seed, Site(world, faults, shape, Checks(), story, plant, digest, staging, has_names))
 
 
 def simulate_with(seed: int, faults: Faults, digest: Policy) -> Outcome:

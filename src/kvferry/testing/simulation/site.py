@@ -36,7 +36,8 @@ class Site:
     """The clock, what may go wrong, what the engines look like, how they verify and stage, who watches and who writes
     it down.
 
-    `cuts` has the pairs of engines that cannot reach one another at the moment.
+    `has_names` says that engines name prompts. `cuts` has the pairs of engines that cannot reach one another at the
+    moment.
     """
 
     world: World
@@ -47,6 +48,7 @@ class Site:
     plant: Plant
     digest: Policy
     staging: StagingSetup
+    has_names: bool = True
     timing: Timing = TIMING
     cuts: set[frozenset[str]] = field(default_factory=set)
 
