@@ -31,7 +31,7 @@ def test_a_router_does_not_say_that_it_routes_before_it_has_read_its_members(tmp
         (("--heartbeat", "10", "--lease-timeout", "19"), "at least twice --heartbeat, which is 10 s"),
         (("--role", "decode"), "--register URL beside it"),
         (("--strategy", "foo"), "no such strategy"),
-        (("--simulated-step", "foo"), "no such cost of a step"),
+        (("--simulated-step", "foo"), "unknown kind of step cost"),
         (("--failure-policy", "foo"), "'foo' is not one of"),
     ],
 )

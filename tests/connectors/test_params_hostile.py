@@ -117,7 +117,7 @@ def test_other_hosts_need_a_token(address):
 
 def test_one_place_under_two_names_is_one_place():
     addresses = ["tcp://[::1]:80", "tcp://[0:0:0:0:0:0:0:1]:80"]
-    assert "given twice" in str(answer(GOOD | {"kvferry": OURS | {"addresses": addresses}}))
+    assert "more than once" in str(answer(GOOD | {"kvferry": OURS | {"addresses": addresses}}))
 
 
 def test_size_does_not_matter():

@@ -168,10 +168,10 @@ def test_any_other_request_is_vllms_as_it_came(name):
 @pytest.mark.parametrize(
     ("vllm", "status", "words"),
     [
-        ({"replicas": 2}, 501, "no data parallelism"),
+        ({"replicas": 2}, 501, "one replica"),
         ({"extension": ""}, 501, "--worker-extension-cls"),
         ({"workers": [{}]}, 501, "FerryConnector"),
-        ({"workers": Exception("Executor failed.")}, 500, "could not be asked"),
+        ({"workers": Exception("Executor failed.")}, 500, "did not answer"),
     ],
     ids=["replicas", "not extended", "another connector", "dead"],
 )

@@ -414,7 +414,7 @@ def test_a_server_says_who_it_is_and_asks_its_workers_once():
     [
         ({"extension": "", "workers": [FACTS]}, 501, "--worker-extension-cls"),
         ({"workers": [{}]}, 501, "FerryConnector"),
-        ({"workers": Exception("Executor failed.")}, 500, "could not be asked"),
+        ({"workers": Exception("Executor failed.")}, 500, "did not answer"),
     ],
     ids=["not extended", "another connector", "dead"],
 )
@@ -437,7 +437,7 @@ def test_a_server_that_drains_is_not_ready_and_takes_no_more():
     vllm = draining(Vllm(says=WHOLE))
     vllm.ask("/ready", b"", method="GET")
     status, body = vllm.answer
-    assert (status, body["reason"]) == (503, "it drains")
+    assert (status, body["reason"]) == (503, "it is draining")
     vllm.sent.clear()
     vllm.ask(COMPLETIONS, {"prompt": "x"})
     status, body = vllm.answer

@@ -51,7 +51,7 @@ def test_a_server_that_ends_finishes_what_it_has_and_says_that_it_is_not_ready(s
     deadline = time.monotonic() + DEADLINE_S
     while (told := ask(server, "GET", "/ready"))[0] == 200:
         assert time.monotonic() < deadline
-    assert (told[0], told[1]["reason"]) == (503, "it drains")
+    assert (told[0], told[1]["reason"]) == (503, "it is draining")
     status, refused = ask(server, "POST", "/v1/completions", {"model": "tiny", "prompt": [1, 2], "max_tokens": 1})
     assert (status, refused["error"]["code"]) == (503, "draining")
     frames = (first + response.read()).decode().strip().split("\n\n")

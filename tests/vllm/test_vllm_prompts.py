@@ -172,7 +172,7 @@ def test_images_that_are_only_numbered_have_no_name():
 
 def test_media_outside_of_the_prompt_have_no_name():
     """As an encoder's input, which has no place among the tokens of the decoder."""
-    with pytest.raises(RequestError, match="does not say where"):
+    with pytest.raises(RequestError, match="does not cover some"):
         Prompts().of(request(mm_features=[image(offset=0, length=0)]), SIZE)
 
 

@@ -227,7 +227,7 @@ def test_the_chosen_transport_is_told_once_per_peer(rank, caplog):
         rank.worker.obey(Orders(fetches=[fetch(name)]))
         rank.says(Fetched(name, REPORT))
     assert [record.getMessage() for record in caplog.records] == [
-        "kvferry fetches from prefill over tcp (0.0 s to meet): tcp 1 GB/s"
+        "kvferry fetches from prefill over tcp (handshake 0.0 s): tcp 1 GB/s"
     ]
 
 

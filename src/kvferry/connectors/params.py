@@ -123,12 +123,12 @@ def _printable(text: str) -> str:
 def _check_addresses(addresses: tuple[str, ...], reach: Reach) -> None:
     found = [_place(address) for address in addresses]
     if len(set(found)) != len(found):
-        raise ValueError("an address is given twice")
+        raise ValueError("an address is given more than once")
     for host, port in found:
         if port > 65_535:
             raise ValueError("a port is larger than 65535")
         if host.is_unspecified or host.is_multicast or (host.version == 6 and host.ipv4_mapped):
-            raise ValueError(f"{host} is no engine's address")
+            raise ValueError(f"{host} cannot be the address of an engine")
         if reach is Reach.THIS_HOST and not host.is_loopback:
             raise ValueError(f"{host} is another host, and this engine has no shared token")
 

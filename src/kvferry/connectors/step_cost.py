@@ -44,9 +44,9 @@ def step_cost_named(text: str) -> StepCost:
         plain = re.fullmatch(r"(overlap)=(0(?:\.\d+)?|1(?:\.0+)?)", word.strip(), re.ASCII)
         found = timed or plain
         if found is None:
-            raise ConfigurationError("no such cost of a step", found=word.strip() or text, expected=EXAMPLE)
+            raise ConfigurationError("unknown kind of step cost", found=word.strip() or text, expected=EXAMPLE)
         name = f"{found[1]}_s" if timed else found[1]
         if name in values:
-            raise ConfigurationError("a cost is given twice", found=text, expected=EXAMPLE)
+            raise ConfigurationError("a step cost is given more than once", found=text, expected=EXAMPLE)
         values[name] = float(found[2]) * (UNITS_S[timed[3]] if timed else 1.0)
     return StepCost(**values)

@@ -47,7 +47,9 @@ def latent_parts(cache: Cache) -> Parts:
     """One row per token for all heads, the same on every tensor-parallel rank; or an indexer's keys and scales."""
     spec = cache.spec
     if spec.model_version is not None:
-        raise unsupported(cache.layer, spec, "its rows are packed in its own way", found=str(spec.model_version))
+        raise unsupported(
+            cache.layer, spec, "kvferry does not know how its rows are packed", found=str(spec.model_version)
+        )
     if getattr(spec, "cache_role", None) == SparseCacheRole.INDEXER:
         # Values of a block come first, its scales behind them, in an order that depends on the device.
         return _whole(replace(cache, prefix=f"{cache.prefix}.indexer"), _limits(cache))
@@ -55,7 +57,12 @@ def latent_parts(cache: Cache) -> Parts:
     row_bytes = spec.state_content_size_bytes
     _check_shape(cache, row_bytes)
     if cache.tensor.shape[1] != 1:
-        raise unsupported(cache.layer, spec, "latents have no heads", found=str(tuple(cache.tensor.shape)))
+        raise unsupported(
+            cache.layer,
+            spec,
+            "a latent cache with several heads is not supported",
+            found=str(tuple(cache.tensor.shape)),
+        )
     axis = Axis("byte" if spec.state_content_bytes else "dim", row_bytes // item[1])
     state = State(f"{cache.prefix}.latent", *item, (axis,), True, *_limits(cache))
     block, _, token, _ = cache.byte_strides
@@ -67,7 +74,7 @@ def _check_shape(cache: Cache, content_bytes: int) -> None:
     """The tensor must be what the specification says, with its content in one piece."""
     spec, tensor = cache.spec, cache.tensor
     if spec.tokens_per_state != 1 or (spec.state_content_bytes not in (None, content_bytes)):
-        raise unsupported(cache.layer, spec, "several tokens or formats share a row")
+        raise unsupported(cache.layer, spec, "several tokens or formats share one row")
     expected = (cache.num_blocks * cache.kernel_blocks, spec.num_heads, spec.block_size // cache.kernel_blocks)
     found = (*tensor.shape[:3], tensor.shape[-1] * tensor.element_size())
     if tensor.dim() != 4 or found != (*expected, content_bytes) or tensor.stride(-1) != 1:
@@ -81,7 +88,9 @@ def _limits(cache: Cache) -> tuple[int, int]:
     # Of a merged specification the window is that of some of its layers: only the layer knows whether it is one.
     merged = type(spec).__name__ in ("FullAttentionSpec", "MLAAttentionSpec")
     if merged and cache.layer not in (cache.engine.layers or {}) and (spec.sliding_window or spec.attention_chunk_size):
-        raise unsupported(cache.layer, spec, "vLLM has no layer that says how far it sees", found=str(spec))
+        raise unsupported(
+            cache.layer, spec, "the size of its window is unknown: vLLM has no such layer", found=str(spec)
+        )
     if merged:
         return cache.facts.window_tokens, cache.facts.chunk_tokens
     return int(getattr(spec, "sliding_window", 0) or 0), int(getattr(spec, "attention_chunk_size", 0) or 0)
@@ -95,7 +104,7 @@ def _heads(cache: Cache) -> tuple[Axis, Span]:
         total = local * ranks
     if not total or max(1, total // ranks) != local or (total % ranks and ranks % total):
         found = f"{local} heads on each of {ranks} ranks, {total} in the model"
-        raise unsupported(cache.layer, cache.spec, "its heads cannot be told apart over the ranks", found=found)
+        raise unsupported(cache.layer, cache.spec, "its heads are not divided evenly among the ranks", found=found)
     span = shares(total, ranks, f"axis head of layer {cache.layer}")[cache.engine.tensor_rank]
     return Axis("head", total), span
 
@@ -121,14 +130,14 @@ def _inside(cache: Cache) -> tuple[Affine, Affine] | None:
     if backend != _CPU or spec.head_size != spec.head_size_v:
         return None
     if tensor.stride(2) != tensor.shape[3]:
-        raise unsupported(cache.layer, spec, "the tile of a head is not in one piece", found=str(tensor.stride()))
+        raise unsupported(cache.layer, spec, "the tile of a head is not contiguous", found=str(tensor.stride()))
     written = spec.dtype if spec.kv_quant_mode.name == "NONE" else getattr(torch, cache.engine.model_dtype)
     tile = Tile(cache.facts.isa, written, spec.dtype, _cache_word(cache), tensor.shape[2], spec.head_size)
     try:
         return probe(tile)
     except RuntimeError as error:
         found = f"{tile.isa}: {str(error).splitlines()[0]}"
-        raise unsupported(cache.layer, spec, "vLLM's own operator refuses its blocks", found=found) from error
+        raise unsupported(cache.layer, spec, "vLLM's cache operator rejects its blocks", found=found) from error
 
 
 def _cache_word(cache: Cache) -> str:
@@ -142,11 +151,11 @@ def _whole(cache: Cache, limits: tuple[int, int]) -> Parts:
     """
     spec, tensor = cache.spec, cache.tensor
     if _share(cache) != UNSHARED:
-        raise unsupported(cache.layer, spec, "blocks packed in their own way cannot be shared out by tokens")
+        raise unsupported(cache.layer, spec, "packed blocks cannot be divided by tokens")
     tokens, content = tensor.shape[2], tensor.shape[3] * tensor.element_size()
     block, head, token, _ = cache.byte_strides
     if token != content:
-        raise unsupported(cache.layer, spec, "the tile of a head is not in one piece", found=str(tensor.stride()))
+        raise unsupported(cache.layer, spec, "the tile of a head is not contiguous", found=str(tensor.stride()))
     word = f"{_whole_dtype(cache)}:{cache.facts.isa or cache.facts.backend or 'unknown'}:block{tokens}"
     axes, spans, strides = [Axis("byte", tokens * content)], [Span(0, tokens * content)], [1]
     if not isinstance(spec, MLAAttentionSpec):

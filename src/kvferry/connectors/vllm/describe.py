@@ -94,7 +94,7 @@ def describe(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tenso
     for index in kv_cache_config.transfer_group_ids:
         for cache in _caches(kv_cache_config, index, kv_caches, engine):
             if type(cache.spec) not in _KINDS:
-                raise unsupported(cache.layer, cache.spec, "its kind is not known")
+                raise unsupported(cache.layer, cache.spec, "this kind of cache is not supported")
             building.add(index, cache, _KINDS[type(cache.spec)](cache))
     if not building.placements:
         raise LayoutError("vLLM has registered no cache that can be transferred", found=", ".join(kv_caches) or "none")
@@ -117,7 +117,7 @@ def _caches(
                 continue
             spec = spec.kv_cache_specs[layer]
         if group.host_resident or not spec.has_layer_views:
-            raise unsupported(layer, spec, "it lies in memory of its own kind")
+            raise unsupported(layer, spec, "it lies in another kind of memory")
         if layer not in kv_caches:
             raise LayoutError(f"vLLM has not registered the cache of layer {layer}", found=", ".join(kv_caches))
         tensor = kv_caches[layer]

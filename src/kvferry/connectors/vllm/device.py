@@ -99,7 +99,7 @@ def buffers_of(
         raise ConfigurationError(
             f"vLLM's caches on {name} cannot be reached yet",
             found=f"caches on {device}",
-            expected="a cpu, or a device of CUDA or ROCm",
-            hint="staging memory would have to be pinned for this device",
+            expected="a CPU, a CUDA device or a ROCm device",
+            hint="kvferry cannot pin staging memory for this device",
         )
     return Buffers(device, name, wanted, staging)

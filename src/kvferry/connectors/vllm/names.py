@@ -18,7 +18,9 @@ def prefix_of(layer: str, engine: EngineFacts) -> str:
     parts = layer.split(".")
     numbered = [at for at, part in enumerate(parts) if part.isdecimal()]
     if not numbered:
-        raise LayoutError("a layer's name has no number", found=layer, expected="as in model.layers.3.self_attn.attn")
+        raise LayoutError(
+            "the name of a layer contains no number", found=layer, expected="as in model.layers.3.self_attn.attn"
+        )
     first, number = parts[: numbered[0]], int(parts[numbered[0]])
     # A layer of several attention modules numbers those too.
     rest = "".join(f".{parts[at]}" for at in numbered[1:])

@@ -136,7 +136,7 @@ class OpenRequests:
             self._met.add(engine)
             met_s = report.phases_s.get("handshake", 0.0)
             logger.info(
-                "kvferry fetches from %s over %s (%.1f s to meet): %s",
+                "kvferry fetches from %s over %s (handshake %.1f s): %s",
                 engine[0],
                 report.transport,
                 met_s,

@@ -80,7 +80,7 @@ def unsupported(layer: str, spec: Any, what: str, *, found: str = "", hint: str 
         found=found,
         expected="full, sliding-window or chunked attention, latent attention, Mamba 1 and 2, gated delta nets or "
         "short convolutions, in 16, 32 or (scaled per tensor) 8 bits",
-        hint=hint or "serve this model without kvferry, or tell us about it",
+        hint=hint or "serve this model without kvferry, and report this",
     )
 
 
@@ -99,8 +99,10 @@ def cache_item(cache: Cache) -> tuple[str, int]:
     if mode == "NONE":
         return dtype_word(spec.dtype), spec.dtype.itemsize
     if mode != "FP8_PER_TENSOR" or (word not in _FLOAT8 and word != "fp8_ds_mla"):
-        raise unsupported(cache.layer, spec, "its quantisation keeps scales elsewhere", found=f"{mode} ({word})")
+        raise unsupported(
+            cache.layer, spec, "its quantisation scales are stored outside the cache", found=f"{mode} ({word})"
+        )
     if cache.engine.dynamic_scales:
         hint = "leave calculate_kv_scales off and use a checkpoint with scales"
-        raise unsupported(cache.layer, spec, "every engine computes its own scales", found=word, hint=hint)
+        raise unsupported(cache.layer, spec, "every engine would compute its own scales", found=word, hint=hint)
     return _FLOAT8.get(word, "uint8"), 1

@@ -89,7 +89,9 @@ class Prompts:
             raise RequestError(what, found="both caches off", hint=hint)
         if [(feature.identifier, feature.mm_position.offset) for feature in features] != [key[1:] for key in keys]:
             # Such as the sound that an encoder hears: vLLM's prefix cache is off there.
-            raise RequestError("vLLM does not say where some of the prompt's media belong", found=f"{len(features)}")
+            raise RequestError(
+                "vLLM's prefix cache does not cover some of the prompt's media", found=f"{len(features)}"
+            )
         for feature in features:
             yield PromptInput(feature.modality, _identifier(request, feature), feature.mm_position.offset)
 

@@ -49,14 +49,14 @@ def recurrent_parts(cache: Cache) -> Parts:
     spec = cache.spec
     describe, num_states = kinds.get(spec.mamba_type, (None, 0))
     if describe is None:
-        raise unsupported(cache.layer, spec, "its kind of state is not known", found=str(spec.mamba_type))
+        raise unsupported(cache.layer, spec, "this kind of state is not supported", found=str(spec.mamba_type))
     if len(spec.shapes) != num_states or len(spec.dtypes) != num_states or len(spec.shapes[0]) != 2:
         what = f"{num_states} states are known of {spec.mamba_type.name}, the first of two dimensions"
         hint = "leave ReplaySSM off" if len(spec.shapes) > num_states else ""
         raise unsupported(cache.layer, spec, what, found=str(spec.shapes), hint=hint)
     if cache.tensor.element_size() != 1 or cache.tensor.shape[-1] < spec.state_content_size_bytes:
         found = f"{tuple(cache.tensor.shape)} of {cache.tensor.dtype}"
-        raise unsupported(cache.layer, spec, "its pages are not bytes that hold its states", found=found)
+        raise unsupported(cache.layer, spec, "its pages do not hold its states as raw bytes", found=found)
     group = CacheGroup(block_tokens=1, num_blocks=cache.num_blocks, ring_tokens=0)
     return Parts(group, tuple(describe(cache)))
 
@@ -68,7 +68,9 @@ def _ranks(cache: Cache) -> int:
 def _mamba1(cache: Cache) -> list[Part]:
     conv, shape = _convolution(cache), cache.spec.shapes[1]
     if len(shape) != 2 or shape[0] != conv.num_channels:
-        raise unsupported(cache.layer, cache.spec, "its states disagree on the channels", found=str(cache.spec.shapes))
+        raise unsupported(
+            cache.layer, cache.spec, "its states have different numbers of channels", found=str(cache.spec.shapes)
+        )
     channel = _Axis("channel", conv.num_channels, _ranks(cache))
     return [
         _projection(cache, "conv", (channel,), 0),
@@ -82,7 +84,9 @@ def _mamba2(cache: Cache) -> list[Part]:
     heads, head_dim, state_dim = _three(cache)
     num_groups, rest = divmod(conv.num_channels - heads * head_dim, 2 * state_dim)
     if num_groups < 1 or rest:
-        raise unsupported(cache.layer, cache.spec, "its channels are not x, B and C", found=f"{conv} beside {shape}")
+        raise unsupported(
+            cache.layer, cache.spec, "its channels are not those of x, B and C", found=f"{conv} beside {shape}"
+        )
     ranks = _ranks(cache)
     head, dim = _Axis("head", heads, ranks), _Axis("head_dim", head_dim, 1)
     group, state = _Axis("group", num_groups, _group_ranks(cache, num_groups)), _Axis("state", state_dim, 1)
@@ -104,7 +108,7 @@ def _group_ranks(cache: Cache, local: int) -> int:
     if total == local == 1:
         return 1
     found = f"{local} groups on each of {ranks} ranks, {total or 'an unknown number'} in the model"
-    raise unsupported(cache.layer, cache.spec, "its groups cannot be told apart over the ranks", found=found)
+    raise unsupported(cache.layer, cache.spec, "its groups are not divided evenly among the ranks", found=found)
 
 
 def _delta_net(cache: Cache) -> list[Part]:
@@ -113,7 +117,9 @@ def _delta_net(cache: Cache) -> list[Part]:
     num_key_heads, rest = divmod(conv.num_channels - heads * value_dim, 2 * key_dim)
     if num_key_heads < 1 or rest:
         found = f"{conv} beside {cache.spec.shapes[1]}"
-        raise unsupported(cache.layer, cache.spec, "its channels are not queries, keys and values", found=found)
+        raise unsupported(
+            cache.layer, cache.spec, "its channels are not those of queries, keys and values", found=found
+        )
     ranks = _ranks(cache)
     key_head, value_head = _Axis("head", num_key_heads, ranks), _Axis("head", heads, ranks)
     key, value = _Axis("key_dim", key_dim, 1), _Axis("value_dim", value_dim, 1)
@@ -134,7 +140,9 @@ def _short_convolution(cache: Cache) -> list[Part]:
 def _three(cache: Cache) -> tuple[int, int, int]:
     shape = cache.spec.shapes[1]
     if len(shape) != 3:
-        raise unsupported(cache.layer, cache.spec, "its recurrent state has three dimensions", found=str(shape))
+        raise unsupported(
+            cache.layer, cache.spec, "its recurrent state does not have three dimensions", found=str(shape)
+        )
     return shape[0], shape[1], shape[2]
 
 
@@ -148,7 +156,7 @@ def _convolution(cache: Cache) -> _Convolution:
     # Mamba 1 knows no speculation: its width is the kernel's.
     guessed = 0 if cache.spec.mamba_type == MambaAttentionBackendEnum.MAMBA1 else cache.spec.num_speculative_blocks
     if width <= guessed:
-        raise unsupported(cache.layer, cache.spec, "its convolution keeps nothing", found=str(shape))
+        raise unsupported(cache.layer, cache.spec, "its convolution state is empty", found=str(shape))
     return _Convolution(channels, width - guessed, strides[0] * item_bytes, strides[1] * item_bytes)
 
 

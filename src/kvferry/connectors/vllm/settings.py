@@ -97,7 +97,7 @@ def settings_of(config: VllmConfig) -> Settings:
     direction = str(extra.get("transfer_direction", "auto"))
     lease_s = extra.get("kv_lease_duration", DEFAULT_LEASE_S)
     if isinstance(lease_s, bool) or not isinstance(lease_s, int | float) or not lease_s > 0:
-        raise ConfigurationError("kv_lease_duration is wrong", found=repr(lease_s), expected="seconds above 0")
+        raise ConfigurationError("kv_lease_duration is invalid", found=repr(lease_s), expected="seconds above 0")
     staging_bytes = _staging_bytes(extra)
     return Settings(
         engine_id=transfer.engine_id,
@@ -122,18 +122,21 @@ def layer_wise_of(extra: dict[str, Any]) -> bool:
     """Raises ConfigurationError for what is neither true nor false."""
     found = extra.get("layer_wise", False)
     if not isinstance(found, bool):
-        raise ConfigurationError("layer_wise is wrong", found=repr(found), expected="true or false")
+        raise ConfigurationError("layer_wise is invalid", found=repr(found), expected="true or false")
     return found
 
 
 def _layer_wise(extra: dict[str, Any], config: VllmConfig) -> bool:
     """Only where a layer that has ended has ended for all tokens of the step."""
     wanted = layer_wise_of(extra)
-    several = (config.speculative_config is not None, "a speculator"), (config.parallel_config.use_ubatching, "batches")
+    several = (
+        (config.speculative_config is not None, "speculative decoding"),
+        (config.parallel_config.use_ubatching, "dual-batch overlap"),
+    )
     for is_so, what in several if wanted else ():
         if is_so:
             raise ConfigurationError(
-                "layer_wise is not possible with layers that run more than once per step",
+                "layer_wise does not work with layers that run more than once per step",
                 found=what,
                 expected="neither --speculative-config nor --enable-dbo",
             )
@@ -169,7 +172,7 @@ def _port(extra: dict[str, Any], config: VllmConfig) -> int:
     else:
         port = extra.get("port", 0)
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16:
-        raise ConfigurationError("port is wrong", found=repr(port), expected="0 to 65535; 0 lets the system choose")
+        raise ConfigurationError("port is invalid", found=repr(port), expected="0 to 65535; 0 lets the system choose")
     ranks_per_engine = config.parallel_config.world_size
     return port + config.parallel_config.data_parallel_index * ranks_per_engine if port else 0
 
@@ -177,14 +180,14 @@ def _port(extra: dict[str, Any], config: VllmConfig) -> int:
 def _staging_bytes(extra: dict[str, Any]) -> int:
     found = extra.get("staging_bytes", STAGING_BYTES)
     if isinstance(found, bool) or not isinstance(found, int):
-        raise ConfigurationError("staging_bytes is wrong", found=repr(found), expected="a number of bytes")
+        raise ConfigurationError("staging_bytes is invalid", found=repr(found), expected="a number of bytes")
     return found
 
 
 def _token_file(extra: dict[str, Any]) -> str:
     path = extra.get("token_file", "")
     if not isinstance(path, str):
-        raise ConfigurationError("token_file is wrong", found=type(path).__name__, expected="the path of a file")
+        raise ConfigurationError("token_file is invalid", found=type(path).__name__, expected="the path of a file")
     return path
 
 
@@ -192,7 +195,7 @@ def _transport(extra: dict[str, Any]) -> str:
     """`transport` is ours; `backends` is the stock connector's and can only ask for what NIXL gives us: UCX."""
     backends = extra.get("backends", ["UCX"])
     if backends != ["UCX"]:
-        raise ConfigurationError("only NIXL's UCX backend is used", found=repr(backends), expected='["UCX"]')
+        raise ConfigurationError("kvferry uses only NIXL's UCX backend", found=repr(backends), expected='["UCX"]')
     return str(extra.get("transport", "auto"))
 
 

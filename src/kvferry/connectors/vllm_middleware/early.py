@@ -92,7 +92,7 @@ def _check(fields: Mapping[str, msgspec.Raw], params: Mapping[str, Any]) -> None
     # Each of these is a request of its own, beside the prompt.
     several += ["prompt_embeds"] if bytes(fields.get("prompt_embeds", b"null")) != b"null" else []
     if several:
-        what = "an early reference stands for one sequence"
+        what = "an early reference is for one sequence"
         raise RequestError(what, found=", ".join(several), expected="one prompt and one answer")
 
 

@@ -68,8 +68,10 @@ class FerryMiddleware:
     async def _pass_unless_draining(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """While it ends, vLLM goes on listening, says that it is healthy, and answers new requests with nothing."""
         if is_draining(scope["app"].state):
-            body = error_body("this engine drains; hint: ask another one", "server_error", "draining", None)
-            await answer_json(send, 503, body | {"status": "not ready", "reason": "it drains"})
+            body = error_body(
+                "this engine is draining; hint: send the request to another engine", "server_error", "draining", None
+            )
+            await answer_json(send, 503, body | {"status": "not ready", "reason": "it is draining"})
         elif path == READY[1]:
             health = scope.get("root_path", "") + "/health"
             await self._app({**scope, "path": health, "raw_path": health.encode()}, receive, send)

@@ -43,16 +43,16 @@ class Workers:
             self._facts = dict(answers[0])
             self._addresses = tuple(answer.get("address", "") for answer in answers)
         if not self._facts:
-            what = "this server's caches are not moved by kvferry"
-            raise ConfigurationError(what, expected="the connector FerryConnector")
+            what = "this server does not run kvferry's connector"
+            raise ConfigurationError(what, expected="FerryConnector in --kv-transfer-config")
         return self._facts
 
     async def early(self, state: Any) -> EarlyFacts:
         """What references to prompts that are not computed are made of. Raises ConfigurationError, FerryError."""
         facts = await self.facts(state)
         if num_replicas(state) != 1:
-            what = "which replica will compute a prompt is not known beforehand"
-            raise ConfigurationError(what, found=f"{num_replicas(state)} replicas", expected="no data parallelism")
+            what = "with data parallelism it is not known in advance which replica computes a prompt"
+            raise ConfigurationError(what, found=f"{num_replicas(state)} replicas", expected="one replica")
         return EarlyFacts(facts["engine_id"], facts["epoch"], facts["key"], self._addresses)
 
     async def release(self, state: Any, reference: Reference) -> bool:
@@ -94,8 +94,8 @@ def is_draining(state: Any) -> bool:
 
 
 FOREIGN = {
-    Reason.WRONG_ENGINE: "these kv_transfer_params are another engine's",
-    Reason.WRONG_EPOCH: "these kv_transfer_params are of this engine before it was started again",
+    Reason.WRONG_ENGINE: "these kv_transfer_params belong to another engine",
+    Reason.WRONG_EPOCH: "these kv_transfer_params were issued before this engine was restarted",
 }
 
 
@@ -107,7 +107,7 @@ async def _ask(state: Any, method: str, arguments: tuple[str, ...]) -> list[Any]
     client = state.engine_client
     if not client.vllm_config.parallel_config.worker_extension_cls:
         expected = f"vllm serve --worker-extension-cls {EXTENSION}"
-        raise ConfigurationError("vLLM's workers cannot be asked", expected=expected)
+        raise ConfigurationError("vLLM's workers have no kvferry extension", expected=expected)
     # vLLM raises a bare Exception with whatever went wrong in a worker: it is taken from a task, and not caught.
     asking = asyncio.ensure_future(client.collective_rpc(method, args=arguments))
     try:
@@ -116,5 +116,5 @@ async def _ask(state: Any, method: str, arguments: tuple[str, ...]) -> list[Any]
         asking.cancel()
     trouble = asking.exception() if asking.done() else TimeoutError(f"no answer within {ANSWER_S:g} s")
     if trouble is not None:
-        raise FerryError("vLLM's workers could not be asked", found=str(trouble))
+        raise FerryError("vLLM's workers did not answer", found=str(trouble))
     return list(asking.result())
