@@ -112,6 +112,18 @@ def test_every_request_is_asked_for_and_counted(tmp_path):
     assert len(fake.seen) == 6  # one to warm up
     assert all(8 <= len(body["prompt"]) <= 12 and body["ignore_eos"] for body in fake.seen)
     assert "<svg" in plot.read_text()
+    assert "within the limits" in plot.read_text()
+
+
+def test_without_limits_nothing_is_said_of_goodput(tmp_path):
+    plot = tmp_path / "out.html"
+    with serving(Fake()) as url:
+        facts = json.loads(bench("--url", url, "--requests", 2, "--sweep", "100,200", "--plot", plot, "--json").stdout)
+    assert [(run["request_goodput"], run["slo_attainment"]) for run in facts["sweep"]] == [(None, None)] * 2
+    text = plot.read_text()
+    assert "Throughput over the rate" in text
+    for claim in ("within the limits", "met the limits", "oodput", 'class="good"'):
+        assert claim not in text
 
 
 def test_arrivals_never_wait_for_answers():
@@ -179,7 +191,7 @@ def test_failures_are_counted_with_their_words(fake, words):
     with serving(fake) as url:
         facts = json.loads(bench("--url", url, "--requests", 2, "--warm-up", 0, "--json", code=1).stdout)
         warm = bench("--url", url, "--requests", 2, code=2)
-    assert (facts["failed"], facts["completed"], facts["slo_attainment"]) == (2, 0, 0.0)
+    assert (facts["failed"], facts["completed"], facts["slo_attainment"]) == (2, 0, None)
     assert words in facts["common_errors"][0]["error"]
     assert "does not answer such a request" in warm.stderr
 

@@ -87,6 +87,27 @@ def test_every_finding_says_what_to_do():
         assert found(report, "names transports that this UCX does not have")
 
 
+@pytest.mark.parametrize(("chosen", "says"), [({}, False), ({"UCX_LOG_LEVEL": "warn"}, True)])
+def test_ucx_says_nothing_itself_unless_it_was_told_to(chosen, says):
+    pytest.importorskip("nixl_cu13")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "NIXL_"))}
+    environment |= {"UCX_TLS": "no_such,tcp"} | chosen
+    words = [sys.executable, "-m", "kvferry", "doctor"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert "UCX  WARN" not in done.stdout
+    assert ("UCX  WARN" in done.stderr) == says
+
+
+def test_the_verdict_comes_first():
+    words = [sys.executable, "-m", "kvferry", "doctor"]
+    environment = os.environ | {"UCX_TLS": "ze_ipc,ze_copy,sm"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    first, _, second, *_ = done.stdout.splitlines()
+    assert first.startswith("Not ready for transfers as set up (1 error")
+    assert "auto takes" in first
+    assert second == "Findings"
+
+
 def test_a_hopeless_set_is_an_error_with_the_explanation_and_nixl_is_not_tried():
     code, report = doctor(UCX_TLS="ze_ipc,ze_copy,sm")
     assert (code, report["severity"]) == (2, "error")

@@ -108,6 +108,26 @@ def test_a_frame_of_a_real_router_has_its_figures():
     asyncio.run(main())
 
 
+def test_once_shows_totals_since_the_router_started(capsys):
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine()]) as c:
+            for _ in range(3):
+                await c.complete({"prompt": "x", "stream": True})
+            no_nap = lambda seconds: pytest.fail("waited")  # noqa: E731
+            for as_json in (False, True):
+                options = command.TopOptions(c.url, 2.0, once=True, as_json=as_json)
+                await asyncio.to_thread(command.top, options, no_nap)
+
+    asyncio.run(main())
+    *table, line = capsys.readouterr().out.splitlines()
+    assert table[0].startswith("3 requests ")
+    assert "since the router started" in table[0]
+    assert "first token p50 -" not in table[1]
+    found = json.loads(line)
+    assert (found["requests"], found["requests_per_s"]) == (3, None)
+    assert found["ttft_p50_s"] > 0
+
+
 def test_what_did_not_happen_took_no_time_at_all():
     look = look_at(BEFORE, 10.0)
     found = summary(Frame(look, look, MEMBERS))

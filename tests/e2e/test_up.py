@@ -156,6 +156,19 @@ def test_a_terminal_that_is_closed_ends_everything_and_leaves_nothing(tiny_model
     assert not list(tmp_path.glob("kvferry-*"))
 
 
+def test_ctrl_c_ends_what_a_script_has_started_in_the_background(tiny_model):
+    """A shell without job control has such a process ignore SIGINT."""
+    command = [sys.executable, "-m", "kvferry", "up", "--model", str(tiny_model), "--port", "0"]
+    with started(["env", "--ignore-signal=INT", *command]) as parent:
+        assert any("Ctrl-C stops" in line for line in parent.stderr)
+        family = psutil.Process(parent.pid).children(recursive=True)
+        parent.send_signal(signal.SIGINT)
+        assert parent.wait(DEADLINE_S) == 0
+        assert "stopping: waiting for prefill-0, decode-0, router to end" in parent.stderr.read()
+    _, alive = psutil.wait_procs(family, timeout=DEADLINE_S)
+    assert not alive
+
+
 @pytest.mark.slow
 def test_what_was_started_with_nohup_outlives_its_terminal(tiny_model):
     command = ["nohup", sys.executable, "-m", "kvferry.cli.main", "up", "--model", str(tiny_model), "--port", "0"]

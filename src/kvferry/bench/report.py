@@ -49,7 +49,10 @@ class Report:
         return self.num_good / self.duration_s
 
     def as_json(self, with_requests: bool = False) -> dict[str, Any]:
-        """Names of vLLM first, then ours; with every request's times, in vLLM's lists, when that is wanted."""
+        """Names of vLLM first, then ours; with every request's times, in vLLM's lists, when that is wanted.
+
+        Without limits there is no goodput: null.
+        """
         return _of_vllm(self) | _of_times(self.times_s) | _ours(self) | (_lists(self) if with_requests else {})
 
 
@@ -78,7 +81,7 @@ def _of_vllm(report: Report) -> dict[str, Any]:
         "total_input_tokens": num_in,
         "total_output_tokens": num_out,
         "request_throughput": len(answered) / duration_s,
-        "request_goodput": report.goodput,
+        "request_goodput": report.goodput if report.slo.is_limited else None,
         "output_throughput": num_out / duration_s,
         "total_token_throughput": (num_in + num_out) / duration_s,
         "max_concurrent_requests": report.most_open,
@@ -98,7 +101,7 @@ def _ours(report: Report) -> dict[str, Any]:
     common = Counter(record.error for record in report.records if record.error).most_common(MAX_ERRORS)
     return {
         "slo": report.slo.as_json(),
-        "slo_attainment": report.attainment,
+        "slo_attainment": report.attainment if report.slo.is_limited else None,
         "max_late_ms": max((record.late_s * 1000 for record in report.records), default=0.0),
         "common_errors": [{"error": error, "count": count} for error, count in common],
     }

@@ -85,7 +85,7 @@ async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], g
         if terminated.is_set() or number == signal.SIGINT:
             stop()
             drain.announce()
-            console.say(f"ending: open answers have {grace_s} s")
+            console.say(f"stopping: open answers have {grace_s} s to finish")
         else:
             terminated.set()
 
@@ -109,16 +109,19 @@ async def _drained(
     for another reason, what is open has been broken off."""
     await terminated.wait()
     drain.announce()
-    console.say(f"draining: not ready any more, ending when nothing is open, after {drain.limit_s:g} s at the latest")
+    console.say(
+        f"draining: /ready answers 503; waiting {drain.notice_s:g} s for routers to notice, then for open requests and "
+        f"leases, at most {drain.limit_s:g} s in all"
+    )
     with suppress(TimeoutError):
         async with asyncio.timeout(drain.limit_s):
             await asyncio.sleep(drain.notice_s)
             await _nothing_open(drain, requests)
             if not is_ending():
-                console.say("drained: nothing is open")
+                console.say("drained: no request is open and every lease has ended")
             return
     console.say(
-        f"the time to drain is over: what is open is broken off ({requests.num_open}), caches not read are given up"
+        f"--drain-timeout is over: stopping with {requests.num_open} open requests; caches not read are dropped"
     )
 
 

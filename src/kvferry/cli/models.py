@@ -22,8 +22,13 @@ def resolve(model: str) -> tuple[str, str]:
             expected="a folder with a causal language model and its tokenizer, or a name on the hub",
             hint="leave --model out to use the built-in tiny one",
         )
+    if model != TINY and Path(model).is_dir():
+        return model, Path(model).name
     if model != TINY:
-        return model, Path(model).name if Path(model).is_dir() else model
+        console.say(
+            f"looking for {model} in the local cache and on the Hugging Face Hub; a first download takes a while"
+        )
+        return model, model
     from kvferry.embedded.model import ensure_tiny_model
 
     directory = cache_directory()

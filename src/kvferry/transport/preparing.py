@@ -19,15 +19,18 @@ from kvferry.transport.nics import nics
 from kvferry.transport.situation import Accelerator, Place, Situation, UcxBuild
 from kvferry.transport.ucx_builds import build_at, build_to_load, installed_builds, loaded_directories
 
-__all__ = ["PACKAGES", "Prepared", "prepare", "situation_here", "users_settings"]
+__all__ = ["PACKAGES", "Prepared", "prepare", "silence", "situation_here", "users_settings"]
 
 PACKAGES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
 """NIXL's Python packages, in the order in which they are tried."""
+
+QUIET: Final = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 
 logger = logging.getLogger(__name__)
 
 # What this process has set itself: it must not pass for the user's own when another engine of it prepares.
 _ours: dict[str, str] = {}
+_silenced: dict[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,14 @@ def prepare(device: str = "cpu", buffer_device: str = "cpu", place: Place = Plac
     return Prepared(situation, environment, late)
 
 
+def silence() -> None:
+    """Have UCX and NIXL write no messages of their own, unless the user has set how much they write. Before they are
+    loaded; child processes inherit it."""
+    for name, level in QUIET.items():
+        if name not in os.environ:
+            os.environ[name] = _silenced[name] = level
+
+
 def users_settings() -> dict[str, str]:
     """UCX's variables in this process's environment that we have not put there."""
     return {name: value for name, value in os.environ.items() if _is_users(name, value)}
@@ -83,7 +94,7 @@ def _build() -> UcxBuild:
 
 
 def _is_users(name: str, value: str) -> bool:
-    return name.startswith("UCX_") and _ours.get(name) != value
+    return name.startswith("UCX_") and value not in (_ours.get(name), _silenced.get(name))
 
 
 def _forget_what_is_not_chosen(environment: Environment) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -22,7 +23,7 @@ from kvferry.transport.accelerators import KINDS, accelerators
 from kvferry.transport.environment import Environment
 from kvferry.transport.finding import Finding, Severity, finding_of, worst
 from kvferry.transport.measurement import UNMEASURED, Measurement
-from kvferry.transport.preparing import prepare, situation_here
+from kvferry.transport.preparing import prepare, silence, situation_here
 from kvferry.transport.situation import Place
 from kvferry.transport.ucx_report import UcxReport
 
@@ -30,6 +31,12 @@ __all__ = ["DoctorOptions", "doctor"]
 
 EXIT_CODES: Final = {Severity.OK: 0, Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}
 STYLES: Final = {Severity.NOTE: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
+VERDICTS: Final = {
+    Severity.OK: "Ready for transfers",
+    Severity.NOTE: "Ready for transfers",
+    Severity.WARNING: "Ready for transfers, with warnings",
+    Severity.ERROR: "Not ready for transfers as set up",
+}
 NAME_WIDTH: Final = 28
 LEAST_WIDTH: Final = 20
 NOT_TRIED: Final = "not tried"
@@ -61,6 +68,7 @@ def doctor(options: DoctorOptions) -> int:
 
     Raises what is wrong with the options themselves, before anything is tried.
     """
+    silence()
     load_devices()
     _check(options)
     report = _examine(options)
@@ -168,11 +176,34 @@ def _trials_as_json(trials: Trials) -> dict[str, Any]:
 
 
 def _print(report: _Report, screen: Console) -> None:
+    """The verdict first, then what it follows from."""
+    screen.print(_verdict(report), style=STYLES.get(worst(report.findings), "green"), soft_wrap=not screen.is_terminal)
+    if report.findings:
+        screen.print("\nFindings", style="bold")
+    for finding in report.findings:
+        _print_finding(screen, finding)
+    _print_trials(report, screen)
     for section, facts in groupby(report.facts, key=lambda fact: fact.section):
         screen.print(f"\n{TITLES.get(section, section.capitalize())}", style="bold")
         for fact in facts:
             origin = f" ({fact.origin})" if section == "settings" else ""
             _line(screen, f"{fact.name}{origin}", fact.value)
+
+
+def _verdict(report: _Report) -> str:
+    """Whether transfers work here, over what, and how much there is to read."""
+    counts = Counter(finding.severity for finding in report.findings)
+    found = [
+        f"{number} {severity}{'s' if number > 1 else ''}"
+        for severity in (Severity.ERROR, Severity.WARNING, Severity.NOTE)
+        if (number := counts[severity])
+    ]
+    state = VERDICTS[worst(report.findings)]
+    taken = [f"{name}: {verdict(trials.measurements)}" for name, trials in report.trials.items()]
+    return f"{state} ({', '.join(found) or 'no findings'}). --transport auto takes {', '.join(taken)}."
+
+
+def _print_trials(report: _Report, screen: Console) -> None:
     for name, trials in report.trials.items():
         title = (
             "Loopback: host memory of another process of this machine"
@@ -183,11 +214,6 @@ def _print(report: _Report, screen: Console) -> None:
         for found in trials.measurements:
             _line(screen, found.name, _words(found))
         _line(screen, "auto takes", verdict(trials.measurements))
-    screen.print("\nFindings", style="bold")
-    for finding in report.findings:
-        _print_finding(screen, finding)
-    if not report.findings:
-        screen.print("  nothing is wrong")
 
 
 def _words(found: Measurement) -> str:

@@ -68,6 +68,8 @@ def _of_one(found: Measurement, place: Place) -> Iterator[Finding]:
         # A transport that is not installed is no fault; that is said once, elsewhere.
         if "not installed" not in found.error:
             hint = "see the other findings, and docs/transports.md for what each transport needs"
+            if found.name == "nixl":
+                hint += "; UCX_LOG_LEVEL=info kvferry doctor shows UCX's own messages"
             yield Finding(Severity.WARNING, f"{found.name} does not work here", found.error, "a copy", hint)
         return
     yield from judge(found, Direction.READ, place, surroundings_here(found.name))

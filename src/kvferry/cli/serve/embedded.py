@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import time
 from contextlib import AsyncExitStack
@@ -67,6 +68,10 @@ async def _serve(options: ServeOptions, engine: Engine, bound: socket.socket) ->
         undo.callback(app.state.service.close)
         app.state.registry.register(AgentCollector(transfer))
         url = listening.url_of(bound)
+        # What torch and the model's code have made stays. A collector that looks at it again holds up all answers for
+        # a moment, and the end of the process for seconds.
+        gc.collect()
+        gc.freeze()
         _announce(options, url, transfer.agent.address)
         registrar = _registrar(options, url)
         registering = asyncio.create_task(registrar.run())

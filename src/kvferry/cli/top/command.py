@@ -15,8 +15,8 @@ __all__ = ["top"]
 
 def top(
     url: Annotated[str, typer.Argument(help="URL of the router.")] = "http://127.0.0.1:8000",
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="One frame, then end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print totals since the router started, and exit.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show live what a router and its engines are doing."""

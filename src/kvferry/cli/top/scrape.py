@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isinf
+from math import inf, isinf
 
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["Look", "look_at"]
+__all__ = ["START", "Look", "look_at"]
 
 Labels = Mapping[str, str]
 
@@ -61,6 +61,10 @@ class Look:
     def _since(self, before: Look, name: str, edge: str, labels: Labels) -> float:
         bucket = f"{name}_bucket"
         return self.total(bucket, le=edge, **labels) - before.total(bucket, le=edge, **labels)
+
+
+START = Look(-inf, {})
+"""What a router that has just started would show: what came since is all that came."""
 
 
 def look_at(text: str, at_s: float) -> Look:

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli.top.scrape import Look
+from kvferry.cli.top.scrape import START, Look
 
 __all__ = ["Frame", "summary", "view"]
 
@@ -28,25 +28,38 @@ BAR = 40
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Two looks at the metrics, and what the router says of its instances at the second."""
+    """Two looks at the metrics, and what the router says of its instances at the second.
+
+    With `START` before, the figures are totals: nobody knows over how many seconds.
+    """
 
     before: Look
     now: Look
     members: dict[str, Any]
 
+    @property
+    def has_rates(self) -> bool:
+        return self.before is not START
+
 
 def summary(frame: Frame) -> dict[str, Any]:
-    """Plain JSON: rates per second, times in seconds, null where nothing came."""
+    """Plain JSON: totals since the router started; rates per second, where there were two looks; times in seconds;
+    null where nothing came."""
     before, now = frame.before, frame.now
     return {
-        "requests_per_s": now.rate(before, REQUESTS),
-        "tokens_per_s": now.rate(before, f"{GAPS}_count"),
+        "requests": now.total(REQUESTS),
+        "tokens": now.total(f"{GAPS}_count"),
+        "trouble": {words: now.total(name) for words, name in TROUBLE.items()},
+        "requests_per_s": now.rate(before, REQUESTS) if frame.has_rates else None,
+        "tokens_per_s": now.rate(before, f"{GAPS}_count") if frame.has_rates else None,
         "ttft_p50_s": now.percentile(before, TTFT, 0.5) or None,
         "ttft_p99_s": now.percentile(before, TTFT, 0.99) or None,
         "itl_p50_s": now.percentile(before, GAPS, 0.5) or None,
         "itl_p99_s": now.percentile(before, GAPS, 0.99) or None,
         "phases_s": {phase: now.mean(before, PHASES, phase=phase) or None for phase in _phases(now)},
-        "trouble_per_s": {words: now.rate(before, name) for words, name in TROUBLE.items()},
+        "trouble_per_s": {words: now.rate(before, name) for words, name in TROUBLE.items()}
+        if frame.has_rates
+        else None,
         **frame.members,
     }
 
@@ -64,14 +77,20 @@ def _phases(look: Look) -> list[str]:
 
 
 def _line(found: dict[str, Any]) -> Text:
+    counted, unit = (found["trouble"], "") if found["requests_per_s"] is None else (found["trouble_per_s"], "/s")
     parts = [
-        f"{found['requests_per_s']:.1f} requests/s",
-        f"{found['tokens_per_s']:.0f} tokens/s",
+        *_counts(found),
         f"\nfirst token p50 {_ms(found['ttft_p50_s'])} p99 {_ms(found['ttft_p99_s'])}",
         f"between tokens p50 {_ms(found['itl_p50_s'])} p99 {_ms(found['itl_p99_s'])}",
     ]
-    trouble = [f"{words} {rate:.1f}/s" for words, rate in found["trouble_per_s"].items() if rate]
+    trouble = [f"{words} {number:{'.1f' if unit else '.0f'}}{unit}" for words, number in counted.items() if number]
     return Text("  ".join(parts)).append(f"\n{', '.join(trouble)}" if trouble else "", style="bold red")
+
+
+def _counts(found: dict[str, Any]) -> tuple[str, ...]:
+    if found["requests_per_s"] is None:
+        return f"{found['requests']:.0f} requests", f"{found['tokens']:.0f} tokens since the router started"
+    return f"{found['requests_per_s']:.1f} requests/s", f"{found['tokens_per_s']:.0f} tokens/s"
 
 
 def _phase_table(found: dict[str, Any]) -> Table:

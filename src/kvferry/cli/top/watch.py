@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from kvferry.cli import console
-from kvferry.cli.top.scrape import Look, look_at
+from kvferry.cli.top.scrape import START, Look, look_at
 from kvferry.cli.top.view import Frame, summary, view
 from kvferry.errors import ConfigurationError
 
@@ -26,7 +26,10 @@ TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class TopOptions:
-    """Which router, how often, and whether until Ctrl-C or once: as a table or as JSON."""
+    """Which router, how often, and whether until Ctrl-C or once: as a table or as JSON.
+
+    `once` shows totals since the router started; JSON without it, rates over one interval.
+    """
 
     url: str
     interval_s: float
@@ -40,12 +43,13 @@ class TopOptions:
 
 def top(options: TopOptions, sleep: Callable[[float], None] = time.sleep) -> None:
     """Show it. Raises ConfigurationError when the router cannot be asked; once it was shown live, it is waited for."""
-    before = _frame(options.url, _look(options.url)).now
+    frame = _frame(options.url, START)
     if options.is_live:
-        _live(options, before, sleep)
+        _live(options, frame.now, sleep)
         return
-    sleep(options.interval_s)
-    frame = _frame(options.url, before)
+    if not options.once:
+        sleep(options.interval_s)
+        frame = _frame(options.url, frame.now)
     if options.as_json:
         console.data(summary(frame))
     else:

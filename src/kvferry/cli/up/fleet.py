@@ -90,6 +90,11 @@ class Fleet:
             self._await(self._children[index], time.monotonic() + self._options.ready_s)
 
     @property
+    def names(self) -> str:
+        """What is running, in words."""
+        return ", ".join(child.command.name for child in self._children if child.running) or "nothing"
+
+    @property
     def pids(self) -> dict[str, int]:
         """Process ids by name."""
         return {child.command.name: child.pid for child in self._children}

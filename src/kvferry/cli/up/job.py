@@ -70,7 +70,9 @@ class UpOptions:
 
 def up(options: UpOptions) -> int:
     """Run it; returns the exit code: 0 when the answers are equal. Raises ConfigurationError, RequestError."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A shell without job control has its background jobs ignore SIGINT: whoever ends the script means this, too.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     # It comes when the terminal is closed, and nohup has it ignored.
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
@@ -123,7 +125,7 @@ def _run(options: UpOptions, fleet: Fleet) -> int:
             signal.signal(number, signal.SIG_IGN)
         with suppress(OSError):
             # The terminal may be gone.
-            console.say("stopping")
+            console.say(f"stopping: waiting for {fleet.names} to end")
         return 0 if is_serving else 130
     return 0 if equal else 1
 
