@@ -1,0 +1,120 @@
+"""Caches that tokens alone do not decide, on real servers: LoRA adapters by their content, and prompt embeddings."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapter import make_adapter
+from answers import prompts_of, wait_until_free
+from proxy import REMOTE_DECODE
+from servers import Pair, PairSpec, Server, ServerSpec
+from test_middleware_on_vllm import post
+
+COMPLETIONS = "/v1/completions"
+FREE_S = 30.0
+FOLDER = Path(tempfile.gettempdir()) / f"kvferry-adapters-{os.getpid()}"
+SEEDS = {"first": 1, "copy-of-first": 1, "second": 2}
+FLAGS = ("--enable-lora", "--max-loras", "3", "--max-lora-rank", "8", "--enable-prompt-embeds", "--lora-modules")
+# The prefill server calls `tuned` what the decode server calls `same`; and both call another one `mixed`.
+AT_PREFILL = {"tuned": "first", "mixed": "first"}
+AT_DECODE = {"same": "copy-of-first", "mixed": "second", "tuned": "first"}
+HIDDEN = 256
+_numbers = itertools.count()
+
+
+def serving(role: str, adapters: dict[str, str]) -> ServerSpec:
+    return ServerSpec(role, flags=(*FLAGS, *(f"{name}={FOLDER / place}" for name, place in adapters.items())))
+
+
+ADAPTED = PairSpec("llama", serving("kv_producer", AT_PREFILL), serving("kv_consumer", AT_DECODE), "recompute", 30)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def adapters() -> Iterator[None]:
+    """Before the servers start, which are told of them on their command lines."""
+    for place, seed in SEEDS.items():
+        make_adapter(FOLDER / place, seed)
+    yield
+    shutil.rmtree(FOLDER)
+
+
+def asked(model: str, salt: str, num_tokens: int = 12, **content: Any) -> dict[str, Any]:
+    common = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {**common, "model": model, "cache_salt": salt, **content}
+
+
+def answered(server: Server, body: dict[str, Any]) -> tuple[list[int], str, str]:
+    """The answer's tokens, how its cache came, and why it did not."""
+    status, headers, text = post(server.url, COMPLETIONS, body, f"adapted-{next(_numbers)}")
+    assert status == 200, text
+    told = headers.get("x-kvferry-cache", ""), headers.get("x-kvferry-cache-reason", "")
+    return json.loads(text)["choices"][0]["token_ids"], *told
+
+
+def both_legs(pair: Pair, names: tuple[str, str], contents: tuple[dict[str, Any], dict[str, Any]], salt: str) -> Any:
+    """The decode leg's answer; each leg has its own name of the model, and its own prompt."""
+    first = asked(names[0], salt, 1, **contents[0]) | {"kv_transfer_params": REMOTE_DECODE}
+    status, _, text = post(pair.prefill.url, COMPLETIONS, first)
+    assert status == 200, text
+    params = json.loads(text)["kv_transfer_params"]
+    return answered(pair.decode, asked(names[1], salt, **contents[1]) | {"kv_transfer_params": params})
+
+
+@pytest.mark.parametrize("spec", [ADAPTED], ids=["adapted"])
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("tuned", "tuned"), ("received", "")),
+        (("tuned", "same"), ("received", "")),
+        (("mixed", "mixed"), ("recomputed", "wrong_prompt")),
+        (("tuned", "tiny"), ("recomputed", "wrong_prompt")),
+        (("tiny", "same"), ("recomputed", "wrong_prompt")),
+        (("tiny", "tiny"), ("received", "")),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_adapters_are_told_apart_by_what_they_hold(
+    pair: Pair, spec: PairSpec, names: tuple[str, str], told: tuple[str, str]
+) -> None:
+    prompt, salt = {"prompt": list(prompts_of((300,))[0].prompt)}, f"adapter-{next(_numbers)}"
+    expected, *_ = answered(pair.decode, asked(names[1], f"{salt}-alone", **prompt))
+    assert both_legs(pair, names, (prompt, prompt), salt) == (expected, *told)
+    assert answered(pair.decode, asked(names[1], salt, **prompt))[0] == expected
+    wait_until_free(pair.servers, FREE_S)
+
+
+@pytest.mark.parametrize("spec", [ADAPTED], ids=["adapted"])
+def test_the_adapters_of_these_tests_answer_differently(pair: Pair, spec: PairSpec) -> None:
+    prompt = {"prompt": list(prompts_of((300,))[0].prompt)}
+    answers = {model: answered(pair.decode, asked(model, "apart", **prompt))[0] for model in ("tiny", "same", "mixed")}
+    assert len({tuple(tokens) for tokens in answers.values()}) == 3
+
+
+def embeddings(seed: int) -> dict[str, Any]:
+    import torch
+
+    held = io.BytesIO()
+    torch.save(torch.randn(300, HIDDEN, generator=torch.Generator().manual_seed(seed)) * 0.3, held)
+    return {"prompt_embeds": base64.b64encode(held.getvalue()).decode()}
+
+
+@pytest.mark.parametrize("spec", [ADAPTED], ids=["adapted"])
+@pytest.mark.parametrize(("ours", "told"), [(1, ("received", "")), (2, ("recomputed", "wrong_prompt"))])
+def test_embeddings_are_told_apart_by_what_they_are(
+    pair: Pair, spec: PairSpec, ours: int, told: tuple[str, str]
+) -> None:
+    salt, contents = f"embeddings-{next(_numbers)}", (embeddings(1), embeddings(ours))
+    expected, *_ = answered(pair.decode, asked("tiny", f"{salt}-alone", **contents[1]))
+    assert both_legs(pair, ("tiny", "tiny"), contents, salt) == (expected, *told)
+    assert answered(pair.decode, asked("tiny", salt, **contents[1]))[0] == expected
+    wait_until_free(pair.servers, FREE_S)
