@@ -27,13 +27,13 @@ def ensure_tiny_model(directory: Path, progress: Callable[[str], None]) -> Path:
     target = directory / TINY_MODEL_NAME
     if (target / "config.json").is_file():
         return target
+    # It loads torch, which takes seconds and is not needed where the model is there.
+    from kvferry.embedded.recipe import build
+
     directory.mkdir(parents=True, exist_ok=True)
     progress(f"making a tiny model in {target} (once)")
     draft = Path(tempfile.mkdtemp(prefix=".tiny-", dir=directory))
     try:
-        # It loads torch, which takes seconds and is not needed where the model is there.
-        from kvferry.embedded.recipe import build
-
         build(draft)
         _publish(draft, target)
     finally:
