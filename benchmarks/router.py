@@ -30,13 +30,13 @@ def ask(load: Load) -> Outcome:
     return uvloop.run(run(load))
 
 
-def latency(port: int, pid: int, engines: tuple[int, int], seconds: float) -> dict[str, Any]:
+def latency(port: int, pid: int, engines: tuple[int, int], options: argparse.Namespace) -> dict[str, Any]:
     """Times to the first byte at RATE requests/s, and those of the same two legs without any router, just before."""
-    num = int(RATE * seconds)
+    num, keeps = int(RATE * options.seconds), options.connections == "kept"
     ask(Load((port,), WARM_UP, RATE, LATENCY_TOKENS))
-    direct = ask(Load(engines, num, RATE, LATENCY_TOKENS))
+    direct = ask(Load(engines, num, RATE, LATENCY_TOKENS, keeps=keeps))
     before_s, began = cpu_s(pid), time.perf_counter()
-    routed = ask(Load((port,), num, RATE, LATENCY_TOKENS))
+    routed = ask(Load((port,), num, RATE, LATENCY_TOKENS, keeps=keeps))
     busy = (cpu_s(pid) - before_s) / (time.perf_counter() - began)
     base_s = statistics.median(direct.first_s)
     added = {f"added_p{part}_ms": (percentile(routed.first_s, part / 100) - base_s) * 1000 for part in (50, 90, 99)}
@@ -107,7 +107,7 @@ def measure(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
         ):
             time.sleep(options.settle_s)
             if part == "latency":
-                found[part] = latency(port, pid, (prefill, decode), options.seconds)
+                found[part] = latency(port, pid, (prefill, decode), options)
             elif part == "streams":
                 found[part] = streams(port, pid)
             else:
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--example-python", default=sys.executable)
     parser.add_argument("--vllm-router", default="")
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--connections", choices=["new", "kept"], default="new", help="of the client, for latency")
     parser.add_argument("--settle-s", type=float, default=3.0)
     parser.add_argument("--parts", nargs="*", default=["latency", "streams"], choices=["latency", "streams", "soak"])
     parser.add_argument("--soak-s", type=float, default=600.0)
@@ -140,6 +141,7 @@ def main() -> None:
         "machine": machine(),
         "engines": "fake: they stream and compute nothing; they share a core with the load generator",
         "load": f"{RATE:.0f} requests/s, Poisson, {LATENCY_TOKENS} tokens each {LATENCY_GAP_MS:.0f} ms",
+        "connections": options.connections,
         "routers": [measure(subject, options) for subject in chosen],
     }
     print(json.dumps(result, indent=1))

@@ -15,6 +15,7 @@ __all__ = ["Load", "Outcome", "percentile", "run"]
 
 TIMEOUT_S = 60.0
 NONE = "none"
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 TROUBLES = ("the client leaves", "prefill fails", "the stream breaks off", "the body is no JSON")
 MARKS = {"prefill fails": "FAIL", "the stream breaks off": "CUT"}
 
@@ -24,7 +25,8 @@ class Load:
     """Ask `legs`, ports that are asked one after the other, `rate` times a second for `num` requests.
 
     One leg is a router, two are a prefill and a decode engine. `rate` 0 begins all requests within `ramp_s`. A share
-    of `trouble` of them has one of `TROUBLES` each.
+    of `trouble` of them has one of `TROUBLES` each. With `keeps` connections are used again, like those of a library
+    client; else each request has a new one.
     """
 
     legs: tuple[int, ...]
@@ -34,6 +36,29 @@ class Load:
     ramp_s: float = 0.0
     seed: int = 1
     trouble: float = 0.0
+    keeps: bool = False
+
+
+class Connections:
+    """Of one generator, by port: those that are idle, if they are kept."""
+
+    def __init__(self, keeps: bool) -> None:
+        self.keeps = keeps
+        self._idle: dict[int, list[Streams]] = {}
+
+    async def take(self, port: int) -> Streams:
+        """The one that was used last, or a new one."""
+        idle = self._idle.get(port)
+        return idle.pop() if idle else await asyncio.open_connection("127.0.0.1", port)
+
+    def give_back(self, port: int, streams: Streams) -> None:
+        """Its answer has been read to the end."""
+        self._idle.setdefault(port, []).append(streams)
+
+    def close(self) -> None:
+        for idle in self._idle.values():
+            for _, writer in idle:
+                writer.close()
 
 
 @dataclass(slots=True)
@@ -59,7 +84,7 @@ def percentile(values: list[float], part: float) -> float:
 
 async def run(load: Load) -> Outcome:
     """Everything is over when it returns."""
-    outcome, chooser = Outcome(), random.Random(load.seed)
+    outcome, chooser, connections = Outcome(), random.Random(load.seed), Connections(load.keeps)
     # A collection of what the requests so far left would hold up the next ones by milliseconds, which are not the
     # router's.
     gc.collect()
@@ -72,22 +97,23 @@ async def run(load: Load) -> Outcome:
             outcome.late_s.append(time.monotonic() - due_s)
             # A late generator is no delay of the router: the clock of a request begins when it is sent.
             trouble = chooser.choice(TROUBLES) if chooser.random() < load.trouble else NONE
-            tasks.append(asyncio.create_task(_one(load, trouble, outcome)))
+            tasks.append(asyncio.create_task(_one(load, connections, trouble, outcome)))
         await asyncio.gather(*tasks)
     gc.enable()
+    connections.close()
     return outcome
 
 
-async def _one(load: Load, trouble: str, outcome: Outcome) -> None:
+async def _one(load: Load, connections: Connections, trouble: str, outcome: Outcome) -> None:
     outcome.num_open += 1
     outcome.most_open = max(outcome.most_open, outcome.num_open)
     began = time.perf_counter()
     try:
         async with asyncio.timeout(TIMEOUT_S):
             for port in load.legs[:-1]:
-                await _ask(port, _body(True), load.num_tokens, NONE)
+                await _ask(connections, port, _body(True), load.num_tokens, NONE)
             body = b"{" if trouble == "the body is no JSON" else _body(False, MARKS.get(trouble, ""))
-            outcome.first_s.append(await _ask(load.legs[-1], body, load.num_tokens, trouble) - began)
+            outcome.first_s.append(await _ask(connections, load.legs[-1], body, load.num_tokens, trouble) - began)
     except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
         outcome.errors.append(repr(error)[:200])
     finally:
@@ -101,11 +127,13 @@ def _body(is_prefill: bool, mark: str = "") -> bytes:
     ).encode()
 
 
-async def _ask(port: int, body: bytes, num_tokens: int, trouble: str) -> float:
+async def _ask(connections: Connections, port: int, body: bytes, num_tokens: int, trouble: str) -> float:
     """The time of the first byte of the body; raises ValueError when the answer is not whole."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await connections.take(port)
+    is_kept = False
     try:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\nconnection: close\r\n"
+        close = "" if connections.keeps else "connection: close\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\n{close}"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         answer = await reader.readuntil(b"\r\n\r\n")
@@ -118,13 +146,33 @@ async def _ask(port: int, body: bytes, num_tokens: int, trouble: str) -> float:
         if trouble == "the stream breaks off":
             await _to_error(reader, first)
         elif is_stream and trouble in (NONE, "prefill fails"):
-            await _to_end(reader, first, num_tokens)
+            last = await _to_end(reader, first, num_tokens)
+            if connections.keeps and trouble == NONE:
+                await _to_last_chunk(reader, last)
+                is_kept = True
+        elif connections.keeps and trouble == NONE:
+            await _to_length(reader, answer, len(first))
+            is_kept = True
         return at
     finally:
-        writer.close()
+        if is_kept:
+            connections.give_back(port, (reader, writer))
+        else:
+            writer.close()
 
 
-async def _to_end(reader: asyncio.StreamReader, piece: bytes, num_tokens: int) -> None:
+async def _to_last_chunk(reader: asyncio.StreamReader, tail: bytes) -> None:
+    while not tail.endswith(b"\r\n0\r\n\r\n"):
+        tail = tail[-16:] + await reader.readuntil(b"\n")
+
+
+async def _to_length(reader: asyncio.StreamReader, head: bytes, num_read: int) -> None:
+    length = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
+    await reader.readexactly(length - num_read)
+
+
+async def _to_end(reader: asyncio.StreamReader, piece: bytes, num_tokens: int) -> bytes:
+    """Returns the last bytes that were read."""
     found, tail = piece.count(b'"text":" token"'), piece
     while b"[DONE]" not in tail:
         piece = await reader.read(1 << 16)
@@ -134,6 +182,7 @@ async def _to_end(reader: asyncio.StreamReader, piece: bytes, num_tokens: int) -
         tail = tail[-16:] + piece
     if found != num_tokens:
         raise ValueError(f"{found} tokens, expected {num_tokens}")
+    return tail
 
 
 async def _to_error(reader: asyncio.StreamReader, piece: bytes) -> None:

@@ -10,6 +10,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # As little as each of them can do.
 SMALLEST = [
+    "connections.py --repeats 1",
     "digest.py --repeats 1",
     "early_decode.py --tokens 64 --repeats 1 --step token=0.1ms,step=2ms",
     "goodput.py --rates 4 --requests 2 --step token=1ms,step=2ms,sequence=0.1ms,overlap=0 --chunks 200",
@@ -19,6 +20,7 @@ SMALLEST = [
     "mixed_tp.py --repeats 1 --pairs 4-2 --formats token-major --tokens 256 --transport cma",
     "planner.py --repeats 1",
     "router.py --only kvferry --seconds 1 --settle-s 0.1",
+    "router.py --only kvferry --seconds 1 --settle-s 0.1 --connections kept --parts latency",
     "staging.py --mebibytes 1 --repeats 1 --row-bytes 256",
     "staging_index.py --repeats 1",
     "transports.py --mebibytes 1 --repeats 1",
