@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -27,12 +28,20 @@ SLOW_WAY = "a slow way without need"
 Outcome = dict[str, dict[str, object]]
 
 
-def play(*names: str, prefix: Sequence[str] = (), host: str = "127.0.0.1", may_trace: bool = True, **settings: str):
-    """Where the peer is, and what came of each transport."""
+def play(
+    *names: str,
+    prefix: Sequence[str] = (),
+    host: str = "127.0.0.1",
+    may_trace: bool = True,
+    near: Sequence[str] = (),
+    **settings: str,
+):
+    """Where the peer is, and what came of each transport. `prefix` and `near` are commands that run another one: the
+    peer, and who asks it."""
     pytest.importorskip("nixl_cu13")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")} | settings
     wanted = json.dumps({"names": names or ALL, "prefix": prefix, "host": host, "may_trace": may_trace})
-    command = [sys.executable, str(SCENARIO), wanted]
+    command = [*near, sys.executable, str(SCENARIO), wanted]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
@@ -152,3 +161,49 @@ def test_two_hosts_without_rdma(other_host: Callable[[], list[str]]) -> None:
     assert families(rows, "nixl") == {"tcp"}
     # Between hosts without RDMA, tcp is what there is.
     assert fallbacks(rows) == set()
+
+
+# Of a local network that nobody else has.
+NEAR_6, FAR_6 = f"fd6b:7666:{os.getpid() % 65536:x}::1", f"fd6b:7666:{os.getpid() % 65536:x}::2"
+
+
+def wait_until_up(space: str) -> None:
+    """UCX leaves out an interface whose carrier the kernel has not noticed yet, which may take it a second."""
+    deadline = time.monotonic() + 30
+    command = ["ip", "-n", space, "-json", "link", "show", "kv"]
+    while (
+        '"operstate":"UP"' not in subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    ):
+        assert time.monotonic() < deadline, f"the link of {space} is not up"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def hosts_with_ipv6() -> Iterator[tuple[list[str], list[str]]]:
+    """For each of two hosts whose network has no other protocol, the command that runs another one there."""
+    spaces = [f"kvferry-{os.getpid()}-{number}" for number in range(2)]
+    needs(["unshare", "--net"])
+    try:
+        for space in spaces:
+            ip("netns", "add", space)
+        ip("-n", spaces[0], "link", "add", "kv", "type", "veth", "peer", "name", "kv", "netns", spaces[1])
+        for space, address in zip(spaces, (NEAR_6, FAR_6), strict=True):
+            ip("-n", space, "addr", "add", f"{address}/64", "dev", "kv", "nodad")
+            ip("-n", space, "link", "set", "kv", "up")
+            ip("-n", space, "link", "set", "lo", "up")
+        for space in spaces:
+            wait_until_up(space)
+        near, far = (["ip", "netns", "exec", space] for space in spaces)
+        yield near, [*far, *APART]
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, timeout=30, check=False)
+
+
+def test_two_hosts_with_ipv6_only(hosts_with_ipv6: tuple[list[str], list[str]]) -> None:
+    """UCX finds its own way: it listens at the addresses of network interfaces, whatever their protocol."""
+    near, prefix = hosts_with_ipv6
+    needs(prefix)
+    _, rows = play("nixl", "tcp", prefix=prefix, host=FAR_6, near=near)
+    assert (rows["nixl"]["error"], rows["tcp"]["error"]) == ("", "")
+    assert families(rows, "nixl") == {"tcp"}
