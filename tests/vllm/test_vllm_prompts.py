@@ -132,7 +132,7 @@ def test_an_adapter_is_read_once(tmp_path, monkeypatch):
     names, tuned = Prompts(), adapter(tmp_path / "a")
     first = names.of(request(lora_request=tuned), SIZE)
     monkeypatch.setattr(adapters.hashlib, "file_digest", None)
-    names.prepare(request(lora_request=tuned))
+    assert names.is_ready(request(lora_request=tuned))
     assert names.of(request(lora_request=tuned), SIZE) == first
 
 
@@ -152,15 +152,34 @@ def test_an_adapter_that_cannot_be_read_has_no_name(path):
         Prompts().of(request(lora_request=LoRARequest("tuned", 1, path)), SIZE)
 
 
-def test_an_adapter_that_takes_long_to_read_has_no_name_yet(tmp_path, monkeypatch):
-    monkeypatch.setattr(adapters, "WAIT_S", 0.0)
+@pytest.fixture
+def slow():
+    """An adapter's reader that has something else to do until the test is over."""
     names, is_over = Prompts(), threading.Event()
     names._adapters._reader.submit(is_over.wait)
-    try:
-        with pytest.raises(RequestError, match="still being read"):
-            names.of(request(lora_request=adapter(tmp_path / "a")), SIZE)
-    finally:
-        is_over.set()
+    yield names
+    is_over.set()
+
+
+def test_an_adapter_that_takes_long_to_read_has_no_name_yet(tmp_path, monkeypatch, slow):
+    asked = request(lora_request=adapter(tmp_path / "a"))
+    monkeypatch.setattr(adapters, "WAIT_S", 0.0)
+    assert slow.is_ready(asked)
+    with pytest.raises(RequestError, match="still being read"):
+        slow.of(asked, SIZE)
+
+
+def test_nobody_has_to_wait_for_an_adapter_that_is_being_read(tmp_path, slow):
+    tuned = adapter(tmp_path / "a")
+    assert [slow.is_ready(request(lora_request=tuned)), slow.is_ready(request())] == [False, True]
+
+
+def test_only_so_many_adapters_are_remembered(tmp_path, monkeypatch):
+    monkeypatch.setattr(adapters, "MAX_KNOWN", 2)
+    names = Prompts()
+    for number in range(1, 5):
+        names.of(request(lora_request=adapter(tmp_path / "a", number=number)), SIZE)
+    assert [number for number, _ in names._adapters._readings] == [3, 4]
 
 
 def test_images_that_are_only_numbered_have_no_name():

@@ -242,6 +242,14 @@ def test_an_answer_that_tells_of_the_prompts_logits_is_computed_where_they_are(a
     assert declined(made) == ([["target", "prompt_logprobs"]], [("cmpl-here", "prompt_logprobs")])
 
 
+def test_a_request_whose_prompt_has_no_name_yet_is_asked_for_again(monkeypatch):
+    made, asked = scheduler(), request(dict(PULL))
+    monkeypatch.setattr(Prompts, "is_ready", lambda *_: False)
+    assert made.num_new_tokens(asked, 0) is None
+    monkeypatch.undo()
+    assert made.num_new_tokens(asked, 0) == PROMPT - 1
+
+
 def test_what_is_kept_of_a_request_ends_with_it():
     made, asked = scheduler(), request(dict(PULL))
     made.num_new_tokens(asked, 0)

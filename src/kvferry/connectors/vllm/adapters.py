@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ __all__ = ["Adapters"]
 CONFIG = "adapter_config.json"
 # In vLLM's order: it loads the first that is there.
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-# A gigabyte takes about a second. The engine waits for it once per adapter, and not longer than this.
+# A gigabyte takes about a second. Requests wait for it once per adapter, and not longer than this.
 WAIT_S = 5.0
+# Adapters that are loaded and unloaded all the time have a new number each time.
+MAX_KNOWN = 1024
 
 Stamp = tuple[tuple[int, int, int], ...]
 
@@ -34,28 +37,44 @@ class _Content:
     stamp: Stamp
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Content that is being read, or has been; who needs it waits until `deadline`."""
+
+    content: Future[_Content]
+    deadline: float
+
+
 class Adapters:
     """Reads the files of each adapter once, in a thread of its own."""
 
     def __init__(self) -> None:
         self._reader = ThreadPoolExecutor(1, "kvferry-adapters")
-        self._found: dict[tuple[int, str], Future[_Content]] = {}
+        self._readings: dict[tuple[int, str], _Reading] = {}
 
-    def prepare(self, adapter: LoRARequest) -> None:
-        """Begin to read, so that nobody has to wait when the prompt has been computed."""
+    def is_ready(self, adapter: LoRARequest) -> bool:
+        """Whether `digest` would not wait. The files are being read from now on, if they have not been before."""
+        reading = self._reading(adapter)
+        return reading.content.done() or time.monotonic() >= reading.deadline
+
+    def _reading(self, adapter: LoRARequest) -> _Reading:
         key = adapter.lora_int_id, adapter.lora_path
-        if key not in self._found:
-            self._found[key] = self._reader.submit(_read, adapter.lora_path)
+        if key not in self._readings:
+            if len(self._readings) >= MAX_KNOWN:
+                del self._readings[next(iter(self._readings))]
+            content = self._reader.submit(_read, adapter.lora_path)
+            self._readings[key] = _Reading(content, time.monotonic() + WAIT_S)
+        return self._readings[key]
 
     def digest(self, adapter: LoRARequest) -> str:
         """Equal for adapters with equal files. Raises RequestError where that is not known (yet), and where files have
         been replaced since they were read: which of the two vLLM has loaded is not known either."""
-        self.prepare(adapter)
+        reading = self._reading(adapter)
         try:
-            content = self._found[adapter.lora_int_id, adapter.lora_path].result(WAIT_S)
+            content = reading.content.result(max(0.0, reading.deadline - time.monotonic()))
             stamp = _stamp(_files(adapter.lora_path))
         except FutureTimeoutError as error:
-            raise RequestError("the adapter's files are still being read", found=f"{WAIT_S:.0f} s so far") from error
+            raise RequestError("the adapter's files are still being read", found=f"after {WAIT_S:.0f} s") from error
         except OSError as error:
             raise RequestError("the adapter's files cannot be read", found=str(error)) from error
         if stamp != content.stamp:
@@ -70,11 +89,12 @@ class Adapters:
 
 def _read(path: str) -> _Content:
     files = _files(path)
-    digest = hashlib.blake2b(digest_size=32)
+    # Whatever is written from now on shows in another stamp.
+    stamp, digest = _stamp(files), hashlib.blake2b(digest_size=32)
     for file in files:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "blake2b").digest())
-    return _Content(digest.hexdigest(), _stamp(files))
+    return _Content(digest.hexdigest(), stamp)
 
 
 def _files(path: str) -> list[Path]:

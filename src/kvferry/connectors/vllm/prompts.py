@@ -43,10 +43,9 @@ class Prompts:
         self._media_are_identified = media_are_identified
         self._adapters = Adapters()
 
-    def prepare(self, request: Request) -> None:
-        """Its name will be asked for."""
-        if request.lora_request is not None:
-            self._adapters.prepare(request.lora_request)
+    def is_ready(self, request: Request) -> bool:
+        """Whether `of` would not wait, as it does while the files of a new adapter are read."""
+        return request.lora_request is None or self._adapters.is_ready(request.lora_request)
 
     def of(self, request: Request, num_tokens: int) -> Prompt:
         """Its first `num_tokens` tokens, those of its answer included, and what else their cache depends on.

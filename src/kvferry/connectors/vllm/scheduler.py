@@ -76,9 +76,9 @@ class Scheduler:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             self._hold(params)
-        if params.get("do_remote_prefill") or params.get("do_remote_decode"):
-            self._prompts.prepare(request)
         if params.get("do_remote_decode"):
+            # The files of its adapter are read while the prompt is computed.
+            self._prompts.is_ready(request)
             self._shorten(request)
             self._promised.begin(request, self._ranks[0].key if self._ranks else "", self._orders)
 
@@ -105,10 +105,15 @@ class Scheduler:
             request.max_tokens = 1
             self._truncated.add(request.request_id)
 
-    def num_new_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """How many tokens behind the computed ones can be fetched: all but the last, which is computed here."""
+    def num_new_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """How many tokens behind the computed ones can be fetched: all but the last, which is computed here. None while
+        that is not known, and others get on."""
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill") or not self._expected.prompt(request):
+        if not params or not params.get("do_remote_prefill"):
+            return 0
+        if not self._prompts.is_ready(request):
+            return None
+        if not self._expected.prompt(request):
             return 0
         self._computed[request.request_id] = num_computed_tokens
         return max(0, self._num_wanted(request, params) - num_computed_tokens)
