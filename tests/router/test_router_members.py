@@ -408,6 +408,18 @@ def test_prompts_that_are_read_differently_take_out_no_pair(is_told_by):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("reason", ["unnamed_prompt", "prompt_logprobs"])
+def test_prompts_that_a_decode_engine_computes_on_purpose_take_out_no_pair(reason):
+    async def main():
+        async with cluster([prefill_engine("p0")], [decode_engine("d0", losing(reason))]) as c:
+            for _ in range(PAIR_FUSE.num_failures + 1):
+                assert (await c.complete()).status == 200
+            assert len(c.prefill[0].seen) == PAIR_FUSE.num_failures + 1
+            assert (await c.members())["broken_pairs"] == []
+
+    asyncio.run(main())
+
+
 def test_too_much_to_do_is_429_with_a_time_to_come_back():
     async def main():
         limits = Limits(max_requests=1)
