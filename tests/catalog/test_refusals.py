@@ -65,6 +65,9 @@ MAMBA1 = {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2}
         ({"text_config": [1]}, "an object with fields of its own"),
         ({"compress_ratios": [4, 4]}, "attention over compressed tokens"),
         ({"is_encoder_decoder": True}, "an encoder and a decoder"),
+        ({"model_type": "bert"}, "this model generates no text"),
+        ({"model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"]}, "found: XLMRobertaModel"),
+        ({"architectures": ["ModernBertForMaskedLM"]}, "this model generates no text"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named(fields, message):
@@ -118,7 +121,7 @@ def test_a_file_that_is_no_config(content, message, tmp_path):
 
 
 def test_a_folder_without_a_config(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"holds no config\.json"):
+    with pytest.raises(ConfigurationError, match=r"has no config\.json"):
         catalog.read(tmp_path, AUTO)
 
 

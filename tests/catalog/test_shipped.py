@@ -49,6 +49,7 @@ FIGURES = {
         36 * ((2 * 16 * 128 + 32 * 128) * 3 * 2 + 32 * 128 * 128 * 2),
         ("recurrent", "full"),
     ),
+    "tiny": (4 * 2 * 4 * 64 * 4, 0, ("full",)),
 }
 
 # Active parameters in billions as published, and what to take off them because a token of a prompt is not multiplied
@@ -73,6 +74,7 @@ PUBLISHED = {
     "jamba-1.5-mini": (12.0, 0),
     # "3B activated" is rounded: the model's technical figures give 3.9 with both embeddings.
     "qwen3-next-80b-a3b": (3.9, 151936 * 2048),
+    "tiny": (0.00367, 1024 * 256),
 }
 
 

@@ -57,7 +57,8 @@ def test_the_table_of_a_usual_plan_fits_a_terminal():
     shape = ["--model", "llama-3.3-70b", "--prefill", "tp=4,block=16", "--decode", "tp=2,block=64"]
     lines = plan(*shape).stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    row = next(number for number, line in enumerate(lines) if line.startswith(" 0 → 0"))
+    row = next(number for number, line in enumerate(lines) if line.startswith(" 0-3 → 0-1"))
+    assert lines[row].split("│")[2:4] == [" 4 pairs      ", "  640 MiB "]
     assert [line.split("│")[5:] for line in lines[row : row + 3]] == [
         [" scatter  ", " 14.2 ms "],
         [" (pack)   ", " 14.5 ms "],
@@ -69,7 +70,36 @@ def test_a_table_that_is_too_wide_shows_the_layers_above_the_heads():
     shape = ["--model", "nemotron-h-8b", "--prefill", "tp=2,pool=shared", "--decode", "tp=4,block=32,outer=width"]
     lines = plan(*shape).stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    assert ["0 → 0", "layers 28 of 0-50"] in [[cell.strip() for cell in line.split("│")[:2]] for line in lines]
+    assert ["0-1 → 0-3", "layers 28 of 0-50"] in [[cell.strip() for cell in line.split("│")[:2]] for line in lines]
+
+
+def test_pairs_that_differ_keep_rows_of_their_own():
+    lines = plan(*MODEL, "--prefill", "tp=3", "--decode", "tp=2", "--tokens", "100").stdout.splitlines()
+    rows = [line.split("│")[0].strip() for line in lines[3:] if " → " in line.split("│")[0]]
+    assert rows == ["0, 2 → 0-1", "1 → 0-1"]
+
+
+def test_a_model_is_known_by_its_name_on_the_hub():
+    shapes = ["--prefill", "tp=1", "--decode", "tp=1", "--tokens", "64"]
+    named = facts("--model", "meta-llama/Llama-3.3-70B-Instruct", *shapes)
+    assert named["bytes"] == facts("--model", "llama-3.3-70b", *shapes)["bytes"]
+    assert facts("--model", "tiny", *shapes)["bytes_per_token"] == 4 * 2 * 4 * 64 * 4
+    unknown = plan("--model", "meta-llama/Llama-3.3-71B", *shapes)
+    assert unknown.exit_code == 2
+    assert "hf download meta-llama/Llama-3.3-71B config.json" in unknown.stderr
+
+
+def test_replicas_are_engines_of_their_own():
+    one = facts(*MODEL, "--prefill", "tp=2", "--decode", "tp=1", "--tokens", "64")
+    assert facts(*MODEL, "--prefill", "tp=2,dp=4", "--decode", "tp=1", "--tokens", "64")["pairs"] == one["pairs"]
+    words = " ".join(plan(*MODEL, "--prefill", "tp=2,dp=4", "--decode", "tp=1").stdout.split())
+    assert "prefill dp=4: 4 replicas; each is an engine of its own" in words
+
+
+def test_draft_layers_are_shown():
+    shapes = ["--model", "deepseek-v3", "--prefill", "tp=1", "--decode", "tp=1", "--tokens", "64"]
+    assert "draft layers: 1" in plan(*shapes, "--draft").stdout
+    assert "draft" not in plan(*shapes).stdout
 
 
 def test_help_fits_a_terminal_and_cuts_no_word():
@@ -120,20 +150,23 @@ def test_a_models_own_configuration_is_read(tmp_path):
         (["--prefill", "tp=1,format=odd", "--decode", "tp=2"], "unknown cache format"),
         (["--prefill", "tp=1", "--decode", "tp=2", "--dtype", "int3"], "unknown dtype"),
         (["--prefill", "tp=1", "--decode", "format=head-major", "--tokens", "9999999"], "too many small rows"),
-        (["--prefill", "tp=1", "--decode", "tp=2,outer=width"], "no state of fixed size has such an axis"),
+        (["--prefill", "tp=1", "--decode", "tp=2,outer=width"], "outer= names an unknown axis"),
         (["--prefill", "tp=1", "--decode", "tp=2", "--prefill-speed", "nan"], "from 1 to 1,000,000,000,000 tokens/s"),
         (["--prefill", "tp=1", "--decode", "tp=2", "--prefill-speed", "0"], "from 1 to 1,000,000,000,000 tokens/s"),
         (["--prefill", "tp=1", "--decode", "tp=2", "--html", "plan.pdf"], "what is drawn is a page"),
-        (["--model", "", "--prefill", "tp=1", "--decode", "tp=2"], "no model is called so"),
-        (["--model", "/", "--prefill", "tp=1", "--decode", "tp=2"], "this folder holds no config.json"),
-        (["--model", "/nowhere", "--prefill", "tp=1", "--decode", "tp=2"], "no model is called so"),
+        (["--model", "", "--prefill", "tp=1", "--decode", "tp=2"], "unknown model"),
+        (["--model", "/", "--prefill", "tp=1", "--decode", "tp=2"], "the folder has no config.json"),
+        (["--model", "/nowhere", "--prefill", "tp=1", "--decode", "tp=2"], "unknown model"),
         (["--model", "lama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=2"], "llama-3.1-8b"),
         (["--prefill", "tp=1", "--decode", "tp=2", "--link", "fast"], "cannot read a link's speed"),
         (["--prefill", "tp=1", "--decode", "tp=2", "--link", "0GB/s"], "cannot read a link's speed"),
         (["--prefill", "tp=1", "--decode", "tp=2,dcp=2"], "cannot be shared out"),
         (["--prefill", "tp=1,block=16,kernel=3", "--decode", "tp=2"], "kernel blocks must divide a block"),
         (["--prefill", "tp=1,pool=own", "--decode", "tp=2"], "cannot read an engine's shape"),
-        (["--prefill", "tp=1", "--decode", "tp=2", "--tokens", "5", "--cached", "6"], "more tokens cached"),
+        (
+            ["--prefill", "tp=1", "--decode", "tp=2", "--tokens", "5", "--cached", "6"],
+            "--cached is larger than --tokens",
+        ),
         (["--prefill", "tp=1", "--decode", "tp=2", "--html", "/nowhere/page.html"], "there is no such folder"),
     ],
 )

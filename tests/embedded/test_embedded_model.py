@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
+from kvferry import catalog
 from kvferry.embedded.model import TINY_MODEL_NAME, ensure_tiny_model
 
 
@@ -38,6 +39,11 @@ def test_several_at_once_leave_one_model_and_no_litter(tmp_path: Path) -> None:
         thread.join()
     assert set(paths) == {tmp_path / TINY_MODEL_NAME}
     assert [path.name for path in tmp_path.iterdir()] == [TINY_MODEL_NAME]
+
+
+def test_a_plan_knows_it(model_path: Path) -> None:
+    made, known = (catalog.read(name, catalog.Options("auto", False)) for name in (model_path, "tiny"))
+    assert (made.cache, made.num_active_parameters) == (known.cache, known.num_active_parameters)
 
 
 def test_it_is_what_it_says(model_path: Path) -> None:

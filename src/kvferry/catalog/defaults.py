@@ -156,6 +156,68 @@ _UNKNOWN: Mapping[str, str] = {
 }
 
 
+# Families of encoders: with `is_decoder` they can generate text, and keep a cache then.
+_ENCODERS = frozenset(
+    (
+        "albert",
+        "bert",
+        "camembert",
+        "clip",
+        "convbert",
+        "data2vec-text",
+        "deberta",
+        "deberta-v2",
+        "distilbert",
+        "electra",
+        "ernie",
+        "esm",
+        "eurobert",
+        "flaubert",
+        "funnel",
+        "ibert",
+        "jina_bert",
+        "layoutlm",
+        "layoutlmv3",
+        "longformer",
+        "luke",
+        "modernbert",
+        "mpnet",
+        "nomic_bert",
+        "nystromformer",
+        "rembert",
+        "roberta",
+        "roformer",
+        "siglip",
+        "squeezebert",
+        "vit",
+        "wav2vec2",
+        "xlm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+    )
+)
+_HEADS_WITHOUT_TEXT = (
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+)
+
+
+def _check_generates(source: str, config: Mapping[str, object], family: str) -> None:
+    """Raises ConfigurationError for a model that reads text without writing any: its engine keeps no cache."""
+    architectures = config.get("architectures")
+    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    is_encoder = family in _ENCODERS and config.get("is_decoder") is not True
+    if is_encoder or (names and all(name.endswith(_HEADS_WITHOUT_TEXT) for name in names)):
+        raise ConfigurationError(
+            f"{source}: this model generates no text, so it has no KV cache to move",
+            found=", ".join(names) or f"model_type {family}",
+            expected="a model that generates text, such as one whose architecture ends in ForCausalLM",
+        )
+
+
 def language_fields(source: str, config: Mapping[str, object]) -> Fields:
     """The fields of the language model in a config, with its family's defaults where it does not say.
 
@@ -169,6 +231,7 @@ def language_fields(source: str, config: Mapping[str, object]) -> Fields:
         inherited = {name: config[name] for name in _INHERITED if name in config}
         family = nested.word("model_type") or _TEXT_MODEL.get(family, family)
         fields = Fields(nested.source, inherited | dict(nested.values))
+    _check_generates(source, config, family)
     for name, what in _UNKNOWN.items():
         if fields.values.get(name):
             raise ConfigurationError(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.catalog.hub_names import SHIPPED_AS
 from kvferry.catalog.model import of_config
 from kvferry.catalog.records import Entry, Options
 from kvferry.errors import ConfigurationError
@@ -24,13 +25,14 @@ def names() -> tuple[str, ...]:
 
 
 def read(source: str | Path, options: Options) -> Entry:
-    """The model of a config.json, of the folder that it lies in, or of a name from `names()`.
+    """The model of a config.json, of the folder that it lies in, of a name from `names()`, or of its name on the Hub.
 
     A shipped name comes first: write `./name` for a folder that is called like one. Raises ConfigurationError when
     there is no such file or name, when the file is no JSON object, or when its fields describe no known cache.
     """
-    if isinstance(source, str) and source in names():
-        file = next(file for file in _shipped() if file.name == f"{source}.json")
+    shipped = SHIPPED_AS.get(source.lower(), source) if isinstance(source, str) else ""
+    if isinstance(source, str) and shipped in names():
+        file = next(file for file in _shipped() if file.name == f"{shipped}.json")
         return of_config(_decoded(source, file.read_bytes()), source, options)
     path = Path(source)
     try:
@@ -38,7 +40,7 @@ def read(source: str | Path, options: Options) -> Entry:
             path = path / "config.json"
             if not path.is_file():
                 raise ConfigurationError(
-                    "this folder holds no config.json", found=str(source), expected="that of a model"
+                    "the folder has no config.json", found=str(source), expected="the folder of a model"
                 )
         elif not path.is_file():
             raise _unknown(str(source))
@@ -66,9 +68,13 @@ def _decoded(name: str, content: bytes) -> dict[str, object]:
 
 def _unknown(source: str) -> ConfigurationError:
     known = names()
-    close = difflib.get_close_matches(source.lower(), known, n=3, cutoff=0.4)
+    close = difflib.get_close_matches(source.lower().rpartition("/")[2], known, n=3, cutoff=0.4)
+    hints = ["did you mean " + " or ".join(close) + "?"] if close else []
+    if source.count("/") == 1 and not source.startswith((".", "/", "~")):
+        hints.append(f"to plan for any model of the Hub: hf download {source} config.json, and pass the path it prints")
     return ConfigurationError(
-        f"no model is called so, and there is no such file: {source}",
+        f"unknown model: {source}",
+        found="neither a file nor a folder, nor a known name",
         expected="a config.json, a folder with one, or one of " + ", ".join(known),
-        hint="did you mean " + " or ".join(close) + "?" if close else "pass the path of a config.json",
+        hint="; ".join(hints) or "pass the path of a config.json",
     )

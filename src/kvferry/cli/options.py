@@ -24,9 +24,9 @@ __all__ = [
     "TransferDirection",
     "addresses",
     "cache",
+    "common",
     "moving",
     "output",
-    "routers",
     "times",
 ]
 
@@ -40,23 +40,24 @@ class FailurePolicy(StrEnum):
     FAIL = "fail"
 
 
-cache = partial(typer.Option, rich_help_panel="Model and cache")
-moving = partial(typer.Option, rich_help_panel="How caches move")
-addresses = partial(typer.Option, rich_help_panel="Addresses")
-times = partial(typer.Option, rich_help_panel="Time limits, in seconds")
-routers = partial(typer.Option, rich_help_panel="Joining routers")
-output = partial(typer.Option, rich_help_panel="Output")
+# What most people need stands first, in the panel that typer calls Options.
+common = typer.Option
+cache = partial(typer.Option, rich_help_panel="Advanced: model and cache")
+moving = partial(typer.Option, rich_help_panel="Advanced: cache transfer")
+addresses = partial(typer.Option, rich_help_panel="Advanced: addresses")
+times = partial(typer.Option, rich_help_panel="Advanced: time limits, in seconds")
+output = partial(typer.Option, rich_help_panel="Advanced: output")
 
-Model = Annotated[str, cache(help="Folder or Hugging Face name; `tiny` is made on this machine.")]
-Engine = Annotated[str, cache(help="transformers (built in) or vllm; options of vLLM go behind --.")]
-Digest = Annotated[str, moving(help="What a decode engine compares: sampled, full (every byte) or off.")]
-Transport = Annotated[str, moving(help="auto, shm, cma, tcp or nixl.")]
-Strategy = Annotated[str, moving(help="How a decode engine gets caches: auto, direct, scatter or pack.")]
+Model = Annotated[str, common(help="Model folder or Hugging Face name; tiny is built on this machine.")]
+Engine = Annotated[str, common(help="transformers (built in), or vllm; pass vLLM's own options after --.")]
+Digest = Annotated[str, moving(help="How much of a received cache is verified: sampled, full or off.")]
+Transport = Annotated[str, common(help="auto, shm, cma, tcp or nixl.")]
+Strategy = Annotated[str, moving(help="How caches are copied: auto, direct, scatter or pack.")]
 TransferDirection = Annotated[
-    str, moving(help="Who moves caches: pull (the decode engine), push (the prefill engine), or auto.")
+    str, moving(help="pull (the decode engine reads), push (the prefill engine writes) or auto.")
 ]
-Host = Annotated[str, addresses(help="Address to listen on.")]
-TokenFile = Annotated[str, addresses(help="The token that all engines share; else KVFERRY_TOKEN_FILE.")]
-Drain = Annotated[float, times(min=0.0, max=86400.0, help="What open requests and leases have after SIGTERM.")]
+Host = Annotated[str, common(help="Address to listen on.")]
+TokenFile = Annotated[str, common(help="File with the shared token; else KVFERRY_TOKEN_FILE.")]
+Drain = Annotated[float, times(min=0.0, max=86400.0, help="Limit for open requests and leases after SIGTERM.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-Child = Annotated[bool, typer.Option("--as-child", hidden=True, help="End when standard input closes.")]
+Child = Annotated[bool, typer.Option("--as-child", hidden=True, help="Exit when standard input closes.")]

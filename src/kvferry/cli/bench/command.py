@@ -17,9 +17,9 @@ from kvferry.errors import ConfigurationError
 __all__ = ["app"]
 
 server = partial(typer.Option, rich_help_panel="Server")
-arrivals = partial(typer.Option, rich_help_panel="When requests arrive")
-asked = partial(typer.Option, rich_help_panel="What is asked")
-good = partial(typer.Option, rich_help_panel="What is good enough")
+arrivals = partial(typer.Option, rich_help_panel="Arrival of requests")
+asked = partial(typer.Option, rich_help_panel="Requests")
+good = partial(typer.Option, rich_help_panel="Limits")
 
 # What one option does without another: nothing.
 NEEDS = {
@@ -41,35 +41,41 @@ def bench() -> None:
 @app.command()
 def serve(
     context: typer.Context,
-    url: Annotated[str, server(help="The server's URL, without /v1.")] = "http://127.0.0.1:8000",
-    model: Annotated[str, server(help="Model to ask for; the first one served if empty.")] = "",
-    endpoint: Annotated[Endpoint, server(help="completions or chat.")] = Endpoint.COMPLETIONS,
-    header: Annotated[list[str], server(help="'Name: value' for every request; repeat for more.")] = [],  # noqa: B006
-    timeout: Annotated[float, server(min=0.1, help="Seconds that one answer may take.")] = 600.0,
-    rate: Annotated[float, arrivals(help="Requests/s that arrive at random; inf: all at once.")] = float("inf"),
-    concurrency: Annotated[int, arrivals(min=0, help="Instead: so many open at a time.")] = 0,
-    trace: Annotated[str, arrivals(help="Instead: a JSONL file as Mooncake's traces.")] = "",
-    trace_speed: Annotated[float, arrivals(help="So much faster than it was recorded.")] = 1.0,
-    sweep: Annotated[str, arrivals(help="Instead: several rates, such as 1,2,4,8.")] = "",
+    url: Annotated[str, server(help="URL of the server, without /v1.")] = "http://127.0.0.1:8000",
+    model: Annotated[str, server(help="Model name, if not the first one that is served.")] = "",
+    endpoint: Annotated[Endpoint, server(help="API to send requests to.")] = Endpoint.COMPLETIONS,
+    header: Annotated[list[str], server(help="'Name: value', sent with every request; repeatable.")] = [],  # noqa: B006
+    timeout: Annotated[float, server(min=0.1, help="Time limit of one request, in seconds.")] = 600.0,
+    rate: Annotated[float, arrivals(help="Requests per second (Poisson process); inf sends all at once.")] = float(
+        "inf"
+    ),
+    concurrency: Annotated[int, arrivals(min=0, help="Instead of --rate: number of requests in flight.")] = 0,
+    trace: Annotated[str, arrivals(help="Instead of --rate: replay a JSONL trace in Mooncake's format.")] = "",
+    trace_speed: Annotated[float, arrivals(help="Factor by which the trace is sped up.")] = 1.0,
+    sweep: Annotated[str, arrivals(help="Instead of --rate: one run per rate, such as 1,2,4,8.")] = "",
     requests: Annotated[int, asked(min=1, help="Number of requests.")] = 100,
-    prompt_tokens: Annotated[str, asked(help="Length of prompts: 512, or 256-1024.")] = "512",
-    output_tokens: Annotated[str, asked(help="Length of answers: 64, or 16-128.")] = "64",
-    prefix_tokens: Annotated[int, asked(min=0, help="Tokens of a shared beginning before each prompt.")] = 0,
-    prefixes: Annotated[int, asked(min=1, help="How many different beginnings.")] = 1,
-    text: Annotated[bool, asked("--text", help="Prompts of words, not of token ids.")] = False,
-    may_stop: Annotated[bool, asked("--may-stop", help="Answers may end before their length.")] = False,
-    warm_up: Annotated[int, asked(min=0, help="Requests before, one by one, that do not count.")] = 1,
-    seed: Annotated[int, asked(help="The same seed asks the same at the same times.")] = 0,
-    slo: Annotated[str, good(help="What a good answer is: ttft=5s,itl=100ms,e2el=30s.")] = "",
-    itl_by: Annotated[ItlBy, good(help="A request's ITL is its mean, or the p99 of its gaps.")] = ItlBy.MEAN,
-    attainment: Annotated[float, good(min=0.0, max=1.0, help="Part that must be good, for --sweep.")] = 0.9,
-    plot: Annotated[str, output(help="Draw distributions and timeline as a page in this file.")] = "",
+    prompt_tokens: Annotated[str, asked(help="Prompt length in tokens: 512, or 256-1024.")] = "512",
+    output_tokens: Annotated[str, asked(help="Answer length in tokens: 64, or 16-128.")] = "64",
+    prefix_tokens: Annotated[int, asked(min=0, help="Tokens of a shared prefix before each prompt.")] = 0,
+    prefixes: Annotated[int, asked(min=1, help="Number of different prefixes.")] = 1,
+    text: Annotated[bool, asked("--text", help="Send prompts as text, not as token ids.")] = False,
+    may_stop: Annotated[bool, asked("--may-stop", help="Let answers end before their length (no ignore_eos).")] = False,
+    warm_up: Annotated[int, asked(min=0, help="Warm-up requests, sent one by one and not counted.")] = 1,
+    seed: Annotated[int, asked(help="Seed of prompts and arrival times.")] = 0,
+    slo: Annotated[str, good(help="Limits of a good answer: ttft=5s,itl=100ms,e2el=30s.")] = "",
+    itl_by: Annotated[ItlBy, good(help="ITL of a request: the mean or the p99 of its gaps.")] = ItlBy.MEAN,
+    attainment: Annotated[
+        float, good(min=0.0, max=1.0, help="Share of requests that must meet --slo, for --sweep.")
+    ] = 0.9,
+    plot: Annotated[str, output(help="Write an HTML page with distributions and a timeline.")] = "",
     as_json: Json = False,
-    every_request: Annotated[bool, output("--every-request", help="In JSON, also each request's times.")] = False,
+    every_request: Annotated[
+        bool, output("--every-request", help="Include the times of every request in the JSON.")
+    ] = False,
 ) -> None:
-    """Load an OpenAI server and say how fast it answers, and how many answers are within the limits.
+    """Send load to an OpenAI server and report latency, throughput and goodput.
 
-    Requests do not wait for the answers of earlier ones, except with --concurrency.
+    Requests are sent without waiting for earlier answers, except with --concurrency.
     """
     with friendly("router"):
         from kvferry.bench.lengths import lengths_named
@@ -101,8 +107,10 @@ def _check(context: typer.Context) -> None:
     """Raises ConfigurationError for options that do not go together, or do nothing."""
     ways = [f"--{name}" for name in ("rate", "concurrency", "trace", "sweep") if is_given(context, name)]
     if len(ways) > 1:
-        raise ConfigurationError("requests can arrive in one way only", found=" and ".join(ways), expected="one")
+        raise ConfigurationError("these options exclude each other", found=" and ".join(ways), expected="one of them")
     for name, needed in NEEDS.items():
         if is_given(context, name) and not context.params[needed]:
             found, expected = (f"--{each.removeprefix('as_').replace('_', '-')}" for each in (name, needed))
-            raise ConfigurationError("this has no effect by itself", found=found, expected=f"{expected} beside it")
+            raise ConfigurationError(
+                f"{found} has no effect without {expected}", hint=f"add {expected}, or leave {found} out"
+            )

@@ -7,21 +7,23 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.console import friendly
-from kvferry.cli.options import Json, TokenFile, addresses
+from kvferry.cli.options import Json, TokenFile, common
 
 __all__ = ["doctor"]
 
 
 def doctor(
-    peer: Annotated[str, addresses(help="host:port of a running engine's transfers, to test the way to it.")] = "",
+    peer: Annotated[str, common(help="host:port of a running engine's transfers: test every transport to it.")] = "",
     token_file: TokenFile = "",
-    device: Annotated[str, typer.Option(help="Where the engine computes: cpu, cuda, rocm, xpu, tpu; else found.")] = "",
-    buffer_device: Annotated[str, typer.Option(help="Whose memory is registered: cpu, or the device.")] = "",
+    device: Annotated[
+        str, typer.Option(help="Device of the engine: cpu, cuda, rocm, xpu or tpu, if not the one found.")
+    ] = "",
+    buffer_device: Annotated[str, typer.Option(help="Memory to register: cpu, or the device.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Say what this machine can do for transfers, what is chosen and why, and what is wrong.
+    """Check what this machine can do for transfers: what works, what is chosen and why, and what is wrong.
 
-    Exit code 0 when nothing is, 1 with warnings, 2 with errors.
+    Exit code: 0, 1 with warnings, 2 with errors.
     """
     with friendly("agent"):
         from kvferry.cli import environment

@@ -15,7 +15,7 @@ __all__ = ["plan"]
 
 engines = partial(typer.Option, rich_help_panel="Engines")
 prompt = partial(typer.Option, rich_help_panel="The prompt")
-named = partial(typer.Option, rich_help_panel="A model that is known")
+named = partial(typer.Option, rich_help_panel="Model")
 numbers = partial(typer.Option, rich_help_panel="Without --model")
 
 MAX_TOKENS = 1 << 24
@@ -24,33 +24,29 @@ MAX_LAYERS = 1 << 12
 
 def plan(
     context: typer.Context,
-    prefill: Annotated[str, engines(help="Its shape, such as tp=4,block=16.")],
-    decode: Annotated[str, engines(help="The other one's, such as tp=2.")],
-    layout: Annotated[str, engines(help="Cache format of engines that name none.")] = "token-major",
-    scattered: Annotated[
-        bool, engines("--scattered", help="Block ids at random, as in a busy pool, not adjacent.")
-    ] = False,
-    link: Annotated[str, engines(help="Speed of each rank's link, such as 50GB/s or 400Gbit/s.")] = "50GB/s",
-    prefill_speed: Annotated[
-        float, engines(help="Tokens/s that the prefill engine computes.", show_default="estimated")
-    ] = 0.0,
-    tokens: Annotated[int, prompt(min=0, max=MAX_TOKENS, help="Length of the prompt.")] = 8192,
-    cached: Annotated[int, prompt(min=0, help="How many of them the decode side has already.")] = 0,
-    model: Annotated[str, named(help="A name, a config.json or its folder; else give the numbers below.")] = "",
-    cache_dtype: Annotated[str, named(help="dtype of the cache; auto is the model's.")] = "auto",
-    draft: Annotated[bool, named("--draft", help="With the model's own draft layers.")] = False,
+    prefill: Annotated[str, engines(help="Shape of the prefill engine, such as tp=4,block=16.")],
+    decode: Annotated[str, engines(help="Shape of the decode engine, such as tp=2.")],
+    layout: Annotated[str, engines(help="Cache format of engines without format=.")] = "token-major",
+    scattered: Annotated[bool, engines("--scattered", help="Block ids at random, as in a busy pool.")] = False,
+    link: Annotated[str, engines(help="Bandwidth per rank, such as 50GB/s or 400Gbit/s.")] = "50GB/s",
+    prefill_speed: Annotated[float, engines(help="Prefill throughput in tokens/s.", show_default="estimated")] = 0.0,
+    tokens: Annotated[int, prompt(min=0, max=MAX_TOKENS, help="Prompt length in tokens.")] = 8192,
+    cached: Annotated[int, prompt(min=0, help="Prompt tokens that the decode engine has cached.")] = 0,
+    model: Annotated[str, named(help="Model name, config.json or its folder; else use the options below.")] = "",
+    cache_dtype: Annotated[str, named(help="dtype of the cache; auto for the model's own.")] = "auto",
+    draft: Annotated[bool, named("--draft", help="Include the model's draft (MTP) layers.")] = False,
     layers: Annotated[int, numbers(min=1, max=MAX_LAYERS, help="Number of layers.")] = 32,
     heads: Annotated[int, numbers(min=1, help="Number of KV heads.")] = 8,
     head_dim: Annotated[int, numbers(min=1, help="Size of one head.")] = 128,
     dtype: Annotated[str, numbers(help="dtype of the cache.")] = "bfloat16",
-    html: Annotated[str, output(help="Draw the plan as a page in this file.")] = "",
+    html: Annotated[str, output(help="Write the plan as an HTML page.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Print what moves where between two topologies, without any hardware.
+    """Plan a cache transfer between two engines: what moves where, how, and how long it takes. Needs no hardware.
 
-    An engine's shape is some of tp=N, pp=N, cp=N or dcp=N (with run=N tokens),
-    block=N tokens, kernel=N (kernel blocks in a block), format=NAME,
-    outer=AXIS, and pool=shared or separate, with commas between them.
+    The shape of an engine is a list with commas: tp=N, pp=N, dp=N,
+    cp=N or dcp=N (with run=N tokens), block=N tokens, kernel=N (kernel
+    blocks per block), format=NAME, outer=AXIS, pool=shared or separate.
     """
     with friendly():
         from kvferry.cli.plan import report

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.catalog.records import Entry
+from kvferry.cli.plan.shape import replicas_of
 from kvferry.plan.describe import EngineShape
 from kvferry.plan.layout import Layout, Placement, State
 from kvferry.plan.model import CacheModel
@@ -61,6 +62,7 @@ def side_facts(side: Side, model: CacheModel, pairs: Sequence[dict[str, Any]], k
     layer_of = {kept.state.name: layer.layer for layer in model.layers for kept in layer.kept}
     return {
         "words": side.words,
+        "data_parallel": replicas_of(side.words),
         "tensor_parallel": shape.tensor_parallel,
         "pipeline_parallel": shape.pipeline_parallel,
         "context_parallel": shape.context_parallel,
@@ -96,6 +98,7 @@ def pair_facts(pair: PairQuote, model: CacheModel) -> dict[str, Any]:
         "source_rank": pair.source_rank,
         "target_rank": pair.target_rank,
         "layers": _runs(sorted({layer_of[leg.state] for leg in pair.legs})),
+        "draft_layers": sorted({found for leg in pair.legs if (found := _draft_layer(leg.state)) is not None}),
         "boxes": sorted(boxes),
         "tokens": _set_words([leg.tokens for leg in pair.legs]),
         "states": len({leg.state for leg in pair.legs}),
@@ -221,6 +224,12 @@ def _set_words(sets: list[TokenSet]) -> str:
 
 def _hull(numbers: list[int]) -> list[int]:
     return [min(numbers), max(numbers) + 1] if numbers else [0, 0]
+
+
+def _draft_layer(state: str) -> int | None:
+    """The number of the draft layer that a state belongs to, if it does."""
+    parts = state.split(".")
+    return int(parts[2]) if parts[0] == "draft" else None
 
 
 def _runs(numbers: list[int]) -> list[list[int]]:

@@ -15,6 +15,7 @@ from kvferry.catalog import Entry, Options, read
 from kvferry.cli import console
 from kvferry.cli.page_file import page_file
 from kvferry.cli.plan.facts import Side, group_facts, layout_facts, pair_facts, side_facts, sums
+from kvferry.cli.plan.folding import rows_of
 from kvferry.cli.plan.shape import link_of, shape_of
 from kvferry.cli.plan.verdict import prefill_of, verdict_of
 from kvferry.cli.words import bytes_words, seconds_words
@@ -99,10 +100,10 @@ def model_of_numbers(num_layers: int, num_heads: int, head_dim: int, dtype: str)
 
 
 def check_speed(tokens_per_s: float) -> None:
-    """Raises ConfigurationError for what no engine computes."""
+    """Raises ConfigurationError for a speed that cannot be meant."""
     if not 1 <= tokens_per_s <= MAX_TOKENS_PER_S:
         expected = f"--prefill-speed from 1 to {MAX_TOKENS_PER_S:,} tokens/s"
-        raise ConfigurationError("no engine is so fast, or so slow", found=f"{tokens_per_s:g}", expected=expected)
+        raise ConfigurationError("--prefill-speed is out of range", found=f"{tokens_per_s:g}", expected=expected)
 
 
 def facts_of(options: PlanOptions) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def facts_of(options: PlanOptions) -> dict[str, Any]:
     model, prompt = options.entry.cache, options.prompt
     if not 0 <= prompt.cached <= prompt.tokens:
         found, expected = f"{prompt.cached} of {prompt.tokens}", "0 <= cached <= tokens"
-        raise ConfigurationError("more tokens cached than the prompt has", found=found, expected=expected)
+        raise ConfigurationError("--cached is larger than --tokens", found=found, expected=expected)
     source = _side("--prefill", options.prefill, options, 1 << 50)
     target = _side("--decode", options.decode, options, 1 << 51)
     tables = _tables(source, prompt), _tables(target, prompt)
@@ -162,7 +163,7 @@ def _check_outer(axis: str, model: CacheModel) -> None:
     known = sorted({axis.name for kept in model.kept() if not kept.state.per_token for axis in kept.state.axes})
     if axis and axis not in known:
         raise ConfigurationError(
-            "no state of fixed size has such an axis",
+            "outer= names an unknown axis",
             found=f"outer={axis}",
             expected=", ".join(known) or "no outer=, as the model has no state of fixed size",
         )
@@ -215,11 +216,10 @@ def _table(facts: dict[str, Any], *, is_narrow: bool = False) -> Table:
         justify: Literal["left", "right"] = "right" if name in ("size", "rows", "time") else "left"
         if not (is_narrow and name == "layers"):
             table.add_column(name, footer=footer, justify=justify, no_wrap=True)
-    for pair in facts["pairs"]:
-        layers = _layers_words(pair["layers"])
-        what = [*pair["boxes"]] + ([pair["tokens"]] if pair["tokens"] != "all" else [])
+    for row in rows_of(facts["pairs"]):
+        layers, what = _layers_words(row.first), row.what
         beside = ["\n".join([f"layers {layers}", *what])] if is_narrow else [layers, "\n".join(what) or "all of it"]
-        table.add_row(f"{pair['source_rank']} → {pair['target_rank']}", *beside, *_figures(pair))
+        table.add_row(row.ranks, *beside, *_figures(row.first, len(row.pairs)))
     return table
 
 
@@ -229,12 +229,13 @@ def _width_of(table: Table) -> int:
     return Measurement.get(screen, screen.options, table).maximum
 
 
-def _figures(pair: dict[str, Any]) -> list[str]:
+def _figures(pair: dict[str, Any], num_alike: int) -> list[str]:
     """Its size and what each strategy takes, the chosen one first."""
+    each = "\neach" if num_alike > 1 else ""
     others = {name: price for name, price in pair["prices"].items() if name != pair["strategy"]}
     return [
-        bytes_words(pair["bytes"]),
-        _rows_words(pair),
+        bytes_words(pair["bytes"]) + each,
+        _rows_words(pair) + each,
         "\n".join([pair["strategy"], *(f"[dim]({name})[/]" for name in others)]),
         "\n".join(
             [seconds_words(pair["predicted_s"]), *(f"[dim]{seconds_words(price)}[/]" for price in others.values())]
@@ -248,10 +249,23 @@ def _rows_words(facts: dict[str, Any]) -> str:
     return f"{before:,}" if before == after else f"{before:,}\n→ {after:,}"
 
 
-def _layers_words(runs: list[list[int]]) -> str:
+def _layers_words(pair: dict[str, Any]) -> str:
+    runs = pair["layers"]
+    words = f"{sum(last - first for first, last in runs)} of {runs[0][0]}-{runs[-1][1] - 1}"
     if len(runs) <= 2:
-        return " ".join(f"{first}-{last - 1}" if last - first > 1 else str(first) for first, last in runs)
-    return f"{sum(last - first for first, last in runs)} of {runs[0][0]}-{runs[-1][1] - 1}"
+        words = " ".join(f"{first}-{last - 1}" if last - first > 1 else str(first) for first, last in runs)
+    return f"{words}\n+ draft" if pair["draft_layers"] else words
+
+
+def _remarks(facts: dict[str, Any]) -> list[str]:
+    """About draft layers and replicas."""
+    drafts = sorted({layer for pair in facts["pairs"] for layer in pair["draft_layers"]})
+    lines = [f"  draft layers: {len(drafts)}, stored and moved with the last layer"] if drafts else []
+    for name, side in (("prefill", facts["source"]), ("decode", facts["target"])):
+        if (replicas := side["data_parallel"]) > 1:
+            what = "each is an engine of its own, with its own ranks and cache; the plan is for one of them"
+            lines.append(f"  {name} dp={replicas}: {replicas} replicas; {what}")
+    return lines
 
 
 def _summary(facts: dict[str, Any], entry: Entry) -> list[str]:
@@ -266,6 +280,7 @@ def _summary(facts: dict[str, Any], entry: Entry) -> list[str]:
         for group in facts["groups"]
         if len(facts["groups"]) > 1 and group["bytes_per_token"]
     ]
+    lines += _remarks(facts)
     reasons = dict.fromkeys(pair["reason"] for pair in facts["pairs"])
     lines += [f"  {reason}" for reason in list(reasons)[:4]]
     lines.append(facts["verdict"]["text"])

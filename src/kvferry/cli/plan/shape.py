@@ -9,7 +9,7 @@ from typing import Any
 from kvferry.errors import ConfigurationError
 from kvferry.plan.describe import EngineShape
 
-__all__ = ["link_of", "shape_of"]
+__all__ = ["link_of", "replicas_of", "shape_of"]
 
 NUMBERS = {
     "tp": "tensor_parallel",
@@ -20,9 +20,11 @@ NUMBERS = {
     "block": "block_tokens",
     "kernel": "kernel_blocks",
 }
+REPLICAS = "dp"
+REPLICA_WORD = re.compile(r"(?:^|,)\s*dp\s*=\s*(\d+)")
 WORDS = {"format": "format", "outer": "outer_axis"}
 EXPECTED = (
-    "tp=N, pp=N, cp=N or dcp=N (context parallelism) with run=N, block=N, kernel=N, format=NAME, outer=AXIS and "
+    "tp=N, pp=N, dp=N, cp=N or dcp=N (context parallelism) with run=N, block=N, kernel=N, format=NAME, outer=AXIS and "
     "pool=shared or separate, each at most once and every N at least 1"
 )
 UNITS = {"B": 1.0, "bit": 1 / 8, "b": 1 / 8}
@@ -33,7 +35,7 @@ LINK = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?|)(B|bit|b)(?:/s|ps)")
 def shape_of(words: str, layout: str) -> EngineShape:
     """An engine's shape from `tp=4,block=16`; `layout` is the format where the words name none.
 
-    Raises ConfigurationError for words that are unknown, doubled or no numbers. The number of blocks is left at 1.
+    Raises ConfigurationError for words that are unknown, given twice or without a number. The number of blocks stays 1.
     """
     shape = EngineShape(tensor_parallel=1, pipeline_parallel=1, block_tokens=16, num_blocks=1, format=layout)
     changes: dict[str, Any] = {}
@@ -43,13 +45,22 @@ def shape_of(words: str, layout: str) -> EngineShape:
         if not name or name in changes:
             raise ConfigurationError("cannot read an engine's shape", found=repr(word), expected=EXPECTED)
         changes[name] = found
+    changes.pop(REPLICAS, None)
     return replace(shape, **changes)
+
+
+def replicas_of(words: str) -> int:
+    """`dp=` of a shape that `shape_of` has read. Replicas are engines of their own: a plan is for one of them."""
+    found = REPLICA_WORD.search(words)
+    return int(found[1]) if found else 1
 
 
 def _change(key: str, value: str) -> tuple[str, int | str | bool]:
     """The field of a shape and its value; no name when there is none."""
     if key in NUMBERS and value.isdecimal() and len(value) < 10 and int(value):
         return NUMBERS[key], int(value)
+    if key == REPLICAS and value.isdecimal() and len(value) < 10 and int(value):
+        return REPLICAS, int(value)
     if key in WORDS and value:
         return WORDS[key], value
     if key == "pool" and value in ("shared", "separate"):

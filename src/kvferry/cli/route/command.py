@@ -9,41 +9,49 @@ import typer
 
 from kvferry.cli.console import friendly
 from kvferry.cli.logs import LogFormat
-from kvferry.cli.options import HERE, Child, Drain, Host, Json, addresses, output, times
+from kvferry.cli.options import HERE, Child, Drain, Host, Json, TokenFile, common, output, times
 
 __all__ = ["route"]
 
-engines = partial(typer.Option, rich_help_panel="Engines")
-choice = partial(typer.Option, rich_help_panel="Who gets a request")
+engines = partial(typer.Option, rich_help_panel="Advanced: engines")
+choice = partial(typer.Option, rich_help_panel="Advanced: scheduling")
 
 
 def route(
-    prefill: Annotated[list[str], engines(help="URL of a prefill engine; repeat for more.")] = [],  # noqa: B006
-    decode: Annotated[list[str], engines(help="URL of a decode engine; repeat for more.")] = [],  # noqa: B006
-    members_file: Annotated[str, engines(help="JSON file with more engines; it may change.")] = "",
-    accept_registrations: Annotated[bool, engines("--accept-registrations", help="Engines may register.")] = False,
-    token_file: Annotated[str, engines(help="The token that they must share; else KVFERRY_TOKEN_FILE.")] = "",
-    require_prefill: Annotated[bool, engines("--require-prefill", help="Not ready without a pair.")] = False,
+    prefill: Annotated[list[str], common(help="URL of a prefill engine; repeatable.")] = [],  # noqa: B006
+    decode: Annotated[list[str], common(help="URL of a decode engine; repeatable.")] = [],  # noqa: B006
+    members_file: Annotated[str, engines(help="JSON file that lists engines; reread when it changes.")] = "",
+    accept_registrations: Annotated[
+        bool, common("--accept-registrations", help="Let engines join (serve --register).")
+    ] = False,
+    token_file: TokenFile = "",
+    require_prefill: Annotated[
+        bool, engines("--require-prefill", help="/ready answers 503 without a prefill engine.")
+    ] = False,
     policy: Annotated[str, choice(help="balanced, an entry point's name, or module:function.")] = "balanced",
-    skip_prefill_below: Annotated[str, choice(help="Tokens that decode computes itself: a number, or auto.")] = "0",
+    skip_prefill_below: Annotated[
+        str, common(help="The decode engine computes prompts of fewer tokens itself: a number, or auto.")
+    ] = "0",
     early_decode_from: Annotated[
-        int, choice(min=0, help="Decode legs of prompts with so many tokens begin with prefill; 0: none.")
+        int, choice(min=0, help="Start decode together with prefill from this prompt length on; 0: never.")
     ] = 0,
-    max_requests: Annotated[int, choice(min=0, help="Per decode engine at a time; 0: any number.")] = 0,
-    ttft_slo: Annotated[float, times(min=0, help="Turn away what would start later; 0: never.")] = 0.0,
-    prefill_timeout: Annotated[float, times(min=0.1, help="For a whole prefill.")] = 300.0,
+    max_requests: Annotated[int, choice(min=0, help="Open requests per decode engine; 0: no limit.")] = 0,
+    ttft_slo: Annotated[
+        float, common(min=0, help="Refuse requests (503) whose first token would take longer, in seconds; 0: never.")
+    ] = 0.0,
+    prefill_timeout: Annotated[float, times(min=0.1, help="Until a prefill is complete.")] = 300.0,
     decode_timeout: Annotated[float, times(min=0.1, help="Until an answer begins.")] = 1800.0,
-    stall_timeout: Annotated[float, times(min=0.1, help="Of silence inside an answer.")] = 120.0,
+    stall_timeout: Annotated[float, times(min=0.1, help="Between two pieces of an answer.")] = 120.0,
     drain_timeout: Drain = 30.0,
     host: Host = HERE,
-    port: Annotated[int, addresses(min=0, max=65535, help="Port to listen on.")] = 8000,
-    log_format: Annotated[LogFormat, output(help="Lines for people, or JSON for machines.")] = LogFormat.PLAIN,
-    access_log: Annotated[bool, output("--access-log", help="A line per request.")] = False,
-    otel: Annotated[bool, output("--otel", help="Send OpenTelemetry spans; see the OTEL_* variables.")] = False,
+    port: Annotated[int, common(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
+    log_format: Annotated[LogFormat, output(help="Format of the log on stderr.")] = LogFormat.PLAIN,
+    access_log: Annotated[bool, common("--access-log", help="Log every request.")] = False,
+    otel: Annotated[bool, output("--otel", help="Export OpenTelemetry spans; set OTEL_* variables.")] = False,
     as_json: Json = False,
     as_child: Child = False,
 ) -> None:
-    """Route OpenAI requests over prefill and decode engines."""
+    """Start a router: an OpenAI API in front of prefill and decode engines."""
     with friendly("router"):
         from kvferry.cli.route import server
         from kvferry.router.config import RouterConfig

@@ -24,8 +24,8 @@ from kvferry.cli.options import (
     Transport,
     addresses,
     cache,
+    common,
     moving,
-    routers,
     times,
 )
 from kvferry.cli.serve.joining import JoinOptions
@@ -40,43 +40,49 @@ def serve(
     context: typer.Context,
     model: Model = "tiny",
     engine: Engine = "transformers",
-    engine_id: Annotated[str, cache(help="Name of this engine in references and metrics.")] = "engine-0",
-    served_name: Annotated[str, cache(help="Model name in the API; the model's own if empty.")] = "",
+    engine_id: Annotated[str, common(help="Unique name of this engine.")] = "engine-0",
+    served_name: Annotated[str, cache(help="Model name in the API, if not the model's own.")] = "",
     dtype: Annotated[str, cache(help="Torch dtype, or auto for the model's own.")] = "auto",
-    block_tokens: Annotated[int, cache(min=4, help="Tokens per block.")] = 16,
-    num_blocks: Annotated[int, cache(min=1, help="Blocks of the cache.")] = 1024,
-    max_batch_tokens: Annotated[int, cache(min=1, help="Tokens per step; longer prompts go in chunks.")] = 512,
+    block_tokens: Annotated[int, cache(min=4, help="Tokens per cache block.")] = 16,
+    num_blocks: Annotated[int, cache(min=1, help="Number of cache blocks.")] = 1024,
+    max_batch_tokens: Annotated[int, cache(min=1, help="Tokens per step; longer prompts are chunked.")] = 512,
     simulated_step: Annotated[
-        str, cache(help="Let steps last as another model's: token=1.2ms,step=50ms (docs/bench.md).")
+        str, cache(help="Make steps as slow as a larger model's: token=1.2ms,step=50ms (docs/bench.md).")
     ] = "",
     transport: Transport = "auto",
     strategy: Strategy = "auto",
     staging_mib: Annotated[int, moving(min=1, help="MiB of staging memory (docs/staging.md).")] = 384,
     transfer_direction: TransferDirection = "auto",
     layer_wise: Annotated[
-        bool, moving("--layer-wise", help="A prefill engine pushes early legs layer by layer (docs/staging.md).")
+        bool, moving("--layer-wise", help="Push each layer once it is computed (docs/staging.md).")
     ] = False,
     digest: Digest = "sampled",
     failure_policy: Annotated[
-        FailurePolicy, moving(help="When a cache does not arrive: recompute or fail.")
+        FailurePolicy, moving(help="If a cache does not arrive: recompute the prompt, or fail the request.")
     ] = FailurePolicy.RECOMPUTE,
     host: Host = HERE,
-    port: Annotated[int, addresses(min=0, max=65535, help="HTTP port; 0 for any free one.")] = 8100,
-    transfer_host: Annotated[str, addresses(help="Where peers reach it; beyond this host with a token.")] = HERE,
-    transfer_port: Annotated[int, addresses(min=0, max=65535, help="Port of the control channel.")] = 0,
+    port: Annotated[int, common(min=0, max=65535, help="HTTP port; 0 picks a free one.")] = 8100,
+    transfer_host: Annotated[
+        str, common(help="Address for transfers; one that other hosts reach needs a token.")
+    ] = HERE,
+    transfer_port: Annotated[
+        int, addresses(min=0, max=65535, help="Port for transfers (control channel); 0 picks a free one.")
+    ] = 0,
     token_file: TokenFile = "",
-    lease_timeout: Annotated[float, times(min=0.1, help="How long a cache waits for its reader.")] = 30.0,
-    heartbeat: Annotated[float, times(min=0.05, help="A peer silent for three is lost.")] = 1.0,
+    lease_timeout: Annotated[float, times(min=0.1, help="How long a cache waits to be read.")] = 30.0,
+    heartbeat: Annotated[
+        float, times(min=0.05, help="Interval of heartbeats; a peer that misses three is lost.")
+    ] = 1.0,
     drain_timeout: Drain = 30.0,
-    register: Annotated[list[str], routers(help="URL of a router to join; repeat for more.")] = [],  # noqa: B006
-    role: Annotated[list[Side], routers(help="What it joins as: prefill or decode; or both.")] = [],  # noqa: B006
-    advertise_url: Annotated[str, routers(help="URL under which routers reach it, if not --host.")] = "",
+    register: Annotated[list[str], common(help="URL of a router to join; repeatable.")] = [],  # noqa: B006
+    role: Annotated[list[Side], common(help="Role to join as; repeatable.")] = [],  # noqa: B006
+    advertise_url: Annotated[str, addresses(help="URL under which routers reach this engine, if not its own.")] = "",
     as_json: Json = False,
     as_child: Child = False,
 ) -> None:
-    """Serve one model; it can prefill for others and decode what others prefilled.
+    """Start one engine. Every engine can prefill for others and decode what others have prefilled.
 
-    With --engine vllm, what follows -- goes to `vllm serve` as it is.
+    With --engine vllm, everything after -- is passed to `vllm serve`.
     """
     with friendly(extras_of(engine)):
         from kvferry.cli.models import resolve
@@ -100,7 +106,7 @@ def serve(
 
         if lease_timeout < 2 * heartbeat:
             found, expected = f"{lease_timeout:g} s", f"at least twice --heartbeat, which is {heartbeat:g} s"
-            raise ConfigurationError("a lease ends before its reader's next word", found=found, expected=expected)
+            raise ConfigurationError("--lease-timeout is too short", found=found, expected=expected)
         timing = Timing(lease_s=lease_timeout, heartbeat_s=heartbeat)
         token = read_token(token_file or environment.token_file())
         agent = AgentConfig(
@@ -152,8 +158,10 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str, join: JoinO
     for name in ("num_blocks", "max_batch_tokens", "heartbeat", "simulated_step"):
         if is_given(context, name):
             option = f"--{name.replace('_', '-')}"
-            hint = "what follows -- goes to vllm serve as it is"
-            raise ConfigurationError("this option is not for vLLM", found=option, expected="vLLM's own", hint=hint)
+            hint = "pass options of vllm serve after --"
+            raise ConfigurationError(
+                "this option does not apply to vLLM", found=option, expected="the option of vLLM itself", hint=hint
+            )
     given = context.params
     options = VllmOptions(
         model=path,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 import typer
@@ -17,8 +16,8 @@ from kvferry.cli.options import (
     Strategy,
     TransferDirection,
     Transport,
-    addresses,
     cache,
+    common,
     output,
 )
 from kvferry.cli.typed import is_given
@@ -26,33 +25,29 @@ from kvferry.errors import ConfigurationError
 
 __all__ = ["up"]
 
-prompt = partial(typer.Option, rich_help_panel="The prompt that is answered")
-
 
 def up(
     context: typer.Context,
     model: Model = "tiny",
     engine: Engine = "transformers",
-    prefill: Annotated[int, cache(min=1, help="Number of prefill engines.")] = 1,
-    decode: Annotated[int, cache(min=1, help="Number of decode engines.")] = 1,
+    prefill: Annotated[int, common(min=1, help="Number of prefill engines.")] = 1,
+    decode: Annotated[int, common(min=1, help="Number of decode engines.")] = 1,
     transport: Transport = "auto",
     digest: Digest = "sampled",
     transfer_direction: TransferDirection = "auto",
     strategy: Strategy = "auto",
-    once: Annotated[
-        str | None, prompt(help="Answer this prompt and stop; exit code 0 if the answers are equal.")
-    ] = None,
-    max_tokens: Annotated[int, prompt(min=1, help="Length of the answer.")] = 32,
-    prefill_block_tokens: Annotated[int, cache(min=4, help="Block size of the prefill engines.")] = 16,
-    decode_block_tokens: Annotated[int, cache(min=4, help="Block size of the decode engines.")] = 16,
-    cache_tokens: Annotated[int, cache(min=64, help="Tokens that each engine's cache holds.")] = 16384,
-    port: Annotated[int, addresses(min=0, max=65535, help="Port of the router.")] = 8000,
-    log_dir: Annotated[str, output(help="Folder for the engines' output; a temporary one if empty.")] = "",
+    once: Annotated[str | None, common(help="Answer this prompt and exit, with code 0 if the proof holds.")] = None,
+    max_tokens: Annotated[int, common(min=1, help="Length of the answer in tokens.")] = 32,
+    prefill_block_tokens: Annotated[int, cache(min=4, help="Tokens per block, prefill engines.")] = 16,
+    decode_block_tokens: Annotated[int, cache(min=4, help="Tokens per block, decode engines.")] = 16,
+    cache_tokens: Annotated[int, cache(min=64, help="Cache size of each engine in tokens.")] = 16384,
+    port: Annotated[int, common(min=0, max=65535, help="Port of the router; 0 picks a free one.")] = 8000,
+    log_dir: Annotated[str, output(help="Folder for the logs of all processes, if not a temporary one.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Start prefill, decode and router on this machine, answer a prompt, prove it right, and keep serving.
+    """Start prefill, decode and router on this machine, answer a prompt, prove the answer, and keep serving.
 
-    With --engine vllm, what follows -- goes to `vllm serve` as it is; the sizes are vLLM's unless given here.
+    With --engine vllm, everything after -- is passed to `vllm serve`, and vLLM's own defaults apply.
     """
     with friendly(extras_of(engine)):
         from kvferry.cli.up.job import UpOptions
