@@ -168,8 +168,9 @@ class Lease:
             found, expected = f"{claim.num_tokens} tokens", f"at most {wanted.num_tokens}"
             return _refusal(claim, Reason.OUT_OF_RANGE, "more tokens than were computed", found, expected)
         if not wanted.prompt.begins_with(claim.prompt, wanted.lease_id):
-            what, found = "this is the cache of another prompt", f"{claim.prompt.num_tokens} other tokens"
-            expected = f"the first of the {wanted.prompt.num_tokens} that it was computed from"
+            what, found = "this is the cache of another prompt", f"another prompt of {claim.prompt.num_tokens} tokens"
+            computed = f"the {wanted.prompt.num_tokens} tokens that were computed"
+            expected = f"{computed}, or their beginning, with the same images, adapter and cache_salt"
             return _refusal(claim, Reason.WRONG_PROMPT, what, found, expected)
         return ()
 
