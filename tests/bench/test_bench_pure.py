@@ -130,7 +130,7 @@ def test_lengths_are_a_number_or_a_range(low, more):
 
 @pytest.mark.parametrize("text", ["", "0", "5-4", "a", "1-2-3", "-1"])
 def test_other_lengths_are_refused(text):
-    with pytest.raises(ConfigurationError, match="not a number of tokens"):
+    with pytest.raises(ConfigurationError, match="invalid number of tokens"):
         lengths_named(text)
 
 
@@ -186,7 +186,7 @@ def test_a_bad_line_is_named(line):
 
 
 def test_an_empty_trace_is_refused():
-    with pytest.raises(ConfigurationError, match="no request"):
+    with pytest.raises(ConfigurationError, match="the trace is empty"):
         read_trace(["", " "])
 
 
@@ -212,9 +212,9 @@ def test_how_a_stream_is_cut_changes_nothing_but_times(cuts):
     ("stream", "wrong"),
     [
         (CHUNK, "without [DONE]"),
-        (DONE, "without text"),
+        (DONE, "has no text"),
         (CHUNK + b'data: {"error": {"message": "oh dear"}}\n\n', "oh dear"),
-        (CHUNK + b"data: nonsense\n\n" + DONE, "no JSON object"),
+        (CHUNK + b"data: nonsense\n\n" + DONE, "not a JSON object"),
     ],
 )
 def test_answers_that_are_not_whole_are_errors(stream, wrong):

@@ -193,7 +193,7 @@ def test_failures_are_counted_with_their_words(fake, words):
         warm = bench("--url", url, "--requests", 2, code=2)
     assert (facts["failed"], facts["completed"], facts["slo_attainment"]) == (2, 0, None)
     assert words in facts["common_errors"][0]["error"]
-    assert "does not answer such a request" in warm.stderr
+    assert "the warm-up request failed" in warm.stderr
 
 
 def test_mistakes_are_told_before_anything_is_asked(tmp_path):
@@ -202,29 +202,29 @@ def test_mistakes_are_told_before_anything_is_asked(tmp_path):
     fake = Fake()
     with serving(fake) as url:
         for arguments, words in (
-            (("--model", "nobody"), "the model is not served"),
-            (("--slo", "ttft=soon"), "a limit has no meaning"),
+            (("--model", "nobody"), "the server does not have this model"),
+            (("--slo", "ttft=soon"), "invalid limit in --slo"),
             (("--trace", bad_trace), "line 1 of the trace"),
-            (("--trace", tmp_path / "none"), "cannot be read"),
+            (("--trace", tmp_path / "none"), "cannot read the trace"),
             (("--trace", bad_trace, "--rate", 3), "--rate and --trace"),
             (("--sweep", "1,2", "--concurrency", 3), "--concurrency and --sweep"),
-            (("--plot", tmp_path / "no" / "x.html"), "no such folder"),
-            (("--plot", tmp_path / "x.png"), "a name in .html"),
-            (("--header", "nothing"), "not a header"),
+            (("--plot", tmp_path / "no" / "x.html"), "the folder does not exist"),
+            (("--plot", tmp_path / "x.png"), "a name that ends in .html"),
+            (("--header", "nothing"), "invalid --header"),
             (("--sweep", "1,2", "--rate", 3), "--rate and --sweep"),
             (("--trace-speed", 2), "--trace-speed has no effect without --trace"),
             (("--every-request",), "--every-request has no effect without --json"),
             (("--attainment", 0.5), "--attainment has no effect without --sweep"),
             (("--itl-by", "p99"), "--itl-by has no effect without --slo"),
             (("--prefixes", 2), "--prefixes has no effect without --prefix-tokens"),
-            (("--slo", "ttft=0s"), "a limit that nothing can keep"),
+            (("--slo", "ttft=0s"), "a limit in --slo must be above 0"),
         ):
             assert words in bench("--url", url, *arguments, code=2).stderr
     assert fake.seen == []
 
 
 def test_a_url_that_is_none_is_said_to_be_none():
-    assert "this is no URL" in bench("--url", "localhost:8000", code=2).stderr
+    assert "invalid server URL" in bench("--url", "localhost:8000", code=2).stderr
 
 
 def test_an_answer_that_takes_too_long_names_the_option():
@@ -232,11 +232,11 @@ def test_an_answer_that_takes_too_long_names_the_option():
         result = bench("--url", url, "--timeout", 0.2, "--requests", 1, "--warm-up", 0, "--json", code=1)
         # The second request lets the server end the first.
         bench("--url", url, "--requests", 1, "--warm-up", 0)
-    assert "no whole answer within 0.2 s (--timeout)" in json.loads(result.stdout)["common_errors"][0]["error"]
+    assert "no complete answer within 0.2 s (--timeout)" in json.loads(result.stdout)["common_errors"][0]["error"]
 
 
 def test_no_server_is_one_clear_message():
     result = bench("--url", "http://127.0.0.1:9", code=2)
-    assert "there is no server to measure" in result.stderr
+    assert "cannot reach the server" in result.stderr
     assert "cannot connect to 127.0.0.1:9: Connection refused" in result.stderr
     assert "kvferry up" in result.stderr

@@ -162,7 +162,7 @@ def test_a_device_that_is_not_here_is_said_to_be_missing(monkeypatch):
     [
         ({"device": "abacus"}, "no such device"),
         ({"device": "tpu", "buffer_device": "tpu"}, "cannot be served"),
-        ({"peer": "nobody"}, "no such peer"),
+        ({"peer": "nobody"}, "invalid --peer address"),
         ({"peer": "127.0.0.1:9", "token_file": "/nowhere"}, "cannot be read"),
     ],
 )
@@ -185,7 +185,11 @@ def test_lines_are_wrapped_on_a_screen_and_whole_in_a_pipe():
 
 
 def test_peers_that_are_not_there(token):
-    for address, problem in (("nobody", "no such peer"), ("127.0.0.1", "no such peer"), ("127.0.0.1:x", "no such")):
+    for address, problem in (
+        ("nobody", "invalid --peer address"),
+        ("127.0.0.1", "invalid --peer address"),
+        ("127.0.0.1:x", "invalid --peer"),
+    ):
         with pytest.raises(ConfigurationError, match=problem):
             try_peer(address, NO_TOKEN, said.append)
     with pytest.raises(ConfigurationError, match=r"--token-file"):
@@ -196,7 +200,7 @@ def test_peers_that_are_not_there(token):
 
 @pytest.mark.parametrize(
     ("greeting", "found"),
-    [(None, r"nothing was said.*HTTP port"), (b"S", r"begins with b'S'"), (b"", "connection was closed")],
+    [(None, r"nothing was said.*HTTP port"), (b"S", r"answers with b'S'"), (b"", "connection was closed")],
 )
 def test_who_listens_but_is_no_engine_is_asked_nothing(monkeypatch, greeting, found):
     monkeypatch.setattr(peer, "GREETING_S", 0.1 if greeting is None else DEADLINE_S)

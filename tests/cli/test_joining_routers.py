@@ -72,10 +72,10 @@ def test_nowhere_is_nothing_and_a_role_is_needed():
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        (((), (Side.DECODE,)), "--role alone"),
-        (((), (), "http://here"), "--advertise-url alone"),
-        ((("router:8000",), (Side.DECODE,)), "this is no URL; found: router:8000"),
-        ((("http://router",), (Side.DECODE,), "here"), "this is no URL; found: here"),
+        (((), (Side.DECODE,)), "needs --register; found: --role"),
+        (((), (), "http://here"), "needs --register; found: --advertise-url"),
+        ((("router:8000",), (Side.DECODE,)), "invalid URL; found: router:8000"),
+        ((("http://router",), (Side.DECODE,), "here"), "invalid URL; found: here"),
     ],
 )
 def test_what_nobody_would_be_told_and_what_is_no_url_are_refused(told, words):

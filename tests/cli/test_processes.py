@@ -20,7 +20,7 @@ def test_a_childs_own_error_is_told_and_where_others_have_said_more(tmp_path, ot
         child.stop()
     assert raised.value.found == "pigeon"
     assert "measures all of them" in raised.value.hint
-    assert (f"its whole output is in {log}" in raised.value.hint) == bool(others)
+    assert (f"its full output is in {log}" in raised.value.hint) == bool(others)
 
 
 def test_a_child_that_ends_without_a_word_of_its_own_has_ended(tmp_path):
@@ -29,7 +29,7 @@ def test_a_child_that_ends_without_a_word_of_its_own_has_ended(tmp_path):
     child = Child(Command("p0", ("no-such-command",), log))
     log.write_text("Traceback\n  call()\n  ^^^^^^\nValueError: too late\n")
     try:
-        with pytest.raises(ConfigurationError, match="p0 has ended \\(exit code 2\\)") as raised:
+        with pytest.raises(ConfigurationError, match="p0 has exited \\(exit code 2\\)") as raised:
             child.wait_until_ready(time.monotonic() + 60.0)
     finally:
         child.stop()

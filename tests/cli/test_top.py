@@ -87,8 +87,8 @@ def test_a_frame_shows_who_is_there_and_what_is_out():
     text = shown(Frame(look, look, MEMBERS))
     for words in ("http://d0", "77", "down", "not ready", "failing (open)", "tiny"):
         assert words in text
-    assert "caches do not arrive: http://p0 to http://d0 (open)" in text
-    assert "never paired" in text
+    assert "transfers fail: http://p0 to http://d0 (open)" in text
+    assert "incompatible: http://p0" in text
 
 
 def test_a_frame_of_a_real_router_has_its_figures():
@@ -193,4 +193,4 @@ def test_what_lies_past_the_last_edge_is_put_at_the_last_edge():
 def test_what_is_no_url_is_said_to_be_none():
     result = CliRunner().invoke(main.app, ["top", "127.0.0.1:8000"])
     assert result.exit_code == 2
-    assert "not the URL of a router" in result.stderr
+    assert "invalid router URL" in result.stderr

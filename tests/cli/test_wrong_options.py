@@ -29,7 +29,7 @@ def test_a_router_does_not_say_that_it_routes_before_it_has_read_its_members(tmp
         (("--engine-id", "a b"), "this is no name for an engine found: 'a b'"),
         (("--engine-id", "x" * 201), "1 to 200 characters"),
         (("--heartbeat", "10", "--lease-timeout", "19"), "at least twice --heartbeat, which is 10 s"),
-        (("--role", "decode"), "--register URL beside it"),
+        (("--role", "decode"), "--register URL as well"),
         (("--strategy", "foo"), "no such strategy"),
         (("--simulated-step", "foo"), "unknown kind of step cost"),
         (("--failure-policy", "foo"), "'foo' is not one of"),
@@ -42,7 +42,7 @@ def test_an_engine_is_not_loaded_for_options_that_make_no_sense(monkeypatch, arg
 
 def test_logs_that_have_no_place_are_one_clear_message(tmp_path):
     (tmp_path / "file").touch()
-    assert "the logs have no place" in told("up", "--model", tmp_path, "--log-dir", tmp_path / "file")
+    assert "cannot create the log folder" in told("up", "--model", tmp_path, "--log-dir", tmp_path / "file")
 
 
 def test_a_benchmark_that_is_interrupted_says_that_nothing_is_reported(monkeypatch):
@@ -54,7 +54,7 @@ def test_a_benchmark_that_is_interrupted_says_that_nothing_is_reported(monkeypat
     monkeypatch.setattr(asyncio, "run", interrupt)
     monkeypatch.setattr(bench.console, "say", said.append)
     CliRunner().invoke(app, ["bench", "serve", "--requests", "1"])
-    assert said == ["interrupted: what was measured so far is not reported"]
+    assert said == ["interrupted: partial results are not reported"]
 
 
 @pytest.mark.parametrize("policy", ["os:getcwd", "os:nothing"])

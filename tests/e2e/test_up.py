@@ -102,7 +102,7 @@ def test_a_port_in_use_is_one_clear_message(run):
 def test_an_empty_prompt_is_one_clear_message(run):
     result = run("--once", "")
     assert (result.returncode, result.stdout) == (2, "")
-    assert "a prompt needs a token" in result.stderr
+    assert "--once needs a prompt" in result.stderr
 
 
 def test_a_prompt_longer_than_the_cache_is_one_clear_message(run):

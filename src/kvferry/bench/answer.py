@@ -40,7 +40,7 @@ class Answer:
             return self.error
         if not self.is_done:
             return "the stream ended without [DONE]"
-        return "" if self.piece_times else "an answer without text"
+        return "" if self.piece_times else "the answer has no text"
 
     def _event(self, data: bytes, now: float) -> None:
         if data == DONE:
@@ -49,7 +49,7 @@ class Answer:
         try:
             event = msgspec.json.decode(data, type=dict[str, Any])
         except msgspec.DecodeError:
-            self.error = "an event that is no JSON object"
+            self.error = "an event is not a JSON object"
             return
         if "error" in event:
             self.error = message_of(event)
@@ -65,7 +65,7 @@ def message_of(body: dict[str, Any]) -> str:
     """The words of an error object, of OpenAI's shape or another."""
     error = body.get("error")
     words = error.get("message") if isinstance(error, dict) else error
-    return str(words or body.get("message") or body.get("detail") or "an error without words")[:200]
+    return str(words or body.get("message") or body.get("detail") or "an error without a message")[:200]
 
 
 def _count(usage: dict[str, Any], name: str) -> int:

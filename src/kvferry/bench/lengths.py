@@ -27,5 +27,5 @@ def lengths_named(text: str) -> Lengths:
     found = re.fullmatch(r"(\d{1,8})(?:-(\d{1,8}))?", text.strip(), re.ASCII)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high:
-        raise ConfigurationError("not a number of tokens", found=text, expected="such as 512 or 256-1024")
+        raise ConfigurationError("invalid number of tokens", found=text, expected="such as 512 or 256-1024")
     return Lengths(low, high)

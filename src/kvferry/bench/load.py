@@ -94,7 +94,7 @@ class Load:
         try:
             record = await self._ask(record, body)
         except TimeoutError:
-            record = replace(record, error=f"no whole answer within {self._timeout_s:g} s (--timeout)")
+            record = replace(record, error=f"no complete answer within {self._timeout_s:g} s (--timeout)")
         except (aiohttp.ClientError, OSError) as error:
             record = replace(record, error=words_of(error))
         finally:

@@ -53,7 +53,7 @@ def _section(report: Report) -> str:
         words += f", {report.attainment:.1%} within the limits; {report.goodput:.3g} requests/s of goodput"
     figures = (
         _figure("Time to first token", bars(ttfts_ms, "ms", report.slo.ttft_s * 1000)),
-        _figure("Time between pieces", bars(gaps_ms, "ms", report.slo.itl_s * 1000)),
+        _figure("Inter-token latency", bars(gaps_ms, "ms", report.slo.itl_s * 1000)),
         _figure("Time to first token, by arrival", _timeline(report)),
     )
     return f"<h2>{rate}</h2><p>{words}</p>{_row(figures)}"

@@ -55,11 +55,11 @@ def slo_named(text: str, itl_by: ItlBy = ItlBy.MEAN) -> Slo:
     for word in text.split(","):
         found = re.fullmatch(r"\s*(ttft|itl|e2el)\s*=\s*(\d+(?:\.\d+)?)\s*(us|ms|s|m)\s*", word, re.ASCII)
         if found is None:
-            raise ConfigurationError("a limit has no meaning", found=word.strip() or text, expected=EXAMPLE)
+            raise ConfigurationError("invalid limit in --slo", found=word.strip() or text, expected=EXAMPLE)
         name = f"{found[1]}_s"
         if name in limits:
-            raise ConfigurationError("a limit is given twice", found=text, expected=EXAMPLE)
+            raise ConfigurationError("--slo names a limit twice", found=text, expected=EXAMPLE)
         limits[name] = float(found[2]) * UNITS_S[found[3]]
         if not limits[name]:
-            raise ConfigurationError("a limit that nothing can keep", found=word.strip(), expected=EXAMPLE)
+            raise ConfigurationError("a limit in --slo must be above 0", found=word.strip(), expected=EXAMPLE)
     return Slo(itl_by=itl_by, **limits)

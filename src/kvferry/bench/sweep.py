@@ -51,5 +51,5 @@ def rates_named(text: str) -> tuple[float, ...]:
     except ValueError:
         rates = []
     if not rates or not all(0 < rate < float("inf") for rate in rates):
-        raise ConfigurationError("these rates have no meaning", found=text, expected="requests/s such as 1,2,4,8")
+        raise ConfigurationError("invalid rates for --sweep", found=text, expected="requests/s such as 1,2,4,8")
     return tuple(rates)

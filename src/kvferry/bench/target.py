@@ -59,16 +59,16 @@ async def served_model(url: str, wanted: str, headers: dict[str, str]) -> str:
     Raises ConfigurationError when there is no server, or when it does not serve that model.
     """
     if not url.startswith(("http://", "https://")):
-        expected = "http:// or https:// in front, as in http://127.0.0.1:8000"
-        raise ConfigurationError("this is no URL of a server", found=url, expected=expected)
+        expected = "a URL with http:// or https://, such as http://127.0.0.1:8000"
+        raise ConfigurationError("invalid server URL", found=url, expected=expected)
     names = await _models(url, headers)
     if not names and not wanted:
-        raise ConfigurationError(
-            "the server does not say what it serves", found=f"{url}/v1/models", hint="give --model"
-        )
+        raise ConfigurationError("the server lists no models", found=f"{url}/v1/models", hint="give --model")
     if names and wanted and wanted not in names:
         hint = "leave --model out to take the first"
-        raise ConfigurationError("the model is not served", found=wanted, expected=" or ".join(names), hint=hint)
+        raise ConfigurationError(
+            "the server does not have this model", found=wanted, expected=" or ".join(names), hint=hint
+        )
     return wanted or names[0]
 
 
@@ -83,7 +83,7 @@ async def _models(url: str, headers: dict[str, str]) -> list[str]:
             body = await response.read()
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
         raise ConfigurationError(
-            "there is no server to measure",
+            "cannot reach the server",
             found=words_of(error),
             expected="an OpenAI server, at a URL such as http://127.0.0.1:8000, without /v1",
             hint="start one with: kvferry up",

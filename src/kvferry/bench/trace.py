@@ -35,11 +35,11 @@ def read_trace(lines: Iterable[str], speed: float = 1.0) -> tuple[Planned, ...]:
     Raises ConfigurationError naming the line.
     """
     if not speed > 0:
-        raise ConfigurationError("the speed of a trace must be positive", found=str(speed), expected="such as 1 or 2.5")
+        raise ConfigurationError("--trace-speed must be positive", found=str(speed), expected="such as 1 or 2.5")
     numbered = ((number, text) for number, text in enumerate(lines, 1) if text.strip())
     read = sorted(((_line(number, text), number) for number, text in numbered), key=lambda pair: pair[0].timestamp)
     if not read:
-        raise ConfigurationError("the trace has no request", expected="one JSON object per line")
+        raise ConfigurationError("the trace is empty", expected="one JSON object per line")
     first_ms = read[0][0].timestamp
     return tuple(
         Planned((line.timestamp - first_ms) / 1000 / speed, _prompt(line, number), line.output_length)
@@ -59,7 +59,7 @@ def _line(number: int, text: str) -> Line:
 
 def _wrong(number: int, found: str) -> ConfigurationError:
     return ConfigurationError(
-        f"line {number} of the trace cannot be used",
+        f"invalid line {number} of the trace",
         found=found,
         expected=f"timestamp (ms, not negative), input_length and output_length (tokens, 1 to {MAX_TOKENS})",
         hint='such as {"timestamp": 1200, "input_length": 6755, "output_length": 500, "hash_ids": [0, 1]}',

@@ -38,7 +38,11 @@ class Synthetic:
 
     def __post_init__(self) -> None:
         if self.num_requests < 1 or self.num_prefixes < 1 or self.prefix_tokens < 0:
-            raise ConfigurationError("no such load", found=str(self), expected="one request and one prefix at least")
+            raise ConfigurationError(
+                "invalid number of requests or prefixes",
+                found=str(self),
+                expected="at least one request and one prefix",
+            )
 
 
 def synthetic(load: Synthetic, arrivals: tuple[float, ...]) -> tuple[Planned, ...]:

@@ -20,13 +20,13 @@ VLLM_EXTRAS = "agent,router,nixl"
 def check_engine(engine: str, context: typer.Context) -> None:
     """Raises ConfigurationError for an engine that we do not have, and for arguments that none would get."""
     if engine not in ("transformers", "vllm"):
-        raise ConfigurationError("no such engine", found=engine, expected="--engine transformers or --engine vllm")
+        raise ConfigurationError("unknown engine", found=engine, expected="--engine transformers or --engine vllm")
     if engine != "vllm" and context.args:
         found = " ".join(context.args)
         raise ConfigurationError(
-            "these arguments belong to no engine",
+            "unexpected arguments",
             found=found,
-            expected="options only; or --engine vllm -- and what vLLM is to be told",
+            expected="options only, or --engine vllm with vLLM's own options after --",
             hint=f"--model {context.args[0]}" if _may_be_a_model(context) else "",
         )
 

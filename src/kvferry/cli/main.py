@@ -57,7 +57,7 @@ def main() -> None:
         raise SystemExit(130) from None
     except UnicodeEncodeError as error:
         found = f"its encoding is {error.encoding}"
-        tell(ConfigurationError("the output has no room for all characters", found=found, hint=UTF8))
+        tell(ConfigurationError("the encoding of the output lacks some characters", found=found, hint=UTF8))
         raise SystemExit(2) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EIO):

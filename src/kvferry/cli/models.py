@@ -19,8 +19,8 @@ def resolve(model: str) -> tuple[str, str]:
         raise ConfigurationError(
             f"cannot load the model {model!r}",
             found="no such folder",
-            expected="a folder with a causal language model and its tokenizer, or a name on the hub",
-            hint="leave --model out to use the built-in tiny one",
+            expected="a folder with a causal language model and its tokenizer, or a name on the Hugging Face Hub",
+            hint="omit --model to use the built-in tiny model",
         )
     if model != TINY and Path(model).is_dir():
         return model, Path(model).name

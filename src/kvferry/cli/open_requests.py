@@ -11,7 +11,7 @@ from kvferry.openai import SERVER_ERROR, SSE_MEDIA_TYPE, error_body, error_event
 
 __all__ = ["OpenRequests"]
 
-WORDS = "the server has ended"
+WORDS = "the server is shutting down"
 CODE = "server_ended"
 
 

@@ -18,9 +18,11 @@ def page_file(path: str) -> Path | None:
         return None
     page = Path(path)
     if page.suffix.lower() not in PAGES:
-        hint = "open the page in a browser: that prints or saves it in other formats, or each drawing by itself"
-        raise ConfigurationError("what is drawn is a page", found=path, expected="a name in .html", hint=hint)
+        hint = "for another format, open the page in a browser and print it"
+        raise ConfigurationError(
+            "the page must be an HTML file", found=path, expected="a name that ends in .html", hint=hint
+        )
     if not page.absolute().parent.is_dir():
-        hint = "name a file in a folder that is there"
-        raise ConfigurationError("there is no such folder", found=str(page.absolute().parent), hint=hint)
+        hint = "create the folder first"
+        raise ConfigurationError("the folder does not exist", found=str(page.absolute().parent), hint=hint)
     return page

@@ -39,7 +39,7 @@ class Child:
         words = (subcommand, "--json", "--as-child", *arguments)
         with command.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvferry.cli.main", *words],
+                [sys.executable, "-m", "kvferry", *words],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -64,13 +64,13 @@ class Child:
         with selectors.DefaultSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
             if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise self._failed("is not ready in time")
+                raise self._failed("did not become ready in time")
         line = stdout.readline()
         if not line:
             # It closes its output a moment before it has said its last word.
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_S)
-            raise self._failed("has ended")
+            raise self._failed("has exited")
         announced: dict[str, Any] = json.loads(line)
         return announced
 
@@ -106,11 +106,11 @@ class Child:
         if not told:
             telling = [line.strip() for line in lines if line.strip(" ^~")]
             shown = " | ".join(telling[-5:])
-            hint = f"its whole output is in {self.command.log}"
+            hint = f"its full output is in {self.command.log}"
             return ConfigurationError(f"{self.command.name} {what} ({self.ending})", found=shown, hint=hint)
         parts = dict(line.strip().split(":", 1) for line in lines[told[-1] :] if ":" in line)
         texts = {name: parts.get(name, "").strip() for name in ("found", "expected", "hint")}
         if told[-1]:
             # Somebody else had something to say before: vLLM, of which the child only knows that it has ended.
-            texts["hint"] = "; ".join(filter(None, (texts["hint"], f"its whole output is in {self.command.log}")))
+            texts["hint"] = "; ".join(filter(None, (texts["hint"], f"its full output is in {self.command.log}")))
         return ConfigurationError(f"{self.command.name}: {parts['error'].strip()}", **texts)

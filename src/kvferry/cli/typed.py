@@ -16,7 +16,7 @@ def check_unused(context: typer.Context, names: tuple[str, ...], beside: str) ->
     given = [f"--{name.replace('_', '-')}" for name in names if is_given(context, name)]
     if given:
         hint = "leave one of them out"
-        raise ConfigurationError(f"this has no effect beside {beside}", found=", ".join(given), hint=hint)
+        raise ConfigurationError(f"these options have no effect {beside}", found=", ".join(given), hint=hint)
 
 
 def is_given(context: typer.Context, name: str) -> bool:

@@ -82,7 +82,7 @@ def headers_named(words: list[str]) -> dict[str, str]:
     for word in words:
         name, colon, value = word.partition(":")
         if not (colon and name.strip() and word.isprintable()):
-            raise ConfigurationError("not a header", found=word, expected="such as 'Authorization: Bearer secret'")
+            raise ConfigurationError("invalid --header", found=word, expected="such as 'Authorization: Bearer secret'")
         headers[name.strip()] = value.strip()
     return headers
 
@@ -94,11 +94,11 @@ def bench_serve(options: BenchOptions) -> int:
     try:
         target, reports = asyncio.run(_run(options, plans))
     except KeyboardInterrupt:
-        console.say("interrupted: what was measured so far is not reported")
+        console.say("interrupted: partial results are not reported")
         raise
     if plot is not None:
         plot.write_text(page(f"{target.model} at {target.url}", reports), encoding="utf-8")
-        console.say(f"drawn in {plot}")
+        console.say(f"wrote {plot}")
     if options.output.as_json:
         console.data(_json(options, target, reports))
     else:
@@ -120,7 +120,7 @@ def _read(path: str, speed: float) -> tuple[Planned, ...]:
         with open(path, encoding="utf-8") as lines:
             return read_trace(lines, speed)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError("the trace cannot be read", found=str(error), expected="a JSONL file") from None
+        raise ConfigurationError("cannot read the trace", found=str(error), expected="a JSONL file") from None
 
 
 async def _run(
@@ -148,10 +148,10 @@ async def _warm_up(options: BenchOptions, target: Target, planned: tuple[Planned
     outcome = await run_load(target, planned[: options.warm_up], 1, options.timeout_s, _ignore)
     if all(record.error for record in outcome.records):
         raise ConfigurationError(
-            "the server does not answer such a request",
+            "the warm-up request failed",
             found=outcome.records[0].error,
             expected=f"a streamed answer of {target.endpoint.path}",
-            hint="shorter prompts or answers? --text where token ids, --may-stop where ignore_eos are not understood",
+            hint="try shorter prompts, --text (no token ids in the request) or --may-stop (no ignore_eos)",
         )
 
 

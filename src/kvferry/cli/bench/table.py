@@ -17,9 +17,9 @@ __all__ = ["show"]
 
 TIMES = (
     ("ttft", "time to first token"),
-    ("itl", "between pieces"),
-    ("tpot", "per token after the first"),
-    ("e2el", "whole answer"),
+    ("itl", "inter-token latency"),
+    ("tpot", "time per output token"),
+    ("e2el", "end-to-end latency"),
     ("late", "sent late"),
 )
 
@@ -36,8 +36,8 @@ def show(reports: Sequence[Report], attainment: float) -> None:
         best = best_of(reports, attainment)
         _say(
             out,
-            f"highest rate at which {best.attainment:.0%} were within the limits: {best.rate:g} requests/s; "
-            f"most goodput: {best.goodput:.3g} requests/s, at {best.goodput_rate:g}",
+            f"highest rate at which {best.attainment:.0%} met the limits: {best.rate:g} requests/s; "
+            f"best goodput: {best.goodput:.3g} requests/s, at {best.goodput_rate:g}",
         )
 
 
@@ -62,9 +62,9 @@ def _words(report: Report) -> str:
     facts = report.as_json()
     lines = [
         f"{facts['completed']} of {facts['num_prompts']} answered in {report.duration_s:.1f} s: "
-        f"{facts['request_throughput']:.3g} requests/s, {facts['output_throughput']:.4g} tokens/s written, "
-        f"{facts['total_token_throughput']:.4g} with the prompts; at most {report.most_open} open",
-        f"within {limits(report.slo)}: {report.attainment:.1%}, {report.goodput:.3g} requests/s",
+        f"{facts['request_throughput']:.3g} requests/s, {facts['output_throughput']:.4g} output tokens/s, "
+        f"{facts['total_token_throughput']:.4g} tokens/s in all; at most {report.most_open} requests in flight",
+        f"met {limits(report.slo)}: {report.attainment:.1%}; goodput {report.goodput:.3g} requests/s",
     ]
     lines += [f"{entry['count']} times: {entry['error']}" for entry in facts["common_errors"]]
     return "\n".join(lines if limits(report.slo) else [lines[0], *lines[2:]])

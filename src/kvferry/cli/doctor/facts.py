@@ -116,7 +116,7 @@ def setting_facts(chosen: Sequence[Environment], situation: Situation, token_fil
     if token_file:
         yield Fact("settings", "token file", token_file, environment.token_origin(token_file))
     else:
-        yield Fact("settings", "token file", "none: engines talk to this host only", "default")
+        yield Fact("settings", "token file", "none: engines accept peers on this host only", "default")
 
 
 def machine_findings(situation: Situation, token_file: str) -> Iterator[Finding]:
@@ -143,12 +143,12 @@ def _copies() -> Iterator[Finding]:
     installed, loaded = installed_builds(), loaded_directories()
     if len(loaded) > 1:
         what = "several copies of UCX are loaded into one process: they do not share their state"
-        hint = "leave one NIXL package: pip uninstall the others"
+        hint = "keep one NIXL package and pip uninstall the others"
         yield Finding(Severity.WARNING, what, ", ".join(map(str, loaded)), "one", hint)
     elif len(installed) > 1:
         what = "there are several copies of UCX; which one an engine loads depends on what it imports first"
         found = ", ".join(build.directory for build in installed)
-        hint = "leave one NIXL package (pip uninstall the others); kvferry takes nixl_cu13, then nixl_cu12, then nixl"
+        hint = "keep one NIXL package (pip uninstall the others); kvferry takes nixl_cu13, then nixl_cu12, then nixl"
         yield Finding(Severity.NOTE, what, found, "one", hint)
 
 

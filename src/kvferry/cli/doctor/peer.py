@@ -36,7 +36,7 @@ GREETING: Final = b"\xff"
 ASK_AGAIN_S: Final = 1.0
 TURN_S: Final = 0.05
 PEER: Final = "peer"
-EXPECTED: Final = "the address that `kvferry serve` names after `transfers at`"
+EXPECTED: Final = "the address that `kvferry serve` prints after `transfers at`"
 
 
 def try_peer(address: str, token: SharedToken, say: Callable[[str], None]) -> Trials:
@@ -85,7 +85,7 @@ class _Asking:
         raise TransportError(
             f"no engine answers at {self._peer.address} within {ANSWER_S:g} s",
             expected=EXPECTED,
-            hint="is the engine stopped or very busy? is --token-file the engine's own?",
+            hint="is the engine suspended or overloaded? does it have the same --token-file?",
         )
 
     def _ask(self) -> None:
@@ -118,7 +118,7 @@ def _findings(measurements: tuple[Measurement, ...], surroundings: Surroundings,
     if all(found.error for found in measurements):
         found = "; ".join(f"{each.name}: {each.error}" for each in measurements)
         hint = "start both engines with --transport tcp, which needs nothing but sockets"
-        yield Finding(Severity.ERROR, "no transport reaches the peer", found, "one that does", hint)
+        yield Finding(Severity.ERROR, "no transport reaches the peer", found, "a transport that does", hint)
         return
     chosen, place = verdict(measurements), surroundings.place_of(offer.probe.host)
     for each in measurements:
@@ -142,14 +142,14 @@ def _check_greeting(endpoint: str) -> str:
     except TimeoutError:
         found, hint = (
             f"nothing was said within {GREETING_S:g} s",
-            "is this the engine's HTTP port? or is the engine stopped, or very busy?",
+            "is this the engine's HTTP port, or is the engine suspended or overloaded?",
         )
     except OSError as error:
-        found, hint = error.strerror or str(error), "does the engine run?"
+        found, hint = error.strerror or str(error), "is the engine running?"
     else:
         if said == GREETING:
             return here
-        found = f"it begins with {said!r}" if said else "the connection was closed"
+        found = f"it answers with {said!r}" if said else "the connection was closed"
         hint = "is this the port of another program?"
     raise TransportError(f"no engine answers at {endpoint}", found=found, expected=EXPECTED, hint=hint)
 
@@ -163,8 +163,10 @@ def endpoint_of(address: str, token: SharedToken) -> str:
     except (OSError, ValueError):
         found = ""
     if not found:
-        raise ConfigurationError("no such peer", found=address, expected="host:port", hint="such as 127.0.0.1:41234")
+        raise ConfigurationError(
+            "invalid --peer address", found=address, expected="host:port", hint="such as 127.0.0.1:41234"
+        )
     if not token and not ip_address(found).is_loopback:
-        what = "without a shared token, engines on other hosts cannot be asked"
-        raise ConfigurationError(what, found=address, hint="give the engine's --token-file")
+        what = "engines on other hosts need a shared token"
+        raise ConfigurationError(what, found=address, hint="pass the engine's --token-file")
     return f"tcp://[{found}]:{port}" if ":" in str(found) else f"tcp://{found}:{port}"

@@ -142,8 +142,10 @@ def _devices(options: DoctorOptions) -> tuple[str, str, list[tuple[str, str, str
 def _missing(device: str) -> Iterator[Finding]:
     """That a device is planned for which is not here."""
     if device in KINDS and device not in {each.kind for each in accelerators()}:
-        what = f"there is no {device} device on this machine: all that is said of it is what one would need"
-        yield Finding(Severity.NOTE, what, "none on the PCI bus", device, "leave --device out for what is found here")
+        what = f"this machine has no {device} device: the report says what one would need"
+        yield Finding(
+            Severity.NOTE, what, "none on the PCI bus", device, "omit --device to check the devices of this machine"
+        )
 
 
 def _progress(text: str) -> None:

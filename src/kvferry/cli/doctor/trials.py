@@ -70,13 +70,13 @@ def _of_one(found: Measurement, place: Place) -> Iterator[Finding]:
             hint = "see the other findings, and docs/transports.md for what each transport needs"
             if found.name == "nixl":
                 hint += "; UCX_LOG_LEVEL=info kvferry doctor shows UCX's own messages"
-            yield Finding(Severity.WARNING, f"{found.name} does not work here", found.error, "a copy", hint)
+            yield Finding(Severity.WARNING, f"{found.name} does not work here", found.error, "a successful copy", hint)
         return
     yield from judge(found, Direction.READ, place, surroundings_here(found.name))
     if found.writing.error:
         what = f"{found.name} cannot write, so it cannot be used with --transfer-direction push"
         yield Finding(
-            Severity.WARNING, what, found.writing.error, "a copy that arrives", "use auto, the default, or pull"
+            Severity.WARNING, what, found.writing.error, "a successful copy", "use auto, the default, or pull"
         )
 
 

@@ -52,10 +52,10 @@ def plan(
         from kvferry.cli.plan import report
 
         if model or is_given(context, "model"):
-            check_unused(context, ("layers", "heads", "head_dim", "dtype"), "--model")
+            check_unused(context, ("layers", "heads", "head_dim", "dtype"), "with --model")
             entry = report.model_of(model, cache_dtype, draft)
         else:
-            check_unused(context, ("cache_dtype", "draft"), "a model that is given by numbers")
+            check_unused(context, ("cache_dtype", "draft"), "without --model")
             entry = report.model_of_numbers(layers, heads, head_dim, dtype)
         if is_given(context, "prefill_speed"):
             report.check_speed(prefill_speed)

@@ -196,7 +196,7 @@ def _write(path: Path, facts: dict[str, Any]) -> None:
         path.write_text(page(facts), encoding="utf-8")
     except OSError as error:
         raise ConfigurationError("cannot write the page", found=str(error), hint="name a file in a folder") from error
-    console.say(f"The page is in {path}.")
+    console.say(f"wrote {path}")
 
 
 def _table(facts: dict[str, Any], *, is_narrow: bool = False) -> Table:
@@ -272,8 +272,8 @@ def _summary(facts: dict[str, Any], entry: Entry) -> list[str]:
     moved = facts["tokens"] - facts["cached_tokens"]
     lines = [
         f"{moved:,} of {facts['tokens']:,} tokens, {facts['bytes_per_token']:,} bytes each"
-        + (f", and {facts['fixed_bytes']:,} bytes whatever the length" if facts["fixed_bytes"] else "")
-        + f"; blocks {facts['blocks']}; {facts['link_bytes_per_s'] / 1e9:,.1f} GB/s for each rank"
+        + (f", and {facts['fixed_bytes']:,} bytes that do not depend on the length" if facts["fixed_bytes"] else "")
+        + f"; blocks {facts['blocks']}; {facts['link_bytes_per_s'] / 1e9:,.1f} GB/s per rank"
     ]
     lines += [
         f"  group {group['name']}: {group['layers']} layers, {group['moved_tokens']:,} tokens move"

@@ -43,7 +43,7 @@ def shape_of(words: str, layout: str) -> EngineShape:
         key, _, value = (part.strip() for part in word.partition("="))
         name, found = _change(key, value)
         if not name or name in changes:
-            raise ConfigurationError("cannot read an engine's shape", found=repr(word), expected=EXPECTED)
+            raise ConfigurationError("invalid shape of an engine", found=repr(word), expected=EXPECTED)
         changes[name] = found
     changes.pop(REPLICAS, None)
     return replace(shape, **changes)
@@ -73,7 +73,5 @@ def link_of(words: str) -> float:
     match = LINK.fullmatch(words.strip())
     rate = float(match[1]) * SCALES[match[2]] * UNITS[match[3]] if match else 0.0
     if rate <= 0:
-        raise ConfigurationError(
-            "cannot read a link's speed", found=repr(words), expected="such as 50GB/s or 400Gbit/s"
-        )
+        raise ConfigurationError("invalid --link", found=repr(words), expected="such as 50GB/s or 400Gbit/s")
     return rate

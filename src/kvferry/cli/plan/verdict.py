@@ -37,7 +37,7 @@ class Verdict:
 def prefill_of(stated_tokens_per_s: float, num_active_parameters: int, num_ranks: int) -> Prefill:
     """The user's own figure, or an estimate: two operations per weight and token, attention not counted."""
     if stated_tokens_per_s:
-        return Prefill(stated_tokens_per_s, "as you say")
+        return Prefill(stated_tokens_per_s, "as given")
     if not num_active_parameters:
         return Prefill(0.0, "unknown")
     rate = EFFECTIVE_FLOP_PER_S * num_ranks / (2 * num_active_parameters)
@@ -55,7 +55,7 @@ def verdict_of(num_tokens: int, predicted_s: float, prefill: Prefill) -> Verdict
         f"an engine that prefills more than {break_even:,.0f} tokens/s computes this prompt before its cache arrives"
     )
     if not prefill.tokens_per_s:
-        return Verdict(None, f"Break-even: {limit}. Say --prefill-speed for a verdict.", break_even, 0.0)
+        return Verdict(None, f"Break-even: {limit}. Pass --prefill-speed for a verdict.", break_even, 0.0)
     compute_s = num_tokens / prefill.tokens_per_s
     speed = f"{prefill.tokens_per_s:,.0f} tokens/s ({prefill.source})"
     moving, computing = seconds_words(predicted_s), seconds_words(compute_s)

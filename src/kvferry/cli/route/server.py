@@ -52,7 +52,7 @@ class RouteOptions:
 def limits_of(ttft_s: float, max_requests: int, skip_below: str) -> Limits:
     """The limits of the command line. Raises ConfigurationError when `skip_below` is no number and not `auto`."""
     if skip_below != "auto" and not skip_below.isdecimal():
-        raise ConfigurationError("--skip-prefill-below has no meaning", found=skip_below, expected="a number, or auto")
+        raise ConfigurationError("invalid --skip-prefill-below", found=skip_below, expected="a number, or auto")
     below = 0 if skip_below == "auto" else int(skip_below)
     return Limits(ttft_s, max_requests, below, skip_by_cost=skip_below == "auto")
 

@@ -50,7 +50,7 @@ def serve(options: ServeOptions) -> None:
     """Serve until told to stop. Raises ConfigurationError before anything is started that cannot work."""
     log_to_stderr()
     if options.settings.step_cost != NO_COST:
-        console.say("steps last as long as --simulated-step says: the pace is not this machine's")
+        console.say("step times are simulated (--simulated-step): speeds are not this machine's")
     # The port is taken first: to load a model for half a minute and then fail would be unkind.
     with listening.listen(options.host, options.port) as bound:
         engine = Engine(options.settings)
@@ -86,7 +86,9 @@ async def _serve(options: ServeOptions, engine: Engine, bound: socket.socket) ->
         await http.run(app, bound, ends, http.ENGINE_GRACE_S, drain)
         if transfer.failure:
             # Better no process than one that cannot do its job: whoever watches over it starts a new one.
-            raise FerryError(transfer.failure, found="a defect in its thread", hint="the log above has its traceback")
+            raise FerryError(
+                transfer.failure, found="an internal error in its thread", hint="the log above has its traceback"
+            )
 
 
 def _info(options: ServeOptions, engine: Engine, transfer: AgentTransfer) -> ServeInfo:

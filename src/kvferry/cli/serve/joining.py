@@ -25,16 +25,14 @@ class JoinOptions:
     def __post_init__(self) -> None:
         if self.routers and not self.roles:
             raise ConfigurationError(
-                "an engine registers for a role", found="--register alone", expected="--role prefill or --role decode"
+                "--register needs a role", found="--register without --role", expected="--role prefill or --role decode"
             )
         if not self.routers and (self.roles or self.url):
             found = "--role" if self.roles else "--advertise-url"
-            raise ConfigurationError(
-                "nobody is told of it", found=f"{found} alone", expected="--register URL beside it"
-            )
+            raise ConfigurationError("this option needs --register", found=found, expected="--register URL as well")
         for url in (*self.routers, *([self.url] if self.url else [])):
             if not url.startswith(("http://", "https://")):
-                raise ConfigurationError("this is no URL", found=url, expected="such as http://10.0.0.5:8000")
+                raise ConfigurationError("invalid URL", found=url, expected="such as http://10.0.0.5:8000")
 
 
 NOWHERE = JoinOptions()

@@ -117,15 +117,12 @@ def _watch(process: subprocess.Popen[bytes], options: VllmOptions, url: str, tol
     while not _is_healthy(url):
         if process.poll() is not None:
             # What a first try runs into: two servers, each of which wants nearly all of one machine's memory.
-            hint = (
-                "its own output says why; where that is memory, give each server its share: "
-                "-- --kv-cache-memory-bytes 1073741824 (what follows -- goes to vllm serve)"
-            )
-            raise ConfigurationError("vLLM has ended", found=f"exit code {process.returncode}", hint=hint)
+            hint = "see its output above; if memory ran out, limit each server: -- --kv-cache-memory-bytes 1073741824"
+            raise ConfigurationError("vLLM has exited", found=f"exit code {process.returncode}", hint=hint)
         if told.wait(POLL_S) or _is_orphan(options):
             return 0
         if time.monotonic() > deadline:
-            raise ConfigurationError("vLLM is not ready in time", expected=f"within {READY_S:g} s")
+            raise ConfigurationError("vLLM did not become ready in time", expected=f"within {READY_S:g} s")
     _announce(options, url)
     with joined(options.join, url, options.token_file):
         while process.poll() is None:

@@ -22,7 +22,7 @@ def top(
     """Show live what a router and its engines are doing."""
     with friendly("router"):
         if not url.startswith(("http://", "https://")):
-            raise ConfigurationError("not the URL of a router", found=url, expected="such as http://127.0.0.1:8000")
+            raise ConfigurationError("invalid router URL", found=url, expected="such as http://127.0.0.1:8000")
         from kvferry.cli.top import watch
 
         watch.top(watch.TopOptions(url, interval, once, as_json))

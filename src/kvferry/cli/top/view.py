@@ -16,11 +16,11 @@ __all__ = ["Frame", "summary", "view"]
 REQUESTS, TTFT = "kvferry_router_requests_total", "kvferry_router_time_to_first_token_seconds"
 PHASES, GAPS = "kvferry_router_phase_seconds", "kvferry_router_inter_token_seconds"
 TROUBLE = {
-    "turned away": "kvferry_router_turned_away_total",
+    "refused": "kvferry_router_turned_away_total",
     "without prefill": "kvferry_router_fallbacks_total",
     "retries": "kvferry_router_retries_total",
     "lost caches": "kvferry_router_lost_caches_total",
-    "failed legs": "kvferry_router_upstream_errors_total",
+    "failed upstream requests": "kvferry_router_upstream_errors_total",
 }
 ORDER = ("queue", "prefill", "decode_queue", "handshake", "claim", "wire", "verify", "lost", "first_decode")
 BAR = 40
@@ -67,7 +67,7 @@ def summary(frame: Frame) -> dict[str, Any]:
 def view(frame: Frame) -> Group:
     """What a person sees: a line, the phases, the instances, and what is out."""
     found = summary(frame)
-    titles = "\nto the first token, mean", "\ninstances"
+    titles = "\nmean time until the first token, by phase", "\ninstances"
     return Group(_line(found), titles[0], _phase_table(found), titles[1], _member_table(found), *_out(found))
 
 
@@ -134,11 +134,11 @@ def _state(member: dict[str, Any]) -> tuple[str, str]:
 
 def _out(found: dict[str, Any]) -> list[Text]:
     broken = [
-        Text(f"caches do not arrive: {pair['prefill']} to {pair['decode']} ({pair['breaker']})", "bold red")
+        Text(f"transfers fail: {pair['prefill']} to {pair['decode']} ({pair['breaker']})", "bold red")
         for pair in found["broken_pairs"]
     ]
     strange = [
-        Text(f"never paired: {pair['prefill']} and {pair['decode']}", "yellow") for pair in found["incompatible_pairs"]
+        Text(f"incompatible: {pair['prefill']} and {pair['decode']}", "yellow") for pair in found["incompatible_pairs"]
     ]
     return [*broken, *strange]
 

@@ -29,4 +29,4 @@ def _info(url: str) -> dict[str, Any]:
             found: dict[str, Any] = json.load(answer)
             return found
     except (OSError, ValueError) as error:
-        raise RequestError(f"{url} does not say whom it has met", found=repr(error)) from error
+        raise RequestError(f"{url} does not report its peers", found=repr(error)) from error

@@ -65,7 +65,7 @@ def up(
         if engine == "vllm":
             check_vllm()
         if once == "":
-            raise ConfigurationError("a prompt needs a token", found="--once with an empty text")
+            raise ConfigurationError("--once needs a prompt", found="an empty text")
         options = UpOptions(
             engine=engine,
             engine_arguments=tuple(context.args),

@@ -80,12 +80,12 @@ class Fleet:
         for index, child in enumerate(self._children):
             if child.running:
                 continue
-            console.say(f"{child.command.name} has died ({child.ending}, see {child.command.log}); starting it again")
+            console.say(f"{child.command.name} has exited ({child.ending}, see {child.command.log}); restarting it")
             child.stop()
             now = time.monotonic()
             self._restarted_at = [*(at for at in self._restarted_at if now - at < RESTARTS_WITHIN_S), now]
             if len(self._restarted_at) > MAX_RESTARTS:
-                raise ConfigurationError("the engines keep dying", hint=f"their output is in {self._logs}")
+                raise ConfigurationError("the engines keep exiting", hint=f"their output is in {self._logs}")
             self._children[index] = Child(child.command)
             self._await(self._children[index], time.monotonic() + self._options.ready_s)
 

@@ -32,10 +32,10 @@ EXAMPLE = (
 MEND_S = 1.0
 LARGE_BYTES = 1 << 20
 VERIFIED = {
-    "sampled": "by its lease, and a sample of its bytes",
-    "full": "by its lease, and every byte",
-    "off": "by its lease",
-    "unreadable": "by its lease; the CPU cannot read its memory",
+    "sampled": "its lease, and a sample of its bytes",
+    "full": "its lease, and every byte",
+    "off": "its lease",
+    "unreadable": "its lease only: the CPU cannot read its memory",
 }
 VLLM_READY_S = 900.0
 # A prefix cache would answer the second question from what the first one has moved.
@@ -104,8 +104,10 @@ def _log_folder(path: str) -> Path:
         folder = Path(path or tempfile.mkdtemp(prefix="kvferry-"))
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        hint = "--log-dir names a folder, which is made if need be"
-        raise ConfigurationError("the logs have no place", found=str(error), expected="a folder", hint=hint) from error
+        hint = "--log-dir takes a folder and creates it if needed"
+        raise ConfigurationError(
+            "cannot create the log folder", found=str(error), expected="a folder", hint=hint
+        ) from error
     return folder
 
 
@@ -192,7 +194,7 @@ def _facts(answer: Answer, alone: Answer) -> dict[str, Any]:
 
 def _table(facts: dict[str, Any]) -> Table:
     table = Table(title="What moved", show_header=False, title_justify="left")
-    verdict = "equal, token for token" if facts["equal"] else "DIFFERENT FROM THE UN-DISAGGREGATED RUN"
+    verdict = "equal, token for token" if facts["equal"] else "DIFFERENT FROM THE ANSWER WITHOUT A TRANSFER"
     received, computed = facts["tokens_received"], facts["tokens_computed"]
     table.add_row("answer", f"{_tokens(len(facts['token_ids']))}: {verdict}")
     table.add_row("prompt", f"{_tokens(facts['prompt_tokens'])}: {received} received, {computed} computed here")
@@ -209,7 +211,7 @@ def _table(facts: dict[str, Any]) -> Table:
         table.add_row("verified", VERIFIED[facts["verified"]])
     for phase, seconds in facts["phases_s"].items():
         table.add_row(f"  {phase}", f"{seconds * 1000:.2f} ms")
-    remark = " (too few bytes to say much)" if facts["bytes"] < LARGE_BYTES else ""
+    remark = " (too few bytes to tell)" if facts["bytes"] < LARGE_BYTES else ""
     table.add_row("rate", f"{facts['gigabytes_per_s']:.3g} GB/s on the wire{remark}")
     return table
 
@@ -225,8 +227,8 @@ def _why_nothing(facts: dict[str, Any]) -> str:
     if facts["recomputed"]:
         return f"the cache did not arrive ({facts['recomputed']}), so the prompt was computed again"
     if facts["path"] == "decode-only":
-        return "no prefill engine could be used, so the decode engine did it all"
-    return "the only token of the prompt is computed by the decode engine"
+        return "no prefill engine was available: the decode engine computed the prompt itself"
+    return "a prompt of one token is computed by the decode engine"
 
 
 def _keep_serving(fleet: Fleet) -> None:

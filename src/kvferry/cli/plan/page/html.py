@@ -82,7 +82,7 @@ def _groups(facts: Mapping[str, Any]) -> list[_Group]:
     for group in facts["groups"]:
         moved, per_token, fixed = group["moved_tokens"], group["bytes_per_token"], group["fixed_bytes"]
         parts = [f"{moved:,} tokens {TIMES} {bytes_words(per_token)}"] if moved and per_token else []
-        parts += [f"{bytes_words(fixed)} whatever the length"] if fixed else []
+        parts += [f"{bytes_words(fixed)} that do not depend on the length"] if fixed else []
         tail = 100 * min(1.0, moved / tokens) if per_token else 0.0
         num_bytes = moved * per_token + fixed
         groups.append(_Group(group["name"], group["layers"], num_bytes, 0.0, tail, " + ".join(parts) or "nothing"))
