@@ -27,24 +27,24 @@ SERVER_ERROR = "server_error"
 
 
 LOST_CACHE = {
-    Reason.MALFORMED: "kv_transfer_params cannot be understood",
-    Reason.WIRE_VERSION: "the two engines run releases that do not understand each other",
+    Reason.MALFORMED: "invalid kv_transfer_params",
+    Reason.WIRE_VERSION: "the two engines run incompatible releases",
     Reason.WRONG_ENGINE: "kv_transfer_params belong to another engine",
     Reason.WRONG_EPOCH: "the prefill engine has been restarted",
     Reason.WRONG_PROMPT: "kv_transfer_params belong to another prompt",
     Reason.UNNAMED_PROMPT: "engines cannot compare what this prompt depends on",
     Reason.UNKNOWN_LEASE: "the prefill engine does not know this request",
-    Reason.EXPIRED: "the prefill engine does not keep it any more",
+    Reason.EXPIRED: "the prefill engine has already freed this cache",
     Reason.OUT_OF_RANGE: "kv_transfer_params belong to a shorter prompt",
     Reason.NOT_CLAIMED: "the prefill engine does not know this reader",
     Reason.ALREADY_CLAIMED: "kv_transfer_params are in use by another request",
     Reason.INCOMPATIBLE: "the two engines do not hold the same cache",
     Reason.UNREACHABLE: "the two engines have no working transport between them",
-    Reason.PEER_LOST: "the prefill engine does not answer any more",
+    Reason.PEER_LOST: "the prefill engine has stopped responding",
     Reason.DEADLINE: "the prefill engine did not answer in time, or the transfer took too long",
-    Reason.TRANSPORT: "the transfer broke off",
+    Reason.TRANSPORT: "the transfer failed",
     Reason.ABORTED: "the transfer was cancelled",
-    Reason.DIGEST: "what arrived is not what was sent",
+    Reason.DIGEST: "the received cache differs from the one that was sent",
 }
 """What clients are told of a cache that did not arrive; the engine's log has the rest."""
 

@@ -53,7 +53,7 @@ def decode_announcement(body: bytes) -> Announcement:
         return msgspec.json.decode(body, type=Announcement)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(
-            "not an announcement", found=str(error), expected='{"url": "http://host:port", "role": "decode"}'
+            "invalid registration", found=str(error), expected='{"url": "http://host:port", "role": "decode"}'
         ) from None
 
 

@@ -239,7 +239,7 @@ def test_an_agent_that_cannot_listen_gives_its_transports_up(make_rank, host):
 
 
 def test_only_loopback_without_authentication(host):
-    with pytest.raises(ConfigurationError, match="only listens on this host"):
+    with pytest.raises(ConfigurationError, match="may listen on this host only"):
         Agent(AgentConfig("p1", host="0.0.0.0"), host, open_transports("shm").transports, {})
 
 

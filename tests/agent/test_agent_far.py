@@ -138,5 +138,5 @@ def test_an_engine_that_is_far_cannot_be_set_up_to_move_straight(make_far):
 def test_a_full_digest_of_what_the_processor_cannot_read_is_refused(make_far):
     source, target = make_far("p0"), make_far("d0", digest=Policy.FULL)
     target.fetch(source, source.leased())
-    assert "the CPU cannot read" in str(target.next_notice(Failed).error)
+    assert "memory that the CPU can read" in str(target.next_notice(Failed).error)
     target.next_notice(TargetFree)

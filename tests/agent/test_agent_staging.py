@@ -131,7 +131,7 @@ def test_slots_that_staging_memory_can_never_have_are_an_error(make_rank, monkey
     source = make_rank("p0", SOURCE, mover=wire_only, **small)
     target = make_rank("d0", TARGET, staging=only(Strategy.PACK, 1 << 20))
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    assert "staging memory can never have" in str(target.next_notice(Failed).error)
+    assert "the slot is larger than staging memory" in str(target.next_notice(Failed).error)
     target.next_notice(TargetFree)
     assert source.next_notice(SourceFree).reason == "aborted"
     assert target.agent.num_slots == source.agent.num_slots == 0

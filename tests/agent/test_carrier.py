@@ -278,7 +278,7 @@ def test_a_slow_way_between_engines_of_one_host_is_told_by_log_and_counter(caplo
         "nixl",
         [("tcp/lo",)],
     )
-    assert "slow way" in caplog.text
+    assert "a slower transport" in caplog.text
     assert "hint: run both engines as one user" in caplog.text
     assert carrier.take_counts() == {("transport_warnings", "nixl"): 1}
     assert carrier.take_counts() == {}

@@ -55,7 +55,7 @@ def test_a_token_that_could_be_guessed_is_refused(token_file, contents):
 def test_what_is_no_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(ConfigurationError, match=r"is not a file|Is a directory"):
+        with pytest.raises(ConfigurationError, match=r"is not a regular file|Is a directory"):
             read_token(str(path))
 
 

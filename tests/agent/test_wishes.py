@@ -53,7 +53,7 @@ def expect_unharmed(source, target):
 def test_a_lease_that_cannot_travel_is_refused_where_it_is_asked_for(pair):
     source, _ = pair
     for wrong in LEASES.values():
-        with pytest.raises(RequestError, match="cannot travel"):
+        with pytest.raises(RequestError, match="cannot be sent"):
             source.agent.lease(replace(LEASE, **wrong))
     expect_unharmed(*pair)
 
@@ -62,7 +62,7 @@ def test_growth_that_cannot_travel_is_refused_where_it_is_told(pair):
     source, _ = pair
     source.agent.lease(replace(LEASE, is_growing=True))
     for wrong in (LeaseGrown("r9", ((-1,),), 4), LeaseGrown("r9", ((1 << 70,),), 4), LeaseGrown("r9", ((1,),), -4)):
-        with pytest.raises(RequestError, match="cannot travel"):
+        with pytest.raises(RequestError, match="cannot be sent"):
             source.agent.grow(wrong)
     source.agent.withdraw("r9")
     expect_unharmed(*pair)
@@ -77,13 +77,13 @@ def test_a_fetch_that_cannot_travel_is_refused_where_it_is_asked_for(pair):
     for name in NAMES:
         for text in ("", LONG, HALF):
             reference = msgspec.structs.replace(wanted.reference, **{name: text})
-            with pytest.raises(RequestError, match="a name cannot travel"):
+            with pytest.raises(RequestError, match="a name cannot be sent"):
                 target.agent.fetch(replace(wanted, reference=reference))
     expect_unharmed(*pair)
 
 
 def test_a_hold_that_cannot_travel_is_refused_where_it_is_asked_for(pair):
     source, target = pair
-    with pytest.raises(RequestError, match="a name cannot travel"):
+    with pytest.raises(RequestError, match="a name cannot be sent"):
         target.agent.hold(HoldWanted(Reference("p0", HALF, "r9", "l9"), (source.agent.address,)))
     expect_unharmed(*pair)

@@ -343,6 +343,6 @@ def test_notes_say_what_the_config_left_open():
     config["quantization_config"] = {"kv_cache_scheme": {"num_bits": 8}}
     entry = catalog.of_config(config, "test", AUTO)
     assert [note.partition(":")[0] for note in entry.notes] == [
-        "the config names no dtype",
-        "the checkpoint brings scales for a quantised cache",
+        "the config has no dtype",
+        "the checkpoint has scales for a quantized cache",
     ]

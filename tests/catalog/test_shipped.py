@@ -145,4 +145,4 @@ def test_draft_layers_live_with_the_last_layer():
     names = [kept.state.name for kept in entry.cache.layers[-1].kept]
     assert names == ["draft.layers.0.latent", "draft.layers.0.indexer.k", "draft.layers.0.indexer.scale"]
     assert entry.num_active_parameters == own.num_active_parameters
-    assert "names no draft layers" in catalog.read("qwen3-8b", Options("auto", draft_layers=True)).notes[0]
+    assert "has no draft layers" in catalog.read("qwen3-8b", Options("auto", draft_layers=True)).notes[0]

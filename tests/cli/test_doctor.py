@@ -124,7 +124,7 @@ def test_a_fallback_to_tcp_is_a_warning_although_everything_works():
     rows = {row["transport"]: row for row in report["trials"]["loopback"]["transports"]}
     assert rows["nixl"]["error"] == ""
     assert all(carrier.startswith("tcp/") for carrier in rows["nixl"]["carriers"])
-    (finding,) = found(report, "a slow way without need")
+    (finding,) = found(report, "a slower transport")
     assert (code, finding["severity"]) == (1, "warning")
     assert "UCX_TLS=tcp is set" in finding["hint"]
 
@@ -160,8 +160,8 @@ def test_a_device_that_is_not_here_is_said_to_be_missing(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"device": "abacus"}, "no such device"),
-        ({"device": "tpu", "buffer_device": "tpu"}, "cannot be served"),
+        ({"device": "abacus"}, "unknown device"),
+        ({"device": "tpu", "buffer_device": "tpu"}, "cannot use this buffer device"),
         ({"peer": "nobody"}, "invalid --peer address"),
         ({"peer": "127.0.0.1:9", "token_file": "/nowhere"}, "cannot be read"),
     ],

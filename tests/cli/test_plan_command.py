@@ -160,7 +160,7 @@ def test_a_models_own_configuration_is_read(tmp_path):
         (["--model", "lama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=2"], "llama-3.1-8b"),
         (["--prefill", "tp=1", "--decode", "tp=2", "--link", "fast"], "invalid --link"),
         (["--prefill", "tp=1", "--decode", "tp=2", "--link", "0GB/s"], "invalid --link"),
-        (["--prefill", "tp=1", "--decode", "tp=2,dcp=2"], "cannot be shared out"),
+        (["--prefill", "tp=1", "--decode", "tp=2,dcp=2"], "cannot be divided among ranks"),
         (["--prefill", "tp=1,block=16,kernel=3", "--decode", "tp=2"], "kernel blocks must divide a block"),
         (["--prefill", "tp=1,pool=own", "--decode", "tp=2"], "invalid shape of an engine"),
         (

@@ -25,12 +25,12 @@ def test_a_router_does_not_say_that_it_routes_before_it_has_read_its_members(tmp
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--engine-id", ""), "this is no name for an engine found: ''"),
-        (("--engine-id", "a b"), "this is no name for an engine found: 'a b'"),
+        (("--engine-id", ""), "invalid engine id found: ''"),
+        (("--engine-id", "a b"), "invalid engine id found: 'a b'"),
         (("--engine-id", "x" * 201), "1 to 200 characters"),
         (("--heartbeat", "10", "--lease-timeout", "19"), "at least twice --heartbeat, which is 10 s"),
         (("--role", "decode"), "--register URL as well"),
-        (("--strategy", "foo"), "no such strategy"),
+        (("--strategy", "foo"), "unknown strategy"),
         (("--simulated-step", "foo"), "unknown kind of step cost"),
         (("--failure-policy", "foo"), "'foo' is not one of"),
     ],

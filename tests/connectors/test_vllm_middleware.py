@@ -164,7 +164,7 @@ def test_an_error_for_want_of_a_cache_is_that_of_our_own_engine(says):
     status, body = served.answer
     assert status == 502
     assert lost_cache(json.dumps(body).encode()) == "peer_lost"
-    assert "the prefill engine does not answer any more" in body["error"]["message"]
+    assert "the prefill engine has stopped responding" in body["error"]["message"]
     assert "it is gone" not in body["error"]["message"]
     assert (served.headers["x-kvferry-cache"], served.headers["x-kvferry-cache-reason"]) == ("lost", "peer_lost")
     assert served.headers["content-length"] == str(len(served.sent[1]["body"]))

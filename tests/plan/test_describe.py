@@ -39,7 +39,10 @@ def test_without_context_parallelism_the_size_of_a_run_does_not_matter():
 def test_tokens_are_shared_out_only_among_ranks_that_would_hold_the_same():
     shape = replace(SHAPE, tensor_parallel=8, decode_context_parallel=2)
     assert len(describe(GQA, shape, 0)) == 8
-    with pytest.raises(LayoutError, match=r"state model.layers.0.k cannot be shared out; found: 4 shares, 2 ranks"):
+    with pytest.raises(
+        LayoutError,
+        match=r"state model.layers.0.k cannot be divided among ranks; found: 4 shares; ranks that hold the same: 2",
+    ):
         describe(GQA, replace(shape, decode_context_parallel=4), 0)
 
 
@@ -52,7 +55,7 @@ def test_kernel_blocks_must_divide_a_block():
 @pytest.mark.parametrize("other", ["context_parallel", "decode_context_parallel", "kernel_blocks"])
 def test_no_number_of_an_engine_may_be_less_than_one(name, other):
     for wrong in ({name: 0}, {other: 0}, {name: -1}):
-        with pytest.raises(LayoutError, match="every number of an engine must be at least 1"):
+        with pytest.raises(LayoutError, match="every size of an engine must be at least 1"):
             replace(SHAPE, **wrong)
 
 
@@ -124,7 +127,10 @@ def test_the_bytes_of_a_model():
 def test_states_of_different_shape_cannot_lie_inside_one_another():
     wide = Kept(State("v", "float32", 4, (Axis("head", 2), Axis("dim", 3)), per_token=True), "head")
     narrow = Kept(State("k", "float32", 4, (Axis("head", 2), Axis("dim", 2)), per_token=True), "head")
-    with pytest.raises(LayoutError, match=r"inside one another; found: v, k: \[2, 3\] along D; hint: choose a format"):
+    with pytest.raises(
+        LayoutError,
+        match=r"interleave states of different shapes; found: v, k: \[2, 3\] along D; hint: choose a format",
+    ):
         describe(with_layers((wide, narrow)), replace(SHAPE, format="BNHDLK"), 0)
 
 

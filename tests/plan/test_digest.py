@@ -238,7 +238,7 @@ def test_a_seed_is_that_of_its_name():
 def test_policies_have_names():
     assert policy_named("full") is Policy.FULL
     with pytest.raises(
-        ConfigurationError, match="no such digest policy; found: some; expected: off or sampled or full"
+        ConfigurationError, match="unknown digest policy; found: some; expected: off or sampled or full"
     ):
         policy_named("some")
 

@@ -57,7 +57,7 @@ def test_what_makes_no_sense_cannot_be_built(made):
         (part(seen=TokenRange(0, 8)), r"wrong tokens; found: \[0, 8\); expected: some of 7 tokens"),
         (part(seen=NO_TOKENS), "wrong tokens"),
         (part(tokens=TokenSet(9, (Span(8, 9),))), "wrong tokens"),
-        (part(states=("model.layers.0.k",) * 5, seen=TokenRange(0, 7)), "more than there is"),
+        (part(states=("model.layers.0.k",) * 5, seen=TokenRange(0, 7)), "more than the cache holds"),
         (part(states=("fixed",), box=(Span(0, 2),)), "wrong tokens; .* none: the states are of fixed size"),
         (part(states=("fixed", "mixed"), box=(Span(0, 2),), seen=NO_TOKENS), "mixes states"),
     ],

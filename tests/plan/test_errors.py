@@ -63,7 +63,7 @@ def with_group(state_changes=None, **changes) -> Layout:
         (lambda: with_group(ring_tokens=-1), "needs blocks"),
         (lambda: with_group(kernel_blocks=3), "kernel blocks must divide a block; found: 3 in a block of 4 tokens"),
         (lambda: with_group(ring_tokens=4), "expected: no ring, as the state has neither window nor chunks"),
-        (lambda: with_group(ring_tokens=4, share=TokenShare(2, 0)), "a ring cannot be shared out"),
+        (lambda: with_group(ring_tokens=4, share=TokenShare(2, 0)), "a ring cannot be divided by context"),
         (lambda: with_group({"window_tokens": 6}, ring_tokens=4), "still seen; found: 4 tokens; expected: at least 5"),
         (lambda: with_group({"chunk_tokens": 6}, ring_tokens=5), "still seen; found: 5 tokens; expected: at least 6"),
         (lambda: with_group({"window_tokens": -1}), "a window or chunks or neither"),
@@ -81,7 +81,7 @@ def with_group(state_changes=None, **changes) -> Layout:
         (lambda: replace(SHAPE, tensor_parallel=1 << 20), "too many ranks; found: 1,048,576"),
         (lambda: shares(8, 3, "heads"), "heads cannot be divided over the ranks; found: 8 over 3 ranks"),
         (lambda: shares(8, 0, "heads"), "cannot be divided"),
-        (lambda: replace(SHAPE, block_tokens=0), "every number of an engine must be at least 1"),
+        (lambda: replace(SHAPE, block_tokens=0), "every size of an engine must be at least 1"),
         (lambda: attention(-3, 4, 2, "float16", 2), "every number of a model must be at least 1"),
         (lambda: stages(2, 3), "every pipeline stage needs a layer"),
     ],
@@ -132,7 +132,7 @@ def test_ranks_of_one_engine_that_contradict_one_another_are_named():
         with pytest.raises(IncompatibleError) as caught:
             route(sources, targets)
         assert caught.value.differences == tuple(
-            f"state {state.name}: rank 0 of the {side} describes it otherwise than another rank"
+            f"state {state.name}: rank 0 of the {side} describes it differently from another rank"
             for state in sorted(LAYOUT.states, key=lambda state: state.name)
         )
 

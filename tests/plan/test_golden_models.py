@@ -53,6 +53,7 @@ HAND = {
     "llama-3.1-8b": (Part("full", 32 * 2 * 8 * 128 * 2, 8),),
     "llama-3.3-70b": (Part("full", 80 * 2 * 8 * 128 * 2, 8),),
     "qwen3-8b": (Part("full", 36 * 2 * 8 * 128 * 2, 8),),
+    "tiny": (Part("full", 4 * 2 * 4 * 64 * 4, 4),),
     "qwen3-32b": (Part("full", 64 * 2 * 8 * 128 * 2, 8),),
     "qwen3-235b-a22b": (Part("full", 94 * 2 * 4 * 128 * 2, 4),),
     "mistral-small-3.2-24b": (Part("full", 40 * 2 * 8 * 128 * 2, 8),),

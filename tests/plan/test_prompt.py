@@ -67,7 +67,7 @@ def test_what_somebody_has_asked_is_not_in_a_traceback():
 
 @pytest.mark.parametrize("tokens", [[-1], [1 << 32], ["1"], [1.5]])
 def test_what_is_no_token_is_refused(tokens):
-    with pytest.raises(RequestError, match="not made of tokens"):
+    with pytest.raises(RequestError, match="invalid token id"):
         Prompt.of(tokens)
 
 

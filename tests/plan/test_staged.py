@@ -264,5 +264,5 @@ def test_a_slot_must_hold_something(slot_bytes):
 
 @pytest.mark.parametrize(("source", "target"), [(-1, 0), (0, -1), (1 << 63, 0), (0, 1 << 63)])
 def test_staging_memory_has_an_address(source, target):
-    with pytest.raises(ConfigurationError, match="staging memory cannot be there"):
+    with pytest.raises(ConfigurationError, match="invalid address of staging memory"):
         Staging(source, target, 4096)

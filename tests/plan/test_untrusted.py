@@ -78,7 +78,7 @@ def transposed(num_layers: int, extents: tuple[int, int]) -> tuple[Layout, Layou
 @pytest.mark.parametrize(("num_layers", "extents"), [(1, (1 << 12, 1 << 12)), (1 << 7, (1 << 9, 1 << 9))])
 def test_memory_formats_that_tear_a_block_apart_are_refused_before_the_rows_are_listed(num_layers, extents):
     source, target = transposed(num_layers, extents)
-    with pytest.raises(TooManyRowsError, match=r"one block would move in too many small rows; found: \d+,\d+"):
+    with pytest.raises(TooManyRowsError, match=r"one block would need too many small rows; found: \d+,\d+"):
         bind(route((source,), (target,)).legs, source, target)
 
 
@@ -119,7 +119,7 @@ def cut(address: int, dice: random.Random) -> Layout:
 def test_ranks_that_cut_every_axis_in_many_places_are_refused_before_that_takes_minutes():
     dice = random.Random(7)
     ranks = [cut(rank << 40, dice) for rank in range(1, 65)]
-    with pytest.raises(LayoutError, match="divide the cache too differently to be matched"):
+    with pytest.raises(LayoutError, match="divide the cache in too many different places"):
         route(ranks, ranks)
 
 
@@ -131,7 +131,7 @@ def test_shares_that_repeat_together_only_after_too_many_runs_are_refused():
     """Each of the shares is harmless; to match them all would take minutes."""
     fine = [TokenShare(128, share, 1) for share in range(64)]
     sources = [shared(rank << 40, share) for rank, share in enumerate([*fine, TokenShare(2, 0, 1 << 16)])]
-    with pytest.raises(LayoutError, match="shared out too differently"):
+    with pytest.raises(LayoutError, match="interleave tokens in sizes that are too different"):
         route(sources, [shared(1 << 62, TokenShare())])
 
 

@@ -273,7 +273,7 @@ def test_an_announcement_is_believed_from_who_knows_the_key_and_in_time():
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"url": 3}', b'{"url": "x", "role": "chief"}', b'{"a": 1}', b"\xff"])
 def test_what_is_no_announcement_is_refused(body):
-    with pytest.raises(RequestError, match="announcement"):
+    with pytest.raises(RequestError, match="invalid registration"):
         decode_announcement(body)
 
 

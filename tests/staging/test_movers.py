@@ -134,7 +134,7 @@ def test_memory_of_another_process_can_be_lent_for_one_copy(kind):
     assert (theirs[:300] == case.cache[70:370]).all()
     case.mover.start("not lent", [there])
     case.mover.start("too little lent", [there], theirs[:299])
-    assert all("leaves" in moved.error for moved in case.ends())
+    assert all("is outside" in moved.error for moved in case.ends())
     assert not theirs[300:].any()
     case.mover.close()
 
@@ -202,7 +202,7 @@ def test_rows_that_leave_the_memories_end_with_a_reason_and_copy_nothing(case, r
     case.mover.start("good", case.gather([(16, 16, 16)]))
     ends = dict(case.ends())
     assert ends["good"] == ""
-    assert "leaves the registered memory of this process" in ends["wild"]
+    assert "is outside the registered memory of this process" in ends["wild"]
     assert not case.arena[:16].any()
 
 

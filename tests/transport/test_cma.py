@@ -59,7 +59,7 @@ def test_who_is_not_there_is_refused(transport):
     other = Origin("00000000-0000-0000-0000-000000000000", known.origin.pid_namespace)
     expect_refusal(transport, msgspec.structs.replace(known, origin=other), "found: boot id 00000000-")
     expect_refusal(transport, msgspec.structs.replace(known, pid=2**31 - 1), "has ended")
-    expect_refusal(transport, msgspec.structs.replace(known, started=known.started + 1), "another one by now")
+    expect_refusal(transport, msgspec.structs.replace(known, started=known.started + 1), "replaced by another process")
 
 
 def test_a_process_with_many_open_files_meets_peers(transport):

@@ -41,7 +41,7 @@ def test_more_devices_can_be_made_known(monkeypatch: pytest.MonkeyPatch) -> None
     register_kind("abacus", VRAM)
     register_kind("abacus", VRAM)
     assert kind_of("abacus") is VRAM
-    with pytest.raises(TransportError, match="known already"):
+    with pytest.raises(TransportError, match="already registered"):
         register_kind("abacus", DRAM)
 
 

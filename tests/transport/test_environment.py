@@ -175,7 +175,7 @@ SMALL_LOCK = Confinement(locked_bytes=8 << 20)
         (xpu(ZE_COPY, SAME), Severity.WARNING, "goes through host memory"),
         (cuda(ZE, SAME), Severity.ERROR, "cannot reach cuda memory"),
         (Situation("rocm", "rocm", SAME, build=WHEEL), Severity.ERROR, "--with-rocm"),
-        (replace(cuda(WHEEL, SAME), confinement=CONTAINER), Severity.NOTE, "fall back to tcp without a word"),
+        (replace(cuda(WHEEL, SAME), confinement=CONTAINER), Severity.NOTE, "silently fall back to tcp"),
         (replace(host("cpu", SAME), confinement=LOCKED), Severity.WARNING, "ptrace_scope = 1"),
         (replace(host("cpu", SAME), build=UcxBuild("old", "/o", CORE)), Severity.WARNING, "nixl goes through tcp"),
         (host("cpu", OTHER, DOWN, ETHERNET), Severity.WARNING, "mlx5_0:1 down"),

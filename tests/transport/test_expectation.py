@@ -30,7 +30,7 @@ def test_where_a_peer_is(ours: str, theirs: str, place: Place) -> None:
 @pytest.mark.parametrize(
     ("found", "place", "surroundings", "part"),
     [
-        (measured("nixl", "tcp/lo"), Place.SAME_HOST, HERE, "a copy inside the host"),
+        (measured("nixl", "tcp/lo"), Place.SAME_HOST, HERE, "a transport within the host"),
         (measured("nixl", "tcp/lo", "tcp/eth0"), Place.SAME_HOST, RDMA, "tcp/lo and tcp/eth0"),
         (measured("tcp", "tcp"), Place.SAME_HOST, HERE, "tcp over tcp"),
         (measured("nixl", "tcp/eth0"), Place.OTHER_HOST, RDMA, "RDMA"),

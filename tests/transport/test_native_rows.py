@@ -212,7 +212,7 @@ def test_a_tile_that_leaves_memory_is_refused_and_none_is_copied(copier: str, is
     )
     there = memory(source, target[:995]) if is_target else memory(source[:995], target)
     with pytest.raises(
-        TransportError, match=rf"row {3 if copier == 'numba' else 7} leaves the registered memory of this process"
+        TransportError, match=rf"row {3 if copier == 'numba' else 7} is outside the registered memory of this process"
     ):
         list(copy_tiles(there, [good, wild]))
     assert not target.any()

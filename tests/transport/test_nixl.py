@@ -49,7 +49,7 @@ def test_flipped_bytes_never_reach_nixl(world: World) -> None:
 
 
 def test_a_transport_is_not_its_own_peer(world: World) -> None:
-    with pytest.raises(TransportError, match="this very transport"):
+    with pytest.raises(TransportError, match="this transport itself"):
         world.near.transport.connect("me", world.near.transport.descriptor())
 
 

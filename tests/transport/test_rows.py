@@ -105,7 +105,7 @@ def test_rows_lie_in_one_piece_or_the_first_that_does_not_is_named(pieces: Piece
         for address, length in rows
     ]
     if not all(inside):
-        wanted = f"^row {next(i for i, found in enumerate(inside) if not found)} leaves"
+        wanted = f"^row {next(i for i, found in enumerate(inside) if not found)} is outside"
         for ask in (pieces.check, pieces.locate, pieces.side):
             with pytest.raises(TransportError, match=wanted):
                 ask(*columns, "somebody")
@@ -135,7 +135,7 @@ def test_a_length_that_wraps_around_is_outside() -> None:
 
 def test_the_first_bad_row_is_named() -> None:
     address = np.array([1000, 1000, 999], np.uint64)
-    with pytest.raises(TransportError, match=r"row 1 leaves .* of somebody; found: 101 bytes at 0x3e8"):
+    with pytest.raises(TransportError, match=r"row 1 is outside .* of somebody; found: 101 bytes at 0x3e8"):
         PIECES.check(address, np.array([100, 101, 1], np.uint64), "somebody")
 
 
@@ -197,5 +197,5 @@ def test_what_lies_together_is_looked_at_once_for_each_start(monkeypatch: pytest
     monkeypatch.setattr(Pieces, "_look", counted)
     pieces.check_sums(starts, shift, np.full(100, 4, np.uint64), "somebody")
     assert looked == [39]
-    with pytest.raises(TransportError, match="row 92 leaves"):
+    with pytest.raises(TransportError, match="row 92 is outside"):
         pieces.check_sums(starts[1:] - np.uint64(1000), shift, np.full(100, 4, np.uint64) << np.uint64(5), "somebody")

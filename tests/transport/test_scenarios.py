@@ -23,7 +23,7 @@ pytestmark = pytest.mark.e2e
 SCENARIO = Path(__file__).with_name("scenario.py")
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 ALL = ["shm", "cma", "nixl", "tcp"]
-SLOW_WAY = "a slow way without need"
+SLOW_WAY = "a slower transport than these engines could"
 
 Outcome = dict[str, dict[str, object]]
 

@@ -115,10 +115,10 @@ class AgentConfig:
         too little staging."""
         if not ENGINE_ID.fullmatch(self.engine_id):
             raise ConfigurationError(
-                "this is no name for an engine",
+                "invalid engine id",
                 found=repr(self.engine_id[:MAX_ENGINE_ID]),
-                expected=f"1 to {MAX_ENGINE_ID} characters, none of them blank",
-                hint="references, logs and metrics call the engine so",
+                expected=f"1 to {MAX_ENGINE_ID} characters without spaces",
+                hint="references, logs and metrics name the engine by it",
             )
         listening_address(self.host, self.token)
         if self.staging_bytes < 4 * self.staging.slot_bytes:

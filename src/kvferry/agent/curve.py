@@ -30,7 +30,7 @@ def secure_listening(socket: zmq.Socket[bytes], token: SharedToken) -> None:
     """Let only holders of the token connect. Raises ConfigurationError when ZeroMQ was built without CURVE."""
     if not zmq.has("curve"):
         raise ConfigurationError(
-            "this ZeroMQ cannot encrypt",
+            "this build of ZeroMQ has no encryption",
             found=f"libzmq {zmq.zmq_version()} without CURVE",
             hint="install pyzmq from its wheel: pip install --force-reinstall pyzmq",
         )

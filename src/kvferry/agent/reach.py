@@ -17,14 +17,14 @@ def listening_address(host: str, token: SharedToken) -> str:
     address = resolve(host)
     if not (token or address.is_loopback):
         raise ConfigurationError(
-            "without a shared token the control channel only listens on this host",
+            "without a shared token the control channel may listen on this host only",
             found=host,
             expected="127.0.0.1, or a token",
             hint="give every engine the same --token-file (vLLM: token_file in kv_connector_extra_config)",
         )
     if address.is_unspecified:
         raise ConfigurationError(
-            "peers need an address at which they find this engine",
+            "peers need a concrete address of this engine",
             found=host,
             expected="the address of one network interface",
             hint="give the address that the other engines reach, such as 10.0.0.5",

@@ -53,6 +53,6 @@ def _open(names: set[str], request_id: str, what: str, until: str) -> None:
             f"the request has {what} already",
             found=request_id,
             expected=f"{until} of the one before",
-            hint="give every request a name of its own",
+            hint="use a unique id for every request",
         )
     names.add(request_id)

@@ -77,10 +77,10 @@ def _contents(path: str) -> bytes:
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigurationError("the token file is not a file", found=path, hint=MAKE_ONE)
+            raise ConfigurationError("the token file is not a regular file", found=path, hint=MAKE_ONE)
         if status.st_mode & READABLE_BY_OTHERS:
             raise ConfigurationError(
-                "others may read or change the token file",
+                "other users can read or change the token file",
                 found=f"{path} with mode {stat.S_IMODE(status.st_mode):04o}",
                 expected="mode 0600 or 0400; 0640 or 0440 where a group must read it",
                 hint=f"chmod 600 {path}; in Kubernetes, set the secret volume's defaultMode",

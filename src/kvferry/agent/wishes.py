@@ -55,16 +55,16 @@ def _check_reference(reference: Reference, addresses: Sequence[str]) -> None:
 def _check_names(*names: str) -> None:
     for name in names:
         if not name:
-            raise RequestError("a name cannot travel", found="none", expected="at least one character")
+            raise RequestError("a name cannot be sent", found="none", expected="at least one character")
         _check("a name", name, Name)
         try:
             name.encode()
         except UnicodeEncodeError as error:
-            raise RequestError("a name cannot travel", found=str(error), expected="text") from error
+            raise RequestError("a name cannot be sent", found=str(error), expected="text") from error
 
 
 def _check(what: str, value: object, kind: Any) -> None:
     try:
         msgspec.convert(value, kind)
     except (msgspec.ValidationError, OverflowError) as error:
-        raise RequestError(f"{what} cannot travel", found=str(error)) from error
+        raise RequestError(f"{what} cannot be sent", found=str(error)) from error

@@ -62,7 +62,7 @@ def cache_item(fields: Fields, options: Options) -> Item:
         return model_item(fields)
     if options.cache_dtype not in _CACHE:
         raise ConfigurationError(
-            "the dtype of the cache is not known",
+            "unknown dtype of the cache",
             found=options.cache_dtype,
             expected="auto or " + ", ".join(_CACHE),
             hint="auto takes the model's own dtype",

@@ -60,7 +60,7 @@ def indexer_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """Per layer whether it has an indexer of its own; the others use the choice of a layer before them."""
     listed = fields.words("indexer_types")
     if listed and len(listed) != num_layers:
-        raise fields.wrong("indexer_types", list(listed), f"a word for each of the {num_layers} layers")
+        raise fields.wrong("indexer_types", list(listed), f"one entry for each of the {num_layers} layers")
     if listed:
         return tuple(word != "shared" for word in listed)
     pattern = fields.word("index_topk_pattern")

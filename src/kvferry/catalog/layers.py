@@ -61,7 +61,7 @@ def layers_of(fields: Fields) -> tuple[Layer, ...]:
     if num_layers > MAX_LAYERS:
         raise fields.wrong("num_hidden_layers", num_layers, f"at most {MAX_LAYERS} layers")
     if listed and len(listed) != num_layers:
-        raise fields.wrong("layer_types", list(listed), f"a word for each of the {num_layers} layers")
+        raise fields.wrong("layer_types", list(listed), f"one entry for each of the {num_layers} layers")
     return tuple(_layer(fields, word) for word in listed or _arranged(fields, num_layers))
 
 

@@ -126,5 +126,5 @@ def short_convolution_parameters(convolution: ShortConvolution) -> int:
 def _kernel(fields: Fields, *names: str) -> int:
     kernel = fields.number(*names)
     if kernel < 2:
-        raise fields.wrong(" or ".join(names), kernel, "at least 2: a convolution over one input keeps nothing")
+        raise fields.wrong(" or ".join(names), kernel, "at least 2: a convolution over one input has no state")
     return kernel

@@ -150,5 +150,5 @@ def _inner_size(fields: Fields, hidden_size: int) -> int:
 def _kernel(fields: Fields) -> int:
     kernel = fields.number(*_KERNEL)
     if kernel < 2:
-        raise fields.wrong(" or ".join(_KERNEL), kernel, "at least 2: a convolution over one input keeps nothing")
+        raise fields.wrong(" or ".join(_KERNEL), kernel, "at least 2: a convolution over one input has no state")
     return kernel

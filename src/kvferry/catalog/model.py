@@ -130,12 +130,12 @@ def _notes(fields: Fields, layers: tuple[Layer, ...], options: Options) -> tuple
     """What the config left open."""
     notes = []
     if not fields.has("dtype", "torch_dtype"):
-        notes.append("the config names no dtype: bfloat16 assumed")
+        notes.append("the config has no dtype: assuming bfloat16")
     if options.draft_layers and not draft_layers(fields):
-        notes.append("the config names no draft layers")
+        notes.append("the config has no draft layers")
     if options.cache_dtype != "auto" and any(layer.recurrent for layer in layers):
         notes.append("recurrent states keep the model's dtype; the dtype of the cache is that of keys and values")
     quantised = fields.inner("quantization_config")
     if options.cache_dtype == "auto" and quantised.has("kv_cache_scheme", "kv_cache_quant_algo"):
-        notes.append("the checkpoint brings scales for a quantised cache: name its dtype if the engine uses it")
+        notes.append("the checkpoint has scales for a quantized cache: pass its dtype if the engine uses them")
     return tuple(notes)

@@ -90,7 +90,7 @@ def _lay(letters: str, members: list[Member]) -> tuple[int, list[Place]]:
     extents = {member.extent(letters[0]) for member in members}
     if len(extents) > 1:
         raise LayoutError(
-            "states of different shape cannot lie inside one another",
+            "this format cannot interleave states of different shapes",
             found=f"{', '.join(member.state.name for member in members[:4])}: {sorted(extents)} along {letters[0]}",
             hint="choose a format with L and K further outside, such as token-major",
         )

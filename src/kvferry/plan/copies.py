@@ -32,7 +32,7 @@ def direction_named(name: str) -> Direction:
     Raises ConfigurationError for a direction that does not exist.
     """
     if name not in NAMES:
-        raise ConfigurationError("no such direction", found=name, expected=" or ".join(NAMES))
+        raise ConfigurationError("unknown transfer direction", found=name, expected=" or ".join(NAMES))
     return NAMES[name]
 
 

@@ -64,7 +64,7 @@ class EngineShape:
         numbers = self.tensor_parallel, self.pipeline_parallel, self.block_tokens, self.num_blocks
         parallel = self.context_parallel, self.decode_context_parallel, self.run_tokens, self.kernel_blocks
         if min(*numbers, *parallel) < 1:
-            raise LayoutError("every number of an engine must be at least 1", found=str((*numbers, *parallel)))
+            raise LayoutError("every size of an engine must be at least 1", found=str((*numbers, *parallel)))
         if self.num_ranks > MAX_RANKS:
             raise LayoutError("too many ranks", found=f"{self.num_ranks:,}", expected=f"at most {MAX_RANKS:,}")
         if self.block_tokens % self.kernel_blocks:
@@ -113,9 +113,9 @@ def _check_token_shares(model: CacheModel, shape: EngineShape) -> None:
         replicas = shape.tensor_parallel // len(set(divided(kept, shape)))
         if kept.state.per_token and replicas % shape.decode_context_parallel:
             raise LayoutError(
-                f"the tokens of state {kept.state.name} cannot be shared out",
-                found=f"{shape.decode_context_parallel} shares, {replicas} ranks that would otherwise hold the same",
-                expected="as many shares as such ranks, or a divisor of that",
+                f"the tokens of state {kept.state.name} cannot be divided among ranks",
+                found=f"{shape.decode_context_parallel} shares; ranks that hold the same: {replicas}",
+                expected="a number of shares that divides the number of those ranks",
             )
 
 

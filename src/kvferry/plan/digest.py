@@ -38,7 +38,7 @@ class Policy(StrEnum):
 def policy_named(name: str) -> Policy:
     """Raises ConfigurationError for a policy that does not exist."""
     if name not in [policy.value for policy in Policy]:
-        raise ConfigurationError("no such digest policy", found=name, expected=" or ".join(Policy))
+        raise ConfigurationError("unknown digest policy", found=name, expected=" or ".join(Policy))
     return Policy(name)
 
 
@@ -81,7 +81,7 @@ class Subject:
         most = 0 if self.policy is Policy.OFF else MAX_PARTS
         if len(self.parts) > most:
             found, expected = f"{len(self.parts)} parts with policy {self.policy}", f"at most {most}"
-            raise LayoutError("a digest of too many parts", found=found, expected=expected)
+            raise LayoutError("the digest has too many parts", found=found, expected=expected)
         if not 0 <= self.seed < 1 << 63:
             raise LayoutError("the seed of a sample is out of range", found=f"{self.seed}", expected="0 to 2**63 - 1")
 

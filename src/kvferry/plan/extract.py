@@ -103,14 +103,16 @@ class Extractor:
             count = len(one.numbers(part))
             if part.seen.last > num_tokens or bool(count) != one.per_token:
                 raise RequestError(
-                    "a digest of the wrong tokens",
+                    "the digest covers the wrong tokens",
                     found=f"[{part.seen.first}, {part.seen.last})",
                     expected=f"some of {num_tokens} tokens" if one.per_token else "none: the states are of fixed size",
                 )
             total += max(1, count) * one.num_bytes
         most = self._token_bytes * num_tokens + self._fixed_bytes
         if total > most:
-            raise RequestError("a digest of more than there is", found=f"{total} bytes", expected=f"at most {most}")
+            raise RequestError(
+                "the digest covers more than the cache holds", found=f"{total} bytes", expected=f"at most {most}"
+            )
 
     def _extracts(
         self, subject: Subject, part: Part, bound: BoundPart, tables: BlockTables, number: int

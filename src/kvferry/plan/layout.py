@@ -189,7 +189,7 @@ def _check_group(group: CacheGroup) -> None:
             found=f"{group.kernel_blocks} in a block of {group.block_tokens} tokens",
         )
     if group.ring_tokens and group.share.num_shares > 1:
-        raise LayoutError("a ring cannot be shared out by context parallelism", found=repr(group))
+        raise LayoutError("a ring cannot be divided by context parallelism", found=repr(group))
 
 
 def _check_placement(layout: Layout, states: dict[str, State], placement: Placement) -> None:

@@ -268,8 +268,8 @@ def _runs(dimensions: tuple[_Dimension, ...], item_bytes: int) -> _Runs:
 def _check_rows(num_rows: int) -> None:
     if num_rows > MAX_SECTION_ROWS:
         raise TooManyRowsError(
-            "one block would move in too many small rows",
+            "one block would need too many small rows",
             found=f"{num_rows:,}",
             expected=f"at most {MAX_SECTION_ROWS:,}",
-            hint="smaller blocks, or memory formats that are more alike",
+            hint="smaller blocks, or more similar memory formats",
         )

@@ -72,7 +72,7 @@ class Prompt:
             return cls(array("I", token_ids).tobytes(), tuple(inputs))
         except (OverflowError, TypeError) as error:
             expected = "token ids from 0 to 2**32 - 1"
-            raise RequestError("a prompt is not made of tokens", found=str(error), expected=expected) from error
+            raise RequestError("invalid token id in a prompt", found=str(error), expected=expected) from error
 
     @property
     def num_tokens(self) -> int:

@@ -111,10 +111,10 @@ def bytes_at(places: Sequence[Places], num_stretches: int) -> list[int]:
 def _check_rows(num_rows: int) -> None:
     if num_rows > MAX_ROWS:
         raise TooManyRowsError(
-            "the request would move in too many small rows",
+            "the request would need too many small rows",
             found=f"{num_rows:,}",
             expected=f"at most {MAX_ROWS:,}",
-            hint="fewer tokens, or memory formats that are more alike",
+            hint="fewer tokens, or more similar memory formats",
         )
 
 

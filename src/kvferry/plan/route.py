@@ -147,7 +147,7 @@ def differences(sources: Sequence[Layout], targets: Sequence[Layout]) -> tuple[s
 def _contradictions(side: str, agreed: dict[str, State], layouts: Sequence[Layout]) -> list[str]:
     """Ranks of one engine that do not describe the same state."""
     return [
-        f"state {state.name}: rank {rank} of the {side} describes it otherwise than another rank"
+        f"state {state.name}: rank {rank} of the {side} describes it differently from another rank"
         for rank, layout in enumerate(layouts)
         for state in _placed(layout)
         if state != agreed[state.name]
@@ -224,9 +224,9 @@ class _Budget:
         self._left -= num_steps
         if self._left < 0:
             raise LayoutError(
-                "the ranks divide the cache too differently to be matched",
+                "the two engines divide the cache in too many different places",
                 found=f"more than {MAX_STEPS:,} steps",
-                expected="ranks that divide few axes, and in few places",
+                expected="fewer ranks, or more similar parallelism",
             )
 
 

@@ -156,7 +156,7 @@ class SlotPlan:
     def _check_slots(self, num_bytes: int) -> None:
         if num_bytes > MAX_SLOTS * self._request.slot_bytes:
             raise RequestError(
-                "slots are too small for what they are to carry",
+                "staging slots are too small for this cache",
                 found=f"{num_bytes:,} bytes that stay together, in slots of {self._request.slot_bytes:,}",
                 expected=f"at most {MAX_SLOTS:,} slots",
             )

@@ -65,14 +65,14 @@ class Staging:
     def __post_init__(self) -> None:
         if self.slot_bytes < 1:
             raise ConfigurationError(
-                "a staging slot must hold something",
+                "a staging slot must not be empty",
                 found=f"{self.slot_bytes} bytes",
                 expected="at least 1 byte",
                 hint="slots of a few MiB suit most links",
             )
         if not all(0 <= address < _ADDRESS_LIMIT for address in (self.source_address, self.target_address)):
             raise ConfigurationError(
-                "staging memory cannot be there",
+                "invalid address of staging memory",
                 found=f"source {self.source_address:#x}, target {self.target_address:#x}",
                 expected="0 <= address < 2**63",
             )

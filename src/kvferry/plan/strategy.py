@@ -107,10 +107,10 @@ class Costs:
         wrong = [f"{name} = {value}" for name, value in asdict(self).items() if not _can_be(name, value)]
         if wrong:
             raise ConfigurationError(
-                "costs that cannot be",
+                "invalid transfer costs",
                 found=", ".join(wrong),
                 expected="positive, finite numbers",
-                hint="measure again: a rate or a duration of nothing comes from an empty or failed measurement",
+                hint="measure again: a rate or duration of zero comes from a failed measurement",
             )
 
 

@@ -59,7 +59,7 @@ class TokenShare:
     def __post_init__(self) -> None:
         if not (0 <= self.share < self.num_shares and self.run_tokens >= 1 and self.period <= MAX_PERIOD):
             expected = f"0 <= share < num_shares, run_tokens >= 1, together at most {MAX_PERIOD:,} tokens"
-            raise LayoutError("a share of the tokens must be one of several", found=repr(self), expected=expected)
+            raise LayoutError("invalid share of the tokens", found=repr(self), expected=expected)
 
     @property
     def period(self) -> int:
@@ -85,7 +85,7 @@ def classes(wanted: TokenSet, held: tuple[TokenSet, ...]) -> tuple[tuple[TokenSe
     period, num_spans = _together(wanted, held)
     if period > MAX_PERIOD or num_spans * (1 + len(held)) > MAX_LOOKUPS:
         raise LayoutError(
-            "the tokens are shared out too differently to be matched",
+            "the two engines interleave tokens in sizes that are too different",
             found=f"{num_spans:,} runs of {1 + len(held):,} shares until they repeat together, after {period:,} tokens",
             expected=f"runs times shares at most {MAX_LOOKUPS:,}, {MAX_PERIOD:,} tokens",
             hint="choose interleave sizes of which one is a multiple of the other",

@@ -134,7 +134,9 @@ class Carrying:
         """Write one slot. Raises TransferError when there is no such claim or slot."""
         packing = lease.writes.get(ClaimKey(message.lease_id, message.party, message.claim_id))
         if not isinstance(packing, Packing):
-            raise TransferError(Reason.NOT_CLAIMED, "a slot of nothing that is packed", found=message.claim_id)
+            raise TransferError(
+                Reason.NOT_CLAIMED, "a staging slot for a transfer that is not packed", found=message.claim_id
+            )
         try:
             yield from packing.pack(message, peer, gets_on=now - self._moved_at < self._transfer_s)
         except FerryError as error:

@@ -146,10 +146,10 @@ class Read:
             self.machine.move("ticket ended")
 
     def differing(self) -> tuple[str, ...]:
-        """The states of which other bytes have landed than the source has; all when it has not told of each."""
+        """The states of which the received bytes differ than the source has; all when it has not told of each."""
         names = self.subject.names
         if len(self.ours) != len(self.theirs):
-            return names or ("nothing was asked for",)
+            return names or ("the request is empty",)
         pairs = zip(names, self.ours, self.theirs, strict=True)
         return tuple(dict.fromkeys(name for name, ours, theirs in pairs if ours != theirs))
 

@@ -246,7 +246,7 @@ class Handshakes:
             yield Count("targets_not_reached", Reason.DEADLINE)
         elif now >= peer.deadline:
             what = f"no handshake with {peer.key} within {self._timing.handshake_s:g} s"
-            hint = "does that engine run, and do both engines have the same --token-file?"
+            hint = "is that engine running, and do both engines have the same --token-file?"
             yield Lost(peer.key, TransferError(Reason.DEADLINE, what, hint=hint))
         elif now - peer.last_sent >= self._timing.resend_s:
             peer.last_sent = now
@@ -285,4 +285,6 @@ def _stranger(key: PeerKey, party: Party) -> TransferError | None:
     if (party.engine_id, party.epoch) == (key.engine_id, key.epoch):
         return None
     found = f"{party.engine_id}#{party.epoch}"
-    return TransferError(Reason.WRONG_ENGINE, f"somebody else answers at {key.address}", found=found, expected=str(key))
+    return TransferError(
+        Reason.WRONG_ENGINE, f"another engine answers at {key.address}", found=found, expected=str(key)
+    )

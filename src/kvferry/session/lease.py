@@ -17,7 +17,7 @@ from kvferry.wire.messages import Claim, Landed, Party, Reason, Refusal
 __all__ = ["LEASE_TABLE", "Lease", "LeaseState", "OwnDigest"]
 
 
-TOO_LATE = "the lease ended before the bytes were known to be there"
+TOO_LATE = "the lease expired before the transfer was confirmed"
 
 
 class LeaseState(StrEnum):
@@ -162,7 +162,7 @@ class Lease:
             what = "another attempt has claimed this lease"
             return _refusal(claim, Reason.ALREADY_CLAIMED, what, claim.claim_id, "one attempt")
         if claim.direction is Direction.WRITE and party in self.completed:
-            what = "this reader has all of it"
+            what = "this reader has already received the whole cache"
             return _refusal(claim, Reason.ALREADY_CLAIMED, what, claim.claim_id, "one claim")
         if claim.num_tokens > wanted.num_tokens:
             found, expected = f"{claim.num_tokens} tokens", f"at most {wanted.num_tokens}"

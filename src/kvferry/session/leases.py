@@ -35,7 +35,7 @@ class Leases:
         return iter(tuple(self._by_id.values()))
 
     def get(self, lease_id: str) -> Lease | None:
-        """None when there is no such lease, or not any more."""
+        """None when there is unknown lease, or not any more."""
         return self._by_id.get(lease_id)
 
     def of_request(self, request_id: str) -> Lease | None:

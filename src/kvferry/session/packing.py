@@ -129,7 +129,7 @@ class Packing:
         if key.stretch < num_stretches and key.number < len(slots := self.plan.slots(key.stretch)):
             return slots[key.number]
         found = f"slot {key.number} of stretch {key.stretch}"
-        raise RequestError("no such slot", found=found, expected=f"one of {num_stretches} stretches")
+        raise RequestError("unknown staging slot", found=found, expected=f"one of {num_stretches} stretches")
 
     def is_far(self, key: SlotKey, event: Acquired | Staged | TicketEnded) -> bool:
         """Whether a slot is the target's own, as we know by now, or by this event."""

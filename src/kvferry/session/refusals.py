@@ -29,4 +29,4 @@ def as_transfer_error(error: FerryError) -> TransferError:
 def unknown_lease(about: Claim | Landed | Pack) -> Refusal:
     """The refusal of what a peer says about a lease that there is not, or that is another request's."""
     lease_id = about.reference.lease_id if isinstance(about, Claim) else about.lease_id
-    return Refusal(Reason.UNKNOWN_LEASE, "no such lease", lease_id, "a live lease", about.claim_id)
+    return Refusal(Reason.UNKNOWN_LEASE, "unknown lease", lease_id, "a live lease", about.claim_id)

@@ -180,7 +180,7 @@ class SourceSession:
         handler = self._answers.get(type(event.message))
         if handler is None:
             found = type(event.message).__name__
-            return refuse(event.peer, Refusal(Reason.MALFORMED, "a target does not send this", found, "", ""))
+            return refuse(event.peer, Refusal(Reason.MALFORMED, "unexpected message from a target", found, "", ""))
         return handler(event.peer, event.message, now)
 
     def _hello(self, peer: str, hello: Hello, now: float) -> list[Command]:
@@ -199,7 +199,7 @@ class SourceSession:
         self._targets.heard(claim.party, now)
         self._introduction.has_met(claim.party)
         if (reference.engine_id, reference.epoch) != (ours.engine_id, ours.epoch):
-            what = "the cache belongs to another incarnation"
+            what = "the engine has been restarted since it computed this cache"
             return refuse(peer, Refusal(Reason.WRONG_EPOCH, what, reference.epoch, ours.epoch, claim.claim_id))
         if (claim.party, claim.claim_id) in self._aborted:
             return refuse(peer, Refusal(Reason.ABORTED, "the claim has been aborted", "", "", claim.claim_id))
@@ -285,7 +285,10 @@ class SourceSession:
         is_fixed = any(not named[placement.state].per_token for placement in layout.placements)
         if not is_fixed or claim.num_tokens in (0, lease.wanted.num_tokens):
             return ()
-        what, expected = "the states of fixed size are those after other tokens", f"{lease.wanted.num_tokens} tokens"
+        what, expected = (
+            "the states of fixed size belong to a prompt of another length",
+            f"{lease.wanted.num_tokens} tokens",
+        )
         return (Refusal(Reason.OUT_OF_RANGE, what, f"{claim.num_tokens} tokens", expected, claim.claim_id),)
 
     def _wait_for_lease(self, peer: str, claim: Claim, now: float) -> list[Command]:
@@ -335,7 +338,7 @@ def _refusal_of_share(claim: Claim) -> tuple[Refusal, ...]:
     if not claim.read_from or (claim.direction, claim.strategy) == (Direction.READ, Strategy.DIRECT):
         return ()
     found = f"direction {claim.direction}, strategy {claim.strategy}"
-    what, expected = "a share of something that is not read", f"{Direction.READ}, {Strategy.DIRECT}"
+    what, expected = "only a direct read can be shared", f"{Direction.READ}, {Strategy.DIRECT}"
     return (Refusal(Reason.MALFORMED, what, found, expected, claim.claim_id),)
 
 

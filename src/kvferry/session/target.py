@@ -257,7 +257,7 @@ class TargetSession:
 
     def _gone(self, event: PeerGone, now: float) -> Iterator[Step | Lost]:
         if event.peer in self._peers and (not self._peers[event.peer].ready or self._reads.wait_for(event.peer)):
-            what, hint = f"nobody listens at {event.peer.address} any more", "has that engine ended?"
+            what, hint = f"nothing listens at {event.peer.address} any more", "has that engine exited?"
             yield Lost(event.peer, TransferError(Reason.PEER_LOST, what, hint=hint))
         # Of what has just failed, too: nobody's word has to be waited for.
         self._farewells.gone(event.peer, now)
@@ -293,7 +293,7 @@ class TargetSession:
             yield Broken(fetch, error)
 
     def _renewed(self, peer: Peer, renewed: Renewed, now: float) -> Iterator[Step | Lost]:
-        error = TransferError(Reason.EXPIRED, "the lease ended before the bytes were there")
+        error = TransferError(Reason.EXPIRED, "the lease expired before the transfer was complete")
         for fetch in list(self._fetches.values()):
             reading = peer.key in fetch.reads and fetch.reads[peer.key].state is ReadState.MOVING
             if reading and fetch.wanted.reference.lease_id in renewed.gone:

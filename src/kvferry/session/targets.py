@@ -122,7 +122,7 @@ class Targets:
         program, starts = self._program_of(claim), self._known[claim.party].starts
         if claim.strategy is Strategy.PACK and not claim.slot_bytes:
             raise TransferError(
-                Reason.MALFORMED, "slots that hold nothing", found="0 bytes", expected="at least 1 byte"
+                Reason.MALFORMED, "staging slots of no size", found="0 bytes", expected="at least 1 byte"
             )
         return StagedRequest(
             program, lease.block_tables, claim.block_tables, claim.ranges, claim.strategy, claim.slot_bytes, starts
@@ -145,9 +145,7 @@ class Targets:
         last = max((tokens.last for tokens in claim.ranges), default=0)
         if last != claim.num_tokens:
             found, expected = f"tokens up to {last}", f"up to {claim.num_tokens}"
-            raise TransferError(
-                Reason.OUT_OF_RANGE, "ranges of other tokens than are claimed", found=found, expected=expected
-            )
+            raise TransferError(Reason.OUT_OF_RANGE, "token ranges outside the claim", found=found, expected=expected)
         try:
             known.programs = known.programs or (self._program(known.offer),)
         except FerryError as error:

@@ -70,9 +70,9 @@ def cannot_digest(kinds: str) -> TransferError:
     """Before anything is claimed: the policy asks for more than can be done."""
     return TransferError(
         Reason.DIGEST,
-        "a full digest is wanted of memory that the CPU cannot read",
+        "digest policy full needs memory that the CPU can read",
         found=f"memory of kind {kinds}",
-        hint="choose the digest policy sampled, which does without where it must, or off",
+        hint="choose the digest policy sampled (which skips such memory) or off",
     )
 
 
@@ -89,8 +89,8 @@ def other_bytes(key: PeerKey, read: Read) -> tuple[TransferError, ...]:
     more = [f"and {len(wrong) - MAX_LISTED} more"] if len(wrong) > MAX_LISTED else []
     error = TransferError(
         Reason.DIGEST,
-        f"other bytes have landed than {key} has",
+        f"the received bytes differ from those of {key}",
         found=f"{len(wrong)} of {num_states} states differ: {', '.join([*wrong[:MAX_LISTED], *more])}",
-        hint="wrong blocks, or a transport that spoils bytes; another --transport tells which",
+        hint="wrong blocks or a faulty transport: try another --transport to tell which",
     )
     return (error,)

@@ -54,7 +54,7 @@ class StagingPolicy:
         least = 1 if set(self.allowed) - {Strategy.DIRECT} else 0
         if self.slot_bytes < least:
             raise ConfigurationError(
-                "slots of staging memory cannot have this size",
+                "invalid size of staging slots",
                 found=f"{self.slot_bytes} bytes with {' or '.join(self.allowed)}",
                 expected=f"at least {least}",
             )
@@ -149,7 +149,7 @@ def allowed_by(name: str) -> tuple[Strategy, ...]:
         return AUTO
     if name not in list(Strategy):
         expected = ", ".join(["auto", *Strategy])
-        raise ConfigurationError("no such strategy", found=name, expected=f"one of {expected}")
+        raise ConfigurationError("unknown strategy", found=name, expected=f"one of {expected}")
     return (Strategy(name),)
 
 
@@ -159,7 +159,7 @@ def through_staging_only(policy: StagingPolicy) -> StagingPolicy:
     allowed = tuple(each for each in policy.allowed if each is not Strategy.DIRECT)
     if not allowed:
         raise ConfigurationError(
-            "the memory of this engine cannot be registered, so nothing can move straight",
+            "the memory of this engine cannot be registered, so the strategy direct is impossible",
             found=f"the strategy {' or '.join(policy.allowed)}",
             expected="auto, scatter or pack",
         )

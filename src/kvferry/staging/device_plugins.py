@@ -23,7 +23,7 @@ def load_devices() -> tuple[str, ...]:
             point.load()()
         except (ImportError, AttributeError, TypeError, FerryError) as error:
             raise ConfigurationError(
-                f"the device {point.name!r} of another package cannot be made known",
+                f"the device {point.name!r} of another package cannot be loaded",
                 found=f"{point.value}: {error}",
                 expected=f"a function without arguments under the entry point {GROUP}",
                 hint="update or uninstall that package",

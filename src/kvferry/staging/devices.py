@@ -46,14 +46,17 @@ def register_device(device: str, buffer_devices: Sequence[str]) -> None:
     pairs = tuple(buffer_devices)
     if not device or not pairs or not set(pairs) <= {device, "cpu"} or len(set(pairs)) < len(pairs):
         raise ConfigurationError(
-            "not a device with its buffer devices",
+            "invalid registration of a device",
             found=f"{device!r}: {pairs}",
             expected="a name, and of that name and 'cpu' one or both",
         )
     known = devices().get(device, pairs)
     if known != pairs:
         raise ConfigurationError(
-            f"device {device!r} is known already", found=_listed(pairs), expected=_listed(known), hint="another name"
+            f"device {device!r} is already registered",
+            found=_listed(pairs),
+            expected=_listed(known),
+            hint="another name",
         )
     _registered[device] = pairs
 
@@ -63,14 +66,14 @@ def check_pair(device: str, buffer_device: str) -> None:
     known = devices()
     if device not in known:
         raise ConfigurationError(
-            "no such device",
+            "unknown device",
             found=device,
             expected=_listed(sorted(known)),
-            hint="kvferry.staging.devices.register_device makes others known",
+            hint="kvferry.staging.devices.register_device registers others",
         )
     if buffer_device not in known[device]:
         raise ConfigurationError(
-            f"a device {device!r} cannot be served through such memory",
+            f"a device {device!r} cannot use this buffer device",
             found=f"buffer device {buffer_device!r}",
             expected=_listed(known[device]),
             hint=f"set the buffer device to {known[device][0]!r}",
@@ -83,7 +86,7 @@ def staging_memory_named(name: str) -> StagingMemory:
         return StagingMemory(name)
     except ValueError as error:
         raise ConfigurationError(
-            "no such staging memory", found=name, expected=_listed([str(known) for known in StagingMemory])
+            "unknown staging memory", found=name, expected=_listed([str(known) for known in StagingMemory])
         ) from error
 
 

@@ -67,10 +67,10 @@ class Pool:
         share_of: Callable[[Any], Hashable] = lambda owner: owner,
     ) -> None:
         if alignment_bytes < 1 or alignment_bytes & (alignment_bytes - 1):
-            raise ConfigurationError("not an alignment", found=f"{alignment_bytes} bytes", expected="a power of two")
+            raise ConfigurationError("invalid alignment", found=f"{alignment_bytes} bytes", expected="a power of two")
         if size_bytes < alignment_bytes:
             raise ConfigurationError(
-                "staging memory that holds nothing",
+                "staging memory must not be empty",
                 found=f"{size_bytes} bytes",
                 expected=f"at least {alignment_bytes} bytes",
                 hint="some hundred MiB suit most links",
@@ -125,7 +125,7 @@ class Pool:
         if not 0 < num_bytes <= self.size_bytes:
             raise TransferError(
                 "staging",
-                "a slot that staging memory can never have",
+                "the slot is larger than staging memory",
                 found=f"{num_bytes} bytes",
                 expected=f"1 to {self.size_bytes} bytes",
                 hint="smaller slots, or more staging memory",

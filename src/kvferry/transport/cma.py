@@ -209,7 +209,7 @@ class CrossMemoryTransport:
         if not job.peer.is_alive():
             return copied, f"process {job.peer.pid} has ended"
         if not error and copied != wanted:
-            error = f"{copied} of {wanted} bytes: the rest of the peer's memory is not there any more"
+            error = f"{copied} of {wanted} bytes: the rest of the peer's memory is gone"
         return copied, error
 
     def _copy(self, job: _Job, near: Vectors, far: Vectors) -> tuple[int, str]:
@@ -280,7 +280,7 @@ def _hold(name: str, known: CrossMemoryDescriptor) -> int:
         started = _started(known.pid)
         if started != known.started:
             raise TransportError(
-                f"the process of peer {name!r} is another one by now",
+                f"the process of peer {name!r} has been replaced by another process",
                 found=f"process {known.pid} started at {started}",
                 expected=f"started at {known.started}",
                 hint="the peer has ended or restarted: connect with its new descriptor",

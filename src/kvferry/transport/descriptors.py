@@ -21,7 +21,7 @@ def check_size(descriptor: bytes) -> bytes:
     """The same descriptor. Raises TransportError when it is longer than the other side accepts."""
     if len(descriptor) > MAX_DESCRIPTOR_BYTES:
         raise TransportError(
-            "a descriptor that is too long",
+            "the descriptor is too long",
             found=f"{len(descriptor)} bytes",
             expected=f"at most {MAX_DESCRIPTOR_BYTES} bytes",
             hint="register fewer, larger pieces of memory",

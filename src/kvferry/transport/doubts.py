@@ -48,7 +48,7 @@ def _build(situation: Situation) -> Iterator[Finding]:
 def _containers(situation: Situation) -> Iterator[Finding]:
     confinement = situation.confinement
     if situation.is_direct and situation.may_be_here and confinement.container:
-        what = "engines in different containers cannot share device memory, and fall back to tcp without a word"
+        what = "engines in different containers cannot share device memory, and silently fall back to tcp"
         found = f"{confinement.container}; pid namespace {confinement.pid_namespace}, ipc {confinement.ipc_namespace}"
         hint = "start the containers with --pid=host --ipc=host (Kubernetes: one pod with shareProcessNamespace: true)"
         yield Finding(NOTE, what, found, "the same namespaces in both engines", hint)
@@ -76,9 +76,7 @@ def _rdma(situation: Situation) -> Iterator[Finding]:
     if all_rdma and not situation.rdma:
         found = ", ".join(f"{nic.name} {nic.state}" for nic in all_rdma)
         hint = "look at the cable and at ibstat; in a container, pass /dev/infiniband on"
-        yield Finding(
-            WARNING, "RDMA ports are there, and none is up: other hosts are reached over tcp", found, "up", hint
-        )
+        yield Finding(WARNING, "no RDMA port is up: other hosts are reached over tcp", found, "up", hint)
     elif situation.is_direct and not all_rdma and situation.may_be_elsewhere:
         what = "there is no RDMA card: device memory reaches other hosts over tcp, through host memory"
         hint = "nothing to do for engines on one host; between hosts, install a card or expect the speed of tcp"
@@ -99,7 +97,7 @@ def _far_cards(situation: Situation, all_rdma: tuple[object, ...]) -> Iterator[F
 def _locked(situation: Situation) -> Iterator[Finding]:
     limit = situation.confinement.locked_bytes
     if situation.rdma and limit != UNLIMITED and limit < LEAST_LOCKED_BYTES:
-        what = "this process may not lock enough memory for RDMA to register a cache"
+        what = "the limit on locked memory is too low for RDMA to register a cache"
         hint = "ulimit -l unlimited (containers: --ulimit memlock=-1)"
         yield Finding(ERROR, what, f"{limit:,} bytes", "unlimited", hint)
 
@@ -124,7 +122,7 @@ def _user_transports(situation: Situation) -> Iterator[Finding]:
 def _user_cache(situation: Situation) -> Iterator[Finding]:
     mine = situation.user.get("UCX_MEMTYPE_CACHE", "n")
     if situation.device == "xpu" and situation.is_direct and mine.lower() not in {"n", "no", "off", "0", "false"}:
-        what = "UCX may take XPU memory for host memory and read what is not there"
+        what = "UCX may mistake XPU memory for host memory"
         yield Finding(WARNING, what, f"UCX_MEMTYPE_CACHE={mine}", "n", "unset UCX_MEMTYPE_CACHE: kvferry sets n")
 
 
@@ -134,7 +132,7 @@ def _user_cards(situation: Situation) -> Iterator[Finding]:
     plain = {nic.name for nic in situation.nics if not nic.is_rdma} - {LOOPBACK}
     outer = sorted(plain) if mine == "all" else [name for name in map(str.strip, mine.split(",")) if name in plain]
     if outer and situation.place is Place.SAME_HOST and has_tcp(situation.user.get("UCX_TLS", "")):
-        what = "UCX listens where other hosts get, though all peers are on this one"
+        what = "UCX listens on an address that other hosts can reach, though all peers are on this host"
         hint = "unset UCX_NET_DEVICES: kvferry chooses the loopback interface; or give engines a token and an address"
         yield Finding(WARNING, what, f"UCX_NET_DEVICES={mine}", LOOPBACK, hint)
 

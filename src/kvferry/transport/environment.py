@@ -133,7 +133,7 @@ def _xpu(situation: Situation) -> _Wish:
         reason = "XPU memory and an RDMA port that is up: the card reads device memory; rc carries the messages"
     else:
         names = (*ipc, "ze_copy", "tcp")
-        reason = "XPU memory without RDMA: tcp carries the messages, for which no ze transport is able"
+        reason = "XPU memory without RDMA: tcp carries the messages, which no ze transport can"
         reason += "; ze_ipc maps the peer's memory" if ipc else "; without ze_ipc the bytes go through host memory"
     return _Wish(TRANSPORTS, ",".join(names), reason)
 
@@ -153,7 +153,9 @@ def _cards(situation: Situation) -> Iterator[_Wish]:
         reasons.append(f"{several} are nearest to {situation.accelerator.name}")
     if situation.place is Place.SAME_HOST and has_tcp(_transport_list(situation)):
         wanted.append(LOOPBACK)
-        reasons.append(f"all peers are on this host, so UCX's sockets listen on {LOOPBACK}, where no other host gets")
+        reasons.append(
+            f"all peers are on this host, so UCX's sockets listen on {LOOPBACK}, which no other host can reach"
+        )
     if reasons:
         yield _Wish(CARDS, ",".join(wanted), "; ".join(reasons))
 
@@ -165,7 +167,7 @@ def _transport_list(situation: Situation) -> str:
 
 def _memory_types(situation: Situation) -> Iterator[_Wish]:
     if situation.device == "xpu" and situation.is_direct:
-        yield _Wish("UCX_MEMTYPE_CACHE", "n", "with its cache of memory types UCX may take XPU memory for host memory")
+        yield _Wish("UCX_MEMTYPE_CACHE", "n", "otherwise UCX may mistake XPU memory for host memory")
 
 
 def _reads_over_cuda_ipc(situation: Situation) -> Iterator[_Wish]:
@@ -175,12 +177,12 @@ def _reads_over_cuda_ipc(situation: Situation) -> Iterator[_Wish]:
 
 
 def _registrations(situation: Situation) -> Iterator[_Wish]:
-    reason = "else UCX keeps memory that engines have freed, and grows"
+    reason = "otherwise UCX keeps memory that engines have freed"
     yield _Wish("UCX_RCACHE_MAX_UNRELEASED", MOST_UNRELEASED, reason)
 
 
 def _words(situation: Situation) -> Iterator[_Wish]:
-    yield _Wish("UCX_LOG_FILE", "stderr", "else UCX writes its warnings among the data on standard output")
+    yield _Wish("UCX_LOG_FILE", "stderr", "otherwise UCX writes its warnings to standard output")
 
 
 RULES: Final[tuple[_Rule, ...]] = (_transports, _cards, _memory_types, _reads_over_cuda_ipc, _registrations, _words)

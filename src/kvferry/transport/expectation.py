@@ -61,7 +61,7 @@ def _fallback(
     fine, words = _expected(place, surroundings.has_rdma)
     if families and families.isdisjoint(fine):
         ways = " and ".join(measured.carriers)
-        what = "transfers take a slow way without need, and nothing else says so"
+        what = "transfers use a slower transport than these engines could"
         found = f"{measured.name} over {ways}, {measured.rates(direction)}"
         yield Finding(Severity.WARNING, what, found, words, _hint(place, surroundings))
 
@@ -69,7 +69,7 @@ def _fallback(
 def _expected(place: Place, has_rdma: bool) -> tuple[frozenset[str], str]:
     """The carriers that are fine, and in words what they are."""
     if place is Place.SAME_HOST:
-        return ON_ONE_HOST, "a copy inside the host, which both engines share: shm, cma, or a device's own"
+        return ON_ONE_HOST, "a transport within the host: shm, cma, or the device's own"
     if has_rdma:
         return RDMA, "RDMA: a port of this host is up"
     return frozenset({"tcp", *ON_ONE_HOST}), ""

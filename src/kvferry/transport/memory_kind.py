@@ -30,7 +30,7 @@ def register_kind(device: str, kind: MemoryKind) -> None:
     Raises TransportError when it is known as another kind.
     """
     if KINDS.setdefault(device, kind) is not kind:
-        raise TransportError(f"{device} memory is known already", found=kind, expected=KINDS[device])
+        raise TransportError(f"{device} memory is already registered", found=kind, expected=KINDS[device])
 
 
 def kind_of(device: str) -> MemoryKind:

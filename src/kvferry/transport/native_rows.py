@@ -109,7 +109,7 @@ class NativeRows:
         row = self.resolve(places.address, places.size_bytes, places.start, piece, offset, length, found)
         if row >= 0:
             raise TransportError(
-                f"row {part.start + row} leaves its memory, and nothing has refused it: a defect of ours",
+                f"row {part.start + row} leaves its memory, and was not refused: an internal error",
                 found=f"{length[row]} bytes at {offset[row]} of view {places.side.piece[part.start + row]}",
                 expected=f"{len(places.address)} views of {places.size_bytes.min()} to {places.size_bytes.max()} bytes",
             )

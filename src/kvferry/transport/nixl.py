@@ -161,7 +161,7 @@ class NixlTransport:
         try:
             self._agent.deregister_memory(self._registered.pop(memory))
         except self._errors as error:
-            raise TransportError("NIXL cannot take memory back", found=repr(error)) from error
+            raise TransportError("NIXL cannot deregister memory", found=repr(error)) from error
         self._devices = self._own_devices()
 
     def descriptor(self) -> bytes:
@@ -175,7 +175,7 @@ class NixlTransport:
         self.disconnect(peer)
         known = decode(peer, unseal(peer, descriptor), NixlDescriptor)
         if known.agent == self._name:
-            raise TransportError(f"peer {peer!r} is this very transport")
+            raise TransportError(f"peer {peer!r} is this transport itself")
         pieces, devices = Pieces.of(known.pieces), Devices.of(known.pieces, known.devices)
         digest = digest_of(known.metadata)
         self._load_agent(known, digest)
@@ -323,7 +323,7 @@ class NixlTransport:
     def _unload(self, agent: str) -> None:
         if any(job.agent == agent for job in self._jobs):
             raise TransportError(
-                "the peer's memory changed while transfers with it are in progress", hint="wait for their end"
+                "the peer's memory changed while transfers with it are in progress", hint="wait until they end"
             )
         del self._loaded[agent]
         del self._endpoints[agent]

@@ -80,7 +80,7 @@ class Pieces:
         found = list(extents)
         for start, size_bytes in found:
             if start <= 0 or size_bytes <= 0 or start + size_bytes >= _ADDRESS_LIMIT:
-                raise TransportError("memory that cannot exist", found=f"{size_bytes} bytes at {start:#x}")
+                raise TransportError("invalid range of memory", found=f"{size_bytes} bytes at {start:#x}")
         order = sorted(range(len(found)), key=found.__getitem__)
         address = np.array([found[i][0] for i in order], np.uint64)
         size = np.array([found[i][1] for i in order], np.uint64)
@@ -168,7 +168,7 @@ class Pieces:
         start, length = int(columns[0][row]), int(columns[1][row])
         first, last = int(self.address[0]), int(self.address[-1] + self.size_bytes[-1])
         raise TransportError(
-            f"row {row} leaves the registered memory of {owner}",
+            f"row {row} is outside the registered memory of {owner}",
             found=f"{length} bytes at {start:#x}",
             expected=f"within one of {len(self.address)} pieces between {first:#x} and {last:#x}",
         )
@@ -197,7 +197,7 @@ class Registry:
         """Raises TransportError when the memory cannot exist, is a device's, or overlaps registered memory."""
         if memory.device != HOST and not self._takes_devices:
             raise TransportError(
-                "only host memory can be reached in this way",
+                "this transport reaches host memory only",
                 found=f"{memory.device} memory",
                 expected="memory of cpu",
                 hint="use nixl, or the buffer device 'cpu': the cache then goes through staging memory in the host",

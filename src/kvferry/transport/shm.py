@@ -134,7 +134,7 @@ class SharedMemoryTransport:
         """Raises TransportError when the peer is not connected or a row leaves registered memory."""
         remote = self._peers.get(peer)
         if remote is None:
-            raise TransportError(f"peer {peer!r} is not connected", hint="has its process ended?")
+            raise TransportError(f"peer {peer!r} is not connected", hint="has its process exited?")
         return self._queue.add(Posting(peer, self._registry.pieces, remote.pieces, copies, direction))
 
     def view(self, peer: str, address: int, num_bytes: int) -> View | None:

@@ -99,7 +99,7 @@ def num_row_bytes(size_bytes: int) -> int:
 def rounds(scratch: Scratch, marks: Sequence[int]) -> list[Step]:
     """Reads and writes in turn, several times: whatever slows one direction down for a moment meets the other, too.
 
-    `marks` are the addresses there of the mark to write: one, or none where that writes arrive is known already.
+    `marks` are the addresses there of the mark to write: one, or none where that writes arrive is already registered.
     """
     steps: list[Step] = []
     for number in range(NUM_ROUNDS):

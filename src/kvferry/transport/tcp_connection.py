@@ -132,13 +132,13 @@ class Connection:
         self.receive_into(memoryview(header))
         magic, length = _HEADER.unpack(header)
         if magic != _MAGIC or length > _MAX_FRAME_BYTES:
-            raise WireError("a frame that is not ours", found=f"{magic!r}, {length} bytes")
+            raise WireError("unexpected frame", found=f"{magic!r}, {length} bytes")
         payload = bytearray(length)
         self.receive_into(memoryview(payload))
         try:
             return msgspec.msgpack.decode(payload, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise WireError("a frame that does not decode", found=str(error)) from error
+            raise WireError("invalid frame", found=str(error)) from error
 
     def interrupt(self) -> None:
         """End every wait, from any thread."""

@@ -171,7 +171,7 @@ class Server:
     def _answer(self, connection: Connection, staging: View, proof: bytes) -> None:
         request = connection.receive_message(Request)
         if not hmac.compare_digest(request.proof, proof):
-            raise WireError("a request of somebody who does not know the key")
+            raise WireError("a request with a wrong key")
         address, length = _receive_columns(connection, request.num_rows)
         try:
             self._check(address, length)
@@ -186,7 +186,7 @@ class Server:
     def _check(self, address: Column, length: Column) -> None:
         if int(length.min()) < 1 or int(length.max()) > CHUNK_BYTES:
             raise WireError(
-                "a row of a wrong length",
+                "invalid length of a row",
                 found=f"{int(length.min())} to {int(length.max())} bytes",
                 expected=f"1 to {CHUNK_BYTES}",
             )
@@ -220,7 +220,7 @@ def _chunks(rows: tuple[Column, Column]) -> Iterator[tuple[Column, Column, Offse
 
 def _receive_columns(connection: Connection, num_rows: int) -> tuple[Column, Column]:
     if not 0 < num_rows <= MAX_ROWS:
-        raise WireError("a request for a wrong number of rows", found=str(num_rows))
+        raise WireError("invalid number of rows", found=str(num_rows))
     columns = np.empty((2, num_rows), "<u8")
     connection.receive_into(columns.data.cast("B"))
     native = columns.astype(np.uint64, copy=False)

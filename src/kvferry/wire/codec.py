@@ -44,7 +44,7 @@ def decode(frame: bytes) -> Message:
         raise WireError("not a frame of this protocol", found=repr(frame[:8]), expected=f"{MAGIC!r} first")
     if frame[2] != WIRE_VERSION:
         raise WireVersionError(
-            "peer speaks another wire version",
+            "the peer uses another wire version",
             found=f"version {frame[2]}",
             expected=f"version {WIRE_VERSION}",
             hint="run the same release of kvferry on both engines",
