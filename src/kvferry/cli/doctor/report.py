@@ -37,6 +37,7 @@ VERDICTS: Final = {
     Severity.WARNING: "Ready for transfers, with warnings",
     Severity.ERROR: "Not ready for transfers as set up",
 }
+WHERE: Final = {"loopback": "on this host", "peer": "to the peer"}
 NAME_WIDTH: Final = 28
 LEAST_WIDTH: Final = 20
 NOT_TRIED: Final = "not tried"
@@ -201,8 +202,8 @@ def _verdict(report: _Report) -> str:
         if (number := counts[severity])
     ]
     state = VERDICTS[worst(report.findings)]
-    taken = [f"{name}: {verdict(trials.measurements)}" for name, trials in report.trials.items()]
-    return f"{state} ({', '.join(found) or 'no findings'}). --transport auto takes {', '.join(taken)}."
+    taken = [f"{verdict(trials.measurements)} {WHERE[name]}" for name, trials in report.trials.items()]
+    return f"{state} ({', '.join(found) or 'no findings'}). --transport auto takes {' and '.join(taken)}."
 
 
 def _print_trials(report: _Report, screen: Console) -> None:
