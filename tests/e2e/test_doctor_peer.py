@@ -68,7 +68,9 @@ def test_a_running_engine_is_tested_over_every_transport(address, token):
     rows = {row["transport"]: row for row in report["trials"]["peer"]["transports"]}
     if not rows["nixl"]["error"]:
         assert {carrier.split("/")[0] for carrier in rows["nixl"]["carriers"]} == {"tcp"}
-        assert any(finding["severity"] == "note" and "slower transport" in finding["what"] for finding in report["findings"])
+        assert any(
+            finding["severity"] == "note" and "slower transport" in finding["what"] for finding in report["findings"]
+        )
 
     with pytest.raises(TransportError, match=r"no engine answers .* --token-file"):
         try_peer(address, NO_TOKEN, lambda text: None)
