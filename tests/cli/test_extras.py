@@ -85,6 +85,15 @@ def test_each_library_alone_is_told_of(tmp_path, command, module, extra):
     assert f"the Python package {module} is not installed: pip install 'kvferry[{extra}]'" in line
 
 
+def test_a_transport_that_is_asked_for_by_name_names_its_extra(tmp_path):
+    options = ("--transport", "nixl", "--port", "0")
+    done = run(tmp_path, "serve", *options, hidden=("nixl", "nixl_cu12", "nixl_cu13"))
+    assert done.returncode == 2
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error"))
+    assert line.startswith("error: NIXL is not installed: pip install 'kvferry[nixl]'")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("command", ["serve", "up"])
 def test_in_an_environment_without_vllm_it_says_what_goes_into_that_of_vllm(tmp_path, command):
     hidden = [module for module in MODULES if module not in extras.EXTRAS["router"]] + ["vllm"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import TransportError
+from kvferry.extras import MissingExtraError
 from kvferry.plan.copies import Copies
 from kvferry.testing.transport_world import World
 from kvferry.transport import nixl as adapter
@@ -101,10 +102,19 @@ def test_metadata_of_another_agent_is_refused(world: World) -> None:
 
 def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
-        raise ImportError(f"No module named {name!r}")
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(TransportError, match=r"not installed; .* hint: pip install 'kvferry\[nixl\]'"):
+    with pytest.raises(MissingExtraError, match=r"^NIXL is not installed: pip install 'kvferry\[nixl\]'"):
+        NixlTransport()
+
+
+def test_a_package_that_cannot_be_loaded_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("libcudart.so.13: cannot open shared object file", name="nixl_cu13._bindings")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    with pytest.raises(TransportError, match=r"cannot be loaded; found: libcudart"):
         NixlTransport()
 
 

@@ -27,7 +27,7 @@ from uuid import uuid4
 import msgspec
 
 from kvferry.errors import TransportError
-from kvferry.extras import how_to_install
+from kvferry.extras import MissingExtraError, how_to_install
 from kvferry.plan.copies import Copies, split
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptors import decode
@@ -344,16 +344,23 @@ class NixlTransport:
 
 
 def _load() -> tuple[ModuleType, ModuleType]:
-    """NIXL's Python interface and its bindings."""
+    """NIXL's Python interface and its bindings.
+
+    Raises MissingExtraError where no package has them, TransportError where one cannot be loaded.
+    """
     reasons = []
     for package in PACKAGES:
         try:
             api = importlib.import_module(f"{package}._api")
             bindings = importlib.import_module(f"{package}._bindings")
         except ImportError as error:
-            reasons.append(str(error))
+            if error.name != package:
+                reasons.append(str(error))
             continue
         # It prints its own progress to our standard output otherwise.
         logging.getLogger("nixl").setLevel(logging.WARNING)
         return api, bindings
-    raise TransportError("NIXL is not installed", found="; ".join(reasons), hint=how_to_install("nixl"))
+    if reasons:
+        hint = f"install it again: {how_to_install('nixl')}"
+        raise TransportError("NIXL is installed but cannot be loaded", found="; ".join(reasons), hint=hint)
+    raise MissingExtraError(f"NIXL is not installed: {how_to_install('nixl')}")

@@ -221,7 +221,8 @@ def _print_trials(report: _Report, screen: Console) -> None:
 
 def _words(found: Measurement) -> str:
     if found.error:
-        return found.error if found.error.startswith(NOT_TRIED) else f"does not work: {found.error}"
+        is_absent = found.error.startswith(NOT_TRIED) or "is not installed" in found.error
+        return found.error if is_absent else f"does not work: {found.error}"
     ways = f", carried by {' and '.join(found.carriers)}" if found.carriers else ""
     written = found.writing
     writes = "" if written == UNMEASURED else f"; writes {written.error or written}"
