@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import ConfigurationError, RequestError
+from kvferry.request_fields import dropped
 from kvferry.router.config import RouterConfig
 from kvferry.router.headers import decode_headers, prefill_headers, request_id_of, response_headers
-from kvferry.router.request import Endpoint, decode_body, parse_request, prefill_body
+from kvferry.router.request import FOR_ENGINES, Endpoint, decode_body, parse_request, prefill_body
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -61,14 +62,14 @@ def test_chat_needs_messages(raw):
 @given(st.dictionaries(st.text(), JSON), st.dictionaries(st.text(), JSON))
 def test_the_decode_body_is_the_request_and_the_transfer(fields, transfer):
     body = {**fields, "prompt": "a"}
-    for name in ("model", "stream", "max_tokens", "max_completion_tokens", "n", "best_of"):
+    for name in ("model", "stream", "max_tokens", "max_completion_tokens", "n", "best_of", *FOR_ENGINES):
         body.pop(name, None)
     raw = (json.dumps(body) + " \n").encode()
     request = parse_request(raw, Endpoint.COMPLETIONS)
     decoded = json.loads(decode_body(request, json.dumps(transfer).encode()))
     assert decoded == {**body, "kv_transfer_params": transfer}
     prefilled = json.loads(prefill_body(request))
-    untouched = body.keys() - {"min_tokens", "stream_options"}
+    untouched = body.keys() - dropped(Endpoint.COMPLETIONS)
     assert {name: prefilled[name] for name in untouched} == {name: body[name] for name in untouched}
 
 

@@ -23,6 +23,7 @@ from kvferry.agent.shared_token import NO_TOKEN, SharedToken
 from kvferry.agent.time_slice import short_slices
 from kvferry.errors import ConfigurationError
 from kvferry.session.events import PeerKey
+from kvferry.tcp_keepalive import IDLE_S, INTERVAL_S, NUM_PROBES, USER_TIMEOUT_MS
 from kvferry.wire.codec import MAX_FRAME_BYTES, MAX_REQUEST_BYTES
 
 __all__ = ["Arrival", "ControlChannel"]
@@ -173,6 +174,11 @@ OPTIONS: Final = {
     zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
     zmq.HEARTBEAT_IVL: PING_MS,
     zmq.HEARTBEAT_TIMEOUT: PONG_MS,
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: IDLE_S,
+    zmq.TCP_KEEPALIVE_INTVL: INTERVAL_S,
+    zmq.TCP_KEEPALIVE_CNT: NUM_PROBES,
+    zmq.TCP_MAXRT: USER_TIMEOUT_MS,
     zmq.SNDHWM: MAX_QUEUED,
     zmq.RCVHWM: MAX_QUEUED,
 }

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvferry.errors import ConfigurationError
+from kvferry.tcp_keepalive import keep_alive
 
 __all__ = ["hold", "listen", "url_of"]
 
@@ -28,6 +29,7 @@ def hold(host: str, port: int) -> socket.socket:
         try:
             # Accepted connections inherit it, whichever event loop accepts them.
             held.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(held)
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

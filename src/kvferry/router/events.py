@@ -22,6 +22,7 @@ __all__ = [
     "Event",
     "Failed",
     "Forward",
+    "INSTANCE_DOWN",
     "NobodyPicked",
     "Opened",
     "PREFILL_LOST",
@@ -43,6 +44,10 @@ TOO_LATE = "request_deadline"
 
 PREFILL_LOST = "prefill_lost"
 """Why a decode leg was ended that waited for a cache which an early prefill leg has failed to compute."""
+
+
+INSTANCE_DOWN = "instance_down"
+"""Why a leg was ended whose instance has been found down by a probe."""
 
 
 class Path(StrEnum):

@@ -11,7 +11,7 @@ from kvferry.router.member import Member, Verdict
 from kvferry.router.membership import Membership
 from kvferry.router.policy import Instance
 from kvferry.router.pool import Pool
-from kvferry.router.upstream import CONNECT_TIMEOUT, DEADLINE, FAILURES, Exchange, Outgoing, reason_of
+from kvferry.router.upstream import CONNECT_TIMEOUT, DEADLINE, FAILURES, REFUSED, Exchange, Outgoing, reason_of
 
 __all__ = ["Prober"]
 
@@ -56,7 +56,7 @@ class Prober:
         self._membership.doubted.clear()
         self._membership.expire()
         self._round += 1
-        await asyncio.gather(*(self._probe(member) for member in self._membership.members))
+        await asyncio.gather(*(self._probe(member) for member in self._membership.watched))
 
     async def _probe(self, member: Member) -> None:
         instance = member.instance
@@ -71,9 +71,13 @@ class Prober:
             reason = reason_of(error, DEADLINE)
             verdict = Verdict.SILENT if reason in SLOW else Verdict.DOWN
             self._membership.probed(instance, verdict, f"its probe failed ({reason})")
+            # Where nobody listens any more, its system has ended the connections that nobody holds; others may go on.
+            if reason != REFUSED:
+                self._membership.end_legs_if_down(instance)
             return
         if healthy != 200:
             self._membership.probed(instance, Verdict.DOWN, f"its probe was answered with {healthy}")
+            self._membership.end_legs_if_down(instance)
         elif ready == UNREADY:
             words = "it drains, or its transfers fail: ask its /ready"
             self._membership.probed(instance, Verdict.UNREADY, words)

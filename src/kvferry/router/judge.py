@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.request_fields import Undividable
 from kvferry.router.answers import lost_cache
-from kvferry.router.events import PREFILL_LOST, TOO_LATE, Answered, Ended, Event, Failed, Opened
+from kvferry.router.events import INSTANCE_DOWN, PREFILL_LOST, TOO_LATE, Answered, Ended, Event, Failed, Opened
 from kvferry.router.headers import Headers
 from kvferry.router.kinds import Kind
 from kvferry.router.membership import Membership
@@ -12,14 +12,14 @@ from kvferry.router.pairs import Pair
 from kvferry.router.policy import Instance, Role, Task
 from kvferry.router.reservation import Reservation
 from kvferry.router.suspects import Suspect, Suspects
-from kvferry.router.upstream import CONNECT_TIMEOUT, DEADLINE, REFUSED
+from kvferry.router.upstream import DEADLINE, GONE
 from kvferry.wire.messages import Reason
 
 __all__ = ["Judge"]
 
 # The probe finds out about these at once, and finds the instance again at once when it is back; or the client had no
 # more time; or it was another instance's fault.
-BLAMELESS = frozenset((REFUSED, CONNECT_TIMEOUT, TOO_LATE, PREFILL_LOST))
+BLAMELESS = GONE | {INSTANCE_DOWN, TOO_LATE, PREFILL_LOST}
 # These lie in the request: with any other pair of engines it would be the same.
 OF_THE_REQUEST = frozenset((Reason.WRONG_PROMPT, Reason.UNNAMED_PROMPT, *Undividable))
 CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"

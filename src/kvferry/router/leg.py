@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import PeerError
 from kvferry.router.answers import promised_cache, stream_failure, streamed_error
-from kvferry.router.events import TOO_LATE, Answered, Ended, Failed, Opened, Promised
+from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Answered, Ended, Failed, Opened, Promised
 from kvferry.router.headers import Headers
 from kvferry.router.policy import Instance, Role
 from kvferry.router.reservation import Reservation
@@ -79,6 +79,8 @@ class Leg:
         self._asking: asyncio.Timeout | None = None
         # Which limit ended a stream, if one did.
         self._given_up = ""
+        # While the rest of an early leg is waited for.
+        self._is_resting = False
 
     @property
     def instance(self) -> Instance:
@@ -108,6 +110,7 @@ class Leg:
         if left_s <= 0:
             return Failed(TOO_LATE, WORDS[TOO_LATE])
         self._ends_s, self._limit = time.monotonic() + min(limit_s, left_s), TOO_LATE if left_s < limit_s else DEADLINE
+        self._services.membership.open_legs.began(self)
         try:
             async with asyncio.timeout(self._ends_s - time.monotonic()) as self._asking:
                 return await self._ask()
@@ -120,11 +123,14 @@ class Leg:
         """What follows a promise: its end, or the error that the stream ended with."""
         if self._exchange is None or self._is_closed:
             return Ended()
+        self._is_resting = True
         try:
             async with asyncio.timeout(self._ends_s - time.monotonic()):
                 body = self._first + await self._exchange.whole(MAX_STREAM_BYTES)
         except FAILURES as error:
             return self._failed(error, self._limit)
+        finally:
+            self._is_resting = False
         if failure := stream_failure(body):
             return Answered(streamed_error(b"data:" + failure + END_OF_EVENT), failure)
         return Ended() if DONE in body else self._failed(_no_end(body), MALFORMED)
@@ -151,10 +157,7 @@ class Leg:
         self._watch = asyncio.get_running_loop().call_later(in_s, self._look_for_silence)
 
     def _look_for_silence(self) -> None:
-        now = time.monotonic()
-        # While a slow client takes its time, nothing is expected of the engine.
-        silent_s = now - self._waits_since_s if self._waits_since_s != NOT_WAITING else 0.0
-        left_s = min(self._services.config.stall_timeout_s - silent_s, self._left_s())
+        left_s = min(self._services.config.stall_timeout_s - self._silent_s(), self._left_s())
         if left_s > 0:
             self._watch_silence(left_s)
         elif self._exchange is not None:
@@ -167,8 +170,25 @@ class Leg:
             self._is_closed, self._given_up_for = True, reason
             self._asking.reschedule(asyncio.get_running_loop().time())
 
+    def instance_is_down(self) -> None:
+        """What has not begun will not begin, and what was silent while a probe was not answered will stay so. An answer
+        that still comes refutes the probe."""
+        if self._asking is not None:
+            self.give_up(INSTANCE_DOWN)
+        elif self._exchange is not None and self._is_resting:
+            self._is_closed, self._given_up_for = True, INSTANCE_DOWN
+            self._exchange.close()
+        elif self._exchange is not None and self._silent_s() >= self._services.config.probe_timeout_s:
+            self._given_up = INSTANCE_DOWN
+            self._exchange.close()
+
+    def _silent_s(self) -> float:
+        """How long something has been expected of the engine; a slow client's time is not the engine's."""
+        return time.monotonic() - self._waits_since_s if self._waits_since_s != NOT_WAITING else 0.0
+
     def close(self) -> None:
         """Close the connection; the upstream sees its client leave."""
+        self._services.membership.open_legs.ended(self)
         self._is_closed = True
         if self._watch is not None:
             self._watch.cancel()

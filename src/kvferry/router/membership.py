@@ -14,6 +14,7 @@ from kvferry.router.judgement import DEFAULT_JUDGEMENT, Judgement
 from kvferry.router.kinds import Kind, Kinds
 from kvferry.router.member import Member, Origin, Verdict
 from kvferry.router.metrics import Metrics
+from kvferry.router.open_legs import OpenLegs
 from kvferry.router.pairs import Pair, Pairs
 from kvferry.router.policy import NO_TASK, Busy, Decision, Instance, Load, Nobody, Question, Role, Skip, Task, Use
 from kvferry.router.prefixes import PrefixIndex
@@ -54,8 +55,11 @@ class Membership:
         self.handover = Mean()
         self.pairs = Pairs(PAIR_FUSE)
         self.kinds = Kinds()
+        self.open_legs = OpenLegs()
         self.prefixes = PrefixIndex()
         self._members: dict[Instance, Member] = {}
+        # Those that have left while legs were under way on them.
+        self._left: dict[Instance, Member] = {}
         self._metrics = metrics
         self._judgement = judgement
         self._num_choices = 0
@@ -75,6 +79,12 @@ class Membership:
         return tuple(self._members.values())
 
     @property
+    def watched(self) -> tuple[Member, ...]:
+        """Those that are to be probed: all members, and whoever has left and still has something to answer."""
+        self._left = {one: m for one, m in self._left.items() if self.open_legs.are_on(one)}
+        return (*self.members, *self._left.values())
+
+    @property
     def strangers(self) -> tuple[Pair, ...]:
         """Pairs whose instances do not hold the same cache, or do not understand each other."""
         return tuple(self._strangers)
@@ -91,6 +101,7 @@ class Membership:
                 member.expires_at = self.now + lease_s
             return False
         self._members[instance] = Member(instance, origin, self.now + lease_s)
+        self._left.pop(instance, None)
         self.kinds.clear()
         self._metrics.show_health(instance, False, False)
         self._metrics.show_load(instance, 0, 0)
@@ -104,7 +115,7 @@ class Membership:
         member = self._members.get(instance)
         if member is None or member.origin is not origin:
             return False
-        del self._members[instance]
+        self._left[instance] = self._members.pop(instance)
         self.pairs.forget(instance)
         self.prefixes.forget(instance)
         self._strangers = frozenset(pair for pair in self._strangers if instance not in pair)
@@ -166,15 +177,25 @@ class Membership:
         return Reservation(member, wanted.task, self._judgement.clock)
 
     def probed(self, instance: Instance, verdict: Verdict, reason: str) -> None:
-        """What a probe, or traffic, found out about an instance; one that has left meanwhile is left alone."""
+        """What a probe, or traffic, found out about an instance; of one that has left nobody else needs to know."""
         member = self._members.get(instance)
-        if member is None or not member.probed(verdict):
+        if member is None:
+            if instance in self._left:
+                self._left[instance].probed(verdict)
+            return
+        if not member.probed(verdict):
             return
         self._metrics.show_health(instance, member.healthy, member.ready)
         level, word = (logging.INFO, "up") if member.ready else (logging.WARNING, "not ready")
         word = word if member.healthy else "down"
         logger.log(level, "%s instance %s is %s: %s", instance.role, instance.url, word, reason)
         self.changed.set()
+
+    def end_legs_if_down(self, instance: Instance) -> None:
+        """Its probe has failed: nobody is to wait any more for what it will not answer."""
+        member = self._members.get(instance) or self._left.get(instance)
+        if member is not None and not member.healthy:
+            self.open_legs.instance_is_down(instance)
 
     def introduce(self, instance: Instance, facts: Facts) -> None:
         """An instance has said who it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import ssl
 from dataclasses import dataclass
@@ -10,13 +11,20 @@ from urllib.parse import urlsplit
 
 from kvferry.errors import TransportError
 from kvferry.router.connection import Connection
+from kvferry.tcp_keepalive import keep_alive
 
-__all__ = ["KEPT_S", "Origin", "Pool", "origin_of"]
+__all__ = ["KEPT_S", "Origin", "Pool", "UnreachableError", "origin_of"]
 
 # Less than servers keep theirs (vLLM: 5 s): one that the upstream closes in the moment of its next use looks like a
 # broken engine.
 KEPT_S = 2.0
+# What a system says of hosts that do not answer it.
+SILENT = frozenset((errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT))
 DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+class UnreachableError(OSError):
+    """A host says nothing. Where it answers and nobody listens, the connection is refused instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +67,19 @@ class Pool:
         return await self.connect(origin)
 
     async def connect(self, origin: Origin) -> Connection:
-        """A new connection. Raises ConnectionRefusedError, whatever stood in its way, or TransportError: too slow."""
+        """A new connection. Raises UnreachableError, TransportError: too slow, ConnectionRefusedError for all else."""
         secure = _default_context() if origin.is_secure else None
         try:
             async with asyncio.timeout(self._connect_timeout_s) as limit:
-                _, connection = await self._loop.create_connection(Connection, origin.host, origin.port, ssl=secure)
+                made = await self._loop.create_connection(Connection, origin.host, origin.port, ssl=secure)
+                transport, connection = made
+                keep_alive(transport.get_extra_info("socket"))
         except (OSError, UnicodeError) as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 expected = f"a connection within {self._connect_timeout_s:g} s"
                 raise TransportError("an upstream does not accept connections", expected=expected) from error
-            raise ConnectionRefusedError(f"no connection to {origin.host}:{origin.port}: {error}") from error
+            kind = UnreachableError if isinstance(error, OSError) and error.errno in SILENT else ConnectionRefusedError
+            raise kind(f"no connection to {origin.host}:{origin.port}: {error}") from error
         return connection
 
     def give_back(self, origin: Origin, connection: Connection) -> None:

@@ -6,27 +6,44 @@ from dataclasses import dataclass
 
 from kvferry.errors import PeerError, TransportError
 from kvferry.router.connection import Connection
-from kvferry.router.events import PREFILL_LOST, TOO_LATE
+from kvferry.router.events import INSTANCE_DOWN, PREFILL_LOST, TOO_LATE
 from kvferry.router.headers import Headers
-from kvferry.router.pool import Origin, Pool, origin_of
+from kvferry.router.pool import Origin, Pool, UnreachableError, origin_of
 from kvferry.router.reply import Reply
 
-__all__ = ["DEADLINE", "FAILURES", "GONE", "MALFORMED", "RESET", "STALL", "WORDS", "Exchange", "Outgoing", "reason_of"]
+__all__ = [
+    "CONNECT_TIMEOUT",
+    "DEADLINE",
+    "FAILURES",
+    "GONE",
+    "MALFORMED",
+    "REFUSED",
+    "RESET",
+    "STALL",
+    "UNREACHABLE",
+    "WORDS",
+    "Exchange",
+    "Outgoing",
+    "reason_of",
+]
 
-REFUSED, CONNECT_TIMEOUT, RESET, MALFORMED = "refused", "connect_timeout", "reset", "malformed"
+REFUSED, UNREACHABLE, CONNECT_TIMEOUT = "refused", "unreachable", "connect_timeout"
+RESET, MALFORMED = "reset", "malformed"
 DEADLINE, STALL = "deadline", "stall"
 
 # The reasons that say that nobody is there. A connection that breaks may be the end of one request alone.
-GONE = frozenset((REFUSED, CONNECT_TIMEOUT))
+GONE = frozenset((REFUSED, UNREACHABLE, CONNECT_TIMEOUT))
 
 # What a client is told. The error itself names hosts and ports of the inside, so it goes to the log.
 WORDS = {
     REFUSED: "it cannot be reached",
+    UNREACHABLE: "its host cannot be reached",
     CONNECT_TIMEOUT: "it did not accept the connection in time",
     RESET: "its connection broke",
     MALFORMED: "it does not speak the protocol",
     DEADLINE: "it took too long",
     STALL: "it fell silent",
+    INSTANCE_DOWN: "it does not answer any more",
     PREFILL_LOST: "the prompt was not computed",
     TOO_LATE: "the time is over that the request gave itself",
 }
@@ -132,6 +149,8 @@ def reason_of(error: BaseException, timeout_reason: str) -> str:
             return CONNECT_TIMEOUT
         case ConnectionRefusedError():
             return REFUSED
+        case UnreachableError():
+            return UNREACHABLE
         case TimeoutError():
             return timeout_reason
         case OSError():

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.errors import WireError
+from kvferry.tcp_keepalive import keep_alive
 from kvferry.transport.base import Direction
 
 __all__ = [
@@ -84,7 +85,7 @@ class Connection:
         limit = struct.pack("ll", int(stall_timeout_s), int(stall_timeout_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        keep_alive(sock)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Also after the process is gone: what the kernel has not delivered by then must not be delivered later.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_timeout_s * 1000))

@@ -1,0 +1,61 @@
+"""Connections between our processes notice a host that says nothing any more: options of real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+import uvloop
+import zmq
+
+from kvferry.agent.control import OPTIONS
+from kvferry.cli.listening import listen
+from kvferry.router.pool import Pool, origin_of
+from kvferry.tcp_keepalive import IDLE_S, INTERVAL_S, NUM_PROBES, USER_TIMEOUT_MS
+from kvferry.transport.tcp_connection import Connection
+
+WANTED = {
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): IDLE_S,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): INTERVAL_S,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): NUM_PROBES,
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): USER_TIMEOUT_MS,
+}
+
+
+def options_of(sock) -> dict:
+    return {option: sock.getsockopt(*option) for option in WANTED}
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_both_ends_of_a_connection_to_an_engine(loop):
+    async def main(server):
+        url = "http://{}:{}".format(*server.getsockname())
+        async with contextlib.aclosing(Pool(20.0)) as pool:
+            connection = await pool.connect(origin_of(url))
+            assert options_of(connection._transport.get_extra_info("socket")) == WANTED
+            accepted, _ = server.accept()
+            with accepted:
+                assert options_of(accepted) == WANTED
+            connection.close()
+
+    with listen("127.0.0.1", 0) as server, asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main(server))
+
+
+def test_a_connection_of_the_tcp_transport_gives_up_what_is_not_delivered_by_its_own_limit():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:
+        Connection(sock, 7.0)
+        limit = {(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): 7000}
+        assert options_of(sock) == WANTED | limit
+
+
+def test_the_control_channel():
+    names = (zmq.TCP_KEEPALIVE, zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_INTVL, zmq.TCP_KEEPALIVE_CNT, zmq.TCP_MAXRT)
+    assert [OPTIONS[name] for name in names] == [1, IDLE_S, INTERVAL_S, NUM_PROBES, USER_TIMEOUT_MS]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        for name, value in OPTIONS.items():
+            dealer.setsockopt(name, value)
+        dealer.close(linger=0)
