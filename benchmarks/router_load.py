@@ -16,7 +16,7 @@ __all__ = ["Load", "Outcome", "percentile", "run"]
 TIMEOUT_S = 60.0
 NONE = "none"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-TROUBLES = ("the client leaves", "prefill fails", "the stream breaks off", "the body is no JSON")
+TROUBLES = ("the client leaves", "prefill fails", "the stream breaks off", "the body is not valid JSON")
 MARKS = {"prefill fails": "FAIL", "the stream breaks off": "CUT"}
 
 
@@ -112,7 +112,7 @@ async def _one(load: Load, connections: Connections, trouble: str, outcome: Outc
         async with asyncio.timeout(TIMEOUT_S):
             for port in load.legs[:-1]:
                 await _ask(connections, port, _body(True), load.num_tokens, NONE)
-            body = b"{" if trouble == "the body is no JSON" else _body(False, MARKS.get(trouble, ""))
+            body = b"{" if trouble == "the body is not valid JSON" else _body(False, MARKS.get(trouble, ""))
             outcome.first_s.append(await _ask(connections, load.legs[-1], body, load.num_tokens, trouble) - began)
     except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
         outcome.errors.append(repr(error)[:200])
@@ -137,7 +137,7 @@ async def _ask(connections: Connections, port: int, body: bytes, num_tokens: int
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         answer = await reader.readuntil(b"\r\n\r\n")
-        status = b" 400 " if trouble == "the body is no JSON" else b" 200 "
+        status = b" 400 " if trouble == "the body is not valid JSON" else b" 200 "
         if status not in answer.partition(b"\r\n")[0]:
             raise ValueError(answer.partition(b"\r\n")[0].decode())
         first = await reader.read(1 << 16)

@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "several prompts": ({"prompt": ["a", "b"]}, "found: prompt"),
     "several prompts of ids": ({"prompt": [[1], [2]]}, "found: prompt"),
     "a prompt that is no text": ({"prompt_embeds": "AAAA"}, "found: prompt_embeds"),
-    "both legs": ({"kv_transfer_params": {**EARLY, "do_remote_prefill": True}}, "both legs at once"),
+    "both legs": ({"kv_transfer_params": {**EARLY, "do_remote_prefill": True}}, "prefill and decode at once"),
 }
 
 

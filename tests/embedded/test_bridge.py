@@ -241,7 +241,7 @@ def test_what_is_forgone_is_free_at_the_source_before_its_lease_ends(caplog):
 
     with_two_sides(scenario)
     lines = [record.getMessage() for record in caplog.records]
-    assert sum("nobody read the cache of request r1: aborted: at p0 epoch " in line for line in lines) == 1
+    assert sum("the cache of request r1 was not read: aborted: at p0 epoch " in line for line in lines) == 1
 
 
 def test_only_who_was_given_the_reference_can_withdraw_it():

@@ -220,7 +220,7 @@ BAD_BODIES: list[tuple[str, Any, int, str]] = [
     (COMPLETIONS, {"prompt": [2**62]}, 400, "vocabulary"),
     (COMPLETIONS, {"prompt": [2**80]}, 400, "vocabulary"),
     (COMPLETIONS, {"prompt": [True]}, 400, "prompt"),
-    (COMPLETIONS, {"prompt": [5] * 5000}, 400, "no room"),
+    (COMPLETIONS, {"prompt": [5] * 5000}, 400, "too long for an answer"),
     (COMPLETIONS, {"prompt": [5] * 4790, "max_tokens": 11}, 400, "at most 4800"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 2**62}, 400, "at most 4800"),
@@ -248,7 +248,7 @@ BAD_BODIES: list[tuple[str, Any, int, str]] = [
         COMPLETIONS,
         {"prompt": "a", "kv_transfer_params": {"do_remote_prefill": True, "do_remote_decode": True}},
         400,
-        "both legs",
+        "prefill and decode at once",
     ),
     (
         COMPLETIONS,

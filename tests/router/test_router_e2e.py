@@ -246,7 +246,7 @@ def test_a_busy_instance_is_spared():
         (b"[1]", "expected: a JSON object"),
         (b"{}", "prompt is missing"),
         (b'{"prompt": "a", "stream": 1}', "stream cannot be used"),
-        (b'{"prompt": "a", "kv_transfer_params": {}}', "for engines, not for clients"),
+        (b'{"prompt": "a", "kv_transfer_params": {}}', "must not be sent by clients"),
     ],
 )
 def test_a_malformed_body_is_a_400_in_words(body, words):

@@ -209,7 +209,7 @@ def test_the_openai_client_sees_a_broken_stream_as_an_error():
             stream = await client.chat.completions.create(model="tiny", messages=messages, stream=True)
             assert (await anext(stream)).choices[0].delta.content == "one"
             delivered.set()
-            with pytest.raises(openai.APIError, match="broke off"):
+            with pytest.raises(openai.APIError, match="was interrupted"):
                 await anext(stream)
 
     run(main)
@@ -227,7 +227,7 @@ def test_a_silent_stream_is_ended_and_its_engine_told():
         async with cluster([prefill_engine()], [d], stall_timeout_s=SHORT_S) as c:
             async with c.session.post(c.url + "/v1/completions", json=STREAM) as response:
                 body = await response.read()
-            assert b"fell silent" in body
+            assert b"it sent nothing for too long" in body
             assert b"[DONE]" not in body
             await wait_for(d.left)
 

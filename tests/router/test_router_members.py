@@ -255,7 +255,7 @@ def test_a_members_file_that_is_gone_is_logged_each_time_that_it_goes(tmp_path, 
         path.unlink()
         file.follow()
         file.follow()
-    assert [record.getMessage()[:26] for record in caplog.records] == ["the members file is left a"] * 2
+    assert [record.getMessage()[:26] for record in caplog.records] == ["the members file is not ap"] * 2
 
 
 def test_an_announcement_is_believed_from_who_knows_the_key_and_in_time():

@@ -76,7 +76,7 @@ def test_a_cache_that_decode_will_not_answer_from_is_released(event, commands):
             Failed("stall", "y"),
             [
                 failed(Role.DECODE, "stall"),
-                EndWithError("the answer broke off: y", "upstream_broke_off", "stall"),
+                EndWithError("the answer was interrupted: y", "upstream_broke_off", "stall"),
             ],
         ),
     ],

@@ -249,7 +249,11 @@ class AgentTransfer:
         if how != "done":
             party = self.agent.party
             logger.warning(
-                "nobody read the cache of request %s: %s: at %s epoch %s", request_id, how, party.engine_id, party.epoch
+                "the cache of request %s was not read: %s: at %s epoch %s",
+                request_id,
+                how,
+                party.engine_id,
+                party.epoch,
             )
         self._free(request_id)
 

@@ -38,7 +38,7 @@ def _request_id(given: str | None) -> str:
             "x-request-id cannot be used",
             found=given[:200],
             expected="at most 128 letters, digits and . _ - + = /",
-            hint="leave the header out to have an id made",
+            hint="omit the header to get a generated id",
         )
     return given
 

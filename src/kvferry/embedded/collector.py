@@ -42,17 +42,17 @@ class AgentCollector(Collector):
         for (what, reason), count in sorted(agent.counts.items()):
             events.add_metric((what, str(reason)), count)
         yield events
-        leases = CounterMetricFamily("kvferry_agent_leases_ended", "Offered caches, by how it ended.", labels=("how",))
+        leases = CounterMetricFamily("kvferry_agent_leases_ended", "Offered caches, by outcome.", labels=("how",))
         for how, count in sorted(self._transfer.leases_ended.items()):
             leases.add_metric((how,), count)
         yield leases
-        reads = GaugeMetricFamily("kvferry_agent_open_reads", "Reads that are under way.", value=agent.num_open_reads)
+        reads = GaugeMetricFamily("kvferry_agent_open_reads", "Reads in progress.", value=agent.num_open_reads)
         yield reads
         yield GaugeMetricFamily(
             "kvferry_agent_open_slots", "Slots of staging memory held or waited for.", value=agent.num_slots
         )
         moved = CounterMetricFamily(
-            "kvferry_agent_moved_bytes", "Bytes that reads and writes of this agent have moved.", labels=("direction",)
+            "kvferry_agent_moved_bytes", "Bytes moved by reads and writes of this engine.", labels=("direction",)
         )
         for direction in Direction:
             moved.add_metric((direction,), agent.moved_bytes[direction])
@@ -69,7 +69,7 @@ def _of_peers(everyone: tuple[Met, ...]) -> Iterator[Metric]:
         "kvferry_agent_peer_latency_seconds", "Of a copy of 4 KiB, measured when met.", labels=(*PEER, "direction")
     )
     warnings = GaugeMetricFamily(
-        "kvferry_agent_peer_warnings", "What is wrong with the way to a peer; 0 is good.", labels=PEER
+        "kvferry_agent_peer_warnings", "Problems with the transport to a peer; 0 is good.", labels=PEER
     )
     for met in everyone:
         for measured in met.measurements:

@@ -46,9 +46,9 @@ class Engine:
         capacity = quotas(self._groups, self._core.num_sectors, self._core.max_tokens)
         self._admission = Admission(capacity)
         self.max_tokens = longest(self._groups, capacity, self._core.max_tokens)
-        self._limit = "the model knows no more positions"
+        self._limit = "this is the context length of the model"
         if self.max_tokens < self._core.max_tokens:
-            self._limit = "the cache holds no more (--num-blocks of serve, --cache-tokens of up)"
+            self._limit = "this is the size of the cache (--num-blocks of serve, --cache-tokens of up)"
         self._entries: dict[str, Entry] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()

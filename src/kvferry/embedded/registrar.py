@@ -49,7 +49,7 @@ class Registrar:
         if not self._config.routers:
             return
         if _is_for_this_host(self._config.url) and not all(map(_is_for_this_host, self._config.routers)):
-            words = "routers on other hosts are told %s, which means nothing there: see --host and --advertise-url"
+            words = "routers on other hosts cannot reach %s: set --host or --advertise-url"
             logger.warning(words, self._config.url)
         while not self._left.is_set():
             await self._tell_all(leaving=False)

@@ -49,11 +49,11 @@ class Metrics:
         self._requests = self._counter("requests", "Requests by leg and HTTP status.", "leg", "status")
         self._computed = self._counter("tokens_computed", "Prompt tokens computed here.")
         self._received = self._counter("tokens_received", "Prompt tokens whose cache came from another engine.")
-        self._generated = self._counter("tokens_generated", "Tokens answered.")
+        self._generated = self._counter("tokens_generated", "Generated tokens.")
         self._bytes = self._counter("received_bytes", "Bytes of cache that came from other engines.")
         self._failures = self._counter("transfer_failures", "Transfers that failed, by reason.", "reason")
         self._show_engine(engine)
-        ready = Gauge("kvferry_engine_ready", "1 while requests may be sent here.", registry=self.registry)
+        ready = Gauge("kvferry_engine_ready", "1 if the engine accepts requests.", registry=self.registry)
         ready.set_function(is_ready)
 
     def count_request(self, leg: str, status: int) -> None:

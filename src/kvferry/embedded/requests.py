@@ -205,7 +205,7 @@ def _prompts(prompt: str | list[int | str | list[int]]) -> tuple[PromptInput, ..
         raise RequestError("prompt is empty", found="a list of 0 items", expected=expected)
     counts = {word: sum(isinstance(item, kind) for item in prompt) for kind, word in PROMPT_KINDS.items()}
     found = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    raise RequestError("prompt mixes what cannot be mixed", found=f"a list of {found}", expected=expected)
+    raise RequestError("the items of prompt are of different types", found=f"a list of {found}", expected=expected)
 
 
 def _token_ids(items: object) -> tuple[int, ...]:
@@ -239,7 +239,7 @@ def _num_choices(body: CompletionBody | ChatBody, num_prompts: int, leg: Leg) ->
 
 def _plain(message: Message) -> str:
     if message.role not in ROLES:
-        raise RequestError("a message of nobody", found=f"role {message.role!r}", expected=", ".join(ROLES))
+        raise RequestError("unknown role of a message", found=f"role {message.role!r}", expected=", ".join(ROLES))
     if message.content is None and message.role != "assistant":
         raise RequestError("a message without content", found=f"role {message.role!r}", expected="content: a string")
     if message.content is None or isinstance(message.content, str):
@@ -261,7 +261,7 @@ def _leg(params: dict[str, Any]) -> Leg:
     source, target = (mark is True for mark in marks.values())
     if source and target:
         raise RequestError(
-            "kv_transfer_params asks for both legs at once",
+            "kv_transfer_params asks for prefill and decode at once",
             found="do_remote_decode and do_remote_prefill",
             expected="one of them",
         )

@@ -89,7 +89,7 @@ class Service:
     @property
     def not_ready(self) -> str:
         """Why no new request should be sent here; empty when one may be. What comes nevertheless is answered."""
-        draining = "it is draining: it finishes what it has and ends then" if self._draining else ""
+        draining = "it is draining: it finishes open requests, then exits" if self._draining else ""
         return self.failure or draining or self._readiness.problem(time.monotonic())
 
     @property
@@ -187,7 +187,7 @@ class Service:
         except RequestError as error:
             raise TransferError(
                 Reason.ABORTED,
-                "nobody waits for this prompt's cache any more",
+                "no decode engine waits for this prompt's cache any more",
                 found=str(error),
                 hint="the decode leg has given up, or the reference was released",
             ) from error
@@ -271,7 +271,7 @@ class Service:
         room = self.engine.max_tokens - num_prompt_tokens
         if room < 1:
             raise PromptTooLongError(
-                "the prompt leaves no room for an answer",
+                "the prompt is too long for an answer",
                 found=f"{num_prompt_tokens} prompt tokens",
                 expected=f"fewer than {self.engine.max_tokens}",
                 hint="shorten the prompt",

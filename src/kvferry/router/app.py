@@ -205,7 +205,7 @@ async def on_http_error(http: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     if error.status_code == 404:
-        message = f"there is no {http.url.path}; hint: POST to {' or '.join(Endpoint)}, or GET {OTHERS}"
+        message = f"unknown path {http.url.path}; hint: POST to {' or '.join(Endpoint)}, or GET {OTHERS}"
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "other methods")
         message = f"{http.url.path} does not take {http.method}; expected: {allowed}"
@@ -221,13 +221,13 @@ async def on_ferry_error(http: Request, error: Exception) -> Response:
         raise error
     status, body = error_of(error)
     if status >= 500:
-        logger.error("a defect of the router ended a request", exc_info=error)
+        logger.error("an internal error of the router ended a request", exc_info=error)
     return _refuse(http, status, body, {})
 
 
 async def on_defect(http: Request, error: Exception) -> Response:
     """A defect of ours: the server logs the traceback, the client learns that it was not its fault."""
-    return _refuse(http, 500, error_body("the router failed", SERVER_ERROR, "internal_error", None), {})
+    return _refuse(http, 500, error_body("internal error of the router", SERVER_ERROR, "internal_error", None), {})
 
 
 async def _read(http: Request, max_bytes: int) -> bytes:

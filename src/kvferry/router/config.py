@@ -58,10 +58,10 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if not self.decode_urls and not self.takes_members:
             raise ConfigurationError(
-                "a router needs a decode instance",
+                "the router needs a decode engine",
                 found="no decode URL",
                 expected="one or more, such as http://127.0.0.1:8200",
-                hint="prefill instances are optional; or let them come: --members-file, --accept-registrations",
+                hint="prefill engines are optional; or let engines join: --members-file, --accept-registrations",
             )
         for role, urls in ((Role.PREFILL, self.prefill_urls), (Role.DECODE, self.decode_urls)):
             check_urls(role, urls)
@@ -103,7 +103,7 @@ def check_urls(role: Role, urls: tuple[str, ...]) -> None:
         seen.add(plain)
         if not _is_base_url(plain):
             raise ConfigurationError(
-                f"not the URL of a {role} instance",
+                f"invalid URL of a {role} instance",
                 found=url,
                 expected="http://host:port, or https",
                 hint="give the server's base URL without /v1, a query or a fragment",

@@ -40,7 +40,7 @@ class Connection(asyncio.Protocol):
     def send(self, head: bytes, body: bytes) -> Reply:
         """Write a request; what the upstream answers will be in the reply. Raises ConnectionResetError: it has left."""
         if not self.is_open:
-            raise ConnectionResetError("the connection has ended before it was used")
+            raise ConnectionResetError("the connection was closed before it was used")
         reply = self._reply = Reply()
         self._transport.writelines((head, body) if body else (head,))
         return reply
@@ -49,7 +49,7 @@ class Connection(asyncio.Protocol):
         """Wait until more of the reply has arrived."""
         if self._error is not None:
             # What is raised refers to whoever waits, which refers to us: it is not kept.
-            error, self._error = self._error, ConnectionResetError("the connection has ended")
+            error, self._error = self._error, ConnectionResetError("the connection was closed")
             try:
                 raise error
             finally:
@@ -100,7 +100,7 @@ class Connection(asyncio.Protocol):
             self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
-        reset = ConnectionResetError(str(error) if error else "the connection has ended")
+        reset = ConnectionResetError(str(error) if error else "the connection was closed")
         reset.__cause__ = error
         self._fail(reset)
 

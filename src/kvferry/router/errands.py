@@ -39,4 +39,4 @@ class Errands:
                 exchange = await Exchange.open(self._pool, outgoing)
                 exchange.close()
         except FAILURES as error:
-            logger.info("an errand to %s failed: %r", outgoing.base, error)
+            logger.info("a background request to %s failed: %r", outgoing.base, error)

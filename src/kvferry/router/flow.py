@@ -131,7 +131,7 @@ class Flow:
         return self._finish(self._last_word)
 
     def turn_away(self, event: TurnedAway) -> list[Command]:
-        words = f"there is too much to do; hint: try again in {event.retry_after_s} s"
+        words = f"the service is overloaded; hint: retry in {event.retry_after_s} s"
         body = error_body(words, "rate_limit_error", "overloaded", None)
         body["error"]["reason"] = event.reason
         counts = [Count(Counted.TURNED_AWAY, Role.DECODE, event.reason)]
@@ -196,7 +196,7 @@ class Flow:
         if event.reason == TOO_LATE:
             return [*self._release(TOO_LATE), *self._finish(_too_late(event))]
         if event.reason == PREFILL_LOST:
-            message = f"the cache did not come: {event.detail}"
+            message = f"the cache did not arrive: {event.detail}"
             last_word = _refusal(502, "prefill_failed", message, event.reason)
             return self._lose_decode(event.reason, last_word, self._picked[Role.PREFILL])
         late = event.reason == "deadline"
@@ -215,7 +215,7 @@ class Flow:
         return []
 
     def break_off(self, event: Failed) -> list[Command]:
-        message = f"the answer broke off: {event.detail}"
+        message = f"the answer was interrupted: {event.detail}"
         is_ours = event.reason == TOO_LATE
         code = "deadline_exceeded" if is_ours else "upstream_broke_off"
         last = EndWithError(message, code, event.reason) if self._can_append else Cut()

@@ -58,7 +58,7 @@ def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
             "x-request-id cannot be passed to the engines",
             found=", ".join(ids)[:200],
             expected="one id of at most 128 letters, digits and . _ - + = /",
-            hint="leave the header out to have an id made",
+            hint="omit the header to get a generated id",
         )
     return ids[0]
 
@@ -73,10 +73,10 @@ def timeout_of(headers: Iterable[tuple[bytes, bytes]]) -> float:
         return math.inf
     if len(told) > 1 or not SECONDS.fullmatch(told[0]) or not float(told[0]):
         raise RequestError(
-            "x-kvferry-timeout is not a time",
+            "invalid x-kvferry-timeout",
             found=", ".join(told)[:200],
             expected="seconds above 0, such as 30 or 2.5",
-            hint="leave the header out for the limits of the router alone",
+            hint="omit the header to use the router's own limits",
         )
     return float(told[0])
 

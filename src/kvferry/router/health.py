@@ -48,7 +48,7 @@ class Prober:
                 await self.probe_all()
             except Exception:
                 # The top of a task: nobody would hear of its end, and no instance would be probed again.
-                logger.exception("a defect of the router ended a round of probes")
+                logger.exception("an internal error of the router ended a round of probes")
             await asyncio.sleep(SHORTEST_PAUSE_S)
 
     async def probe_all(self) -> None:
@@ -79,7 +79,7 @@ class Prober:
             self._membership.probed(instance, Verdict.DOWN, f"its probe was answered with {healthy}")
             self._membership.end_legs_if_down(instance)
         elif ready == UNREADY:
-            words = "it drains, or its transfers fail: ask its /ready"
+            words = "it is draining or its transfers fail: see its /ready"
             self._membership.probed(instance, Verdict.UNREADY, words)
         else:
             # Other engines have no /ready: they are ready when they are healthy.

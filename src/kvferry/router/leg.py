@@ -239,7 +239,7 @@ class Leg:
 
 
 def _no_end(body: bytes) -> PeerError:
-    return PeerError("a prefill stream broke off", found=repr(body[-200:]), expected=DONE.decode())
+    return PeerError("the prefill stream was interrupted", found=repr(body[-200:]), expected=DONE.decode())
 
 
 def _no_promise(event: bytes) -> PeerError:

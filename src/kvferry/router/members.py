@@ -111,7 +111,7 @@ class MembersFile:
         except (ConfigurationError, RequestError) as error:
             trouble = str(error)
         if trouble and trouble != self._trouble:
-            logger.warning("the members file is left alone: %s", trouble)
+            logger.warning("the members file is not applied: %s", trouble)
         self._trouble = trouble
 
     def look(self) -> None:
@@ -125,7 +125,7 @@ class MembersFile:
             listed = msgspec.json.decode(self._path.read_bytes(), type=Listed)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigurationError(
-                "the members file cannot be used",
+                "invalid members file",
                 found=f"{self._path}: {error}",
                 expected='{"prefill": ["http://host:port"], "decode": ["http://host:port"]}',
             ) from error

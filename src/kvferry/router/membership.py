@@ -106,7 +106,7 @@ class Membership:
         self._metrics.show_health(instance, False, False)
         self._metrics.show_load(instance, 0, 0)
         if origin is not Origin.COMMAND_LINE:
-            logger.info("%s instance %s has come: %s", instance.role, instance.url, origin)
+            logger.info("%s instance %s has joined: %s", instance.role, instance.url, origin)
         self.doubted.set()
         return True
 
@@ -234,13 +234,15 @@ class Membership:
     def arrived(self, pair: Pair) -> None:
         """A cache got from one to the other."""
         if self.pairs.succeeded(pair):
-            logger.info("caches arrive again from %s at %s", pair[0].url, pair[1].url)
+            logger.info("transfers from %s to %s work again", pair[0].url, pair[1].url)
 
     def lost(self, pair: Pair, reason: str) -> None:
         """A cache did not."""
         self._metrics.count_lost(pair, reason)
         if self.pairs.failed(pair, self.now):
-            logger.warning("caches of %s keep not arriving at %s (%s): not paired for a while", *_urls(pair), reason)
+            logger.warning(
+                "transfers from %s to %s keep failing (%s): they are not paired for a while", *_urls(pair), reason
+            )
 
     def kind_failed(self, kind: Kind) -> None:
         """Every prefill instance that was asked for such a request's cache has answered with an error."""

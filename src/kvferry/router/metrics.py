@@ -24,22 +24,28 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        path_words = "Requests by endpoint, path (disaggregated, decode-only, none) and status; 499: the client left."
+        path_words = (
+            "Requests by endpoint, path (disaggregated, decode-only, none) and status; 499: the client disconnected."
+        )
         self._requests = self._counter("kvferry_router_requests", path_words, "endpoint", "path", "status")
         self._retries = self._counter(
-            "kvferry_router_retries", "Legs tried again on another instance.", "role", "reason"
+            "kvferry_router_retries", "Upstream requests retried on another instance.", "role", "reason"
         )
-        self._fallbacks = self._counter("kvferry_router_fallbacks", "Requests served by decode alone.", "reason")
-        self._upstream_errors = self._counter("kvferry_router_upstream_errors", "Legs that failed.", "role", "reason")
-        release_words = "Computed caches that nobody will read; their prefill instance was told. By why nobody will."
+        self._fallbacks = self._counter(
+            "kvferry_router_fallbacks", "Requests served by a decode engine alone.", "reason"
+        )
+        self._upstream_errors = self._counter(
+            "kvferry_router_upstream_errors", "Failed upstream requests.", "role", "reason"
+        )
+        release_words = "Computed caches that were released unread, by reason."
         self._releases = self._counter("kvferry_router_releases", release_words, "reason")
         self._turned_away = self._counter("kvferry_router_turned_away", "Requests answered with 429.", "reason")
-        lost_words = "Caches that did not get from one instance to the other."
+        lost_words = "Failed cache transfers between instances."
         self._lost = self._counter("kvferry_router_lost_caches", lost_words, "prefill", "decode", "reason")
         self._refused_members = self._counter(
-            "kvferry_router_refused_registrations", "Registrations that were not believed.", "reason"
+            "kvferry_router_refused_registrations", "Rejected registrations.", "reason"
         )
-        early_words = "Decode legs that began while the prefill leg was still computing."
+        early_words = "Decode requests that started before their prefill had finished."
         self._early = self._counter("kvferry_router_early_decodes", early_words)
         self._show_members()
         self._time_to_first_token = self._histogram(
@@ -55,21 +61,21 @@ class Metrics:
             *("phase", "prefill", "decode"),
         )
         self._inter_token = self._histogram(
-            "kvferry_router_inter_token_seconds", "Between two tokens of a stream.", ITL_BUCKETS_S, "instance"
+            "kvferry_router_inter_token_seconds", "Time between two tokens of a stream.", ITL_BUCKETS_S, "instance"
         )
 
     def _show_members(self) -> None:
-        in_flight_words = "Requests assigned to an instance and not finished."
+        in_flight_words = "Requests in flight per instance."
         self._in_flight = self._gauge("kvferry_router_in_flight_requests", in_flight_words, *INSTANCE)
         self._in_flight_tokens = self._gauge(
-            "kvferry_router_in_flight_tokens", "Their work: tokens to compute, or to write.", *INSTANCE
+            "kvferry_router_in_flight_tokens", "Tokens in flight per instance: to prefill or to generate.", *INSTANCE
         )
-        self._healthy = self._gauge("kvferry_router_instance_healthy", "1 while an instance answers.", *INSTANCE)
-        self._ready = self._gauge("kvferry_router_instance_ready", "1 while an instance wants requests.", *INSTANCE)
+        self._healthy = self._gauge("kvferry_router_instance_healthy", "1 if the instance is healthy.", *INSTANCE)
+        self._ready = self._gauge("kvferry_router_instance_ready", "1 if the instance accepts requests.", *INSTANCE)
         self._threshold = self._gauge(
-            "kvferry_router_skip_threshold_tokens", "Prompts with fewer tokens to compute skip prefill."
+            "kvferry_router_skip_threshold_tokens", "Prompts with fewer uncached tokens skip prefill."
         )
-        self._router_ready = self._gauge("kvferry_router_ready", "1 while a request can be served end to end.")
+        self._router_ready = self._gauge("kvferry_router_ready", "1 if the router can serve requests, as in /ready.")
 
     def count_request(self, endpoint: str, path: str, status: int) -> None:
         self._requests.labels(endpoint, path, str(status)).inc()

@@ -27,11 +27,11 @@ def policy_named(name: str) -> Policy:
         known = {point.name: point for point in entry_points(group=GROUP)}
         if name not in known:
             names = ", ".join(sorted(["balanced", *known]))
-            raise ConfigurationError("no such policy", found=name, expected=f"{names}, or module:function")
+            raise ConfigurationError("unknown policy", found=name, expected=f"{names}, or module:function")
         found = known[name].load()
     if not callable(found) or not _takes_a_question(found):
-        expected = "a function of one question (docs/router.md)"
-        raise ConfigurationError("this is no policy", found=f"{name} is {found!r}", expected=expected)
+        expected = "a function with one argument (docs/router.md)"
+        raise ConfigurationError("invalid policy", found=f"{name} is {found!r}", expected=expected)
     return found
 
 
@@ -41,13 +41,15 @@ def _function(name: str) -> object:
         imported = vars(importlib.import_module(module))
     except (ImportError, ValueError) as error:
         raise ConfigurationError(
-            "the policy cannot be imported",
+            "cannot import the policy",
             found=f"{name}: {error}",
             expected="module:function",
             hint="is its folder on PYTHONPATH?",
         ) from error
     if function not in imported:
-        raise ConfigurationError("the policy's module has no such function", found=name, expected="module:function")
+        raise ConfigurationError(
+            "the policy's module does not have this function", found=name, expected="module:function"
+        )
     return imported[function]
 
 

@@ -30,7 +30,7 @@ def readiness(membership: Membership, require_prefill: bool) -> tuple[int, dict[
 
 def _reason(membership: Membership, lacks_pair: bool) -> str:
     if membership.draining:
-        return "it is draining: it finishes what it has and ends then"
+        return "it is draining: it finishes open requests, then exits"
     if not membership.healthy(Role.DECODE):
         return "no decode instance is healthy"
     if not membership.can_serve():

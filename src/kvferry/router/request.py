@@ -88,10 +88,10 @@ def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
     for name in FOR_ENGINES:
         if name in fields:
             raise RequestError(
-                f"{name} is for engines, not for clients",
+                f"{name} must not be sent by clients",
                 found=f"{name} in the body",
                 expected="a plain OpenAI request",
-                hint="leave it out: the router tells the engines about each other",
+                hint="omit it: the router sets it",
             )
     content = CONTENT_RULES[endpoint]
     if not _has_content(fields, endpoint):
@@ -133,9 +133,9 @@ def _fields(raw: bytes) -> Fields:
         raw.decode("utf-8")
         return TOP_LEVEL.decode(raw)
     except msgspec.ValidationError as error:
-        raise RequestError("the body is no object", found=str(error), expected=expected, hint=hint) from error
+        raise RequestError("the body is not a JSON object", found=str(error), expected=expected, hint=hint) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError("the body is no JSON", found=str(error), expected=expected, hint=hint) from error
+        raise RequestError("the body is not valid JSON", found=str(error), expected=expected, hint=hint) from error
     except RecursionError as error:
         raise RequestError("the body is nested too deeply", expected=expected, hint=hint) from error
 

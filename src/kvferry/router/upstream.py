@@ -42,10 +42,10 @@ WORDS = {
     RESET: "its connection broke",
     MALFORMED: "it does not speak the protocol",
     DEADLINE: "it took too long",
-    STALL: "it fell silent",
+    STALL: "it sent nothing for too long",
     INSTANCE_DOWN: "it does not answer any more",
     PREFILL_LOST: "the prompt was not computed",
-    TOO_LATE: "the time is over that the request gave itself",
+    TOO_LATE: "the request's own time limit is over",
 }
 
 # Everything that an upstream can make an exchange raise.

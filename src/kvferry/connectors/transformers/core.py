@@ -162,8 +162,8 @@ def _load(settings: Settings) -> tuple[Any, Any]:
         raise ConfigurationError(
             f"cannot load the model {settings.model!r}",
             found=_first_sentence(str(error)),
-            expected="a folder with a causal language model and its tokenizer, or a name on the hub",
-            hint="check the path or the name; leave the model out to use the built-in tiny one",
+            expected="a folder with a causal language model and its tokenizer, or a name on the Hugging Face Hub",
+            hint="check the path or the name; omit --model to use the built-in tiny model",
         ) from None
 
 

@@ -152,7 +152,7 @@ def _check_keys(extra: dict[str, Any]) -> None:
             expected=f"some of {', '.join(KNOWN_KEYS)}",
         )
     for key in sorted(set(extra) & set(IGNORED_KEYS)):
-        logger.info("kvferry ignores %s: it has no meaning here", key)
+        logger.info("kvferry ignores %s: it has no effect here", key)
 
 
 def _check_outputs(config: VllmConfig) -> None:

@@ -82,7 +82,7 @@ def is_event_stream(head: Message) -> bool:
 def _check(fields: Mapping[str, msgspec.Raw], params: Mapping[str, Any]) -> None:
     """One reference stands for one sequence, and has to come before the answer."""
     if params.get("do_remote_prefill") is True:
-        what = "kv_transfer_params asks for both legs at once"
+        what = "kv_transfer_params asks for prefill and decode at once"
         raise RequestError(what, found="do_remote_decode and do_remote_prefill", expected="one of them")
     if bytes(fields.get("stream", b"")) != b"true":
         raise RequestError("an early reference needs a stream to come in", found="no stream", hint="set stream to true")
