@@ -10,7 +10,7 @@ import typer
 from kvferry.bench.endpoint import Endpoint
 from kvferry.bench.slo import ItlBy
 from kvferry.cli.console import friendly
-from kvferry.cli.options import Json, output
+from kvferry.cli.options import Json, common
 from kvferry.cli.typed import is_given
 from kvferry.errors import ConfigurationError
 
@@ -67,10 +67,10 @@ def serve(
     attainment: Annotated[
         float, good(min=0.0, max=1.0, help="Share of requests that must meet --slo, for --sweep.")
     ] = 0.9,
-    plot: Annotated[str, output(help="Write an HTML page with distributions and a timeline.")] = "",
+    plot: Annotated[str, common(help="Write an HTML page with distributions and a timeline.")] = "",
     as_json: Json = False,
     every_request: Annotated[
-        bool, output("--every-request", help="Include the times of every request in the JSON.")
+        bool, common("--every-request", help="Include the times of every request in the JSON.")
     ] = False,
 ) -> None:
     """Send load to an OpenAI server and report latency, throughput and goodput.

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.console import friendly
-from kvferry.cli.options import Json, output
+from kvferry.cli.options import Json, common
 from kvferry.cli.typed import check_unused, is_given, typed_words
 
 __all__ = ["plan"]
 
 engines = partial(typer.Option, rich_help_panel="Engines")
-prompt = partial(typer.Option, rich_help_panel="The prompt")
+prompt = partial(typer.Option, rich_help_panel="Prompt")
 named = partial(typer.Option, rich_help_panel="Model")
 numbers = partial(typer.Option, rich_help_panel="Without --model")
 
@@ -39,7 +39,7 @@ def plan(
     heads: Annotated[int, numbers(min=1, help="Number of KV heads.")] = 8,
     head_dim: Annotated[int, numbers(min=1, help="Size of one head.")] = 128,
     dtype: Annotated[str, numbers(help="dtype of the cache.")] = "bfloat16",
-    html: Annotated[str, output(help="Write the plan as an HTML page.")] = "",
+    html: Annotated[str, common(help="Write the plan as an HTML page.")] = "",
     as_json: Json = False,
 ) -> None:
     """Plan a cache transfer between two engines: what moves where, how, and how long it takes. Needs no hardware.
