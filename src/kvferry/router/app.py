@@ -177,7 +177,7 @@ async def health(http: Request) -> Response:
 
 
 async def ready(http: Request) -> Response:
-    status, body = readiness(http.app.state.membership, http.app.state.config.require_prefill)
+    status, body = readiness(http.app.state.membership, http.app.state.config.needs_pair)
     return _json(status, body, {})
 
 
@@ -195,7 +195,7 @@ async def take_member(http: Request) -> Response:
 
 async def show_metrics(http: Request) -> Response:
     state = http.app.state
-    state.metrics.show_ready(readiness(state.membership, state.config.require_prefill)[0] == 200)
+    state.metrics.show_ready(readiness(state.membership, state.config.needs_pair)[0] == 200)
     state.membership.show()
     return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 

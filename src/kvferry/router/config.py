@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigurationError
+from kvferry.router.fallback import PrefillFallback
 from kvferry.router.judgement import DEFAULT_JUDGEMENT, Judgement
 from kvferry.router.policy import Instance, Role
 
@@ -34,7 +35,8 @@ class RouterConfig:
     `prefill_urls` may be empty: then D serves alone; with `takes_members` there may be no decode instance yet either.
     `prefill_timeout_s` is for a whole prefill leg; `decode_timeout_s` ends with the first byte of the answer's body,
     which without streaming is the whole generation. After it only silence is limited: `stall_timeout_s` between two
-    pieces. With `require_prefill` the router is not ready while no pair of instances is. Decode legs of prompts of
+    pieces. With `require_prefill` the router is not ready while no pair of instances is; with a `prefill_fallback` of
+    REFUSE it does not let a decode instance compute what a prefill instance should, either. Decode legs of prompts of
     `early_from_tokens` and more begin with the prefill leg, where the prefill instance can do that; 0: none does.
     Raises ConfigurationError.
     """
@@ -53,6 +55,7 @@ class RouterConfig:
     registration: Registration = NO_REGISTRATION
     judgement: Judgement = DEFAULT_JUDGEMENT
     require_prefill: bool = False
+    prefill_fallback: PrefillFallback = PrefillFallback.DECODE
     early_from_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -68,6 +71,11 @@ class RouterConfig:
         for name, value in self._limits().items():
             if not value > 0:
                 raise ConfigurationError(f"{name} must be positive", found=str(value), expected="a number above 0")
+
+    @property
+    def needs_pair(self) -> bool:
+        """Whether the router is not ready while no pair of instances is."""
+        return self.require_prefill or self.prefill_fallback is PrefillFallback.REFUSE
 
     @property
     def takes_members(self) -> bool:

@@ -45,7 +45,7 @@ class Driver:
     """One request from its first event to its last."""
 
     def __init__(self, services: Services, call: Call, client: Client) -> None:
-        self.flow = Flow(call.request)
+        self.flow = Flow(call.request, services.config.prefill_fallback)
         self._services = services
         self._call = call
         self._client = client

@@ -25,6 +25,7 @@ __all__ = [
     "INSTANCE_DOWN",
     "NobodyPicked",
     "Opened",
+    "PREFILL_FAILS",
     "PREFILL_LOST",
     "Path",
     "Pick",
@@ -46,6 +47,9 @@ PREFILL_LOST = "prefill_lost"
 """Why a decode leg was ended that waited for a cache which an early prefill leg has failed to compute."""
 
 
+PREFILL_FAILS = "prefill_keeps_failing"
+"""Why a request has no prefill leg whose kind every prefill instance has answered with errors."""
+
 INSTANCE_DOWN = "instance_down"
 """Why a leg was ended whose instance has been found down by a probe."""
 
@@ -64,6 +68,7 @@ class Counted(StrEnum):
     FALLBACK = "fallback"
     UPSTREAM_ERROR = "upstream_error"
     TURNED_AWAY = "turned_away"
+    REFUSED = "refused"
 
 
 # Events

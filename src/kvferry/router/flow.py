@@ -13,7 +13,9 @@ The last command of a batch is the one that is answered by the next event. Rules
 * a computed cache that D will not answer from is released: P would keep it until its lease runs out;
 * a P that is asked early promises the cache before it is computed. D is asked at once and answers when it has come. How
   P's own leg ends is no event: should it fail, D's leg has failed for want of a cache;
-* when the time is over that the client has given the request, nothing is tried again and nobody is to blame.
+* when the time is over that the client has given the request, nothing is tried again and nobody is to blame;
+* where D shall not compute prompts in place of P, what D alone would have served is refused. A request that cannot be
+  divided is still D's alone: no P could help.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ from kvferry.router.events import (
     Skipped,
     TurnedAway,
 )
+from kvferry.router.fallback import PrefillFallback, is_wanted, refusal
 from kvferry.router.policy import Instance, Role
 from kvferry.router.request import ClientRequest, decode_body, prefill_body
 from kvferry.wire.messages import Reason
@@ -77,11 +80,12 @@ class State(StrEnum):
 class Flow:
     """The state of one request. `path` is how it is being served so far, `reason` why not by two instances."""
 
-    def __init__(self, request: ClientRequest) -> None:
+    def __init__(self, request: ClientRequest, fallback: PrefillFallback = PrefillFallback.DECODE) -> None:
         self.state = State.NEW
         self.path = Path.DISAGGREGATED
         self.reason = ""
         self._request = request
+        self._refuses = fallback is PrefillFallback.REFUSE
         self._history: list[str] = []
         self._picked: dict[Role, Instance] = {}
         self._failed: frozenset[Instance] = frozenset()
@@ -149,7 +153,9 @@ class Flow:
         return self._decode_alone("prefill_failed" if failed else "no_prefill_instance")
 
     def skip_prefill(self, event: Skipped) -> list[Command]:
-        return self._decode_alone(event.reason, event.detail)
+        if self._refuses and not is_wanted(event.reason):
+            return self._refuse(event.reason)
+        return [*self._fall_back(event.reason, event.detail), *self._send_decode(self._request.raw)]
 
     def take_prefill_answer(self, event: Answered) -> list[Command]:
         self._overloaded = event.status == 429
@@ -158,7 +164,8 @@ class Flow:
         if self._overloaded:
             return self._finish(Forward())
         if 400 <= event.status < 500:
-            return self._decode_alone("prefill_refused")
+            # P's word is all there is when D is not to be asked; most likely it is about the request.
+            return self._finish(Forward()) if self._refuses else self._decode_alone("prefill_refused")
         if not 200 <= event.status < 300:
             return self._lose_prefill(f"status_{event.status}")
         transfer = kept_cache(event.body)
@@ -244,8 +251,14 @@ class Flow:
         self.reason = f"{reason}; {detail}" if detail else reason
         return [Count(Counted.FALLBACK, Role.PREFILL, reason)]
 
-    def _decode_alone(self, reason: str, detail: str = "") -> list[Command]:
-        return [*self._fall_back(reason, detail), *self._send_decode(self._request.raw)]
+    def _decode_alone(self, reason: str) -> list[Command]:
+        if self._refuses:
+            return self._refuse(reason)
+        return [*self._fall_back(reason), *self._send_decode(self._request.raw)]
+
+    def _refuse(self, reason: str) -> list[Command]:
+        self.reason = reason
+        return [Count(Counted.REFUSED, Role.PREFILL, reason), *self._finish(refusal(reason))]
 
     def _lose_prefill(self, reason: str) -> list[Command]:
         again = self._may_try_again(Role.PREFILL, reason)
@@ -265,6 +278,8 @@ class Flow:
         self._last_word = Forward()
         self._failed |= {self._picked[Role.PREFILL]}
         counts = [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *self._release("decode_failed")]
+        if self._refuses:
+            return [*counts, *self._refuse(reason)]
         return [*counts, *self._fall_back(reason), *self._pick(Role.DECODE)]
 
     def _release(self, reason: str) -> list[Command]:
@@ -314,7 +329,7 @@ TRANSITIONS: Mapping[tuple[State, type[Event]], Transition] = {
     (State.PICKING_DECODE, TurnedAway): _to(Flow.turn_away, State.DONE),
     (State.PICKING_PREFILL, Picked): _to(Flow.take_prefill, State.PREFILLING),
     (State.PICKING_PREFILL, NobodyPicked): _to(Flow.do_without_prefill, State.DECODING, State.DONE),
-    (State.PICKING_PREFILL, Skipped): _to(Flow.skip_prefill, State.DECODING),
+    (State.PICKING_PREFILL, Skipped): _to(Flow.skip_prefill, State.DECODING, State.DONE),
     (State.PICKING_PREFILL, TurnedAway): _to(Flow.turn_away, State.DONE),
     (State.PREFILLING, Answered): _to(Flow.take_prefill_answer, *AFTER_LOST_PREFILL, State.DONE),
     (State.PREFILLING, Promised): _to(Flow.take_promise, State.DECODING),

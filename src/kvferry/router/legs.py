@@ -10,6 +10,7 @@ from kvferry.router.call import Call
 from kvferry.router.client import Client
 from kvferry.router.early import EarlyPrefill
 from kvferry.router.events import (
+    PREFILL_FAILS,
     PREFILL_LOST,
     Answered,
     ClientGone,
@@ -45,8 +46,6 @@ __all__ = ["Legs"]
 # P may have answered in the moment in which the client left: its word is on its way, and keeps blocks for nobody. Much
 # longer, and P would compute in vain.
 LAST_WORD_S = 0.2
-# Why a request has no prefill leg whose kind every prefill instance has answered with errors.
-PREFILL_FAILS = "prefill_keeps_failing"
 
 logger = logging.getLogger(__name__)
 

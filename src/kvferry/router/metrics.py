@@ -40,6 +40,10 @@ class Metrics:
         release_words = "Computed caches that were released unread, by reason."
         self._releases = self._counter("kvferry_router_releases", release_words, "reason")
         self._turned_away = self._counter("kvferry_router_turned_away", "Requests answered with 429.", "reason")
+        refused_words = (
+            "Requests refused with 503, since no prefill instance could compute them (--prefill-fallback refuse)."
+        )
+        self._refused = self._counter("kvferry_router_refused", refused_words, "reason")
         lost_words = "Failed cache transfers between instances."
         self._lost = self._counter("kvferry_router_lost_caches", lost_words, "prefill", "decode", "reason")
         self._refused_members = self._counter(
@@ -90,6 +94,8 @@ class Metrics:
                 self._upstream_errors.labels(count.role, count.reason).inc()
             case Counted.TURNED_AWAY:
                 self._turned_away.labels(count.reason).inc()
+            case Counted.REFUSED:
+                self._refused.labels(count.reason).inc()
 
     def count_release(self, reason: str) -> None:
         self._releases.labels(reason).inc()

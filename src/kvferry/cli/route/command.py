@@ -28,6 +28,9 @@ def route(
     require_prefill: Annotated[
         bool, engines("--require-prefill", help="/ready answers 503 without a prefill engine.")
     ] = False,
+    prefill_fallback: Annotated[
+        str, engines(help="Without a prefill engine: decode computes the prompt, or refuse with 503.")
+    ] = "decode",
     policy: Annotated[str, choice(help="balanced, an entry point's name, or module:function.")] = "balanced",
     skip_prefill_below: Annotated[
         str, common(help="The decode engine computes prompts of fewer tokens itself: a number, or auto.")
@@ -69,6 +72,7 @@ def route(
             registration=server.registration_of(accept_registrations, token_file),
             judgement=Judgement(policy_named(policy), limits),
             require_prefill=require_prefill,
+            prefill_fallback=server.fallback_of(prefill_fallback),
             early_from_tokens=early_decode_from,
         )
         logs = server.LogOptions(log_format, access_log, otel)

@@ -15,13 +15,14 @@ from kvferry.errors import ConfigurationError
 from kvferry.registration import KEY_PURPOSE
 from kvferry.router.app import Front, create_app
 from kvferry.router.config import NO_REGISTRATION, Registration, RouterConfig
+from kvferry.router.fallback import PrefillFallback
 from kvferry.router.policy import Limits
 from kvferry.router.tracing import NO_TRACING, Tracing
 
 # More than a hundred open streams hold, and looked through in a few milliseconds.
 NUM_NEW_OBJECTS = 10_000
 
-__all__ = ["LogOptions", "RouteOptions", "limits_of", "registration_of", "route"]
+__all__ = ["LogOptions", "RouteOptions", "fallback_of", "limits_of", "registration_of", "route"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,14 @@ def limits_of(ttft_s: float, max_requests: int, skip_below: str) -> Limits:
         raise ConfigurationError("invalid --skip-prefill-below", found=skip_below, expected="a number, or auto")
     below = 0 if skip_below == "auto" else int(skip_below)
     return Limits(ttft_s, max_requests, below, skip_by_cost=skip_below == "auto")
+
+
+def fallback_of(name: str) -> PrefillFallback:
+    """What happens without a prefill engine. Raises ConfigurationError."""
+    if name not in tuple(PrefillFallback):
+        expected = " or ".join(PrefillFallback)
+        raise ConfigurationError("invalid --prefill-fallback", found=name, expected=expected)
+    return PrefillFallback(name)
 
 
 def registration_of(is_open: bool, token_file: str) -> Registration:

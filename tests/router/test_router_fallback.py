@@ -1,0 +1,136 @@
+"""`--prefill-fallback refuse`: a decode instance never computes what a prefill instance should have."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from router_harness import answer, cluster, decode_engine, failing, prefill_engine, prefilling
+
+from kvferry.router.fallback import CODE, PrefillFallback
+from kvferry.router.judgement import Judgement
+from kvferry.router.kinds import KIND_FUSE
+from kvferry.router.policy import Limits, Nobody, Role, Skip, Use
+
+PLAIN = {"prompt": "a"}
+REFUSED = 'kvferry_router_refused_total{reason="%s"}'
+REFUSE = {"prefill_fallback": PrefillFallback.REFUSE}
+
+
+async def keeping_nothing(request, seen):
+    return web.json_response(answer("x"))
+
+
+async def losing(request, seen):
+    """A decode instance whose prompt has other tokens than that of the prefill instance."""
+    return web.json_response({"error": {"message": "x", "type": "t", "code": "wrong_prompt"}}, status=502)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "reason"),
+    [
+        ([], "no_prefill_instance"),
+        ([failing(500, "x")], "prefill_failed"),
+        ([failing(500, "x"), failing(503, "x")], "prefill_failed"),
+        ([keeping_nothing], "no_kv_transfer_params"),
+    ],
+)
+def test_what_decode_alone_would_have_served_is_refused(prefill, reason):
+    async def main():
+        engines = [prefill_engine(f"p{i}", behave) for i, behave in enumerate(prefill)]
+        async with cluster(engines, [decode_engine()], **REFUSE) as c:
+            reply = await c.complete(PLAIN)
+            assert (reply.status, reply.error["code"], reply.error["reason"]) == (503, CODE, reason)
+            assert int(reply.headers["retry-after"]) > 0
+            assert reply.headers["x-kvferry-reason"] == reason
+            assert c.decode[0].seen == []
+            assert await c.metric(REFUSED % reason) == 1
+
+    asyncio.run(main())
+
+
+def test_a_kind_that_keeps_failing_is_refused_as_well():
+    async def main():
+        async with cluster([prefill_engine("p0", failing(500, "x"))], [decode_engine()], **REFUSE) as c:
+            reasons = [(await c.complete(PLAIN)).error["reason"] for _ in range(KIND_FUSE.num_failures + 1)]
+            assert reasons == ["prefill_failed"] * KIND_FUSE.num_failures + ["prefill_keeps_failing"]
+            assert c.decode[0].seen == []
+
+    asyncio.run(main())
+
+
+def test_the_refusal_of_prefill_is_the_answer():
+    async def main():
+        async with cluster([prefill_engine("p0", failing(422, "no"))], [decode_engine()], **REFUSE) as c:
+            reply = await c.complete(PLAIN)
+            assert (reply.status, reply.error["message"], c.decode[0].seen) == (422, "no", [])
+
+    asyncio.run(main())
+
+
+def test_prompts_that_are_read_differently_are_not_computed_by_decode():
+    async def main():
+        ds = [decode_engine(f"d{i}", losing) for i in range(2)]
+        async with cluster([prefill_engine()], ds, **REFUSE) as c:
+            reply = await c.complete(PLAIN)
+            assert (reply.status, reply.error["reason"]) == (503, "wrong_prompt")
+            assert all("kv_transfer_params" in seen.body for d in ds for seen in d.seen)
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_divided_is_still_served():
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine()], **REFUSE) as c:
+            reply = await c.complete(PLAIN | {"n": 2})
+            assert (reply.status, reply.headers["x-kvferry-reason"]) == (200, "several_sequences")
+            assert (await c.complete(PLAIN)).headers["x-kvferry-path"] == "disaggregated"
+
+    asyncio.run(main())
+
+
+def test_what_the_operator_leaves_to_decode_is_served_by_it():
+    async def main():
+        judgement = Judgement(limits=Limits(skip_below_tokens=100))
+        async with cluster([prefill_engine()], [decode_engine()], judgement=judgement, **REFUSE) as c:
+            reply = await c.complete(PLAIN)
+            assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "decode-only")
+
+    asyncio.run(main())
+
+
+def test_decode_does_not_help_out_prefill_instances_that_are_too_slow():
+    def policy(question):
+        if question.role is Role.PREFILL:
+            return Skip("ttft")
+        return Use(question.candidates[0].instance) if question.candidates else Nobody()
+
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine()], judgement=Judgement(policy), **REFUSE) as c:
+            assert (await c.complete(PLAIN)).error["reason"] == "ttft"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fallback", PrefillFallback)
+def test_a_router_that_refuses_is_not_ready_without_a_pair(fallback):
+    async def main():
+        async with (
+            cluster([], [decode_engine()], prefill_fallback=fallback) as c,
+            c.session.get(c.url + "/ready") as response,
+        ):
+            assert response.status == (503 if fallback is PrefillFallback.REFUSE else 200)
+
+    asyncio.run(main())
+
+
+def test_a_prefill_instance_that_comes_back_is_used_again():
+    async def main():
+        p = prefill_engine("p0", failing(500, "x"))
+        async with cluster([p], [decode_engine()], **REFUSE) as c:
+            assert (await c.complete(PLAIN)).status == 503
+            p.behave = prefilling("p0")
+            assert (await c.complete(PLAIN)).status == 200
+
+    asyncio.run(main())
