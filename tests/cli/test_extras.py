@@ -102,9 +102,18 @@ def test_in_an_environment_without_vllm_it_says_what_goes_into_that_of_vllm(tmp_
     assert f"pip install 'kvferry[{VLLM_EXTRAS}]'" in done.stderr
 
 
-@pytest.mark.parametrize("module", ["kvferry", "kvferry.agent", "kvferry.cli.main"])
-def test_nothing_but_base_libraries_is_needed_to_load(tmp_path, module):
-    (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=MODULES))
+@pytest.mark.parametrize(
+    ("module", "more"),
+    [
+        ("kvferry", ("typer", "rich", "jinja2")),
+        ("kvferry.plan", ("typer", "rich", "jinja2")),
+        ("kvferry.catalog", ("typer", "rich", "jinja2")),
+        ("kvferry.agent", ("typer", "rich", "jinja2")),
+        ("kvferry.cli.main", ()),
+    ],
+)
+def test_nothing_but_base_libraries_is_needed_to_load(tmp_path, module, more):
+    (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=(*MODULES, *more)))
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     subprocess.run([sys.executable, "-c", f"import {module}"], env=environment, check=True, timeout=60)
 
