@@ -65,9 +65,17 @@ def test_the_openai_client_streams():
     run(main)
 
 
-def test_a_stream_passes_byte_by_byte_as_it_arrives():
+@pytest.mark.parametrize(
+    ("prefill", "pieces"),
+    [
+        ([], [b"data: {", b'"x": 1}', b"\n", b"\ndata: [DONE]\n\n", b": trailing comment\n\n"]),
+        # Where another engine has computed the prompt, an event may have to be changed: only whole ones pass.
+        (["p0"], [b'data: {"x": 1}\n\n', b"data: [DONE]\n\n", b": trailing comment\n\n"]),
+        (["p0"], [b'data: {"x": 1}\r\n\r\n', b"data: [DONE]\r\n\r\n"]),
+    ],
+)
+def test_a_stream_passes_as_it_arrives(prefill, pieces):
     """The engine sends the next piece only after the client has the last one: nothing may be held back."""
-    pieces = [b"data: {", b'"x": 1}', b"\n", b"\ndata: [DONE]\n\n", b": trailing comment\n\n"]
     received = asyncio.Semaphore(0)
 
     async def behave(request, seen):
@@ -78,7 +86,7 @@ def test_a_stream_passes_byte_by_byte_as_it_arrives():
         return response
 
     async def main():
-        async with cluster([prefill_engine()], [decode_engine("d0", behave)]) as c:
+        async with cluster([prefill_engine(name) for name in prefill], [decode_engine("d0", behave)]) as c:
             body = {"prompt": "a", "stream": True}
             async with c.session.post(c.url + "/v1/completions", json=body) as response:
                 assert response.headers["content-type"] == "text/event-stream; charset=utf-8"

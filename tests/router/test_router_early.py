@@ -85,7 +85,8 @@ def test_an_early_prefill_leg_is_a_stream_that_asks_for_its_reference():
     assert (body["stream"], body["max_tokens"]) == (True, 1)
     assert body["kv_transfer_params"]["kvferry"] == {"early": True}
     assert body["kv_transfer_params"]["do_remote_decode"]
-    assert "stream_options" not in body
+    # Its last event tells what was cached of the prompt.
+    assert body["stream_options"] == {"include_usage": True}
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,12 @@ def response_headers(headers: Iterable[tuple[bytes, bytes]], own: dict[str, str]
     return [*_without_hops(headers, OWN_OF_RESPONSE), *ours]
 
 
+def with_length(headers: Headers, num_bytes: int) -> Headers:
+    """The same headers for a body of another length."""
+    kept = [pair for pair in headers if pair[0] != b"content-length"]
+    return [*kept, (b"content-length", str(num_bytes).encode())]
+
+
 def _without_hops(headers: Iterable[tuple[bytes, bytes]], own: frozenset[bytes]) -> Headers:
     pairs = [(name.lower(), value) for name, value in headers]
     named = {token.strip().lower() for name, value in pairs if name == b"connection" for token in value.split(b",")}

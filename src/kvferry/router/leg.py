@@ -26,6 +26,7 @@ from kvferry.router.upstream import (
     Outgoing,
     reason_of,
 )
+from kvferry.router.usage import cached_tokens_of_stream
 
 __all__ = ["Head", "Leg", "Patience"]
 
@@ -79,8 +80,9 @@ class Leg:
         self._asking: asyncio.Timeout | None = None
         # Which limit ended a stream, if one did.
         self._given_up = ""
-        # While the rest of an early leg is waited for.
+        # While the rest of an early leg is waited for, and what that told of its prompt.
         self._is_resting = False
+        self.cached_tokens: int | None = None
 
     @property
     def instance(self) -> Instance:
@@ -97,6 +99,13 @@ class Leg:
     def is_event_stream(self) -> bool:
         """Whether tokens can be told apart as they come."""
         return self._exchange is not None and self._exchange.is_plain_event_stream
+
+    @property
+    def is_plain_json(self) -> bool:
+        """Whether the answer is one JSON value whose bytes can be read here."""
+        told = {name.lower(): value.lower() for name, value in self.head.headers}
+        media_type = told.get(b"content-type", b"").partition(b";")[0].strip()
+        return media_type == b"application/json" and told.get(b"content-encoding", b"identity") == b"identity"
 
     @property
     def is_over(self) -> bool:
@@ -133,6 +142,7 @@ class Leg:
             self._is_resting = False
         if failure := stream_failure(body):
             return Answered(streamed_error(b"data:" + failure + END_OF_EVENT), failure)
+        self.cached_tokens = cached_tokens_of_stream(body)
         return Ended() if DONE in body else self._failed(_no_end(body), MALFORMED)
 
     async def piece(self) -> bytes | Failed:

@@ -29,7 +29,7 @@ from kvferry.router.events import (
     Skipped,
     TurnedAway,
 )
-from kvferry.router.headers import Headers, decode_headers, prefill_headers
+from kvferry.router.headers import Headers, decode_headers, prefill_headers, with_length
 from kvferry.router.judge import Judge
 from kvferry.router.kinds import kind_of
 from kvferry.router.leg import Head, Leg, Patience
@@ -40,6 +40,7 @@ from kvferry.router.reservation import Reservation
 from kvferry.router.services import Services
 from kvferry.router.story import outcome_of
 from kvferry.router.upstream import Outgoing
+from kvferry.router.usage import UsageEvents, cached_tokens_of, with_cached_tokens
 
 __all__ = ["Legs"]
 
@@ -68,6 +69,8 @@ class Legs:
         # All so far; the last one is in flight.
         self._sent: list[Leg] = []
         self._early: list[EarlyPrefill] = []
+        # What the prefill engine had cached of the prompt, if it has told.
+        self._cached_tokens: int | None = None
 
     @property
     def urls(self) -> Mapping[Role, str]:
@@ -119,6 +122,8 @@ class Legs:
         self._judge.hears(event, leg.head.headers, self.pace.handover_s)
         if isinstance(event, Answered):
             self.answer = (leg.head, event.body)
+        if role is Role.PREFILL:
+            self._cached_tokens = cached_tokens_of(event.body) if isinstance(event, Answered) else None
         if isinstance(event, Opened):
             self._take_note(event, path, command.instance)
         if isinstance(event, Promised):
@@ -178,21 +183,67 @@ class Legs:
         return event
 
     async def _pass_on(self, leg: Leg, headers: Headers) -> Event:
+        if leg.is_event_stream:
+            await self._client.start(leg.head.status, headers)
+            return await self._pass_on_events(leg)
+        if self._judge.has_arrived and leg.is_plain_json:
+            return await self._pass_on_whole(leg, headers)
         await self._client.start(leg.head.status, headers)
-        reservation = leg.reservation
-        observe = self._services.metrics.inter_token(leg.instance).observe if leg.is_event_stream else None
+        return await self._pass_on_rest(leg)
+
+    async def _pass_on_whole(self, leg: Leg, headers: Headers) -> Event:
+        """An answer whose usage is known at its end. One that is too long to be kept here passes as it is."""
+        found, piece = bytearray(), await leg.piece()
+        while (
+            not isinstance(piece, Failed) and not leg.is_over and len(found) <= self._services.config.max_answer_bytes
+        ):
+            found += piece
+            piece = await leg.piece()
+        if not isinstance(piece, Failed) and leg.is_over:
+            self._judge.hears(Ended(), [], 0.0)
+            whole = with_cached_tokens(bytes(found + piece), self._cached_tokens)
+            await self._client.start(leg.head.status, with_length(headers, len(whole)))
+            await self._client.finish(whole)
+            return Ended()
+        await self._client.start(leg.head.status, headers)
+        if isinstance(piece, Failed):
+            self._judge.hears(piece, [], 0.0)
+            await self._client.pass_on(bytes(found))
+            return piece
+        await self._client.pass_on(bytes(found + piece))
+        return await self._pass_on_rest(leg)
+
+    async def _pass_on_rest(self, leg: Leg) -> Event:
         while True:
             piece = await leg.piece()
             if isinstance(piece, Failed):
                 self._judge.hears(piece, [], 0.0)
                 return piece
-            if observe is not None:
-                self.pace.piece(piece, _now(), observe, reservation)
             if leg.is_over:
                 self._judge.hears(Ended(), [], 0.0)
                 await self._client.finish(piece)
                 return Ended()
             await self._client.pass_on(piece)
+
+    async def _pass_on_events(self, leg: Leg) -> Event:
+        observe, reservation = self._services.metrics.inter_token(leg.instance).observe, leg.reservation
+        events = UsageEvents() if self._judge.has_arrived else None
+        while True:
+            piece = await leg.piece()
+            if isinstance(piece, Failed):
+                self._judge.hears(piece, [], 0.0)
+                if events is not None and (rest := events.rest()):
+                    await self._client.pass_on(rest)
+                return piece
+            self.pace.piece(piece, _now(), observe, reservation)
+            if events is not None:
+                piece = events.feed(piece, self._cached_tokens)
+            if leg.is_over:
+                self._judge.hears(Ended(), [], 0.0)
+                await self._client.finish(piece + events.rest() if events is not None else piece)
+                return Ended()
+            if piece:
+                await self._client.pass_on(piece)
 
     def _may_be_early(self, instance: Instance) -> bool:
         from_tokens = self._services.config.early_from_tokens
@@ -208,6 +259,7 @@ class Legs:
         """An early leg has ended by itself. If it has failed, nobody need wait until decode has found that out."""
         self._early = []
         if isinstance(event, Ended):
+            self._cached_tokens = leg.cached_tokens
             self.pace.prefilled(_now())
         leg.trace.ended(outcome_of(event))
         if reason := self._judge.hears_end(leg.reservation, event):

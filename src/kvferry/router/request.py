@@ -116,6 +116,8 @@ def prefill_body(request: ClientRequest, is_early: bool = False) -> bytes:
     body: dict[str, Any] = {key: raw for key, raw in request.fields.items() if key not in left_out}
     wish = {**REMOTE_DECODE, "kvferry": {"early": True}} if is_early else REMOTE_DECODE
     body |= {"max_tokens": 1, "stream": is_early, "kv_transfer_params": wish}
+    if is_early:
+        body["stream_options"] = {"include_usage": True}
     if "max_completion_tokens" in body:
         body["max_completion_tokens"] = 1
     return msgspec.json.encode(body)

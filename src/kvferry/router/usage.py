@@ -1,0 +1,103 @@
+"""What an answer says about cached tokens: the figure of the prefill engine, in place of the decode engine's. Pure.
+
+A decode engine counts what was transferred to it as cached; a client wants to know what did not have to be computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+__all__ = ["UsageEvents", "cached_tokens_of", "cached_tokens_of_stream", "with_cached_tokens"]
+
+USAGE, DETAILS, CACHED = "usage", "prompt_tokens_details", "cached_tokens"
+# What an event, or a body, has that may have to be changed; inside a text the quotation marks would be escaped.
+MARK = b'"prompt_tokens"'
+# An event that is longer passes as it is.
+MAX_EVENT_BYTES = 1 << 16
+UNKNOWN = None
+END_OF_EVENT = b"\n\n"
+
+TOP_LEVEL = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def cached_tokens_of(body: bytes) -> int | None:
+    """What a prefill engine had cached of the prompt, from its whole answer or one event; None if it does not tell."""
+    if DETAILS.encode() not in body:
+        return UNKNOWN
+    usage = _decoded(_usage_of(body))
+    details = usage.get(DETAILS)
+    cached = details.get(CACHED) if isinstance(details, dict) else None
+    return cached if isinstance(cached, int) and not isinstance(cached, bool) and cached >= 0 else UNKNOWN
+
+
+def cached_tokens_of_stream(events: bytes) -> int | None:
+    """The same of a whole stream of them."""
+    found = (cached_tokens_of(event.removeprefix(b"data:")) for event in reversed(events.split(END_OF_EVENT)))
+    return next((cached for cached in found if cached is not UNKNOWN), UNKNOWN)
+
+
+def with_cached_tokens(body: bytes, cached: int | None) -> bytes:
+    """A JSON object whose usage has this figure, or none where it is not known. All else stays as it is."""
+    if MARK not in body:
+        return body
+    found = _usage_of(body)
+    usage = _decoded(found)
+    if not usage or (cached is UNKNOWN and usage.get(DETAILS) is None):
+        return body
+    details = usage.get(DETAILS)
+    others = details if isinstance(details, dict) else {}
+    usage[DETAILS] = None if cached is UNKNOWN else {**others, CACHED: cached}
+    # It is the last of an object's fields as a rule, and no string can hold it: its quotation marks would be escaped.
+    before, _, after = body.rpartition(found)
+    return before + msgspec.json.encode(usage) + after
+
+
+class UsageEvents:
+    """Of one stream: bytes as they come go in, whole events come out, changed where they tell a usage."""
+
+    def __init__(self) -> None:
+        self._waiting = b""
+
+    def feed(self, piece: bytes, cached: int | None) -> bytes:
+        """What can be passed on now."""
+        data = self._waiting + piece if self._waiting else piece
+        end = data.rfind(END_OF_EVENT)
+        # Servers that end lines in another way are left alone.
+        is_other = len(data) > MAX_EVENT_BYTES or b"\r\n\r\n" in data
+        end = end + len(END_OF_EVENT) if end >= 0 else len(data) if is_other else 0
+        whole, self._waiting = data[:end], data[end:]
+        return _changed(whole, cached) if MARK in whole else whole
+
+    def rest(self) -> bytes:
+        """What is no whole event at the end of the stream."""
+        rest, self._waiting = self._waiting, b""
+        return rest
+
+
+def _changed(events: bytes, cached: int | None) -> bytes:
+    parts = events.split(END_OF_EVENT)
+    return END_OF_EVENT.join(_changed_event(part, cached) if MARK in part else part for part in parts)
+
+
+def _changed_event(event: bytes, cached: int | None) -> bytes:
+    if not event.startswith(b"data:"):
+        return event
+    return b"data:" + with_cached_tokens(event.removeprefix(b"data:"), cached)
+
+
+def _usage_of(body: bytes) -> bytes:
+    """The bytes of an object's usage; empty if it has none."""
+    try:
+        return bytes(TOP_LEVEL.decode(body).get(USAGE, b""))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return b""
+
+
+def _decoded(usage: bytes) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(usage or b"null")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,146 @@
+"""`cached_tokens` that clients see is what prefill had cached, and not what was transferred to decode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+from router_harness import TRANSFER, answer, chat_chunk, cluster, decode_engine, frame, open_stream, prefill_engine
+
+from kvferry.router.usage import (
+    MAX_EVENT_BYTES,
+    UsageEvents,
+    cached_tokens_of,
+    cached_tokens_of_stream,
+    with_cached_tokens,
+)
+
+
+def usage_of(cached, **extra) -> dict:
+    details = (
+        {} if cached is ... else {"prompt_tokens_details": cached if cached is None else {"cached_tokens": cached}}
+    )
+    return {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11, **details, **extra}
+
+
+def prefill(cached):
+    async def behave(request, seen):
+        params = {**TRANSFER, "remote_engine_id": "p0"}
+        return web.json_response(answer("x", kv_transfer_params=params, usage=usage_of(cached)))
+
+    return prefill_engine("p0", behave)
+
+
+def decode(cached, headers=()):
+    """Streams its usage where it is asked to, in pieces that cut events."""
+
+    async def behave(request, seen):
+        if not seen.body.get("stream"):
+            return web.json_response(answer("one", usage=usage_of(cached)), headers=dict(headers))
+        response = await open_stream(request, **dict(headers))
+        whole = frame(chat_chunk("one")) + frame(chat_chunk("", usage=usage_of(cached))) + b"data: [DONE]\n\n"
+        for start in range(0, len(whole), 50):
+            await response.write(whole[start : start + 50])
+        return response
+
+    return decode_engine("d0", behave)
+
+
+async def told(c, stream: bool):
+    """The usage in the router's answer."""
+    reply = await c.complete({"prompt": "a", "stream": stream})
+    assert reply.status == 200
+    if not stream:
+        assert int(reply.headers["content-length"]) == len(reply.raw)
+        return json.loads(reply.raw)["usage"]
+    assert reply.raw.endswith(b"data: [DONE]\n\n")
+    events = [json.loads(event.removeprefix(b"data: ")) for event in reply.raw.split(b"\n\n")[:-2]]
+    assert [event["choices"][0]["delta"]["content"] for event in events] == ["one", ""]
+    return events[-1]["usage"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("of_prefill", "of_decode", "expected"),
+    [(4, 8, 4), (0, 8, 0), (4, ..., 4), (..., 8, None), (None, 8, None), (..., ..., ...)],
+)
+def test_the_figure_is_that_of_prefill(of_prefill, of_decode, expected, stream):
+    async def main():
+        async with cluster([prefill(of_prefill)], [decode(of_decode)]) as c:
+            assert await told(c, stream) == usage_of(expected)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_decode_has_computed_itself_it_knows_best(stream):
+    async def main():
+        async with cluster([], [decode(8)]) as c:
+            assert await told(c, stream) == usage_of(8)
+        recomputed = decode(8, {"x-kvferry-cache": "recomputed"})
+        async with cluster([prefill(4)], [recomputed]) as c:
+            assert await told(c, stream) == usage_of(8)
+
+    asyncio.run(main())
+
+
+def test_a_compressed_answer_is_left_alone():
+    raw = b"\x1f\x8b nobody looks into this"
+
+    async def behave(request, seen):
+        return web.Response(body=raw, headers={"content-type": "application/json", "content-encoding": "br"})
+
+    async def main():
+        async with cluster([prefill(4)], [decode_engine("d0", behave)]) as c:
+            request = c.session.post(c.url + "/v1/completions", json={"prompt": "a"}, auto_decompress=False)
+            async with request as response:
+                assert await response.read() == raw
+
+    asyncio.run(main())
+
+
+def test_all_other_bytes_of_an_answer_stay_as_they_are():
+    body = b'{"a": 1.10, "text": "\\"usage\\": {\\"prompt_tokens\\": 1}", "usage": {"prompt_tokens": 3} , "z":[ ] }'
+    changed = with_cached_tokens(body, 2)
+    usage = b'{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":2}}'
+    assert changed == body.replace(b'{"prompt_tokens": 3}', usage)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b'{"usage": 5, "prompt_tokens": 1}', b'["prompt_tokens"]', b'{"usage": {"prompt_tokens": 1}}']
+)
+def test_what_tells_nothing_stays_as_it_is(body):
+    assert with_cached_tokens(body, None) == body
+    assert cached_tokens_of(body) is None
+
+
+@pytest.mark.parametrize("details", ["null", "5", "{}", '{"cached_tokens": true}', '{"cached_tokens": -1}'])
+def test_a_figure_that_makes_no_sense_is_none(details):
+    assert cached_tokens_of(b'{"usage": {"prompt_tokens_details": %s}}' % details.encode()) is None
+
+
+def test_the_figure_of_a_stream_is_in_one_of_its_events():
+    events = frame(chat_chunk("x")) + frame(chat_chunk("", usage=usage_of(7))) + b"data: [DONE]\n\n"
+    assert cached_tokens_of_stream(events) == 7
+    assert cached_tokens_of_stream(frame(chat_chunk("x"))) is None
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_events_are_whole_however_they_come(size):
+    whole = frame(chat_chunk("one", usage=None)) + frame(chat_chunk("", usage=usage_of(8))) + b"data: [DONE]\n\n: tail"
+    events, passed = UsageEvents(), b""
+    for start in range(0, len(whole), size):
+        passed += events.feed(whole[start : start + size], 4)
+    passed += events.rest()
+    first, last, done, tail = passed.split(b"\n\n")
+    assert first + b"\n\n" == frame(chat_chunk("one", usage=None))
+    assert json.loads(last.removeprefix(b"data:"))["usage"] == usage_of(4)
+    assert (done, tail, events.rest()) == (b"data: [DONE]", b": tail", b"")
+
+
+def test_an_event_without_an_end_is_not_kept_for_ever():
+    events = UsageEvents()
+    passed = sum(len(events.feed(b"x" * 1000, 1)) for _ in range(100))
+    assert passed >= MAX_EVENT_BYTES
