@@ -85,7 +85,8 @@ async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], g
         if terminated.is_set() or number == signal.SIGINT:
             stop()
             drain.announce()
-            console.say(f"stopping: open answers have {grace_s} s to finish")
+            waiting = f"{requests.num_open} open requests have {grace_s} s to finish"
+            console.say(f"stopping: {waiting if requests.num_open else 'no request is open'}")
         else:
             terminated.set()
 
