@@ -162,9 +162,9 @@ def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> A
         )
     leg = _leg(body.kv_transfer_params or {})
     if leg.kind == "prefill" and body.stream and not leg.is_early:
-        raise RequestError("a prefill leg gives one answer", found="stream", hint="set stream to false")
+        raise RequestError("a prefill request cannot be streamed", found="stream", hint="set stream to false")
     if leg.is_early and not body.stream:
-        raise RequestError("an early reference needs a stream to come in", found="no stream", hint="set stream to true")
+        raise RequestError("an early prefill request must be streamed", found="no stream", hint="set stream to true")
     num_choices = _num_choices(body, len(prompts), leg)
     return Ask(
         prompts=prompts,
@@ -186,7 +186,7 @@ def _decode(body: bytes, kind: type[Body]) -> Body:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(
-            "the request body cannot be understood",
+            "invalid request body",
             found=str(error),
             expected="a JSON object as the OpenAI API defines it",
         ) from None
@@ -241,7 +241,7 @@ def _plain(message: Message) -> str:
     if message.role not in ROLES:
         raise RequestError("unknown role of a message", found=f"role {message.role!r}", expected=", ".join(ROLES))
     if message.content is None and message.role != "assistant":
-        raise RequestError("a message without content", found=f"role {message.role!r}", expected="content: a string")
+        raise RequestError("a message has no content", found=f"role {message.role!r}", expected="content: a string")
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     kinds = {part.type for part in message.content} - {"text"}
@@ -257,7 +257,7 @@ def _leg(params: dict[str, Any]) -> Leg:
     early = {"kvferry.early": ours.get("early")} if isinstance(ours, dict) else {}
     for key, mark in (marks | early).items():
         if mark is not None and not isinstance(mark, bool):
-            raise RequestError(f"kv_transfer_params: {key} is unclear", found=_short(mark), expected="true or false")
+            raise RequestError(f"invalid {key} in kv_transfer_params", found=_short(mark), expected="true or false")
     source, target = (mark is True for mark in marks.values())
     if source and target:
         raise RequestError(

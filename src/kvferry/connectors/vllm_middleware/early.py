@@ -85,7 +85,7 @@ def _check(fields: Mapping[str, msgspec.Raw], params: Mapping[str, Any]) -> None
         what = "kv_transfer_params asks for prefill and decode at once"
         raise RequestError(what, found="do_remote_decode and do_remote_prefill", expected="one of them")
     if bytes(fields.get("stream", b"")) != b"true":
-        raise RequestError("an early reference needs a stream to come in", found="no stream", hint="set stream to true")
+        raise RequestError("an early prefill request must be streamed", found="no stream", hint="set stream to true")
     several = [name for name in ("n", "best_of") if bytes(fields.get(name, b"1")) not in (b"1", b"null")]
     several += [name for name in ("use_beam_search",) if bytes(fields.get(name, b"false")) not in (b"false", b"null")]
     several += ["prompt"] if _has_several_prompts(fields) else []

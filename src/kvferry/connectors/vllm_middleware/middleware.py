@@ -127,7 +127,7 @@ class FerryMiddleware:
         try:
             params = msgspec.json.decode(body, type=_Release).kv_transfer_params
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise RequestError("the request body cannot be understood", found=str(error)) from None
+            raise RequestError("invalid request body", found=str(error)) from None
         # Where the source may be reached does not matter: it is here.
         reference = from_params(params, Reach.ANY_HOST).reference
         return {"released": await self._workers.release(scope["app"].state, reference)}
