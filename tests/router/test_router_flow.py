@@ -518,18 +518,19 @@ def test_a_cache_that_did_not_arrive_is_computed_anew_elsewhere_for_the_same_dec
     )
 
 
-def test_a_prompt_that_was_read_differently_is_computed_by_the_decode_instance_alone():
+@pytest.mark.parametrize("reason", ["wrong_prompt", "unnamed_prompt"])
+def test_a_prompt_that_was_read_differently_is_computed_by_the_decode_instance_alone(reason):
     """A second prefill instance would read the same as the first one."""
     flow = new_flow()
-    differs = Answered(502, b'{"error": {"message": "x", "code": "wrong_prompt"}}')
-    counts = [failed(Role.DECODE, "wrong_prompt"), fallback("wrong_prompt")]
+    differs = Answered(502, b'{"error": {"message": "x", "code": "%s"}}' % reason.encode())
+    counts = [failed(Role.DECODE, reason), fallback(reason)]
     play(
         flow,
         *to_decoding(),
         (differs, [*counts, pick(Role.DECODE, P0)]),
         (Picked(D0), [Send(D0, RAW)]),
     )
-    assert flow.reason == "wrong_prompt"
+    assert flow.reason == reason
 
 
 def test_a_cache_that_did_not_arrive_and_no_other_prefill_leaves_decode_alone():

@@ -106,6 +106,13 @@ def test_a_claim_for_another_prompt_is_refused_and_claims_nothing():
     play(source, [(1, from_peer(right), [GRANT])])
 
 
+def test_a_claim_for_a_prompt_without_a_name_is_told_so_and_claims_nothing():
+    source = session()
+    source.handle(replace(LEASE, is_unnamed=True), 0)
+    assert refusal(source.handle(from_peer(CLAIM), 1), m.Reason.UNNAMED_PROMPT)
+    assert source.num_live() == 1
+
+
 def test_a_lease_that_has_ended_keeps_no_prompt():
     source = session()
     source.handle(replace(LEASE, prompt=Prompt.of(range(7))), 0)

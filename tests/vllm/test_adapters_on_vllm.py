@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,10 @@ from test_middleware_on_vllm import post
 COMPLETIONS = "/v1/completions"
 FREE_S = 30.0
 FOLDER = Path(tempfile.gettempdir()) / f"kvferry-adapters-{os.getpid()}"
-SEEDS = {"first": 1, "copy-of-first": 1, "second": 2}
+SEEDS = {"first": 1, "copy-of-first": 1, "second": 2, "replaced": 1}
 FLAGS = ("--enable-lora", "--max-loras", "3", "--max-lora-rank", "8", "--enable-prompt-embeds", "--lora-modules")
 # The prefill server calls `tuned` what the decode server calls `same`; and both call another one `mixed`.
-AT_PREFILL = {"tuned": "first", "mixed": "first"}
+AT_PREFILL = {"tuned": "first", "mixed": "first", "changing": "replaced"}
 AT_DECODE = {"same": "copy-of-first", "mixed": "second", "tuned": "first"}
 HIDDEN = 256
 _numbers = itertools.count()
@@ -117,4 +118,29 @@ def test_embeddings_are_told_apart_by_what_they_are(
     expected, *_ = answered(pair.decode, asked("tiny", f"{salt}-alone", **contents[1]))
     assert both_legs(pair, ("tiny", "tiny"), contents, salt) == (expected, *told)
     assert answered(pair.decode, asked("tiny", salt, **contents[1]))[0] == expected
+    wait_until_free(pair.servers, FREE_S)
+
+
+def early_reference(server: Server, body: dict[str, Any]) -> Any:
+    """What an early leg is promised, before anybody knows what its prompt is called. The leg ends by itself."""
+    early = {**REMOTE_DECODE, "kvferry": {"early": True}}
+    data = json.dumps(body | {"stream": True, "kv_transfer_params": early}).encode()
+    asked_for = urllib.request.Request(server.url + COMPLETIONS, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(asked_for, timeout=60) as answer:
+        first, *_ = answer.read().decode().split("\n\n")
+    return json.loads(first.removeprefix("data: "))["kv_transfer_params"]
+
+
+@pytest.mark.parametrize("spec", [ADAPTED], ids=["adapted"])
+def test_an_early_reference_to_what_the_prefill_server_cannot_name_says_so(pair: Pair, spec: PairSpec) -> None:
+    """The files of the prefill server's adapter are replaced when it has read them."""
+    prompt, salt = {"prompt": list(prompts_of((300,))[0].prompt)}, f"early-{next(_numbers)}"
+    names = ("changing", "same")
+    expected, *told = both_legs(pair, names, (prompt, prompt), salt)
+    assert told == ["received", ""]
+    weights = FOLDER / "replaced" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    params = early_reference(pair.prefill, asked(names[0], f"{salt}-again", 1, **prompt))
+    leg = asked(names[1], f"{salt}-again", **prompt) | {"kv_transfer_params": params}
+    assert answered(pair.decode, leg) == (expected, "recomputed", "unnamed_prompt")
     wait_until_free(pair.servers, FREE_S)

@@ -256,3 +256,55 @@ def test_a_seal_is_good_for_what_it_was_made_for():
     assert unsealed(params, "") is None
     assert unsealed({}, KEY) is None
     assert new_promise() != new_promise()
+
+
+def test_who_has_the_reference_of_a_prompt_without_a_name_is_told_so():
+    """vLLM takes ids that no other engine could name. The reference has left before anybody could know."""
+    made, asked = scheduler(), early()
+    asked._all_token_ids[1] = -1
+    made.on_new_request(asked)
+    (promise,) = orders(made).promises
+    assert (promise.name, promise.is_unnamed) == ("early-1", True)
+    assert made.take_stats().data["declined"] == [["source", "unnamed_prompt"]]
+    assert orders(made, step([(ID, 0, 16)], is_first=True)).begun == ["early-1"]
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert made.finished(asked, BLOCKS) == (True, None)
+    assert [order.is_kept for order in orders(made).ended] == [True]
+
+
+class Reading(Prompts):
+    """While the files of an adapter are read."""
+
+    is_read = False
+
+    def is_ready(self, request):
+        return self.is_read
+
+
+def reading():
+    prompts = Reading()
+    made, asked = Scheduler("ours", config(), prompts), early()
+    made.set_ranks(tuple(replace(rank, key=KEY) for rank in RANKS))
+    made.on_new_request(asked)
+    told = orders(made, step([(ID, 0, 16)], is_first=True))
+    assert (told.promises, told.begun, told.growths) == ([], [], [])
+    return prompts, made, asked
+
+
+def test_while_an_adapter_is_read_nothing_is_promised_and_nobody_waits():
+    prompts, made, _ = reading()
+    prompts.is_read = True
+    told = orders(made, step([(ID, 16, 16)]))
+    assert ([order.name for order in told.promises], told.begun) == (["early-1"], ["early-1"])
+    assert [order.num_tokens for order in told.growths] == [32]
+    assert orders(made, step([(ID, 32, 8)])).promises == []
+
+
+def test_what_ends_before_its_adapter_is_read_is_promised_and_kept_at_once():
+    _, made, asked = reading()
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert made.finished(asked, BLOCKS) == (True, None)
+    told = orders(made)
+    assert [order.name for order in told.promises] == ["early-1"]
+    assert told.ended == [EndOrder(ID, "early-1", ((3, 4, 5),), PROMPT, True)]
+    assert told.leases == []

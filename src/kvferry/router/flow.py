@@ -191,8 +191,8 @@ class Flow:
         if self.path is not Path.DISAGGREGATED:
             return self._lose_decode(f"status_{event.status}", Forward())
         reason = lost_cache(event.body)
-        if reason == Reason.WRONG_PROMPT:
-            return self._read_differently(reason)
+        if reason in (Reason.WRONG_PROMPT, Reason.UNNAMED_PROMPT):
+            return self._compute_without(reason)
         if reason:
             return self._lose_decode(reason, Forward(), self._picked[Role.PREFILL])
         self._failed |= {self._picked[Role.PREFILL]}
@@ -273,8 +273,8 @@ class Flow:
         then = self._pick(Role.DECODE) if again else self._finish(last_word)
         return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *releases, *then]
 
-    def _read_differently(self, reason: str) -> list[Command]:
-        """P and D have made different tokens of one body. So would another P."""
+    def _compute_without(self, reason: str) -> list[Command]:
+        """P and D have made different tokens of one body, or cannot compare what they have made. So would another P."""
         self._last_word = Forward()
         self._failed |= {self._picked[Role.PREFILL]}
         counts = [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *self._release("decode_failed")]

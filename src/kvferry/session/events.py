@@ -114,7 +114,7 @@ class LeaseWanted:
     """The engine has computed a request and keeps its blocks until `SourceFree`.
 
     With `is_growing` it computes the request still, and will have `num_tokens` tokens: `LeaseGrown` says how far it is.
-    Claims for another `prompt` are refused.
+    Claims for another `prompt` are refused, and all claims if it `is_unnamed`.
     """
 
     request_id: str
@@ -123,6 +123,7 @@ class LeaseWanted:
     num_tokens: int
     is_growing: bool = False
     prompt: Prompt = UNKNOWN_PROMPT
+    is_unnamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,9 @@ class Lease:
         party, wanted = claim.party, self.wanted
         if not self.live:
             return _refusal(claim, Reason.EXPIRED, "the lease has ended", self.machine.state, "open or claimed")
+        if wanted.is_unnamed:
+            what = "engines cannot compare what this prompt depends on"
+            return _refusal(claim, Reason.UNNAMED_PROMPT, what, "a prompt without a name", "the source's log says why")
         others = {(other.engine_id, other.epoch) for other in self.claims}
         if others - {(party.engine_id, party.epoch)}:
             what = "another engine has claimed this lease"

@@ -117,4 +117,5 @@ def _folder(path: str) -> Path:
 
 
 def _stamp(files: list[Path]) -> Stamp:
-    return tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in (file.stat() for file in files))
+    # When an inode has changed nobody can set: whoever copies or unpacks into a file may set when it was modified.
+    return tuple((status.st_ino, status.st_size, status.st_ctime_ns) for status in (file.stat() for file in files))

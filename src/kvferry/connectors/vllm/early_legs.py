@@ -52,7 +52,7 @@ class EarlyLegs:
         """Lease blocks that are not known yet."""
         described = self._described
         names, num_counted = (order.name, order.lease_id), described.num_counted(order.num_tokens)
-        wanted = LeaseWanted(*names, described.nowhere, num_counted, is_growing=True, prompt=order.prompt)
+        wanted = LeaseWanted(*names, described.nowhere, num_counted, True, order.prompt, order.is_unnamed)
         self._open.promise(order)
         self._agent.lease(wanted)
         self._growing.open(order.name)

@@ -56,12 +56,14 @@ class LeaseOrder:
 
 @dataclass(frozen=True, slots=True)
 class PromiseOrder:
-    """A prefill whose cache somebody may ask for already; `name` is what agents call it. It will have `num_tokens`."""
+    """A prefill whose cache somebody may ask for already; `name` is what agents call it. It will have `num_tokens`.
+    Who asks for one that `is_unnamed` is told so."""
 
     name: str
     lease_id: str
     num_tokens: int
     prompt: Prompt = UNKNOWN_PROMPT
+    is_unnamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kvferry.connectors.promise import Promise, unsealed
+from kvferry.connectors.vllm.declined import Declined
 from kvferry.connectors.vllm.orders import EndOrder, GrowthOrder, Orders, PromiseOrder, Tables
 from kvferry.connectors.vllm.prompts import Prompts
 from kvferry.errors import RequestError
+from kvferry.wire.messages import Reason
 
 __all__ = ["Promised"]
 
@@ -37,14 +39,19 @@ class Promised:
     """By the id of the request. `tables` makes our tables of vLLM's blocks; with `may_grow` what is computed is told
     step by step, else all of it at the end."""
 
-    def __init__(self, tables: Callable[[Blocks], Tables], prompts: Prompts, may_grow: bool) -> None:
+    def __init__(
+        self, tables: Callable[[Blocks], Tables], prompts: Prompts, declined: Declined, may_grow: bool
+    ) -> None:
         self._tables = tables
         self._prompts = prompts
+        self._declined = declined
         self._may_grow = may_grow
         self._prefills: dict[str, _Prefill] = {}
         # Requests that go on without the promise that was made for them.
         self._broken: set[str] = set()
         self._made: deque[Promise] = deque(maxlen=MAX_MADE)
+        # Those whose adapters are still being read: a claim waits longer for its lease than that takes.
+        self._unread: dict[str, tuple[Request, Promise]] = {}
 
     def begin(self, request: Request, key: str, orders: Orders) -> None:
         """Promise the cache of a request that has arrived, if our front end has said so."""
@@ -54,17 +61,33 @@ class Promised:
         # are continued later get a prompt that is not known yet.
         if promise is None or promise in self._made or request.resumable or params.get("do_remote_prefill"):
             return
-        num_tokens = request.num_prompt_tokens
-        try:
-            prompt = self._prompts.of(request, num_tokens)
-        except RequestError:
-            return  # It is said when the request has ended.
         self._made.append(promise)
+        self._unread[request.request_id] = request, promise
+        self._promise_read(orders)
+
+    def _promise_read(self, orders: Orders) -> None:
+        """Nobody waits in the scheduler for files that are being read."""
+        for request, promise in list(self._unread.values()):
+            if self._prompts.is_ready(request):
+                self._promise(request, promise, orders)
+
+    def _promise(self, request: Request, promise: Promise, orders: Orders) -> None:
+        """Also of a prompt that has no name: the caller has, or gets, the reference, and has to be told why it is no
+        good."""
+        del self._unread[request.request_id]
+        num_tokens = request.num_prompt_tokens
+        order = PromiseOrder(promise.name, promise.lease_id, num_tokens)
+        try:
+            order = replace(order, prompt=self._prompts.of(request, num_tokens))
+        except RequestError as error:
+            order = replace(order, is_unnamed=True)
+            self._declined.offer(request.request_id, Reason.UNNAMED_PROMPT, str(error))
         self._prefills[request.request_id] = _Prefill(promise, num_tokens)
-        orders.promises.append(PromiseOrder(promise.name, promise.lease_id, num_tokens, prompt))
+        orders.promises.append(order)
 
     def step(self, output: SchedulerOutput, orders: Orders) -> None:
         """What a step takes back, and what it computes."""
+        self._promise_read(orders)
         for request_id in output.preempted_req_ids or ():
             self._break(request_id, orders)
         if not self._prefills:
@@ -101,6 +124,8 @@ class Promised:
         They stay for a moment even if the promise is taken back, since somebody may be reading them.
         """
         request_id = request.request_id
+        if request_id in self._unread:
+            self._promise(*self._unread[request_id], orders)
         prefill = self._prefills.pop(request_id, None)
         if prefill is None:
             was_promised = request_id in self._broken

@@ -63,7 +63,7 @@ class Scheduler:
         self._fixed = tuple(isinstance(spec, MambaSpec) for spec in specs)
         self._scratch = tuple(spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0 for spec in specs)
         self._forgets = forgets(kv_cache_config)
-        self._promised = Promised(self._tables, prompts, may_grow(kv_cache_config))
+        self._promised = Promised(self._tables, prompts, self._declined, may_grow(kv_cache_config))
 
     def set_ranks(self, ranks: tuple[RankAddress, ...]) -> None:
         """Where the agents of all ranks listen, in the order of the ranks."""
