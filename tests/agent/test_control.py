@@ -270,6 +270,12 @@ def test_peers_need_an_address(channel):
         ControlChannel("0.0.0.0", 0, OURS)
 
 
+@pytest.mark.parametrize("host", ["fe80::1%lo", "::ffff:127.0.0.1"])
+def test_an_address_that_other_engines_would_not_take_is_refused_at_the_start(host):
+    with pytest.raises(ConfigurationError, match="peers cannot use this form"):
+        ControlChannel(host, 0, OURS)
+
+
 def test_a_host_without_an_address_is_named():
     with pytest.raises(ConfigurationError, match="no such host at all"):
         ControlChannel("no such host at all", 0, OURS)

@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from kvferry.errors import ConfigurationError
-from kvferry.transport import preparing
 from kvferry.transport.environment import Origin
 from kvferry.transport.opening import open_transports
-from kvferry.transport.preparing import prepare
+from kvferry.transport.preparing import prepare, silence
+from kvferry.transport.situation import Place
 
 LATE = """
 import json, sys
@@ -28,9 +28,8 @@ print(json.dumps([[finding.severity, finding.hint] for finding in prepared.late]
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("UCX_")]:
+    for name in [name for name in os.environ if name.startswith(("UCX_", "KVFERRY_"))]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(preparing, "_ours", {})
     # What is set on the way is taken back at the end.
     monkeypatch.setattr(os, "environ", os.environ.copy())
 
@@ -41,6 +40,26 @@ def test_what_was_chosen_is_set_and_stays_ours() -> None:
         assert os.environ["UCX_RCACHE_MAX_UNRELEASED"] == "1024"
         origins = {each.name: each.origin for each in prepared.environment.settings}
         assert origins["UCX_RCACHE_MAX_UNRELEASED"] is Origin.CHOSEN
+
+
+CHILD = """
+import json, os
+from kvferry.transport.preparing import prepare, users_settings
+users = users_settings()
+prepare()
+print(json.dumps([users, os.environ.get("UCX_NET_DEVICES", "")]))
+"""
+
+
+def test_what_a_process_inherits_from_an_engine_is_no_wish_of_the_users() -> None:
+    """An engine whose peers are all here has child processes that start one with peers on other hosts."""
+    silence()
+    os.environ["UCX_TLS"] = "all"
+    prepare(place=Place.SAME_HOST)
+    assert os.environ["UCX_NET_DEVICES"] == "lo"
+    command = [sys.executable, "-c", CHILD]
+    child = subprocess.run(command, capture_output=True, check=True, timeout=60, env=os.environ)
+    assert json.loads(child.stdout) == [{"UCX_TLS": "all"}, ""]
 
 
 def test_the_users_values_are_left_alone() -> None:

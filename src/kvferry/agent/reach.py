@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 from kvferry.agent.shared_token import SharedToken
@@ -28,6 +28,13 @@ def listening_address(host: str, token: SharedToken) -> str:
             found=host,
             expected="the address of one network interface",
             hint="give the address that the other engines reach, such as 10.0.0.5",
+        )
+    if isinstance(address, IPv6Address) and (address.scope_id or address.ipv4_mapped):
+        raise ConfigurationError(
+            "peers cannot use this form of an address",
+            found=host,
+            expected="an address that means the same on every host",
+            hint="give the IPv4 address itself" if address.ipv4_mapped else "give an address without an interface",
         )
     return str(address)
 

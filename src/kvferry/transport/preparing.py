@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import parse_qsl, urlencode
 
 from kvferry.transport.accelerators import accelerators
 from kvferry.transport.confinement import confinement
@@ -28,9 +29,10 @@ QUIET: Final = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 
 logger = logging.getLogger(__name__)
 
-# What this process has set itself: it must not pass for the user's own when another engine of it prepares.
-_ours: dict[str, str] = {}
-_silenced: dict[str, str] = {}
+# What kvferry has set itself: it must not pass for the user's own when another engine prepares, in this process or in
+# one that inherits the environment.
+CHOSEN: Final = "KVFERRY_CHOSEN"
+SILENCED: Final = "KVFERRY_SILENCED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,9 @@ def prepare(device: str = "cpu", buffer_device: str = "cpu", place: Place = Plac
     environment = choose_environment(situation)
     new = {name: value for name, value in environment.chosen.items() if os.environ.get(name) != value}
     late = _too_late(new) if loaded_directories() else ()
-    _forget_what_is_not_chosen(environment)
+    kept = _forget_what_is_not_chosen(environment)
     os.environ.update(new)
-    _ours.update(new)
+    _note(CHOSEN, kept | new)
     for setting in environment.settings:
         logger.info("%s (%s): %s", setting, setting.origin, setting.reason)
     return Prepared(situation, environment, late)
@@ -78,9 +80,9 @@ def prepare(device: str = "cpu", buffer_device: str = "cpu", place: Place = Plac
 def silence() -> None:
     """Have UCX and NIXL write no messages of their own, unless the user has set how much they write. Before they are
     loaded; child processes inherit it."""
-    for name, level in QUIET.items():
-        if name not in os.environ:
-            os.environ[name] = _silenced[name] = level
+    new = {name: level for name, level in QUIET.items() if name not in os.environ}
+    os.environ.update(new)
+    _note(SILENCED, _noted(SILENCED) | new)
 
 
 def users_settings() -> dict[str, str]:
@@ -94,14 +96,24 @@ def _build() -> UcxBuild:
 
 
 def _is_users(name: str, value: str) -> bool:
-    return name.startswith("UCX_") and value not in (_ours.get(name), _silenced.get(name))
+    return name.startswith("UCX_") and value not in (_noted(CHOSEN).get(name), _noted(SILENCED).get(name))
 
 
-def _forget_what_is_not_chosen(environment: Environment) -> None:
-    """An engine that this process had before may have wanted what this one must not have."""
-    for name in _ours.keys() - environment.chosen.keys():
-        if os.environ.get(name) == _ours.pop(name):
+def _note(where: str, settings: Mapping[str, str]) -> None:
+    os.environ[where] = urlencode(settings)
+
+
+def _noted(where: str) -> dict[str, str]:
+    return dict(parse_qsl(os.environ.get(where, "")))
+
+
+def _forget_what_is_not_chosen(environment: Environment) -> dict[str, str]:
+    """An engine before this one may have wanted what this one must not have. Returns what is left of our own."""
+    ours = _noted(CHOSEN)
+    for name in ours.keys() - environment.chosen.keys():
+        if os.environ.get(name) == ours.pop(name):
             del os.environ[name]
+    return ours
 
 
 def _too_late(new: Mapping[str, str]) -> tuple[Finding, ...]:
