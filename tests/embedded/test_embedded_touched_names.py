@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import continuous_api, requests, scheduler
+from transformers.generation.continuous_batching import continuous_api, model_runner, requests, scheduler
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import (
     CachePool,
@@ -37,6 +37,7 @@ SIGNATURES = {
     scheduler.FIFOScheduler.add_waiting_request: ["self", "state"],
     scheduler.FIFOScheduler.finish_request: ["self", "request_id"],
     scheduler.FIFOScheduler.schedule_batch: ["self", "token_budget", "cache_budget"],
+    model_runner.ModelRunner._sample: ["self", "scores", "output_ids"],
     continuous_api.OutputRouter.deliver: ["self", "output"],
     continuous_api.OutputRouter.deliver_batch: ["self", "outputs"],
 }
@@ -53,6 +54,8 @@ def test_attributes_are_still_there(source: Engine) -> None:
     for owner, names in (
         (manager, ["_wake_up_loop", "background_thread_status", "batch_processor", "output_router"]),
         (manager.background_thread_status, ["fatal_error"]),
+        (manager.batch_processor.model_runner, ["inputs_and_outputs"]),
+        (manager.batch_processor.inputs_and_outputs, ["requests_in_batch"]),
         (manager.batch_processor.scheduler, ["active_requests", "_requests_to_cancel"]),
         (cache, ["bytes_per_sector", "cache_allocators", "cache_tensor", "num_sectors", "pool"]),
     ):
@@ -71,7 +74,8 @@ def test_records_have_the_same_fields() -> None:
     assert (state.position_offset, state.remaining_prefill_tokens, state.generated_tokens) == (0, [1, 2], [])
     output = state.to_generation_output()
     assert (output.request_id, output.generated_tokens, output.error, output.is_finished()) == ("name", [], None, False)
-    assert requests.FutureRequestState(state, True, {}, 2).query_length == 2
+    future = requests.FutureRequestState(state, True, {}, 2)
+    assert (future.query_length, future.has_new_token, future.state) == (2, True, state)
     assert "fifo" in scheduler.SCHEDULER_MAPPING
     config = ContinuousBatchingConfig(page_size=16, num_blocks=4, max_batch_tokens=8, scheduler_type="fifo")
     assert (config.allow_block_sharing, config.auto_switch_to_flash) == (True, True)

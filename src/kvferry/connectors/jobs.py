@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.connectors.sampling import GREEDY, Sampling
 from kvferry.connectors.step_cost import NO_COST, StepCost
 from kvferry.session.events import NOT_AHEAD, Ahead
 
@@ -17,8 +18,11 @@ __all__ = [
     "Job",
     "Produced",
     "Progressed",
+    "Scored",
     "Settings",
     "Stopped",
+    "TokenLogprob",
+    "Unanswerable",
 ]
 
 BlockTables = tuple[tuple[int, ...], ...]
@@ -59,6 +63,7 @@ class Job:
     num_cached: int
     hold: bool
     tells_progress: bool = False
+    sampling: Sampling = GREEDY
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +127,36 @@ class Produced:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and the logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What the model thinks of the token that the next `Produced` brings, and its likeliest tokens, best first. Comes
+    for every token of a job whose sampling wants `logprobs`."""
+
+    request_id: str
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswerable:
+    """A request leaves the engine no token to choose; what is produced for it from now on is no answer."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     """The engine's thread has ended; `reason` is empty when that was asked for."""
 
     reason: str
 
 
-Event = Allocated | Progressed | Held | Freed | Produced | Stopped
+Event = Allocated | Progressed | Held | Freed | Produced | Scored | Unanswerable | Stopped

@@ -11,24 +11,14 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from kvferry.connectors.jobs import (
-    Allocated,
-    BlockTables,
-    Event,
-    Freed,
-    Held,
-    Job,
-    Produced,
-    Progressed,
-    Settings,
-    Stopped,
-)
+from kvferry.connectors.jobs import Event, Freed, Job, Produced, Settings, Stopped
+from kvferry.connectors.sampling import Sampling
 from kvferry.connectors.transformers import Core
 from kvferry.embedded.admission import Admission, Ledger, blocks_for, longest, quotas
 from kvferry.embedded.entry import Entry, Grown, Prefilled, Request, Token
-from kvferry.errors import FerryError, PromptTooLongError, RequestError
+from kvferry.embedded.limits import Limits
+from kvferry.errors import FerryError, RequestError
 from kvferry.plan.layout import Layout
-from kvferry.session.events import NOT_AHEAD, Ahead
 from kvferry.transport.base import Memory
 
 __all__ = ["Engine"]
@@ -46,9 +36,10 @@ class Engine:
         capacity = quotas(self._groups, self._core.num_sectors, self._core.max_tokens)
         self._admission = Admission(capacity)
         self.max_tokens = longest(self._groups, capacity, self._core.max_tokens)
-        self._limit = "this is the context length of the model"
+        limit = "this is the context length of the model"
         if self.max_tokens < self._core.max_tokens:
-            self._limit = "this is the size of the cache (--num-blocks of serve, --cache-tokens of up)"
+            limit = "this is the size of the cache (--num-blocks of serve, --cache-tokens of up)"
+        self._limits = Limits(self._core.vocab_size, self.max_tokens, limit)
         self._entries: dict[str, Entry] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
@@ -64,6 +55,11 @@ class Engine:
     def stop_token_ids(self) -> frozenset[int]:
         """What the model ends its answers with."""
         return self._core.stop_token_ids
+
+    @property
+    def default_sampling(self) -> Sampling:
+        """How tokens are chosen where a request says nothing."""
+        return self._core.default_sampling
 
     @property
     def failure(self) -> str:
@@ -202,26 +198,7 @@ class Engine:
             raise FerryError("the engine is not running", found=self._failure, hint="restart this process")
         if request.request_id in self._entries:
             raise RequestError("a request id was used twice", found=request.request_id)
-        if request.max_new_tokens < 1 or not request.prompt:
-            raise RequestError(
-                "a request needs a prompt and at least one new token",
-                found=f"{len(request.prompt)} prompt tokens, {request.max_new_tokens} new ones",
-                expected="at least one of each",
-            )
-        if not 0 <= min(request.prompt) <= max(request.prompt) < self._core.vocab_size:
-            raise RequestError(
-                "a token id is not in the model's vocabulary",
-                found=f"ids from {min(request.prompt)} to {max(request.prompt)}",
-                expected=f"0 <= id < {self._core.vocab_size}",
-            )
-        num_tokens = len(request.prompt) + request.max_new_tokens
-        if num_tokens > self.max_tokens:
-            raise PromptTooLongError(
-                "the prompt and its answer are too long for this engine",
-                found=f"{len(request.prompt)} prompt tokens + {request.max_new_tokens} new tokens",
-                expected=f"at most {self.max_tokens} together",
-                hint=f"shorten the prompt or lower max_tokens: {self._limit}",
-            )
+        self._limits.check(request)
 
     async def _answer(self, entry: Entry, num_cached: int) -> AsyncGenerator[Token, None]:
         request = entry.request
@@ -261,45 +238,14 @@ class Engine:
 
     def _handle(self, event: Event) -> None:
         match event:
-            case Allocated(request_id, tables):
-                self._grown(request_id, tables, 0)
-            case Progressed(request_id, tables, num_tokens, ahead):
-                self._grown(request_id, tables, num_tokens, ahead)
-            case Held(request_id, tables):
-                self._held(request_id, tables)
-            case Freed(request_id):
-                self._forget(request_id)
-            case Produced():
-                self._produced(event)
             case Stopped(reason):
                 self._stopped(reason or "it was stopped")
-
-    def _held(self, request_id: str, tables: BlockTables) -> None:
-        if entry := self._entries.get(request_id):
-            self._grown(request_id, tables, len(entry.request.prompt))
-
-    def _grown(self, request_id: str, tables: BlockTables, num_tokens: int, ahead: Ahead = NOT_AHEAD) -> None:
-        entry = self._entries.get(request_id)
-        if entry is None:
-            return
-        if tables:
-            entry.grown.put_nowait(Grown(num_tokens, [list(table) for table in tables], ahead))
-        else:
-            entry.fail(RequestError("the engine had no blocks left for an admitted request", found=request_id))
-
-    def _produced(self, event: Produced) -> None:
-        entry = self._entries.get(event.request_id)
-        if entry is None:
-            return
-        new, entry.num_seen = event.tokens[entry.num_seen :], len(event.tokens)
-        for i, token_id in enumerate(new):
-            last = event.finished and not event.error and i == len(new) - 1
-            reason = "stop" if token_id in entry.request.stop_token_ids else "length"
-            entry.tokens.put_nowait(Token(token_id, reason if last else "", event.num_computed))
-        if event.error:
-            entry.fail(FerryError("the engine could not answer", found=event.error))
-        if event.finished and not entry.lent:
-            self._forget(event.request_id)
+            case Freed(request_id):
+                self._forget(request_id)
+            case _ if entry := self._entries.get(event.request_id):
+                entry.hear(event)
+                if isinstance(event, Produced) and event.finished and not entry.lent:
+                    self._forget(event.request_id)
 
     def _stopped(self, reason: str) -> None:
         self._failure = self._failure or reason
@@ -311,7 +257,8 @@ class Engine:
 
 
 def _job(request: Request, max_new_tokens: int, num_cached: int, hold: bool) -> Job:
-    return Job(request.request_id, request.prompt, max_new_tokens, request.stop_token_ids, num_cached, hold)
+    stops, sampling = request.stop_token_ids, request.sampling
+    return Job(request.request_id, request.prompt, max_new_tokens, stops, num_cached, hold, sampling=sampling)
 
 
 def _num_cached_at_end(request: Request) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 
-from kvferry.errors import FerryError
+from kvferry.connectors.jobs import Allocated, BlockTables, Held, Produced, Progressed, Scored, Unanswerable
+from kvferry.connectors.sampling import GREEDY, Sampling
+from kvferry.errors import FerryError, RequestError
 from kvferry.session.events import NOT_AHEAD, Ahead
 
 __all__ = ["Entry", "Grown", "Prefilled", "Request", "Token"]
@@ -16,24 +19,28 @@ class Request:
     """One request. `request_id` must never have been used with this engine before.
 
     The answer ends after `max_new_tokens` tokens or with one of `stop_token_ids`, which is then its last token.
+    `sampling` says how its tokens are chosen.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     max_new_tokens: int
     stop_token_ids: frozenset[int]
+    sampling: Sampling = GREEDY
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
     """One token of an answer. `finish_reason` is empty but for the last one: `stop` or `length`.
 
-    `num_computed` prompt tokens really went through this engine's model before the first token.
+    `num_computed` prompt tokens really went through this engine's model before the first token. `scored` is there when
+    the request's sampling wants log-probabilities.
     """
 
     token_id: int
     finish_reason: str
     num_computed: int
+    scored: Scored | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +71,52 @@ class Entry:
     lent: bool
     tokens: asyncio.Queue[Token | FerryError] = field(default_factory=asyncio.Queue)
     grown: asyncio.Queue[Grown | FerryError] = field(default_factory=asyncio.Queue)
+    scored: deque[Scored] = field(default_factory=deque)
     num_seen: int = 0
     freeing: bool = False
 
     def fail(self, error: FerryError) -> None:
         self.tokens.put_nowait(error)
         self.grown.put_nowait(error)
+
+    def hear(self, event: Allocated | Progressed | Held | Produced | Scored | Unanswerable) -> None:
+        """What has happened to this request in the engine's thread."""
+        match event:
+            case Allocated(_, tables):
+                self._grow(tables, 0)
+            case Progressed(_, tables, num_tokens, ahead):
+                self._grow(tables, num_tokens, ahead)
+            case Held(_, tables):
+                self._grow(tables, len(self.request.prompt))
+            case Scored():
+                self.scored.append(event)
+            case Unanswerable(_, reason):
+                self.fail(_no_token(reason))
+            case Produced():
+                self._produce(event)
+
+    def _grow(self, tables: BlockTables, num_tokens: int, ahead: Ahead = NOT_AHEAD) -> None:
+        if tables:
+            self.grown.put_nowait(Grown(num_tokens, [list(table) for table in tables], ahead))
+        else:
+            request_id = self.request.request_id
+            self.fail(RequestError("the engine had no blocks left for an admitted request", found=request_id))
+
+    def _produce(self, event: Produced) -> None:
+        new, self.num_seen = event.tokens[self.num_seen :], len(event.tokens)
+        for i, token_id in enumerate(new):
+            last = event.finished and not event.error and i == len(new) - 1
+            reason = "stop" if token_id in self.request.stop_token_ids else "length"
+            scored = self.scored.popleft() if self.scored else None
+            self.tokens.put_nowait(Token(token_id, reason if last else "", event.num_computed, scored))
+        if event.error:
+            self.fail(FerryError("the engine could not answer", found=event.error))
+
+
+def _no_token(reason: str) -> RequestError:
+    return RequestError(
+        "the engine has no token to go on with",
+        found=reason,
+        expected="a token that allowed_token_ids, bad_words, logit_bias and min_tokens leave possible",
+        hint="forbid less",
+    )

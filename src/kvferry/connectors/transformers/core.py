@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,11 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from transformers.utils import logging
 
 from kvferry.connectors.jobs import Event, GroupSize, Job, Settings, Stopped
+from kvferry.connectors.sampling import GREEDY, Sampling
 from kvferry.connectors.step_cost import NO_COST
 from kvferry.connectors.transformers.pace import Pace
 from kvferry.connectors.transformers.pool import STATES_PER_LAYER, layout_of, owning_layers, ring_tokens, share_pool
+from kvferry.connectors.transformers.sampler import BatchSampler
 from kvferry.connectors.transformers.scheduler import Command, Desk, DeskRouter, FerryScheduler
 from kvferry.errors import ConfigurationError
 from kvferry.plan.layout import Layout
@@ -26,6 +29,8 @@ __all__ = ["Core"]
 
 MIN_BLOCK_TOKENS = 4  # transformers refuses smaller pages
 STOP_WITHIN_S = 30.0
+# What generation_config.json may say about sampling, of what vLLM takes from it.
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Core:
@@ -42,6 +47,7 @@ class Core:
         self._desk = Desk(emit, pace=Pace(settings.step_cost))
         self._manager = _manager(self._model, settings, self._desk)
         processor = self._manager.batch_processor
+        processor.model_runner._sample = BatchSampler(processor.model_runner, emit)
         if settings.step_cost != NO_COST:
             processor._generation_step = partial(self._desk.pace.step, processor._generation_step)
         self._cache = processor.cache
@@ -96,6 +102,18 @@ class Core:
         if ids is None:
             return frozenset()
         return frozenset((ids,) if isinstance(ids, int) else ids)
+
+    @property
+    def default_sampling(self) -> Sampling:
+        """How the model's authors want its tokens chosen (generation_config.json); as vLLM does where they say nothing,
+        at temperature 1. Unlike vLLM, a model that says `do_sample: false` is decoded greedily."""
+        config = self._model.generation_config
+        given = {name: getattr(config, name, None) for name in MODEL_DEFAULTS}
+        defaults = Sampling(temperature=1.0)
+        if config.do_sample is False:
+            defaults = GREEDY
+            given.pop("temperature")
+        return replace(defaults, **{name: value for name, value in given.items() if value is not None})
 
     def group_sizes(self) -> tuple[GroupSize, ...]:
         """The cache groups, in the order of the block tables."""

@@ -19,6 +19,7 @@ from kvferry.connectors.jobs import Allocated, BlockTables, Event, Freed, Held, 
 from kvferry.connectors.step_cost import NO_COST
 from kvferry.connectors.transformers.pace import Pace
 from kvferry.connectors.transformers.pool import ring_tokens
+from kvferry.connectors.transformers.sampler import SampledState, TokenSampler
 from kvferry.session.events import Ahead
 
 __all__ = ["Command", "Desk", "DeskRouter", "FerryScheduler"]
@@ -116,12 +117,13 @@ class FerryScheduler(FIFOScheduler):  # type: ignore[misc]
 
     def admit(self, job: Job) -> None:
         """Queue a request; the tokens whose cache is there are skipped, as when upstream restores a request."""
-        state = RequestState(
+        state = SampledState(
             job.request_id,
             list(job.prompt),
             streaming=True,
             max_new_tokens=job.max_new_tokens,
             eos_token_id=sorted(job.stop_token_ids),
+            sampler=TokenSampler.of(job),
         )
         state.position_offset = job.num_cached
         state.remaining_prefill_tokens = list(job.prompt[job.num_cached :])

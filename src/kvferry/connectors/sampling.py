@@ -1,0 +1,44 @@
+"""How the tokens of one answer are chosen: plain values, checked where clients send them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["GREEDY", "Sampling"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The names are those of vLLM's sampling parameters; every default changes nothing, and a `temperature` of 0 takes
+    the likeliest token. `allowed_token_ids` that are empty allow every token, a `top_k` of 0 keeps every token.
+
+    The same `seed` draws the same tokens, whatever else the engine computes. With `logprobs` each token tells its
+    log-probability, and those of the `num_top_logprobs` likeliest tokens.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    logprobs: bool = False
+    num_top_logprobs: int = 0
+
+    @property
+    def token_ids(self) -> Iterator[int]:
+        """Every token that is named."""
+        yield from self.allowed_token_ids
+        yield from (token_id for token_id, _ in self.logit_bias)
+        yield from (token_id for word in self.bad_words_ids for token_id in word)
+
+
+GREEDY = Sampling()
+"""The likeliest token, always."""
