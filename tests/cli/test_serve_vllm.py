@@ -26,7 +26,8 @@ if "--fail" in sys.argv:
     sys.exit("RuntimeError: no such model")
 helper = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
 (folder / "seen.json").write_text(json.dumps([sys.argv[1:], os.getpid(), helper.pid]))
-port = int(sys.argv[sys.argv.index("--port") + 1])
+host, port = (sys.argv[sys.argv.index(option) + 1] for option in ("--host", "--port"))
+port = int(port)
 with socket.socket() as anybody:
     try:
         anybody.bind(("127.0.0.1", port))
@@ -44,7 +45,9 @@ def finish_requests(*_):
     os._exit(0)
 if "--shutdown-timeout" in sys.argv:
     signal.signal(signal.SIGTERM, finish_requests)
-http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+class Server(http.server.HTTPServer):
+    address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+Server((host, port), Handler).serve_forever()
 """
 OPTIONS = VllmOptions("m", "name", "e-1", "shm", 0, "auto", "recompute", "127.0.0.1", 0, 0, (), False, False)
 
@@ -209,6 +212,17 @@ def test_it_announces_itself_and_leaves_nothing_behind_when_told_to_end(start, t
     process.send_signal(number)
     assert process.wait(DEADLINE_S) == 0
     assert_gone(pids)
+
+
+@pytest.mark.parametrize(("host", "address"), [("[::1]", "::1"), ("localhost", "127.0.0.1")])
+def test_vllm_is_told_the_address_that_is_held_for_it(start, tmp_path, host, address):
+    process = start("--host", host)
+    url = json.loads(process.stdout.readline())["url"]
+    arguments, _ = seen(tmp_path)
+    assert after(arguments, "--host") == address
+    assert url == f"http://{f'[{address}]' if ':' in address else address}:{after(arguments, '--port')}"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE_S) == 0
 
 
 def test_vllm_is_in_our_session_and_in_a_process_group_of_its_own(start, tmp_path):

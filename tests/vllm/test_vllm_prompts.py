@@ -120,6 +120,22 @@ def test_another_adapter_is_another_one_under_the_same_name(tmp_path, changed):
     assert not accepts(request(lora_request=one), request(lora_request=other))
 
 
+def limited(*modules):
+    """Of an engine that applies its adapters to these modules only; to all without any."""
+    config = SimpleNamespace(lora_config=SimpleNamespace(target_modules=list(modules) or None))
+    return Prompts(adapted_modules=prompts.adapted_modules(config))
+
+
+def test_an_adapter_of_which_an_engine_leaves_a_part_out_is_another_one(tmp_path):
+    asked = request(lora_request=adapter(tmp_path / "a"))
+    whole, part, same_part, other = limited(), limited("q", "v"), limited("v", "q", "v"), limited("q")
+    name = part.of(asked, SIZE).name("lease")
+    assert same_part.of(asked, SIZE).begins_with(name, "lease")
+    assert not any(names.of(asked, SIZE).begins_with(name, "lease") for names in (whole, other))
+    assert prompts.adapted_modules(SimpleNamespace(lora_config=None)) == ""
+    assert whole.of(asked, SIZE) == Prompts().of(asked, SIZE)
+
+
 def test_an_image_that_an_adapter_has_looked_at_is_named_without_the_adapters_name(tmp_path):
     one, other = (
         request(lora_request=adapter(tmp_path / name, name), mm_features=[image(f"{name}:a", mm_hash="a")])

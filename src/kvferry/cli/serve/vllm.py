@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from kvferry.cli import console, listening
@@ -71,11 +71,13 @@ def serve_vllm(options: VllmOptions) -> int:
     # vLLM cannot have would look like vLLM.
     with listening.hold(options.host, options.port) as held:
         url = listening.url_of(held)
+        # vLLM takes no brackets, and looks for an IPv4 address only where it is given a name.
+        host, port = held.getsockname()[:2]
         # A group of its own: Ctrl-C reaches it through us only, and what it leaves behind can be ended with it. Not a
         # session: Linux schedules sessions as wholes, and lets one that rarely runs wait for a tenth of a second and
         # more.
         process = subprocess.Popen(
-            vllm_command(options, held.getsockname()[1]), stdin=subprocess.DEVNULL, stdout=sys.stderr, process_group=0
+            vllm_command(replace(options, host=host), port), stdin=subprocess.DEVNULL, stdout=sys.stderr, process_group=0
         )
         try:
             return _watch(process, options, url, told)

@@ -21,7 +21,7 @@ from kvferry.connectors.vllm.adapters import Adapters
 from kvferry.errors import RequestError
 from kvferry.plan.prompt import TOKEN_BYTES, Prompt, PromptInput
 
-__all__ = ["Prompts", "media_are_identified"]
+__all__ = ["Prompts", "adapted_modules", "media_are_identified"]
 
 EMBEDDING_BYTES = 16
 # The id of a token that is an embedding; vLLM's stand-in for it is a token's.
@@ -36,11 +36,18 @@ def media_are_identified(config: VllmConfig) -> bool:
     return is_cached or bool(config.cache_config.enable_prefix_caching)
 
 
-class Prompts:
-    """Of one engine. Nothing is kept but what its adapters are."""
+def adapted_modules(config: VllmConfig) -> str:
+    """The modules to which an engine limits its adapters (`--lora-target-modules`), however they are listed."""
+    limits = config.lora_config.target_modules if config.lora_config is not None else None
+    return "" if limits is None else f":only {sorted(set(limits))}"
 
-    def __init__(self, media_are_identified: bool = True) -> None:
+
+class Prompts:
+    """Of one engine. Nothing is kept but what its adapters are. `adapted_modules` says what they may change here."""
+
+    def __init__(self, media_are_identified: bool = True, adapted_modules: str = "") -> None:
         self._media_are_identified = media_are_identified
+        self._adapted_modules = adapted_modules
         self._adapters = Adapters()
 
     def is_ready(self, request: Request) -> bool:
@@ -71,7 +78,7 @@ class Prompts:
                 case ("mm", *_):
                     continue
                 case ("lora", *_) if request.lora_request is not None:
-                    yield PromptInput("adapter", self._adapters.digest(request.lora_request))
+                    yield PromptInput("adapter", self._adapters.digest(request.lora_request) + self._adapted_modules)
                 case ("cache_salt", str(salt)):
                     yield PromptInput("salt", salt)
                 case _:
