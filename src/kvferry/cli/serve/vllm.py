@@ -77,7 +77,10 @@ def serve_vllm(options: VllmOptions) -> int:
         # session: Linux schedules sessions as wholes, and lets one that rarely runs wait for a tenth of a second and
         # more.
         process = subprocess.Popen(
-            vllm_command(replace(options, host=host), port), stdin=subprocess.DEVNULL, stdout=sys.stderr, process_group=0
+            vllm_command(replace(options, host=host), port),
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            process_group=0,
         )
         try:
             return _watch(process, options, url, told)
