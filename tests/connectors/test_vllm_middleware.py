@@ -53,7 +53,7 @@ class Vllm:
 
     says: list[dict[str, Any]] = field(default_factory=lambda: WHOLE)
     noted: dict[str, Arrival] = field(default_factory=dict)
-    workers: Any = None
+    workers: Any = ()
     extension: str = "Extension"
     replicas: int = 1
     seen: list[Any] = field(default_factory=list)
@@ -332,6 +332,39 @@ def test_a_release_is_passed_to_the_workers(answers):
     served.ask("/kvferry/release", RELEASE_BODY)
     assert served.answer == (200, {"released": "released" in answers})
     assert served.seen == [("kvferry_release", ("p", "epoch", "cmpl-r-0-12345678", "lease"))]
+
+
+PREFILL = {"prompt": "a", "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+
+
+def head(status):
+    return [
+        {"type": "http.response.start", "status": status, "headers": []},
+        {"type": "http.response.body", "body": b""},
+    ]
+
+
+@pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.parametrize(("path", "name"), [(COMPLETIONS, "cmpl-r-0"), (CHAT, "chatcmpl-r")])
+def test_the_cache_of_a_prefill_that_fails_is_not_left_to_its_lease(path, name, status):
+    served = asked(path, PREFILL, says=head(status), workers=[True])
+    assert served.seen[1:] == [("kvferry_forsake", (name,))]
+    assert served.sent[0]["status"] == status
+
+
+def test_the_cache_of_a_prefill_that_is_not_answered_is_not_left_to_its_lease():
+    assert asked(body=PREFILL, says=[], workers=[True]).seen[1:] == [("kvferry_forsake", ("cmpl-r-0",))]
+
+
+@pytest.mark.parametrize(("body", "status"), [(PREFILL, 200), (PREFILL, 400), (LEG, 500), ({"prompt": "a"}, 500)])
+def test_nothing_else_is_forsaken(body, status):
+    assert len(asked(body=body, says=head(status), workers=[True]).seen) == 1
+
+
+@pytest.mark.parametrize("workers", [RuntimeError("busy"), [False]])
+def test_an_answer_does_not_depend_on_what_workers_say_of_a_forsaken_cache(workers):
+    assert asked(body=PREFILL, says=head(500), workers=workers).sent[0]["status"] == 500
+    assert asked(body=PREFILL, says=head(500), extension="").sent[0]["status"] == 500
 
 
 def test_releases_are_passed_on_one_by_one():

@@ -15,6 +15,7 @@ from kvferry.connectors.jobs import Settings
 from kvferry.embedded.app import create_app
 from kvferry.embedded.engine import Engine
 from kvferry.embedded.service import ServeInfo
+from kvferry.embedded.shapes import CompletionShape
 from kvferry.embedded.transfer import NoTransfer
 from kvferry.errors import ConfigurationError, FerryError
 
@@ -148,6 +149,27 @@ def test_a_client_that_leaves_during_the_fetch(loop: Loop, decoder: Served) -> N
     loop.run(decoder.engine.idle())
     assert len(transfer.aborted) == before + 1
     loop.loop.call_soon_threadsafe(transfer.gate.set)
+
+
+def test_a_prefill_that_fails_when_its_prompt_is_computed_keeps_no_cache(
+    loop: Loop, prefiller: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has its reference, so nobody but itself can let go of it."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("a defect")
+
+    before = len(prefiller.transfer.aborted)
+    monkeypatch.setattr(CompletionShape, "whole", fail)
+    status, _ = prefiller.ask(COMPLETIONS, body(40, kv_transfer_params={"do_remote_decode": True}))
+    assert status == 500
+    (name,) = prefiller.transfer.aborted[before:]
+
+    async def end() -> bool:
+        return prefiller.transfer.withdraw({"remote_request_id": name})
+
+    # It was computed and offered; what ends the offer of a real transfer is only noted by this one.
+    assert loop.run(end())
 
 
 def test_one_id_for_two_requests_at_the_same_time(loop: Loop, decoder: Served) -> None:

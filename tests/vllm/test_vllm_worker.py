@@ -312,6 +312,24 @@ def test_a_release_that_comes_before_its_lease_ends_it_when_it_comes(rank):
     assert rank.says(SourceFree("l", "withdrawn")) == ({"l"}, set(), set())
 
 
+NAMED = LeaseOrder("cmpl-r-0-12345678", "lease", ((1,),), 40)
+
+
+def test_a_lease_whose_answer_nobody_got_is_ended_by_its_callers_name(rank):
+    rank.worker.obey(Orders(leases=[NAMED, LEASE]))
+    assert rank.worker.forsake("cmpl-r-0")
+    assert rank.agent.withdrawn == [NAMED.request_id]
+    assert rank.says(SourceFree(NAMED.request_id, "withdrawn")) == ({NAMED.request_id}, set(), set())
+    assert not rank.worker.forsake("cmpl-r-0")
+
+
+@pytest.mark.parametrize("name", ["cmpl-r", "cmpl-r-0-", "cmpl-r-0-1234567", "r", ""])
+def test_other_names_forsake_no_lease(rank, name):
+    rank.worker.obey(Orders(leases=[NAMED, LEASE]))
+    assert not rank.worker.forsake(name)
+    assert rank.agent.withdrawn == []
+
+
 def test_every_end_of_a_fetch_is_told_by_vllms_name_and_a_reason(rank):
     orders = [fetch("well"), fetch(LONG), fetch("ill", error="nonsense"), fetch("nothing", is_waited_for=False)]
     rank.worker.obey(Orders(fetches=orders))

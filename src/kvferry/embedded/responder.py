@@ -23,7 +23,7 @@ from kvferry.openai import SSE_DONE, SSE_MEDIA_TYPE, error_event, error_of, sse
 
 __all__ = ["Responder", "error_response", "json_response"]
 
-CLIENT_LEFT = 499
+OK, CLIENT_LEFT = 200, 499
 # How the cache of this answer came to be.
 CACHE_HEADER = "x-kvferry-cache"
 # Why it did not come: the label of a counter.
@@ -48,8 +48,9 @@ class Responder:
         try:
             if not await _while_connected(self._respond(scope, receive, send), receive):
                 self._status = CLIENT_LEFT
-                self._service.forsake(self._call)
         finally:
+            if self._status != OK:
+                self._service.forsake(self._call)
             self._service.metrics.count_request(self._call.ask.leg.kind, self._status)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +71,7 @@ class Responder:
                 await self._stream(first, pieces, send)
             else:
                 await json_response(body, self._headers)(scope, receive, send)
-            self._status = 200
+            self._status = OK
 
     async def _whole(self, first: Piece, pieces: AsyncGenerator[Piece, None]) -> dict[str, Any]:
         by_choice: dict[int, list[Piece]] = defaultdict(list, {first.index: [first]})

@@ -110,7 +110,7 @@ class Service:
         return self._transfer.withdraw(params)
 
     def forsake(self, call: Call) -> None:
-        """The client left before it had the answer: nobody knows the reference that a prefill leg would have given."""
+        """The client has not got the answer: nobody knows the reference that a prefill leg would have given."""
         if call.ask.leg.kind == "prefill":
             self._transfer.abort(call.requests[0].request_id)
 

@@ -152,6 +152,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         """End a lease that nobody will read; see `Worker.release`."""
         return self._worker.release(reference)
 
+    def forsake(self, name: str) -> bool:
+        """End the lease of a request whose caller has got no answer; see `Worker.forsake`."""
+        return self._worker.forsake(name)
+
     def shutdown(self) -> None:
         for worker in self._workers:
             worker.close()

@@ -25,6 +25,11 @@ class Extension:
             return str(Reason.WRONG_ENGINE)
         return connector.release(Reference(engine_id, epoch, request_id, lease_id))
 
+    def kvferry_forsake(self, name: str) -> bool:
+        """End the lease of the request that a caller has named so; whether there was one."""
+        connector = _ours()
+        return connector is not None and connector.forsake(name)
+
 
 def _ours() -> FerryConnector | None:
     connector = get_kv_transfer_group() if has_kv_transfer_group() else None

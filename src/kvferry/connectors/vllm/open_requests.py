@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvferry.agent import Notice
 from kvferry.connectors.vllm.orders import EndOrder, FetchOrder, LeaseOrder, PromiseOrder, agent_name
 from kvferry.connectors.vllm.stats import FerryStats
-from kvferry.connectors.vllm_middleware.arrivals import Arrival
+from kvferry.connectors.vllm_middleware.arrivals import Arrival, names_of
 from kvferry.errors import TransferError
 from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, TargetFree
 
@@ -89,6 +89,10 @@ class OpenRequests:
         """Whether the end of this lease is expected. Only who was given the reference knows its id."""
         promised = self._promised.get(name)
         return promised == lease_id or (name in self._leased and self._leased[name].lease_id == lease_id)
+
+    def leases_of(self, name: str) -> list[str]:
+        """The leases of requests that a caller has named so, by the agent's names."""
+        return [lease for lease, order in self._leased.items() if name in names_of(order.request_id)]
 
     def is_fetching(self, request_id: str) -> bool:
         """Whether a fetch of this request is expected to end."""

@@ -251,6 +251,16 @@ class Worker:
         self._released.append((reference.request_id, reference.lease_id))
         return RELEASED
 
+    def forsake(self, name: str) -> bool:
+        """End the lease of the request that a caller has named so, whose answer nobody has got: nobody can release it.
+
+        Whether there was one; one that a later step brings is left to its time.
+        """
+        found = self._open.leases_of(name)
+        for lease in found:
+            self._ours().agent.withdraw(lease)
+        return bool(found)
+
     # --- what has ended ---
 
     def results(self) -> KVConnectorTransferResults:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvferry.wire.messages import Reason
 
-__all__ = ["ARRIVALS", "Arrival", "Arrivals"]
+__all__ = ["ARRIVALS", "Arrival", "Arrivals", "names_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Arrivals:
     def note(self, request_id: str, arrival: Arrival) -> None:
         """What a rank tells of a request, by vLLM's id for it; what nobody waits for is dropped."""
         with self._lock:
-            for name in _names(request_id):
+            for name in names_of(request_id):
                 if (expected := self._expected.get(name)) is not None:
                     before = expected.found.get(request_id)
                     expected.found[request_id] = arrival if before is None else before.joined(arrival)
@@ -99,7 +99,7 @@ ARRIVALS = Arrivals()
 RANDOM_CHARACTERS = 8
 
 
-def _names(request_id: str) -> Iterator[str]:
+def names_of(request_id: str) -> Iterator[str]:
     """What vLLM was asked to call a request: it adds random characters, unless it is told not to."""
     yield request_id
     name, dash, end = request_id.rpartition("-")

@@ -1,19 +1,20 @@
-"""Which requests are decode legs, and what vLLM calls them: pure."""
+"""Which requests are prefill or decode legs, and what vLLM calls them: pure."""
 
 from __future__ import annotations
 
 import msgspec
 
-__all__ = ["ANSWER_PATHS", "is_local", "leg_name"]
+__all__ = ["ANSWER_PATHS", "is_local", "leg_name", "prefill_name"]
 
 # How vLLM's two OpenAI endpoints make a request's name of the caller's id: that of the first of several prompts.
 _NAMES = {"/v1/completions": "cmpl-{}-0", "/v1/chat/completions": "chatcmpl-{}"}
 ANSWER_PATHS = frozenset(_NAMES)
-MARK = b"do_remote_prefill"
+MARK, PREFILL_MARK = b"do_remote_prefill", b"do_remote_decode"
 
 
 class _Params(msgspec.Struct):
     do_remote_prefill: bool = False
+    do_remote_decode: bool = False
 
 
 class _Body(msgspec.Struct):
@@ -36,9 +37,21 @@ def leg_name(path: str, header_id: str | None, body: bytes) -> str:
     `header_id` is the caller's `X-Request-Id`, which goes before the body's `request_id`.
     """
     for asked in filter(_is_decode_leg, _read(body) if MARK in body else ()):
-        given = asked.request_id if header_id is None else header_id
-        return _NAMES[path].format(given) if given is not None else ""
+        return _name(path, header_id, asked)
     return ""
+
+
+def prefill_name(path: str, header_id: str | None, body: bytes) -> str:
+    """The same of a prefill leg."""
+    for asked in _read(body) if PREFILL_MARK in body else ():
+        params = asked.kv_transfer_params
+        return _name(path, header_id, asked) if params is not None and params.do_remote_decode else ""
+    return ""
+
+
+def _name(path: str, header_id: str | None, asked: _Body) -> str:
+    given = asked.request_id if header_id is None else header_id
+    return _NAMES[path].format(given) if given is not None else ""
 
 
 def _read(body: bytes) -> tuple[_Body, ...]:

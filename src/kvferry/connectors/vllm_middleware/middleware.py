@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import msgspec
 
 from kvferry.connectors.params import Reach, from_params
@@ -19,7 +22,7 @@ from kvferry.connectors.vllm_middleware.asgi import (
 )
 from kvferry.connectors.vllm_middleware.beginnings import BEGINNINGS, Beginnings
 from kvferry.connectors.vllm_middleware.early import early_leg
-from kvferry.connectors.vllm_middleware.legs import ANSWER_PATHS, is_local, leg_name
+from kvferry.connectors.vllm_middleware.legs import ANSWER_PATHS, is_local, leg_name, prefill_name
 from kvferry.connectors.vllm_middleware.passage import EarlyPassage, Passage
 from kvferry.connectors.vllm_middleware.workers import Workers, is_draining, num_replicas
 from kvferry.errors import ConfigurationError, FerryError, RequestError, TransferError
@@ -27,6 +30,8 @@ from kvferry.openai import error_body, error_of
 from kvferry.wire.messages import WIRE_VERSION, Reason
 
 __all__ = ["FerryMiddleware"]
+
+logger = logging.getLogger(__name__)
 
 RELEASE, INFO, READY = ("POST", "/kvferry/release"), ("GET", "/kvferry/info"), ("GET", "/ready")
 MAX_RELEASE_BYTES = 1 << 20
@@ -108,12 +113,22 @@ class FerryMiddleware:
         return [(early.name, early.first_event(facts))]
 
     async def _pass_other(self, path: str, scope: Scope, opened: Opened, send: Send) -> None:
-        name = leg_name(path, header(scope["headers"], REQUEST_ID), opened.body)
-        passage = Passage(self._arrivals, name, is_local(opened.body), send)
+        caller_id = header(scope["headers"], REQUEST_ID)
+        prefill = prefill_name(path, caller_id, opened.body)
+        passage = Passage(self._arrivals, leg_name(path, caller_id, opened.body), is_local(opened.body), send)
         try:
             await self._app(scope, opened.receive, passage.send)
         finally:
             passage.close()
+            if prefill and (not passage.status or passage.status >= 500):
+                await self._forsake(scope["app"].state, prefill)
+
+    async def _forsake(self, state: Any, name: str) -> None:
+        """A prefill has failed, perhaps after its prompt was computed: nobody knows the lease on its cache."""
+        try:
+            await self._workers.forsake(state, name)
+        except FerryError as error:
+            logger.debug("request %s: its cache is kept until its lease ends: %s", name, error)
 
     async def _answered(self, call: tuple[str, str], scope: Scope, receive: Receive) -> tuple[int, object]:
         try:

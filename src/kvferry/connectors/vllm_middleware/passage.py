@@ -27,11 +27,15 @@ class Passage:
         self._send = send
         self._heads: list[Message] = []
         self._is_replaced = False
+        # What vLLM has answered; 0 before that.
+        self.status = 0
         if name:
             arrivals.expect(name)
 
     async def send(self, message: Message) -> None:
         """The next message of vLLM."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
         if self._is_replaced:
             return
         if self._name and message["type"] == "http.response.start":

@@ -70,6 +70,12 @@ class Workers:
                 raise _not_ours(reason)
         return RELEASED in answers
 
+    async def forsake(self, state: Any, name: str) -> None:
+        """End the lease of the request that a caller has named so, if there is one. Raises ConfigurationError,
+        FerryError."""
+        async with self._turn:
+            await _ask(state, "kvferry_forsake", (name,))
+
     def _foreign(self, state: Any, reference: Reference) -> str:
         """Why a reference is none of this engine's, as far as that is known without asking it. Of several replicas each
         has a name of its own."""
