@@ -308,3 +308,11 @@ def test_what_ends_before_its_adapter_is_read_is_promised_and_kept_at_once():
     assert [order.name for order in told.promises] == ["early-1"]
     assert told.ended == [EndOrder(ID, "early-1", ((3, 4, 5),), PROMPT, True)]
     assert told.leases == []
+
+
+def test_what_is_given_up_before_its_adapter_is_read_is_not_waited_for():
+    _, made, asked = reading()
+    end(asked, RequestStatus.FINISHED_ABORTED)
+    assert made.finished(asked, BLOCKS) == (False, None)
+    told = orders(made, step([("other", 0, 7)], is_first=True))
+    assert (told.promises, told.ended, told.withdrawn) == ([], [], [])

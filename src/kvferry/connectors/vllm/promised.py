@@ -124,6 +124,9 @@ class Promised:
         They stay for a moment even if the promise is taken back, since somebody may be reading them.
         """
         request_id = request.request_id
+        if request_id in self._unread and not is_well:
+            del self._unread[request_id]
+            return (False,)
         if request_id in self._unread:
             self._promise(*self._unread[request_id], orders)
         prefill = self._prefills.pop(request_id, None)
