@@ -55,7 +55,10 @@ WHOLE = {
     "token ids": COMPLETION | {"return_token_ids": True},
     "ignore eos": COMPLETION | {"ignore_eos": True, "max_tokens": 40},
     "harmless": COMPLETION | {"n": 1, "echo": False, "logprobs": None, "stop": None, "temperature": 0.0},
-    "unknown field": COMPLETION | {"user": "somebody", "seed": 7},
+    "field without effect": COMPLETION | {"user": "somebody"},
+    "drawn": COMPLETION | {"temperature": 1.0, "top_k": 50, "seed": 7},
+    "penalties": COMPLETION | {"frequency_penalty": 1.0, "presence_penalty": 1.0, "repetition_penalty": 1.2},
+    "constraints": COMPLETION | {"logit_bias": {"77": 5}, "bad_words": ["the"], "min_tokens": 9, "stop_token_ids": [5]},
 }
 CHATS = {
     "plain": CHAT,
@@ -118,6 +121,7 @@ SEVERAL = {
     "best of": COMPLETION | {"n": 2, "best_of": 2},
     "prompts": COMPLETION | {"prompt": [TEXT, "The bell"]},
     "chat n": CHAT | {"n": 3},
+    "drawn": COMPLETION | {"n": 3, "temperature": 1.0, "seed": 5},
 }
 
 
@@ -133,7 +137,9 @@ REFUSED = {
     "logprobs": COMPLETION | {"logprobs": 2},
     "echo": COMPLETION | {"echo": True},
     "echo with logprobs": COMPLETION | {"echo": True, "logprobs": 1},
-    "temperature": COMPLETION | {"temperature": 0.5},
+    "temperature": COMPLETION | {"temperature": -0.5},
+    "misspelled": COMPLETION | {"temprature": 0.5},
+    "grammar": COMPLETION | {"structured_outputs": {"choice": ["a", "b"]}},
     "tools": CHAT | {"tools": [{"type": "function"}]},
     "stops": COMPLETION | {"stop": ["a"] * 5},
     "too long": COMPLETION | {"prompt": [5] * 9000},

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from kvferry.embedded.text import Detokenizer, StopFilter, TextStream
+from kvferry.embedded.text import Detokenizer, StopFilter, TextOptions, TextStream
 
 TEXTS = st.text(st.sampled_from("ab €ä漢🚢\n"), max_size=40)
 
@@ -78,9 +78,9 @@ def _letters() -> Any:
 
 
 def test_the_last_token_brings_all_that_was_kept_back() -> None:
-    stream = TextStream(_letters(), ("xyz",))
+    stream = TextStream(_letters(), TextOptions(("xyz",)))
     assert [stream.push(ord("x"), False), stream.push(ord("y"), False)] == ["", ""]
     assert stream.push(ord("!"), True) == "xy!"
-    stream = TextStream(_letters(), ("xyz",))
+    stream = TextStream(_letters(), TextOptions(("xyz",)))
     assert [stream.push(ord("a"), False), stream.push(ord("x"), True)] == ["a", "x"]
     assert not stream.stopped

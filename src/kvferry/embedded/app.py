@@ -101,10 +101,10 @@ class Endpoints:
             "max_model_len": self._service.engine.max_tokens,
         }
 
-    def _wrong_model(self, name: str) -> Response | None:
+    def _wrong_model(self, name: str | None) -> Response | None:
         """Callers that name no model get the one there is."""
         served = self._service.info.model
-        if name in ("", served):
+        if name in (None, "", served):
             return None
         message = f"the model {name!r} does not exist; this engine serves {served!r}"
         body = error_body(message, "invalid_request_error", "model_not_found", "model")

@@ -51,6 +51,19 @@ class Prompts:
             case _:
                 return prompt
 
+    def bad_words_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Each word as the start of a text, and within one. Raises RequestError for a word without tokens."""
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            start, within = (self._ids(prefix + word.lstrip()) for prefix in ("", " "))
+            if not start:
+                raise RequestError("a word of bad_words has no tokens", found=repr(word)[:80])
+            found += [start, within]
+        return tuple(found)
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+
     async def _tokenised(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         def tokenise() -> tuple[int, ...]:
             return tuple(self._engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from kvferry.connectors.params import wants_early
+from kvferry.embedded.fields import Verdict, refuse_unsupported, support_of
 from kvferry.embedded.prompts import ChatPrompt, PromptInput
+from kvferry.embedded.sampling_fields import SamplingBody, SamplingFields, sampling_fields
+from kvferry.embedded.text import TextOptions
 from kvferry.errors import RequestError
+from kvferry.request_fields import Endpoint
 
 __all__ = ["Ask", "ChatBody", "CompletionBody", "Leg", "decode_chat", "decode_completion", "decode_release"]
 
@@ -19,37 +23,34 @@ MAX_CHOICES = 2048  # of one request, over all its prompts
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_COMPLETION = 16
-MAX_TOKENS_CHAT = 128
+UNLIMITED = 2**62  # a chat may take what the context leaves
 PROMPT_KINDS = {int: "token ids", str: "strings", list: "lists"}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool = False
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = False
+    continuous_usage_stats: Literal[False] | None = False
+    include_obfuscation: Literal[False] | None = False
 
 
-class _Common(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that both endpoints know. Those typed `Any` are refused unless they mean "off"."""
+class _Common(SamplingBody, frozen=True, kw_only=True):
+    """The fields that both endpoints know and honour; `kvferry.embedded.fields` has the others."""
 
-    model: str = ""
+    model: str | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
     stop: str | list[str] | None = None
-    ignore_eos: bool = False
-    stream: bool = False
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = False
+    skip_special_tokens: bool | None = True
+    ignore_eos: bool | None = False
+    stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     kv_transfer_params: dict[str, Any] | None = None
     cache_salt: str | None = None
     n: int | None = None
     best_of: int | None = None
-    echo: Any = None
-    suffix: Any = None
-    logprobs: Any = None
-    top_logprobs: Any = None
-    tools: Any = None
-    functions: Any = None
-    response_format: Any = None
 
 
 class CompletionBody(_Common, frozen=True, kw_only=True):
@@ -94,6 +95,15 @@ class Leg:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """Where an answer ends, and how much of its end is shown."""
+
+    stop_token_ids: frozenset[int]
+    ignore_eos: bool
+    text: TextOptions
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """What a request wants: `num_choices` answers to each of `prompts`. `max_new_tokens` is -1 when the caller left it
     to us. Only a leg with the same `cache_salt` may use the cache."""
@@ -102,8 +112,8 @@ class Ask:
     num_choices: int
     max_new_tokens: int
     default_new_tokens: int
-    stops: tuple[str, ...]
-    ignore_eos: bool
+    ending: Ending
+    sampling: SamplingFields
     stream: bool
     include_usage: bool
     return_token_ids: bool
@@ -111,27 +121,15 @@ class Ask:
     cache_salt: str = ""
 
 
-# What a field may be without asking for something; anything else is not supported.
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "tools": (None, []),
-    "functions": (None, []),
-    "response_format": (None, {"type": "text"}),
-}
-
-
 def decode_completion(body: bytes) -> tuple[CompletionBody, Ask]:
     """The body, and what it asks for. Raises RequestError naming the field, what was found and what to do."""
-    completion = _decode(body, CompletionBody)
+    completion = _decode_fields(Endpoint.COMPLETIONS, body, CompletionBody)
     return completion, _ask(completion, _prompts(completion.prompt))
 
 
 def decode_chat(body: bytes) -> tuple[ChatBody, Ask]:
     """The body, and what it asks for. Raises RequestError naming the field, what was found and what to do."""
-    chat = _decode(body, ChatBody)
+    chat = _decode_fields(Endpoint.CHAT, body, ChatBody)
     if not chat.messages:
         raise RequestError("messages is empty", expected="at least one message")
     messages = [{"role": message.role, "content": _plain(message)} for message in chat.messages]
@@ -144,22 +142,6 @@ def decode_release(body: bytes) -> dict[str, Any]:
 
 
 def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> Ask:
-    for name, harmless in HARMLESS.items():
-        value = msgspec.structs.asdict(body)[name]
-        if not any(type(value) is type(accepted) and value == accepted for accepted in harmless):
-            raise RequestError(
-                f"{name} is not supported by the embedded engine",
-                found=_short(value),
-                expected=" or ".join(repr(accepted) for accepted in harmless),
-                hint=f"leave {name} out",
-            )
-    if body.temperature not in (None, 0):
-        raise RequestError(
-            "the embedded engine decodes greedily",
-            found=f"temperature {body.temperature}",
-            expected="0",
-            hint="set temperature to 0",
-        )
     leg = _leg(body.kv_transfer_params or {})
     if leg.kind == "prefill" and body.stream and not leg.is_early:
         raise RequestError("a prefill request cannot be streamed", found="stream", hint="set stream to false")
@@ -170,15 +152,24 @@ def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> A
         prompts=prompts,
         num_choices=num_choices,
         max_new_tokens=_max_new_tokens(body),
-        default_new_tokens=MAX_TOKENS_CHAT if isinstance(body, ChatBody) else MAX_TOKENS_COMPLETION,
-        stops=_stops(body.stop),
-        ignore_eos=body.ignore_eos,
-        stream=body.stream,
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        default_new_tokens=UNLIMITED if isinstance(body, ChatBody) else MAX_TOKENS_COMPLETION,
+        ending=_ending(body),
+        sampling=sampling_fields(body),
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         return_token_ids=bool(body.return_token_ids),
         leg=leg,
         cache_salt=body.cache_salt or "",
     )
+
+
+def _decode_fields(endpoint: Endpoint, body: bytes, kind: type[Body]) -> Body:
+    """Typed, once every field is known to be honoured or without effect. No honoured value is built twice."""
+    raw = _decode(body, dict[str, msgspec.Raw])
+    rows = support_of(endpoint)
+    others = {name: value for name, value in raw.items() if name not in rows or rows[name].verdict is Verdict.REFUSED}
+    refuse_unsupported(endpoint, {name: msgspec.json.decode(value) for name, value in others.items()})
+    return _decode(body, kind)
 
 
 def _decode(body: bytes, kind: type[Body]) -> Body:
@@ -274,6 +265,16 @@ def _max_new_tokens(body: CompletionBody | ChatBody) -> int:
     if wanted is not None and wanted < 1:
         raise RequestError("max_tokens must be positive", found=str(wanted), expected=">= 1")
     return -1 if wanted is None else wanted
+
+
+def _ending(body: CompletionBody | ChatBody) -> Ending:
+    text = TextOptions(
+        stops=_stops(body.stop),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        min_tokens=body.min_tokens or 0,
+    )
+    return Ending(frozenset(body.stop_token_ids or ()), bool(body.ignore_eos), text)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

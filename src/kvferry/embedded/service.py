@@ -9,6 +9,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 
+from kvferry.connectors.sampling import Sampling
 from kvferry.embedded.engine import Engine
 from kvferry.embedded.entry import Grown, Prefilled, Request, Token
 from kvferry.embedded.pieces import Piece, interleaved
@@ -24,6 +25,7 @@ from kvferry.wire.messages import Reason
 
 __all__ = ["Call", "ServeInfo", "Service"]
 
+SEEDS = 2**63
 POLICIES = ("recompute", "fail")
 
 
@@ -117,17 +119,28 @@ class Service:
     async def call(self, request_id: str, ask: Ask) -> Call:
         """Tokenise the prompts. Raises RequestError, PromptTooLongError."""
         prompts = [await self.prompts.token_ids(prompt) for prompt in ask.prompts]
-        return Call(
-            tuple(self._request(request_id, ids, ask) for ids in prompts for _ in range(ask.num_choices)),
-            ask,
-        )
+        bad_words_ids = self.prompts.bad_words_ids(ask.sampling.bad_words)
+        sampling = ask.sampling.over(self.engine.default_sampling, bad_words_ids)
+        # As in vLLM, the choices of one prompt are drawn with neighbouring seeds.
+        samplings = [replace(sampling, seed=(sampling.seed + i) % SEEDS) for i in range(ask.num_choices)]
+        requests = [self._request(request_id, ids, ask, one) for ids in prompts for one in samplings]
+        return Call(tuple(requests), ask)
 
-    def _request(self, request_id: str, prompt: tuple[int, ...], ask: Ask) -> Request:
+    def _request(self, request_id: str, prompt: tuple[int, ...], ask: Ask, sampling: Sampling) -> Request:
+        max_new_tokens = self._max_new_tokens(ask, len(prompt))
+        if sampling.min_tokens > max_new_tokens and ask.leg.kind != "prefill":
+            raise RequestError(
+                "min_tokens is more than the answer may have",
+                found=f"min_tokens {sampling.min_tokens}, at most {max_new_tokens} tokens",
+                expected="min_tokens <= max_tokens",
+            )
+        own = frozenset() if ask.ending.ignore_eos else self.engine.stop_token_ids
         return Request(
             request_id=f"{request_id}-{next(self._numbers):x}",  # a client may repeat its ids
             prompt=prompt,
-            max_new_tokens=self._max_new_tokens(ask, len(prompt)),
-            stop_token_ids=frozenset() if ask.ignore_eos else self.engine.stop_token_ids,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=own | ask.ending.stop_token_ids,
+            sampling=sampling,
         )
 
     async def answer(self, call: Call) -> AsyncGenerator[Piece, None]:
@@ -195,7 +208,9 @@ class Service:
     def _prefilled(self, call: Call, first: Token, reference: dict[str, object]) -> Piece:
         report = Report(tokens_computed=first.num_computed)
         self.metrics.count_answer(report, 1)
-        text = TextStream(self.engine.tokenizer, call.ask.stops).push(first.token_id, last=True)
+        text = TextStream(self.engine.tokenizer, call.ask.ending.text).push(
+            first.token_id, last=True, is_stop=first.finish_reason == "stop"
+        )
         return Piece(text, (first.token_id,), first.finish_reason, report, reference)
 
     async def _decode(self, call: Call) -> AsyncGenerator[Piece, None]:
@@ -251,13 +266,14 @@ class Service:
     async def _pieces(
         self, call: Call, tokens: AsyncGenerator[Token, None], report: Report, index: int = 0
     ) -> AsyncGenerator[Piece, None]:
-        text, num_tokens = TextStream(self.engine.tokenizer, call.ask.stops), 0
+        text, num_tokens = TextStream(self.engine.tokenizer, call.ask.ending.text), 0
         try:
             async with aclosing(tokens):
                 async for token in tokens:
                     num_tokens += 1
                     report = replace(report, tokens_computed=token.num_computed)
-                    shown = text.push(token.token_id, last=bool(token.finish_reason))
+                    is_stop = token.finish_reason == "stop"
+                    shown = text.push(token.token_id, last=bool(token.finish_reason), is_stop=is_stop)
                     finish_reason = "stop" if text.stopped else token.finish_reason
                     yield Piece(shown, (token.token_id,), finish_reason, report, index=index)
                     if finish_reason:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Detokenizer", "StopFilter", "TextStream", "Tokenizer"]
+__all__ = ["Detokenizer", "StopFilter", "TextOptions", "TextStream", "Tokenizer"]
 
 REPLACEMENT = "\ufffd"
 
@@ -22,8 +23,9 @@ class Detokenizer:
     tokenizers write a token differently at the start of a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._ids: list[int] = []
         self._window = 0
         self._done = 0
@@ -48,14 +50,15 @@ class Detokenizer:
         return self._decode(self._ids[self._window :])[len(known) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
 
 class StopFilter:
     """Ends a text before the first of several strings and keeps back what may become one of them."""
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], include_stop: bool = False) -> None:
         self._stops = stops
+        self._include_stop = include_stop
         self._kept = ""
         self.stopped = False
 
@@ -64,10 +67,11 @@ class StopFilter:
         if self.stopped:
             return ""
         text = self._kept + text
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
+            at, stop = min(found)
             self.stopped, self._kept = True, ""
-            return text[: min(found)]
+            return text[: at + len(stop)] if self._include_stop else text[:at]
         cut = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
         self._kept = text[cut:]
         return text[:cut]
@@ -78,25 +82,44 @@ class StopFilter:
         return text
 
 
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How tokens become text. Strings of `stops` count from the token after the first `min_tokens`; `include_stop`
+    shows the string, or the token, that has ended the answer."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+
+
 class TextStream:
     """The text of one answer: ids in, showable text out."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
-        self._filter = StopFilter(stops)
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
+        self._options = options
+        self._detokenizer = Detokenizer(tokenizer, options.skip_special_tokens)
+        self._filter = StopFilter(options.stops, options.include_stop)
+        self._num_tokens = 0
 
     @property
     def stopped(self) -> bool:
         """A stop string was found: nothing after it is shown."""
         return self._filter.stopped
 
-    def push(self, token_id: int, last: bool) -> str:
-        """The text that one more token makes showable; all that is left when it is the last one."""
-        text = self._filter.push(self._detokenizer.push(token_id))
+    def push(self, token_id: int, last: bool, is_stop: bool = False) -> str:
+        """The text that one more token makes showable; all that is left when it is the last one. `is_stop` says that
+        the token itself ends the answer."""
+        self._num_tokens += 1
+        new = "" if is_stop and not self._options.include_stop else self._detokenizer.push(token_id)
+        text = self._filtered(new)
         if last:
-            text += self._filter.push(self._detokenizer.flush())
+            text += self._filtered(self._detokenizer.flush())
             text += self._filter.flush()
         return text
+
+    def _filtered(self, text: str) -> str:
+        return text if self._num_tokens <= self._options.min_tokens else self._filter.push(text)
 
 
 def _overlap(text: str, stop: str) -> int:
