@@ -14,6 +14,7 @@ import pytest
 from embedded_server import Served
 from embedded_support import DEADLINE_S, Loop, ids_of, request
 
+from kvferry import __version__
 from kvferry.embedded.prompts import SHORT_TEXT
 
 PROMPT = "The ferry crosses the river when"
@@ -82,6 +83,7 @@ def test_chat_with_the_openai_client(client: openai.OpenAI) -> None:
 
 def test_models_health_and_metrics(decoder: Served) -> None:
     assert decoder.ask("/v1/models")[1]["data"][0]["id"] == "tiny"
+    assert decoder.ask("/version") == (200, {"version": __version__})
     assert decoder.ask("/health") == (200, {"status": "ok", "engine_id": "e", "reason": ""})
     before = decoder.metric("kvferry_engine_tokens_computed_total")
     decoder.ask(COMPLETIONS, {"prompt": [5, 6, 7], "max_tokens": 2})

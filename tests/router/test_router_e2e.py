@@ -22,7 +22,9 @@ from router_harness import (
 )
 from yarl import URL
 
+from kvferry import __version__
 from kvferry.errors import IllegalEventError
+from kvferry.router.config import Registration
 from kvferry.router.flow import Flow
 
 DISAGGREGATED = "disaggregated"
@@ -371,6 +373,19 @@ def test_models_are_the_union_in_order():
             assert [model.id async for model in client.models.list()] == ["a", "b"]
             async with c.session.get(c.url + "/v1/models") as response:
                 assert b'"extra": 1.1' in await response.read()
+
+    run(main)
+
+
+def test_a_router_without_engines_has_no_models_yet_and_a_version():
+    async def main():
+        async with cluster([], [], registration=Registration(is_open=True)) as c:
+            for path in ("/v1/models", "/v1/models/tiny"):
+                async with c.session.get(c.url + path) as response:
+                    assert response.status == 503
+                    assert (await response.json())["error"]["code"] == "no_instance"
+            async with c.session.get(c.url + "/version") as response:
+                assert await response.json() == {"version": __version__}
 
     run(main)
 

@@ -25,7 +25,7 @@ __all__ = ["create_app"]
 MAX_BODY_BYTES = 32 << 20
 # Routers ask who this is again when it changes.
 EPOCH_HEADER = "x-kvferry-epoch"
-PATHS = "POST to /v1/completions or /v1/chat/completions, or GET /v1/models, /health, /ready, /kvferry/info or /metrics"
+PATHS = "POST to /v1/completions or /v1/chat/completions, or GET /v1/models, /version, /health, /ready or /metrics"
 
 
 class Endpoints:
@@ -55,6 +55,9 @@ class Endpoints:
 
     async def model(self, request: Request) -> Response:
         return self._wrong_model(request.path_params["name"]) or json_response(self._model(), {})
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__}, {})
 
     async def health(self, request: Request) -> Response:
         info, failure = self._service.info, self._service.failure
@@ -132,6 +135,7 @@ def create_app(engine: Engine, transfer: Transfer, info: ServeInfo) -> Starlette
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{name:path}", endpoints.model),
+            Route("/version", endpoints.version),
             Route("/health", endpoints.health),
             Route("/ready", endpoints.ready),
             Route("/kvferry/info", endpoints.info),

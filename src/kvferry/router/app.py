@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvferry import __version__
 from kvferry.errors import FerryError, RequestError
 from kvferry.openai import HTTP_CODES, INVALID_REQUEST, SERVER_ERROR, error_body, error_of
 from kvferry.registration import MEMBERS_PATH
@@ -79,6 +80,7 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> Front:
         *(Route(endpoint, Generate(endpoint), methods=["POST"]) for endpoint in Endpoint),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
+        Route("/version", version, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),
         Route("/metrics", show_metrics, methods=["GET"]),
@@ -157,7 +159,7 @@ class Generate:
             driver.close(self._endpoint)
 
 
-OTHERS = "/v1/models, /health, /ready or /metrics"
+OTHERS = "/v1/models, /version, /health, /ready or /metrics"
 
 
 async def models(http: Request) -> Response:
@@ -170,6 +172,11 @@ async def model(http: Request) -> Response:
     headers = prefill_headers(http.scope["headers"], request_id_of(http.scope["headers"]))
     status, body = await find_model(http.app.state.services, "/v1/models", headers, http.path_params["name"])
     return _json(status, body, {})
+
+
+async def version(http: Request) -> Response:
+    """Of the router: its engines may be of several."""
+    return _json(200, {"version": __version__}, {})
 
 
 async def health(http: Request) -> Response:

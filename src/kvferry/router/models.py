@@ -31,7 +31,7 @@ class ModelList(msgspec.Struct):
 async def list_models(services: Services, target: str, headers: Headers) -> tuple[int, dict[str, Any]]:
     """Status and body: every model that a healthy instance lists, once, in the order of the instances.
 
-    When none lists any, the first refusal is passed on, such as a 401.
+    When none lists any, the first refusal is passed on, such as a 401; where no instance could be asked, 503.
     """
     membership = services.membership
     instances = [*membership.healthy(Role.PREFILL), *membership.healthy(Role.DECODE)]
@@ -40,6 +40,9 @@ async def list_models(services: Services, target: str, headers: Headers) -> tupl
     models = {model.id: raw for status, body in answers if status == 200 for model, raw in _entries(body)}
     if models:
         return 200, {"object": "list", "data": list(models.values())}
+    if not any(status for status, _ in answers):
+        message = "no engine can be reached that lists its models; hint: the router's log says why"
+        return 503, error_body(message, SERVER_ERROR, "no_instance", None)
     refusals = [status for status, _ in answers if 400 <= status < 500]
     message = "no instance lists its models"
     return (refusals[0] if refusals else 502), error_body(message, SERVER_ERROR, "no_models", None)
