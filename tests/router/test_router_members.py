@@ -477,6 +477,19 @@ def test_the_phases_of_an_engine_reach_the_client_and_the_metrics():
     asyncio.run(main())
 
 
+def test_answers_that_are_not_streamed_have_phases_too_and_do_not_spoil_those_of_first_tokens():
+    async def main():
+        async with cluster([prefill_engine()], [decode_engine()]) as c:
+            assert (await c.complete({"prompt": "x"})).status == 200
+            pair = f'prefill="{c.prefill[0].url}"'
+            for phase, count in (("prefill", 1), ("decode", 1), ("first_decode", 0)):
+                labels = f'decode="{c.decode[0].url}",phase="{phase}",{pair}'
+                assert await c.metric(f"kvferry_router_phase_seconds_count{{{labels}}}") == count
+            assert await c.metric('kvferry_router_time_to_first_token_seconds_count{path="disaggregated"}') == 0
+
+    asyncio.run(main())
+
+
 def test_a_router_without_instances_says_so_until_one_comes():
     async def main():
         app = create_app(RouterConfig((), (), registration=Registration(True)))

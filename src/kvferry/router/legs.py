@@ -290,11 +290,13 @@ class Legs:
         """An answer has begun. Whose cache has come has computed it, though its own answer may still be on its way."""
         for early in self._early if self._judge.has_arrived else ():
             self._judge.hears_end(early.leg.reservation, Ended())
-        if not event.can_append:
-            return
-        metrics = self._services.metrics
-        metrics.observe_first_token(path, _now() - self._call.started_s)
-        metrics.observe_phases(self.pace.phases, self._judge.prefill_url, decode.url)
+        metrics, phases = self._services.metrics, self.pace.phases
+        if event.can_append:
+            metrics.observe_first_token(path, _now() - self._call.started_s)
+        else:
+            # Without streaming the first byte comes after the last token: that would spoil the figure of first tokens.
+            phases["decode"] = phases.pop("first_decode")
+        metrics.observe_phases(phases, self._judge.prefill_url, decode.url)
 
 
 def _now() -> float:

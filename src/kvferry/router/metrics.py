@@ -60,7 +60,7 @@ class Metrics:
         )
         self._phases = self._histogram(
             "kvferry_router_phase_seconds",
-            "Parts of the time to the first token of streams, by pair; prefill is empty where decode was alone.",
+            "Parts of the time to the first byte of answers, by pair; prefill is empty where decode was alone.",
             PHASE_BUCKETS_S,
             *("phase", "prefill", "decode"),
         )

@@ -22,7 +22,7 @@ TROUBLE = {
     "lost caches": "kvferry_router_lost_caches_total",
     "failed upstream requests": "kvferry_router_upstream_errors_total",
 }
-ORDER = ("queue", "prefill", "decode_queue", "handshake", "claim", "wire", "verify", "lost", "first_decode")
+ORDER = ("queue", "prefill", "decode_queue", "handshake", "claim", "wire", "verify", "lost", "first_decode", "decode")
 BAR = 40
 
 
