@@ -134,7 +134,7 @@ def test_several_answers_are_decoded_alone(fleet, body):
 
 REFUSED = {
     "best of": COMPLETION | {"best_of": 3},
-    "logprobs": COMPLETION | {"logprobs": 2},
+    "logprobs": COMPLETION | {"logprobs": 21},
     "echo": COMPLETION | {"echo": True},
     "echo with logprobs": COMPLETION | {"echo": True, "logprobs": 1},
     "temperature": COMPLETION | {"temperature": -0.5},

@@ -34,12 +34,14 @@ HONOURED: dict[str, Any] = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "n", "best_of", "top_k", "seed", "min_tokens"), 1),
     **dict.fromkeys(("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"), 0.5),
     "repetition_penalty": 1.1,
+    "top_logprobs": 2,
     "skip_special_tokens": False,
 }
 
 
 def decode(endpoint: Endpoint, fields: dict[str, Any]) -> object:
     if endpoint is Endpoint.CHAT:
+        fields = ({"logprobs": True} if "top_logprobs" in fields else {}) | fields
         return decode_chat(msgspec.json.encode({"messages": HONOURED["messages"]} | fields))[1]
     return decode_completion(msgspec.json.encode({"prompt": "a"} | fields))[1]
 
@@ -49,8 +51,9 @@ def test_every_row_is_what_happens(row: Support, endpoint: Endpoint) -> None:
     nothing = decode(endpoint, {})
     match row.verdict:
         case Verdict.HONOURED:
-            expects_same = HONOURED[row.name] in ("tiny", "a", 1) or row.name in ("messages", "prompt")
-            asked = decode(endpoint, {row.name: HONOURED[row.name]})
+            expects_same = HONOURED.get(row.name) in ("tiny", "a", 1) or row.name in ("messages", "prompt")
+            value = endpoint is Endpoint.CHAT or 1 if row.name == "logprobs" else HONOURED[row.name]
+            asked = decode(endpoint, {row.name: value})
             assert (asked == nothing) <= expects_same
         case Verdict.REFUSED:
             with pytest.raises(RequestError, match=f"^{row.name} is not supported by the embedded engine: ") as refused:
@@ -175,3 +178,38 @@ def test_a_chat_may_take_what_the_context_leaves(decoder: Served) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["total_tokens"] == decoder.engine.max_tokens
     assert 16 < answer["usage"]["completion_tokens"] <= num_spare
+
+
+def test_completions_tell_log_probabilities(decoder: Served) -> None:
+    body = {"prompt": "The ferry crosses", "max_tokens": 6, "logprobs": 2}
+    (choice,) = decoder.ask(COMPLETIONS, body)[1]["choices"]
+    told = choice["logprobs"]
+    assert {len(value) for value in told.values()} == {6}
+    assert "".join(told["tokens"]) == choice["text"]
+    for token, logprob, top, offset in zip(
+        told["tokens"], told["token_logprobs"], told["top_logprobs"], told["text_offset"], strict=True
+    ):
+        assert (max(top.values()), len(top)) == (top[token], 2)  # greedy
+        assert logprob == top[token] <= 0
+        assert choice["text"][offset:].startswith(token)
+    events = decoder.events(COMPLETIONS, body)
+    streamed = [event["choices"][0]["logprobs"] for event in events]
+    assert {name: [one for part in streamed for one in part[name]] for name in told} == told
+
+
+def test_chats_tell_log_probabilities(decoder: Served) -> None:
+    body = {"messages": HONOURED["messages"], "max_tokens": 5, "logprobs": True, "top_logprobs": 3}
+    (choice,) = decoder.ask(CHAT, body)[1]["choices"]
+    content = choice["logprobs"]["content"]
+    assert "".join(one["token"] for one in content) == choice["message"]["content"]
+    for one in content:
+        assert [best["logprob"] for best in one["top_logprobs"]] == sorted(
+            (best["logprob"] for best in one["top_logprobs"]), reverse=True
+        )
+        assert (len(one["top_logprobs"]), one["top_logprobs"][0]["token"]) == (3, one["token"])
+        assert bytes(one["bytes"]).decode() == one["token"]
+    streamed = [event["choices"][0]["logprobs"] for event in decoder.events(CHAT, body)]
+    assert [one for part in streamed if part for one in part["content"]] == content
+    assert [one["top_logprobs"] for one in content] != []
+    (plain,) = decoder.ask(CHAT, body | {"top_logprobs": 0})[1]["choices"]
+    assert {len(one["top_logprobs"]) for one in plain["logprobs"]["content"]} == {0}

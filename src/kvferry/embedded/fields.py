@@ -40,7 +40,7 @@ class Support:
 
 BOTH, COMPLETIONS, CHAT = tuple(Endpoint), (Endpoint.COMPLETIONS,), (Endpoint.CHAT,)
 NO_GRAMMAR = "the engine cannot hold an answer to a grammar"
-NO_LOGPROBS = "the engine does not return log-probabilities"
+NO_LOGPROBS = "the engine returns those of the likeliest tokens, as text"
 NO_TOOLS = "the engine does not recognise tool calls in an answer"
 NO_PROMPT_LOGITS = "the engine has no logits of the prompt"
 NO_BEAMS = "the engine has no beam search"
@@ -70,6 +70,8 @@ SUPPORT: tuple[Support, ...] = (
     *_honoured(BOTH, "model max_tokens n stop stream stream_options kv_transfer_params cache_salt return_token_ids"),
     *_honoured(BOTH, "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty"),
     *_honoured(BOTH, "logit_bias allowed_token_ids bad_words min_tokens stop_token_ids ignore_eos"),
+    *_honoured(BOTH, "logprobs"),
+    *_honoured(CHAT, "top_logprobs"),
     *_honoured(BOTH, "include_stop_str_in_output skip_special_tokens"),
     Support("best_of", BOTH, Verdict.HONOURED, "when it equals n"),
     *_honoured(COMPLETIONS, "prompt"),
@@ -78,9 +80,6 @@ SUPPORT: tuple[Support, ...] = (
     *_refused(BOTH, NO_GRAMMAR, "response_format", {"type": "text"}),
     *_refused(BOTH, NO_GRAMMAR, "structured_outputs guided_json guided_regex guided_choice guided_grammar"),
     *_refused(BOTH, NO_GRAMMAR, "guided_json_object guided_decoding_backend guided_whitespace_pattern structural_tag"),
-    *_refused(COMPLETIONS, NO_LOGPROBS, "logprobs"),
-    *_refused(CHAT, NO_LOGPROBS, "logprobs", False),
-    *_refused(CHAT, NO_LOGPROBS, "top_logprobs", 0),
     *_refused(BOTH, NO_LOGPROBS, "logprob_token_ids", []),
     *_refused(BOTH, NO_LOGPROBS, "return_tokens_as_token_ids", False),
     *_refused(BOTH, NO_PROMPT_LOGITS, "prompt_logprobs"),

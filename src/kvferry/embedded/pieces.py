@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from kvferry.embedded.logprobs import ScoredToken
 from kvferry.embedded.report import Report
 
 __all__ = ["Piece", "interleaved", "joined"]
@@ -26,6 +27,7 @@ class Piece:
     report: Report = field(default_factory=Report)
     reference: dict[str, object] = field(default_factory=dict)
     index: int = 0
+    scored: tuple[ScoredToken, ...] = ()
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
@@ -38,6 +40,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         report=last.report,
         reference=last.reference,
         index=last.index,
+        scored=tuple(token for piece in pieces for token in piece.scored),
     )
 
 

@@ -21,6 +21,7 @@ Body = TypeVar("Body")
 
 MAX_CHOICES = 2048  # of one request, over all its prompts
 MAX_STOPS = 4
+MAX_TOP_LOGPROBS = 20  # as OpenAI and vLLM
 MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_COMPLETION = 16
 UNLIMITED = 2**62  # a chat may take what the context leaves
@@ -57,6 +58,7 @@ class CompletionBody(_Common, frozen=True, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[int | str | list[int]]
+    logprobs: int | None = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -73,6 +75,8 @@ class ChatBody(_Common, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[Message]
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
     max_completion_tokens: int | None = None
 
 
@@ -154,7 +158,7 @@ def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> A
         max_new_tokens=_max_new_tokens(body),
         default_new_tokens=UNLIMITED if isinstance(body, ChatBody) else MAX_TOKENS_COMPLETION,
         ending=_ending(body),
-        sampling=sampling_fields(body),
+        sampling=sampling_fields(body).scored(_num_top_logprobs(body)),
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         return_token_ids=bool(body.return_token_ids),
@@ -265,6 +269,19 @@ def _max_new_tokens(body: CompletionBody | ChatBody) -> int:
     if wanted is not None and wanted < 1:
         raise RequestError("max_tokens must be positive", found=str(wanted), expected=">= 1")
     return -1 if wanted is None else wanted
+
+
+def _num_top_logprobs(body: CompletionBody | ChatBody) -> int | None:
+    """How many of the likeliest tokens are told beside each token; None when not even its own is."""
+    if isinstance(body, CompletionBody):
+        name, number = "logprobs", body.logprobs
+    else:
+        name, number = "top_logprobs", body.top_logprobs or (0 if body.logprobs else None)
+        if number and not body.logprobs:
+            raise RequestError("top_logprobs needs logprobs", found="no logprobs", expected="logprobs: true")
+    if number is not None and not 0 <= number <= MAX_TOP_LOGPROBS:
+        raise RequestError(f"{name} is out of range", found=str(number), expected=f"0 to {MAX_TOP_LOGPROBS}")
+    return number
 
 
 def _ending(body: CompletionBody | ChatBody) -> Ending:

@@ -109,7 +109,7 @@ class Responder:
 
     async def _send_piece(self, piece: Piece, send: Send) -> None:
         is_shown = piece.token_ids and self._call.ask.return_token_ids
-        if not (piece.text or piece.finish_reason or is_shown):
+        if not (piece.text or piece.finish_reason or is_shown or piece.scored):
             return
         choice = self._with_ids(self._shape.chunk(piece), piece.token_ids)
         chunk = self._envelope.around(self._shape.chunk_kind, [choice])

@@ -56,6 +56,12 @@ class SamplingFields:
     given: dict[str, Any]
     bad_words: tuple[str, ...]
 
+    def scored(self, num_top_logprobs: int | None) -> SamplingFields:
+        """The same with log-probabilities, unless the number is None."""
+        if num_top_logprobs is None:
+            return self
+        return replace(self, given=self.given | {"logprobs": True, "num_top_logprobs": num_top_logprobs})
+
     def over(self, defaults: Sampling, bad_words_ids: tuple[tuple[int, ...], ...]) -> Sampling:
         """How this request's tokens are chosen. One that names no seed gets one that nobody can guess."""
         seed = self.given.get("seed", secrets.randbits(63))

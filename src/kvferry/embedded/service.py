@@ -12,6 +12,7 @@ from functools import partial
 from kvferry.connectors.sampling import Sampling
 from kvferry.embedded.engine import Engine
 from kvferry.embedded.entry import Grown, Prefilled, Request, Token
+from kvferry.embedded.logprobs import ScoredToken, scored_token
 from kvferry.embedded.pieces import Piece, interleaved
 from kvferry.embedded.prompts import Prompts
 from kvferry.embedded.readiness import Readiness
@@ -266,7 +267,7 @@ class Service:
     async def _pieces(
         self, call: Call, tokens: AsyncGenerator[Token, None], report: Report, index: int = 0
     ) -> AsyncGenerator[Piece, None]:
-        text, num_tokens = TextStream(self.engine.tokenizer, call.ask.ending.text), 0
+        text, num_tokens, offset = TextStream(self.engine.tokenizer, call.ask.ending.text), 0, 0
         try:
             async with aclosing(tokens):
                 async for token in tokens:
@@ -275,11 +276,16 @@ class Service:
                     is_stop = token.finish_reason == "stop"
                     shown = text.push(token.token_id, last=bool(token.finish_reason), is_stop=is_stop)
                     finish_reason = "stop" if text.stopped else token.finish_reason
-                    yield Piece(shown, (token.token_id,), finish_reason, report, index=index)
+                    scored = self._scored(token, offset)
+                    offset += sum(len(one.chosen.text) for one in scored)
+                    yield Piece(shown, (token.token_id,), finish_reason, report, index=index, scored=scored)
                     if finish_reason:
                         return
         finally:
             self.metrics.count_answer(report, num_tokens)
+
+    def _scored(self, token: Token, text_offset: int) -> tuple[ScoredToken, ...]:
+        return () if token.scored is None else (scored_token(self.engine.tokenizer, token.scored, text_offset),)
 
     def _max_new_tokens(self, ask: Ask, num_prompt_tokens: int) -> int:
         if ask.max_new_tokens > 0:

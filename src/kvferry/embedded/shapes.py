@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvferry.embedded.logprobs import chat_logprobs, completion_logprobs
 from kvferry.embedded.pieces import Piece
 
 __all__ = ["ChatShape", "CompletionShape", "Envelope", "Shape", "usage"]
@@ -56,7 +57,7 @@ class CompletionShape:
         return {
             "index": piece.index,
             "text": piece.text,
-            "logprobs": None,
+            "logprobs": completion_logprobs(piece.scored),
             "finish_reason": piece.finish_reason or None,
         }
 
@@ -71,14 +72,19 @@ class ChatShape:
 
     def whole(self, piece: Piece) -> dict[str, Any]:
         message = {"role": "assistant", "content": piece.text}
-        return {"index": piece.index, "message": message, "logprobs": None, "finish_reason": piece.finish_reason}
+        return {
+            "index": piece.index,
+            "message": message,
+            "logprobs": chat_logprobs(piece.scored),
+            "finish_reason": piece.finish_reason,
+        }
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         delta = {"content": piece.text} if piece.text else {}
         return {
             "index": piece.index,
             "delta": delta,
-            "logprobs": None,
+            "logprobs": chat_logprobs(piece.scored),
             "finish_reason": piece.finish_reason or None,
         }
 
