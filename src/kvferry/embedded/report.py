@@ -9,6 +9,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from kvferry.embedded.engine import Engine
+from kvferry.embedded.transfer import TransferReport
+from kvferry.embedded.transfer_histograms import TransferHistograms
 
 __all__ = ["Metrics", "Report", "summed"]
 
@@ -52,6 +54,7 @@ class Metrics:
         self._generated = self._counter("tokens_generated", "Generated tokens.")
         self._bytes = self._counter("received_bytes", "Bytes of cache that came from other engines.")
         self._failures = self._counter("transfer_failures", "Transfers that failed, by reason.", "reason")
+        self._transfers = TransferHistograms(self.registry)
         self._show_engine(engine)
         ready = Gauge("kvferry_engine_ready", "1 if the engine accepts requests.", registry=self.registry)
         ready.set_function(is_ready)
@@ -61,6 +64,10 @@ class Metrics:
 
     def count_failure(self, reason: str) -> None:
         self._failures.labels(reason).inc()
+
+    def observe_transfer(self, transfer: TransferReport, queue_s: float) -> None:
+        """One cache has come; it waited `queue_s` for blocks to come into."""
+        self._transfers.observe(transfer, queue_s)
 
     def count_answer(self, report: Report, num_tokens: int) -> None:
         self._computed.inc(report.tokens_computed)

@@ -254,6 +254,7 @@ class Service:
                 undo.pop_all()  # it has ended by itself
                 raise
             undo.pop_all()
+        self.metrics.observe_transfer(got, queue_s)
         return Report(
             tokens_received=got.tokens,
             bytes=got.bytes,

@@ -10,6 +10,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 
+from kvferry.connectors.buckets import PHASE_BUCKETS_S
+from kvferry.connectors.peer_labels import PeerLabels
 from kvferry.connectors.vllm_middleware.arrivals import ARRIVALS, Arrival
 from kvferry.connectors.vllm_middleware.beginnings import BEGINNINGS
 from kvferry.plan.copies import Direction
@@ -18,7 +20,6 @@ from kvferry.session.events import FetchReport
 __all__ = ["FerryPromMetrics", "FerryStats", "Moved"]
 
 PHASES, FETCHES, MOVED, BEGUN, DECLINED = "phases", "fetches", "moved", "begun", "declined"
-PHASE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 @dataclass
@@ -109,10 +110,11 @@ class FerryPromMetrics(NixlPromMetrics):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         labelnames = list(arguments[2])
+        self._peers = PeerLabels()
         self._phases = self._histogram_cls(
             name="vllm:kvferry_phase_seconds",
             documentation="Time of each phase of fetching a request's cache.",
-            buckets=PHASE_BUCKETS,
+            buckets=PHASE_BUCKETS_S,
             labelnames=[*labelnames, "phase", "peer", "transport"],
         )
         self._moved = self._counter_cls(
@@ -130,7 +132,7 @@ class FerryPromMetrics(NixlPromMetrics):
         super().observe(transfer_stats_data, engine_idx)
         labels = self.per_engine_labelvalues[engine_idx]
         for phase, peer, transport, seconds in transfer_stats_data.get(PHASES, []):
-            self._phases.labels(*labels, phase, peer, transport).observe(seconds)
+            self._phases.labels(*labels, phase, self._peers.label(peer), transport).observe(seconds)
         for direction, num_bytes in transfer_stats_data.get(MOVED, []):
             self._moved.labels(*labels, direction).inc(num_bytes)
         for side, reason in transfer_stats_data.get(DECLINED, []):
