@@ -247,7 +247,12 @@ BAD_BODIES: list[tuple[str, Any, int, str]] = [
         400,
         "the engine has no token to go on with",
     ),
-    (COMPLETIONS, {"prompt": "a", "temprature": 1}, 400, "found: 'temprature'; expected: a field of the OpenAI API"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "temprature": 1},
+        400,
+        "found: 'temprature'; expected: a field of the OpenAI or vLLM API",
+    ),
     (COMPLETIONS, {"prompt": "a", "temprature": 1}, 400, "did you mean temperature?"),
     (COMPLETIONS, {"prompt": "a", "stream_options": {"include_everything": True}}, 400, "include_everything"),
     (COMPLETIONS, {"prompt": "a", "n": 0}, 400, "n cannot be used"),

@@ -39,7 +39,7 @@ Behaviour = Callable[[web.Request, Seen], Awaitable[web.StreamResponse]]
 
 @dataclass
 class Engine:
-    """A fake engine. `behave` answers both generating endpoints; the events tell tests what happened to it."""
+    """A fake engine. `behave` answers what is asked of a model; the events tell tests what happened to it."""
 
     name: str
     behave: Behaviour
@@ -90,6 +90,8 @@ class Engine:
         app = web.Application(client_max_size=2**28)
         app.router.add_post("/v1/completions", self.generate)
         app.router.add_post("/v1/chat/completions", self.generate)
+        app.router.add_post("/tokenize", self.generate)
+        app.router.add_post("/detokenize", self.generate)
         app.router.add_get("/health", self.health)
         app.router.add_get("/ready", self.ready)
         app.router.add_get("/kvferry/info", self.who)

@@ -15,6 +15,7 @@ from kvferry.embedded.requests import decode_chat, decode_completion, decode_rel
 from kvferry.embedded.responder import Responder, error_response, json_response
 from kvferry.embedded.service import ServeInfo, Service
 from kvferry.embedded.shapes import ChatShape, CompletionShape
+from kvferry.embedded.tokenizing import DETOKENIZE, TOKENIZE, decode_detokenize, decode_tokenize
 from kvferry.embedded.transfer import Transfer
 from kvferry.errors import FerryError, RequestError
 from kvferry.openai import HTTP_CODES, error_body
@@ -25,7 +26,8 @@ __all__ = ["create_app"]
 MAX_BODY_BYTES = 32 << 20
 # Routers ask who this is again when it changes.
 EPOCH_HEADER = "x-kvferry-epoch"
-PATHS = "POST to /v1/completions or /v1/chat/completions, or GET /v1/models, /version, /health, /ready or /metrics"
+POSTS = "/v1/completions, /v1/chat/completions, /tokenize or /detokenize"
+PATHS = f"POST to {POSTS}, or GET /v1/models, /version, /health, /ready or /metrics"
 
 
 class Endpoints:
@@ -49,6 +51,27 @@ class Endpoints:
             return refusal
         call = await self._service.call(caller.request_id, ask)
         return Responder(self._service, ChatShape(), call, caller)
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens that a completion or a chat with this prompt computes."""
+        ask = decode_tokenize(await _body(request))
+        if (refusal := self._wrong_model(ask.model)) is not None:
+            return refusal
+        prompts = self._service.prompts
+        tokens = await prompts.token_ids(ask.prompt)
+        body = {
+            "count": len(tokens),
+            "max_model_len": self._service.engine.max_tokens,
+            "tokens": tokens,
+            "token_strs": await prompts.token_strs(tokens) if ask.return_token_strs else None,
+        }
+        return json_response(body, {})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = decode_detokenize(await _body(request))
+        if (refusal := self._wrong_model(body.model)) is not None:
+            return refusal
+        return json_response({"prompt": await self._service.prompts.text(tuple(body.tokens))}, {})
 
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model()]}, {})
@@ -133,6 +156,8 @@ def create_app(engine: Engine, transfer: Transfer, info: ServeInfo) -> Starlette
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+            Route(TOKENIZE, endpoints.tokenize, methods=["POST"]),
+            Route(DETOKENIZE, endpoints.detokenize, methods=["POST"]),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{name:path}", endpoints.model),
             Route("/version", endpoints.version),

@@ -32,7 +32,7 @@ class Support:
     what the engine does anyway."""
 
     name: str
-    endpoints: tuple[Endpoint, ...]
+    endpoints: tuple[str, ...]
     verdict: Verdict
     reason: str
     harmless: tuple[Any, ...] = ()
@@ -134,9 +134,8 @@ def support_of(endpoint: Endpoint) -> dict[str, Support]:
     return ROWS[endpoint]
 
 
-def refuse_unsupported(endpoint: Endpoint, fields: Mapping[str, Any]) -> None:
+def refuse_unsupported(rows: Mapping[str, Support], fields: Mapping[str, Any]) -> None:
     """Raises RequestError naming the first field that the engine can neither honour nor leave alone."""
-    rows = ROWS[endpoint]
     for name, value in fields.items():
         if value is None:
             continue
@@ -160,7 +159,9 @@ def _is_harmless(value: object, harmless: tuple[object, ...]) -> bool:
 def _unknown(name: str, rows: Mapping[str, Support]) -> RequestError:
     similar = difflib.get_close_matches(name[:64], rows, 1)
     hint = f"did you mean {similar[0]}?" if similar else "leave the field out"
-    return RequestError("unknown request field", found=_short(name), expected="a field of the OpenAI API", hint=hint)
+    return RequestError(
+        "unknown request field", found=_short(name), expected="a field of the OpenAI or vLLM API", hint=hint
+    )
 
 
 def _short(value: object) -> str:

@@ -26,10 +26,10 @@ class Limits:
                 found=f"{len(request.prompt)} prompt tokens, {request.max_new_tokens} new ones",
                 expected="at least one of each",
             )
-        self._check_ids("a token id", request.prompt)
+        self.check_ids("a token id", request.prompt)
         named = (*request.sampling.token_ids, *request.stop_token_ids)
         if named:
-            self._check_ids("a token id in stop_token_ids, logit_bias or allowed_token_ids", named)
+            self.check_ids("a token id in stop_token_ids, logit_bias or allowed_token_ids", named)
         num_tokens = len(request.prompt) + request.max_new_tokens
         if num_tokens > self.max_tokens:
             raise PromptTooLongError(
@@ -39,7 +39,8 @@ class Limits:
                 hint=f"shorten the prompt or lower max_tokens: {self.reason}",
             )
 
-    def _check_ids(self, what: str, token_ids: tuple[int, ...]) -> None:
+    def check_ids(self, what: str, token_ids: tuple[int, ...]) -> None:
+        """Of one id or more. Raises RequestError."""
         if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             raise RequestError(
                 f"{what} is not in the model's vocabulary",

@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 
 from kvferry.embedded.engine import Engine
 from kvferry.errors import RequestError
 
-__all__ = ["ChatPrompt", "PromptInput", "Prompts"]
+__all__ = ["ChatPrompt", "PromptInput", "Prompts", "TextPrompt"]
 
-# Characters. What is shorter is tokenised sooner than a thread is asked to.
+Result = TypeVar("Result")
+
+# Characters, or tokens. What is shorter is tokenised sooner than a thread is asked to.
 SHORT_TEXT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages for the model's chat template."""
+    """Messages for the model's chat template, which writes the special tokens itself. It ends with the beginning of an
+    answer (`add_generation_prompt`), or amid the last message (`continue_final_message`)."""
 
     messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
 
 
-PromptInput = str | tuple[int, ...] | ChatPrompt
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text with or without the tokenizer's special tokens; a plain string is one with them."""
+
+    text: str
+    add_special_tokens: bool
+
+
+PromptInput = str | tuple[int, ...] | ChatPrompt | TextPrompt
 """A prompt as it comes: text, token ids, or chat messages."""
 
 
@@ -47,9 +62,22 @@ class Prompts:
             case str():
                 return await self._tokenised(prompt, add_special_tokens=True)
             case ChatPrompt():
-                return await self._tokenised(self._rendered(prompt), add_special_tokens=False)
+                return await self._tokenised(self._rendered(prompt), prompt.add_special_tokens)
+            case TextPrompt():
+                return await self._tokenised(prompt.text, prompt.add_special_tokens)
             case _:
                 return prompt
+
+    async def token_strs(self, token_ids: tuple[int, ...]) -> list[str]:
+        """Each token as the tokenizer's vocabulary writes it."""
+        convert = self._engine.tokenizer.convert_ids_to_tokens
+        return await self._off_loop(len(token_ids), lambda: list(map(str, convert(list(token_ids)))))
+
+    async def text(self, token_ids: tuple[int, ...]) -> str:
+        """The text of these tokens, special ones included. Raises RequestError for an id outside the vocabulary."""
+        self._engine.check_token_ids(token_ids)
+        decode = self._engine.tokenizer.decode
+        return await self._off_loop(len(token_ids), lambda: str(decode(list(token_ids), skip_special_tokens=False)))
 
     def bad_words_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Each word as the start of a text, and within one. Raises RequestError for a word without tokens."""
@@ -68,14 +96,24 @@ class Prompts:
         def tokenise() -> tuple[int, ...]:
             return tuple(self._engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
-        if len(text) <= SHORT_TEXT:
-            return tokenise()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, tokenise)
+        return await self._off_loop(len(text), tokenise)
+
+    async def _off_loop(self, size: int, work: Callable[[], Result]) -> Result:
+        """Done at once when it is little."""
+        if size <= SHORT_TEXT:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _rendered(self, chat: ChatPrompt) -> str:
         try:
-            render = self._engine.tokenizer.apply_chat_template
-            return str(render(chat.messages, tokenize=False, add_generation_prompt=True))
+            return str(
+                self._engine.tokenizer.apply_chat_template(
+                    chat.messages,
+                    tokenize=False,
+                    add_generation_prompt=chat.add_generation_prompt,
+                    continue_final_message=chat.continue_final_message,
+                )
+            )
         except (ValueError, jinja2.TemplateError) as error:
             raise RequestError(
                 "the messages do not fit the model's chat template",

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from kvferry.connectors.params import wants_early
-from kvferry.embedded.fields import Verdict, refuse_unsupported, support_of
+from kvferry.embedded.fields import Support, Verdict, refuse_unsupported, support_of
 from kvferry.embedded.prompts import ChatPrompt, PromptInput
 from kvferry.embedded.sampling_fields import SamplingBody, SamplingFields, sampling_fields
 from kvferry.embedded.text import TextOptions
 from kvferry.errors import RequestError
 from kvferry.request_fields import Endpoint
 
-__all__ = ["Ask", "ChatBody", "CompletionBody", "Leg", "decode_chat", "decode_completion", "decode_release"]
+__all__ = [
+    "Ask",
+    "ChatBody",
+    "CompletionBody",
+    "Leg",
+    "Message",
+    "decode_chat",
+    "decode_completion",
+    "decode_fields",
+    "decode_release",
+    "field_values",
+    "plain_messages",
+]
 
 Body = TypeVar("Body")
 
@@ -127,22 +140,31 @@ class Ask:
 
 def decode_completion(body: bytes) -> tuple[CompletionBody, Ask]:
     """The body, and what it asks for. Raises RequestError naming the field, what was found and what to do."""
-    completion = _decode_fields(Endpoint.COMPLETIONS, body, CompletionBody)
+    completion = decode_fields(support_of(Endpoint.COMPLETIONS), body, CompletionBody)
     return completion, _ask(completion, _prompts(completion.prompt))
 
 
 def decode_chat(body: bytes) -> tuple[ChatBody, Ask]:
     """The body, and what it asks for. Raises RequestError naming the field, what was found and what to do."""
-    chat = _decode_fields(Endpoint.CHAT, body, ChatBody)
-    if not chat.messages:
-        raise RequestError("messages is empty", expected="at least one message")
-    messages = [{"role": message.role, "content": _plain(message)} for message in chat.messages]
-    return chat, _ask(chat, (ChatPrompt(messages),))
+    chat = decode_fields(support_of(Endpoint.CHAT), body, ChatBody)
+    return chat, _ask(chat, (ChatPrompt(plain_messages(chat.messages)),))
 
 
 def decode_release(body: bytes) -> dict[str, Any]:
     """The reference that a release names. Raises RequestError."""
     return _decode(body, ReleaseBody).kv_transfer_params
+
+
+def field_values(body: bytes) -> dict[str, msgspec.Raw]:
+    """The top level of a body, as it came. Raises RequestError."""
+    return _decode(body, dict[str, msgspec.Raw])
+
+
+def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """As chat templates take them. Raises RequestError for content that is not text."""
+    if not messages:
+        raise RequestError("messages is empty", expected="at least one message")
+    return [{"role": message.role, "content": _plain(message)} for message in messages]
 
 
 def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> Ask:
@@ -167,12 +189,14 @@ def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> A
     )
 
 
-def _decode_fields(endpoint: Endpoint, body: bytes, kind: type[Body]) -> Body:
-    """Typed, once every field is known to be honoured or without effect. No honoured value is built twice."""
-    raw = _decode(body, dict[str, msgspec.Raw])
-    rows = support_of(endpoint)
+def decode_fields(rows: Mapping[str, Support], body: bytes, kind: type[Body]) -> Body:
+    """Typed, once every field is known to be honoured or without effect. No honoured value is built twice.
+
+    Raises RequestError naming the field, what was found and what to do.
+    """
+    raw = field_values(body)
     others = {name: value for name, value in raw.items() if name not in rows or rows[name].verdict is Verdict.REFUSED}
-    refuse_unsupported(endpoint, {name: msgspec.json.decode(value) for name, value in others.items()})
+    refuse_unsupported(rows, {name: msgspec.json.decode(value) for name, value in others.items()})
     return _decode(body, kind)
 
 

@@ -40,7 +40,9 @@ from kvferry.router.request import Endpoint, parse_request
 from kvferry.router.services import Services
 from kvferry.router.status import status_of
 from kvferry.router.story import Story
+from kvferry.router.tokenizing import TokenizerPath, ask
 from kvferry.router.tracing import NO_TRACING, Tracing
+from kvferry.router.upstream import Outgoing
 
 __all__ = ["Front", "create_app"]
 
@@ -78,6 +80,7 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> Front:
 
     routes = [
         *(Route(endpoint, Generate(endpoint), methods=["POST"]) for endpoint in Endpoint),
+        *(Route(path, tokenizer, methods=["POST"]) for path in TokenizerPath),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
@@ -162,6 +165,23 @@ class Generate:
 OTHERS = "/v1/models, /version, /health, /ready or /metrics"
 
 
+async def tokenizer(http: Request) -> Response:
+    """One engine answers it alone, and its answer is passed on."""
+    path, headers = TokenizerPath(http.scope["path"]), http.scope["headers"]
+    began_s, state = time.monotonic(), http.app.state
+    request_id = request_id_of(headers)
+    try:
+        body = await _read(http, state.config.max_body_bytes)
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_LEFT)
+    outgoing = Outgoing("POST", "", _target(path, http), prefill_headers(headers, request_id), body)
+    answer = await ask(state.services, outgoing, began_s + timeout_of(headers))
+    state.metrics.count_request(path, "none", answer.status)
+    response = Response(answer.body, answer.status)
+    response.raw_headers = [*answer.headers, (b"x-request-id", request_id.encode())]
+    return response
+
+
 async def models(http: Request) -> Response:
     headers = prefill_headers(http.scope["headers"], request_id_of(http.scope["headers"]))
     status, body = await list_models(http.app.state.services, _target("/v1/models", http), headers)
@@ -212,7 +232,9 @@ async def on_http_error(http: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     if error.status_code == 404:
-        message = f"unknown path {http.url.path}; hint: POST to {' or '.join(Endpoint)}, or GET {OTHERS}"
+        message = (
+            f"unknown path {http.url.path}; hint: POST to {', '.join((*Endpoint, *TokenizerPath))}, or GET {OTHERS}"
+        )
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "other methods")
         message = f"{http.url.path} does not take {http.method}; expected: {allowed}"
@@ -263,7 +285,7 @@ def _target(path: str, http: Request) -> str:
 
 
 def _refuse(http: Request, status: int, body: dict[str, object], headers: dict[str, str]) -> Response:
-    known = http.url.path if http.url.path in tuple(Endpoint) else "other"
+    known = http.url.path if http.url.path in (*Endpoint, *TokenizerPath) else "other"
     metrics: Metrics = http.app.state.metrics
     metrics.count_request(known, "none", status)
     if BEGAN_S in http.scope:

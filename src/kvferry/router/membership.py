@@ -134,6 +134,15 @@ class Membership:
         """The instances of a role that answer."""
         return [m.instance for m in self.members if m.instance.role is role and m.healthy]
 
+    def answering(self, model: str) -> list[Instance]:
+        """Healthy instances for a question that any of them can answer, the one to be asked first in front: those that
+        want requests, decode instances, the least busy. Where none says that it has the model, all: they refuse it
+        better than we could."""
+        healthy = [m for m in self.members if m.healthy]
+        serving = [m for m in healthy if m.serves(model)] or healthy
+        order = sorted(serving, key=lambda m: (not m.ready, m.instance.role is Role.PREFILL, m.num_outstanding))
+        return [m.instance for m in order]
+
     def ready(self, role: Role) -> list[Instance]:
         """The healthy instances of a role that want requests and did not fail again and again."""
         now = self.now
