@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from kvferry.agent.config import STAGING_BYTES
 from kvferry.cli import main
-from kvferry.cli.serve.vllm import VllmOptions, vllm_command
+from kvferry.cli.serve.vllm import VllmOptions, vllm_command, vllm_environment
 from kvferry.connectors.vllm_middleware import FerryMiddleware, middleware
+from kvferry.errors import ConfigurationError
 
 DEADLINE_S = 60.0
 STAND_IN = """
@@ -59,6 +60,14 @@ def options(**changed) -> VllmOptions:
 
 def after(command: list[str], option: str) -> str:
     return command[command.index(option) + 1]
+
+
+def test_vllm_gets_its_key_through_the_environment_and_not_on_the_command_line():
+    given = options(api_keys=("first-key",))
+    assert vllm_environment(given)["VLLM_API_KEY"] == "first-key"
+    assert "first-key" not in " ".join(vllm_command(given, 8123)) + repr(given)
+    with pytest.raises(ConfigurationError, match="one --api-key"):
+        vllm_environment(options(api_keys=("first-key", "second-key")))
 
 
 def test_the_command_line_names_our_connector():

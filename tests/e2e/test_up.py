@@ -220,3 +220,24 @@ def test_a_model_with_sliding_windows_and_other_blocks_on_each_side(run, windowe
     assert facts["prompt_tokens"] > 200
     num_full_tokens, num_window_tokens = facts["prompt_tokens"] - 1, 47
     assert facts["bytes"] == (num_full_tokens * 1 + num_window_tokens * 5) * 2 * 2 * 32 * 4
+
+
+def test_the_whole_fleet_can_ask_for_a_key(tiny_model):
+    """Engines, router and the proof share it through the environment."""
+    environment = {**os.environ, "KVFERRY_API_KEY": "a-key-of-this-test"}
+    command = [
+        sys.executable,
+        "-m",
+        "kvferry",
+        "up",
+        "--model",
+        str(tiny_model),
+        "--once",
+        "The ferry leaves",
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["equal"], found["path"]) == (True, "disaggregated")
+    assert "a-key-of-this-test" not in done.stdout + done.stderr

@@ -14,6 +14,7 @@ from router_harness import (
     TRANSFER,
     cluster,
     decode_engine,
+    decoding,
     failing,
     hanging,
     open_stream,
@@ -471,5 +472,24 @@ def test_a_crash_is_a_500_too(monkeypatch):
         async with cluster([], [decode_engine()]) as c:
             response = await c.complete()
             assert (response.status, response.error["code"]) == (500, "internal_error")
+
+    run(main)
+
+
+def test_engines_are_shown_the_routers_own_key_and_not_the_clients():
+    async def main():
+        shown = []
+
+        def showing(behave):
+            async def wrapped(request, seen):
+                shown.append(request.headers.getall("authorization", []))
+                return await behave(request, seen)
+
+            return wrapped
+
+        engines = [prefill_engine("p0", showing(prefilling("p0")))], [decode_engine("d0", showing(decoding))]
+        async with cluster(*engines, engine_api_key="inner") as c:
+            await c.complete({"prompt": "x"}, headers={"authorization": "Bearer outer"})
+        assert shown == [["Bearer inner"]] * 2
 
     run(main)

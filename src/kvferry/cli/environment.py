@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["cache_directory", "cache_origin", "token_file", "token_origin"]
+__all__ = ["api_keys", "cache_directory", "cache_origin", "engine_api_key", "token_file", "token_origin"]
 
 
 def cache_directory() -> Path:
@@ -19,6 +19,17 @@ def cache_directory() -> Path:
 def token_file() -> str:
     """The file with the token that all engines share: KVFERRY_TOKEN_FILE; empty when there is none."""
     return os.environ.get("KVFERRY_TOKEN_FILE", "")
+
+
+def api_keys() -> tuple[str, ...]:
+    """The key that clients need, and that our own commands show: KVFERRY_API_KEY; empty when there is none."""
+    key = os.environ.get("KVFERRY_API_KEY", "")
+    return (key,) if key else ()
+
+
+def engine_api_key() -> str:
+    """What a router shows to its engines: KVFERRY_ENGINE_API_KEY; empty when there is none."""
+    return os.environ.get("KVFERRY_ENGINE_API_KEY", "")
 
 
 def cache_origin() -> str:

@@ -10,6 +10,11 @@ import typer
 
 __all__ = [
     "HERE",
+    "AllowCredentials",
+    "AllowedHeaders",
+    "AllowedMethods",
+    "AllowedOrigins",
+    "ApiKey",
     "Child",
     "Digest",
     "Drain",
@@ -22,6 +27,7 @@ __all__ = [
     "TokenFile",
     "Transport",
     "TransferDirection",
+    "access",
     "addresses",
     "cache",
     "common",
@@ -46,6 +52,7 @@ cache = partial(typer.Option, rich_help_panel="Advanced: model and cache")
 moving = partial(typer.Option, rich_help_panel="Advanced: cache transfer")
 addresses = partial(typer.Option, rich_help_panel="Advanced: addresses")
 times = partial(typer.Option, rich_help_panel="Advanced: time limits, in seconds")
+access = partial(typer.Option, rich_help_panel="Advanced: access")
 output = partial(typer.Option, rich_help_panel="Advanced: output")
 
 Model = Annotated[str, common(help="Model folder or Hugging Face name; tiny is built on this machine.")]
@@ -58,6 +65,11 @@ TransferDirection = Annotated[
 ]
 Host = Annotated[str, common(help="Address to listen on.")]
 TokenFile = Annotated[str, common(help="File with the shared token; else KVFERRY_TOKEN_FILE.")]
+ApiKey = Annotated[list[str], access(help="API key that clients need; repeatable. Else KVFERRY_API_KEY.")]
+AllowedOrigins = Annotated[list[str], access(help="Web origin that browsers may come from, or *; repeatable.")]
+AllowedMethods = Annotated[list[str], access(help="HTTP method for those origins; repeatable.")]
+AllowedHeaders = Annotated[list[str], access(help="Request header for those origins; repeatable.")]
+AllowCredentials = Annotated[bool, access("--allow-credentials", help="Those origins may send cookies.")]
 Drain = Annotated[float, times(min=0.0, max=86400.0, help="Limit for open requests and leases after SIGTERM.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Child = Annotated[bool, typer.Option("--as-child", hidden=True, help="Exit when standard input closes.")]

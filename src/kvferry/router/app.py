@@ -65,7 +65,10 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> Front:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with aclosing(Pool(config.connect_timeout_s)) as pool, aclosing(Errands(pool, config)) as errands:
+        async with (
+            aclosing(Pool(config.connect_timeout_s, config.engine_api_key)) as pool,
+            aclosing(Errands(pool, config)) as errands,
+        ):
             app.state.services = Services(config, membership, metrics, pool, errands, tracing)
             prober = Prober(pool, membership, config)
             await prober.probe_all()

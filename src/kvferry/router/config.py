@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigurationError
+from kvferry.http_access import check_key
 from kvferry.router.fallback import PrefillFallback
 from kvferry.router.judgement import DEFAULT_JUDGEMENT, Judgement
 from kvferry.router.policy import Instance, Role
@@ -38,6 +39,7 @@ class RouterConfig:
     pieces. With `require_prefill` the router is not ready while no pair of instances is; with a `prefill_fallback` of
     REFUSE it does not let a decode instance compute what a prefill instance should, either. Decode legs of prompts of
     `early_from_tokens` and more begin with the prefill leg, where the prefill instance can do that; 0: none does.
+    `engine_api_key` is shown to the engines in place of what clients show; empty: theirs is passed on.
     Raises ConfigurationError.
     """
 
@@ -57,8 +59,11 @@ class RouterConfig:
     require_prefill: bool = False
     prefill_fallback: PrefillFallback = PrefillFallback.DECODE
     early_from_tokens: int = 0
+    engine_api_key: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
+        if self.engine_api_key:
+            check_key(self.engine_api_key)
         if not self.decode_urls and not self.takes_members:
             raise ConfigurationError(
                 "the router needs a decode engine",

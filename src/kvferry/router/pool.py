@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from kvferry.errors import TransportError
+from kvferry.http_access import bearer
 from kvferry.router.connection import Connection
 from kvferry.tcp_keepalive import keep_alive
 
@@ -49,7 +50,9 @@ def origin_of(url: str) -> Origin:
 class Pool:
     """Belongs to one event loop; `aclose` it in the end. As many connections as there are exchanges."""
 
-    def __init__(self, connect_timeout_s: float) -> None:
+    def __init__(self, connect_timeout_s: float, api_key: str = "") -> None:
+        """With an `api_key` every request shows it, in place of whatever the caller of the router has shown."""
+        self.authorization = (bearer(api_key),) if api_key else ()
         self._loop = asyncio.get_running_loop()
         self._connect_timeout_s = connect_timeout_s
         # The one that was used last is the last.

@@ -79,7 +79,7 @@ class Exchange:
         Whoever only asks (GET) asks on a connection of its own: a probe is to find out whether there is one.
         """
         origin = origin_of(outgoing.base)
-        head = _head(origin, outgoing)
+        head = _head(origin, outgoing, pool.authorization)
         connection = await (pool.connect(origin) if outgoing.method == "GET" else pool.take(origin))
         exchange = cls(pool, origin, connection, connection.send(head, outgoing.body))
         try:
@@ -159,11 +159,14 @@ def reason_of(error: BaseException, timeout_reason: str) -> str:
             return MALFORMED
 
 
-def _head(origin: Origin, outgoing: Outgoing) -> bytes:
+def _head(origin: Origin, outgoing: Outgoing, authorization: tuple[tuple[bytes, bytes], ...]) -> bytes:
     """Header values came through a parser, or are ours: they hold no line ends."""
     target = (origin.prefix + outgoing.target).encode("latin-1")
     parts = [outgoing.method.encode(), b" ", target, b" HTTP/1.1\r\nhost: ", origin.host_header, b"\r\n"]
-    for name, value in outgoing.headers:
+    headers = outgoing.headers
+    if authorization:
+        headers = [*(pair for pair in headers if pair[0].lower() != b"authorization"), *authorization]
+    for name, value in headers:
         parts += (name, b": ", value, b"\r\n")
     if outgoing.method != "GET":
         parts.append(b"content-length: %d\r\n" % len(outgoing.body))

@@ -9,7 +9,23 @@ import typer
 
 from kvferry.cli.console import friendly
 from kvferry.cli.logs import LogFormat
-from kvferry.cli.options import HERE, Child, Drain, Host, Json, TokenFile, common, output, times
+from kvferry.cli.options import (
+    HERE,
+    AllowCredentials,
+    AllowedHeaders,
+    AllowedMethods,
+    AllowedOrigins,
+    ApiKey,
+    Child,
+    Drain,
+    Host,
+    Json,
+    TokenFile,
+    access,
+    common,
+    output,
+    times,
+)
 
 __all__ = ["route"]
 
@@ -48,6 +64,14 @@ def route(
     drain_timeout: Drain = 30.0,
     host: Host = HERE,
     port: Annotated[int, common(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
+    api_key: ApiKey = [],  # noqa: B006
+    engine_api_key: Annotated[
+        str, access(help="Key to show to engines; else KVFERRY_ENGINE_API_KEY, else the first --api-key.")
+    ] = "",
+    allowed_origins: AllowedOrigins = [],  # noqa: B006
+    allowed_methods: AllowedMethods = ["*"],  # noqa: B006
+    allowed_headers: AllowedHeaders = ["*"],  # noqa: B006
+    allow_credentials: AllowCredentials = False,
     log_format: Annotated[LogFormat, output(help="Format of the log on stderr.")] = LogFormat.PLAIN,
     access_log: Annotated[bool, common("--access-log", help="Log every request.")] = False,
     otel: Annotated[bool, output("--otel", help="Export OpenTelemetry spans; set OTEL_* variables.")] = False,
@@ -56,12 +80,22 @@ def route(
 ) -> None:
     """Start a router: an OpenAI API in front of prefill and decode engines."""
     with friendly("router"):
+        from kvferry.cli import environment
         from kvferry.cli.route import server
+        from kvferry.http_access import Access
         from kvferry.router.config import RouterConfig
         from kvferry.router.judgement import Judgement
         from kvferry.router.plugins import policy_named
 
         limits = server.limits_of(ttft_slo, max_requests, skip_prefill_below)
+        guard = Access(
+            tuple(api_key) or environment.api_keys(),
+            tuple(allowed_origins),
+            tuple(allowed_methods),
+            tuple(allowed_headers),
+            allow_credentials,
+        )
+        shown_key = engine_api_key or environment.engine_api_key() or "".join(guard.api_keys[:1])
         router = RouterConfig(
             prefill_urls=tuple(prefill),
             decode_urls=tuple(decode),
@@ -74,6 +108,7 @@ def route(
             require_prefill=require_prefill,
             prefill_fallback=server.fallback_of(prefill_fallback),
             early_from_tokens=early_decode_from,
+            engine_api_key=shown_key,
         )
         logs = server.LogOptions(log_format, access_log, otel)
-        server.route(server.RouteOptions(router, host, port, drain_timeout, as_json, as_child, logs))
+        server.route(server.RouteOptions(router, host, port, drain_timeout, as_json, as_child, logs, guard))

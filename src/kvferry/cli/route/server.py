@@ -12,6 +12,7 @@ import uvloop
 from kvferry.cli import console, environment, http, listening
 from kvferry.cli.logs import LogFormat, log_to_stderr
 from kvferry.errors import ConfigurationError
+from kvferry.http_access import Access, guarded
 from kvferry.registration import KEY_PURPOSE
 from kvferry.router.app import Front, create_app
 from kvferry.router.config import NO_REGISTRATION, Registration, RouterConfig
@@ -35,6 +36,7 @@ class LogOptions:
 
 
 DEFAULT_LOGS = LogOptions()
+EVERYBODY = Access()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class RouteOptions:
     as_json: bool
     as_child: bool
     logs: LogOptions = DEFAULT_LOGS
+    access: Access = EVERYBODY
 
 
 def limits_of(ttft_s: float, max_requests: int, skip_below: str) -> Limits:
@@ -110,6 +113,6 @@ async def _route(options: RouteOptions, app: Front, bound: socket.socket, tracin
     gc.freeze()
     gc.set_threshold(NUM_NEW_OBJECTS)
     try:
-        await http.run(app, bound, ends, http.ROUTER_GRACE_S, drain)
+        await http.run(guarded(app, options.access), bound, ends, http.ROUTER_GRACE_S, drain)
     finally:
         tracing.close()

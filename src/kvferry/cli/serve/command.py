@@ -10,6 +10,11 @@ from kvferry.cli.console import friendly
 from kvferry.cli.engine_choice import check_engine, check_vllm, extras_of, size
 from kvferry.cli.options import (
     HERE,
+    AllowCredentials,
+    AllowedHeaders,
+    AllowedMethods,
+    AllowedOrigins,
+    ApiKey,
     Child,
     Digest,
     Drain,
@@ -77,6 +82,11 @@ def serve(
     register: Annotated[list[str], common(help="URL of a router to join; repeatable.")] = [],  # noqa: B006
     role: Annotated[list[Side], common(help="Role to join as; repeatable.")] = [],  # noqa: B006
     advertise_url: Annotated[str, addresses(help="URL under which routers reach this engine, if not its own.")] = "",
+    api_key: ApiKey = [],  # noqa: B006
+    allowed_origins: AllowedOrigins = [],  # noqa: B006
+    allowed_methods: AllowedMethods = ["*"],  # noqa: B006
+    allowed_headers: AllowedHeaders = ["*"],  # noqa: B006
+    allow_credentials: AllowCredentials = False,
     as_json: Json = False,
     as_child: Child = False,
 ) -> None:
@@ -102,6 +112,7 @@ def serve(
         from kvferry.cli import environment
         from kvferry.connectors.jobs import Settings
         from kvferry.connectors.step_cost import step_cost_named
+        from kvferry.http_access import Access
         from kvferry.session.events import Timing
 
         if lease_timeout < 2 * heartbeat:
@@ -143,6 +154,13 @@ def serve(
                 as_json=as_json,
                 as_child=as_child,
                 join=join,
+                access=Access(
+                    tuple(api_key) or environment.api_keys(),
+                    tuple(allowed_origins),
+                    tuple(allowed_methods),
+                    tuple(allowed_headers),
+                    allow_credentials,
+                ),
             )
         )
 
@@ -155,7 +173,8 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str, join: JoinO
     from kvferry.cli import environment
     from kvferry.cli.serve.vllm import VllmOptions, serve_vllm
 
-    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "simulated_step"):
+    cors = ("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials")
+    for name in ("num_blocks", "max_batch_tokens", "heartbeat", "simulated_step", *cors):
         if is_given(context, name):
             option = f"--{name.replace('_', '-')}"
             hint = "pass options of vllm serve after --"
@@ -188,5 +207,6 @@ def _serve_vllm(context: typer.Context, path: str, served_name: str, join: JoinO
         # Whoever has started us as a child ends us sooner than that, and would leave vLLM behind.
         drain_s=given["drain_timeout"] if is_given(context, "drain_timeout") or not given["as_child"] else 0.0,
         join=join,
+        api_keys=tuple(given["api_key"]) or environment.api_keys(),
     )
     raise typer.Exit(serve_vllm(options))

@@ -21,10 +21,13 @@ from kvferry.embedded.engine import Engine
 from kvferry.embedded.registrar import Registrar, RegistrarConfig
 from kvferry.embedded.service import ServeInfo
 from kvferry.errors import FerryError
+from kvferry.http_access import Access, guarded
 from kvferry.plan.layout import contents
 from kvferry.registration import KEY_PURPOSE
 
 __all__ = ["ServeOptions", "serve"]
+
+EVERYBODY = Access()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class ServeOptions:
     as_json: bool
     as_child: bool
     join: JoinOptions = NOWHERE
+    access: Access = EVERYBODY
 
 
 def serve(options: ServeOptions) -> None:
@@ -83,7 +87,7 @@ async def _serve(options: ServeOptions, engine: Engine, bound: socket.socket) ->
 
         ends = [transfer.wait_until_over(), *([http.stdin_closed()] if options.as_child else [])]
         drain = http.Drain(options.drain_s, announce_end, engine.idle)
-        await http.run(app, bound, ends, http.ENGINE_GRACE_S, drain)
+        await http.run(guarded(app, options.access), bound, ends, http.ENGINE_GRACE_S, drain)
         if transfer.failure:
             # Better no process than one that cannot do its job: whoever watches over it starts a new one.
             raise FerryError(

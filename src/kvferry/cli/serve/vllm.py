@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from kvferry.cli import console, listening
@@ -58,6 +58,7 @@ class VllmOptions:
     lease_s: float = 0.0
     drain_s: float = 0.0
     join: JoinOptions = NOWHERE
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
 
 
 def serve_vllm(options: VllmOptions) -> int:
@@ -81,6 +82,7 @@ def serve_vllm(options: VllmOptions) -> int:
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
             process_group=0,
+            env=vllm_environment(options),
         )
         try:
             return _watch(process, options, url, told)
@@ -114,6 +116,21 @@ def vllm_command(options: VllmOptions, port: int) -> list[str]:
     command += ["--block-size", str(options.block_tokens)] if options.block_tokens else []
     command += ["--shutdown-timeout", str(ceil(options.drain_s))] if options.drain_s else []
     return [*command, *options.arguments]
+
+
+def vllm_environment(options: VllmOptions) -> dict[str, str]:
+    """vLLM takes a key from there as well: everybody on this host can read command lines.
+
+    Raises ConfigurationError for several keys, of which it takes one there.
+    """
+    if len(options.api_keys) > 1:
+        raise ConfigurationError(
+            "vLLM takes one --api-key from kvferry",
+            found=f"{len(options.api_keys)} keys",
+            hint="pass several behind --, where everybody on this host can read them: -- --api-key A B",
+        )
+    keys = dict(zip(["VLLM_API_KEY"], options.api_keys, strict=False))
+    return {**os.environ, **keys}
 
 
 def _watch(process: subprocess.Popen[bytes], options: VllmOptions, url: str, told: StopSignal) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvferry.cli import environment
 from kvferry.errors import RequestError
 from kvferry.openai import REPORT_HEADER
 
@@ -80,7 +81,8 @@ def _chunks(url: str, body: bytes, paths: list[str]) -> Iterator[dict[str, Any]]
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=SILENCE_S)
     try:
-        connection.request("POST", "/v1/completions", body, HEADERS)
+        keys = dict(("authorization", f"Bearer {key}") for key in environment.api_keys())
+        connection.request("POST", "/v1/completions", body, HEADERS | keys)
         response = connection.getresponse()
         if response.status != 200:
             raise _refused(json.loads(response.read()), url)

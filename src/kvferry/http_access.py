@@ -1,0 +1,121 @@
+"""Who may use an HTTP server of ours: API keys, and web pages of other origins (CORS). For engine and router alike."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass, field
+
+import msgspec
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvferry.errors import ConfigurationError
+from kvferry.openai import INVALID_REQUEST, error_body
+
+__all__ = ["Access", "bearer", "check_key", "guarded"]
+
+# As in vLLM: health, readiness and metrics are for whoever runs the server.
+GUARDED = ("/v1", "/tokenize", "/detokenize")
+EVERYTHING = ("*",)
+SHOWN_HEADERS = (
+    *("x-request-id", "server-timing", "retry-after"),
+    *("x-kvferry-path", "x-kvferry-reason", "x-kvferry-cache", "x-kvferry-cache-reason"),
+)
+SCHEME = b"bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """With `api_keys` every request to the OpenAI API needs one of them. Pages of `origins` may use the server from a
+    browser, with these methods and headers, and with cookies if `credentials`. Raises ConfigurationError."""
+
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    origins: tuple[str, ...] = ()
+    methods: tuple[str, ...] = EVERYTHING
+    headers: tuple[str, ...] = EVERYTHING
+    credentials: bool = False
+
+    def __post_init__(self) -> None:
+        for key in self.api_keys:
+            check_key(key)
+
+
+def check_key(key: str) -> None:
+    """Raises ConfigurationError for a key that cannot travel in a header. The message does not show it."""
+    if not key or not all("!" <= letter <= "~" for letter in key):
+        raise ConfigurationError(
+            "an API key cannot be used",
+            found="an empty key" if not key else "blanks or letters beyond ASCII in it",
+            expected="printable ASCII characters without blanks",
+            hint="such as the output of: openssl rand -hex 32",
+        )
+
+
+def bearer(key: str) -> tuple[bytes, bytes]:
+    """The header with which a client shows its key."""
+    return b"authorization", b"Bearer " + key.encode()
+
+
+def guarded(app: ASGIApp, access: Access) -> ASGIApp:
+    """The application behind its guards. CORS comes first: a browser has to be able to read a refusal."""
+    if access.api_keys:
+        app = _ApiKeys(app, access.api_keys)
+    if access.origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=access.origins,
+            allow_methods=access.methods,
+            allow_headers=access.headers,
+            allow_credentials=access.credentials,
+            expose_headers=SHOWN_HEADERS,
+        )
+    return app
+
+
+class _ApiKeys:
+    """Lets requests through that show a key that is known; keys are compared as digests, in constant time."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] != "OPTIONS" and _is_guarded(scope["path"]):
+            key = _shown_key(scope["headers"])
+            if not self._is_known(key):
+                await _refuse(send, was_shown=bool(key))
+                return
+        await self._app(scope, receive, send)
+
+    def _is_known(self, key: bytes) -> bool:
+        shown = _digest(key)
+        # All of them, so that the time does not tell which one it is.
+        return sum(hmac.compare_digest(shown, digest) for digest in self._digests) > 0
+
+
+def _is_guarded(path: str) -> bool:
+    return any(path == guarded or path.startswith(f"{guarded}/") for guarded in GUARDED)
+
+
+def _shown_key(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Empty where none is shown, or several are."""
+    values = [value for name, value in headers if name == b"authorization"]
+    is_bearer = len(values) == 1 and values[0][: len(SCHEME)].lower() == SCHEME
+    return values[0][len(SCHEME) :].strip() if is_bearer else b""
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+async def _refuse(send: Send, was_shown: bool) -> None:
+    message = "the API key is not valid" if was_shown else "an API key is needed: Authorization: Bearer KEY"
+    body = msgspec.json.encode(error_body(message, INVALID_REQUEST, "invalid_api_key", None))
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"www-authenticate", b"Bearer"),
+    ]
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,108 @@
+"""API keys and CORS, on real HTTP servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from kvferry.cli import http, listening
+from kvferry.errors import ConfigurationError
+from kvferry.http_access import Access, guarded
+
+KEYS = ("first-key", "second-key")
+PAGE = "https://chat.example"
+DEADLINE_S = 30.0
+
+
+@asynccontextmanager
+async def served(access: Access) -> AsyncIterator[str]:
+    """A server that answers on every path."""
+
+    async def show(request: Request) -> JSONResponse:
+        return JSONResponse({}, headers={"x-kvferry-cache": "local"})
+
+    routes = [Route("/{path:path}", show, methods=["GET", "POST"])]
+    ended = asyncio.Event()
+    with listening.listen("127.0.0.1", 0) as bound:
+        app = guarded(Starlette(routes=routes), access)
+        running = asyncio.create_task(http.run(app, bound, [ended.wait()], 1, http.Drain(0.0, list)))
+        try:
+            yield listening.url_of(bound)
+        finally:
+            ended.set()
+            await asyncio.wait_for(running, DEADLINE_S)
+
+
+async def ask(url: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with aiohttp.ClientSession() as session, session.request(method, url, headers=named) as response:
+        return response.status, {name.lower(): value for name, value in response.headers.items()}, await response.text()
+
+
+@pytest.mark.parametrize("shown", ["", "Bearer", "Bearer wrong", "Basic first-key", "first-key", "Bearer first-key2"])
+def test_the_api_needs_a_key_and_says_so(shown: str) -> None:
+    async def main() -> None:
+        headers = {"authorization": shown} if shown else {}
+        async with served(Access(KEYS)) as url:
+            for path in ("/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+                status, told, text = await ask(url + path, **headers)
+                assert (status, told["www-authenticate"]) == (401, "Bearer"), path
+                error = json.loads(text)["error"]
+                assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+                assert not any(key in text for key in KEYS)
+
+    asyncio.run(main())
+
+
+def test_every_key_is_good_and_what_operators_ask_needs_none() -> None:
+    async def main() -> None:
+        async with served(Access(KEYS)) as url:
+            for key in KEYS:
+                for scheme in ("Bearer", "bearer"):
+                    assert (await ask(f"{url}/v1/models", authorization=f"{scheme} {key}"))[0] == 200
+            for path in ("/health", "/ready", "/metrics", "/version", "/kvferry/info", "/v1x"):
+                assert (await ask(url + path))[0] == 200, path
+
+    asyncio.run(main())
+
+
+def test_without_keys_and_origins_nothing_is_in_the_way() -> None:
+    app = Starlette()
+    assert guarded(app, Access()) is app
+
+
+def test_pages_of_an_origin_may_ask_and_can_read_refusals() -> None:
+    async def main() -> None:
+        async with served(Access(KEYS, origins=(PAGE,))) as url:
+            wish = {"access_control_request_method": "POST", "access_control_request_headers": "authorization"}
+            status, told, _ = await ask(f"{url}/v1/completions", "OPTIONS", origin=PAGE, **wish)
+            assert (status, told["access-control-allow-origin"]) == (200, PAGE)
+            status, told, _ = await ask(f"{url}/v1/completions", "POST", origin=PAGE)
+            assert (status, told["access-control-allow-origin"]) == (401, PAGE)
+            status, told, _ = await ask(f"{url}/v1/models", origin=PAGE, authorization="Bearer first-key")
+            assert status == 200
+            assert "x-kvferry-cache" in told["access-control-expose-headers"]
+            _, told, _ = await ask(f"{url}/v1/models", origin="https://other.example", authorization="Bearer first-key")
+            assert "access-control-allow-origin" not in told
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("key", ["", "two words", "cl\u00e9", "line\nend"])
+def test_a_key_that_cannot_travel_is_refused_without_being_shown(key: str) -> None:
+    with pytest.raises(ConfigurationError, match="printable ASCII") as raised:
+        Access((key,))
+    assert not key or key not in str(raised.value)
+
+
+def test_keys_are_not_shown_by_accident() -> None:
+    assert "first-key" not in repr(Access(KEYS))
