@@ -15,7 +15,7 @@ from typing import Any
 from kvferry.errors import RequestError
 from kvferry.request_fields import Endpoint
 
-__all__ = ["SUPPORT", "Support", "Verdict", "refuse_unsupported", "support_of"]
+__all__ = ["CHAT", "NO_MEDIA", "NO_PREFIX_CACHE", "SUPPORT", "Support", "Verdict", "refuse_unsupported", "support_of"]
 
 
 class Verdict(StrEnum):
@@ -134,17 +134,18 @@ def support_of(endpoint: Endpoint) -> dict[str, Support]:
     return ROWS[endpoint]
 
 
-def refuse_unsupported(rows: Mapping[str, Support], fields: Mapping[str, Any]) -> None:
-    """Raises RequestError naming the first field that the engine can neither honour nor leave alone."""
+def refuse_unsupported(rows: Mapping[str, Support], fields: Mapping[str, Any], where: str = "") -> None:
+    """Raises RequestError naming the first field that the engine can neither honour nor leave alone; `where` is put
+    before its name."""
     for name, value in fields.items():
         if value is None:
             continue
         row = rows.get(name)
         if row is None:
-            raise _unknown(name, rows)
+            raise _unknown(name, rows, where)
         if row.verdict is Verdict.REFUSED and not _is_harmless(value, row.harmless):
             raise RequestError(
-                f"{name} is not supported by the embedded engine: {row.reason}",
+                f"{where}{name} is not supported by the embedded engine: {row.reason}",
                 found=_short(value),
                 expected=" or ".join(repr(one) for one in (None, *row.harmless)).replace("None", "null"),
                 hint=f"leave {name} out",
@@ -156,11 +157,11 @@ def _is_harmless(value: object, harmless: tuple[object, ...]) -> bool:
     return any(type(value) is type(one) and value == one for one in harmless)
 
 
-def _unknown(name: str, rows: Mapping[str, Support]) -> RequestError:
+def _unknown(name: str, rows: Mapping[str, Support], where: str) -> RequestError:
     similar = difflib.get_close_matches(name[:64], rows, 1)
     hint = f"did you mean {similar[0]}?" if similar else "leave the field out"
     return RequestError(
-        "unknown request field", found=_short(name), expected="a field of the OpenAI or vLLM API", hint=hint
+        "unknown request field", found=_short(where + name), expected="a field of the OpenAI or vLLM API", hint=hint
     )
 
 

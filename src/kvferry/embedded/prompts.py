@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import jinja2
 
 from kvferry.embedded.engine import Engine
+from kvferry.embedded.messages import WatchedMessage, refuse_unread
 from kvferry.errors import RequestError
 
 __all__ = ["ChatPrompt", "PromptInput", "Prompts", "TextPrompt"]
@@ -105,18 +106,19 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _rendered(self, chat: ChatPrompt) -> str:
+        messages = [WatchedMessage(message) for message in chat.messages]
         try:
-            return str(
-                self._engine.tokenizer.apply_chat_template(
-                    chat.messages,
-                    tokenize=False,
-                    add_generation_prompt=chat.add_generation_prompt,
-                    continue_final_message=chat.continue_final_message,
-                )
+            text = self._engine.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
             )
-        except (ValueError, jinja2.TemplateError) as error:
+        except (ValueError, TypeError, jinja2.TemplateError) as error:
             raise RequestError(
                 "the messages do not fit the model's chat template",
                 found=str(error),
                 hint="use /v1/completions with a prompt of your own",
             ) from None
+        refuse_unread(messages)
+        return str(text)

@@ -10,6 +10,7 @@ import msgspec
 
 from kvferry.connectors.params import wants_early
 from kvferry.embedded.fields import Support, Verdict, refuse_unsupported, support_of
+from kvferry.embedded.messages import plain_messages
 from kvferry.embedded.prompts import ChatPrompt, PromptInput
 from kvferry.embedded.sampling_fields import SamplingBody, SamplingFields, sampling_fields
 from kvferry.embedded.text import TextOptions
@@ -21,13 +22,11 @@ __all__ = [
     "ChatBody",
     "CompletionBody",
     "Leg",
-    "Message",
     "decode_chat",
     "decode_completion",
     "decode_fields",
     "decode_release",
     "field_values",
-    "plain_messages",
 ]
 
 Body = TypeVar("Body")
@@ -39,7 +38,6 @@ MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_COMPLETION = 16
 UNLIMITED = 2**62  # a chat may take what the context leaves
 PROMPT_KINDS = {int: "token ids", str: "strings", list: "lists"}
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,20 +72,10 @@ class CompletionBody(_Common, frozen=True, kw_only=True):
     logprobs: int | None = None
 
 
-class ContentPart(msgspec.Struct, frozen=True):
-    type: str
-    text: str = ""
-
-
-class Message(msgspec.Struct, frozen=True):
-    role: str
-    content: str | list[ContentPart] | None = None
-
-
 class ChatBody(_Common, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message]
+    messages: list[dict[str, Any]]
     logprobs: bool | None = False
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
@@ -158,13 +146,6 @@ def decode_release(body: bytes) -> dict[str, Any]:
 def field_values(body: bytes) -> dict[str, msgspec.Raw]:
     """The top level of a body, as it came. Raises RequestError."""
     return _decode(body, dict[str, msgspec.Raw])
-
-
-def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """As chat templates take them. Raises RequestError for content that is not text."""
-    if not messages:
-        raise RequestError("messages is empty", expected="at least one message")
-    return [{"role": message.role, "content": _plain(message)} for message in messages]
 
 
 def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> Ask:
@@ -254,19 +235,6 @@ def _num_choices(body: CompletionBody | ChatBody, num_prompts: int, leg: Leg) ->
             hint="leave kv_transfer_params out, or send one request for each answer",
         )
     return num_choices
-
-
-def _plain(message: Message) -> str:
-    if message.role not in ROLES:
-        raise RequestError("unknown role of a message", found=f"role {message.role!r}", expected=", ".join(ROLES))
-    if message.content is None and message.role != "assistant":
-        raise RequestError("a message has no content", found=f"role {message.role!r}", expected="content: a string")
-    if message.content is None or isinstance(message.content, str):
-        return message.content or ""
-    kinds = {part.type for part in message.content} - {"text"}
-    if kinds:
-        raise RequestError("only text content is supported", found=", ".join(sorted(kinds)), expected="text")
-    return "".join(part.text for part in message.content)
 
 
 def _leg(params: dict[str, Any]) -> Leg:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from kvferry.embedded.fields import NO_TOOLS, ONLY_MEDIA, TEMPLATE, Support, Verdict
+from kvferry.embedded.messages import plain_messages
 from kvferry.embedded.prompts import ChatPrompt, PromptInput, TextPrompt
-from kvferry.embedded.requests import Message, decode_fields, field_values, plain_messages
+from kvferry.embedded.requests import decode_fields, field_values
 from kvferry.errors import RequestError
 
 __all__ = ["DETOKENIZE", "TOKENIZE", "DetokenizeBody", "TokenizeAsk", "decode_detokenize", "decode_tokenize"]
@@ -47,7 +49,7 @@ class TextBody(msgspec.Struct, frozen=True, kw_only=True):
 class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /tokenize` with messages."""
 
-    messages: list[Message]
+    messages: list[dict[str, Any]]
     model: str | None = None
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False

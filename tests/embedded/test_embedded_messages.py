@@ -1,0 +1,116 @@
+"""What becomes of every field of a chat message and of a part of its content: one case per row."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from embedded_server import Served
+
+from kvferry.embedded.fields import Support, Verdict
+from kvferry.embedded.messages import MESSAGE_SUPPORT, PART_SUPPORT, WatchedMessage, plain_messages
+from kvferry.errors import RequestError
+
+CHAT = "/v1/chat/completions"
+CALL = {"id": "call-1", "type": "function", "function": {"name": "tide", "arguments": '{"hour": 6}'}}
+VALUES: dict[str, Any] = {"role": "system", "content": "b", "tool_calls": [CALL]}
+SOMETHING = {"anything": [1]}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% if m.role == 'tool' %}({{ m.tool_call_id }}){% endif %}"
+    "{% for call in m.tool_calls %}{{ call.function.name }}={{ call.function.arguments.hour }}{% endfor %}{% endfor %}"
+)
+
+
+def plain(**fields: Any) -> dict[str, Any]:
+    return plain_messages([{"role": "user", "content": "a"} | fields])[0]
+
+
+def part(**fields: Any) -> dict[str, Any]:
+    return plain(content=[{"type": "text", "text": "a"} | fields])
+
+
+@pytest.mark.parametrize("row", MESSAGE_SUPPORT, ids=lambda row: row.name)
+def test_every_field_of_a_message_is_what_happens(row: Support) -> None:
+    match row.verdict:
+        case Verdict.HONOURED:
+            assert plain(**{row.name: VALUES.get(row.name, "x")}) != plain()
+            if row.reason:
+                assert plain(**{row.name: None}) == plain()
+        case _:
+            with pytest.raises(RequestError, match=rf"^messages\[0\].{row.name} is not supported") as refused:
+                plain(**{row.name: SOMETHING})
+            assert refused.value.hint == f"leave {row.name} out"
+            for harmless in (None, *row.harmless):
+                assert plain(**{row.name: harmless}) == plain()
+
+
+@pytest.mark.parametrize("row", PART_SUPPORT, ids=lambda row: row.name)
+def test_every_field_of_a_part_is_what_happens(row: Support) -> None:
+    match row.verdict:
+        case Verdict.HONOURED:
+            if row.name == "text":
+                assert part(text="b") != part()
+            else:
+                with pytest.raises(RequestError, match="only text content"):
+                    part(type="image_url")
+        case Verdict.NO_EFFECT:
+            assert part(**{row.name: SOMETHING}) == part()
+        case Verdict.REFUSED:
+            with pytest.raises(RequestError, match=rf"^messages\[0\].content\[0\].{row.name} is not supported"):
+                part(**{row.name: SOMETHING})
+            for harmless in (None, *row.harmless):
+                assert part(**{row.name: harmless}) == part()
+
+
+def test_unknown_fields_are_refused() -> None:
+    for make in (plain, part):
+        with pytest.raises(RequestError, match="unknown request field"):
+            make(colour="red")
+        assert make(colour=None) == make()
+
+
+def test_an_answer_may_be_sent_back_as_it_was() -> None:
+    nulls = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content"))
+    expected = {"role": "assistant", "content": "b"}
+    assert plain_messages([expected | nulls, expected | {"annotations": [], "tool_calls": []}]) == [expected] * 2
+
+
+def test_arguments_become_an_object() -> None:
+    message = plain(role="assistant", content=None, tool_calls=[CALL])
+    assert message["tool_calls"][0]["function"]["arguments"] == {"hour": 6}
+    broken = {"function": {"name": "tide", "arguments": "{"}}
+    with pytest.raises(RequestError, match="arguments that cannot be read"):
+        plain(role="assistant", tool_calls=[broken])
+
+
+def test_a_copy_notes_what_is_read_in_the_same_set() -> None:
+    message = WatchedMessage({"role": "user", "name": "Ada"})
+    assert deepcopy(message)["name"] == "Ada"
+    assert message.read == {"name"}
+
+
+@pytest.mark.parametrize("name", ["name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"])
+def test_what_the_template_does_not_read_is_refused(decoder: Served, name: str) -> None:
+    message = {"role": "user", "content": "a", name: VALUES.get(name, "x")}
+    status, answer = decoder.ask(CHAT, {"messages": [message], "max_tokens": 1})
+    assert status == 400
+    assert f"messages[0].{name} is not supported" in answer["error"]["message"]
+
+
+def test_what_the_template_reads_is_honoured(decoder: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder.engine.tokenizer, "chat_template", TEMPLATE)
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    messages = [called, {"role": "tool", "content": "low", "tool_call_id": "call-1"}]
+    status, answer = decoder.ask("/tokenize", {"messages": messages})
+    assert (status, decoder.engine.tokenizer.decode(answer["tokens"])) == (200, "assistant:tide=6tool:low(call-1)")
+    status, _ = decoder.ask("/tokenize", {"messages": [{"role": "user", "content": "a", "tool_call_id": "x"}]})
+    assert status == 400
+
+
+def test_the_documentation_names_every_field_of_messages() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "embedded.md").read_text()
+    section = page.split("## Fields of messages\n")[1].split("\n## ")[0]
+    assert [row.name for row in MESSAGE_SUPPORT + PART_SUPPORT if f"`{row.name}`" not in section] == []
