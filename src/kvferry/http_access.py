@@ -22,7 +22,7 @@ SHOWN_HEADERS = (
     *("x-request-id", "server-timing", "retry-after"),
     *("x-kvferry-path", "x-kvferry-reason", "x-kvferry-cache", "x-kvferry-cache-reason"),
 )
-SCHEME = b"bearer "
+AUTHORIZATION, SCHEME = b"authorization", b"bearer "
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def check_key(key: str) -> None:
 
 def bearer(key: str) -> tuple[bytes, bytes]:
     """The header with which a client shows its key."""
-    return b"authorization", b"Bearer " + key.encode()
+    return AUTHORIZATION, b"Bearer " + key.encode()
 
 
 def guarded(app: ASGIApp, access: Access) -> ASGIApp:
@@ -86,6 +86,8 @@ class _ApiKeys:
             if not self._is_known(key):
                 await _refuse(send, was_shown=bool(key))
                 return
+            # It has done its work: a router would pass it on to engines, which are not to learn it.
+            scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != AUTHORIZATION]}
         await self._app(scope, receive, send)
 
     def _is_known(self, key: bytes) -> bool:
@@ -100,7 +102,7 @@ def _is_guarded(path: str) -> bool:
 
 def _shown_key(headers: list[tuple[bytes, bytes]]) -> bytes:
     """Empty where none is shown, or several are."""
-    values = [value for name, value in headers if name == b"authorization"]
+    values = [value for name, value in headers if name == AUTHORIZATION]
     is_bearer = len(values) == 1 and values[0][: len(SCHEME)].lower() == SCHEME
     return values[0][len(SCHEME) :].strip() if is_bearer else b""
 

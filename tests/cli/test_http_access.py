@@ -28,7 +28,7 @@ async def served(access: Access) -> AsyncIterator[str]:
     """A server that answers on every path."""
 
     async def show(request: Request) -> JSONResponse:
-        return JSONResponse({}, headers={"x-kvferry-cache": "local"})
+        return JSONResponse({"shown": request.headers.get("authorization")}, headers={"x-kvferry-cache": "local"})
 
     routes = [Route("/{path:path}", show, methods=["GET", "POST"])]
     ended = asyncio.Event()
@@ -68,7 +68,8 @@ def test_every_key_is_good_and_what_operators_ask_needs_none() -> None:
         async with served(Access(KEYS)) as url:
             for key in KEYS:
                 for scheme in ("Bearer", "bearer"):
-                    assert (await ask(f"{url}/v1/models", authorization=f"{scheme} {key}"))[0] == 200
+                    status, _, text = await ask(f"{url}/v1/models", authorization=f"{scheme} {key}")
+                    assert (status, json.loads(text)["shown"]) == (200, None), "an engine behind it would learn the key"
             for path in ("/health", "/ready", "/metrics", "/version", "/kvferry/info", "/v1x"):
                 assert (await ask(url + path))[0] == 200, path
 

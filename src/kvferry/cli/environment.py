@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["api_keys", "cache_directory", "cache_origin", "engine_api_key", "token_file", "token_origin"]
+__all__ = [
+    "api_keys",
+    "cache_directory",
+    "cache_origin",
+    "engine_api_key",
+    "share_api_key",
+    "token_file",
+    "token_origin",
+]
 
 
 def cache_directory() -> Path:
@@ -30,6 +38,12 @@ def api_keys() -> tuple[str, ...]:
 def engine_api_key() -> str:
     """What a router shows to its engines: KVFERRY_ENGINE_API_KEY; empty when there is none."""
     return os.environ.get("KVFERRY_ENGINE_API_KEY", "")
+
+
+def share_api_key() -> None:
+    """Let the router of a fleet that this process starts show its engines the key that they ask for."""
+    for key in api_keys():
+        os.environ.setdefault("KVFERRY_ENGINE_API_KEY", key)
 
 
 def cache_origin() -> str:

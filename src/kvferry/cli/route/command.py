@@ -65,9 +65,7 @@ def route(
     host: Host = HERE,
     port: Annotated[int, common(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
     api_key: ApiKey = [],  # noqa: B006
-    engine_api_key: Annotated[
-        str, access(help="Key to show to engines; else KVFERRY_ENGINE_API_KEY, else the first --api-key.")
-    ] = "",
+    engine_api_key: Annotated[str, access(help="API key to show to engines. Else KVFERRY_ENGINE_API_KEY.")] = "",
     allowed_origins: AllowedOrigins = [],  # noqa: B006
     allowed_methods: AllowedMethods = ["*"],  # noqa: B006
     allowed_headers: AllowedHeaders = ["*"],  # noqa: B006
@@ -95,7 +93,6 @@ def route(
             tuple(allowed_headers),
             allow_credentials,
         )
-        shown_key = engine_api_key or environment.engine_api_key() or "".join(guard.api_keys[:1])
         router = RouterConfig(
             prefill_urls=tuple(prefill),
             decode_urls=tuple(decode),
@@ -108,7 +105,7 @@ def route(
             require_prefill=require_prefill,
             prefill_fallback=server.fallback_of(prefill_fallback),
             early_from_tokens=early_decode_from,
-            engine_api_key=shown_key,
+            engine_api_key=engine_api_key or environment.engine_api_key(),
         )
         logs = server.LogOptions(log_format, access_log, otel)
         server.route(server.RouteOptions(router, host, port, drain_timeout, as_json, as_child, logs, guard))

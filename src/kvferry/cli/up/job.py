@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.cli import console
+from kvferry.cli import console, environment
 from kvferry.cli.models import TINY, resolve
 from kvferry.cli.up.chosen import why_chosen
 from kvferry.cli.up.fleet import READY_S, Fleet, FleetOptions
@@ -87,6 +87,7 @@ def up(options: UpOptions) -> int:
     arguments += ("--", *options.engine_arguments) if options.engine_arguments else ()
     useful = str(options.log_directory)
     try:
+        environment.share_api_key()
         with Fleet(_fleet_options(options, arguments), logs) as fleet:
             return _run(options, fleet)
     except FerryError as error:
