@@ -49,6 +49,18 @@ def test_once_answers_proves_and_stops(run, transport):
     assert (facts["transport"], facts["strategy"], facts["tokens_computed"]) == (transport, "direct", 1)
 
 
+def test_the_proof_may_draw_tokens_with_one_seed(run):
+    texts = set()
+    for seed in ("7", "8"):
+        result = run("--once", "The ferry leaves at dawn", "--temperature", "1.5", "--seed", seed, "--json")
+        assert result.returncode == 0, result.stderr
+        facts = json.loads(result.stdout)
+        assert (facts["equal"], facts["temperature"], facts["seed"]) == (True, 1.5, int(seed))
+        assert facts["tokens_computed"] == 1
+        texts.add(facts["text"])
+    assert len(texts) == 2
+
+
 @pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "tcp"])
 def test_prefill_may_write_instead_of_decode_reading(run, transport):
     arguments = ("--transport", transport, "--prefill-block-tokens", "16", "--decode-block-tokens", "12", "--json")

@@ -38,6 +38,10 @@ def up(
     strategy: Strategy = "auto",
     once: Annotated[str | None, common(help="Answer this prompt and exit, with code 0 if the proof holds.")] = None,
     max_tokens: Annotated[int, common(min=1, help="Length of the answer in tokens.")] = 32,
+    temperature: Annotated[
+        float, output(min=0, max=2, help="Draw the answer's tokens at this temperature; 0 takes the likeliest.")
+    ] = 0.0,
+    seed: Annotated[int, output(min=0, max=2**31 - 1, help="Seed of the draws: the same one for both answers.")] = 0,
     prefill_block_tokens: Annotated[int, cache(min=4, help="Tokens per block, prefill engines.")] = 16,
     decode_block_tokens: Annotated[int, cache(min=4, help="Tokens per block, decode engines.")] = 16,
     cache_tokens: Annotated[int, cache(min=64, help="Cache size of each engine in tokens.")] = 16384,
@@ -78,6 +82,8 @@ def up(
             strategy=strategy,
             prompts=() if once is None else (once,),
             max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
             prefill_block_tokens=size(context, "prefill_block_tokens", engine),
             decode_block_tokens=size(context, "decode_block_tokens", engine),
             cache_tokens=cache_tokens,

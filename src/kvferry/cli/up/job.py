@@ -60,6 +60,8 @@ class UpOptions:
     strategy: str
     prompts: tuple[str, ...]
     max_tokens: int
+    temperature: float
+    seed: int
     prefill_block_tokens: int
     decode_block_tokens: int
     cache_tokens: int
@@ -149,7 +151,8 @@ def _fleet_options(options: UpOptions, engine_arguments: tuple[str, ...]) -> Fle
 
 def _show_proof(options: UpOptions, fleet: Fleet) -> bool:
     prompt = options.prompts[0] if options.prompts else EXAMPLE
-    together, by_itself = (Question(fleet.model, prompt, options.max_tokens, salt) for salt in SALTS)
+    temperature, seed = options.temperature, options.seed
+    together, by_itself = (Question(fleet.model, prompt, options.max_tokens, salt, temperature, seed) for salt in SALTS)
     show = _silent if options.as_json else _typewriter
     if options.engine == "vllm":
         before = read(fleet.decode_urls)
@@ -160,6 +163,7 @@ def _show_proof(options: UpOptions, fleet: Fleet) -> bool:
         engines, transport = (*fleet.decode_urls, *fleet.prefill_urls), answer.report.get("transport", "")
         answer = replace(answer, report=answer.report | {"choice": why_chosen(engines, transport)})
     facts = _facts(answer, ask(fleet.decode_urls[0], by_itself, _silent))
+    facts |= {"temperature": temperature, "seed": seed}
     if options.as_json:
         console.data(facts)
     else:

@@ -21,7 +21,7 @@ HEADERS = {"content-type": "application/json", REPORT_HEADER: "true"}
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt, as text or as token ids, for greedy decoding.
+    """A prompt, as text or as token ids. A `temperature` above 0 draws the tokens, the same ones with the same `seed`.
 
     Only questions with the same `salt` share cached prefixes on engines that have a prefix cache.
     """
@@ -30,6 +30,8 @@ class Question:
     prompt: str | list[int]
     max_tokens: int
     salt: str = ""
+    temperature: float = 0.0
+    seed: int = 0
 
     def body(self) -> bytes:
         """The request body for `/v1/completions`, streaming, with token ids."""
@@ -37,7 +39,8 @@ class Question:
             "model": self.model,
             "prompt": self.prompt,
             "max_tokens": self.max_tokens,
-            "temperature": 0,
+            "temperature": self.temperature,
+            "seed": self.seed,
             "stream": True,
             "return_token_ids": True,
             "stream_options": {"include_usage": True},
