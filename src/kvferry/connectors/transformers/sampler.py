@@ -70,7 +70,11 @@ class TokenSampler:
         ids = torch.empty((1, 0), dtype=torch.long)  # none of these looks at the text
         for warper in self._warpers:
             scores = warper(ids, scores)
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+        odds = scores.softmax(-1)
+        if not torch.isfinite(odds).all():
+            # Drawing from these raises an error that would end every request of the batch.
+            raise ValueError("the request's penalties and temperature leave no finite odds")
+        return int(torch.multinomial(odds, 1, generator=self._generator))
 
     def _allowed(self, scores: torch.Tensor, answer: list[int]) -> torch.Tensor:
         if self._constraints:
