@@ -172,6 +172,32 @@ def test_a_request_that_forbids_everything_fails_alone(loop: Loop, target: Engin
     assert [beside] == answers(loop, target, ask("alone", GREEDY))
 
 
+@pytest.mark.parametrize("penalty", [1e-36, 1e6])
+def test_a_request_whose_penalties_leave_no_finite_odds_fails_alone(loop: Loop, target: Engine, penalty: float) -> None:
+    """Drawing from odds that are no numbers raises an error that would end the step of everybody."""
+    extreme = ask("extreme", replace(DRAWN, temperature=1e-5, repetition_penalty=penalty))
+
+    async def run() -> list[object]:
+        both = (ids_of(target.generate(one)) for one in (extreme, ask("beside", GREEDY)))
+        return await asyncio.gather(*both, return_exceptions=True)
+
+    ended, beside = loop.run(run())
+    assert isinstance(ended, (RequestError, list))
+    assert isinstance(ended, RequestError) or penalty > 1
+    assert [beside] == answers(loop, target, ask("alone", GREEDY))
+
+
+def test_what_only_says_how_to_draw_leaves_a_greedy_request_to_the_fast_way() -> None:
+    assert replace(GREEDY, seed=7, top_p=0.9, top_k=50, min_p=0.1).is_greedy
+    for other in (
+        DRAWN,
+        replace(GREEDY, logprobs=True),
+        replace(GREEDY, min_tokens=3),
+        replace(GREEDY, logit_bias=((1, 2.0),)),
+    ):
+        assert not other.is_greedy
+
+
 def test_log_probabilities_are_the_model_s_own(loop: Loop, target: Engine, model_path: Path) -> None:
     one = ask("scored", replace(DRAWN, temperature=0.3, top_k=2, logprobs=True, num_top_logprobs=3), num_new=5)
     tokens = loop.run(collect(target.generate(one)))

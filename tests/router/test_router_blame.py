@@ -9,7 +9,8 @@ import pytest
 from aiohttp import web
 from router_harness import cluster, decode_engine, decoding, failing, prefill_engine, prefilling, resetting
 
-from kvferry.router.kinds import KIND_FUSE, MAX_KINDS, Kinds, kind_of
+from kvferry.router.answers import known_reason
+from kvferry.router.kinds import KIND_FUSE, MAX_KINDS, Kind, Kinds, kind_of
 from kvferry.router.member import INSTANCE_FUSE
 from kvferry.router.membership import PAIR_FUSE
 from kvferry.router.policy import Instance, Role
@@ -128,8 +129,41 @@ def test_a_forced_tool_call_is_another_kind_than_one_that_is_free():
     asyncio.run(main())
 
 
+def test_a_failing_adapter_or_image_is_another_kind_than_text():
+    def chat(content: object, **more: object):
+        return parse_request(
+            json.dumps({"messages": [{"role": "user", "content": content}], **more}).encode(), Endpoint.CHAT
+        )
+
+    image = [{"type": "text", "text": "what is it?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    kinds = [
+        kind_of(chat("a"), "tiny"),
+        kind_of(chat("a"), "adapter"),
+        kind_of(chat(image), "tiny"),
+        kind_of(chat("a", stream=True), "tiny"),
+        kind_of(chat("a", tool_choice="required"), "tiny"),
+    ]
+    assert len({kind.digest for kind in kinds}) == len(kinds)
+    # What is quoted in a text is no part of a message.
+    assert kind_of(chat(json.dumps(image)), "tiny") == kinds[0]
+    named = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+    assert kind_of(chat("a", tool_choice=named[0]), "tiny") == kind_of(chat("a", tool_choice=named[1]), "tiny")
+
+
+def test_a_log_names_no_field_of_a_clients_own_making():
+    odd = {"prompt": "a", "x\nWARNING all is lost": 1, "y" * 10_000: 2}
+    assert kind_of(parse_request(json.dumps(odd).encode(), Endpoint.COMPLETIONS), "tiny").words == "prompt"
+
+
+def test_an_engines_word_is_a_label_only_where_it_is_known():
+    assert [known_reason(word) for word in ("expired", "prompt_logprobs", "made up", "")] == [
+        *("expired", "prompt_logprobs"),
+        *("unknown", "unknown"),
+    ]
+
+
 def test_a_kind_is_tried_again_after_a_while_and_forgotten_when_it_goes_well():
-    kinds, kind = Kinds(), kind_of(parse_request(json.dumps(ODD).encode(), Endpoint.COMPLETIONS))
+    kinds, kind = Kinds(), kind_of(parse_request(json.dumps(ODD).encode(), Endpoint.COMPLETIONS), "tiny")
     news = [kinds.failed(kind, 0.0) for _ in range(KIND_FUSE.num_failures + 1)]
     assert news == [False] * (KIND_FUSE.num_failures - 1) + [True, False]
     assert not kinds.may_begin(kind, 0.0)
@@ -144,7 +178,7 @@ def test_a_kind_is_tried_again_after_a_while_and_forgotten_when_it_goes_well():
 def test_clients_cannot_make_it_remember_without_end():
     kinds = Kinds()
     for i in range(MAX_KINDS + 5):
-        kinds.failed((Endpoint.CHAT, frozenset((str(i),)), b""), 0.0)
+        kinds.failed(Kind(str(i).encode(), ""), 0.0)
     assert len(kinds) == MAX_KINDS
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["GREEDY", "Sampling"]
+__all__ = ["GREEDY", "GREEDY_BELOW", "Sampling"]
+
+GREEDY_BELOW = 1e-5  # as in vLLM: what is colder would overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,12 @@ class Sampling:
     min_tokens: int = 0
     logprobs: bool = False
     num_top_logprobs: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it takes the likeliest token and changes nothing: what only says how to draw has no effect then."""
+        plain = replace(self, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+        return self.temperature < GREEDY_BELOW and plain == GREEDY
 
     @property
     def token_ids(self) -> Iterator[int]:

@@ -105,6 +105,10 @@ class WatchedMessage(dict[str, Any]):
         self.read.update(super().keys())
         return super().__iter__()
 
+    def values(self) -> Any:
+        self.read.update(super().keys())
+        return super().values()
+
     def items(self) -> Any:
         self.read.update(super().keys())
         return super().items()

@@ -67,11 +67,11 @@ class Responder:
                 await response(scope, receive, send)
                 return
             self._headers |= cache_headers(self._call.ask.leg.kind, first)
+            self._status = OK
             if self._call.ask.stream:
                 await self._stream(first, pieces, send)
             else:
                 await json_response(body, self._headers)(scope, receive, send)
-            self._status = OK
 
     async def _whole(self, first: Piece, pieces: AsyncGenerator[Piece, None]) -> dict[str, Any]:
         by_choice: dict[int, list[Piece]] = defaultdict(list, {first.index: [first]})
@@ -98,7 +98,8 @@ class Responder:
                 num_tokens += len(piece.token_ids)
                 await self._send_piece(piece, send)
         except FerryError as error:
-            _, body = error_of(error)
+            # The client was told 200; counters are told how it went.
+            self._status, body = error_of(error)
             await _send(send, error_event(body["error"]["message"], body["error"]["code"]), more=False)
             return
         if self._call.ask.include_usage:

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import msgspec
 
+from kvferry.request_fields import Undividable
 from kvferry.wire.messages import Reason
 
-__all__ = ["can_be_released", "kept_cache", "lost_cache", "promised_cache", "stream_failure", "streamed_error"]
+__all__ = [
+    "can_be_released",
+    "kept_cache",
+    "known_reason",
+    "lost_cache",
+    "promised_cache",
+    "stream_failure",
+    "streamed_error",
+]
+
+REASONS = frozenset((*Reason, *Undividable))
 
 
 class PrefillAnswer(msgspec.Struct):
@@ -37,6 +48,11 @@ def kept_cache(body: bytes) -> bytes:
         return bytes(msgspec.json.decode(body, type=PrefillAnswer).kv_transfer_params)
     except (msgspec.DecodeError, RecursionError):
         return b""
+
+
+def known_reason(word: str) -> str:
+    """An engine's word for why a cache did not come, as a label: there is a bounded number of those."""
+    return word if word in REASONS else "unknown"
 
 
 def lost_cache(body: bytes) -> str:

@@ -98,13 +98,19 @@ def prefill_headers(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> 
 def response_headers(headers: Iterable[tuple[bytes, bytes]], own: dict[str, str]) -> Headers:
     """What the client gets of an upstream's headers, and ours."""
     ours = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in own.items()]
-    return [*_without_hops(headers, OWN_OF_RESPONSE), *ours]
+    theirs = [pair for pair in _without_hops(headers, OWN_OF_RESPONSE) if not _is_cross_origin(pair[0])]
+    return [*theirs, *ours]
 
 
 def with_length(headers: Headers, num_bytes: int) -> Headers:
     """The same headers for a body of another length."""
     kept = [pair for pair in headers if pair[0] != b"content-length"]
     return [*kept, (b"content-length", str(num_bytes).encode())]
+
+
+def _is_cross_origin(name: bytes) -> bool:
+    """Which pages may read an answer is for the router to say, not for the engine behind it."""
+    return name.startswith(b"access-control-")
 
 
 def _without_hops(headers: Iterable[tuple[bytes, bytes]], own: frozenset[bytes]) -> Headers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.request_fields import Undividable
-from kvferry.router.answers import lost_cache
+from kvferry.router.answers import known_reason, lost_cache
 from kvferry.router.events import INSTANCE_DOWN, PREFILL_LOST, TOO_LATE, Answered, Ended, Event, Failed, Opened
 from kvferry.router.headers import Headers
 from kvferry.router.kinds import Kind
@@ -170,7 +170,7 @@ class Judge:
             return False
         told = {name.lower(): value for name, value in headers}
         if told.get(CACHE) == b"recomputed":
-            self._lost(self._pair, told.get(CACHE_REASON, b"unknown").decode("latin-1"))
+            self._lost(self._pair, known_reason(told.get(CACHE_REASON, b"").decode("latin-1")))
             return False
         self._membership.arrived(self._pair)
         return True

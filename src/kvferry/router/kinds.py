@@ -5,23 +5,45 @@ A prefill leg may be what an engine cannot do, whatever the instance: for a whil
 
 from __future__ import annotations
 
-from kvferry.request_fields import Endpoint
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from kvferry.request_fields import fields_of
 from kvferry.router.breaker import Breaker, BreakerState, Fuse
 from kvferry.router.request import ClientRequest
 
-__all__ = ["Kind", "Kinds", "kind_of"]
+__all__ = ["KIND_FUSE", "MAX_KINDS", "Kind", "Kinds", "kind_of"]
 
-Kind = tuple[Endpoint, frozenset[str], bytes]
 KIND_FUSE = Fuse(num_failures=5, open_s=5.0, max_open_s=60.0)
 # Clients write what they like into requests: no more kinds than these are remembered.
 MAX_KINDS = 256
+# In a string of JSON the quotes would be escaped: this is a field.
+PART_TYPE = re.compile(rb'"type"\s*:\s*"([a-z_]{1,32})"')
+DIGEST_BYTES = 16
+# Of a tool that is named, not the name: to be forced is what engines may not be able to do.
 MAX_CHOICE_BYTES = 32
 
 
-def kind_of(request: ClientRequest) -> Kind:
-    """Which fields a request has, and whether it forces a tool call."""
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """`digest` tells kinds apart, whatever clients write; `words` are for the log, and no client's own."""
+
+    digest: bytes
+    words: str
+
+
+def kind_of(request: ClientRequest, model: str) -> Kind:
+    """By the endpoint, the model or adapter, the fields, a forced tool call, and the parts that messages are made of:
+    images that no engine can read are no reason to do without prefill for text."""
+    parts = sorted(set(PART_TYPE.findall(bytes(request.fields.get("messages", b"")))))
     choice = bytes(request.fields.get("tool_choice", b""))[:MAX_CHOICE_BYTES]
-    return request.endpoint, frozenset(request.fields), choice
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for word in (request.endpoint.encode(), model.encode(errors="surrogatepass"), choice, *parts):
+        digest.update(b"%d:%b" % (len(word), word))
+    digest.update("".join(f"{len(name)}:{name}" for name in sorted(request.fields)).encode(errors="surrogatepass"))
+    known = request.fields.keys() & fields_of(request.endpoint).keys()
+    return Kind(digest.digest(), ", ".join(sorted(known)))
 
 
 class Kinds:

@@ -122,11 +122,15 @@ class Leg:
         self._services.membership.open_legs.began(self)
         try:
             async with asyncio.timeout(self._ends_s - time.monotonic()) as self._asking:
-                return await self._ask()
+                answered = await self._ask()
         except FAILURES as error:
             return self._failed(error, self._limit)
         finally:
             self._asking = None
+        if self._given_up_for and not isinstance(answered, Failed):
+            # It has come in the very moment in which it was given up: nothing has been closed.
+            self._is_closed, self._given_up_for = False, ""
+        return answered
 
     async def rest(self) -> Answered | Ended | Failed:
         """What follows a promise: its end, or the error that the stream ended with."""

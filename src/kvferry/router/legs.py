@@ -64,7 +64,9 @@ class Legs:
         self._services = services
         self._call = call
         self._client = client
-        self._judge = Judge(services.membership, call.task, kind_of(call.request), call.request.streams)
+        self._judge = Judge(
+            services.membership, call.task, kind_of(call.request, call.task.model), call.request.streams
+        )
         self._held: dict[Role, Reservation] = {}
         # All so far; the last one is in flight.
         self._sent: list[Leg] = []

@@ -256,7 +256,7 @@ class Membership:
     def kind_failed(self, kind: Kind) -> None:
         """Every prefill instance that was asked for such a request's cache has answered with an error."""
         if self.kinds.failed(kind, self.now):
-            logger.warning("prefill keeps failing for requests with %s: none for a while", ", ".join(sorted(kind[1])))
+            logger.warning("prefill keeps failing for requests with %s: none for a while", kind.words)
 
     def _question(self, wanted: Wanted) -> Question:
         is_prefill = wanted.role is Role.PREFILL

@@ -26,11 +26,10 @@ from transformers.generation.logits_process import (
 )
 
 from kvferry.connectors.jobs import Event, Job, Scored, TokenLogprob, Unanswerable
-from kvferry.connectors.sampling import GREEDY, Sampling
+from kvferry.connectors.sampling import GREEDY_BELOW, Sampling
 
 __all__ = ["BatchSampler", "SampledState", "TokenSampler"]
 
-GREEDY_BELOW = 1e-5  # as in vLLM: what is colder would overflow
 Processors = list[LogitsProcessor]
 
 
@@ -58,7 +57,7 @@ class TokenSampler:
     @classmethod
     def of(cls, job: Job) -> TokenSampler | None:
         """None for a job that only wants the likeliest tokens."""
-        return None if job.sampling == GREEDY else cls(job)
+        return None if job.sampling.is_greedy else cls(job)
 
     def choose(self, logits: torch.Tensor, answer: list[int]) -> int:
         """The token after `answer`. `logits` has one row. Raises ValueError when no token is possible."""
