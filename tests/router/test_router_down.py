@@ -192,3 +192,19 @@ def test_an_early_prefill_that_is_down_ends_the_decode_leg_that_waits_for_it():
             assert await c.metric(ERRORS % "prefill") == 1
 
     asyncio.run(main())
+
+
+def test_a_question_that_needs_no_cache_is_asked_elsewhere_at_once():
+    """Else a silent host takes all the time that the whole of it may take."""
+
+    async def main():
+        silent, other = decode_engine("d0", hanging), decode_engine("d1")
+        async with cluster([], [silent, other]) as c:
+            url, body = f"{c.url}/tokenize", {"model": "tiny", "prompt": "a"}
+            questions = [asyncio.create_task(c.session.post(url, json=body)) for _ in range(2)]
+            await silent.arrived.wait()
+            await find_down(c, silent)
+            assert {(await question).status for question in questions} == {200}
+            assert await c.metric(ERRORS % "decode") >= 1
+
+    asyncio.run(main())

@@ -20,6 +20,7 @@ Result = TypeVar("Result")
 
 # Characters, or tokens. What is shorter is tokenised sooner than a thread is asked to.
 SHORT_TEXT = 1 << 16
+MIN_SIZE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,9 @@ class Prompts:
             case str():
                 return await self._tokenised(prompt, add_special_tokens=True)
             case ChatPrompt():
-                return await self._tokenised(self._rendered(prompt), prompt.add_special_tokens)
+                size = sum(_size(message.get("content")) for message in prompt.messages)
+                text = await self._off_loop(size, lambda: self._rendered(prompt))
+                return await self._tokenised(text, prompt.add_special_tokens)
             case TextPrompt():
                 return await self._tokenised(prompt.text, prompt.add_special_tokens)
             case _:
@@ -80,8 +83,11 @@ class Prompts:
         decode = self._engine.tokenizer.decode
         return await self._off_loop(len(token_ids), lambda: str(decode(list(token_ids), skip_special_tokens=False)))
 
-    def bad_words_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    async def bad_words_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Each word as the start of a text, and within one. Raises RequestError for a word without tokens."""
+        return await self._off_loop(sum(map(_size, words)), lambda: self._of_words(words))
+
+    def _of_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         found: list[tuple[int, ...]] = []
         for word in words:
             start, within = (self._ids(prefix + word.lstrip()) for prefix in ("", " "))
@@ -100,8 +106,9 @@ class Prompts:
         return await self._off_loop(len(text), tokenise)
 
     async def _off_loop(self, size: int, work: Callable[[], Result]) -> Result:
-        """Done at once when it is little."""
+        """Done at once when it is little; others have their turn before, however much of little there is."""
         if size <= SHORT_TEXT:
+            await asyncio.sleep(0)
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
@@ -122,3 +129,8 @@ class Prompts:
             ) from None
         refuse_unread(messages)
         return str(text)
+
+
+def _size(text: object) -> int:
+    """Of a message or a word, in characters: each costs something besides its letters."""
+    return MIN_SIZE + len(str(text or ""))

@@ -120,7 +120,7 @@ class Service:
     async def call(self, request_id: str, ask: Ask) -> Call:
         """Tokenise the prompts. Raises RequestError, PromptTooLongError."""
         prompts = [await self.prompts.token_ids(prompt) for prompt in ask.prompts]
-        bad_words_ids = self.prompts.bad_words_ids(ask.sampling.bad_words)
+        bad_words_ids = await self.prompts.bad_words_ids(ask.sampling.bad_words)
         sampling = ask.sampling.over(self.engine.default_sampling, bad_words_ids)
         # As in vLLM, the choices of one prompt are drawn with neighbouring seeds.
         samplings = [replace(sampling, seed=(sampling.seed + i) % SEEDS) for i in range(ask.num_choices)]

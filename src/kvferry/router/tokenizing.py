@@ -10,7 +10,7 @@ from enum import StrEnum
 import msgspec
 
 from kvferry.openai import SERVER_ERROR, error_body
-from kvferry.router.events import TOO_LATE, Count, Counted
+from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Count, Counted
 from kvferry.router.headers import Headers, response_headers, with_length
 from kvferry.router.policy import Instance
 from kvferry.router.services import Services
@@ -41,6 +41,17 @@ class Answer:
     body: bytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Question:
+    """One that waits for its answer, and need not when its instance is down."""
+
+    instance: Instance
+    limit: asyncio.Timeout
+
+    def instance_is_down(self) -> None:
+        self.limit.reschedule(asyncio.get_running_loop().time())
+
+
 async def ask(services: Services, outgoing: Outgoing, deadline_s: float) -> Answer:
     """The first answer of an instance that has the model; `outgoing` has no `base` yet.
 
@@ -59,9 +70,10 @@ async def ask(services: Services, outgoing: Outgoing, deadline_s: float) -> Answ
                 if place:
                     services.metrics.count(Count(Counted.RETRY, instance.role, reason))
                 try:
-                    return await _asked(services, replace(outgoing, base=instance.url))
+                    return await _asked(services, instance, replace(outgoing, base=instance.url))
                 except FAILURES as error:
-                    reason = reason_of(error, DEADLINE)
+                    # Its own time is over only where a probe has found the instance down.
+                    reason = reason_of(error, INSTANCE_DOWN)
                     _note(services, instance, reason)
     except TimeoutError:
         if left_s < patience_s:
@@ -71,7 +83,18 @@ async def ask(services: Services, outgoing: Outgoing, deadline_s: float) -> Answ
     return _refusal(502, "upstream_unavailable", f"the instance did not answer: {WORDS[reason]}", reason)
 
 
-async def _asked(services: Services, outgoing: Outgoing) -> Answer:
+async def _asked(services: Services, instance: Instance, outgoing: Outgoing) -> Answer:
+    """Raises what an exchange does, and TimeoutError when the instance is found down meanwhile."""
+    async with asyncio.timeout(None) as limit:
+        question, open_legs = _Question(instance, limit), services.membership.open_legs
+        open_legs.began(question)
+        try:
+            return await _whole(services, outgoing)
+        finally:
+            open_legs.ended(question)
+
+
+async def _whole(services: Services, outgoing: Outgoing) -> Answer:
     exchange = await Exchange.open(services.pool, outgoing)
     try:
         body = await exchange.whole(services.config.max_answer_bytes)

@@ -34,6 +34,7 @@ choice = partial(typer.Option, rich_help_panel="Advanced: scheduling")
 
 
 def route(
+    context: typer.Context,
     prefill: Annotated[list[str], common(help="URL of a prefill engine; repeatable.")] = [],  # noqa: B006
     decode: Annotated[list[str], common(help="URL of a decode engine; repeatable.")] = [],  # noqa: B006
     members_file: Annotated[str, engines(help="JSON file that lists engines; reread when it changes.")] = "",
@@ -79,20 +80,13 @@ def route(
     """Start a router: an OpenAI API in front of prefill and decode engines."""
     with friendly("router"):
         from kvferry.cli import environment
+        from kvferry.cli.access import access_of
         from kvferry.cli.route import server
-        from kvferry.http_access import Access
         from kvferry.router.config import RouterConfig
         from kvferry.router.judgement import Judgement
         from kvferry.router.plugins import policy_named
 
         limits = server.limits_of(ttft_slo, max_requests, skip_prefill_below)
-        guard = Access(
-            tuple(api_key) or environment.api_keys(),
-            tuple(allowed_origins),
-            tuple(allowed_methods),
-            tuple(allowed_headers),
-            allow_credentials,
-        )
         router = RouterConfig(
             prefill_urls=tuple(prefill),
             decode_urls=tuple(decode),
@@ -108,4 +102,6 @@ def route(
             engine_api_key=engine_api_key or environment.engine_api_key(),
         )
         logs = server.LogOptions(log_format, access_log, otel)
-        server.route(server.RouteOptions(router, host, port, drain_timeout, as_json, as_child, logs, guard))
+        server.route(
+            server.RouteOptions(router, host, port, drain_timeout, as_json, as_child, logs, access_of(context.params))
+        )

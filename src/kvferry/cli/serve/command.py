@@ -110,9 +110,9 @@ def serve(
             _serve_vllm(context, path, served_name or name, join)
         from kvferry.agent import AgentConfig, read_token, staging_named
         from kvferry.cli import environment
+        from kvferry.cli.access import access_of
         from kvferry.connectors.jobs import Settings
         from kvferry.connectors.step_cost import step_cost_named
-        from kvferry.http_access import Access
         from kvferry.session.events import Timing
 
         if lease_timeout < 2 * heartbeat:
@@ -154,13 +154,7 @@ def serve(
                 as_json=as_json,
                 as_child=as_child,
                 join=join,
-                access=Access(
-                    tuple(api_key) or environment.api_keys(),
-                    tuple(allowed_origins),
-                    tuple(allowed_methods),
-                    tuple(allowed_headers),
-                    allow_credentials,
-                ),
+                access=access_of(context.params),
             )
         )
 
