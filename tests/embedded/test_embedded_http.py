@@ -333,3 +333,17 @@ def test_chat_content_may_come_in_parts(decoder: Served) -> None:
     _, expected = decoder.ask(CHAT, {"messages": MESSAGES, "max_tokens": 4})
     _, answer = decoder.ask(CHAT, {"messages": [{"role": "user", "content": parts}], "max_tokens": 4})
     assert answer["choices"] == expected["choices"]
+
+
+def test_a_stream_that_breaks_off_is_not_counted_as_a_good_one(decoder: Served) -> None:
+    """Its second token is forbidden, and there is no other one."""
+    tokenizer = decoder.engine.tokenizer
+    words = (letter for letter in "qzxjkvw" if len(tokenizer(letter * 2, add_special_tokens=False)["input_ids"]) == 2)
+    letter = next(words)
+    (token_id,) = set(tokenizer(letter * 2, add_special_tokens=False)["input_ids"])
+    names = [f'kvferry_engine_requests_total{{leg="whole",status="{status}"}}' for status in (200, 400)]
+    before = [decoder.metric(name) for name in names]
+    body = {"prompt": [5, 6, 7], "max_tokens": 4, "stream": True}
+    status, text = decoder.raw(COMPLETIONS, body | {"allowed_token_ids": [token_id], "bad_words": [letter * 2]})
+    assert (status, "no token to go on with" in text, "[DONE]" in text) == (200, True, False)
+    assert [decoder.metric(name) for name in names] == [before[0], before[1] + 1]

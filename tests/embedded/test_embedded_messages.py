@@ -86,6 +86,16 @@ def test_arguments_become_an_object() -> None:
         plain(role="assistant", tool_calls=[broken])
 
 
+LOOKS: list[Any] = [list, lambda m: m.items(), lambda m: m.values(), lambda m: m["name"], lambda m: m.get("name")]
+
+
+@pytest.mark.parametrize("look", [*LOOKS, lambda m: "name" in m])
+def test_every_way_to_look_at_a_field_is_noted(look: Any) -> None:
+    message = WatchedMessage({"role": "user", "name": "Ada"})
+    look(message)
+    assert "name" in message.read
+
+
 def test_a_copy_notes_what_is_read_in_the_same_set() -> None:
     message = WatchedMessage({"role": "user", "name": "Ada"})
     assert deepcopy(message)["name"] == "Ada"

@@ -12,10 +12,12 @@ import pytest
 from router_harness import chat_chunk, cluster, decode_engine, frame, hanging, open_stream, prefill_engine
 
 from kvferry.errors import RequestError
-from kvferry.router.events import TOO_LATE
+from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Answered, Promised
 from kvferry.router.headers import decode_headers, timeout_of
 from kvferry.router.leg import Leg, Patience
 from kvferry.router.member import INSTANCE_FUSE
+from kvferry.router.open_legs import OpenLegs
+from kvferry.router.policy import Instance, Role
 from kvferry.router.tracing import UNTRACED_LEG
 from kvferry.router.upstream import Outgoing
 
@@ -90,6 +92,31 @@ def test_a_leg_for_which_there_is_no_time_is_not_sent():
     # Without a pool of connections, nothing can be sent.
     leg = Leg(SimpleNamespace(), SimpleNamespace(), UNTRACED_LEG, outgoing, Patience(1.0, time.monotonic()))
     assert asyncio.run(leg.ask()).reason == TOO_LATE
+
+
+def test_an_answer_that_comes_when_it_is_given_up_is_no_broken_one():
+    """The limit has been set to now, and the answer was there first: what comes after is read."""
+
+    async def main():
+        membership = SimpleNamespace(open_legs=OpenLegs())
+        reservation = SimpleNamespace(instance=Instance("http://127.0.0.1:1", Role.PREFILL))
+        outgoing = Outgoing("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
+        patience = Patience(10.0, time.monotonic() + 10.0)
+        leg = Leg(SimpleNamespace(membership=membership), reservation, UNTRACED_LEG, outgoing, patience)
+
+        async def promised():
+            leg.give_up(INSTANCE_DOWN)
+            leg._exchange = SimpleNamespace(whole=whole)
+            return Promised(b"{}")
+
+        async def whole(_max_bytes):
+            return b'data: {"error": {"message": "x", "code": 500}}\n\n'
+
+        leg._ask = promised
+        assert await leg.ask() == Promised(b"{}")
+        assert isinstance(await leg.rest(), Answered)
+
+    asyncio.run(main())
 
 
 def test_what_is_no_time_is_a_400():

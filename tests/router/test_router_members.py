@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import time
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -19,7 +20,7 @@ from kvferry.router.compatibility import Facts
 from kvferry.router.config import Registration, RouterConfig
 from kvferry.router.judgement import Judgement
 from kvferry.router.member import INSTANCE_FUSE, Origin, Verdict
-from kvferry.router.members import MembersFile
+from kvferry.router.members import MembersFile, Registry
 from kvferry.router.membership import PAIR_FUSE, Membership, Wanted
 from kvferry.router.metrics import Metrics
 from kvferry.router.policy import Instance, Limits, Nobody, Role, Task, Use
@@ -455,6 +456,20 @@ def test_a_short_prompt_is_left_to_decode_and_the_answer_says_so():
             assert await c.metric("kvferry_router_skip_threshold_tokens") == 4
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("client", "status"),
+    [("127.0.0.1", 200), ("::1", 200), ("::ffff:127.0.0.1", 200), ("::ffff:192.0.2.7", 403), ("", 403)],
+)
+def test_without_a_key_only_this_host_may_register(client, status):
+    """A router that listens on `::` sees clients of IPv4 as addresses of IPv6."""
+    membership = SimpleNamespace(add=lambda *_: True)
+    metrics = SimpleNamespace(count_refused_registration=lambda _: None)
+    config = RouterConfig((), (), registration=Registration(True))
+    registry = Registry(config, membership, metrics)
+    body = json.dumps({"url": "http://127.0.0.1:8100", "role": "decode"}).encode()
+    assert registry.take(body, {}, client)[0] == status
 
 
 def test_the_phases_of_an_engine_reach_the_client_and_the_metrics():
