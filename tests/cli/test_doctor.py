@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from io import StringIO
 
@@ -262,3 +263,19 @@ def test_an_error_is_a_finding(tmp_path):
     (finding, *_) = doctor_facts.machine_findings(Situation("cpu", "cpu"), str(tmp_path / "none"))
     assert finding.severity is Severity.ERROR
     assert finding_of(ConfigurationError("w", found="f", hint="h")) == Finding(Severity.ERROR, "w", "f", "", "h")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_way_back_from_a_peer_is_the_address_that_it_is_reached_from(host):
+    """Transports that are tried to a peer elsewhere must not listen on loopback only."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener, ThreadPoolExecutor(1) as thread:
+
+        def greet():
+            with listener.accept()[0] as connection:
+                connection.sendall(peer.GREETING)
+
+        greeting = thread.submit(greet)
+        address = f"[{host}]" if ":" in host else host
+        assert peer._check_greeting(f"tcp://{address}:{listener.getsockname()[1]}") == host
+        greeting.result()

@@ -113,6 +113,12 @@ def test_a_body_without_a_type_is_json():
     assert (b"content-type", b"application/json") in decode_headers([], "id")
 
 
+def test_which_pages_may_read_an_answer_is_not_for_engines_to_say():
+    """vLLM lets in every origin by default."""
+    upstream = [(b"Access-Control-Allow-Origin", b"*"), (b"content-type", b"application/json")]
+    assert response_headers(upstream, {}) == [(b"content-type", b"application/json")]
+
+
 def test_response_headers_keep_the_upstreams_and_add_ours():
     upstream = [(b"Content-Type", b"a/b"), (b"Date", b"x"), (b"Transfer-Encoding", b"chunked"), (b"X-A", b"1")]
     assert response_headers(upstream, {"x-request-id": "i"}) == [
