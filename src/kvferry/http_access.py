@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,8 +13,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.errors import ConfigurationError
 from kvferry.openai import INVALID_REQUEST, error_body
+from kvferry.request_ids import NAME, id_of_refusal
 
-__all__ = ["Access", "bearer", "check_key", "guarded"]
+__all__ = ["INVALID_KEY", "UNAUTHORIZED", "Access", "Told", "bearer", "check_key", "guarded"]
 
 # As in vLLM: health, readiness and metrics are for whoever runs the server.
 GUARDED = ("/v1", "/tokenize", "/detokenize")
@@ -23,6 +25,10 @@ SHOWN_HEADERS = (
     *("x-kvferry-path", "x-kvferry-reason", "x-kvferry-cache", "x-kvferry-cache-reason"),
 )
 AUTHORIZATION, SCHEME = b"authorization", b"bearer "
+UNAUTHORIZED, INVALID_KEY = 401, "invalid_api_key"
+
+Told = Callable[[Scope, str], None]
+"""Is told of each request that was turned away without a key, and the id that its answer names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +63,10 @@ def bearer(key: str) -> tuple[bytes, bytes]:
     return AUTHORIZATION, b"Bearer " + key.encode()
 
 
-def guarded(app: ASGIApp, access: Access) -> ASGIApp:
+def guarded(app: ASGIApp, access: Access, turned_away: Told) -> ASGIApp:
     """The application behind its guards. CORS comes first: a browser has to be able to read a refusal."""
     if access.api_keys:
-        app = _ApiKeys(app, access.api_keys)
+        app = _ApiKeys(app, access.api_keys, turned_away)
     if access.origins:
         app = CORSMiddleware(
             app,
@@ -76,15 +82,18 @@ def guarded(app: ASGIApp, access: Access) -> ASGIApp:
 class _ApiKeys:
     """Lets requests through that show a key that is known; keys are compared as digests, in constant time."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], turned_away: Told) -> None:
         self._app = app
+        self._turned_away = turned_away
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] != "OPTIONS" and _is_guarded(scope["path"]):
             key = _shown_key(scope["headers"])
             if not self._is_known(key):
-                await _refuse(send, was_shown=bool(key))
+                request_id = id_of_refusal(scope["headers"])
+                self._turned_away(scope, request_id)
+                await _refuse(send, request_id, was_shown=bool(key))
                 return
             # It has done its work: a router would pass it on to engines, which are not to learn it.
             scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != AUTHORIZATION]}
@@ -111,13 +120,14 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-async def _refuse(send: Send, was_shown: bool) -> None:
+async def _refuse(send: Send, request_id: str, was_shown: bool) -> None:
     message = "the API key is not valid" if was_shown else "an API key is needed: Authorization: Bearer KEY"
-    body = msgspec.json.encode(error_body(message, INVALID_REQUEST, "invalid_api_key", None))
+    body = msgspec.json.encode(error_body(message, INVALID_REQUEST, INVALID_KEY, None))
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (b"www-authenticate", b"Bearer"),
+        (NAME, request_id.encode()),
     ]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.start", "status": UNAUTHORIZED, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from kvferry.cli import http, listening
 from kvferry.errors import ConfigurationError
-from kvferry.http_access import Access, guarded
+from kvferry.http_access import Access, Told, guarded
 
 KEYS = ("first-key", "second-key")
 PAGE = "https://chat.example"
@@ -24,7 +24,7 @@ DEADLINE_S = 30.0
 
 
 @asynccontextmanager
-async def served(access: Access) -> AsyncIterator[str]:
+async def served(access: Access, turned_away: Told = lambda *_: None) -> AsyncIterator[str]:
     """A server that answers on every path."""
 
     async def show(request: Request) -> JSONResponse:
@@ -33,7 +33,7 @@ async def served(access: Access) -> AsyncIterator[str]:
     routes = [Route("/{path:path}", show, methods=["GET", "POST"])]
     ended = asyncio.Event()
     with listening.listen("127.0.0.1", 0) as bound:
-        app = guarded(Starlette(routes=routes), access)
+        app = guarded(Starlette(routes=routes), access, turned_away)
         running = asyncio.create_task(http.run(app, bound, [ended.wait()], 1, http.Drain(0.0, list)))
         try:
             yield listening.url_of(bound)
@@ -63,6 +63,22 @@ def test_the_api_needs_a_key_and_says_so(shown: str) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("given", "is_kept"), [("trip-7", True), ("", False), ("a,b", False)])
+def test_who_is_turned_away_gets_an_id_that_the_server_is_told(given: str, is_kept: bool) -> None:
+    ids: list[str] = []
+
+    async def main() -> None:
+        headers = {"x_request_id": given} if given else {}
+        async with served(Access(KEYS), lambda scope, request_id: ids.append(request_id)) as url:
+            status, told, _ = await ask(f"{url}/v1/models", **headers)
+            assert (status, [told["x-request-id"]]) == (401, ids)
+            assert (await ask(f"{url}/v1/models", authorization="Bearer first-key"))[0] == 200
+
+    asyncio.run(main())
+    assert len(ids) == 1
+    assert (ids == [given]) == is_kept
+
+
 def test_every_key_is_good_and_what_operators_ask_needs_none() -> None:
     async def main() -> None:
         async with served(Access(KEYS)) as url:
@@ -78,7 +94,7 @@ def test_every_key_is_good_and_what_operators_ask_needs_none() -> None:
 
 def test_without_keys_and_origins_nothing_is_in_the_way() -> None:
     app = Starlette()
-    assert guarded(app, Access()) is app
+    assert guarded(app, Access(), lambda *_: None) is app
 
 
 def test_pages_of_an_origin_may_ask_and_can_read_refusals() -> None:

@@ -180,6 +180,15 @@ def test_the_caller_s_id_comes_back_and_may_be_used_twice(decoder: Served) -> No
     assert decoder.ask(COMPLETIONS, {"prompt": "a"}, {"x-request-id": "a,b"})[0] == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [(COMPLETIONS, {"foo": 1}, 400), (COMPLETIONS, {"prompt": "a", "model": "other"}, 404), ("/nowhere", {}, 404)],
+)
+def test_a_refusal_is_found_by_the_caller_s_id(decoder: Served, path: str, body: dict[str, Any], status: int) -> None:
+    answer = decoder.response(path, body, {"x-request-id": "trip-7"})
+    assert (answer.status, answer.headers["x-request-id"]) == (status, "trip-7")
+
+
 @pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request(loop: Loop, decoder: Served, stream: bool, num_choices: int) -> None:

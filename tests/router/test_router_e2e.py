@@ -282,8 +282,37 @@ def test_an_id_with_a_separator_is_a_400():
             response = await c.complete(headers={"x-request-id": "a,b"})
             assert response.status == 400
             assert "x-request-id" in response.error["message"]
+            assert response.headers["x-request-id"] not in ("", "a,b")
 
     run(main)
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/completions", 400), ("/nowhere", 404), ("/v1/models", 405)])
+def test_a_refusal_is_found_by_the_caller_s_id(path, status):
+    async def main():
+        async with (
+            cluster([], [decode_engine()]) as c,
+            c.session.post(c.url + path, data=b"{", headers={"x-request-id": "mine-1"}) as response,
+        ):
+            assert (response.status, response.headers["x-request-id"]) == (status, "mine-1")
+
+    run(main)
+
+
+def test_who_shows_no_key_is_counted_and_logged(caplog):
+    async def main():
+        ids = {b"/v1/completions": "told-1", b"/v1/models": "told-2"}
+        async with cluster([], [decode_engine()]) as c:
+            for path, request_id in ids.items():
+                scope = {"type": "http", "method": "POST", "path": path.decode(), "headers": []}
+                c.app.turn_away(scope, request_id)
+            for endpoint in ("/v1/completions", "other"):
+                line = f'kvferry_router_requests_total{{endpoint="{endpoint}",path="none",status="401"}}'
+                assert await c.metric(line) == 1
+
+    with caplog.at_level(logging.INFO, "kvferry.router.access"):
+        run(main)
+    assert [record.fields["request_id"] for record in caplog.records if hasattr(record, "fields")] == ["told-1"]
 
 
 def test_a_too_large_body_is_a_413_announced_or_not():

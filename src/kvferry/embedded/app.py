@@ -19,6 +19,7 @@ from kvferry.embedded.tokenizing import DETOKENIZE, TOKENIZE, decode_detokenize,
 from kvferry.embedded.transfer import Transfer
 from kvferry.errors import FerryError, RequestError
 from kvferry.openai import HTTP_CODES, error_body
+from kvferry.request_ids import id_of_refusal
 from kvferry.wire.messages import WIRE_VERSION
 
 __all__ = ["create_app"]
@@ -39,7 +40,7 @@ class Endpoints:
     async def completions(self, request: Request) -> Responder | Response:
         caller = caller_of(request.headers)
         body, ask = decode_completion(await _body(request))
-        if (refusal := self._wrong_model(body.model)) is not None:
+        if (refusal := self._wrong_model(request, body.model)) is not None:
             return refusal
         call = await self._service.call(caller.request_id, ask)
         return Responder(self._service, CompletionShape(), call, caller)
@@ -47,7 +48,7 @@ class Endpoints:
     async def chat(self, request: Request) -> Responder | Response:
         caller = caller_of(request.headers)
         body, ask = decode_chat(await _body(request))
-        if (refusal := self._wrong_model(body.model)) is not None:
+        if (refusal := self._wrong_model(request, body.model)) is not None:
             return refusal
         call = await self._service.call(caller.request_id, ask)
         return Responder(self._service, ChatShape(), call, caller)
@@ -55,7 +56,7 @@ class Endpoints:
     async def tokenize(self, request: Request) -> Response:
         """The tokens that a completion or a chat with this prompt computes."""
         ask = decode_tokenize(await _body(request))
-        if (refusal := self._wrong_model(ask.model)) is not None:
+        if (refusal := self._wrong_model(request, ask.model)) is not None:
             return refusal
         prompts = self._service.prompts
         tokens = await prompts.token_ids(ask.prompt)
@@ -69,7 +70,7 @@ class Endpoints:
 
     async def detokenize(self, request: Request) -> Response:
         body = decode_detokenize(await _body(request))
-        if (refusal := self._wrong_model(body.model)) is not None:
+        if (refusal := self._wrong_model(request, body.model)) is not None:
             return refusal
         return json_response({"prompt": await self._service.prompts.text(tuple(body.tokens))}, {})
 
@@ -77,7 +78,7 @@ class Endpoints:
         return json_response({"object": "list", "data": [self._model()]}, {})
 
     async def model(self, request: Request) -> Response:
-        return self._wrong_model(request.path_params["name"]) or json_response(self._model(), {})
+        return self._wrong_model(request, request.path_params["name"]) or json_response(self._model(), {})
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": __version__}, {})
@@ -127,14 +128,14 @@ class Endpoints:
             "max_model_len": self._service.engine.max_tokens,
         }
 
-    def _wrong_model(self, name: str | None) -> Response | None:
+    def _wrong_model(self, request: Request, name: str | None) -> Response | None:
         """Callers that name no model get the one there is."""
         served = self._service.info.model
         if name in (None, "", served):
             return None
         message = f"the model {name!r} does not exist; this engine serves {served!r}"
         body = error_body(message, "invalid_request_error", "model_not_found", "model")
-        return json_response(body, {}, 404)
+        return json_response(body, _id_header(request), 404)
 
 
 def create_app(engine: Engine, transfer: Transfer, info: ServeInfo) -> Starlette:
@@ -148,7 +149,7 @@ def create_app(engine: Engine, transfer: Transfer, info: ServeInfo) -> Starlette
     async def on_ferry_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, FerryError):
             raise error
-        response = error_response(error, engine.failure, {})
+        response = error_response(error, engine.failure, _id_header(request))
         service.metrics.count_request("refused", response.status_code)
         return response
 
@@ -199,9 +200,14 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         hint = PATHS if error.status_code == 404 else ""
         words = str(RequestError(error.detail, found=found, expected=allowed, hint=hint))
     body = error_body(words, "invalid_request_error", HTTP_CODES.get(error.status_code, "http_error"), None)
-    return json_response(body, dict(error.headers or {}), error.status_code)
+    return json_response(body, dict(error.headers or {}) | _id_header(request), error.status_code)
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
     """What we did not foresee: told without details; the server logs it with all of them."""
-    return json_response(error_body("internal error", "server_error", "internal_error", None), {}, 500)
+    body = error_body("internal error", "server_error", "internal_error", None)
+    return json_response(body, _id_header(request), 500)
+
+
+def _id_header(request: Request) -> dict[str, str]:
+    return {"x-request-id": id_of_refusal(request.scope["headers"])}

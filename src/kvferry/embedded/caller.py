@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.errors import RequestError
 from kvferry.openai import REPORT_HEADER
+from kvferry.request_ids import is_usable
 
 __all__ = ["Caller", "caller_of"]
 
-REQUEST_ID = re.compile(r"[A-Za-z0-9._=/+-]{1,128}")
 YES_OR_NO = {"true": True, "false": False}
 
 
@@ -33,7 +32,7 @@ def _request_id(given: str | None) -> str:
     """The caller's id, or a new one."""
     if given is None:
         return uuid.uuid4().hex
-    if not REQUEST_ID.fullmatch(given):
+    if not is_usable(given):
         raise RequestError(
             "x-request-id cannot be used",
             found=given[:200],

@@ -20,8 +20,10 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry import __version__
 from kvferry.errors import FerryError, RequestError
+from kvferry.http_access import INVALID_KEY, UNAUTHORIZED
 from kvferry.openai import HTTP_CODES, INVALID_REQUEST, SERVER_ERROR, error_body, error_of
 from kvferry.registration import MEMBERS_PATH
+from kvferry.request_ids import id_of_refusal
 from kvferry.router.call import Call
 from kvferry.router.client import CLIENT_LEFT, Client
 from kvferry.router.config import RouterConfig
@@ -39,7 +41,7 @@ from kvferry.router.readiness import readiness
 from kvferry.router.request import Endpoint, parse_request
 from kvferry.router.services import Services
 from kvferry.router.status import status_of
-from kvferry.router.story import Story
+from kvferry.router.story import Refusal, refused
 from kvferry.router.tokenizing import TokenizerPath, ask
 from kvferry.router.tracing import NO_TRACING, Tracing
 from kvferry.router.upstream import Outgoing
@@ -49,8 +51,6 @@ __all__ = ["Front", "create_app"]
 logger = logging.getLogger(__name__)
 
 MAX_ANNOUNCEMENT_BYTES = 4096
-# Of an id that may be what is wrong.
-MAX_SHOWN = 128
 # When a request came to the router, in its scope.
 BEGAN_S = "kvferry.began_s"
 
@@ -119,6 +119,12 @@ class Front:
             return
         scope["app"], scope[BEGAN_S] = self, time.monotonic()
         await generate(scope, receive, send)
+
+    def turn_away(self, scope: Scope, request_id: str) -> None:
+        """A request without a key is answered before it comes here: it counts all the same."""
+        is_generating = scope["method"] == "POST" and scope["path"] in self._generating
+        began = {BEGAN_S: time.monotonic()} if is_generating else {}
+        _tell_refusal(self.state.metrics, {**scope, **began}, Refusal(request_id, UNAUTHORIZED, INVALID_KEY))
 
 
 class Generate:
@@ -288,28 +294,20 @@ def _target(path: str, http: Request) -> str:
 
 
 def _refuse(http: Request, status: int, body: dict[str, object], headers: dict[str, str]) -> Response:
-    known = http.url.path if http.url.path in (*Endpoint, *TokenizerPath) else "other"
-    metrics: Metrics = http.app.state.metrics
-    metrics.count_request(known, "none", status)
-    if BEGAN_S in http.scope:
-        _log_refusal(http, status, body)
-    return _json(status, body, headers)
-
-
-def _log_refusal(http: Request, status: int, body: dict[str, object]) -> None:
-    """It was refused before anything was known of it but its path and, perhaps, its id."""
+    request_id = id_of_refusal(http.scope["headers"])
     error = body.get("error")
-    Story(
-        request_id="".join(filter(str.isprintable, http.headers.get("x-request-id", "-")[:MAX_SHOWN])),
-        endpoint=http.url.path,
-        model="",
-        status=status,
-        path="none",
-        reason=str(error.get("code", "")) if isinstance(error, dict) else "",
-        instances={},
-        seconds=time.monotonic() - http.scope[BEGAN_S],
-        phases={},
-    ).log()
+    reason = str(error.get("code", "")) if isinstance(error, dict) else ""
+    _tell_refusal(http.app.state.metrics, http.scope, Refusal(request_id, status, reason))
+    return _json(status, body, headers | {"x-request-id": request_id})
+
+
+def _tell_refusal(metrics: Metrics, scope: Scope, refusal: Refusal) -> None:
+    """It was refused before anything was known of it but its path and, perhaps, its id."""
+    known = scope["path"] if scope["path"] in (*Endpoint, *TokenizerPath) else "other"
+    metrics.count_request(known, "none", refusal.status)
+    # A request that generates has a line of its own, once.
+    if BEGAN_S in scope:
+        refused(refusal, scope["path"], time.monotonic() - scope[BEGAN_S]).log()
 
 
 def _json(status: int, body: object, headers: dict[str, str]) -> Response:

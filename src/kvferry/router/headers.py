@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterable
 
 from kvferry.errors import RequestError
+from kvferry.request_ids import NAME, is_usable
 
 __all__ = ["Headers", "decode_headers", "prefill_headers", "request_id_of", "response_headers", "timeout_of"]
 
@@ -43,17 +44,13 @@ OWN_OF_RESPONSE = HOP_BY_HOP | frozenset(
 TIMEOUT = b"x-kvferry-timeout"
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
-# Engines put the id into comma- and colon-separated lists of their own, where a separator in it is taken for two
-# ids and the lease of the first is never renewed.
-REQUEST_ID = re.compile(r"[A-Za-z0-9._=/+-]{1,128}")
-
 
 def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The caller's `x-request-id`, or a new one. Raises RequestError when engines could misread it."""
-    ids = [value.decode("latin-1") for name, value in headers if name.lower() == b"x-request-id"]
+    ids = [value.decode("latin-1") for name, value in headers if name.lower() == NAME]
     if not ids:
         return uuid.uuid4().hex
-    if len(ids) > 1 or not REQUEST_ID.fullmatch(ids[0]):
+    if len(ids) > 1 or not is_usable(ids[0]):
         raise RequestError(
             "x-request-id cannot be passed to the engines",
             found=", ".join(ids)[:200],

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvferry.router.events import Answered, ClientGone, Ended, Event, Failed
 from kvferry.router.policy import Role
 
-__all__ = ["ANSWERED", "LEFT", "Story", "outcome_of"]
+__all__ = ["ANSWERED", "LEFT", "Refusal", "Story", "outcome_of", "refused"]
 
 ANSWERED = "answered"
 LEFT = "left"
@@ -62,6 +62,30 @@ class Story:
         }
         own |= {"kvferry.reason": self.reason} if self.reason else {}
         return own | {f"kvferry.phase.{name}_s": seconds for name, seconds in self.phases.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The router's own answer to a request that it did not pass on; `reason` is the code of the error."""
+
+    request_id: str
+    status: int
+    reason: str
+
+
+def refused(refusal: Refusal, endpoint: str, seconds: float) -> Story:
+    """The story of a request of which little is known."""
+    return Story(
+        request_id=refusal.request_id,
+        endpoint=endpoint,
+        model="",
+        status=refusal.status,
+        path="none",
+        reason=refusal.reason,
+        instances={},
+        seconds=seconds,
+        phases={},
+    )
 
 
 def outcome_of(event: Event) -> str:

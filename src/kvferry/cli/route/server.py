@@ -113,6 +113,6 @@ async def _route(options: RouteOptions, app: Front, bound: socket.socket, tracin
     gc.freeze()
     gc.set_threshold(NUM_NEW_OBJECTS)
     try:
-        await http.run(guarded(app, options.access), bound, ends, http.ROUTER_GRACE_S, drain)
+        await http.run(guarded(app, options.access, app.turn_away), bound, ends, http.ROUTER_GRACE_S, drain)
     finally:
         tracing.close()

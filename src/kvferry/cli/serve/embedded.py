@@ -9,6 +9,8 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from starlette.types import Scope
+
 from kvferry.agent import AgentConfig
 from kvferry.cli import console, http, listening
 from kvferry.cli.logs import log_to_stderr
@@ -21,7 +23,7 @@ from kvferry.embedded.engine import Engine
 from kvferry.embedded.registrar import Registrar, RegistrarConfig
 from kvferry.embedded.service import ServeInfo
 from kvferry.errors import FerryError
-from kvferry.http_access import Access, guarded
+from kvferry.http_access import UNAUTHORIZED, Access, guarded
 from kvferry.plan.layout import contents
 from kvferry.registration import KEY_PURPOSE
 
@@ -85,9 +87,12 @@ async def _serve(options: ServeOptions, engine: Engine, bound: socket.socket) ->
             app.state.service.drain()
             registrar.leave()
 
+        def turn_away(scope: Scope, request_id: str) -> None:
+            app.state.service.metrics.count_request("refused", UNAUTHORIZED)
+
         ends = [transfer.wait_until_over(), *([http.stdin_closed()] if options.as_child else [])]
         drain = http.Drain(options.drain_s, announce_end, engine.idle)
-        await http.run(guarded(app, options.access), bound, ends, http.ENGINE_GRACE_S, drain)
+        await http.run(guarded(app, options.access, turn_away), bound, ends, http.ENGINE_GRACE_S, drain)
         if transfer.failure:
             # Better no process than one that cannot do its job: whoever watches over it starts a new one.
             raise FerryError(
