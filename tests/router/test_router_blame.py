@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from aiohttp import web
-from router_harness import cluster, decode_engine, decoding, failing, prefill_engine, prefilling, resetting
+from router_harness import (
+    DEADLINE_S,
+    cluster,
+    decode_engine,
+    decoding,
+    failing,
+    hanging,
+    prefill_engine,
+    prefilling,
+    resetting,
+)
 
 from kvferry.router.answers import known_reason
 from kvferry.router.kinds import KIND_FUSE, MAX_KINDS, Kind, Kinds, kind_of
 from kvferry.router.member import INSTANCE_FUSE
 from kvferry.router.membership import PAIR_FUSE
-from kvferry.router.policy import Instance, Role
+from kvferry.router.policy import Instance, Role, Task
 from kvferry.router.request import Endpoint, parse_request
 from kvferry.router.suspects import Suspect, Suspects
 
 MANY = 2 * (INSTANCE_FUSE.num_failures + PAIR_FUSE.num_failures + KIND_FUSE.num_failures)
 PLAIN = {"prompt": "a"}
+TASK = Task(model="tiny")
 # Any field will do: engines of this file cannot fulfil a request that has it.
 ODD = {"prompt": "a", "odd": True}
 P0, P1 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(2))
@@ -64,6 +77,71 @@ def test_a_kind_that_keeps_failing_costs_no_prefill_legs_for_a_while(num_prefill
             reply = await c.complete(ODD)
             assert reply.headers["x-kvferry-reason"] == "prefill_keeps_failing"
             assert await c.metric(FALLBACKS % "prefill_failed") == KIND_FUSE.num_failures
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_prefills", [1, 2])
+def test_requests_that_take_too_long_everywhere_take_nobody_out(num_prefills):
+    """Nor do they wait for long each time: such requests have no prefill leg for a while, others have one."""
+
+    async def main():
+        engines = prefills(num_prefills, hanging)
+        async with cluster(engines, [decode_engine()], prefill_timeout_s=0.1) as c:
+            for _ in range(MANY):
+                reply = await c.complete(ODD)
+                assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "decode-only")
+            assert set((await breakers(c)).values()) == {"closed"}
+            assert sum(len(engine.seen) for engine in engines) == num_prefills * KIND_FUSE.num_failures
+            assert (await c.complete(PLAIN)).headers["x-kvferry-path"] == "disaggregated"
+
+    asyncio.run(main())
+
+
+def test_a_prefill_that_takes_too_long_where_another_one_does_not_is_taken_out():
+    async def main():
+        bad, good = prefill_engine("p0", hanging), prefill_engine("p1")
+        async with cluster([bad, good], [decode_engine()], prefill_timeout_s=2.0) as c:
+            replies = await asyncio.gather(*(c.complete(PLAIN) for _ in range(MANY)))
+            assert {reply.headers["x-kvferry-path"] for reply in replies} == {"disaggregated"}
+            assert (await breakers(c))[bad.url] == "open"
+
+    asyncio.run(main())
+
+
+def test_long_answers_take_no_decode_out():
+    async def main():
+        ds = [decode_engine(f"d{i}", odd_ones_fail(decoding, hanging)) for i in range(2)]
+        async with cluster([], ds, decode_timeout_s=0.1) as c:
+            replies = await asyncio.gather(*(c.complete(ODD) for _ in range(MANY)))
+            assert {reply.status for reply in replies} == {504}
+            assert set((await breakers(c)).values()) == {"closed"}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("failure", [failing(500, "broken"), resetting])
+def test_a_failure_of_prefill_is_known_while_decode_still_answers(failure):
+    """An instance on trial is not kept for the length of an answer."""
+
+    async def main():
+        let_go = asyncio.Event()
+
+        async def slowly(request, seen):
+            await let_go.wait()
+            return await decoding(request, seen)
+
+        prefill, decode = prefills(1, failure), decode_engine("d0", slowly)
+        async with cluster(prefill, [decode]) as c:
+            waiting = []
+            for num in range(1, INSTANCE_FUSE.num_failures + 2):
+                waiting.append(asyncio.create_task(c.complete(ODD)))
+                while len(decode.seen) < num:
+                    decode.arrived.clear()
+                    await asyncio.wait_for(decode.arrived.wait(), DEADLINE_S)
+            assert len(prefill[0].seen) == INSTANCE_FUSE.num_failures
+            let_go.set()
+            assert {one.status for one in await asyncio.gather(*waiting)} == {200}
 
     asyncio.run(main())
 
@@ -137,22 +215,23 @@ def test_a_failing_adapter_or_image_is_another_kind_than_text():
 
     image = [{"type": "text", "text": "what is it?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
     kinds = [
-        kind_of(chat("a"), "tiny"),
-        kind_of(chat("a"), "adapter"),
-        kind_of(chat(image), "tiny"),
-        kind_of(chat("a", stream=True), "tiny"),
-        kind_of(chat("a", tool_choice="required"), "tiny"),
+        kind_of(chat("a"), TASK),
+        kind_of(chat("a"), replace(TASK, model="adapter")),
+        kind_of(chat(image), TASK),
+        kind_of(chat("a", stream=True), TASK),
+        kind_of(chat("a", tool_choice="required"), TASK),
+        kind_of(chat("a"), replace(TASK, prompt_tokens=100_000)),
     ]
     assert len({kind.digest for kind in kinds}) == len(kinds)
     # What is quoted in a text is no part of a message.
-    assert kind_of(chat(json.dumps(image)), "tiny") == kinds[0]
+    assert kind_of(chat(json.dumps(image)), TASK) == kinds[0]
     named = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
-    assert kind_of(chat("a", tool_choice=named[0]), "tiny") == kind_of(chat("a", tool_choice=named[1]), "tiny")
+    assert kind_of(chat("a", tool_choice=named[0]), TASK) == kind_of(chat("a", tool_choice=named[1]), TASK)
 
 
 def test_a_log_names_no_field_of_a_clients_own_making():
     odd = {"prompt": "a", "x\nWARNING all is lost": 1, "y" * 10_000: 2}
-    assert kind_of(parse_request(json.dumps(odd).encode(), Endpoint.COMPLETIONS), "tiny").words == "prompt"
+    assert kind_of(parse_request(json.dumps(odd).encode(), Endpoint.COMPLETIONS), TASK).words == "prompt"
 
 
 def test_an_engines_word_is_a_label_only_where_it_is_known():
@@ -163,13 +242,14 @@ def test_an_engines_word_is_a_label_only_where_it_is_known():
 
 
 def test_a_kind_is_tried_again_after_a_while_and_forgotten_when_it_goes_well():
-    kinds, kind = Kinds(), kind_of(parse_request(json.dumps(ODD).encode(), Endpoint.COMPLETIONS), "tiny")
+    kinds, kind = Kinds(), kind_of(parse_request(json.dumps(ODD).encode(), Endpoint.COMPLETIONS), TASK)
     news = [kinds.failed(kind, 0.0) for _ in range(KIND_FUSE.num_failures + 1)]
     assert news == [False] * (KIND_FUSE.num_failures - 1) + [True, False]
     assert not kinds.may_begin(kind, 0.0)
     assert kinds.may_begin(kind, KIND_FUSE.open_s)
+    trial = kinds.begin(kind, KIND_FUSE.open_s)
     assert not kinds.may_begin(kind, KIND_FUSE.open_s)
-    kinds.abandoned(kind)
+    kinds.abandoned(kind, trial)
     assert kinds.may_begin(kind, KIND_FUSE.open_s)
     kinds.succeeded(kind)
     assert len(kinds) == 0
@@ -183,16 +263,19 @@ def test_clients_cannot_make_it_remember_without_end():
 
 
 def blamed_of(*steps) -> list[Instance]:
-    """Steps are instances that fail, or a role that is served; `None` ends the request."""
-    suspects, blamed = Suspects(), []
+    """Steps are instances that fail, or a role that is served; `None` ends the request. All are judged in the end."""
+    suspects, blamed, acquitted = Suspects(), [], []
     for step in steps:
         match step:
             case None:
-                suspects.end()
+                for role in Role:
+                    suspects.end(role)
             case Role():
                 suspects.served(step)
             case instance, is_certain:
-                suspects.add(instance.role, Suspect(instance, lambda one=instance: blamed.append(one), is_certain))
+                blame, acquit = (partial(judged.append, instance) for judged in (blamed, acquitted))
+                suspects.add(instance.role, Suspect(instance, blame, acquit, is_certain))
+    assert len(blamed) + len(acquitted) == sum(isinstance(step, tuple) for step in steps)
     return blamed
 
 

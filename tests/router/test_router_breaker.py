@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.router.breaker import Breaker, BreakerState, Fuse
+from kvferry.router.member import INSTANCE_FUSE, Member, Origin
 from kvferry.router.pairs import Pairs
-from kvferry.router.policy import Instance, Role
+from kvferry.router.policy import NO_TASK, Instance, Role
+from kvferry.router.reservation import Reservation
 
 FUSE = Fuse(num_failures=3, open_s=5.0, max_open_s=20.0)
 P0, P1 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(2))
@@ -48,8 +53,7 @@ def test_after_a_while_one_is_let_through():
 def test_a_trial_that_fails_doubles_the_time_up_to_a_limit():
     breaker, now = blown(), 5.0
     for open_s in (10.0, 20.0, 20.0):
-        breaker.begin(now)
-        breaker.failed(now)
+        breaker.failed(now, breaker.begin(now))
         assert not breaker.may_begin(now + open_s - 0.1)
         assert breaker.may_begin(now + open_s)
         now += open_s
@@ -61,9 +65,22 @@ def test_a_trial_that_fails_doubles_the_time_up_to_a_limit():
 
 def test_a_trial_that_tells_nothing_lets_the_next_one_through():
     breaker = blown()
-    breaker.begin(5.0)
-    breaker.abandoned()
+    breaker.abandoned(breaker.begin(5.0))
     assert breaker.may_begin(5.0)
+
+
+def test_what_began_before_neither_ends_a_trial_nor_fails_in_its_place():
+    breaker = Breaker(FUSE)
+    before = breaker.begin(0.0)
+    for _ in range(FUSE.num_failures):
+        breaker.failed(0.0)
+    trial = breaker.begin(5.0)
+    breaker.abandoned(before)
+    assert not breaker.may_begin(5.0)
+    breaker.failed(5.0, before)
+    assert breaker.state(5.0) is BreakerState.HALF_OPEN
+    breaker.failed(5.0, trial)
+    assert breaker.state(5.0) is BreakerState.OPEN
 
 
 def test_late_failures_of_requests_from_before_do_not_prolong_it():
@@ -72,24 +89,53 @@ def test_late_failures_of_requests_from_before_do_not_prolong_it():
     assert breaker.may_begin(5.0)
 
 
-EVENTS = st.lists(st.tuples(st.sampled_from(["begin", "succeeded", "failed", "abandoned"]), st.floats(0, 10)))
+@pytest.mark.parametrize(("verdict", "state"), [("failed", BreakerState.OPEN), ("acquitted", BreakerState.HALF_OPEN)])
+def test_an_instance_under_suspicion_is_not_tried_again_until_that_is_settled(verdict, state):
+    """Its leg is over, and another instance is asked meanwhile."""
+    member, now = Member(P0, Origin.COMMAND_LINE, math.inf), INSTANCE_FUSE.open_s
+    for _ in range(INSTANCE_FUSE.num_failures):
+        member.breaker.failed(0.0)
+    reservation = Reservation(member, NO_TASK, lambda: now)
+    reservation.suspected()
+    reservation.release()
+    assert not member.breaker.may_begin(now)
+    getattr(reservation, verdict)()
+    assert member.breaker.state(now) is state
+    assert member.breaker.may_begin(now) is (state is BreakerState.HALF_OPEN)
+
+
+ENDS = st.sampled_from(["begin", "succeeded", "failed", "abandoned"])
+EVENTS = st.lists(st.tuples(ENDS, st.integers(0, 9), st.floats(0, 10)), max_size=60)
+
+
+def end(breaker, name, begun, now) -> None:
+    match name:
+        case "succeeded":
+            breaker.succeeded()
+        case "failed":
+            breaker.failed(now, begun)
+        case _:
+            breaker.abandoned(begun)
 
 
 @given(EVENTS)
 def test_it_always_lets_something_through_in_the_end_and_never_two_while_half_open(events):
-    breaker, now, trials = Breaker(FUSE), 0.0, 0
-    for name, wait_s in events:
+    """Whatever is under way ends in any order."""
+    breaker, now, under_way, trials = Breaker(FUSE), 0.0, [], set()
+    for name, which, wait_s in events:
         now += wait_s
-        if name == "begin":
-            if breaker.may_begin(now):
-                half_open = breaker.state(now) is BreakerState.HALF_OPEN
-                breaker.begin(now)
-                trials += half_open
-                assert trials <= 1
-        else:
-            trials = 0
-            breaker.failed(now) if name == "failed" else getattr(breaker, name)()
-    breaker.abandoned()
+        if name == "begin" and breaker.may_begin(now):
+            begun = breaker.begin(now)
+            under_way.append(begun)
+            assert begun is None or not trials
+            trials |= {begun} - {None}
+        elif name != "begin" and under_way:
+            begun = under_way.pop(which % len(under_way))
+            end(breaker, name, begun, now)
+            # One that works ends all doubt.
+            trials = set() if name == "succeeded" else trials - {begun}
+    for begun in under_way:
+        breaker.abandoned(begun)
     assert breaker.may_begin(now + FUSE.max_open_s)
 
 
@@ -99,9 +145,9 @@ def test_a_pair_that_keeps_failing_is_out_and_the_others_are_not():
     assert not pairs.may_begin((P0, D0), 1.0)
     assert all(pairs.may_begin(pair, 1.0) for pair in ((P0, D1), (P1, D0), (P1, D1)))
     assert pairs.broken(1.0) == [(P0, D0)]
-    pairs.begin((P0, D0), 5.0)
+    trial = pairs.begin((P0, D0), 5.0)
     assert not pairs.may_begin((P0, D0), 5.0)
-    pairs.abandoned((P0, D0))
+    pairs.abandoned((P0, D0), trial)
     assert pairs.may_begin((P0, D0), 5.0)
     assert pairs.succeeded((P0, D0))
     assert not pairs.succeeded((P0, D0))

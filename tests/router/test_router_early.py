@@ -414,7 +414,7 @@ def test_whose_fault_it_is_that_a_promise_is_not_kept(last, reason, blamed):
 
 
 def test_a_request_whose_time_is_over_blames_nobody():
-    judge = Judge(SimpleNamespace(), NO_TASK, kind_of(REQUEST, "tiny"), streams=True)
+    judge = Judge(SimpleNamespace(), NO_TASK, kind_of(REQUEST, NO_TASK), streams=True)
     assert judge.hears_end(SimpleNamespace(), Failed(TOO_LATE, "x")) == ""
 
 

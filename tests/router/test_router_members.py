@@ -92,7 +92,7 @@ def test_an_instance_that_fails_requests_is_out_and_gets_one_trial():
 def test_a_pair_that_loses_caches_is_out_and_the_fleet_is_not():
     membership, clock = membership_of(P0, P1, D0, D1)
     for _ in range(PAIR_FUSE.num_failures):
-        membership.lost((P0, D0), "peer_lost")
+        membership.lost((P0, D0), "peer_lost", None)
     assert {taken(membership, Role.PREFILL, D0) for _ in range(4)} == {P1}
     assert {taken(membership, Role.PREFILL, D1) for _ in range(4)} == {P0, P1}
     assert len(membership.usable_pairs()) == 3
@@ -103,7 +103,7 @@ def test_a_pair_that_loses_caches_is_out_and_the_fleet_is_not():
 def test_a_decode_instance_that_can_work_with_nobody_is_the_last_choice():
     membership, _ = membership_of(P0, D0, D1)
     for _ in range(PAIR_FUSE.num_failures):
-        membership.lost((P0, D0), "digest")
+        membership.lost((P0, D0), "digest", None)
     assert {taken(membership, Role.DECODE) for _ in range(4)} == {D1}
     whole = Task(is_divisible=False)
     assert {taken(membership, Role.DECODE, task=whole) for _ in range(4)} == {D0, D1}
@@ -203,7 +203,7 @@ def test_only_who_brought_an_instance_takes_it_out_and_its_requests_go_on():
 def test_what_left_is_not_measured_any_more():
     metrics = Metrics()
     membership = Membership((P0, D0), metrics)
-    membership.lost((P0, D0), "digest")
+    membership.lost((P0, D0), "digest", None)
     metrics.observe_phases({"wire": 0.1}, P0.url, D0.url)
     metrics.inter_token(D0).observe(0.1)
     membership.remove(D0, Origin.COMMAND_LINE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Breaker", "BreakerState", "Fuse"]
+__all__ = ["Breaker", "BreakerState", "Fuse", "Trial"]
 
 
 class BreakerState(StrEnum):
@@ -25,10 +25,17 @@ class Fuse:
     max_open_s: float
 
 
-class Breaker:
-    """Belongs to one thread. Whoever `begin`s must end it by `succeeded`, `failed` or `abandoned`.
+class Trial:
+    """The one thing that is let through a half-open breaker; known by its identity."""
 
-    Requests that were under way when it opened may still fail without a word: only a trial says something new.
+    __slots__ = ()
+
+
+class Breaker:
+    """Belongs to one thread. Whoever `begin`s must end it by `succeeded`, `failed` or `abandoned`, and show the trial
+    that `begin` may have made of it.
+
+    Requests that were under way when it opened may still fail, or end without a word: only a trial says something new.
     """
 
     def __init__(self, fuse: Fuse) -> None:
@@ -36,7 +43,7 @@ class Breaker:
         self._num_failures = 0
         self._open_s = fuse.open_s
         self._closed_again_at: float | None = None
-        self._on_trial = False
+        self._trial: Trial | None = None
 
     def state(self, now: float) -> BreakerState:
         if self._closed_again_at is None:
@@ -46,28 +53,35 @@ class Breaker:
     def may_begin(self, now: float) -> bool:
         """Whether something may be sent there now."""
         state = self.state(now)
-        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._on_trial)
+        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._trial is None)
 
-    def begin(self, now: float) -> None:
+    def begin(self, now: float) -> Trial | None:
         """Something is sent there; when it is half open this is the trial."""
-        self._on_trial = self.state(now) is BreakerState.HALF_OPEN
+        if self.state(now) is not BreakerState.HALF_OPEN:
+            return None
+        self._trial = Trial()
+        return self._trial
 
     def succeeded(self) -> None:
         """It works: whatever was before is forgotten."""
-        self._num_failures, self._closed_again_at, self._on_trial = 0, None, False
+        self._num_failures, self._closed_again_at, self._trial = 0, None, None
         self._open_s = self._fuse.open_s
 
-    def failed(self, now: float) -> None:
+    def failed(self, now: float, trial: Trial | None = None) -> None:
         state = self.state(now)
-        if state is BreakerState.OPEN:
+        if state is BreakerState.OPEN or (state is BreakerState.HALF_OPEN and not self._is_on(trial)):
             return
         self._num_failures += 1
         if state is BreakerState.HALF_OPEN:
             self._open_s = min(self._open_s * 2, self._fuse.max_open_s)
         elif self._num_failures < self._fuse.num_failures:
             return
-        self._closed_again_at, self._on_trial = now + self._open_s, False
+        self._closed_again_at, self._trial = now + self._open_s, None
 
-    def abandoned(self) -> None:
-        """It ended without telling anything: the next one is the trial."""
-        self._on_trial = False
+    def abandoned(self, trial: Trial | None) -> None:
+        """It ended without telling anything: if it was the trial, the next one is."""
+        if self._is_on(trial):
+            self._trial = None
+
+    def _is_on(self, trial: Trial | None) -> bool:
+        return trial is not None and trial is self._trial

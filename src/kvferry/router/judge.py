@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry.request_fields import Undividable
 from kvferry.router.answers import known_reason, lost_cache
+from kvferry.router.breaker import Trial
 from kvferry.router.events import INSTANCE_DOWN, PREFILL_LOST, TOO_LATE, Answered, Ended, Event, Failed, Opened
 from kvferry.router.headers import Headers
 from kvferry.router.kinds import Kind
@@ -34,10 +35,12 @@ class Judge:
         self._kind = kind
         self._streams = streams
         self._suspects = Suspects()
-        # Whether prefill instances have answered with errors, and none with a cache.
+        # Whether prefill instances have failed, and none has answered with a cache.
         self._prefill_failed = False
         self._may_prefill = False
+        self._kind_trial: Trial | None = None
         self._pair: Pair | None = None
+        self._pair_trial: Trial | None = None
         self._reservation: Reservation | None = None
         self._divided = False
         # Whether the answer that has begun is made of another's cache.
@@ -51,7 +54,9 @@ class Judge:
     def may_prefill(self) -> bool:
         """Whether a request of this kind is to have a prefill leg; asked once, a second leg is the same try."""
         membership = self._membership
-        self._may_prefill = self._may_prefill or membership.kinds.may_begin(self._kind, membership.now)
+        if not self._may_prefill and membership.kinds.may_begin(self._kind, membership.now):
+            self._may_prefill = True
+            self._kind_trial = membership.kinds.begin(self._kind, membership.now)
         return self._may_prefill
 
     def chosen(self, instance: Instance, partners: tuple[Instance, ...]) -> None:
@@ -59,10 +64,13 @@ class Judge:
         self._leave_pair()
         if instance.role is Role.PREFILL and partners:
             self._pair = (instance, partners[0])
+            self._pair_trial = self._membership.pairs.begin(self._pair, self._membership.now)
 
     def sends(self, reservation: Reservation, divided: bool) -> None:
         """A leg begins. Who computes a prompt shows how fast it is; of a whole answer only its end is seen."""
         self._reservation, self._divided = reservation, divided
+        if reservation.instance.role is Role.DECODE and not divided:
+            self._end_prefill()
         if reservation.instance.role is Role.PREFILL or (not divided and self._streams):
             reservation.computes()
 
@@ -85,7 +93,7 @@ class Judge:
             case Answered(status, body):
                 self._judge_answer(reservation, status, body)
             case Failed(reason, _) if reason not in BLAMELESS:
-                self._judge_failure(reservation, reason)
+                self._suspect(reservation, is_certain=reason != DEADLINE)
 
     def hears_end(self, prefill: Reservation, event: Event) -> str:
         """How an early prefill leg ended, whatever the decode leg does meanwhile; the reason, if it is at fault."""
@@ -94,11 +102,11 @@ class Judge:
                 self._prefilled(prefill)
             case Answered(status, body) if not lost_cache(body):
                 if status >= 500:
-                    self._suspect(prefill)
+                    self._suspect(prefill, is_certain=False)
                 return f"status_{status}"
             case Failed(reason, _) if reason != TOO_LATE:
                 if reason not in BLAMELESS:
-                    self._judge_failure(prefill, reason)
+                    self._suspect(prefill, is_certain=reason != DEADLINE)
                 return reason
         # A cache that nobody waits for any more is not computed to its end.
         return ""
@@ -106,23 +114,29 @@ class Judge:
     def end(self) -> None:
         """The request is over: nothing more will be heard of it."""
         self._leave_pair()
-        self._suspects.end()
+        self._end_prefill()
+        self._suspects.end(Role.DECODE)
+
+    def _end_prefill(self) -> None:
+        """No other prefill instance will be asked, and the answer may be long: what is known is told now."""
+        self._suspects.end(Role.PREFILL)
         if self._prefill_failed:
-            self._membership.kind_failed(self._kind)
+            self._membership.kind_failed(self._kind, self._kind_trial)
         elif self._may_prefill:
-            self._membership.kinds.abandoned(self._kind)
+            self._membership.kinds.abandoned(self._kind, self._kind_trial)
+        self._prefill_failed = self._may_prefill = False
 
     def _leave_pair(self) -> None:
         if self._pair is not None:
-            self._membership.pairs.abandoned(self._pair)
-        self._pair = None
+            self._membership.pairs.abandoned(self._pair, self._pair_trial)
+        self._pair, self._pair_trial = None, None
 
     def _judge_answer(self, reservation: Reservation, status: int, body: bytes) -> None:
         is_decode = reservation.instance.role is Role.DECODE
         if status >= 500 and self._divided and self._pair is not None and is_decode:
             self._judge_divided(self._pair, status, body)
         elif status >= 500:
-            self._suspect(reservation)
+            self._suspect(reservation, is_certain=False)
         elif 200 <= status < 300:
             self._prefilled(reservation)
 
@@ -131,21 +145,23 @@ class Judge:
         time is soon in no pair any more, and is then judged by what it does alone."""
         if reason := lost_cache(body):
             self._lost(pair, reason)
-        else:
-            self._suspects.add(Role.DECODE, Suspect(pair[1], lambda: self._lost(pair, f"status_{status}")))
+            return
+        membership, trial = self._membership, self._pair_trial
+        self._pair, self._pair_trial = None, None
+        suspect = Suspect(
+            pair[1],
+            blame=lambda: membership.lost(pair, f"status_{status}", trial),
+            acquit=lambda: membership.pairs.abandoned(pair, trial),
+        )
+        self._suspects.add(Role.DECODE, suspect)
 
-    def _judge_failure(self, reservation: Reservation, reason: str) -> None:
-        """One that lets a request wait until its time is over does not do that a second time for anybody's sake."""
-        if reason == DEADLINE:
-            reservation.failed()
-        else:
-            suspect = Suspect(reservation.instance, reservation.failed, is_certain=True)
-            self._suspects.add(reservation.instance.role, suspect)
-
-    def _suspect(self, reservation: Reservation) -> None:
-        """It has answered with an error of its own, which may be the request's."""
+    def _suspect(self, reservation: Reservation, *, is_certain: bool) -> None:
+        """It has failed, which may be the request's fault: another instance may answer it with an error, too, or take
+        too long over it."""
+        reservation.suspected()
         role = reservation.instance.role
-        self._suspects.add(role, Suspect(reservation.instance, reservation.failed))
+        suspect = Suspect(reservation.instance, reservation.failed, reservation.acquitted, is_certain)
+        self._suspects.add(role, suspect)
         self._prefill_failed |= role is Role.PREFILL
 
     def _prefilled(self, reservation: Reservation) -> None:
@@ -158,7 +174,7 @@ class Judge:
     def _lost(self, pair: Pair, reason: str) -> None:
         """A cache has not come. Where the reason lies in the request, the two are not to blame."""
         if reason not in OF_THE_REQUEST:
-            self._membership.lost(pair, reason)
+            self._membership.lost(pair, reason, self._pair_trial)
 
     def _remember(self, reservation: Reservation) -> None:
         """It has the prompt cached from now on."""

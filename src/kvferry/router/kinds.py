@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from kvferry.request_fields import fields_of
-from kvferry.router.breaker import Breaker, BreakerState, Fuse
+from kvferry.router.breaker import Breaker, BreakerState, Fuse, Trial
+from kvferry.router.policy import Task
 from kvferry.router.request import ClientRequest
 
 __all__ = ["KIND_FUSE", "MAX_KINDS", "Kind", "Kinds", "kind_of"]
@@ -33,13 +34,15 @@ class Kind:
     words: str
 
 
-def kind_of(request: ClientRequest, model: str) -> Kind:
-    """By the endpoint, the model or adapter, the fields, a forced tool call, and the parts that messages are made of:
-    images that no engine can read are no reason to do without prefill for text."""
+def kind_of(request: ClientRequest, task: Task) -> Kind:
+    """By the endpoint, the model or adapter, the fields, a forced tool call, the parts that messages are made of, and
+    the length of the prompt to a power of two: neither images that no engine can read nor prompts that take too long
+    are a reason to do without prefill for others."""
     parts = sorted(set(PART_TYPE.findall(bytes(request.fields.get("messages", b"")))))
     choice = bytes(request.fields.get("tool_choice", b""))[:MAX_CHOICE_BYTES]
     digest = blake2b(digest_size=DIGEST_BYTES)
-    for word in (request.endpoint.encode(), model.encode(errors="surrogatepass"), choice, *parts):
+    length = task.prompt_tokens.bit_length().to_bytes(2)
+    for word in (request.endpoint.encode(), task.model.encode(errors="surrogatepass"), length, choice, *parts):
         digest.update(b"%d:%b" % (len(word), word))
     digest.update("".join(f"{len(name)}:{name}" for name in sorted(request.fields)).encode(errors="surrogatepass"))
     known = request.fields.keys() & fields_of(request.endpoint).keys()
@@ -59,29 +62,28 @@ class Kinds:
     def may_begin(self, kind: Kind, now: float) -> bool:
         """Whether a prefill leg may be tried; while one is tried after a pause, no other one is."""
         breaker = self._breakers.get(kind)
-        if breaker is None:
-            return True
-        may_begin = breaker.may_begin(now)
-        if may_begin:
-            breaker.begin(now)
-        return may_begin
+        return breaker is None or breaker.may_begin(now)
+
+    def begin(self, kind: Kind, now: float) -> Trial | None:
+        """One is tried; `succeeded`, `failed` or `abandoned` follows."""
+        return self._breakers[kind].begin(now) if kind in self._breakers else None
 
     def succeeded(self, kind: Kind) -> None:
         self._breakers.pop(kind, None)
 
-    def failed(self, kind: Kind, now: float) -> bool:
+    def failed(self, kind: Kind, now: float, trial: Trial | None = None) -> bool:
         """No instance could do it. Whether that makes it go without prefill from now on."""
         if kind not in self._breakers and len(self._breakers) >= MAX_KINDS:
             del self._breakers[next(iter(self._breakers))]
         breaker = self._breakers.setdefault(kind, Breaker(self._fuse))
         was_open = breaker.state(now) is BreakerState.OPEN
-        breaker.failed(now)
+        breaker.failed(now, trial)
         return breaker.state(now) is BreakerState.OPEN and not was_open
 
-    def abandoned(self, kind: Kind) -> None:
+    def abandoned(self, kind: Kind, trial: Trial | None) -> None:
         """The request ended before anybody could tell."""
         if kind in self._breakers:
-            self._breakers[kind].abandoned()
+            self._breakers[kind].abandoned(trial)
 
     def clear(self) -> None:
         """There are other engines now."""

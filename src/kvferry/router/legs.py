@@ -64,9 +64,7 @@ class Legs:
         self._services = services
         self._call = call
         self._client = client
-        self._judge = Judge(
-            services.membership, call.task, kind_of(call.request, call.task.model), call.request.streams
-        )
+        self._judge = Judge(services.membership, call.task, kind_of(call.request, call.task), call.request.streams)
         self._held: dict[Role, Reservation] = {}
         # All so far; the last one is in flight.
         self._sent: list[Leg] = []

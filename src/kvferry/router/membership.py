@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvferry.router.breaker import Fuse
+from kvferry.router.breaker import Fuse, Trial
 from kvferry.router.compatibility import Facts, differences
 from kvferry.router.judgement import DEFAULT_JUDGEMENT, Judgement
 from kvferry.router.kinds import Kind, Kinds
@@ -180,9 +180,6 @@ class Membership:
         member = self._members[decision.instance]
         self._num_choices += 1
         member.last_chosen = self._num_choices
-        if wanted.role is Role.PREFILL:
-            for partner in wanted.partners:
-                self.pairs.begin((member.instance, partner), self.now)
         return Reservation(member, wanted.task, self._judgement.clock)
 
     def probed(self, instance: Instance, verdict: Verdict, reason: str) -> None:
@@ -245,17 +242,17 @@ class Membership:
         if self.pairs.succeeded(pair):
             logger.info("transfers from %s to %s work again", pair[0].url, pair[1].url)
 
-    def lost(self, pair: Pair, reason: str) -> None:
+    def lost(self, pair: Pair, reason: str, trial: Trial | None) -> None:
         """A cache did not."""
         self._metrics.count_lost(pair, reason)
-        if self.pairs.failed(pair, self.now):
+        if self.pairs.failed(pair, self.now, trial):
             logger.warning(
                 "transfers from %s to %s keep failing (%s): they are not paired for a while", *_urls(pair), reason
             )
 
-    def kind_failed(self, kind: Kind) -> None:
-        """Every prefill instance that was asked for such a request's cache has answered with an error."""
-        if self.kinds.failed(kind, self.now):
+    def kind_failed(self, kind: Kind, trial: Trial | None) -> None:
+        """No prefill instance that was asked for such a request's cache has computed it."""
+        if self.kinds.failed(kind, self.now, trial):
             logger.warning("prefill keeps failing for requests with %s: none for a while", kind.words)
 
     def _question(self, wanted: Wanted) -> Question:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.router.breaker import Breaker, BreakerState, Fuse
+from kvferry.router.breaker import Breaker, BreakerState, Fuse, Trial
 from kvferry.router.policy import Instance
 
 __all__ = ["Pair", "Pairs"]
@@ -24,26 +24,25 @@ class Pairs:
         breaker = self._breakers.get(pair)
         return breaker is None or breaker.may_begin(now)
 
-    def begin(self, pair: Pair, now: float) -> None:
+    def begin(self, pair: Pair, now: float) -> Trial | None:
         """A request is given to this pair; `succeeded`, `failed` or `abandoned` follows."""
-        if pair in self._breakers:
-            self._breakers[pair].begin(now)
+        return self._breakers[pair].begin(now) if pair in self._breakers else None
 
     def succeeded(self, pair: Pair) -> bool:
         """A cache has arrived. Whether that mends the pair."""
         return self._breakers.pop(pair, None) is not None
 
-    def failed(self, pair: Pair, now: float) -> bool:
+    def failed(self, pair: Pair, now: float, trial: Trial | None = None) -> bool:
         """A cache has not arrived. Whether that takes the pair out."""
         breaker = self._breakers.setdefault(pair, Breaker(self._fuse))
         was_open = breaker.state(now) is BreakerState.OPEN
-        breaker.failed(now)
+        breaker.failed(now, trial)
         return breaker.state(now) is BreakerState.OPEN and not was_open
 
-    def abandoned(self, pair: Pair) -> None:
+    def abandoned(self, pair: Pair, trial: Trial | None) -> None:
         """The request ended before anybody could tell."""
         if pair in self._breakers:
-            self._breakers[pair].abandoned()
+            self._breakers[pair].abandoned(trial)
 
     def state(self, pair: Pair, now: float) -> BreakerState:
         breaker = self._breakers.get(pair)

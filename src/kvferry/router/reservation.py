@@ -20,7 +20,7 @@ class Reservation:
         self._is_open, self._is_judged, self._computes = True, False, False
         member.num_outstanding += 1
         member.outstanding_tokens += self._tokens
-        member.breaker.begin(clock())
+        self._trial = member.breaker.begin(clock())
 
     @property
     def instance(self) -> Instance:
@@ -45,7 +45,16 @@ class Reservation:
         """It did not, and that is its own fault."""
         self._end_computing(0)
         self._is_judged = True
-        self._member.breaker.failed(self._clock())
+        self._member.breaker.failed(self._clock(), self._trial)
+
+    def suspected(self) -> None:
+        """It did not, and whose fault that is shows later: `failed` or `acquitted` follows."""
+        self._end_computing(0)
+        self._is_judged = True
+
+    def acquitted(self) -> None:
+        """It did not, and nobody can say whose fault that is."""
+        self._member.breaker.abandoned(self._trial)
 
     def progress(self, num_tokens: int) -> None:
         """That many tokens have been written."""
@@ -60,7 +69,7 @@ class Reservation:
         self._is_open = False
         self._end_computing(0)
         if not self._is_judged:
-            self._member.breaker.abandoned()
+            self._member.breaker.abandoned(self._trial)
         self._member.num_outstanding -= 1
         self._member.outstanding_tokens -= self._tokens
 

@@ -12,11 +12,13 @@ __all__ = ["Suspect", "Suspects"]
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """An instance whose leg failed. `blame` says so to whoever counts; `is_certain` where that needs no other's word:
-    an answer with an error may be about the request, a broken connection hardly is."""
+    """An instance whose leg failed. `blame` says so to whoever counts, or `acquit` that it tells nothing; `is_certain`
+    where that needs no other's word: an answer with an error, or one that takes too long, may be about the request, a
+    broken connection hardly is."""
 
     instance: Instance
     blame: Callable[[], None]
+    acquit: Callable[[], None]
     is_certain: bool = False
 
 
@@ -33,17 +35,18 @@ class Suspects:
         others = self._open.setdefault(role, [])
         if any(other.instance != suspect.instance for other in others):
             self._acquitted.add(role)
+        others.append(suspect)
+        if role in self._acquitted:
+            for other in others:
+                other.acquit()
             others.clear()
-        if role not in self._acquitted:
-            others.append(suspect)
 
     def served(self, role: Role) -> None:
         """An instance of this role has done what the others did not."""
         for suspect in self._open.pop(role, []):
             suspect.blame()
 
-    def end(self) -> None:
-        """The request is over, and nobody else was asked."""
-        for suspect in [one for suspects in self._open.values() for one in suspects if one.is_certain]:
-            suspect.blame()
-        self._open.clear()
+    def end(self, role: Role) -> None:
+        """No other instance of this role will be asked."""
+        for suspect in self._open.pop(role, []):
+            (suspect.blame if suspect.is_certain else suspect.acquit)()
