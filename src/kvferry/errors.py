@@ -65,7 +65,12 @@ class UncoveredError(FerryError):
 
 
 class RequestError(FerryError):
-    """One request cannot be served; the engine and the peers are fine."""
+    """One request cannot be served; the engine and the peers are fine. `param` is the field of the request that is at
+    fault, as OpenAI's errors name it; empty where it is none, or not known."""
+
+    def __init__(self, what: str, *, found: str = "", expected: str = "", hint: str = "", param: str = "") -> None:
+        self.param = _cut(param)
+        super().__init__(what, found=found, expected=expected, hint=hint)
 
 
 class BlockTableError(RequestError):

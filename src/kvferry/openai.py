@@ -69,11 +69,11 @@ def error_of(error: FerryError) -> tuple[int, dict[str, Any]]:
     """
     match error:
         case PromptTooLongError():
-            return 400, error_body(str(error), INVALID_REQUEST, "context_length_exceeded", None)
+            return 400, error_body(str(error), INVALID_REQUEST, "context_length_exceeded", error.param or None)
         case TransferError():
             return 502, error_body(lost_cache_words(error.reason), SERVER_ERROR, error.reason, None)
         case RequestError():
-            return 400, error_body(str(error), INVALID_REQUEST, "invalid_request", None)
+            return 400, error_body(str(error), INVALID_REQUEST, "invalid_request", error.param or None)
         case ConfigurationError():
             return 400, error_body(str(error), INVALID_REQUEST, "invalid_configuration", None)
         case _:

@@ -223,8 +223,8 @@ BAD_BODIES: list[tuple[str, Any, int, str]] = [
     (COMPLETIONS, {"prompt": ""}, 400, "needs a prompt"),
     (COMPLETIONS, {"prompt": []}, 400, "list of 0"),
     (COMPLETIONS, {"prompt": [[]]}, 400, "needs a prompt"),
-    (COMPLETIONS, {"prompt": [1, "b"]}, 400, "a list of 1 token ids, 1 strings"),
-    (COMPLETIONS, {"prompt": ["b", [1]]}, 400, "a list of 1 strings, 1 lists"),
+    (COMPLETIONS, {"prompt": [1, "b"]}, 400, "a list of token ids and strings"),
+    (COMPLETIONS, {"prompt": ["b", [1]]}, 400, "a list of strings and lists"),
     (COMPLETIONS, {"prompt": ["a", ""]}, 400, "needs a prompt"),
     (COMPLETIONS, {"prompt": [1, 1024]}, 400, "vocabulary"),
     (COMPLETIONS, {"prompt": [-1]}, 400, "vocabulary"),
@@ -278,7 +278,7 @@ BAD_BODIES: list[tuple[str, Any, int, str]] = [
     (COMPLETIONS, {"prompt": "a", "echo": True}, 400, "echo is not supported"),
     (COMPLETIONS, {"prompt": "a", "suffix": "z"}, 400, "suffix is not supported"),
     (COMPLETIONS, {"prompt": "a", "logprobs": 21}, 400, "logprobs is out of range; found: 21; expected: 0 to 20"),
-    (COMPLETIONS, {"prompt": "a", "stop": ["1", "2", "3", "4", "5"]}, 400, "stop"),
+    (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 17}, 400, "stop"),
     (COMPLETIONS, {"prompt": "a", "stop": ""}, 400, "stop"),
     (COMPLETIONS, {"prompt": "a", "stop": 7}, 400, "stop"),
     (COMPLETIONS, {"prompt": "a", "kv_transfer_params": 7}, 400, "kv_transfer_params"),
@@ -324,6 +324,43 @@ def test_bad_requests_are_told_why(decoder: Served, path: str, body: Any, status
     found_status, answer = decoder.ask(path, body)
     assert (found_status, set(answer["error"])) == (status, {"message", "type", "param", "code"})
     assert words in answer["error"]["message"]
+
+
+BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {}, "prompt"),
+    (COMPLETIONS, {"prompt": ""}, "prompt"),
+    (COMPLETIONS, {"prompt": [1024]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a", [1]]}, "prompt"),
+    (COMPLETIONS, {"prompt": [5] * 5000}, "prompt"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": "8"}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 5000}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
+    (COMPLETIONS, {"prompt": "a", "stream_options": {"foo": 1}}, "stream_options"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"1024": 1}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids"),
+    (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [5, 1024]}, "allowed_token_ids"),
+    (COMPLETIONS, {"prompt": "a", "stop": [5]}, "stop"),
+    (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
+    (COMPLETIONS, {"prompt": "a", "min_tokens": 17}, "min_tokens"),
+    (COMPLETIONS, {"prompt": "a", "suffix": "z"}, "suffix"),
+    (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature"),
+    (CHAT, {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+    (CHAT, {"messages": [*MESSAGES, {"role": "user", "content": "a", "name": "b"}]}, "messages[1].name"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0]"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages[0].content[0].type"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BAD_FIELDS)
+def test_a_refusal_names_the_field(decoder: Served, path: str, body: dict[str, Any], param: str) -> None:
+    status, answer = decoder.ask(path, body)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert param.split("[")[0] in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(("path", "code"), [("/v1/embeddings", "not_found"), ("/health", "method_not_allowed")])

@@ -106,9 +106,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     (TOKENIZE, b"{", "invalid request body"),
     (DETOKENIZE, {}, "invalid request body"),
     (DETOKENIZE, {"tokens": "5"}, "invalid request body"),
-    (DETOKENIZE, {"tokens": [5, -1]}, "a token id is not in the model's vocabulary; found: ids from -1 to 5"),
-    (DETOKENIZE, {"tokens": [5, 10**6]}, "a token id is not in the model's vocabulary"),
-    (DETOKENIZE, {"tokens": [10**30]}, "a token id is not in the model's vocabulary"),
+    (DETOKENIZE, {"tokens": [5, -1]}, "tokens has a token id that is not in the model's vocabulary; found: -1"),
+    (DETOKENIZE, {"tokens": [5, 10**6]}, "tokens has a token id that is not in the model's vocabulary"),
+    (DETOKENIZE, {"tokens": [10**30]}, "tokens has a token id that is not in the model's vocabulary"),
     (DETOKENIZE, {"tokens": [5], "skip_special_tokens": True}, "unknown request field"),
 ]
 

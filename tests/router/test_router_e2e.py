@@ -251,22 +251,22 @@ def test_a_busy_instance_is_spared():
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "words", "param"),
     [
-        (b"no json", "found:"),
-        (b"[1]", "expected: a JSON object"),
-        (b"{}", "prompt is missing"),
-        (b'{"prompt": "a", "stream": 1}', "stream cannot be used"),
-        (b'{"prompt": "a", "kv_transfer_params": {}}', "must not be sent by clients"),
+        (b"no json", "found:", None),
+        (b"[1]", "expected: a JSON object", None),
+        (b"{}", "prompt is missing", "prompt"),
+        (b'{"prompt": "a", "stream": 1}', "stream cannot be used", "stream"),
+        (b'{"prompt": "a", "kv_transfer_params": {}}', "must not be sent by clients", "kv_transfer_params"),
     ],
 )
-def test_a_malformed_body_is_a_400_in_words(body, words):
+def test_a_malformed_body_is_a_400_in_words(body, words, param):
     async def main():
         async with cluster([prefill_engine()], [decode_engine()]) as c:
             async with c.session.post(c.url + "/v1/completions", data=body) as response:
                 assert response.status == 400
                 error = (await response.json())["error"]
-                assert error["type"] == "invalid_request_error"
+                assert (error["type"], error["param"]) == ("invalid_request_error", param)
                 assert words in error["message"]
                 assert "hint:" in error["message"]
             assert len(c.prefill[0].seen) == len(c.decode[0].seen) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 __all__ = ["GREEDY", "GREEDY_BELOW", "Sampling"]
@@ -41,11 +40,13 @@ class Sampling:
         return self.temperature < GREEDY_BELOW and plain == GREEDY
 
     @property
-    def token_ids(self) -> Iterator[int]:
-        """Every token that is named."""
-        yield from self.allowed_token_ids
-        yield from (token_id for token_id, _ in self.logit_bias)
-        yield from (token_id for word in self.bad_words_ids for token_id in word)
+    def token_ids(self) -> dict[str, tuple[int, ...]]:
+        """Every token that is named, by the field that names it."""
+        return {
+            "allowed_token_ids": self.allowed_token_ids,
+            "logit_bias": tuple(token_id for token_id, _ in self.logit_bias),
+            "bad_words": tuple(token_id for word in self.bad_words_ids for token_id in word),
+        }
 
 
 GREEDY = Sampling()

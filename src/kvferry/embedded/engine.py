@@ -68,8 +68,7 @@ class Engine:
 
     def check_token_ids(self, token_ids: tuple[int, ...]) -> None:
         """Raises RequestError when one of them is not in the model's vocabulary."""
-        if token_ids:
-            self._limits.check_ids("a token id", token_ids)
+        self._limits.check_ids("tokens", token_ids)
 
     def layout(self) -> Layout:
         """Where every element of the cache lies; valid as long as the engine exists."""

@@ -149,6 +149,7 @@ def refuse_unsupported(rows: Mapping[str, Support], fields: Mapping[str, Any], w
                 found=_short(value),
                 expected=" or ".join(repr(one) for one in (None, *row.harmless)).replace("None", "null"),
                 hint=f"leave {name} out",
+                param=where + name,
             )
 
 
@@ -161,7 +162,11 @@ def _unknown(name: str, rows: Mapping[str, Support], where: str) -> RequestError
     similar = difflib.get_close_matches(name[:64], rows, 1)
     hint = f"did you mean {similar[0]}?" if similar else "leave the field out"
     return RequestError(
-        "unknown request field", found=_short(where + name), expected="a field of the OpenAI or vLLM API", hint=hint
+        "unknown request field",
+        found=_short(where + name),
+        expected="a field of the OpenAI or vLLM API",
+        hint=hint,
+        param=where + name,
     )
 
 

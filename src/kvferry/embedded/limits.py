@@ -25,11 +25,12 @@ class Limits:
                 "a request needs a prompt and at least one new token",
                 found=f"{len(request.prompt)} prompt tokens, {request.max_new_tokens} new ones",
                 expected="at least one of each",
+                param="max_tokens" if request.prompt else "prompt",
             )
-        self.check_ids("a token id", request.prompt)
-        named = (*request.sampling.token_ids, *request.stop_token_ids)
-        if named:
-            self.check_ids("a token id in stop_token_ids, logit_bias or allowed_token_ids", named)
+        self.check_ids("prompt", request.prompt)
+        self.check_ids("stop_token_ids", tuple(request.stop_token_ids))
+        for name, token_ids in request.sampling.token_ids.items():
+            self.check_ids(name, token_ids)
         num_tokens = len(request.prompt) + request.max_new_tokens
         if num_tokens > self.max_tokens:
             raise PromptTooLongError(
@@ -37,13 +38,16 @@ class Limits:
                 found=f"{len(request.prompt)} prompt tokens + {request.max_new_tokens} new tokens",
                 expected=f"at most {self.max_tokens} together",
                 hint=f"shorten the prompt or lower max_tokens: {self.reason}",
+                param="max_tokens",
             )
 
-    def check_ids(self, what: str, token_ids: tuple[int, ...]) -> None:
-        """Of one id or more. Raises RequestError."""
-        if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+    def check_ids(self, name: str, token_ids: tuple[int, ...]) -> None:
+        """Those of a field of a request. Raises RequestError."""
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
             raise RequestError(
-                f"{what} is not in the model's vocabulary",
-                found=f"ids from {min(token_ids)} to {max(token_ids)}",
+                f"{name} has a token id that is not in the model's vocabulary",
+                found=str(wrong),
                 expected=f"0 <= id < {self.vocab_size}",
+                param=name,
             )

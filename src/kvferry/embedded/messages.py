@@ -72,7 +72,7 @@ class _Message(msgspec.Struct, frozen=True):
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As chat templates take them. Raises RequestError for what is not text, and for fields that nobody would read."""
     if not messages:
-        raise RequestError("messages is empty", expected="at least one message")
+        raise RequestError("messages is empty", expected="at least one message", param="messages")
     return [_plain(message, f"messages[{index}].") for index, message in enumerate(messages)]
 
 
@@ -124,6 +124,7 @@ def refuse_unread(messages: list[WatchedMessage]) -> None:
                     found=f"{name} in a message of role {message['role']}",
                     expected="role and content, and what the template reads",
                     hint=f"leave {name} out, or write it into content",
+                    param=f"messages[{index}].{name}",
                 )
 
 
@@ -131,7 +132,8 @@ def _plain(fields: dict[str, Any], where: str) -> dict[str, Any]:
     refuse_unsupported(MESSAGE_ROWS, fields, where)
     message = _converted(fields, _Message, where)
     if message.role not in ROLES:
-        raise RequestError("unknown role of a message", found=f"role {message.role!r}", expected=", ".join(ROLES))
+        found, param = f"role {message.role!r}", f"{where}role"
+        raise RequestError("unknown role of a message", found=found, expected=", ".join(ROLES), param=param)
     optional = {name: getattr(message, name) for name in OPTIONAL if getattr(message, name)}
     if message.tool_calls:
         optional["tool_calls"] = [_call(call, where) for call in message.tool_calls]
@@ -140,7 +142,8 @@ def _plain(fields: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _text(message: _Message, where: str) -> str:
     if message.content is None and message.role != "assistant":
-        raise RequestError("a message has no content", found=f"role {message.role!r}", expected="content: a string")
+        found, param = f"role {message.role!r}", f"{where}content"
+        raise RequestError("a message has no content", found=found, expected="content: a string", param=param)
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     return "".join(_part(part, f"{where}content[{index}].") for index, part in enumerate(message.content))
@@ -149,7 +152,8 @@ def _text(message: _Message, where: str) -> str:
 def _part(fields: dict[str, Any], where: str) -> str:
     part = _converted(fields, _Part, where)
     if part.type != "text":
-        raise RequestError("only text content is supported", found=part.type, expected="text")
+        what = f"only text content is supported in {where.rstrip('.')}"
+        raise RequestError(what, found=part.type, expected="text", param=f"{where}type")
     refuse_unsupported(PART_ROWS, fields, where)
     return part.text
 
@@ -162,7 +166,10 @@ def _call(call: _ToolCall, where: str) -> dict[str, Any]:
             arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
             raise RequestError(
-                f"{where}tool_calls has arguments that cannot be read", found=str(error), expected="a JSON object"
+                f"{where}tool_calls has arguments that cannot be read",
+                found=str(error),
+                expected="a JSON object",
+                param=f"{where}tool_calls",
             ) from None
     function = {"name": call.function.name, "arguments": arguments}
     return {"type": call.type, "function": function} | ({"id": call.id} if call.id else {})
@@ -173,4 +180,5 @@ def _converted(fields: dict[str, Any], kind: type[Kind], where: str) -> Kind:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         expected = "a message as the OpenAI API defines it"
-        raise RequestError(f"{where.rstrip('.')} is invalid", found=str(error), expected=expected) from None
+        name = where.rstrip(".")
+        raise RequestError(f"{name} is invalid", found=str(error), expected=expected, param=name) from None

@@ -92,7 +92,7 @@ class Prompts:
         for word in words:
             start, within = (self._ids(prefix + word.lstrip()) for prefix in ("", " "))
             if not start:
-                raise RequestError("a word of bad_words has no tokens", found=repr(word)[:80])
+                raise RequestError("a word of bad_words has no tokens", found=repr(word)[:80], param="bad_words")
             found += [start, within]
         return tuple(found)
 
@@ -126,6 +126,7 @@ class Prompts:
                 "the messages do not fit the model's chat template",
                 found=str(error),
                 hint="use /v1/completions with a prompt of your own",
+                param="messages",
             ) from None
         refuse_unread(messages)
         return str(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -32,7 +33,7 @@ __all__ = [
 Body = TypeVar("Body")
 
 MAX_CHOICES = 2048  # of one request, over all its prompts
-MAX_STOPS = 4
+MAX_STOPS = 16  # OpenAI takes 4, vLLM any number; each is looked for after each token
 MAX_TOP_LOGPROBS = 20  # as OpenAI and vLLM
 MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_COMPLETION = 16
@@ -189,7 +190,14 @@ def _decode(body: bytes, kind: type[Body]) -> Body:
             "invalid request body",
             found=str(error),
             expected="a JSON object as the OpenAI API defines it",
+            param=_field_of(error),
         ) from None
+
+
+def _field_of(error: Exception) -> str:
+    """msgspec tells the place in words only: ` - at `$.stop[0]``, or the name of what is missing."""
+    found = re.search(r" - at `\$\.(\w+)|^Object missing required field `(\w+)`$", str(error))
+    return (found[1] or found[2]) if found else ""
 
 
 def _prompts(prompt: str | list[int | str | list[int]]) -> tuple[PromptInput, ...]:
@@ -202,10 +210,10 @@ def _prompts(prompt: str | list[int | str | list[int]]) -> tuple[PromptInput, ..
         return (_token_ids(prompt),)
     expected = "a string, a list of token ids, a list of strings, or a list of lists of token ids"
     if not prompt:
-        raise RequestError("prompt is empty", found="a list of 0 items", expected=expected)
-    counts = {word: sum(isinstance(item, kind) for item in prompt) for kind, word in PROMPT_KINDS.items()}
-    found = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    raise RequestError("the items of prompt are of different types", found=f"a list of {found}", expected=expected)
+        raise RequestError("prompt is empty", found="a list of 0 items", expected=expected, param="prompt")
+    found = " and ".join(word for kind, word in PROMPT_KINDS.items() if kind in kinds)
+    what = "the items of prompt are of different types"
+    raise RequestError(what, found=f"a list of {found}", expected=expected, param="prompt")
 
 
 def _token_ids(items: object) -> tuple[int, ...]:
@@ -219,6 +227,7 @@ def _num_choices(body: CompletionBody | ChatBody, num_prompts: int, leg: Leg) ->
             "n cannot be used",
             found=f"{num_choices} answers to {num_prompts} prompts",
             expected=f"at least 1 answer to each, and at most {MAX_CHOICES} together",
+            param="n",
         )
     if body.best_of not in (None, num_choices):
         raise RequestError(
@@ -226,6 +235,7 @@ def _num_choices(body: CompletionBody | ChatBody, num_prompts: int, leg: Leg) ->
             found=str(body.best_of),
             expected=f"the value of n ({num_choices}), or none",
             hint="leave best_of out, and choose among n answers yourself",
+            param="best_of",
         )
     if leg.kind != "whole" and num_choices * num_prompts > 1:
         raise RequestError(
@@ -257,9 +267,9 @@ def _leg(params: dict[str, Any]) -> Leg:
 
 def _max_new_tokens(body: CompletionBody | ChatBody) -> int:
     newer = body.max_completion_tokens if isinstance(body, ChatBody) else None
-    wanted = body.max_tokens if newer is None else newer
+    name, wanted = ("max_tokens", body.max_tokens) if newer is None else ("max_completion_tokens", newer)
     if wanted is not None and wanted < 1:
-        raise RequestError("max_tokens must be positive", found=str(wanted), expected=">= 1")
+        raise RequestError(f"{name} must be positive", found=str(wanted), expected=">= 1", param=name)
     return -1 if wanted is None else wanted
 
 
@@ -270,9 +280,12 @@ def _num_top_logprobs(body: CompletionBody | ChatBody) -> int | None:
     else:
         name, number = "top_logprobs", body.top_logprobs or (0 if body.logprobs else None)
         if number and not body.logprobs:
-            raise RequestError("top_logprobs needs logprobs", found="no logprobs", expected="logprobs: true")
+            raise RequestError(
+                "top_logprobs needs logprobs", found="no logprobs", expected="logprobs: true", param=name
+            )
     if number is not None and not 0 <= number <= MAX_TOP_LOGPROBS:
-        raise RequestError(f"{name} is out of range", found=str(number), expected=f"0 to {MAX_TOP_LOGPROBS}")
+        expected = f"0 to {MAX_TOP_LOGPROBS}"
+        raise RequestError(f"{name} is out of range", found=str(number), expected=expected, param=name)
     return number
 
 
@@ -293,6 +306,7 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
             "stop cannot be used",
             found=_short(list(stops)),
             expected=f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARACTERS} characters",
+            param="stop",
         )
     return stops
 

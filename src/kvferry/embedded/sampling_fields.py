@@ -79,11 +79,17 @@ def sampling_fields(body: SamplingBody) -> SamplingFields:
         given["logit_bias"] = tuple(_bias(key, bias) for key, bias in body.logit_bias.items())
     if body.allowed_token_ids is not None:
         if not body.allowed_token_ids:
-            raise RequestError("allowed_token_ids allows no token", found="[]", expected="at least one token id")
+            raise RequestError(
+                "allowed_token_ids allows no token",
+                found="[]",
+                expected="at least one token id",
+                param="allowed_token_ids",
+            )
         given["allowed_token_ids"] = tuple(body.allowed_token_ids)
     words = tuple(body.bad_words or ())
     if not all(word.strip() for word in words):
-        raise RequestError("bad_words has an empty word", found=repr(words)[:80], expected="words with letters")
+        what, found = "bad_words has an empty word", repr(words)[:80]
+        raise RequestError(what, found=found, expected="words with letters", param="bad_words")
     return SamplingFields(given, words)
 
 
@@ -91,12 +97,15 @@ def _check_range(name: str, value: float) -> None:
     low, high = RANGES[name]
     if not low <= value <= high or (name in ABOVE_ZERO and value == 0):
         at_least = "more than 0" if name in ABOVE_ZERO else f"at least {low:g}"
-        raise RequestError(f"{name} is out of range", found=f"{value:g}", expected=f"{at_least}, at most {high:g}")
+        found, expected = f"{value:g}", f"{at_least}, at most {high:g}"
+        raise RequestError(f"{name} is out of range", found=found, expected=expected, param=name)
 
 
 def _bias(key: str, bias: float) -> tuple[int, float]:
     if not (key.isascii() and key.isdigit() and len(key) < 20):
-        raise RequestError("a key of logit_bias is not a token id", found=repr(key)[:80], expected="digits")
+        what = "a key of logit_bias is not a token id"
+        raise RequestError(what, found=repr(key)[:80], expected="digits", param="logit_bias")
     if not -MAX_BIAS <= bias <= MAX_BIAS:
-        raise RequestError("a value of logit_bias is out of range", found=f"{bias:g}", expected="-100 to 100")
+        what = "a value of logit_bias is out of range"
+        raise RequestError(what, found=f"{bias:g}", expected="-100 to 100", param="logit_bias")
     return int(key), bias

@@ -134,6 +134,7 @@ class Service:
                 "min_tokens is more than the answer may have",
                 found=f"min_tokens {sampling.min_tokens}, at most {max_new_tokens} tokens",
                 expected="min_tokens <= max_tokens",
+                param="min_tokens",
             )
         own = frozenset() if ask.ending.ignore_eos else self.engine.stop_token_ids
         return Request(
@@ -298,5 +299,6 @@ class Service:
                 found=f"{num_prompt_tokens} prompt tokens",
                 expected=f"fewer than {self.engine.max_tokens}",
                 hint="shorten the prompt",
+                param="prompt",
             )
         return min(ask.default_new_tokens, room)

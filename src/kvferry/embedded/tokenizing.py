@@ -104,5 +104,6 @@ def _chat_prompt(body: MessagesBody) -> ChatPrompt:
             found="both",
             expected="one of them",
             hint="set add_generation_prompt to false; it is true by default",
+            param="add_generation_prompt",
         )
     return ChatPrompt(plain_messages(body.messages), generates, continues, bool(body.add_special_tokens))

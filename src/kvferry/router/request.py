@@ -92,6 +92,7 @@ def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
                 found=f"{name} in the body",
                 expected="a plain OpenAI request",
                 hint="omit it: the router sets it",
+                param=name,
             )
     content = CONTENT_RULES[endpoint]
     if not _has_content(fields, endpoint):
@@ -100,6 +101,7 @@ def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
             found="the fields " + ", ".join(sorted(fields)) if fields else "an empty object",
             expected=f"{content.field}: {content.expected}",
             hint=f"{endpoint} needs {content.field}",
+            param=content.field,
         )
     values = {rule.field: _value(fields, rule) for rule in (*COMMON_RULES, content) if rule.field in fields}
     undecided = (rule for rule in DECISIVE_RULES[endpoint] if rule.field in fields and rule.field not in values)
@@ -151,9 +153,11 @@ def _value(fields: Fields, rule: Rule) -> Any:
             found=str(error),
             expected=rule.expected,
             hint=f"see the OpenAI reference for {rule.field}",
+            param=rule.field,
         ) from error
     except RecursionError as error:
-        raise RequestError(f"{rule.field} is nested too deeply", expected=rule.expected) from error
+        what = f"{rule.field} is nested too deeply"
+        raise RequestError(what, expected=rule.expected, param=rule.field) from error
 
 
 def _has_content(fields: Fields, endpoint: Endpoint) -> bool:
