@@ -13,6 +13,7 @@ from aiohttp import web
 from router_harness import (
     TRANSFER,
     Engine,
+    answer,
     chat_chunk,
     cluster,
     decode_engine,
@@ -271,6 +272,84 @@ def test_decode_begins_while_the_prompt_is_computed():
             assert await c.metric(EARLY_DECODES) == 1
             assert "kvferry_router_upstream_errors_total{" not in await c.metrics()
             assert p.released.empty()
+
+    asyncio.run(main())
+
+
+USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11}
+OF_PREFILL, OF_DECODE = ({**USAGE, "prompt_tokens_details": {"cached_tokens": num}} for num in (4, 8))
+TOLD = frame({"choices": [], "usage": OF_PREFILL}) + b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("last", [TOLD, frame(chat_chunk("x")) + b"data: [DONE]\n\n"])
+def test_the_figure_of_prefill_is_told_though_decode_has_answered_before(monkeypatch, last):
+    monkeypatch.setattr(legs, "LAST_USAGE_S", DEADLINE_S)
+
+    async def main():
+        prompt = Prompt(last)
+
+        async def behave(request, seen):
+            response = web.json_response(answer("one", usage=OF_DECODE))
+            await response.prepare(request)
+            await response.write_eof()
+            prompt.may_end.set()
+            return response
+
+        async with cluster([early_engine("p0", prompt)], [decode_engine("d0", behave)], early_from_tokens=1) as c:
+            details = json.loads((await c.complete(LONG)).raw)["usage"]["prompt_tokens_details"]
+            assert details == (OF_PREFILL["prompt_tokens_details"] if last is TOLD else None)
+
+    asyncio.run(main())
+
+
+def test_no_token_waits_for_the_figure_of_prefill(monkeypatch):
+    """Prefill ends its leg only when the client has all tokens; and a usage with each token waits for nothing."""
+    monkeypatch.setattr(legs, "LAST_USAGE_S", DEADLINE_S)
+
+    async def main():
+        prompt = Prompt(TOLD)
+
+        async def behave(request, seen):
+            response = await open_stream(request)
+            tokens = [frame(chat_chunk(text, usage=OF_DECODE)) for text in ("one", " two")]
+            await response.write(tokens[0])
+            await response.write(tokens[1] + frame({"choices": [], "usage": OF_DECODE}) + b"data: [DONE]\n\n")
+            return response
+
+        async with (
+            cluster([early_engine("p0", prompt)], [decode_engine("d0", behave)], early_from_tokens=1) as c,
+            c.session.post(c.url + "/v1/completions", json=LONG | {"stream": True}) as response,
+        ):
+            events = [await response.content.readuntil(b"\n\n") for _ in range(2)]
+            prompt.may_end.set()
+            rest = await response.read()
+        events = [json.loads(event.removeprefix(b"data: ")) for event in events]
+        assert [event["choices"][0]["delta"]["content"] for event in events] == ["one", " two"]
+        assert [event["usage"]["prompt_tokens_details"] for event in events] == [None, None]
+        last, done, _ = rest.split(b"\n\n")
+        assert json.loads(last.removeprefix(b"data: "))["usage"] == OF_PREFILL
+        assert done == b"data: [DONE]"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prefill_leg_without_an_end_does_not_keep_a_client(monkeypatch, stream):
+    monkeypatch.setattr(legs, "LAST_USAGE_S", 0.05)
+
+    async def main():
+        async def behave(request, seen):
+            if not stream:
+                return web.json_response(answer("one", usage=OF_DECODE))
+            response = await open_stream(request)
+            await response.write(frame({"choices": [], "usage": OF_DECODE}) + b"data: [DONE]\n\n")
+            return response
+
+        p, d = early_engine("p0", Prompt()), decode_engine("d0", behave)
+        async with cluster([p], [d], early_from_tokens=1) as c:
+            raw = (await c.complete(LONG | {"stream": stream})).raw
+            event = raw.partition(b"\n\n")[0].removeprefix(b"data: ") if stream else raw
+            assert json.loads(event)["usage"]["prompt_tokens_details"] is None
 
     asyncio.run(main())
 

@@ -12,9 +12,11 @@ from router_harness import TRANSFER, answer, chat_chunk, cluster, decode_engine,
 from kvferry.router.usage import (
     MAX_EVENT_BYTES,
     UsageEvents,
+    before_final_usage,
     cached_tokens_of,
     cached_tokens_of_stream,
     with_cached_tokens,
+    with_cached_tokens_in_events,
 )
 
 
@@ -132,7 +134,7 @@ def test_events_are_whole_however_they_come(size):
     whole = frame(chat_chunk("one", usage=None)) + frame(chat_chunk("", usage=usage_of(8))) + b"data: [DONE]\n\n: tail"
     events, passed = UsageEvents(), b""
     for start in range(0, len(whole), size):
-        passed += events.feed(whole[start : start + size], 4)
+        passed += with_cached_tokens_in_events(events.feed(whole[start : start + size]), 4)
     passed += events.rest()
     first, last, done, tail = passed.split(b"\n\n")
     assert first + b"\n\n" == frame(chat_chunk("one", usage=None))
@@ -142,5 +144,20 @@ def test_events_are_whole_however_they_come(size):
 
 def test_an_event_without_an_end_is_not_kept_for_ever():
     events = UsageEvents()
-    passed = sum(len(events.feed(b"x" * 1000, 1)) for _ in range(100))
+    passed = sum(len(events.feed(b"x" * 1000)) for _ in range(100))
     assert passed >= MAX_EVENT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("num_before", "last"),
+    [
+        (2, {"choices": [], "usage": usage_of(8)}),
+        (2, {"choices": None, "usage": usage_of(8)}),
+        (2, {"usage": usage_of(8)}),
+        (3, chat_chunk("three", usage=usage_of(8))),
+        (3, {"choices": []}),
+    ],
+)
+def test_a_usage_that_comes_with_a_token_is_not_the_final_one(num_before, last):
+    events = [frame(chat_chunk("one", usage=usage_of(8))), frame(chat_chunk("two")), frame(last)]
+    assert before_final_usage(b"".join(events)) == len(b"".join(events[:num_before]))

@@ -28,6 +28,10 @@ class EarlyPrefill:
         self.leg.close()
         self.leg.trace.ended(LEFT)
 
+    async def until_ended(self, limit_s: float) -> None:
+        """Wait for its end, but not for long."""
+        await asyncio.wait({self._reading}, timeout=limit_s)
+
     async def _read(self) -> None:
         event = await self.leg.rest()
         if not self._is_left:

@@ -40,13 +40,22 @@ from kvferry.router.reservation import Reservation
 from kvferry.router.services import Services
 from kvferry.router.story import outcome_of
 from kvferry.router.upstream import Outgoing
-from kvferry.router.usage import UsageEvents, cached_tokens_of, with_cached_tokens
+from kvferry.router.usage import (
+    UsageEvents,
+    before_final_usage,
+    cached_tokens_of,
+    tells_usage,
+    with_cached_tokens,
+    with_cached_tokens_in_events,
+)
 
 __all__ = ["Legs"]
 
 # P may have answered in the moment in which the client left: its word is on its way, and keeps blocks for nobody. Much
 # longer, and P would compute in vain.
 LAST_WORD_S = 0.2
+# An early P tells at its end what it had cached, and D may have answered by then. Its prompt is computed: that is near.
+LAST_USAGE_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +210,10 @@ class Legs:
             piece = await leg.piece()
         if not isinstance(piece, Failed) and leg.is_over:
             self._judge.hears(Ended(), [], 0.0)
-            whole = with_cached_tokens(bytes(found + piece), self._cached_tokens)
+            found += piece
+            if tells_usage(found):
+                await self._until_prefill_has_told()
+            whole = with_cached_tokens(bytes(found), self._cached_tokens)
             await self._client.start(leg.head.status, with_length(headers, len(whole)))
             await self._client.finish(whole)
             return Ended()
@@ -237,13 +249,33 @@ class Legs:
                 return piece
             self.pace.piece(piece, _now(), observe, reservation)
             if events is not None:
-                piece = events.feed(piece, self._cached_tokens)
+                piece = await self._with_usage(events.feed(piece))
             if leg.is_over:
                 self._judge.hears(Ended(), [], 0.0)
                 await self._client.finish(piece + events.rest() if events is not None else piece)
                 return Ended()
             if piece:
                 await self._client.pass_on(piece)
+
+    async def _with_usage(self, events: bytes) -> bytes:
+        """Whole events with the prefill engine's figure; no token waits for that."""
+        if not tells_usage(events):
+            return events
+        at = before_final_usage(events)
+        if self._is_prefill_untold and at < len(events):
+            if at:
+                await self._client.pass_on(with_cached_tokens_in_events(events[:at], self._cached_tokens))
+            await self._until_prefill_has_told()
+            events = events[at:]
+        return with_cached_tokens_in_events(events, self._cached_tokens)
+
+    @property
+    def _is_prefill_untold(self) -> bool:
+        return self._cached_tokens is None and bool(self._early)
+
+    async def _until_prefill_has_told(self) -> None:
+        if self._is_prefill_untold:
+            await self._early[0].until_ended(LAST_USAGE_S)
 
     def _may_be_early(self, instance: Instance) -> bool:
         from_tokens = self._services.config.early_from_tokens

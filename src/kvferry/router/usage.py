@@ -9,9 +9,17 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["UsageEvents", "cached_tokens_of", "cached_tokens_of_stream", "with_cached_tokens"]
+__all__ = [
+    "UsageEvents",
+    "before_final_usage",
+    "cached_tokens_of",
+    "cached_tokens_of_stream",
+    "tells_usage",
+    "with_cached_tokens",
+    "with_cached_tokens_in_events",
+]
 
-USAGE, DETAILS, CACHED = "usage", "prompt_tokens_details", "cached_tokens"
+USAGE, DETAILS, CACHED, CHOICES = "usage", "prompt_tokens_details", "cached_tokens", "choices"
 # What an event, or a body, has that may have to be changed; inside a text the quotation marks would be escaped.
 MARK = b'"prompt_tokens"'
 # An event that is longer passes as it is.
@@ -54,13 +62,36 @@ def with_cached_tokens(body: bytes, cached: int | None) -> bytes:
     return before + msgspec.json.encode(usage) + after
 
 
+def tells_usage(body: bytes | bytearray) -> bool:
+    """Whether a body, or events, may have a usage whose figure is to be changed."""
+    return MARK in body
+
+
+def before_final_usage(events: bytes) -> int:
+    """How many bytes of these whole events come before the one that has the usage of a stream and no token; all of them
+    if there is none. A usage that comes with each token is not the final one."""
+    at = 0
+    for event in events.split(END_OF_EVENT):
+        if MARK in event and _has_no_choices(event.removeprefix(b"data:")):
+            return at
+        at += len(event) + len(END_OF_EVENT)
+    return len(events)
+
+
+def with_cached_tokens_in_events(events: bytes, cached: int | None) -> bytes:
+    """The same as `with_cached_tokens` for each of these whole events."""
+    return END_OF_EVENT.join(
+        _changed_event(part, cached) if MARK in part else part for part in events.split(END_OF_EVENT)
+    )
+
+
 class UsageEvents:
-    """Of one stream: bytes as they come go in, whole events come out, changed where they tell a usage."""
+    """Of one stream: bytes as they come go in, whole events come out."""
 
     def __init__(self) -> None:
         self._waiting = b""
 
-    def feed(self, piece: bytes, cached: int | None) -> bytes:
+    def feed(self, piece: bytes) -> bytes:
         """What can be passed on now."""
         data = self._waiting + piece if self._waiting else piece
         end = data.rfind(END_OF_EVENT)
@@ -68,7 +99,7 @@ class UsageEvents:
         is_other = len(data) > MAX_EVENT_BYTES or b"\r\n\r\n" in data
         end = end + len(END_OF_EVENT) if end >= 0 else len(data) if is_other else 0
         whole, self._waiting = data[:end], data[end:]
-        return _changed(whole, cached) if MARK in whole else whole
+        return whole
 
     def rest(self) -> bytes:
         """What is no whole event at the end of the stream."""
@@ -76,15 +107,17 @@ class UsageEvents:
         return rest
 
 
-def _changed(events: bytes, cached: int | None) -> bytes:
-    parts = events.split(END_OF_EVENT)
-    return END_OF_EVENT.join(_changed_event(part, cached) if MARK in part else part for part in parts)
-
-
 def _changed_event(event: bytes, cached: int | None) -> bytes:
     if not event.startswith(b"data:"):
         return event
     return b"data:" + with_cached_tokens(event.removeprefix(b"data:"), cached)
+
+
+def _has_no_choices(body: bytes) -> bool:
+    try:
+        return bytes(TOP_LEVEL.decode(body).get(CHOICES, b"[]")).strip() in (b"[]", b"null")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
 
 
 def _usage_of(body: bytes) -> bytes:
