@@ -24,16 +24,19 @@ class Fake:
     is_cut: bool = False
     seen: list[dict] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
     enough: asyncio.Event = field(default_factory=asyncio.Event)
     num_open: int = 0
     most_open: int = 0
 
     async def models(self, request):
+        self.keys.append(request.headers.get("authorization"))
         return web.json_response({"object": "list", "data": [{"id": "fake"}, {"id": "other"}]})
 
     async def generate(self, request):
         self.seen.append(body := await request.json())
         self.paths.append(request.path)
+        self.keys.append(request.headers.get("authorization"))
         if len(self.seen) >= self.num_together:
             self.enough.set()
         self.num_open += 1
@@ -151,6 +154,22 @@ def test_chat_is_asked_in_words():
     assert len(fake.seen[0]["messages"][0]["content"].split()) == 6
     assert "ignore_eos" not in fake.seen[0]
     assert "2 of 2 answered" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("variable", "option", "shown"),
+    [
+        ("", (), None),
+        ("from-environment", (), "Bearer from-environment"),
+        ("from-environment", ("--header", "authorization: Bearer given"), "Bearer given"),
+    ],
+)
+def test_the_api_key_comes_from_the_environment_unless_a_header_has_one(monkeypatch, variable, option, shown):
+    monkeypatch.setenv("KVFERRY_API_KEY", variable)
+    fake = Fake()
+    with serving(fake) as url:
+        bench("--url", url, "--requests", 1, "--warm-up", 0, *option)
+    assert fake.keys == [shown] * 2
 
 
 def test_a_sweep_has_a_run_per_rate():

@@ -44,7 +44,9 @@ def serve(
     url: Annotated[str, server(help="URL of the server, without /v1.")] = "http://127.0.0.1:8000",
     model: Annotated[str, server(help="Model name, if not the first one that is served.")] = "",
     endpoint: Annotated[Endpoint, server(help="API to send requests to.")] = Endpoint.COMPLETIONS,
-    header: Annotated[list[str], server(help="'Name: value', sent with every request; repeatable.")] = [],  # noqa: B006
+    header: Annotated[
+        list[str], server(help="'Name: value', sent with every request; repeatable. API key: KVFERRY_API_KEY.")
+    ] = [],  # noqa: B006
     timeout: Annotated[float, server(min=0.1, help="Time limit of one request, in seconds.")] = 600.0,
     rate: Annotated[float, arrivals(help="Requests per second (Poisson process); inf sends all at once.")] = float(
         "inf"

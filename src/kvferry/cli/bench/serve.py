@@ -22,7 +22,7 @@ from kvferry.bench.sweep import best_of
 from kvferry.bench.target import Target, served_model
 from kvferry.bench.trace import read_trace
 from kvferry.bench.workload import Planned, Synthetic, synthetic
-from kvferry.cli import console
+from kvferry.cli import console, environment
 from kvferry.cli.bench.table import show
 from kvferry.cli.page_file import page_file
 from kvferry.errors import ConfigurationError
@@ -77,14 +77,16 @@ class BenchOptions:
 
 
 def headers_named(words: list[str]) -> dict[str, str]:
-    """`Name: value`. Raises ConfigurationError."""
+    """`Name: value`, and the API key of the environment where none of them is a key. Raises ConfigurationError."""
     headers = {}
     for word in words:
         name, colon, value = word.partition(":")
         if not (colon and name.strip() and word.isprintable()):
-            raise ConfigurationError("invalid --header", found=word, expected="such as 'Authorization: Bearer secret'")
+            raise ConfigurationError("invalid --header", found=word, expected="such as 'X-Tenant: blue'")
         headers[name.strip()] = value.strip()
-    return headers
+    has_key = any(name.lower() == "authorization" for name in headers)
+    keys = () if has_key else environment.api_keys()
+    return headers | dict(("Authorization", f"Bearer {key}") for key in keys)
 
 
 def bench_serve(options: BenchOptions) -> int:
