@@ -30,7 +30,7 @@ HONOURED: dict[str, Any] = {
     "allowed_token_ids": [5],
     "bad_words": ["x"],
     "stop_token_ids": [5],
-    **dict.fromkeys(("stream", "return_token_ids", "ignore_eos", "include_stop_str_in_output"), True),
+    **dict.fromkeys(("stream", "return_token_ids", "ignore_eos", "include_stop_str_in_output", "echo"), True),
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "n", "best_of", "top_k", "seed", "min_tokens"), 1),
     **dict.fromkeys(("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"), 0.5),
     "repetition_penalty": 1.1,
@@ -87,7 +87,7 @@ def test_what_nobody_knows_is_refused_unless_it_is_null(endpoint: Endpoint) -> N
 
 
 def test_types_count() -> None:
-    for fields in ({"priority": False}, {"echo": 0}, {"use_beam_search": 0}):
+    for fields in ({"priority": False}, {"return_prompt_text": 0}, {"use_beam_search": 0}):
         with pytest.raises(RequestError, match="is not supported"):
             decode(Endpoint.COMPLETIONS, fields)
 

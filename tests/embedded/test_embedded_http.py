@@ -172,6 +172,49 @@ def test_stop_strings_end_the_answer(decoder: Served) -> None:
     assert "".join(event["choices"][0]["text"] for event in events) == text[: text.index(stop)]
 
 
+def test_an_echo_is_the_prompt_before_each_answer(decoder: Served) -> None:
+    ids = [7, 8, 9]
+    for prompt, text in ((PROMPT, PROMPT), (ids, decoder.engine.tokenizer.decode(ids))):
+        # What the prompt has is no reason to stop.
+        body = {"prompt": [prompt], "max_tokens": 6, "n": 2, "temperature": 0, "stop": text[:3]}
+        plain = decoder.ask(COMPLETIONS, body)[1]
+        echoed = decoder.ask(COMPLETIONS, body | {"echo": True})[1]
+        expected = [text + choice["text"] for choice in plain["choices"]]
+        assert [choice["text"] for choice in echoed["choices"]] == expected
+        assert echoed["usage"] == plain["usage"]
+        streamed = ["", ""]
+        for event in decoder.events(COMPLETIONS, body | {"echo": True}):
+            for choice in event["choices"]:
+                streamed[choice["index"]] += choice["text"]
+        assert streamed == expected
+
+
+def test_an_echo_does_not_hide_an_error(decoder: Served) -> None:
+    nothing = {"allowed_token_ids": [70], "logit_bias": {"70": -100}, "stop_token_ids": [70], "min_tokens": 3}
+    assert decoder.ask(COMPLETIONS, {"prompt": "a", "echo": True, "stream": True} | nothing)[0] == 400
+
+
+def test_token_ids_of_prompts_come_once_where_vllm_has_them(decoder: Served) -> None:
+    body = {"prompt": [[5, 6], [7]], "max_tokens": 3, "n": 2, "return_token_ids": True}
+    prompts = [[5, 6], [5, 6], [7], [7]]
+    assert [choice["prompt_token_ids"] for choice in decoder.ask(COMPLETIONS, body)[1]["choices"]] == prompts
+    events = decoder.events(COMPLETIONS, body)
+    told = [
+        (choice["index"], choice["prompt_token_ids"])
+        for event in events
+        for choice in event["choices"]
+        if "prompt_token_ids" in choice
+    ]
+    assert sorted(told) == list(enumerate(prompts))
+
+    chat = {"messages": MESSAGES, "max_tokens": 3, "return_token_ids": True}
+    answer = decoder.ask(CHAT, chat)[1]
+    assert len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+    told = [event["prompt_token_ids"] for event in decoder.events(CHAT, chat) if "prompt_token_ids" in event]
+    assert told == [answer["prompt_token_ids"]]
+    assert "prompt_token_ids" not in decoder.ask(CHAT, chat | {"return_token_ids": False})[1]
+
+
 def test_the_caller_s_id_comes_back_and_may_be_used_twice(decoder: Served) -> None:
     headers = {"x-request-id": "trip-7"}
     for _ in range(2):
@@ -275,7 +318,8 @@ BAD_BODIES: list[tuple[str, Any, int, str]] = [
     ),
     (COMPLETIONS, {"prompt": "a", "n": 2, "kv_transfer_params": {"do_remote_prefill": True}}, 400, "cannot be divided"),
     (COMPLETIONS, {"prompt": "a", "best_of": 2}, 400, "best_of is not supported"),
-    (COMPLETIONS, {"prompt": "a", "echo": True}, 400, "echo is not supported"),
+    (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 0}, 400, "echo is not supported together with logprobs"),
+    (CHAT, {"messages": MESSAGES, "echo": True}, 400, "echo is not supported"),
     (COMPLETIONS, {"prompt": "a", "suffix": "z"}, 400, "suffix is not supported"),
     (COMPLETIONS, {"prompt": "a", "logprobs": 21}, 400, "logprobs is out of range; found: 21; expected: 0 to 20"),
     (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 17}, 400, "stop"),
@@ -343,6 +387,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [5, 1024]}, "allowed_token_ids"),
     (COMPLETIONS, {"prompt": "a", "stop": [5]}, "stop"),
     (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
+    (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+    (COMPLETIONS, {"prompt": [1024], "echo": True}, "prompt"),
     (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of"),
     (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
     (COMPLETIONS, {"prompt": "a", "min_tokens": 17}, "min_tokens"),

@@ -83,6 +83,8 @@ def test_params_that_nobody_made_are_computed_here(decoder: Served, nonsense: di
     assert answer["kvferry"]["tokens_computed"] == 40
     assert set(answer["kvferry"]["phases_s"]) == {"lost"}
     assert decoder.metric('kvferry_engine_transfer_failures_total{reason="unknown_lease"}') == failures + 1
+    assert decoder.metric('kvferry_engine_failed_transfer_seconds_count{reason="unknown_lease"}') == failures + 1
+    assert decoder.metric('kvferry_engine_failed_transfer_seconds_sum{reason="unknown_lease"}') > 0
 
 
 def test_ids_that_are_no_tokens_are_refused_and_the_source_is_told(decoder: Served) -> None:

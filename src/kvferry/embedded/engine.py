@@ -66,9 +66,9 @@ class Engine:
         """Why the engine does not run; empty while it does."""
         return self._failure
 
-    def check_token_ids(self, token_ids: tuple[int, ...]) -> None:
-        """Raises RequestError when one of them is not in the model's vocabulary."""
-        self._limits.check_ids("tokens", token_ids)
+    def check_token_ids(self, name: str, token_ids: tuple[int, ...]) -> None:
+        """Those of a field of a request. Raises RequestError when one of them is not in the model's vocabulary."""
+        self._limits.check_ids(name, token_ids)
 
     def layout(self) -> Layout:
         """Where every element of the cache lies; valid as long as the engine exists."""

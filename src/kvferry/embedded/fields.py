@@ -75,6 +75,7 @@ SUPPORT: tuple[Support, ...] = (
     *_honoured(BOTH, "include_stop_str_in_output skip_special_tokens"),
     Support("best_of", BOTH, Verdict.HONOURED, "when it equals n"),
     *_honoured(COMPLETIONS, "prompt"),
+    Support("echo", COMPLETIONS, Verdict.HONOURED, "without logprobs"),
     *_honoured(CHAT, "messages max_completion_tokens"),
     # Refused, unless they ask for what is done anyway.
     *_refused(BOTH, NO_GRAMMAR, "response_format", {"type": "text"}),
@@ -83,7 +84,8 @@ SUPPORT: tuple[Support, ...] = (
     *_refused(BOTH, NO_LOGPROBS, "logprob_token_ids", []),
     *_refused(BOTH, NO_LOGPROBS, "return_tokens_as_token_ids", False),
     *_refused(BOTH, NO_PROMPT_LOGITS, "prompt_logprobs"),
-    *_refused(BOTH, "the engine does not repeat the prompt in the answer", "echo return_prompt_text", False),
+    *_refused(CHAT, "the engine does not repeat the messages in the answer", "echo", False),
+    *_refused(BOTH, "the text of a prompt is told by echo only", "return_prompt_text", False),
     *_refused(COMPLETIONS, "the engine does not fill in the middle", "suffix", ""),
     *_refused(COMPLETIONS, "the engine takes text and token ids", "prompt_embeds"),
     *_refused(BOTH, NO_BEAMS, "use_beam_search", False),

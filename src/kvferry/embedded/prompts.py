@@ -77,11 +77,16 @@ class Prompts:
         convert = self._engine.tokenizer.convert_ids_to_tokens
         return await self._off_loop(len(token_ids), lambda: list(map(str, convert(list(token_ids)))))
 
-    async def text(self, token_ids: tuple[int, ...]) -> str:
-        """The text of these tokens, special ones included. Raises RequestError for an id outside the vocabulary."""
-        self._engine.check_token_ids(token_ids)
+    async def text(self, token_ids: tuple[int, ...], field: str = "tokens") -> str:
+        """The text of these tokens, which a field has, special ones included. Raises RequestError for an id outside the
+        vocabulary."""
+        self._engine.check_token_ids(field, token_ids)
         decode = self._engine.tokenizer.decode
         return await self._off_loop(len(token_ids), lambda: str(decode(list(token_ids), skip_special_tokens=False)))
+
+    async def text_of(self, prompt: PromptInput) -> str:
+        """A completion's prompt as it was written, or the text of its tokens. Raises RequestError as `text`."""
+        return await self.text(prompt, "prompt") if isinstance(prompt, tuple) else str(prompt)
 
     async def bad_words_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Each word as the start of a text, and within one. Raises RequestError for a word without tokens."""

@@ -62,8 +62,10 @@ class Metrics:
     def count_request(self, leg: str, status: int) -> None:
         self._requests.labels(leg, str(status)).inc()
 
-    def count_failure(self, reason: str) -> None:
+    def count_failure(self, reason: str, seconds: float) -> None:
+        """A transfer was given up after so long, its time in the queue included."""
         self._failures.labels(reason).inc()
+        self._transfers.observe_failure(reason, seconds)
 
     def observe_transfer(self, transfer: TransferReport, queue_s: float) -> None:
         """One cache has come; it waited `queue_s` for blocks to come into."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -71,6 +71,7 @@ class CompletionBody(_Common, frozen=True, kw_only=True):
 
     prompt: str | list[int | str | list[int]]
     logprobs: int | None = None
+    echo: bool | None = False
 
 
 class ChatBody(_Common, frozen=True, kw_only=True):
@@ -112,7 +113,8 @@ class Ending:
 @dataclass(frozen=True, slots=True)
 class Ask:
     """What a request wants: `num_choices` answers to each of `prompts`. `max_new_tokens` is -1 when the caller left it
-    to us. Only a leg with the same `cache_salt` may use the cache."""
+    to us. Only a leg with the same `cache_salt` may use the cache. With `echoes` the prompt's text goes before answers.
+    """
 
     prompts: tuple[PromptInput, ...]
     num_choices: int
@@ -125,12 +127,22 @@ class Ask:
     return_token_ids: bool
     leg: Leg
     cache_salt: str = ""
+    echoes: bool = False
 
 
 def decode_completion(body: bytes) -> tuple[CompletionBody, Ask]:
     """The body, and what it asks for. Raises RequestError naming the field, what was found and what to do."""
     completion = decode_fields(support_of(Endpoint.COMPLETIONS), body, CompletionBody)
-    return completion, _ask(completion, _prompts(completion.prompt))
+    if completion.echo and completion.logprobs is not None:
+        raise RequestError(
+            "echo is not supported together with logprobs: the engine has no logits of the prompt",
+            found=f"echo and logprobs {completion.logprobs}",
+            expected="one of them",
+            hint="leave echo out",
+            param="echo",
+        )
+    ask = _ask(completion, _prompts(completion.prompt))
+    return completion, replace(ask, echoes=bool(completion.echo))
 
 
 def decode_chat(body: bytes) -> tuple[ChatBody, Ask]:

@@ -42,6 +42,7 @@ class Responder:
         info = service.info
         self._envelope = Envelope(f"{shape.id_prefix}{caller.request_id}", int(time.time()), info.model)
         self._status = 500
+        self._begun: set[int] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Compute while the client is there."""
@@ -79,7 +80,7 @@ class Responder:
             by_choice[piece.index].append(piece)
         wholes = [joined(by_choice[index]) for index in sorted(by_choice)]
         choices = [self._with_ids(self._shape.whole(whole), whole.token_ids) for whole in wholes]
-        body = self._envelope.around(self._shape.whole_kind, choices)
+        body = self._with_prompts(self._envelope.around(self._shape.whole_kind, choices))
         body["usage"] = usage(self._call.num_prompt_tokens, sum(len(whole.token_ids) for whole in wholes))
         report = summed([whole.report for whole in wholes])
         return body | self._shown(report) | _reference_of(wholes[0])
@@ -90,7 +91,7 @@ class Responder:
             # Only an early leg has one so soon; its caller can begin with the other leg at once.
             await _send(send, sse(self._envelope.around(self._shape.chunk_kind, []) | _reference_of(piece)))
         for choice in self._shape.opening(len(self._call.requests)):
-            await _send(send, sse(self._envelope.around(self._shape.chunk_kind, [choice])))
+            await _send(send, sse(self._chunk(choice)))
         num_tokens = len(piece.token_ids)
         await self._send_piece(piece, send)
         try:
@@ -113,9 +114,23 @@ class Responder:
         if not (piece.text or piece.finish_reason or is_shown or piece.scored):
             return
         choice = self._with_ids(self._shape.chunk(piece), piece.token_ids)
-        chunk = self._envelope.around(self._shape.chunk_kind, [choice])
+        chunk = self._chunk(choice)
         last = self._shown(piece.report) | _reference_of(piece) if piece.finish_reason else {}
         await _send(send, sse(chunk | last))
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """The first one of a choice tells its prompt."""
+        body = self._envelope.around(self._shape.chunk_kind, [choice])
+        index = choice["index"]
+        if index in self._begun:
+            return body
+        self._begun.add(index)
+        return self._with_prompts(body)
+
+    def _with_prompts(self, body: dict[str, Any]) -> dict[str, Any]:
+        if not self._call.ask.return_token_ids:
+            return body
+        return self._shape.with_prompts(body, [request.prompt for request in self._call.requests])
 
     def _shown(self, report: Report) -> dict[str, Any]:
         return {"kvferry": report.as_json()} if self._caller.wants_report else {}

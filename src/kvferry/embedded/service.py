@@ -53,11 +53,13 @@ class ServeInfo:
 @dataclass(frozen=True, slots=True)
 class Call:
     """A client's request on its way through the service: one request to the engine for each choice of the answer, in
-    their order. Each has an id that this process uses once. A leg has exactly one.
+    their order. Each has an id that this process uses once. A leg has exactly one. `echoes` are the texts that go
+    before the answers, one for each choice, or none.
     """
 
     requests: tuple[Request, ...]
     ask: Ask
+    echoes: tuple[str, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -125,7 +127,8 @@ class Service:
         # As in vLLM, the choices of one prompt are drawn with neighbouring seeds.
         samplings = [replace(sampling, seed=(sampling.seed + i) % SEEDS) for i in range(ask.num_choices)]
         requests = [self._request(request_id, ids, ask, one) for ids in prompts for one in samplings]
-        return Call(tuple(requests), ask)
+        texts = [await self.prompts.text_of(prompt) for prompt in ask.prompts] if ask.echoes else []
+        return Call(tuple(requests), ask, tuple(text for text in texts for _ in samplings))
 
     def _request(self, request_id: str, prompt: tuple[int, ...], ask: Ask, sampling: Sampling) -> Request:
         max_new_tokens = self._max_new_tokens(ask, len(prompt))
@@ -221,13 +224,14 @@ class Service:
             try:
                 report = await self._fetch(call)
             except TransferError as error:
-                self.metrics.count_failure(error.reason)
+                lost_s = time.perf_counter() - began
+                self.metrics.count_failure(error.reason, lost_s)
                 self._readiness.failed(error.reason, time.monotonic())
                 if self.info.policy == "fail":
                     raise
                 # The first blocks are in quarantine until the transfer says that nothing can land in them.
                 again = replace(call.requests[0], request_id=f"{call.requests[0].request_id}-again")
-                report = Report(recomputed=error.reason, phases_s={"lost": time.perf_counter() - began})
+                report = Report(recomputed=error.reason, phases_s={"lost": lost_s})
                 tokens = self.engine.generate(again)
             else:
                 self._readiness.succeeded()
@@ -270,13 +274,16 @@ class Service:
         self, call: Call, tokens: AsyncGenerator[Token, None], report: Report, index: int = 0
     ) -> AsyncGenerator[Piece, None]:
         text, num_tokens, offset = TextStream(self.engine.tokenizer, call.ask.ending.text), 0, 0
+        # Not before the first token: until then an error has a status of its own.
+        echo = call.echoes[index] if call.echoes else ""
         try:
             async with aclosing(tokens):
                 async for token in tokens:
                     num_tokens += 1
                     report = replace(report, tokens_computed=token.num_computed)
                     is_stop = token.finish_reason == "stop"
-                    shown = text.push(token.token_id, last=bool(token.finish_reason), is_stop=is_stop)
+                    shown = echo + text.push(token.token_id, last=bool(token.finish_reason), is_stop=is_stop)
+                    echo = ""
                     finish_reason = "stop" if text.stopped else token.finish_reason
                     scored = self._scored(token, offset)
                     offset += sum(len(one.chosen.text) for one in scored)

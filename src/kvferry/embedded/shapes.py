@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,6 +45,10 @@ class Shape(Protocol):
         """Choices that go before the first piece."""
         ...
 
+    def with_prompts(self, body: dict[str, Any], prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+        """An object with the tokens of its choices' prompts, where vLLM has them; those of all choices are given."""
+        ...
+
 
 class CompletionShape:
     id_prefix = "cmpl-"
@@ -63,6 +68,10 @@ class CompletionShape:
 
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
         return []
+
+    def with_prompts(self, body: dict[str, Any], prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+        choices = [one | {"prompt_token_ids": list(prompts[one["index"]])} for one in body["choices"]]
+        return body | {"choices": choices}
 
 
 class ChatShape:
@@ -93,6 +102,9 @@ class ChatShape:
         return [
             {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in range(num_choices)
         ]
+
+    def with_prompts(self, body: dict[str, Any], prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+        return body | {"prompt_token_ids": list(prompts[0])}
 
 
 def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ __all__ = ["TransferHistograms"]
 
 
 class TransferHistograms:
-    """One observation of each phase, and of bytes and rows, for each transfer."""
+    """One observation of each phase, and of bytes and rows, for each transfer; one of the time of each that failed."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._peers = PeerLabels()
@@ -37,6 +37,18 @@ class TransferHistograms:
             buckets=ROWS_BUCKETS,
             registry=registry,
         )
+
+        self._failed = Histogram(
+            "kvferry_engine_failed_transfer_seconds",
+            "Time until a cache that did not come was given up.",
+            ("reason",),
+            buckets=PHASE_BUCKETS_S,
+            registry=registry,
+        )
+
+    def observe_failure(self, reason: str, seconds: float) -> None:
+        """One cache has not come. Whose it was is what a client said, so no label names it."""
+        self._failed.labels(reason).observe(seconds)
 
     def observe(self, transfer: TransferReport, queue_s: float) -> None:
         """One cache has come; it waited `queue_s` for blocks to come into."""
