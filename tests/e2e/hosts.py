@@ -1,6 +1,7 @@
-"""Hosts of a small network: threads in namespaces of their own (network, IPC, mounts, host name), joined by veth pairs.
+"""Hosts of a small network: threads in namespaces of their own (network, processes, IPC, mounts, host name), joined by
+veth pairs.
 
-Whatever such a thread starts, or connects to, is on its host. Needs root; see `WHY_NOT`.
+Whatever such a thread starts, or connects to, is on its host, and ends with it. Needs root; see `WHY_NOT`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -18,8 +18,9 @@ __all__ = ["WHY_NOT", "Host", "Network"]
 
 Result = TypeVar("Result")
 
-# CLONE_NEWNET, CLONE_NEWIPC, CLONE_NEWUTS and CLONE_NEWNS; Python has names for them from 3.12 on.
-NAMESPACES = 0x40000000 | 0x08000000 | 0x04000000 | 0x00020000
+# CLONE_NEWNET, CLONE_NEWPID, CLONE_NEWIPC, CLONE_NEWUTS and CLONE_NEWNS; Python has names for them from 3.12 on.
+NAMESPACES = 0x40000000 | 0x20000000 | 0x08000000 | 0x04000000 | 0x00020000
+STOP_S = 10.0
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -31,31 +32,50 @@ class Host:
         self.address = address
         # One thread: namespaces are a thread's, and of what it starts.
         self._thread = ThreadPoolExecutor(1, name)
-        self.tid = self.do(_leave_home)
+        try:
+            self.network_fd, self.init = self.do(_leave_home)
+        except BaseException:
+            self._thread.shutdown()
+            raise
 
     def do(self, work: Callable[[], Result]) -> Result:
         """Do something on this host."""
         return self._thread.submit(work).result()
 
-    def run(self, *words: str) -> None:
-        self.do(lambda: _run(*words))
+    def run(self, *words: str, fds: tuple[int, ...] = ()) -> None:
+        self.do(lambda: _run(*words, fds=fds))
 
     def close(self) -> None:
+        """End every process of this host: the kernel does that when the first one ends, which it also does when this
+        process dies. Whoever has started others directly has waited for their end before."""
+        self.init.kill()
+        self.init.communicate(timeout=STOP_S)
         self._thread.shutdown()
+        os.close(self.network_fd)
 
 
 class Network:
     """The first host is where the cables meet: it can unplug each of the others."""
 
     def __init__(self, *names: str) -> None:
-        self.hosts = {name: Host(name, f"10.77.0.{number}") for number, name in enumerate(names, 1)}
+        self.hosts: dict[str, Host] = {}
+        try:
+            for number, name in enumerate(names, 1):
+                self.hosts[name] = Host(name, f"10.77.0.{number}")
+            self._join()
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self) -> None:
         self._centre, *others = self.hosts.values()
         self._centre.run("ip", "link", "add", "bridge0", "type", "bridge")
         _bring_up(self._centre, "bridge0")
         for host in others:
             # Made at one end; the other end is moved over to its host.
             self._centre.run("ip", "link", "add", "name", host.name, "type", "veth", "peer", "name", "eth0")
-            self._centre.run("ip", "link", "set", "eth0", "netns", str(host.tid))
+            moved_to = f"/proc/self/fd/{host.network_fd}"
+            self._centre.run("ip", "link", "set", "eth0", "netns", moved_to, fds=(host.network_fd,))
             self._centre.run("ip", "link", "set", "dev", host.name, "master", "bridge0", "up")
             _bring_up(host, "eth0")
 
@@ -67,7 +87,7 @@ class Network:
         self._centre.run("ip", "link", "set", "dev", name, "up")
 
     def close(self) -> None:
-        """The network ends with its threads, and with whatever they have started."""
+        """The network ends with its hosts."""
         for host in self.hosts.values():
             host.close()
 
@@ -78,18 +98,29 @@ def _bring_up(host: Host, device: str) -> None:
     host.run("ip", "link", "set", device, "up")
 
 
-def _leave_home() -> int:
-    """Go into new namespaces for good; the thread's id."""
+def _leave_home() -> tuple[int, subprocess.Popen]:
+    """Go into new namespaces for good; the network, and the first process of the new host, which waits until its input
+    is closed."""
     if LIBC.unshare(NAMESPACES):
         raise OSError(ctypes.get_errno(), "unshare")
-    _run("mount", "--make-rprivate", "/")
-    # Memory that processes of one host share is not shared with those of another.
-    _run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
-    return threading.get_native_id()
+    # While /proc still shows this thread. Processes of other hosts do not know each other's ids.
+    network_fd = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    init = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        _run("mount", "--make-rprivate", "/")
+        # Memory that processes of one host share is not shared with those of another.
+        _run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+        _run("mount", "-t", "proc", "proc", "/proc")
+    except BaseException:
+        init.kill()
+        init.communicate(timeout=STOP_S)
+        os.close(network_fd)
+        raise
+    return network_fd, init
 
 
-def _run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+def _run(*words: str, fds: tuple[int, ...] = ()) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, pass_fds=fds)
     if done.returncode:
         raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
 
