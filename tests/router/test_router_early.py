@@ -46,9 +46,10 @@ from kvferry.router.events import (
     Release,
     Send,
 )
+from kvferry.router.fallback import PrefillFallback
 from kvferry.router.flow import Flow
 from kvferry.router.judge import Judge
-from kvferry.router.kinds import kind_of
+from kvferry.router.kinds import KIND_FUSE, kind_of
 from kvferry.router.leg import Leg, Patience
 from kvferry.router.member import INSTANCE_FUSE
 from kvferry.router.pace import Pace
@@ -272,6 +273,33 @@ def test_decode_begins_while_the_prompt_is_computed():
             assert await c.metric(EARLY_DECODES) == 1
             assert "kvferry_router_upstream_errors_total{" not in await c.metrics()
             assert p.released.empty()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_prefills", [1, 2, 3])
+@pytest.mark.parametrize("fallback", PrefillFallback)
+def test_promises_that_every_prefill_breaks_leave_decode_alone(num_prefills, fallback):
+    """As when every prefill instance refuses at once."""
+    broken = frame({"error": {"message": "no tool call in this", "code": 500}}) + b"data: [DONE]\n\n"
+
+    async def behave(request, seen):
+        return await (hanging if "kv_transfer_params" in seen.body else decoding)(request, seen)
+
+    async def main():
+        prompts = [Prompt(broken) for _ in range(num_prefills)]
+        for prompt in prompts:
+            prompt.may_end.set()
+        ps = [early_engine(f"p{i}", prompt) for i, prompt in enumerate(prompts)]
+        limits = {"early_from_tokens": 1, "prefill_fallback": fallback}
+        async with cluster(ps, [decode_engine("d0", behave)], **limits) as c:
+            refuses = fallback is PrefillFallback.REFUSE
+            for _ in range(2 * KIND_FUSE.num_failures):
+                reply = await c.complete(LONG)
+                assert reply.status == (503 if refuses else 200)
+                assert ("retry-after" in reply.headers) is refuses
+            assert {one["breaker"] for one in (await c.members())["members"]} == {"closed"}
+            assert sum(len(p.seen) for p in ps) == min(num_prefills, 2) * KIND_FUSE.num_failures
 
     asyncio.run(main())
 

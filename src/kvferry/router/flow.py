@@ -192,7 +192,7 @@ class Flow:
             return self._lose_decode(f"status_{event.status}", Forward())
         reason = lost_cache(event.body)
         if reason in (Reason.WRONG_PROMPT, Reason.UNNAMED_PROMPT):
-            return self._compute_without(reason)
+            return self._compute_without(reason, reason, Forward())
         if reason:
             return self._lose_decode(reason, Forward(), self._picked[Role.PREFILL])
         self._failed |= {self._picked[Role.PREFILL]}
@@ -203,9 +203,7 @@ class Flow:
         if event.reason == TOO_LATE:
             return [*self._release(TOO_LATE), *self._finish(_too_late(event))]
         if event.reason == PREFILL_LOST:
-            message = f"the cache did not arrive: {event.detail}"
-            last_word = _refusal(502, "prefill_failed", message, event.reason)
-            return self._lose_decode(event.reason, last_word, self._picked[Role.PREFILL])
+            return self._lose_promise(event)
         late = event.reason == "deadline"
         status, code = (504, "upstream_timeout") if late else (502, "upstream_unavailable")
         message = f"the decode instance did not answer: {event.detail}"
@@ -273,14 +271,21 @@ class Flow:
         then = self._pick(Role.DECODE) if again else self._finish(last_word)
         return [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *releases, *then]
 
-    def _compute_without(self, reason: str) -> list[Command]:
-        """P and D have made different tokens of one body, or cannot compare what they have made. So would another P."""
-        self._last_word = Forward()
+    def _lose_promise(self, event: Failed) -> list[Command]:
+        """P has failed after its promise, and D's leg was ended by us: D can always do it alone."""
+        last_word = _refusal(502, "prefill_failed", f"the cache did not arrive: {event.detail}", event.reason)
+        if Role.DECODE in self._retried:
+            return self._compute_without(event.reason, "prefill_failed", last_word)
+        return self._lose_decode(event.reason, last_word, self._picked[Role.PREFILL])
+
+    def _compute_without(self, reason: str, fallback: str, last_word: Command) -> list[Command]:
+        """No P is of use: D cannot compare its own tokens with P's, or they differ; or two of P have failed."""
+        self._last_word = last_word
         self._failed |= {self._picked[Role.PREFILL]}
         counts = [Count(Counted.UPSTREAM_ERROR, Role.DECODE, reason), *self._release("decode_failed")]
         if self._refuses:
-            return [*counts, *self._refuse(reason)]
-        return [*counts, *self._fall_back(reason), *self._pick(Role.DECODE)]
+            return [*counts, *self._refuse(fallback)]
+        return [*counts, *self._fall_back(fallback), *self._pick(Role.DECODE)]
 
     def _release(self, reason: str) -> list[Command]:
         kept, self._kept = self._kept, ()
