@@ -24,17 +24,28 @@ from test_middleware_on_vllm import post
 COMPLETIONS = "/v1/completions"
 FREE_S = 30.0
 FOLDER = Path(tempfile.gettempdir()) / f"kvferry-adapters-{os.getpid()}"
-SEEDS = {"first": 1, "copy-of-first": 1, "second": 2, "replaced": 1}
-FLAGS = ("--enable-lora", "--max-loras", "3", "--max-lora-rank", "8", "--enable-prompt-embeds", "--lora-modules")
+SEEDS = {"first": 1, "copy-of-first": 1, "second": 2, "replaced": 1, "unused": 1, "again": 1, "before": 1, "after": 2}
+FLAGS = (
+    "--enable-lora",
+    "--max-loras",
+    "3",
+    "--max-cpu-loras",
+    "12",
+    "--max-lora-rank",
+    "8",
+    "--enable-prompt-embeds",
+    "--lora-modules",
+)
 # The prefill server calls `tuned` what the decode server calls `same`; and both call another one `mixed`.
-AT_PREFILL = {"tuned": "first", "mixed": "first", "changing": "replaced"}
+AT_PREFILL = {"tuned": "first", "mixed": "first", "changing": "replaced", "unused": "unused", "again": "again"}
 AT_DECODE = {"same": "copy-of-first", "mixed": "second", "tuned": "first"}
 HIDDEN = 256
 _numbers = itertools.count()
 
 
 def serving(role: str, adapters: dict[str, str]) -> ServerSpec:
-    return ServerSpec(role, flags=(*FLAGS, *(f"{name}={FOLDER / place}" for name, place in adapters.items())))
+    named = (f"{name}={FOLDER / place}" for name, place in adapters.items())
+    return ServerSpec(role, flags=(*FLAGS, *named), environment=(("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1"),))
 
 
 ADAPTED = PairSpec("llama", serving("kv_producer", AT_PREFILL), serving("kv_consumer", AT_DECODE), "recompute", 30)
@@ -143,4 +154,55 @@ def test_an_early_reference_to_what_the_prefill_server_cannot_name_says_so(pair:
     params = early_reference(pair.prefill, asked(names[0], f"{salt}-again", 1, **prompt))
     leg = asked(names[1], f"{salt}-again", **prompt) | {"kv_transfer_params": params}
     assert answered(pair.decode, leg) == (expected, "recomputed", "unnamed_prompt")
+    wait_until_free(pair.servers, FREE_S)
+
+
+def replace_files(place: str, seed: int) -> None:
+    """As who trains an adapter and writes the new one where the old one was."""
+    made = make_adapter(FOLDER / f"{place}-made-of-{seed}", seed)
+    shutil.copytree(made, FOLDER / place, dirs_exist_ok=True)
+
+
+def tell(server: Server, what: str, **body: Any) -> None:
+    status, _, text = post(server.url, f"/v1/{what}_lora_adapter", body)
+    assert status == 200, text
+
+
+def reference(pair: Pair, name: str, prompt: dict[str, Any], salt: str) -> Any:
+    leg = asked(name, salt, 1, **prompt) | {"kv_transfer_params": REMOTE_DECODE}
+    status, _, text = post(pair.prefill.url, COMPLETIONS, leg)
+    assert status == 200, text
+    return json.loads(text)["kv_transfer_params"]
+
+
+@pytest.mark.parametrize("spec", [ADAPTED], ids=["adapted"])
+def test_files_that_are_replaced_before_anybody_asks_are_not_those_that_were_loaded(pair: Pair, spec: PairSpec) -> None:
+    """The prefill server has loaded one adapter when it started, and there is another one in its place now."""
+    replace_files("unused", 2)
+    prompt = {"prompt": list(prompts_of((300,))[0].prompt)}
+    assert reference(pair, "unused", prompt, f"unused-{next(_numbers)}") is None
+    wait_until_free(pair.servers, FREE_S)
+
+
+@pytest.mark.parametrize("spec", [ADAPTED], ids=["adapted"])
+def test_an_adapter_that_is_loaded_again_may_have_blocks_of_the_one_before(pair: Pair, spec: PairSpec) -> None:
+    """vLLM keeps the blocks of adapters that are unloaded, and takes the new one's for the same."""
+    prompt, salt = {"prompt": list(prompts_of((300,))[0].prompt)}, f"again-{next(_numbers)}"
+    answered(pair.prefill, asked("again", salt, **prompt))
+    tell(pair.prefill, "unload", lora_name="again")
+    replace_files("again", 2)
+    tell(pair.prefill, "load", lora_name="again", lora_path=str(FOLDER / "again"))
+    assert reference(pair, "again", prompt, salt) is None
+    wait_until_free(pair.servers, FREE_S)
+
+
+@pytest.mark.parametrize("spec", [ADAPTED], ids=["adapted"])
+def test_an_adapter_that_is_loaded_in_place_from_another_path_is_the_new_one(pair: Pair, spec: PairSpec) -> None:
+    prompt, salt = {"prompt": list(prompts_of((300,))[0].prompt)}, f"in-place-{next(_numbers)}"
+    tell(pair.prefill, "load", lora_name="trained", lora_path=str(FOLDER / "before"))
+    assert both_legs(pair, ("trained", "same"), (prompt, prompt), salt)[1:] == ("received", "")
+    tell(pair.prefill, "load", lora_name="trained", lora_path=str(FOLDER / "after"), load_inplace=True)
+    expected, *_ = answered(pair.decode, asked("mixed", f"{salt}-alone", **prompt))
+    assert both_legs(pair, ("trained", "mixed"), (prompt, prompt), f"{salt}-new") == (expected, "received", "")
+    assert both_legs(pair, ("trained", "same"), (prompt, prompt), f"{salt}-old")[1:] == ("recomputed", "wrong_prompt")
     wait_until_free(pair.servers, FREE_S)

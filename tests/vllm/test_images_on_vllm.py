@@ -26,6 +26,9 @@ NUMBERED = replace(
     prefill=replace(SEEING.prefill, flags=("--mm-processor-cache-gb", "0", "--no-enable-prefix-caching")),
     decode=replace(SEEING.decode, flags=("--mm-processor-cache-gb", "0", "--no-enable-prefix-caching")),
 )
+# The same identifiers, of other pixels.
+OPTION = ("--mm-processor-kwargs", '{"do_rescale": false}')
+UNLIKE = replace(SEEING, decode=replace(SEEING.decode, flags=OPTION))
 TEXT = "What does the ferry carry across the river at night? " * 12
 DECLINED = "vllm:kvferry_declined_transfers_total"
 _numbers = itertools.count()
@@ -128,4 +131,17 @@ def test_images_that_are_only_numbered_are_computed_where_they_are_answered(pair
     assert (headers["x-kvferry-cache"], headers["x-kvferry-cache-reason"]) == ("recomputed", "unnamed_prompt")
     assert tokens == expected
     assert pair.decode.metric(DECLINED) == 1
+    wait_until_free(pair.servers, FREE_S)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", [UNLIKE], ids=["unlike"])
+def test_an_image_that_two_servers_make_something_else_of_is_another_one(pair: Pair, spec: PairSpec) -> None:
+    both, alone = salts()
+    expected = answered(pair.decode, asked(image(7), alone))[0]
+    assert expected != answered(pair.prefill, asked(image(7), alone))[0], "the option changes nothing"
+    params = reference(pair.prefill, asked(image(7), both))
+    tokens, headers = answered(pair.decode, asked(image(7), both) | {"kv_transfer_params": params})
+    assert (headers["x-kvferry-cache"], headers["x-kvferry-cache-reason"]) == ("recomputed", "wrong_prompt")
+    assert tokens == expected
     wait_until_free(pair.servers, FREE_S)

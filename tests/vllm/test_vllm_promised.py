@@ -316,3 +316,38 @@ def test_what_is_given_up_before_its_adapter_is_read_is_not_waited_for():
     assert made.finished(asked, BLOCKS) == (False, None)
     told = orders(made, step([("other", 0, 7)], is_first=True))
     assert (told.promises, told.ended, told.withdrawn) == ([], [], [])
+
+
+class Replaced(Prompts):
+    """The adapter of a request, once it has been promised, becomes another one."""
+
+    is_replaced = False
+
+    def is_certain(self, request):
+        return not self.is_replaced
+
+
+def replaced():
+    prompts = Replaced()
+    made, asked = Scheduler("ours", config(), prompts), early()
+    made.set_ranks(tuple(replace(rank, key=KEY) for rank in RANKS))
+    made.on_new_request(asked)
+    assert len(orders(made, step([(ID, 0, 16)], is_first=True)).growths) == 1
+    prompts.is_replaced = True
+    return made, asked
+
+
+def test_a_prompt_whose_adapter_is_replaced_while_it_is_computed_is_taken_back():
+    made, asked = replaced()
+    told = orders(made, step([(ID, 16, 16)]))
+    assert (told.withdrawn, told.growths) == (["early-1"], [])
+    assert made.take_stats().data["declined"] == [["source", "unnamed_prompt"]]
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert made.finished(asked, BLOCKS) == (False, None)
+
+
+def test_a_prompt_whose_adapter_is_replaced_in_its_last_step_is_not_kept():
+    made, asked = replaced()
+    end(asked, RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert made.finished(asked, BLOCKS) == (True, None)
+    assert [order.is_kept for order in orders(made).ended] == [False]

@@ -1,10 +1,12 @@
 """What identifies a prompt of vLLM: everything that vLLM's own prefix cache tells apart, and by content."""
 
+import contextlib
 import importlib
 import json
 import os
 import threading
 import warnings
+from concurrent.futures import wait as wait_for
 from types import SimpleNamespace
 
 import pytest
@@ -21,8 +23,10 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
-from kvferry.connectors.vllm import adapters, prompts
-from kvferry.connectors.vllm.prompts import Prompts, media_are_identified
+from kvferry.connectors.vllm import adapter_numbers, adapters, prompts
+from kvferry.connectors.vllm.adapter_loads import tell_of_loads
+from kvferry.connectors.vllm.adapter_numbers import AdapterNumbers
+from kvferry.connectors.vllm.prompts import Prompts, media_are_identified, media_options
 from kvferry.errors import RequestError
 from kvferry.plan.prompt import Prompt
 
@@ -37,17 +41,24 @@ def request(tokens=tuple(range(SIZE)), **more):
     return Request("r", list(tokens), SamplingParams(), None, **more)
 
 
+def name(names, asked, num_tokens=SIZE):
+    """When the files of its adapter have been read."""
+    if asked.lora_request is not None and not names.is_ready(asked):
+        wait_for([names._adapters._readings[asked.lora_request.lora_path].digest])
+    return names.of(asked, num_tokens)
+
+
 def accepts(source, target, num_tokens=SIZE, names=None):
-    """Whether what was computed of one request is taken for the beginning of another."""
-    names = names or Prompts()
-    return names.of(source, SIZE).begins_with(names.of(target, num_tokens).name("lease"), "lease")
+    """Whether what one engine has computed of a request is taken for the beginning of another's."""
+    ours, theirs = (names, names) if names else (Prompts(), Prompts())
+    return name(ours, source).begins_with(name(theirs, target, num_tokens).name("lease"), "lease")
 
 
-def adapter(folder, name="tuned", number=1, weights=b"weights", rank=8):
+def adapter(folder, called="tuned", number=1, weights=b"weights", rank=8):
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
     (folder / "adapter_model.safetensors").write_bytes(weights)
-    return LoRARequest(name, number, str(folder))
+    return LoRARequest(called, number, str(folder))
 
 
 def test_plain_tokens_have_the_name_that_every_engine_gives_them():
@@ -129,17 +140,17 @@ def limited(*modules):
 def test_an_adapter_of_which_an_engine_leaves_a_part_out_is_another_one(tmp_path):
     asked = request(lora_request=adapter(tmp_path / "a"))
     whole, part, same_part, other = limited(), limited("q", "v"), limited("v", "q", "v"), limited("q")
-    name = part.of(asked, SIZE).name("lease")
-    assert same_part.of(asked, SIZE).begins_with(name, "lease")
-    assert not any(names.of(asked, SIZE).begins_with(name, "lease") for names in (whole, other))
+    named = name(part, asked).name("lease")
+    assert name(same_part, asked).begins_with(named, "lease")
+    assert not any(name(names, asked).begins_with(named, "lease") for names in (whole, other))
     assert prompts.adapted_modules(SimpleNamespace(lora_config=None)) == ""
-    assert whole.of(asked, SIZE) == Prompts().of(asked, SIZE)
+    assert name(whole, asked) == name(Prompts(), asked)
 
 
 def test_an_image_that_an_adapter_has_looked_at_is_named_without_the_adapters_name(tmp_path):
     one, other = (
-        request(lora_request=adapter(tmp_path / name, name), mm_features=[image(f"{name}:a", mm_hash="a")])
-        for name in ("one", "other")
+        request(lora_request=adapter(tmp_path / called, called), mm_features=[image(f"{called}:a", mm_hash="a")])
+        for called in ("one", "other")
     )
     assert accepts(one, other)
     assert not accepts(one, request(lora_request=one.lora_request, mm_features=[image("a")]))
@@ -147,25 +158,116 @@ def test_an_image_that_an_adapter_has_looked_at_is_named_without_the_adapters_na
 
 def test_an_adapter_is_read_once(tmp_path, monkeypatch):
     names, tuned = Prompts(), adapter(tmp_path / "a")
-    first = names.of(request(lora_request=tuned), SIZE)
+    first = name(names, request(lora_request=tuned))
     monkeypatch.setattr(adapters.hashlib, "file_digest", None)
     assert names.is_ready(request(lora_request=tuned))
     assert names.of(request(lora_request=tuned), SIZE) == first
 
 
-def test_an_adapter_whose_files_have_been_replaced_has_no_name(tmp_path):
+def loaded(names, one):
+    """As vLLM's engine core does when its server starts or is told to."""
+    with names.loading(one):
+        pass
+    return one
+
+
+SEEN = {
+    "named": lambda names, one: name(names, request(lora_request=one)),
+    "loaded": loaded,
+    "asked for without a transfer": lambda names, one: names.begin(request(lora_request=one)),
+}
+
+
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("number", [1, 2], ids=["the same", "loaded again"])
+def test_an_adapter_whose_files_have_been_replaced_has_no_name(tmp_path, seen, number):
+    """Nor when it was unloaded and loaded again: vLLM's prefix cache has blocks of the first one under that path."""
     names, tuned = Prompts(), adapter(tmp_path / "a")
-    names.of(request(lora_request=tuned), SIZE)
+    SEEN[seen](names, tuned)
     weights = tmp_path / "a" / "adapter_model.safetensors"
     before = weights.stat()
-    adapter(tmp_path / "a", weights=b"changed")
+    replaced = adapter(tmp_path / "a", weights=b"changed", number=number)
     # As cp -p does, and whoever unpacks an archive in which all times are alike.
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (weights.stat().st_size, weights.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    with pytest.raises(RequestError, match="changed since they were read"):
-        names.of(request(lora_request=tuned), SIZE)
-    # Loaded again it has another number.
-    assert names.of(request(lora_request=adapter(tmp_path / "a", number=2)), SIZE)
+    if number > 1:
+        loaded(names, replaced)
+    with pytest.raises(RequestError, match="changed since they were first seen"):
+        name(names, request(lora_request=replaced))
+    assert name(names, request(lora_request=adapter(tmp_path / "b", number=3)))
+
+
+def test_what_could_not_be_loaded_may_be_written_anew(tmp_path):
+    names, half = Prompts(), adapter(tmp_path / "a", weights=b"we")
+    with pytest.raises(ValueError, match="half"), names.loading(half):
+        raise ValueError("half written")
+    whole = adapter(tmp_path / "a")
+    assert accepts(request(lora_request=loaded(names, whole)), request(lora_request=whole), names=names)
+
+
+def in_place(names, folder):
+    """Two adapters that had one number, one after the other."""
+    first, second = (adapter(folder / place, weights=place.encode()) for place in "ab")
+    return loaded(names, first), second
+
+
+def begun(names, one, request_id="r"):
+    asked = Request(request_id, list(range(SIZE)), SamplingParams(), None, lora_request=one)
+    names.begin(asked)
+    return asked
+
+
+def test_a_request_whose_adapter_is_replaced_in_its_place_has_no_name_any_more(tmp_path):
+    names = Prompts()
+    first, second = in_place(names, tmp_path)
+    before = begun(names, first)
+    assert name(names, before).inputs
+    assert names.is_certain(before)
+    loaded(names, second)
+    assert not names.is_certain(before)
+    loaded(names, first)
+    assert not names.is_certain(before)
+    with pytest.raises(RequestError, match="in its place"):
+        name(names, before)
+
+
+def test_one_of_the_adapter_in_place_has_a_name_when_no_other_goes_on_with_the_one_before(tmp_path):
+    """vLLM may load the one before again for who still asks for it, and uses it for everybody in the same step."""
+    names = Prompts()
+    first, second = in_place(names, tmp_path)
+    before = begun(names, first, "before")
+    after = begun(names, loaded(names, second), "after")
+    late = begun(names, first, "late")
+    assert not names.is_certain(after)
+    names.end(before)
+    assert not names.is_certain(after)
+    names.end(late)
+    assert accepts(after, request(lora_request=second), names=names)
+
+
+def test_vllm_tells_what_it_loads_before_it_loads_it(tmp_path):
+    from vllm.v1.engine.core import EngineCore
+
+    def load(adapter):
+        events.append(adapter)
+        raise OSError("no such adapter")
+
+    class Names(Prompts):
+        @contextlib.contextmanager
+        def loading(self, adapter):
+            events.append("told")
+            with super().loading(adapter):
+                yield
+
+    events, tuned = [], adapter(tmp_path / "a")
+    names = Names()
+    for _ in range(2):
+        tell_of_loads(names)
+    with pytest.raises(OSError, match="no such"):
+        EngineCore.add_lora(SimpleNamespace(model_executor=SimpleNamespace(add_lora=load)), tuned)
+    assert events == ["told", tuned]
+    executor = SimpleNamespace(add_lora=lambda adapter: True)
+    assert EngineCore.add_lora(SimpleNamespace(model_executor=executor), tuned)
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "nobody/nothing", "not a repository: at all"])
@@ -200,8 +302,18 @@ def test_only_so_many_adapters_are_remembered(tmp_path, monkeypatch):
     monkeypatch.setattr(adapters, "MAX_KNOWN", 2)
     names = Prompts()
     for number in range(1, 5):
-        names.of(request(lora_request=adapter(tmp_path / "a", number=number)), SIZE)
-    assert [number for number, _ in names._adapters._readings] == [3, 4]
+        name(names, request(lora_request=adapter(tmp_path / f"{number}", number=number)))
+    assert list(names._adapters._readings) == [f"{tmp_path}/3", f"{tmp_path}/4"]
+
+
+def test_numbers_that_nobody_uses_are_forgotten_first(monkeypatch):
+    monkeypatch.setattr(adapter_numbers, "MAX_KNOWN", 2)
+    numbers = AdapterNumbers()
+    first, second, third = (LoRARequest("tuned", number, f"/{number}") for number in (1, 2, 3))
+    numbers.begin("r", first)
+    for one in (second, third):
+        numbers.load(one)
+    assert list(numbers._numbers) == [1, 3]
 
 
 def test_images_that_are_only_numbered_have_no_name():
@@ -239,3 +351,48 @@ def test_identifiers_are_digests_unless_both_caches_are_off(has_media, cache_gb,
         cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
     )
     assert media_are_identified(config) == expected
+
+
+def options(**given):
+    multimodal = {"mm_processor_kwargs": None, "media_io_kwargs": {}, "video_pruning_rate": None}
+    multimodal = SimpleNamespace(**multimodal | {"video_pruning_method": "evs"} | given)
+    return media_options(SimpleNamespace(model_config=SimpleNamespace(multimodal_config=multimodal)))
+
+
+OPTIONS = [
+    {"mm_processor_kwargs": {"do_resize": False}},
+    {"media_io_kwargs": {"video": {"num_frames": 4}}},
+    {"video_pruning_rate": 0.5},
+    {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
+]
+
+
+@pytest.mark.parametrize("given", OPTIONS, ids=str)
+def test_an_image_that_two_engines_make_something_else_of_is_another_one(given):
+    """vLLM's identifier has the options of the request, and not those of the engine."""
+    seen, plain = request(mm_features=[image(offset=5, length=2)]), request()
+    ours, theirs = (Prompts(media_options=options(**each)) for each in (given, {}))
+    name = theirs.of(seen, SIZE).name("lease")
+    assert not ours.of(seen, SIZE).begins_with(name, "lease")
+    assert Prompts(media_options=options(**given)).of(seen, SIZE) == ours.of(seen, SIZE)
+    assert ours.of(seen, SIZE).begins_with(theirs.of(seen, 5).name("lease"), "lease")
+    assert ours.of(plain, SIZE) == theirs.of(plain, SIZE)
+
+
+def test_without_options_media_have_the_names_that_they_have_in_vllm():
+    assert (options(), options(mm_processor_kwargs={})) == ("", "")
+    assert media_options(SimpleNamespace(model_config=SimpleNamespace(multimodal_config=None))) == ""
+    one, other = options(mm_processor_kwargs={"a": 1, "b": 2}), options(mm_processor_kwargs={"b": 2, "a": 1})
+    assert one == other
+
+
+def test_several_images_are_told_apart_by_their_order_and_their_places():
+    def seen(*at):
+        return request(mm_features=[image(name, offset, 2) for name, offset in at])
+
+    one = seen(("a", 1), ("b", 4))
+    for other in (seen(("b", 1), ("a", 4)), seen(("a", 1), ("a", 4)), seen(("a", 1), ("b", 5)), seen(("a", 1))):
+        assert not accepts(one, other)
+        assert not accepts(other, one)
+    assert accepts(one, seen(("a", 1), ("c", 4)), 4)
+    assert accepts(one, seen(("a", 1), ("b", 4)))

@@ -37,19 +37,25 @@ def environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def settings(extra=None, ranks=1, index=0, ubatching=False, speculative=None, routed=False):
+def settings(extra=None, ranks=1, index=0, ubatching=False, speculative=None, routed=False, sleeps=False):
     transfer = KVTransferConfig(
         kv_connector="FerryConnector", kv_role="kv_both", engine_id="ours", kv_connector_extra_config=extra or {}
     )
     parallel = SimpleNamespace(world_size=ranks, data_parallel_index=index, use_ubatching=ubatching)
     config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, speculative_config=speculative)
     config.aux_output_config = SimpleNamespace(enable_return_routed_experts=routed)
+    config.model_config = SimpleNamespace(enable_sleep_mode=sleeps)
     return settings_of(config)
 
 
 def test_what_is_computed_only_with_the_prompt_cannot_be_returned():
     with pytest.raises(ConfigurationError, match="routed experts"):
         settings(routed=True)
+
+
+def test_an_engine_that_sleeps_is_refused():
+    with pytest.raises(ConfigurationError, match="--enable-sleep-mode"):
+        settings(sleeps=True)
 
 
 def test_nothing_need_be_said():

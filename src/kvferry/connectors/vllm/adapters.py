@@ -1,4 +1,8 @@
-"""What identifies a LoRA adapter: the content of its files. Names and paths differ from engine to engine."""
+"""What identifies a LoRA adapter: the content of its files. Names and paths differ from engine to engine.
+
+Of a path only the first content has a name. vLLM's prefix cache knows an adapter by its name and path, and so takes
+blocks of the first content for the second one's, also when the adapter was unloaded in between.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import hashlib
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,80 +24,89 @@ __all__ = ["Adapters"]
 CONFIG = "adapter_config.json"
 # In vLLM's order: it loads the first that is there.
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-# A gigabyte takes about a second. Requests wait for it once per adapter, and not longer than this.
+# A gigabyte takes about a second. Requests that come meanwhile wait for it once per adapter, and not longer than this.
 WAIT_S = 5.0
-# Adapters that are loaded and unloaded all the time have a new number each time.
-MAX_KNOWN = 1024
+# Who trains adapters loads a new path for each version.
+MAX_KNOWN = 16_384
 
 Stamp = tuple[tuple[int, int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """A digest of an adapter's files, and what they looked like when they were read."""
-
-    digest: str
-    stamp: Stamp
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Reading:
-    """Content that is being read, or has been; who needs it waits until `deadline`."""
+    """Files that were seen when they had this `stamp`, and their digest, which may still be read. Who needs it waits
+    until `deadline`, which is set when somebody does."""
 
-    content: Future[_Content]
-    deadline: float
+    stamp: Stamp
+    digest: Future[str]
+    deadline: float = 0.0
 
 
 class Adapters:
-    """Reads the files of each adapter once, in a thread of its own."""
+    """Reads the files of each path once, in a thread of its own."""
 
     def __init__(self) -> None:
         self._reader = ThreadPoolExecutor(1, "kvferry-adapters")
-        self._readings: dict[tuple[int, str], _Reading] = {}
+        self._readings: dict[str, _Reading] = {}
+
+    def see(self, adapter: LoRARequest) -> bool:
+        """vLLM is going to load it, or is asked for it: whatever is written to its files from now on is noticed.
+
+        Whether its path is new. Files that are not there yet may be seen another time.
+        """
+        path = adapter.lora_path
+        if path in self._readings:
+            return False
+        try:
+            stamp = _stamp(_files(path))
+        except OSError:
+            return False
+        if len(self._readings) >= MAX_KNOWN:
+            del self._readings[next(iter(self._readings))]
+        self._readings[path] = _Reading(stamp, self._reader.submit(_digest, path))
+        return True
+
+    def forget(self, adapter: LoRARequest) -> None:
+        """vLLM could not load what is there."""
+        self._readings.pop(adapter.lora_path, None)
 
     def is_ready(self, adapter: LoRARequest) -> bool:
-        """Whether `digest` would not wait. The files are being read from now on, if they have not been before."""
-        reading = self._reading(adapter)
-        return reading.content.done() or time.monotonic() >= reading.deadline
-
-    def _reading(self, adapter: LoRARequest) -> _Reading:
-        key = adapter.lora_int_id, adapter.lora_path
-        if key not in self._readings:
-            if len(self._readings) >= MAX_KNOWN:
-                del self._readings[next(iter(self._readings))]
-            content = self._reader.submit(_read, adapter.lora_path)
-            self._readings[key] = _Reading(content, time.monotonic() + WAIT_S)
-        return self._readings[key]
+        """Whether all is known of its files, or they take too long to read."""
+        self.see(adapter)
+        reading = self._readings.get(adapter.lora_path)
+        if reading is None or reading.digest.done():
+            return True
+        reading.deadline = reading.deadline or time.monotonic() + WAIT_S
+        return time.monotonic() >= reading.deadline
 
     def digest(self, adapter: LoRARequest) -> str:
         """Equal for adapters with equal files. Raises RequestError where that is not known (yet), and where files have
-        been replaced since they were read: which of the two vLLM has loaded is not known either."""
-        reading = self._reading(adapter)
+        been replaced since they were seen: which of the two vLLM has loaded, and keeps blocks of, is not known."""
+        self.see(adapter)
         try:
-            content = reading.content.result(max(0.0, reading.deadline - time.monotonic()))
             stamp = _stamp(_files(adapter.lora_path))
-        except FutureTimeoutError as error:
-            raise RequestError("the adapter's files are still being read", found=f"after {WAIT_S:.0f} s") from error
-        except OSError as error:
+            reading = self._readings[adapter.lora_path]
+            digest = reading.digest.result(0)
+        except TimeoutError as error:
+            raise RequestError("the adapter's files are still being read") from error
+        except (OSError, KeyError) as error:
             raise RequestError("the adapter's files cannot be read", found=str(error)) from error
-        if stamp != content.stamp:
+        if stamp != reading.stamp:
             hint = "load a changed adapter under a new path"
-            raise RequestError("the adapter's files have changed since they were read", hint=hint)
-        return f"{content.digest}:{adapter.is_3d_lora_weight}"
+            raise RequestError("the adapter's files have changed since they were first seen", hint=hint)
+        return f"{digest}:{adapter.is_3d_lora_weight}"
 
     def close(self) -> None:
         """Nothing that has not been begun is read any more."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
 
-def _read(path: str) -> _Content:
-    files = _files(path)
-    # Whatever is written from now on shows in another stamp.
-    stamp, digest = _stamp(files), hashlib.blake2b(digest_size=32)
-    for file in files:
+def _digest(path: str) -> str:
+    digest = hashlib.blake2b(digest_size=32)
+    for file in _files(path):
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "blake2b").digest())
-    return _Content(digest.hexdigest(), stamp)
+    return digest.hexdigest()
 
 
 def _files(path: str) -> list[Path]:

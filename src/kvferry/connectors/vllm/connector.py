@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 
 from kvferry.connectors.params import Reach
 from kvferry.connectors.vllm.orders import Orders, RankAddress
-from kvferry.connectors.vllm.prompts import Prompts, adapted_modules, media_are_identified
+from kvferry.connectors.vllm.prompts import prompts_of
 from kvferry.connectors.vllm.scheduler import Scheduler
 from kvferry.connectors.vllm.settings import check_version, layer_wise_of, settings_of, speak_like_vllm
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
@@ -50,7 +50,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         settings = settings_of(vllm_config)
         reach = Reach.ANY_HOST if settings.token_file else Reach.THIS_HOST
         is_scheduler = role == KVConnectorRole.SCHEDULER
-        prompts = [Prompts(media_are_identified(vllm_config), adapted_modules(vllm_config))] if is_scheduler else []
+        prompts = [prompts_of(vllm_config)] if is_scheduler else []
         self._schedulers = [Scheduler(settings.engine_id, kv_cache_config, one, reach) for one in prompts]
         self._workers = [] if is_scheduler else [Worker(vllm_config, settings, kv_cache_config)]
 

@@ -27,10 +27,12 @@ MAX_MADE = 1024
 @dataclass(slots=True)
 class _Prefill:
     """`num_told` of the prompt's `num_tokens` tokens are computed by the steps that have been ordered, if it
-    `has_begun`."""
+    `has_begun`. What is in its cache has a name if it `is_named`."""
 
+    request: Request
     promise: Promise
     num_tokens: int
+    is_named: bool
     num_told: int = 0
     has_begun: bool = False
 
@@ -82,13 +84,18 @@ class Promised:
         except RequestError as error:
             order = replace(order, is_unnamed=True)
             self._declined.offer(request.request_id, Reason.UNNAMED_PROMPT, str(error))
-        self._prefills[request.request_id] = _Prefill(promise, num_tokens)
+        self._prefills[request.request_id] = _Prefill(request, promise, num_tokens, not order.is_unnamed)
         orders.promises.append(order)
 
     def step(self, output: SchedulerOutput, orders: Orders) -> None:
         """What a step takes back, and what it computes."""
         self._promise_read(orders)
         for request_id in output.preempted_req_ids or ():
+            self._break(request_id, orders)
+        for request_id in self._renamed():
+            self._declined.offer(
+                request_id, Reason.UNNAMED_PROMPT, "its adapter has been replaced while it is computed"
+            )
             self._break(request_id, orders)
         if not self._prefills:
             return
@@ -99,6 +106,13 @@ class Promised:
                 orders.begun.append(prefill.promise.name)
             if prefill is not None and self._may_grow:
                 self._grow(request_id, prefill, first + output.num_scheduled_tokens[request_id], output, orders)
+
+    def _renamed(self) -> list[str]:
+        """Those whose adapter is not the one any more that was promised: it has been replaced meanwhile."""
+        return [request_id for request_id, prefill in self._prefills.items() if not self._is_as_promised(prefill)]
+
+    def _is_as_promised(self, prefill: _Prefill) -> bool:
+        return not prefill.is_named or self._prompts.is_certain(prefill.request)
 
     def _grow(
         self, request_id: str, prefill: _Prefill, num_computed: int, output: SchedulerOutput, orders: Orders
@@ -138,7 +152,7 @@ class Promised:
         if not any(tables):
             orders.withdrawn.append(name)
             return (False,)
-        is_kept = is_well and request.num_computed_tokens >= prefill.num_tokens
+        is_kept = is_well and request.num_computed_tokens >= prefill.num_tokens and self._is_as_promised(prefill)
         orders.ended.append(EndOrder(request_id, name, tables, prefill.num_tokens, is_kept))
         return (True,)
 

@@ -5,27 +5,33 @@ Whatever vLLM itself tells apart in its prefix cache is a part of the name, read
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.request import Request
 
+from kvferry.connectors.vllm.adapter_loads import tell_of_loads
+from kvferry.connectors.vllm.adapter_numbers import AdapterNumbers
 from kvferry.connectors.vllm.adapters import Adapters
 from kvferry.errors import RequestError
 from kvferry.plan.prompt import TOKEN_BYTES, Prompt, PromptInput
 
-__all__ = ["Prompts", "adapted_modules", "media_are_identified"]
+__all__ = ["Prompts", "adapted_modules", "media_are_identified", "media_options", "prompts_of"]
 
 EMBEDDING_BYTES = 16
 # The id of a token that is an embedding; vLLM's stand-in for it is a token's.
 EMBEDDED = (1 << 32) - 1
+MEDIA_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
 
 
 def media_are_identified(config: VllmConfig) -> bool:
@@ -42,13 +48,60 @@ def adapted_modules(config: VllmConfig) -> str:
     return "" if limits is None else f":only {sorted(set(limits))}"
 
 
-class Prompts:
-    """Of one engine. Nothing is kept but what its adapters are. `adapted_modules` says what they may change here."""
+def media_options(config: VllmConfig) -> str:
+    """An engine's own options of how media become embeddings. vLLM's identifiers hold those of a request only."""
+    multimodal = config.model_config.multimodal_config
+    if multimodal is None:
+        return ""
+    given = {name: value for name in MEDIA_OPTIONS if (value := getattr(multimodal, name))}
+    if multimodal.video_pruning_rate:
+        given["video_pruning_method"] = multimodal.video_pruning_method
+    return json.dumps(given, sort_keys=True, default=str) if given else ""
 
-    def __init__(self, media_are_identified: bool = True, adapted_modules: str = "") -> None:
+
+class Prompts:
+    """Of one engine. Nothing is kept but what its adapters are. `adapted_modules` says what they may change here, and
+    `media_options` what becomes of media."""
+
+    def __init__(self, media_are_identified: bool = True, adapted_modules: str = "", media_options: str = "") -> None:
         self._media_are_identified = media_are_identified
         self._adapted_modules = adapted_modules
+        self._media_options = media_options
         self._adapters = Adapters()
+        self._numbers = AdapterNumbers()
+
+    @contextmanager
+    def loading(self, adapter: LoRARequest) -> Iterator[None]:
+        """Around vLLM's reading of an adapter's files."""
+        is_new = self._adapters.see(adapter)
+        try:
+            yield
+        except BaseException:
+            if is_new:
+                # They may be half written, and whole the next time.
+                self._adapters.forget(adapter)
+            raise
+        # A repository's files may be on this machine only now.
+        self._adapters.see(adapter)
+        self._numbers.load(adapter)
+
+    def begin(self, request: Request) -> None:
+        """A request has arrived, whether or not its cache is to be transferred: vLLM may load its adapter for it."""
+        if request.lora_request is not None:
+            self._adapters.see(request.lora_request)
+            self._numbers.begin(request.request_id, request.lora_request)
+
+    def end(self, request: Request) -> None:
+        """It has ended. Unknown ones are fine."""
+        if request.lora_request is not None:
+            self._numbers.end(request.request_id, request.lora_request)
+
+    def is_certain(self, request: Request) -> bool:
+        """Whether the adapter of a request with a name is still the one that it was."""
+        try:
+            return request.lora_request is None or bool(self._adapter(request.lora_request))
+        except RequestError:
+            return False
 
     def is_ready(self, request: Request) -> bool:
         """Whether `of` would not wait, as it does while the files of a new adapter are read."""
@@ -78,13 +131,17 @@ class Prompts:
                 case ("mm", *_):
                     continue
                 case ("lora", *_) if request.lora_request is not None:
-                    yield PromptInput("adapter", self._adapters.digest(request.lora_request) + self._adapted_modules)
+                    yield PromptInput("adapter", self._adapter(request.lora_request))
                 case ("cache_salt", str(salt)):
                     yield PromptInput("salt", salt)
                 case _:
                     # A later vLLM may tell prompts apart by something that we have never heard of.
                     what = "this version of kvferry does not know an input that vLLM's prefix cache depends on"
                     raise RequestError(what, found=repr(key[0]), hint="use a kvferry that supports this vLLM")
+
+    def _adapter(self, adapter: LoRARequest) -> str:
+        self._numbers.check(adapter)
+        return self._adapters.digest(adapter) + self._adapted_modules
 
     def _media(self, request: Request, num_tokens: int, keys: Sequence[Any]) -> Iterator[PromptInput]:
         """Images and the like that begin within these tokens."""
@@ -98,6 +155,8 @@ class Prompts:
             raise RequestError(
                 "vLLM's prefix cache does not cover some of the prompt's media", found=f"{len(features)}"
             )
+        if features and self._media_options:
+            yield PromptInput("media options", self._media_options, features[0].mm_position.offset)
         for feature in features:
             yield PromptInput(feature.modality, _identifier(request, feature), feature.mm_position.offset)
 
@@ -107,6 +166,13 @@ def _identifier(request: Request, feature: MultiModalFeatureSpec) -> str:
     name = request.lora_request.lora_name if request.lora_request is not None else ""
     is_adapted = feature.mm_hash is not None and feature.identifier == f"{name}:{feature.mm_hash}"
     return f"adapted:{feature.mm_hash}" if is_adapted else feature.identifier
+
+
+def prompts_of(config: VllmConfig) -> Prompts:
+    """Those of this process's engine, which hear of the adapters that it loads."""
+    prompts = Prompts(media_are_identified(config), adapted_modules(config), media_options(config))
+    tell_of_loads(prompts)
+    return prompts
 
 
 class _WithoutEmbeddings:

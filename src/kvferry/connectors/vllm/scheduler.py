@@ -73,12 +73,11 @@ class Scheduler:
 
     def on_new_request(self, request: Request) -> None:
         """A request has arrived, and may wait long for its turn."""
+        self._prompts.begin(request)
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             self._hold(params)
         if params.get("do_remote_decode"):
-            # The files of its adapter are read while the prompt is computed.
-            self._prompts.is_ready(request)
             self._shorten(request)
             self._promised.begin(request, self._ranks[0].key if self._ranks else "", self._orders)
 
@@ -147,6 +146,11 @@ class Scheduler:
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks must stay, and the parameters for the decode side."""
+        answer = self._finished(request, block_ids)
+        self._prompts.end(request)
+        return answer
+
+    def _finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         was_fetched = request.request_id in self._fetched
         self._forget(request.request_id)
         params = request.kv_transfer_params

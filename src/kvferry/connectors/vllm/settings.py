@@ -94,6 +94,7 @@ def settings_of(config: VllmConfig) -> Settings:
     extra: dict[str, Any] = transfer.kv_connector_extra_config
     _check_keys(extra)
     _check_outputs(config)
+    _check_memory(config)
     direction = str(extra.get("transfer_direction", "auto"))
     lease_s = extra.get("kv_lease_duration", DEFAULT_LEASE_S)
     if isinstance(lease_s, bool) or not isinstance(lease_s, int | float) or not lease_s > 0:
@@ -161,6 +162,16 @@ def _check_outputs(config: VllmConfig) -> None:
         raise ConfigurationError(
             "routed experts cannot be returned: those of a prompt exist only where it was computed",
             found="--enable-return-routed-experts",
+            hint="leave it out",
+        )
+
+
+def _check_memory(config: VllmConfig) -> None:
+    """Engines that sleep give away the memory of their caches, which others may be reading, and get it back empty."""
+    if config.model_config.enable_sleep_mode:
+        raise ConfigurationError(
+            "an engine that can be put to sleep cannot let others read its caches",
+            found="--enable-sleep-mode",
             hint="leave it out",
         )
 
