@@ -10,7 +10,7 @@ FLEETS ?= 2
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 
-.PHONY: up test check unit e2e slow simulate fuzz chaos test-vllm test-kernels format clean
+.PHONY: up test check unit e2e slow simulate fuzz chaos test-vllm test-kernels docs docs-serve format clean
 
 up: .venv/engine
 	@$(BIN)/kvferry up $(ARGS)
@@ -61,12 +61,19 @@ test-kernels: .venv/dev
 	$(BIN)/pip install --quiet --editable ".[kernels]"
 	$(BIN)/pytest tests/staging $(ARGS)
 
+# The documentation as a site in build/site; a link that leads nowhere is an error.
+docs: .venv/docs
+	@NO_COLOR=1 $(BIN)/zensical build --clean --strict
+
+docs-serve: .venv/docs
+	@$(BIN)/zensical serve $(ARGS)
+
 format: .venv/dev
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-vllm
+	rm -rf .venv .venv-vllm build .cache
 
 # Words go to stderr, so that `make up ARGS='… --json'` leaves stdout to the JSON.
 # $(call environment,folder): a new one, of a Python that is new enough; else pip would blame the packages.
@@ -85,6 +92,10 @@ environment = test -x $(1)/bin/python || { \
 
 .venv/dev: .venv/engine
 	@$(BIN)/pip install --quiet --editable ".[engine,nixl,dev]" >&2
+	@touch $@
+
+.venv/docs: .venv/dev
+	@$(BIN)/pip install --quiet --editable ".[docs]" >&2
 	@touch $@
 
 # vLLM's CPU build in an environment of its own: it pins torch and what else it needs, without CUDA's gigabytes.

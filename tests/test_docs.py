@@ -1,15 +1,12 @@
 """The documents say what is so: their diagrams, names and commands are checked against the code."""
 
 import hashlib
-import json
 import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from kvferry import catalog
-from kvferry.cli.main import app
 from kvferry.plan.describe import EngineShape, describe
 from kvferry.plan.layout import Axis, State
 from kvferry.plan.model import CacheModel, Kept, LayerCache, latent
@@ -125,60 +122,6 @@ def test_example_6_a_sliding_window():
 def test_links_between_documents_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
         assert (document.parent / target).exists(), target
-
-
-def test_every_command_that_the_readme_shows_has_these_options():
-    text = (ROOT / "README.md").read_text()
-    for line in re.findall(r"^kvferry (\w+)(.*)$", text, re.MULTILINE):
-        command, options = line[0], re.findall(r"--[a-z-]+", line[1])
-        shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
-        for option in options:
-            assert option in shown, f"kvferry {command} has no {option}"
-
-
-PLAN = re.compile(r"^```\nkvferry plan (.*)\n```\n\n```\n((?:.*\n)*?)```$", re.MULTILINE)
-
-
-def planned(arguments, width):
-    result = CliRunner().invoke(app, ["plan", *arguments.split()], env={"COLUMNS": str(width), "TERM": "dumb"})
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def test_the_plan_that_the_readme_shows_is_what_the_command_prints():
-    """Word by word: where lines wrap depends on the terminal."""
-    ((arguments, shown),) = PLAN.findall((ROOT / "README.md").read_text())
-    assert shown.split() == planned(arguments, 110).split()
-
-
-def words_after(start):
-    """What the readme says from there on, wherever its lines end."""
-    return " ".join((ROOT / "README.md").read_text().split()).partition(start)[2]
-
-
-def test_the_keys_that_the_readme_names_are_in_the_plan():
-    paragraph = words_after("`--json` prints one object.").partition("**Models.**")[0]
-    of_plan, rest = paragraph.split("Of each entry of `pairs`:")
-    of_pair, of_engines = rest.split("Also what")
-    facts = json.loads(planned("--model qwen3-8b --prefill tp=2 --decode tp=1 --tokens 100 --json", 80))
-    keys = re.compile(r"`(\w+)`")
-    assert set(keys.findall(of_pair)) <= facts["pairs"][0].keys()
-    assert set(keys.findall(of_plan) + keys.findall(of_engines)) <= facts.keys()
-
-
-def test_the_readme_names_every_model_that_is_shipped():
-    paragraph = words_after("one of these names:").partition("Without `--model`")[0]
-    assert re.findall(r"`([\w.-]+)`", paragraph) == list(catalog.names())
-
-
-def plan_lines():
-    return re.findall(r"^kvferry plan (--.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
-
-
-@pytest.mark.parametrize("arguments", [line for line in plan_lines() if "131072" not in line])
-def test_every_plan_in_the_readme_can_be_made(arguments):
-    """Save the one with 168 million rows, which takes its time."""
-    assert planned(arguments, 110)
 
 
 def test_every_guarantee_names_tests_that_exist():

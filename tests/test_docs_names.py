@@ -1,0 +1,67 @@
+"""Names in the documents' text: modules, files and options are there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from docs_pages import ROOT, all_options, pages, prose
+
+SOURCE = ROOT / "src"
+# Groups of entry points, and what traces call things: with a dot, but not Python's.
+NOT_PYTHON = {
+    "kvferry.policies",
+    "kvferry.devices",
+    "kvferry.request",
+    "kvferry.prefill",
+    "kvferry.decode",
+    "kvferry.outcome",
+}
+# Options of vLLM, pip, pytest and Docker that are named.
+OF_OTHERS = {
+    *("--api-server-count", "--disable-log-stats", "--enable-return-routed-experts", "--gpu-memory-utilization"),
+    *("--kv-cache-memory-bytes", "--kv-transfer-config", "--max-num-batched-tokens", "--middleware"),
+    *("--mm-processor-cache-gb", "--no-enable-prefix-caching", "--save-result", "--shutdown-timeout"),
+    *("--sse-keep-alive-interval", "--tensor-parallel-size", "--worker-extension-cls"),
+    *("--help", "--no-deps", "--example-proxy", "--ipc", "--pid"),
+}
+
+
+def exists(name):
+    """Whether `kvferry.a.b.c` is a module, or something that the module before it names."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        path = SOURCE.joinpath(*parts[:count])
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if file.exists():
+            return count == len(parts) or re.search(rf"\b{re.escape(parts[count])}\b", file.read_text()) is not None
+    return False
+
+
+def test_what_does_not_exist_would_be_found():
+    assert exists("kvferry.errors") and exists("kvferry.errors.FerryError")
+    assert not exists("kvferry.nothing") and not exists("kvferry.errors.Nothing")
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_name_of_python_exists(page):
+    named = set(re.findall(r"`(kvferry(?:\.\w+)+)`", page.read_text())) - NOT_PYTHON
+    assert [name for name in sorted(named) if not exists(name)] == []
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_that_is_named_exists(page):
+    named = set(re.findall(r"`((?:\w+/)+[\w.]+\.\w+)(?:::\w+)?`", page.read_text()))
+    places = (ROOT, SOURCE, SOURCE / "kvferry", ROOT / "tests", ROOT / "benchmarks")
+    assert [file for file in sorted(named) if not any((place / file).exists() for place in places)] == []
+
+
+def test_every_option_in_the_text_is_one():
+    """Decisions also name what was not taken."""
+    codes = [
+        code for page in pages() if "decisions" not in page.parts for code in re.findall(r"`([^`]+)`", prose(page))
+    ]
+    named = {option for code in codes for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", code)}
+    scripts = "".join(path.read_text() for path in (ROOT / "benchmarks").rglob("*.py"))
+    ours = all_options() | set(re.findall(r"\"(--[a-z-]+)\"", scripts))
+    assert sorted(named - ours - OF_OTHERS) == []

@@ -1,0 +1,93 @@
+"""The documentation as a site: every page has its place, and no page is wider than a screen."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from docs_pages import DOCS, ROOT
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = next((found for name in NAMES if (found := shutil.which(name))), None)
+DEADLINE_S = 120
+PHONE = 390
+MARKDOWN = [path.relative_to(DOCS).as_posix() for path in sorted(DOCS.rglob("*.md"))]
+# What sticks out of the window and cannot be scrolled into view by itself, told in the title.
+PROBE = """
+<script>
+addEventListener("load", () => {
+  const scrolls = (e) => e && (["auto", "scroll", "hidden"].includes(getComputedStyle(e).overflowX)
+    || scrolls(e.parentElement));
+  const out = [...document.querySelectorAll(".md-content *")].filter((e) => {
+    const box = e.getBoundingClientRect();
+    return box.width && box.right > innerWidth + 1 && !scrolls(e);
+  }).map((e) => e.tagName + "." + e.className);
+  document.title = "probed " + JSON.stringify([...(document.querySelector(".md-content") ? [] : ["nothing"]), ...out]);
+});
+</script>
+"""
+
+
+def places(entry):
+    """The pages of a part of the navigation."""
+    if isinstance(entry, str):
+        return [entry]
+    parts = entry.values() if isinstance(entry, dict) else entry
+    return [page for part in parts for page in places(part)]
+
+
+def test_every_page_has_one_place_in_the_navigation():
+    navigation = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+    assert sorted(places(navigation)) == sorted(MARKDOWN)
+
+
+def test_every_decision_is_in_the_index_under_its_number():
+    decisions = sorted((DOCS / "decisions").glob("0*.md"))
+    index = (DOCS / "decisions/index.md").read_text()
+    assert re.findall(r"^\| \[(\d+) - [^\]]+\]\((\S+)\)", index, re.MULTILINE) == [
+        (path.name[:4], path.name) for path in decisions
+    ]
+    assert [path.name for path in decisions if not path.read_text().startswith(f"# {path.name[:4]} - ")] == []
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built strictly."""
+    if find_spec("zensical") is None:
+        pytest.skip("needs the extra docs: make docs")
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(DOCS, folder / "docs")
+    (folder / "src").symlink_to(ROOT / "src")
+    shutil.copy(ROOT / "zensical.toml", folder)
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "build/site"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason=f"needs a browser: none of {', '.join(NAMES)} is installed")
+def test_no_page_is_wider_than_a_phone(site, tmp_path):
+    wrong = {page: found for page in MARKDOWN if (found := what_sticks_out(site / page, tmp_path)) != "[]"}
+    assert wrong == {}
+
+
+def what_sticks_out(page: Path, profile: Path) -> str:
+    file = page.with_suffix(".html")
+    probed = file.with_name(f"probed-{file.name}")
+    probed.write_text(file.read_text().replace("</body>", PROBE + "</body>"))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+    flags += [f"--user-data-dir={profile}", f"--window-size={PHONE},900", probed.as_uri()]
+    done = subprocess.run([BROWSER, *flags], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    title = re.search(r"<title>probed (.*?)</title>", done.stdout)
+    return title[1] if title else "no title"
