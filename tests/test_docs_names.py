@@ -39,8 +39,10 @@ def exists(name):
 
 
 def test_what_does_not_exist_would_be_found():
-    assert exists("kvferry.errors") and exists("kvferry.errors.FerryError")
-    assert not exists("kvferry.nothing") and not exists("kvferry.errors.Nothing")
+    assert exists("kvferry.errors")
+    assert exists("kvferry.errors.FerryError")
+    assert not exists("kvferry.nothing")
+    assert not exists("kvferry.errors.Nothing")
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))

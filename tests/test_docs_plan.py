@@ -45,7 +45,9 @@ def test_every_plan_can_be_made(words):
 def test_the_keys_that_are_named_are_in_the_plan():
     of_plan, rest = words_after("`--json` prints one object.").split("Of each entry of `pairs`:")
     of_pair, of_engines = rest.partition("The costs")[0].split("Also what")
-    facts = json.loads(planned("--model qwen3-8b --prefill tp=2 --decode tp=1 --tokens 100 --json".split(), 80))
+    facts = json.loads(
+        planned(["--model", "qwen3-8b", "--prefill", "tp=2", "--decode", "tp=1", "--tokens", "100", "--json"], 80)
+    )
     keys = re.compile(r"`(\w+)`")
     assert len(keys.findall(of_pair)) > 9
     assert set(keys.findall(of_pair)) <= facts["pairs"][0].keys()
