@@ -22,6 +22,7 @@ class Fake:
     status: int = 200
     num_together: int = 1
     is_cut: bool = False
+    needs_key: bool = False
     seen: list[dict] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
@@ -31,6 +32,8 @@ class Fake:
 
     async def models(self, request):
         self.keys.append(request.headers.get("authorization"))
+        if self.needs_key:
+            return web.json_response({"error": {"message": "no"}}, status=401)
         return web.json_response({"object": "list", "data": [{"id": "fake"}, {"id": "other"}]})
 
     async def generate(self, request):
@@ -170,6 +173,15 @@ def test_the_api_key_comes_from_the_environment_unless_a_header_has_one(monkeypa
     with serving(fake) as url:
         bench("--url", url, "--requests", 1, "--warm-up", 0, *option)
     assert fake.keys == [shown] * 2
+
+
+@pytest.mark.parametrize(("variable", "words"), [("", "needs an API key"), ("wrong", "does not take this API key")])
+def test_a_server_that_wants_a_key_is_not_said_to_lack_models(monkeypatch, variable, words):
+    monkeypatch.setenv("KVFERRY_API_KEY", variable)
+    with serving(Fake(needs_key=True)) as url:
+        told = bench("--url", url, "--model", "fake", code=2).stderr
+    assert words in told
+    assert "KVFERRY_API_KEY" in told
 
 
 def test_a_sweep_has_a_run_per_rate():

@@ -36,12 +36,15 @@ HONOURED: dict[str, Any] = {
     "repetition_penalty": 1.1,
     "top_logprobs": 2,
     "skip_special_tokens": False,
+    "add_generation_prompt": False,
+    "continue_final_message": True,
 }
 
 
 def decode(endpoint: Endpoint, fields: dict[str, Any]) -> object:
     if endpoint is Endpoint.CHAT:
         fields = ({"logprobs": True} if "top_logprobs" in fields else {}) | fields
+        fields = ({"add_generation_prompt": False} if fields.get("continue_final_message") else {}) | fields
         return decode_chat(msgspec.json.encode({"messages": HONOURED["messages"]} | fields))[1]
     return decode_completion(msgspec.json.encode({"prompt": "a"} | fields))[1]
 
@@ -52,7 +55,8 @@ def test_every_row_is_what_happens(row: Support, endpoint: Endpoint) -> None:
     match row.verdict:
         case Verdict.HONOURED:
             expects_same = HONOURED.get(row.name) in ("tiny", "a", 1) or row.name in ("messages", "prompt")
-            value = endpoint is Endpoint.CHAT or 1 if row.name == "logprobs" else HONOURED[row.name]
+            by_endpoint = {"logprobs": endpoint is Endpoint.CHAT or 1, "add_special_tokens": endpoint is Endpoint.CHAT}
+            value = (HONOURED | by_endpoint)[row.name]
             asked = decode(endpoint, {row.name: value})
             assert (asked == nothing) <= expects_same
         case Verdict.REFUSED:

@@ -60,6 +60,11 @@ def test_special_tokens_are_added_as_asked(decoder: Served, monkeypatch: pytest.
     assert tokens_of(decoder, {"prompt": PROMPT}) == [7, *bare]
     assert tokens_of(decoder, {"prompt": PROMPT, "add_special_tokens": None}) == [7, *bare]
     assert tokens_of(decoder, {"prompt": PROMPT, "add_special_tokens": False}) == bare
+    body = {"prompt": [PROMPT], "max_tokens": 1, "return_token_ids": True, "echo": True}
+    for special, expected in ((None, [7, *bare]), (True, [7, *bare]), (False, bare)):
+        (choice,) = decoder.ask("/v1/completions", body | {"add_special_tokens": special})[1]["choices"]
+        assert choice["prompt_token_ids"] == expected
+        assert choice["text"].startswith(PROMPT)
     assert tokens_of(decoder, {"messages": MESSAGES}) == chat
     assert tokens_of(decoder, {"messages": MESSAGES, "add_special_tokens": True}) == [7, *chat]
 
@@ -79,6 +84,12 @@ def test_a_chat_ends_as_asked(decoder: Served) -> None:
     assert tokens_of(decoder, {"messages": MESSAGES}) == whole
     assert tokens_of(decoder, {"messages": MESSAGES} | no_prompt) == closed
     assert tokens_of(decoder, {"messages": BEGUN, "continue_final_message": True} | no_prompt) == open_ended
+    for body, tokens in (
+        ({"messages": MESSAGES} | no_prompt, closed),
+        ({"messages": BEGUN, "continue_final_message": True} | no_prompt, open_ended),
+    ):
+        chat = {"max_tokens": 1, "return_token_ids": True} | body
+        assert decoder.ask("/v1/chat/completions", chat)[1]["prompt_token_ids"] == tokens
 
 
 def test_a_text_comes_back(decoder: Served) -> None:

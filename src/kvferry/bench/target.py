@@ -88,6 +88,13 @@ async def _models(url: str, headers: dict[str, str]) -> list[str]:
             expected="an OpenAI server, at a URL such as http://127.0.0.1:8000, without /v1",
             hint="start one with: kvferry up",
         ) from None
+    if response.status in (401, 403):
+        was_shown = any(name.lower() == "authorization" for name in headers)
+        raise ConfigurationError(
+            "the server does not take this API key" if was_shown else "the server needs an API key",
+            found=f"HTTP {response.status} from {url}/v1/models",
+            hint="set the environment variable KVFERRY_API_KEY",
+        )
     try:
         models = msgspec.json.decode(body, type=Models) if response.status == 200 else Models()
     except msgspec.DecodeError:

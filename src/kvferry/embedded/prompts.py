@@ -86,7 +86,13 @@ class Prompts:
 
     async def text_of(self, prompt: PromptInput) -> str:
         """A completion's prompt as it was written, or the text of its tokens. Raises RequestError as `text`."""
-        return await self.text(prompt, "prompt") if isinstance(prompt, tuple) else str(prompt)
+        match prompt:
+            case tuple():
+                return await self.text(prompt, "prompt")
+            case TextPrompt():
+                return prompt.text
+            case _:
+                return str(prompt)
 
     async def bad_words_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Each word as the start of a text, and within one. Raises RequestError for a word without tokens."""

@@ -10,9 +10,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from kvferry.connectors.params import wants_early
+from kvferry.embedded.chat_fields import chat_prompt
 from kvferry.embedded.fields import Support, Verdict, refuse_unsupported, support_of
-from kvferry.embedded.messages import plain_messages
-from kvferry.embedded.prompts import ChatPrompt, PromptInput
+from kvferry.embedded.prompts import PromptInput, TextPrompt
 from kvferry.embedded.sampling_fields import SamplingBody, SamplingFields, sampling_fields
 from kvferry.embedded.text import TextOptions
 from kvferry.errors import RequestError
@@ -70,6 +70,7 @@ class CompletionBody(_Common, frozen=True, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[int | str | list[int]]
+    add_special_tokens: bool | None = True
     logprobs: int | None = None
     echo: bool | None = False
 
@@ -78,6 +79,9 @@ class ChatBody(_Common, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    add_special_tokens: bool | None = False
     logprobs: bool | None = False
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
@@ -141,14 +145,15 @@ def decode_completion(body: bytes) -> tuple[CompletionBody, Ask]:
             hint="leave echo out",
             param="echo",
         )
-    ask = _ask(completion, _prompts(completion.prompt))
+    with_special = completion.add_special_tokens is not False
+    ask = _ask(completion, tuple(_as_text(prompt, with_special) for prompt in _prompts(completion.prompt)))
     return completion, replace(ask, echoes=bool(completion.echo))
 
 
 def decode_chat(body: bytes) -> tuple[ChatBody, Ask]:
     """The body, and what it asks for. Raises RequestError naming the field, what was found and what to do."""
     chat = decode_fields(support_of(Endpoint.CHAT), body, ChatBody)
-    return chat, _ask(chat, (ChatPrompt(plain_messages(chat.messages)),))
+    return chat, _ask(chat, (chat_prompt(chat),))
 
 
 def decode_release(body: bytes) -> dict[str, Any]:
@@ -212,7 +217,12 @@ def _field_of(error: Exception) -> str:
     return (found[1] or found[2]) if found else ""
 
 
-def _prompts(prompt: str | list[int | str | list[int]]) -> tuple[PromptInput, ...]:
+def _as_text(prompt: str | tuple[int, ...], with_special: bool) -> PromptInput:
+    """Token ids stay what they are."""
+    return prompt if with_special or isinstance(prompt, tuple) else TextPrompt(prompt, with_special)
+
+
+def _prompts(prompt: str | list[int | str | list[int]]) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(prompt, str):
         return (prompt,)
     kinds = {type(item) for item in prompt}

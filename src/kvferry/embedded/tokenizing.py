@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from kvferry.embedded.chat_fields import chat_prompt
 from kvferry.embedded.fields import NO_TOOLS, ONLY_MEDIA, TEMPLATE, Support, Verdict
-from kvferry.embedded.messages import plain_messages
-from kvferry.embedded.prompts import ChatPrompt, PromptInput, TextPrompt
+from kvferry.embedded.prompts import PromptInput, TextPrompt
 from kvferry.embedded.requests import decode_fields, field_values
 from kvferry.errors import RequestError
 
@@ -88,22 +88,9 @@ def decode_tokenize(body: bytes) -> TokenizeAsk:
         special = text.add_special_tokens is not False
         return TokenizeAsk(text.model, TextPrompt(text.prompt, special), bool(text.return_token_strs))
     chat = decode_fields(CHAT_FIELDS, body, MessagesBody)
-    return TokenizeAsk(chat.model, _chat_prompt(chat), bool(chat.return_token_strs))
+    return TokenizeAsk(chat.model, chat_prompt(chat), bool(chat.return_token_strs))
 
 
 def decode_detokenize(body: bytes) -> DetokenizeBody:
     """Raises RequestError naming the field, what was found and what to do."""
     return decode_fields(DETOKENIZE_FIELDS, body, DetokenizeBody)
-
-
-def _chat_prompt(body: MessagesBody) -> ChatPrompt:
-    generates, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
-    if generates and continues:
-        raise RequestError(
-            "add_generation_prompt and continue_final_message exclude each other",
-            found="both",
-            expected="one of them",
-            hint="set add_generation_prompt to false; it is true by default",
-            param="add_generation_prompt",
-        )
-    return ChatPrompt(plain_messages(body.messages), generates, continues, bool(body.add_special_tokens))
