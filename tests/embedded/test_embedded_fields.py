@@ -37,6 +37,7 @@ HONOURED: dict[str, Any] = {
     "top_logprobs": 2,
     "skip_special_tokens": False,
     "add_generation_prompt": False,
+    "chat_template_kwargs": {"enable_thinking": False},
     "continue_final_message": True,
 }
 

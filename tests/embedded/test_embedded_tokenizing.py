@@ -92,6 +92,33 @@ def test_a_chat_ends_as_asked(decoder: Served) -> None:
         assert decoder.ask("/v1/chat/completions", chat)[1]["prompt_token_ids"] == tokens
 
 
+TEMPLATE = "{{ bos_token }}{{ messages[0]['content'] }} chat_mode{% if not quiet %} loud{% endif %}"
+
+
+@pytest.fixture
+def templated(decoder: Served, monkeypatch: pytest.MonkeyPatch) -> Served:
+    monkeypatch.setattr(decoder.engine.tokenizer, "chat_template", TEMPLATE)
+    return decoder
+
+
+@pytest.mark.parametrize("values", [None, {}, {"quiet": False}, {"quiet": True}])
+def test_a_chat_template_gets_the_values_of_its_names(templated: Served, values: object) -> None:
+    body = {"messages": MESSAGES, "chat_template_kwargs": values, "add_special_tokens": False}
+    rendered = "<|begin|>" + MESSAGES[0]["content"] + " chat_mode" + ("" if values == {"quiet": True} else " loud")
+    tokens = tokens_of(templated, body)
+    assert templated.ask(DETOKENIZE, {"tokens": tokens})[1] == {"prompt": rendered}
+    chat = {"max_tokens": 1, "return_token_ids": True} | body
+    assert templated.ask("/v1/chat/completions", chat)[1]["prompt_token_ids"] == tokens
+
+
+@pytest.mark.parametrize(
+    "name", ["quite", "chat_mode", "content", "messages", "tokenize", "bos_token", "chat_template"]
+)
+def test_other_names_than_those_of_the_template_are_refused(templated: Served, name: str) -> None:
+    status, answer = templated.ask(TOKENIZE, {"messages": MESSAGES, "chat_template_kwargs": {name: "x"}})
+    assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs")
+
+
 def test_a_text_comes_back(decoder: Served) -> None:
     tokens = tokens_of(decoder, {"prompt": PROMPT + " \u00e9\U0001f6a2"})
     assert decoder.ask(DETOKENIZE, {"tokens": tokens}) == (200, {"prompt": PROMPT + " \u00e9\U0001f6a2"})
@@ -112,7 +139,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (TOKENIZE, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text content"),
     (TOKENIZE, {"messages": BEGUN, "continue_final_message": True}, "exclude each other"),
     (TOKENIZE, {"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template is not supported"),
-    (TOKENIZE, {"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs is not supported"),
+    (TOKENIZE, {"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "template does not read it; found: 'a'"),
     (TOKENIZE, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools is not supported"),
     (TOKENIZE, b"{", "invalid request body"),
     (DETOKENIZE, {}, "invalid request body"),

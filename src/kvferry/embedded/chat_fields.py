@@ -26,6 +26,9 @@ class ChatFields(Protocol):
     @property
     def add_special_tokens(self) -> bool | None: ...
 
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+
 
 def chat_prompt(body: ChatFields) -> ChatPrompt:
     """Raises RequestError for messages that are none, and for fields that exclude each other."""
@@ -38,4 +41,10 @@ def chat_prompt(body: ChatFields) -> ChatPrompt:
             hint="set add_generation_prompt to false; it is true by default",
             param="add_generation_prompt",
         )
-    return ChatPrompt(plain_messages(body.messages), generates, continues, bool(body.add_special_tokens))
+    return ChatPrompt(
+        messages=plain_messages(body.messages),
+        add_generation_prompt=generates,
+        continue_final_message=continues,
+        add_special_tokens=bool(body.add_special_tokens),
+        template_values=body.chat_template_kwargs or {},
+    )

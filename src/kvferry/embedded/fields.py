@@ -78,6 +78,7 @@ SUPPORT: tuple[Support, ...] = (
     Support("echo", COMPLETIONS, Verdict.HONOURED, "without logprobs"),
     *_honoured(CHAT, "messages max_completion_tokens add_generation_prompt continue_final_message"),
     *_honoured(BOTH, "add_special_tokens"),
+    Support("chat_template_kwargs", CHAT, Verdict.HONOURED, "names that the chat template has"),
     # Refused, unless they ask for what is done anyway.
     *_refused(BOTH, NO_GRAMMAR, "response_format", {"type": "text"}),
     *_refused(BOTH, NO_GRAMMAR, "structured_outputs guided_json guided_regex guided_choice guided_grammar"),
@@ -103,7 +104,6 @@ SUPPORT: tuple[Support, ...] = (
     *_refused(BOTH, TEMPLATE, "reasoning"),
     *_refused(CHAT, TEMPLATE, "reasoning_effort chat_template"),
     *_refused(CHAT, TEMPLATE, "documents", []),
-    *_refused(CHAT, TEMPLATE, "chat_template_kwargs", {}),
     *_refused(CHAT, NO_TOOLS, "tools functions", []),
     *_refused(CHAT, NO_TOOLS, "tool_choice function_call", "none", "auto"),
     *_refused(CHAT, NO_MEDIA, "modalities", ["text"]),

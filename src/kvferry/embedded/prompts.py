@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jinja2
@@ -26,12 +27,14 @@ MIN_SIZE = 64
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """Messages for the model's chat template, which writes the special tokens itself. It ends with the beginning of an
-    answer (`add_generation_prompt`), or amid the last message (`continue_final_message`)."""
+    answer (`add_generation_prompt`), or amid the last message (`continue_final_message`). `template_values` are values
+    of the template's own names, such as `enable_thinking`."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    template_values: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +129,13 @@ class Prompts:
     def _rendered(self, chat: ChatPrompt) -> str:
         messages = [WatchedMessage(message) for message in chat.messages]
         try:
+            self._check_values(chat.template_values)
             text = self._engine.tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
+                **chat.template_values,
             )
         except (ValueError, TypeError, jinja2.TemplateError) as error:
             raise RequestError(
@@ -141,6 +146,29 @@ class Prompts:
             ) from None
         refuse_unread(messages)
         return str(text)
+
+    def _check_values(self, values: dict[str, Any]) -> None:
+        """A name that the template does not have would be ignored, and one that transformers has says how to render.
+        Raises RequestError."""
+        if not values:
+            return
+        tokenizer = self._engine.tokenizer
+        taken = {
+            "messages",
+            *inspect.signature(tokenizer.apply_chat_template).parameters,
+            *tokenizer.special_tokens_map,
+        }
+        tokens = jinja2.Environment().lex(tokenizer.get_chat_template())
+        names = {text for _, kind, text in tokens if kind == "name"} - taken
+        for name in values:
+            if name not in names:
+                raise RequestError(
+                    "a name in chat_template_kwargs is not supported: the model's chat template does not read it",
+                    found=repr(name)[:80],
+                    expected="a variable of the chat template, such as enable_thinking where it has that",
+                    hint="leave it out",
+                    param="chat_template_kwargs",
+                )
 
 
 def _size(text: object) -> int:

@@ -81,6 +81,7 @@ class ChatBody(_Common, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = False
     logprobs: bool | None = False
     top_logprobs: int | None = None

@@ -27,9 +27,9 @@ def _rows(path: str, honoured: str, *others: Support) -> dict[str, Support]:
 TEXT_FIELDS = _rows(TOKENIZE, "model prompt add_special_tokens return_token_strs")
 CHAT_FIELDS = _rows(
     TOKENIZE,
-    "model messages add_special_tokens return_token_strs add_generation_prompt continue_final_message",
+    "model messages add_special_tokens return_token_strs add_generation_prompt continue_final_message"
+    " chat_template_kwargs",
     Support("chat_template", (TOKENIZE,), Verdict.REFUSED, TEMPLATE),
-    Support("chat_template_kwargs", (TOKENIZE,), Verdict.REFUSED, TEMPLATE, ({},)),
     Support("tools", (TOKENIZE,), Verdict.REFUSED, NO_TOOLS, ([],)),
     Support("media_io_kwargs", (TOKENIZE,), Verdict.NO_EFFECT, ONLY_MEDIA),
     Support("mm_processor_kwargs", (TOKENIZE,), Verdict.NO_EFFECT, ONLY_MEDIA),
@@ -53,6 +53,7 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = False
     return_token_strs: bool | None = False
 
