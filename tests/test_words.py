@@ -8,6 +8,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "kvferry"
 ODD = re.compile(
     r"\bcalled so\b|\bso fast, or so slow\b|\bof nobody\b|\bis no (?:json|url|object|number)\b|\bno meaning\b"
     r"|\bin one way only\b|\bknows no more\b|\binstead: |\bsilent for three\b|\bwants requests\b|\bdefect of ours\b"
+    r"|\bforbid less\b|\bknows nothing of\b|\bmeasured when met\b|\bhold an answer to\b|\bpeers let go\b"
     r"|\bcannot travel\b|\bhave no place\b|\bhas no place\b|\bwithout a word\b|\bknown already\b|\bnobody is told\b",
     re.IGNORECASE,
 )

@@ -85,7 +85,7 @@ UNUSED = "says something about the client or the account; engines ignore it"
 LENGTH = "the leg asks for one token"
 ENDING = "says where an answer ends, and a single token has no such place"
 GRAMMAR = "a single token cannot fulfil a grammar, and compiling one takes time"
-ANSWER = "shapes an answer that nobody reads"
+ANSWER = "shapes an answer that is not read"
 STREAM = "the leg's answer is no stream, or a stream of one token"
 RANK = "names a rank of one engine; the legs run on two"
 ONE_SEQUENCE = "a prefill leg answers with the cache of one sequence"
@@ -144,8 +144,8 @@ FIELDS: tuple[RequestField, ...] = (
     RequestField("n", EVERY, KEPT, ONE_SEQUENCE, Undividable.SEVERAL_SEQUENCES),
     RequestField("best_of", SC | OC | Api.OLDER, KEPT, ONE_SEQUENCE, Undividable.SEVERAL_SEQUENCES),
     RequestField("use_beam_search", VLLM, KEPT, ONE_SEQUENCE, Undividable.SEVERAL_SEQUENCES),
-    *_rows(VLLM, KEPT, "has a meaning for beams only", "length_penalty"),
-    *_rows(Api.OLDER, KEPT, "has a meaning for beams only", "early_stopping"),
+    *_rows(VLLM, KEPT, "applies to beam search only", "length_penalty"),
+    *_rows(Api.OLDER, KEPT, "applies to beam search only", "early_stopping"),
     # What is computed with the prompt, and told in the answer.
     RequestField("prompt_logprobs", VLLM, DROPPED, WHERE_COMPUTED, Undividable.PROMPT_LOGPROBS),
     RequestField("echo", VC | SC | OC, DROPPED, ANSWER, Undividable.PROMPT_LOGPROBS),

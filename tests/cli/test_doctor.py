@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from io import StringIO
 
@@ -224,6 +225,40 @@ def test_who_listens_but_is_no_engine_is_asked_nothing(monkeypatch, greeting, fo
     assert heard == [b""]
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_transports_are_opened_at_the_address_that_the_peer_sees(monkeypatch, host):
+    opened = []
+
+    def open_none(requested, here):
+        opened.append(here)
+        raise TransportError("seen enough")
+
+    monkeypatch.setattr(peer._Asking, "offer", lambda asking: None)
+    monkeypatch.setattr(peer, "open_transports", open_none)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+        greeting = threading.Thread(target=_greet, args=(server,))
+        greeting.start()
+        where = f"[{host}]" if ":" in host else host
+        with pytest.raises(TransportError, match="seen enough"):
+            try_peer(f"{where}:{server.getsockname()[1]}", NO_TOKEN, said.append)
+        greeting.join(DEADLINE_S)
+    assert opened == [host]
+
+
+def test_a_transport_that_carries_itself_is_not_named_twice():
+    direct = Measurement("shm", 2.0, 1.0, 1e-4, "", carriers=("shm",))
+    assert "carried" not in command._words(direct)
+    assert "carried by cma/memory" in command._words(replace(direct, name="nixl", carriers=("cma/memory",)))
+
+
+def test_a_machine_without_the_agent_is_not_ready(monkeypatch):
+    monkeypatch.setattr(command, "missing_modules", lambda extra: ["zmq"] if extra == "agent" else [])
+    assert "kvferry[agent] is not installed" in command._verdict(command._Report((), {}, ()))
+    monkeypatch.undo()
+    assert command._verdict(command._Report((), {}, ())).startswith("Ready for transfers")
+
+
 def test_severities_have_an_order():
     note, warning = Finding(Severity.NOTE, "a", ""), Finding(Severity.WARNING, "b", "")
     assert [worst(each) for each in ([], [note], [warning, note])] == ["ok", "note", "warning"]
@@ -270,12 +305,14 @@ def test_the_way_back_from_a_peer_is_the_address_that_it_is_reached_from(host):
     """Transports that are tried to a peer elsewhere must not listen on loopback only."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener, ThreadPoolExecutor(1) as thread:
-
-        def greet():
-            with listener.accept()[0] as connection:
-                connection.sendall(peer.GREETING)
-
-        greeting = thread.submit(greet)
+        greeting = thread.submit(_greet, listener)
         address = f"[{host}]" if ":" in host else host
         assert peer._check_greeting(f"tcp://{address}:{listener.getsockname()[1]}") == host
         greeting.result()
+
+
+def _greet(server):
+    """As a control channel does."""
+    with server.accept()[0] as connection:
+        connection.sendall(peer.GREETING)
+        connection.recv(1)

@@ -20,11 +20,11 @@ DEADLINE_S = 30.0
 class Server:
     """A running server with one request that ends when the test lets it."""
 
-    def __init__(self, bound, limit_s):
+    def __init__(self, bound, limit_s, notice_s=0.0):
         self.url = listening.url_of(bound)
         self.told, self.arrived, self.may_answer, self.idle = (asyncio.Event() for _ in range(4))
         app = Starlette(routes=[Route("/", self.answer), Route("/stream", self.stream)])
-        drain = http.Drain(limit_s, self.told.set, self.idle.wait, notice_s=0.0)
+        drain = http.Drain(limit_s, self.told.set, self.idle.wait, notice_s)
         self.running = asyncio.create_task(http.run(app, bound, [], 1, drain))
 
     async def answer(self, request):
@@ -58,6 +58,42 @@ def with_open_request(scenario, limit_s=DEADLINE_S, path=""):
 
 def terminate(number=signal.SIGTERM):
     os.kill(os.getpid(), number)
+
+
+FOREVER_S = 1e6
+
+
+def test_a_server_that_nobody_asks_needs_no_time_to_be_noticed(capsys):
+    async def main():
+        with listening.listen("127.0.0.1", 0) as bound:
+            server = Server(bound, FOREVER_S, notice_s=FOREVER_S)
+            server.idle.set()
+            # By then the server has made the signals its own.
+            reader, writer = await asyncio.open_connection(*bound.getsockname())
+            terminate()
+            await server.ended()
+            writer.close()
+            assert await reader.read() == b""
+
+    asyncio.run(main())
+    assert "to notice" not in capsys.readouterr().err
+
+
+def test_who_has_asked_lately_gets_time_to_notice(capsys):
+    async def main():
+        with listening.listen("127.0.0.1", 0) as bound:
+            server = Server(bound, FOREVER_S, notice_s=FOREVER_S)
+            server.may_answer.set()
+            server.idle.set()
+            async with aiohttp.ClientSession() as session, session.get(server.url) as answer:
+                assert answer.status == 200
+            terminate()
+            await asyncio.wait_for(server.told.wait(), DEADLINE_S)
+            terminate()
+            await server.ended()
+
+    asyncio.run(main())
+    assert "1e+06 s for routers to notice, then for open requests" in capsys.readouterr().err
 
 
 def test_sigterm_lets_what_is_open_end():

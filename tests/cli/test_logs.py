@@ -35,6 +35,14 @@ def test_sigusr1_says_what_all_threads_do_and_changes_nothing(capfd):
     assert __file__ in told
 
 
+def test_what_a_library_writes_itself_is_not_there_twice():
+    library = logging.getLogger("huggingface_hub")
+    library.addHandler(logging.StreamHandler())
+    log_to_stderr()
+    assert library.handlers == []
+    assert library.propagate
+
+
 def test_a_line_is_one_object():
     found = line()
     assert (found["level"], found["logger"], found["message"]) == ("warning", "a.b", "it broke")

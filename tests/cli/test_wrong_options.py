@@ -57,6 +57,11 @@ def test_a_benchmark_that_is_interrupted_says_that_nothing_is_reported(monkeypat
     assert said == ["interrupted: partial results are not reported"]
 
 
+def test_a_token_that_no_engine_would_show_is_an_error():
+    words = told("route", "--port", 0, "--decode", "http://127.0.0.1:1", "--token-file", "kvferry.token")
+    assert "--token-file needs --accept-registrations" in words
+
+
 @pytest.mark.parametrize("policy", ["os:getcwd", "os:nothing"])
 def test_a_policy_that_takes_no_question_is_none(policy):
     words = told("route", "--port", 0, "--decode", "http://127.0.0.1:1", "--policy", policy)

@@ -28,7 +28,7 @@ class FarSlots:
             self._transport.register(arena)
             self.descriptor = self._transport.descriptor()
         except TransportError as error:
-            logger.debug("nobody attaches the staging memory: %s", error)
+            logger.debug("other engines cannot attach this engine's staging memory: %s", error)
 
     def attach(self, peer: Remote, descriptor: bytes) -> None:
         """Slots of this target can be reached from now on, if that is possible; else they are written to over the

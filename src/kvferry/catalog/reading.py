@@ -13,6 +13,7 @@ from kvferry.catalog.hub_names import SHIPPED_AS
 from kvferry.catalog.model import of_config
 from kvferry.catalog.records import Entry, Options
 from kvferry.errors import ConfigurationError
+from kvferry.system_words import system_words
 
 __all__ = ["names", "read"]
 
@@ -47,7 +48,9 @@ def read(source: str | Path, options: Options) -> Entry:
         with path.open("rb") as opened:
             content = opened.read(_MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{source}: cannot be read", found=str(error), expected="a config.json") from error
+        raise ConfigurationError(
+            f"{source}: cannot be read", found=system_words(error), expected="a config.json"
+        ) from error
     return of_config(_decoded(str(path), content), str(path), options)
 
 

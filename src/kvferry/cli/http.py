@@ -31,6 +31,8 @@ ROUTER_GRACE_S = 6
 LAST_WORDS_S = 2
 # Whoever sends requests must have had time to see that we are not ready: routers ask every two seconds.
 NOTICE_S = 3.0
+# Of whom nothing was heard for so long, nobody needs that time: probes come every ten seconds or more often.
+UNUSED_S = 30.0
 
 
 async def nothing_else() -> None:
@@ -41,15 +43,17 @@ async def nothing_else() -> None:
 class Drain:
     """What the first SIGTERM leads to.
 
-    `announce` makes the application say that it is not ready, which others have `notice_s` to notice. Then everything
-    that is open may end, for at most `limit_s` seconds in all: HTTP requests, and what `idle` waits for. With a limit
-    of 0 the server ends at once.
+    `announce` makes the application say that it is not ready, which `senders` have `notice_s` to notice, unless no
+    request has come for a while. Then everything that is open (`open_work`) may end, for at most `limit_s` seconds in
+    all: HTTP requests, and what `idle` waits for. With a limit of 0 the server ends at once.
     """
 
     limit_s: float
     announce: Callable[[], None]
     idle: Callable[[], Awaitable[None]] = nothing_else
     notice_s: float = NOTICE_S
+    senders: str = "routers"
+    open_work: str = "open requests and leases"
 
 
 class _Server(uvicorn.Server):
@@ -110,19 +114,18 @@ async def _drained(
     for another reason, what is open has been broken off."""
     await terminated.wait()
     drain.announce()
-    console.say(
-        f"draining: /ready answers 503; waiting {drain.notice_s:g} s for routers to notice, then for open requests and "
-        f"leases, at most {drain.limit_s:g} s in all"
-    )
+    notice_s = drain.notice_s if requests.came_within(UNUSED_S) else 0.0
+    noticing = f"{notice_s:g} s for {drain.senders} to notice, then " if notice_s else ""
+    console.say(f"draining: /ready answers 503; waiting {noticing}for {drain.open_work}, at most {drain.limit_s:g} s")
     with suppress(TimeoutError):
         async with asyncio.timeout(drain.limit_s):
-            await asyncio.sleep(drain.notice_s)
+            await asyncio.sleep(notice_s)
             await _nothing_open(drain, requests)
             if not is_ending():
-                console.say("drained: no request is open and every lease has ended")
+                console.say(f"drained: all {drain.open_work} have ended")
             return
     console.say(
-        f"--drain-timeout is over: stopping with {requests.num_open} open requests; caches not read are dropped"
+        f"--drain-timeout has expired: dropping all {drain.open_work} that are left ({requests.num_open} requests)"
     )
 
 

@@ -18,6 +18,8 @@ ACCESS = "kvferry.router.access"
 # Instances that come, go, fail and are back: rare, and half of a story where the other half is a warning.
 MEMBERSHIP = "kvferry.router.membership"
 SAID = "kvferry.cli"
+# Libraries that write their lines to stderr themselves, and hand them on as well: they would be there twice.
+TWICE = ("huggingface_hub",)
 STDERR = 2
 
 
@@ -39,6 +41,8 @@ def log_to_stderr(format_: LogFormat = LogFormat.PLAIN, access: bool = False) ->
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if format_ is LogFormat.JSON else plain)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    for name in TWICE:
+        logging.getLogger(name).handlers.clear()
     logging.getLogger(MEMBERSHIP).setLevel(logging.INFO)
     if access:
         logging.getLogger(ACCESS).setLevel(logging.INFO)

@@ -19,6 +19,7 @@ from kvferry.cli.serve.command import serve
 from kvferry.cli.top.command import top
 from kvferry.cli.up.command import up
 from kvferry.errors import ConfigurationError
+from kvferry.system_words import system_words
 
 __all__ = ["app", "main"]
 
@@ -64,7 +65,7 @@ def main() -> None:
             raise
         # What is left in its buffer would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        tell(ConfigurationError("the output cannot be written", found=str(error)))
+        tell(ConfigurationError("the output cannot be written", found=system_words(error)))
         raise SystemExit(2) from None
 
 

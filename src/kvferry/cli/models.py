@@ -7,6 +7,7 @@ from pathlib import Path
 from kvferry.cli import console
 from kvferry.cli.environment import cache_directory
 from kvferry.errors import ConfigurationError
+from kvferry.system_words import system_words
 
 __all__ = ["TINY", "resolve"]
 
@@ -37,6 +38,6 @@ def resolve(model: str) -> tuple[str, str]:
     except OSError as error:
         raise ConfigurationError(
             f"cannot make the tiny model in {directory}",
-            found=str(error),
+            found=system_words(error),
             hint="set KVFERRY_CACHE to a folder that can be written",
         ) from error

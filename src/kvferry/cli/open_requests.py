@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,12 +26,17 @@ class OpenRequests:
         self._app = app
         self._open: set[asyncio.Task[object]] = set()
         self._is_over = False
+        self._last_at = -math.inf
         self.none_open = asyncio.Event()
         self.none_open.set()
 
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    def came_within(self, seconds: float) -> bool:
+        """Whether a request is open, or has come in so many last seconds."""
+        return bool(self._open) or asyncio.get_running_loop().time() - self._last_at < seconds
 
     def break_off(self) -> None:
         """End all that is open: an error where nothing has been answered yet, an error event at the end of a stream."""
@@ -44,6 +50,7 @@ class OpenRequests:
             await self._app(scope, receive, send)
             return
         answer = _Answer(send)
+        self._last_at = asyncio.get_running_loop().time()
         self._open.add(task)
         self.none_open.clear()
         try:

@@ -63,13 +63,17 @@ class AgentCollector(Collector):
 def _of_peers(everyone: tuple[Met, ...]) -> Iterator[Metric]:
     """The self-test's figures of the transport that was chosen for each peer."""
     rates = GaugeMetricFamily(
-        "kvferry_agent_peer_bytes_per_second", "Measured when met.", labels=(*PEER, "direction", "rows")
+        "kvferry_agent_peer_bytes_per_second",
+        "Bandwidth to a peer, measured when it was first met.",
+        labels=(*PEER, "direction", "rows"),
     )
     latency = GaugeMetricFamily(
-        "kvferry_agent_peer_latency_seconds", "Of a copy of 4 KiB, measured when met.", labels=(*PEER, "direction")
+        "kvferry_agent_peer_latency_seconds",
+        "Time of a copy of 4 KiB to or from a peer, measured when it was first met.",
+        labels=(*PEER, "direction"),
     )
     warnings = GaugeMetricFamily(
-        "kvferry_agent_peer_warnings", "Problems with the transport to a peer; 0 is good.", labels=PEER
+        "kvferry_agent_peer_warnings", "Number of problems found with the transport to a peer.", labels=PEER
     )
     for met in everyone:
         for measured in met.measurements:

@@ -118,5 +118,5 @@ def _no_token(reason: str) -> RequestError:
         "the engine has no token to go on with",
         found=reason,
         expected="a token that allowed_token_ids, bad_words, logit_bias and min_tokens leave possible",
-        hint="forbid less",
+        hint="forbid fewer tokens",
     )

@@ -39,7 +39,7 @@ class Support:
 
 
 BOTH, COMPLETIONS, CHAT = tuple(Endpoint), (Endpoint.COMPLETIONS,), (Endpoint.CHAT,)
-NO_GRAMMAR = "the engine cannot hold an answer to a grammar"
+NO_GRAMMAR = "the engine cannot constrain an answer to a grammar"
 NO_LOGPROBS = "the engine returns those of the likeliest tokens, as text"
 NO_TOOLS = "the engine does not recognise tool calls in an answer"
 NO_PROMPT_LOGITS = "the engine has no logits of the prompt"
@@ -49,7 +49,7 @@ TEMPLATE = "the engine renders messages with the model's chat template as it is"
 WHOLE_PROMPT = "the engine takes prompts whole"
 ONLY_BEAMS = "only beam search reads it, which is refused"
 ONLY_MEDIA = "only images, audio and video need it, which are refused"
-ONLY_RENDER = "vLLM reads it on other paths only"
+ONLY_RENDER = "vLLM reads it in requests of other kinds only"
 ACCOUNT = "says something about the client or the account"
 NO_PREFIX_CACHE = "the engine has no prefix cache"
 
@@ -96,7 +96,7 @@ SUPPORT: tuple[Support, ...] = (
     *_refused(BOTH, WHOLE_PROMPT, "truncate_prompt_tokens"),
     *_refused(BOTH, "the engine answers in the order of arrival", "priority", 0),
     *_refused(BOTH, NO_MEDIA, "ec_transfer_params", {}),
-    *_refused(BOTH, "the engine knows no extensions", "vllm_xargs", {}),
+    *_refused(BOTH, "the engine has no extensions that read it", "vllm_xargs", {}),
     *_refused(BOTH, "the engine takes no processors by name", "logits_processors", []),
     *_refused(BOTH, "the engine does not look for repetitions", "repetition_detection"),
     *_refused(BOTH, "the engine does not tell reasoning from answers", "thinking_token_budget"),
@@ -108,14 +108,14 @@ SUPPORT: tuple[Support, ...] = (
     *_refused(CHAT, NO_TOOLS, "tool_choice function_call", "none", "auto"),
     *_refused(CHAT, NO_MEDIA, "modalities", ["text"]),
     *_refused(CHAT, NO_MEDIA, "audio"),
-    *_refused(CHAT, "the engine does not search", "web_search_options"),
+    *_refused(CHAT, "the engine does not search the web", "web_search_options"),
     *_refused(CHAT, "the engine does not moderate", "moderation"),
-    *_refused(CHAT, "the model knows nothing of it", "verbosity", "medium"),
+    *_refused(CHAT, "chat templates do not read it", "verbosity", "medium"),
     # No influence on the answer.
     *_idle(BOTH, ACCOUNT, "user"),
     *_idle(CHAT, ACCOUNT, "metadata safety_identifier service_tier store"),
     *_idle(CHAT, NO_PREFIX_CACHE, "prompt_cache_key prompt_cache_options prompt_cache_retention"),
-    *_idle(CHAT, "it says what the answer may be like, for speed", "prediction"),
+    *_idle(CHAT, "it is a hint that would only make answers faster", "prediction"),
     *_idle(CHAT, "no answer has tool calls", "parallel_tool_calls"),
     *_idle(BOTH, ONLY_BEAMS, "length_penalty early_stopping"),
     *_idle(BOTH, ONLY_RENDER, "return_token_offsets mm_payload return_mm_kwargs"),

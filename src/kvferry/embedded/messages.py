@@ -30,13 +30,13 @@ MESSAGE_SUPPORT: tuple[Support, ...] = (
     *_rows(Verdict.HONOURED, IF_READ, "name tool_calls tool_call_id reasoning_content reasoning"),
     *_rows(Verdict.REFUSED, "send it as tool_calls", "function_call"),
     *_rows(Verdict.REFUSED, "send it as content", "refusal"),
-    *_rows(Verdict.REFUSED, "the engine does not search", "annotations", []),
+    *_rows(Verdict.REFUSED, "the engine does not search the web", "annotations", []),
     *_rows(Verdict.REFUSED, NO_MEDIA, "audio"),
 )
 PART_SUPPORT: tuple[Support, ...] = (
     *_rows(Verdict.HONOURED, "", "type text"),
     *_rows(Verdict.REFUSED, NO_MEDIA, "image_url input_audio audio_url video_url file"),
-    *_rows(Verdict.REFUSED, "the engine does not search", "annotations", []),
+    *_rows(Verdict.REFUSED, "the engine does not search the web", "annotations", []),
     *_rows(Verdict.NO_EFFECT, NO_PREFIX_CACHE, "cache_control"),
 )
 OPTIONAL = tuple(row.name for row in MESSAGE_SUPPORT if row.reason == IF_READ)

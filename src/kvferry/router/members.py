@@ -20,11 +20,12 @@ from kvferry.router.member import Origin
 from kvferry.router.membership import Membership
 from kvferry.router.metrics import Metrics
 from kvferry.router.policy import Instance, Role
+from kvferry.system_words import system_words
 
 __all__ = ["MembersFile", "Registry"]
 
 REFUSED_WORDS = {
-    "closed": "this router does not take registrations; hint: start it with --accept-registrations",
+    "closed": "this router does not accept registrations; hint: start it with --accept-registrations",
     "unsigned": "the registration is not signed; hint: give the engine the router's token file",
     "signature": "the signature is wrong; hint: give the engine the router's token file",
     "clock": "the signature is too old; hint: compare the clocks of the two machines",
@@ -126,7 +127,7 @@ class MembersFile:
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigurationError(
                 "invalid members file",
-                found=f"{self._path}: {error}",
+                found=f"{self._path}: {system_words(error)}",
                 expected='{"prefill": ["http://host:port"], "decode": ["http://host:port"]}',
             ) from error
         check_urls(Role.PREFILL, listed.prefill)

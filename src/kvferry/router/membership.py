@@ -253,7 +253,9 @@ class Membership:
     def kind_failed(self, kind: Kind, trial: Trial | None) -> None:
         """No prefill instance that was asked for such a request's cache has computed it."""
         if self.kinds.failed(kind, self.now, trial):
-            logger.warning("prefill keeps failing for requests with %s: none for a while", kind.words)
+            logger.warning(
+                "prefill keeps failing for requests with %s: they go to decode alone for a while", kind.words
+            )
 
     def _question(self, wanted: Wanted) -> Question:
         is_prefill = wanted.role is Role.PREFILL

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from kvferry.errors import TransportError
 from kvferry.http_access import bearer
 from kvferry.router.connection import Connection
+from kvferry.system_words import system_words
 from kvferry.tcp_keepalive import keep_alive
 
 __all__ = ["KEPT_S", "Origin", "Pool", "UnreachableError", "origin_of"]
@@ -82,7 +83,7 @@ class Pool:
                 expected = f"a connection within {self._connect_timeout_s:g} s"
                 raise TransportError("an upstream does not accept connections", expected=expected) from error
             kind = UnreachableError if isinstance(error, OSError) and error.errno in SILENT else ConnectionRefusedError
-            raise kind(f"no connection to {origin.host}:{origin.port}: {error}") from error
+            raise kind(f"no connection to {origin.host}:{origin.port}: {system_words(error)}") from error
         return connection
 
     def give_back(self, origin: Origin, connection: Connection) -> None:

@@ -48,6 +48,8 @@ def _rule(field: str, type_: Any, expected: str) -> Rule:
 
 
 NULL = msgspec.Raw(b"null")
+# Of a value that cannot be used.
+MAX_SHOWN_BYTES = 64
 TOP_LEVEL = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -150,7 +152,7 @@ def _value(fields: Fields, rule: Rule) -> Any:
     except msgspec.DecodeError as error:
         raise RequestError(
             f"{rule.field} cannot be used",
-            found=str(error),
+            found=_short(fields[rule.field]),
             expected=rule.expected,
             hint=f"see the OpenAI reference for {rule.field}",
             param=rule.field,
@@ -158,6 +160,13 @@ def _value(fields: Fields, rule: Rule) -> Any:
     except RecursionError as error:
         what = f"{rule.field} is nested too deeply"
         raise RequestError(what, expected=rule.expected, param=rule.field) from error
+
+
+def _short(value: msgspec.Raw) -> str:
+    """As it was sent, since its sender looks for it."""
+    sent = memoryview(value)
+    rest = "\N{HORIZONTAL ELLIPSIS}" if len(sent) > MAX_SHOWN_BYTES else ""
+    return bytes(sent[:MAX_SHOWN_BYTES]).decode("utf-8", "replace") + rest
 
 
 def _has_content(fields: Fields, endpoint: Endpoint) -> bool:

@@ -146,7 +146,9 @@ class Pool:
         Raises IllegalEventError for an unknown key: who releases twice might release what is somebody else's next time.
         """
         if key not in self._owner_of:
-            raise IllegalEventError("a slot is released that nobody has", found=f"{key}", expected="one release each")
+            raise IllegalEventError(
+                "a slot is released that is not in use", found=f"{key}", expected="one release each"
+            )
         if held := self._held.pop(key, None):
             self._room.give(held)
             self._count(self._owner_of[key], -held.num_bytes)

@@ -53,7 +53,7 @@ def _part(memories: Sequence[Bytes], start: int, num_bytes: int, what: str) -> t
         if memory.holds(start, num_bytes):
             return memory.part(start, num_bytes)
     raise TransportError(
-        f"{what} lies in none of the memories",
+        f"{what} is in none of the given memories",
         found=f"{num_bytes} bytes at {start:#x}",
         expected=", ".join(f"{memory.flat.numel()} bytes at {memory.address:#x}" for memory in memories),
     )

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.errors import TransportError
+from kvferry.system_words import system_words
 from kvferry.transport.descriptors import Natural
 
 __all__ = ["Origin", "check_same", "host_here", "origin_here"]
@@ -31,7 +32,7 @@ def origin_here() -> Origin:
             boot_id = file.read().strip()
         return Origin(boot_id, os.stat("/proc/self/ns/pid").st_ino)
     except OSError as error:
-        raise TransportError("memory of other processes needs Linux with /proc", found=str(error)) from error
+        raise TransportError("memory of other processes needs Linux with /proc", found=system_words(error)) from error
 
 
 def host_here() -> str:

@@ -9,6 +9,7 @@ import os
 import numpy as np
 
 from kvferry.errors import TransportError
+from kvferry.system_words import system_words
 from kvferry.transport.base import Memory
 
 __all__ = ["SharedMemory", "allocate_shared", "check_sealed"]
@@ -78,7 +79,7 @@ def allocate_shared(num_bytes: int, name: str) -> SharedMemory:
         os.close(fd)
         raise TransportError(
             f"cannot allocate {num_bytes} bytes of shared memory for {name!r}",
-            found=str(error),
+            found=system_words(error),
             hint="ask for less (a smaller cache, --staging-mib) or give the process more memory",
         ) from error
     address = int(np.frombuffer(mapping, np.uint8).ctypes.data)
@@ -90,7 +91,7 @@ def check_sealed(fd: int) -> None:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise TransportError("this descriptor is no memfd", found=str(error)) from error
+        raise TransportError("this descriptor is not a memfd", found=system_words(error)) from error
     if not seals & fcntl.F_SEAL_SHRINK:
         raise TransportError(
             "shared memory whose size is not sealed",
@@ -110,8 +111,8 @@ def _check_available(num_bytes: int, name: str) -> None:
     if num_bytes > available:
         raise TransportError(
             f"not enough memory for {name!r}",
-            found=f"{available} bytes available",
-            expected=f"{num_bytes} bytes",
-            hint="ask for less (a smaller cache, --staging-mib) or give the process more memory; of an engine that has "
-            "just ended peers let go within seconds",
+            found=f"{available:,} bytes available",
+            expected=f"{num_bytes:,} bytes",
+            hint="ask for less (a smaller cache, --staging-mib) or give the process more memory; the memory of an "
+            "engine that has just ended is released within seconds",
         )

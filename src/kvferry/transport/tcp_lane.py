@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 
 from kvferry.errors import FerryError, TransportError
+from kvferry.system_words import system_words
 from kvferry.transport.base import Completion, Direction, Ticket
 from kvferry.transport.pieces import Column, Offsets, Side
 from kvferry.transport.rows import gather, scatter, stream_chunks
@@ -112,7 +113,7 @@ class Lane:
         except TransportError as error:
             return str(error)  # A refusal. The connection is in step, others can use it.
         except (OSError, FerryError) as error:
-            reason = self._stopped or f"connection to {self._far.host}:{self._far.port}: {error}"
+            reason = self._stopped or f"connection to {self._far.host}:{self._far.port}: {system_words(error)}"
         except Exception as error:  # noqa: BLE001 - the top of a thread: the ticket must end whatever happens
             reason = f"{type(error).__name__}: {error}"
         self._hang_up(reason)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvferry.errors import ConfigurationError, FerryError, TransportError, WireError
+from kvferry.system_words import system_words
 from kvferry.transport.addresses import family_of, resolve
 from kvferry.transport.base import Direction
 from kvferry.transport.pieces import Column, Offsets, Registry, View
@@ -92,7 +93,7 @@ class Server:
             address = resolve(host)
             self._listener = socket.create_server((str(address), 0), family=family_of(address), backlog=64)
         except (OSError, ConfigurationError) as error:
-            raise TransportError(f"cannot listen on {host!r}", found=str(error)) from error
+            raise TransportError(f"cannot listen on {host!r}", found=system_words(error)) from error
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._accept, name="kvferry-tcp-accept", daemon=True)
         self._thread.start()

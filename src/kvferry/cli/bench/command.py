@@ -64,7 +64,7 @@ def serve(
     may_stop: Annotated[bool, asked("--may-stop", help="Let answers end before their length (no ignore_eos).")] = False,
     warm_up: Annotated[int, asked(min=0, help="Warm-up requests, sent one by one and not counted.")] = 1,
     seed: Annotated[int, asked(help="Seed of prompts and arrival times.")] = 0,
-    slo: Annotated[str, good(help="Limits of a good answer: ttft=5s,itl=100ms,e2el=30s.")] = "",
+    slo: Annotated[str, good(help="Latency limits of an answer: ttft=5s,itl=100ms,e2el=30s.")] = "",
     itl_by: Annotated[ItlBy, good(help="ITL of a request: the mean or the p99 of its gaps.")] = ItlBy.MEAN,
     attainment: Annotated[
         float, good(min=0.0, max=1.0, help="Share of requests that must meet --slo, for --sweep.")

@@ -26,6 +26,7 @@ from kvferry.cli import console, environment
 from kvferry.cli.bench.table import show
 from kvferry.cli.page_file import page_file
 from kvferry.errors import ConfigurationError
+from kvferry.system_words import system_words
 
 __all__ = ["Arrival", "BenchOptions", "Output", "Server", "bench_serve", "headers_named"]
 
@@ -122,7 +123,8 @@ def _read(path: str, speed: float) -> tuple[Planned, ...]:
         with open(path, encoding="utf-8") as lines:
             return read_trace(lines, speed)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError("cannot read the trace", found=str(error), expected="a JSONL file") from None
+        found = f"{path}: {system_words(error)}"
+        raise ConfigurationError("cannot read the trace", found=found, expected="a JSONL file") from None
 
 
 async def _run(

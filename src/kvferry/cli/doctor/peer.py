@@ -164,7 +164,10 @@ def endpoint_of(address: str, token: SharedToken) -> str:
         found = ""
     if not found:
         raise ConfigurationError(
-            "invalid --peer address", found=address, expected="host:port", hint="such as 127.0.0.1:41234"
+            "invalid --peer address",
+            found=address,
+            expected="host:port, with a port from 1 to 65535",
+            hint="such as 127.0.0.1:41234",
         )
     if not token and not ip_address(found).is_loopback:
         what = "engines on other hosts need a shared token"

@@ -16,6 +16,7 @@ from kvferry.cli import console
 from kvferry.cli.doctor.facts import Fact, machine_facts, machine_findings, setting_facts, ucx_facts
 from kvferry.cli.doctor.trials import Trials, loopback, verdict
 from kvferry.errors import ConfigurationError, FerryError
+from kvferry.extras import missing_modules
 from kvferry.plan.copies import Direction
 from kvferry.staging.device_plugins import load_devices
 from kvferry.staging.devices import check_pair, devices
@@ -37,6 +38,7 @@ VERDICTS: Final = {
     Severity.WARNING: "Ready for transfers, with warnings",
     Severity.ERROR: "Not ready for transfers as set up",
 }
+NO_AGENT: Final = "Transports can be tried, but engines cannot use them: kvferry[agent] is not installed"
 WHERE: Final = {"loopback": "on this host", "peer": "to the peer"}
 NAME_WIDTH: Final = 28
 LEAST_WIDTH: Final = 20
@@ -143,7 +145,7 @@ def _devices(options: DoctorOptions) -> tuple[str, str, list[tuple[str, str, str
 def _missing(device: str) -> Iterator[Finding]:
     """That a device is planned for which is not here."""
     if device in KINDS and device not in {each.kind for each in accelerators()}:
-        what = f"this machine has no {device} device: the report says what one would need"
+        what = f"this machine has no {device} device; the report describes a machine that has one"
         yield Finding(
             Severity.NOTE, what, "none on the PCI bus", device, "omit --device to check the devices of this machine"
         )
@@ -201,7 +203,7 @@ def _verdict(report: _Report) -> str:
         for severity in (Severity.ERROR, Severity.WARNING, Severity.NOTE)
         if (number := counts[severity])
     ]
-    state = VERDICTS[worst(report.findings)]
+    state = NO_AGENT if missing_modules("agent") else VERDICTS[worst(report.findings)]
     taken = [f"{verdict(trials.measurements)} {WHERE[name]}" for name, trials in report.trials.items()]
     return f"{state} ({', '.join(found) or 'no findings'}). --transport auto takes {' and '.join(taken)}."
 
@@ -223,7 +225,8 @@ def _words(found: Measurement) -> str:
     if found.error:
         is_absent = found.error.startswith(NOT_TRIED) or "is not installed" in found.error
         return found.error if is_absent else f"does not work: {found.error}"
-    ways = f", carried by {' and '.join(found.carriers)}" if found.carriers else ""
+    is_itself = found.carriers in ((), (found.name,))
+    ways = "" if is_itself else f", carried by {' and '.join(found.carriers)}"
     written = found.writing
     writes = "" if written == UNMEASURED else f"; writes {written.error or written}"
     latency = f"{found.latency_s * 1e6:.0f} µs for 4 KiB"

@@ -25,6 +25,7 @@ from kvferry.plan.model import CacheModel, attention
 from kvferry.plan.quote import quote
 from kvferry.plan.strategy import typical_device
 from kvferry.plan.tokens import TokenRange
+from kvferry.system_words import system_words
 
 __all__ = ["Output", "PlanOptions", "Prompt", "check_speed", "facts_of", "model_of", "model_of_numbers", "plan"]
 
@@ -195,7 +196,8 @@ def _write(path: Path, facts: dict[str, Any]) -> None:
     try:
         path.write_text(page(facts), encoding="utf-8")
     except OSError as error:
-        raise ConfigurationError("cannot write the page", found=str(error), hint="name a file in a folder") from error
+        found = f"{path}: {system_words(error)}"
+        raise ConfigurationError("cannot write the page", found=found, hint="name a file in a folder") from error
     console.say(f"wrote {path}")
 
 

@@ -70,7 +70,10 @@ def fallback_of(name: str) -> PrefillFallback:
 
 
 def registration_of(is_open: bool, token_file: str) -> Registration:
-    """Who may register. Raises ConfigurationError for a token that cannot be used."""
+    """Who may register. Raises ConfigurationError for a token that cannot be used, or that nobody would show."""
+    if not is_open and token_file:
+        expected = "--accept-registrations as well"
+        raise ConfigurationError("--token-file needs --accept-registrations", found=token_file, expected=expected)
     if not is_open:
         return NO_REGISTRATION
     # Not at the top: a router that has no use for a token does without the transfer agent's libraries.
@@ -106,7 +109,9 @@ def _tracing(otel: bool) -> Tracing:
 
 async def _route(options: RouteOptions, app: Front, bound: socket.socket, tracing: Tracing) -> None:
     ends = [http.stdin_closed()] if options.as_child else []
-    drain = http.Drain(options.drain_s, app.state.membership.drain)
+    drain = http.Drain(
+        options.drain_s, app.state.membership.drain, senders="clients and load balancers", open_work="open requests"
+    )
     # What is there now stays: a collector that looks at all of it again holds up every open stream for tens of ms. A
     # request that is answered leaves no cycles behind, so there is nothing to look for often.
     gc.collect()

@@ -67,7 +67,7 @@ def summary(frame: Frame) -> dict[str, Any]:
 def view(frame: Frame) -> Group:
     """What a person sees: a line, the phases, the instances, and what is out."""
     found = summary(frame)
-    titles = "\nmean time by phase (decode: all of an answer that is not streamed)", "\ninstances"
+    titles = "\nmean time by phase (answers that are not streamed count as decode)", "\ninstances"
     return Group(_line(found), titles[0], _phase_table(found), titles[1], _member_table(found), *_out(found))
 
 

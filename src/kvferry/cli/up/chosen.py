@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvferry.errors import RequestError
+from kvferry.system_words import system_words
 
 __all__ = ["why_chosen"]
 
@@ -29,4 +30,4 @@ def _info(url: str) -> dict[str, Any]:
             found: dict[str, Any] = json.load(answer)
             return found
     except (OSError, ValueError) as error:
-        raise RequestError(f"{url} does not report its peers", found=repr(error)) from error
+        raise RequestError(f"{url} does not report its peers", found=system_words(error)) from error

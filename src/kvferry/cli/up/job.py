@@ -22,6 +22,7 @@ from kvferry.cli.up.fleet import READY_S, Fleet, FleetOptions
 from kvferry.cli.up.proof import Answer, Question, ask
 from kvferry.cli.up.vllm_counters import read, report_between
 from kvferry.errors import ConfigurationError, FerryError
+from kvferry.system_words import system_words
 
 __all__ = ["UpOptions", "up"]
 
@@ -38,6 +39,8 @@ VERIFIED = {
     "unreadable": "its lease only: the CPU cannot read its memory",
 }
 VLLM_READY_S = 900.0
+# The first time, a model of the Hub is downloaded by the engines.
+DOWNLOAD_READY_S = 3600.0
 # A prefix cache would answer the second question from what the first one has moved.
 SALTS = ("kvferry-together", "kvferry-alone")
 
@@ -109,7 +112,10 @@ def _log_folder(path: str) -> Path:
     except OSError as error:
         hint = "--log-dir takes a folder and creates it if needed"
         raise ConfigurationError(
-            "cannot create the log folder", found=str(error), expected="a folder", hint=hint
+            "cannot create the log folder",
+            found=f"{path or tempfile.gettempdir()}: {system_words(error)}",
+            expected="a folder",
+            hint=hint,
         ) from error
     return folder
 
@@ -145,8 +151,15 @@ def _fleet_options(options: UpOptions, engine_arguments: tuple[str, ...]) -> Fle
         # How large vLLM's cache is, is for its own options to say.
         cache_tokens=0 if options.engine == "vllm" else options.cache_tokens,
         port=options.port,
-        ready_s=VLLM_READY_S if options.engine == "vllm" else READY_S,
+        ready_s=_ready_s(options),
     )
+
+
+def _ready_s(options: UpOptions) -> float:
+    """How long the engines may take to start."""
+    if options.model != TINY and not Path(options.model).is_dir():
+        return DOWNLOAD_READY_S
+    return VLLM_READY_S if options.engine == "vllm" else READY_S
 
 
 def _show_proof(options: UpOptions, fleet: Fleet) -> bool:
@@ -238,7 +251,7 @@ def _why_nothing(facts: dict[str, Any]) -> str:
 
 def _keep_serving(fleet: Fleet) -> None:
     """Until Ctrl-C: mend what breaks."""
-    console.say(f"serving an OpenAI API at {fleet.url}/v1 (model {fleet.model}); Ctrl-C stops everything")
+    console.say(f"serving an OpenAI API at {fleet.url}/v1 (model {fleet.model}); Ctrl-C or SIGTERM stops everything")
     while True:
         fleet.mend()
         time.sleep(MEND_S)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from kvferry.cli import environment
 from kvferry.errors import RequestError
 from kvferry.openai import REPORT_HEADER
+from kvferry.system_words import system_words
 
 __all__ = ["Answer", "Question", "ask"]
 
@@ -94,7 +95,7 @@ def _chunks(url: str, body: bytes, paths: list[str]) -> Iterator[dict[str, Any]]
             if line.startswith(b"data: {"):
                 yield json.loads(line[len(b"data: ") :])
     except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-        raise RequestError(f"no answer from {url}", found=repr(error)) from error
+        raise RequestError(f"no answer from {url}", found=system_words(error)) from error
     finally:
         connection.close()
 

@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.errors import RequestError
+from kvferry.system_words import system_words
 
 __all__ = ["Reading", "read", "report_between"]
 
@@ -62,4 +63,4 @@ def _metrics(url: str) -> str:
             text: str = answer.read().decode()
             return text
     except OSError as error:
-        raise RequestError(f"no metrics from {url}", found=repr(error)) from error
+        raise RequestError(f"no metrics from {url}", found=system_words(error)) from error

@@ -90,7 +90,7 @@ def _placements(allocator: Any, base: int) -> list[Placement]:
                 f"the engine's view of {name} does not fit its blocks",
                 found=f"{block} bytes per block, {tuple(view.shape[1:])} per token",
                 expected=f"{allocator.bytes_per_block} bytes per block, {tuple(map(len, spans))} per token",
-                hint="this release of transformers arranges its cache in a new way",
+                hint="this release of transformers lays out its cache in a way that kvferry does not know",
             )
         offset = view.data_ptr() - base
         placements.append(Placement(name, 0, allocator.index, offset, spans, (head, dim), block, row))

@@ -63,7 +63,7 @@ class TokenSampler:
         """The token after `answer`. `logits` has one row. Raises ValueError when no token is possible."""
         scores = self._penalised(self._allowed(logits, answer), answer)
         if not torch.isfinite(scores.max()):
-            raise ValueError("what the request forbids leaves no token")
+            raise ValueError("the request forbids every token")
         if self.sampling.temperature < GREEDY_BELOW:
             return int(scores.argmax())
         ids = torch.empty((1, 0), dtype=torch.long)  # none of these looks at the text
@@ -72,7 +72,7 @@ class TokenSampler:
         odds = scores.softmax(-1)
         if not torch.isfinite(odds).all():
             # Drawing from these raises an error that would end every request of the batch.
-            raise ValueError("the request's penalties and temperature leave no finite odds")
+            raise ValueError("the request's penalties and temperature leave no valid probabilities")
         return int(torch.multinomial(odds, 1, generator=self._generator))
 
     def _allowed(self, scores: torch.Tensor, answer: list[int]) -> torch.Tensor:
