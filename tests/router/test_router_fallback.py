@@ -44,6 +44,7 @@ def test_what_decode_alone_would_have_served_is_refused(prefill, reason):
             assert (reply.status, reply.error["code"], reply.error["reason"]) == (503, CODE, reason)
             assert int(reply.headers["retry-after"]) > 0
             assert reply.headers["x-kvferry-reason"] == reason
+            assert "x-kvferry-path" not in reply.headers
             assert c.decode[0].seen == []
             assert await c.metric(REFUSED % reason) == 1
 

@@ -116,7 +116,8 @@ class Driver:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if command.retry_after_s:
             headers.append((b"retry-after", str(command.retry_after_s).encode()))
-        await self._client.start(command.status, self._response_headers(Head(command.status, headers)))
+        headers = self._response_headers(Head(command.status, headers), tells_path=False)
+        await self._client.start(command.status, headers)
         await self._client.finish(body)
 
     async def end_with_error(self, command: EndWithError) -> None:
@@ -127,9 +128,11 @@ class Driver:
         """Send nothing: a server closes the connection of an app that returns amid its response."""
         self._client.status = BROKEN_OFF
 
-    def _response_headers(self, head: Head) -> Headers:
+    def _response_headers(self, head: Head, *, tells_path: bool = True) -> Headers:
+        """A refusal of the router's own came by no path."""
         pace = self._legs.pace
-        own = {"x-request-id": self._call.request_id, "x-kvferry-path": str(self.flow.path)}
+        own = {"x-request-id": self._call.request_id}
+        own |= {"x-kvferry-path": str(self.flow.path)} if tells_path else {}
         own |= {"x-kvferry-reason": self.flow.reason} if self.flow.reason else {}
         own |= {"server-timing": server_timing(pace.phases)} if head.status and pace.decode_s else {}
         return response_headers(head.headers, own)
