@@ -63,7 +63,7 @@ test-kernels: .venv/dev
 
 # The documentation as a site in build/site; a link that leads nowhere is an error.
 docs: .venv/docs
-	@NO_COLOR=1 $(BIN)/zensical build --clean --strict
+	@$(BIN)/zensical build --clean --strict
 
 docs-serve: .venv/docs
 	@$(BIN)/zensical serve $(ARGS)

@@ -1,13 +1,16 @@
-"""docs/operations.md names every counter and every reason that there is, and no others."""
+"""The operators' pages name every metric and every reason that there is, and no others."""
 
 import json
 import re
 from pathlib import Path
 
+import yaml
+
 from kvferry.wire.messages import Reason
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "docs/operations.md").read_text()
+METRICS = (ROOT / "docs/metrics.md").read_text()
+TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
 COUNTER = r'(?:Counter|_counter|CounterMetricFamily)\(\s*f?"([\w{}]+)"'
 GAUGE = r'(?:Gauge|_gauge|GaugeMetricFamily|Histogram|_histogram)\(\s*"(\w+)"'
 
@@ -23,22 +26,39 @@ def families():
 
 
 def test_every_metric_is_documented_and_no_other():
-    written = set(re.findall(r"^\| `(kvferry_\w+)`", TEXT, re.MULTILINE))
+    written = set(re.findall(r"^\| `(kvferry_\w+)`", METRICS, re.MULTILINE))
     assert written == set(families())
     assert len(written) == 40
 
 
 def test_every_reason_of_a_failed_transfer_is_documented_and_no_other():
-    (table,) = re.findall(r"^\| reason \| what it means .*?\n\n", TEXT, re.MULTILINE | re.DOTALL)
+    (table,) = re.findall(r"^\| reason \| what it means .*?\n\n", TROUBLES, re.MULTILINE | re.DOTALL)
     cells = [line.split("|")[1] for line in table.splitlines()[2:] if line]
     assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == set(Reason)
 
 
-def test_every_option_is_one_of_the_command():
-    options = "".join(path.read_text() for path in (ROOT / "src/kvferry/cli").glob("*/command.py"))
-    both = TEXT + (ROOT / "docs/router.md").read_text()
-    for option in set(re.findall(r"(?:`| )--([a-z-]+)", both)) - {"as-child", "once", "json"}:
-        assert re.search(rf"^    {option.replace('-', '_')}: ", options, re.MULTILINE), option
+def rules():
+    """The alarms that are suggested."""
+    return yaml.safe_load(re.search(r"^```yaml\n(.*?)^```$", METRICS, re.MULTILINE | re.DOTALL)[1])["groups"][0][
+        "rules"
+    ]
+
+
+def test_every_alarm_asks_for_a_metric_that_exists():
+    known = set(families())
+    known |= {f"{name}_{part}" for name in known for part in ("bucket", "sum", "count")}
+    assert len(rules()) > 5
+    for rule in rules():
+        assert set(re.findall(r"kvferry_\w+", rule["expr"])) <= known, rule["alert"]
+        assert rule["expr"].count("(") == rule["expr"].count(")")
+
+
+def test_every_reason_that_an_alarm_names_is_one():
+    reasons = set(re.findall(r"^\| (`.+?) \|", (ROOT / "docs/router.md").read_text(), re.MULTILINE))
+    known = {name for cell in reasons for name in re.findall(r"`(\w+)`", cell)} | set(Reason)
+    for rule in rules():
+        for named in re.findall(r'reason=~?"([^"]+)"', rule["expr"]):
+            assert set(named.split("|")) <= known
 
 
 def expressions():

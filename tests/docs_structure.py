@@ -1,0 +1,47 @@
+"""docs/design/structure.md: the packages and the first words of their docstrings. `python tests/docs_structure.py` writes it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src/kvferry"
+PAGE = ROOT / "docs/design/structure.md"
+HEAD = """# Where things are
+
+The packages in the order of their layers, the highest first: each may import those below it. What a package is for is the
+beginning of its docstring; this page is generated from them.
+
+| package | what it is for |
+|---|---|
+"""
+
+
+def page() -> str:
+    """The page as it should be."""
+    return HEAD + "".join(f"| `{name}` | {_purpose(SOURCE / name)} |\n" for name in _packages())
+
+
+def _packages() -> list[str]:
+    found = {path.parent.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*/__init__.py")} - {"."}
+    order = _layers()
+    rank = {name: number for number, name in enumerate(order)}
+    return sorted(found, key=lambda name: (rank.get(name.split("/")[0], len(order)), name))
+
+
+def _layers() -> list[str]:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract for contract in contracts if contract["type"] == "layers")["layers"]
+    return re.findall(r"kvferry\.(\w+)", " ".join(layers))
+
+
+def _purpose(package: Path) -> str:
+    text = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
