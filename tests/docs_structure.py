@@ -1,4 +1,4 @@
-"""docs/design/structure.md: the packages and the first words of their docstrings. `python tests/docs_structure.py` writes it."""
+"""`python tests/docs_structure.py` writes docs/design/structure.md: the packages and what their docstrings say."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SOURCE = ROOT / "src/kvferry"
 PAGE = ROOT / "docs/design/structure.md"
 HEAD = """# Where things are
 
-The packages in the order of their layers, the highest first: each may import those below it. What a package is for is the
-beginning of its docstring; this page is generated from them.
+The packages in the order of their layers, the highest first: each may import those below it. What a package is for is
+the beginning of its docstring; this page is generated from them.
 
 | package | what it is for |
 |---|---|

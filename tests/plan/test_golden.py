@@ -1,4 +1,4 @@
-"""The examples of docs/design.md, worked out there by hand: these numbers were not produced by the code."""
+"""The examples of docs/design/examples.md, worked out there by hand: these numbers were not produced by the code."""
 
 from dataclasses import replace
 

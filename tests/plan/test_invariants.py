@@ -1,4 +1,4 @@
-"""The invariants I1-I6 of docs/design.md over random pairs of engines, checked by the oracle."""
+"""The invariants I1-I6 of docs/design/plan.md over random pairs of engines, checked by the oracle."""
 
 from collections import Counter, defaultdict
 from dataclasses import replace
