@@ -16,7 +16,7 @@ from kvferry.extras import missing_extra
 
 __all__ = ["data", "fail", "friendly", "say", "say_through", "tell", "words"]
 
-words = Console(stderr=True, highlight=False)
+words = Console(stderr=True, highlight=False, markup=False)
 """Everything that is meant for a person to read while they wait."""
 
 

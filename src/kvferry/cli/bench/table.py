@@ -26,7 +26,7 @@ TIMES = (
 
 def show(reports: Sequence[Report], attainment: float) -> None:
     """One run in full; of several a row each, and at which rate so much was within the limits, if there are any."""
-    out = Console(highlight=False)
+    out = Console(highlight=False, markup=False)
     if len(reports) == 1:
         out.print(_times(reports[0]))
         _say(out, _words(reports[0]))

@@ -78,7 +78,7 @@ def doctor(options: DoctorOptions) -> int:
     if options.as_json:
         console.data(_as_json(report))
     else:
-        _print(report, Console())
+        _print(report, Console(markup=False, highlight=False))
     return EXIT_CODES[worst(report.findings)]
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from kvferry.catalog import Entry, Options, read
 from kvferry.cli import console
@@ -78,11 +79,11 @@ def plan(options: PlanOptions, output: Output) -> None:
     if output.as_json:
         console.data(facts)
         return
-    screen = Console()
+    screen = Console(markup=False)
     tables = {_width_of(table): table for table in (_table(facts), _table(facts, is_narrow=True))}
     # Numbers that are cut are worse than lines that wrap.
     needed = next((width for width in tables if width <= screen.width), min(tables))
-    Console(width=max(screen.width, needed)).print(tables[needed])
+    Console(width=max(screen.width, needed), markup=False).print(tables[needed])
     for line in _summary(facts, options.entry):
         screen.print(line, highlight=False, markup=False)
 
@@ -227,22 +228,25 @@ def _table(facts: dict[str, Any], *, is_narrow: bool = False) -> Table:
 
 def _width_of(table: Table) -> int:
     """In columns of a screen, where nothing is cut."""
-    screen = Console(width=MAX_WIDTH)
+    screen = Console(width=MAX_WIDTH, markup=False)
     return Measurement.get(screen, screen.options, table).maximum
 
 
-def _figures(pair: dict[str, Any], num_alike: int) -> list[str]:
+def _figures(pair: dict[str, Any], num_alike: int) -> list[str | Text]:
     """Its size and what each strategy takes, the chosen one first."""
     each = "\neach" if num_alike > 1 else ""
     others = {name: price for name, price in pair["prices"].items() if name != pair["strategy"]}
     return [
         bytes_words(pair["bytes"]) + each,
         _rows_words(pair) + each,
-        "\n".join([pair["strategy"], *(f"[dim]({name})[/]" for name in others)]),
-        "\n".join(
-            [seconds_words(pair["predicted_s"]), *(f"[dim]{seconds_words(price)}[/]" for price in others.values())]
-        ),
+        _above(pair["strategy"], [f"({name})" for name in others]),
+        _above(seconds_words(pair["predicted_s"]), [seconds_words(price) for price in others.values()]),
     ]
+
+
+def _above(chosen: str, others: list[str]) -> Text:
+    """Lines, of which the first one counts."""
+    return Text("\n").join([Text(chosen), *(Text(other, "dim") for other in others)])
 
 
 def _rows_words(facts: dict[str, Any]) -> str:

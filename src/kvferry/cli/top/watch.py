@@ -54,12 +54,12 @@ def top(options: TopOptions, sleep: Callable[[float], None] = time.sleep) -> Non
     if options.as_json:
         console.data(summary(frame))
     else:
-        Console().print(view(frame))
+        Console(markup=False).print(view(frame))
 
 
 def _live(options: TopOptions, before: Look, sleep: Callable[[float], None]) -> None:
     """On a screen in place; into a file or a pipe one frame after the other."""
-    screen = Console()
+    screen = Console(markup=False)
     with Live(console=screen, auto_refresh=False, screen=True) if screen.is_terminal else nullcontext() as live:
         while True:
             sleep(options.interval_s)

@@ -181,7 +181,7 @@ def _show_proof(options: UpOptions, fleet: Fleet) -> bool:
         console.data(facts)
     else:
         sys.stdout.write("\n\n")
-        Console().print(_table(facts))
+        Console(markup=False).print(_table(facts))
     return bool(facts["equal"])
 
 
