@@ -20,7 +20,7 @@ def start(tmp_path):
 
     def begin(*arguments: str) -> tuple[str, object]:
         log = tmp_path / "log"
-        child = Child(Command(arguments[0], (*arguments, "--json", "--as-child", "--port", "0"), log))
+        child = Child(Command(arguments[0], (*arguments, "--port", "0"), log))
         children.append(child)
         return child.wait_until_ready(time.monotonic() + READY_S)["url"], log
 
