@@ -245,6 +245,25 @@ def test_one_of_the_adapter_in_place_has_a_name_when_no_other_goes_on_with_the_o
     assert accepts(after, request(lora_request=second), names=names)
 
 
+def test_a_request_that_comes_late_with_the_adapter_before_is_in_the_way_of_others(tmp_path):
+    names = Prompts()
+    first, second = in_place(names, tmp_path)
+    after = begun(names, loaded(names, second), "after")
+    assert name(names, after).inputs
+    begun(names, first, "late")
+    assert not names.is_certain(after)
+
+
+def test_files_that_come_while_they_are_loaded_are_seen_then(tmp_path):
+    """Those of a repository, which vLLM downloads."""
+    names, missing = Prompts(), LoRARequest("tuned", 1, str(tmp_path / "a"))
+    with names.loading(missing):
+        adapter(tmp_path / "a")
+    adapter(tmp_path / "a", weights=b"changed")
+    with pytest.raises(RequestError, match="changed since"):
+        name(names, request(lora_request=missing))
+
+
 def test_vllm_tells_what_it_loads_before_it_loads_it(tmp_path):
     from vllm.v1.engine.core import EngineCore
 

@@ -311,3 +311,21 @@ def test_nothing_is_held_where_nothing_will_be_fetched(params):
     made = scheduler()
     made.on_new_request(request(params))
     assert made.take_orders(is_idle=False).holds == []
+
+
+def test_every_request_that_comes_and_goes_is_told_whether_or_not_anything_is_transferred():
+    """vLLM may load an adapter for it."""
+
+    class Told(Prompts):
+        def begin(self, request):
+            told.append(("begin", request.request_id))
+
+        def end(self, request):
+            told.append(("end", request.request_id))
+
+    told, made, asked = [], scheduler(), request(None)
+    made._prompts = Told()
+    made.on_new_request(asked)
+    end(asked, RequestStatus.FINISHED_STOPPED)
+    assert made.finished(asked, TABLES) == (False, None)
+    assert told == [("begin", "cmpl-here"), ("end", "cmpl-here")]
