@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from measuring import machine, say
 
 from kvferry.cli.up.fleet import Fleet, FleetOptions
-from kvferry.embedded.model import ensure_tiny_model
+from kvferry.embedded.model.tiny import ensure_tiny_model
 
 TIMEOUT_S = 60.0
 WARM_UP = 3

@@ -21,10 +21,12 @@ import numpy as np
 import xxhash
 from measuring import Work, interleaved, machine, say
 
-from kvferry.agent.digests import Digester, HostBytes
-from kvferry.plan import CacheModel, EngineShape, Layout, TokenRange, attention, describe, latent, route
-from kvferry.plan.digest import Policy, Portion, Subject, portions_of, subject_of
-from kvferry.plan.extract import Extractor
+from kvferry.agent.memory.digests import Digester, HostBytes
+from kvferry.plan import CacheModel, EngineShape, Layout, TokenRange, attention, latent
+from kvferry.plan.description import describe
+from kvferry.plan.digests.extract import Extractor
+from kvferry.plan.digests.subject import Policy, Portion, Subject, portions_of, subject_of
+from kvferry.plan.routing import route
 from kvferry.transport.base import Memory
 
 NUM_TOKENS, BLOCK_TOKENS = 8192, 16

@@ -24,15 +24,15 @@ from typing import Any
 from goodput_model import make_model
 from measuring import machine, say
 
-from kvferry.bench.arrivals import poisson
-from kvferry.bench.lengths import Lengths
-from kvferry.bench.load import run_load
-from kvferry.bench.record import Record
-from kvferry.bench.report import Report, report_of
-from kvferry.bench.slo import ItlBy, Slo, slo_named
-from kvferry.bench.sweep import best_of, rates_named
-from kvferry.bench.target import Target
-from kvferry.bench.workload import Planned, Synthetic, synthetic
+from kvferry.bench.load.arrivals import poisson
+from kvferry.bench.load.generator import run_load
+from kvferry.bench.load.lengths import Lengths
+from kvferry.bench.load.target import Target
+from kvferry.bench.load.workload import Planned, Synthetic, synthetic
+from kvferry.bench.report.record import Record
+from kvferry.bench.report.report import Report, report_of
+from kvferry.bench.report.slo import ItlBy, Slo, slo_named
+from kvferry.bench.report.sweep import best_of, rates_named
 from kvferry.cli.up.fleet import Fleet, FleetOptions
 
 # The mark: Llama-3.3-70B int4, fp8 cache, 8 cards, 1,500 tokens in and 150 out: 1.06 against 0.64 requests/s.

@@ -6,7 +6,7 @@ import base64
 import time
 from collections.abc import Mapping
 
-from kvferry.plan.copies import Copies, Direction
+from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.transport.base import Memory
 from kvferry.transport.opening import open_transports
 

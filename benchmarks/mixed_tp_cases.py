@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.agent import AgentConfig
-from kvferry.plan import EngineShape, Layout, attention, bind, describe, route
-from kvferry.plan.copies import Copies
-from kvferry.plan.program import Program
-from kvferry.plan.slots import SlotPlan, StagedRequest, any_tables, region_starts
-from kvferry.plan.staged import Strategy
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan import EngineShape, Layout, attention, bind
+from kvferry.plan.description import describe
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.program import Program
+from kvferry.plan.routing import route
+from kvferry.plan.slots.partition import SlotPlan, StagedRequest, any_tables, region_starts
+from kvferry.plan.strategy.strategies import Strategy
 
 __all__ = ["BLOCK_TOKENS", "FORMATS", "NUM_BLOCKS", "PAIRS", "TOKENS", "Request", "Rig", "logical", "pattern", "write"]
 

@@ -11,8 +11,8 @@ from uuid import uuid4
 
 import numpy as np
 
-from kvferry.plan.copies import Copies, Direction
-from kvferry.transport.preparing import PACKAGES, prepare
+from kvferry.plan.programs.copies import Copies, Direction
+from kvferry.transport.machine.preparation import PACKAGES, prepare
 
 __all__ = ["PROGRESS_S", "PlainNixl", "Prepared"]
 

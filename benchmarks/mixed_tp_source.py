@@ -23,11 +23,11 @@ from mixed_tp_nixl import PROGRESS_S, PlainNixl, Prepared
 from mixed_tp_stages import Chain, Signals, SourceStages
 
 from kvferry.agent import Agent, AgentConfig, Host
-from kvferry.plan.copies import Direction
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import LeaseWanted, SourceFree, Timing
-from kvferry.transport.copier import prepared
 from kvferry.transport.opening import open_transports
-from kvferry.transport.shared_memory import allocate_shared
+from kvferry.transport.rowcopy.choice import prepared
+from kvferry.transport.shm.shared_memory import allocate_shared
 
 __all__ = ["TIMING", "SourceProcess"]
 

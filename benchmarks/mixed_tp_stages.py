@@ -22,14 +22,14 @@ import numpy as np
 from mixed_tp_cases import Request, Rig
 from mixed_tp_nixl import PROGRESS_S, PlainNixl
 
-from kvferry.plan.copies import Copies, Direction
-from kvferry.plan.tiles import Tile
-from kvferry.session.unpacking import WINDOW
+from kvferry.plan.programs.copies import Copies, Direction
+from kvferry.plan.programs.tiles import Tile
+from kvferry.session.target.unpacking import WINDOW
 from kvferry.staging.host_mover import HostMover, host_pieces
 from kvferry.transport.base import Memory
-from kvferry.transport.pieces import Pieces
-from kvferry.transport.rows import copy_tiles
-from kvferry.transport.shared_memory import allocate_shared
+from kvferry.transport.registered_memory import Pieces
+from kvferry.transport.rowcopy.rows import copy_tiles
+from kvferry.transport.shm.shared_memory import allocate_shared
 
 __all__ = ["Chain", "Signals", "SourceStages", "TargetStages", "mover_runs", "run_chains"]
 

@@ -19,13 +19,13 @@ from mixed_tp_stages import Chain, TargetStages, run_chains
 
 from kvferry.agent import Agent, AgentConfig, Host, new_epoch, new_lease_id
 from kvferry.agent.config import staging_named
-from kvferry.agent.lent_memory import host_arena
-from kvferry.plan.copies import Copies, Direction
-from kvferry.plan.digest import Policy
+from kvferry.agent.memory.shared_regions import host_arena
+from kvferry.plan.digests.subject import Policy
+from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.session.events import Fetched, FetchWanted
-from kvferry.transport.copier import current, prepared
 from kvferry.transport.opening import open_transports
-from kvferry.transport.shared_memory import allocate_shared
+from kvferry.transport.rowcopy.choice import current, prepared
+from kvferry.transport.shm.shared_memory import allocate_shared
 from kvferry.wire.messages import Reference
 
 __all__ = ["Target"]

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.plan import Copies, EngineShape, Layout, Program, TokenRange, attention, bind, copies_for, describe, route
+from kvferry.plan import Copies, EngineShape, Layout, Program, TokenRange, attention, bind, copies_for
+from kvferry.plan.description import describe
+from kvferry.plan.routing import route
 
 __all__ = [
     "BLOCK_TOKENS",

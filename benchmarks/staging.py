@@ -28,13 +28,13 @@ from measuring import Work, machine, say
 from numba import njit
 from numpy.typing import NDArray
 
-from kvferry.plan.copies import Copies
-from kvferry.plan.tiles import Tile
-from kvferry.transport import copier, numpy_rows
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.tiles import Tile
 from kvferry.transport.base import Direction
-from kvferry.transport.copying import CopyQueue, Posting
-from kvferry.transport.pieces import Offsets, Pieces, Side, View
-from kvferry.transport.rows import copy_tiles
+from kvferry.transport.registered_memory import Offsets, Pieces, Side, View
+from kvferry.transport.rowcopy import choice, numpy_rows
+from kvferry.transport.rowcopy.queue import CopyQueue, Posting
+from kvferry.transport.rowcopy.rows import copy_tiles
 
 ROW_BYTES = (64, 256, 1 << 10, 4 << 10, 64 << 10)
 BLOCK_ROWS = 16
@@ -108,9 +108,9 @@ def cases(lengths: Sequence[int]) -> Iterator[Case]:
 
 def contestants() -> dict[str, Copy]:
     """What copies: ours with numba and without, and torch where it is installed."""
-    copier.prepare()
-    copier.prepared(120)
-    ours = copier.current()
+    choice.prepare()
+    choice.prepared(120)
+    ours = choice.current()
     found: dict[str, Copy] = {ours.name: lambda *rows: sum(ours.copy(*rows))}
     found["numpy"] = lambda *rows: sum(numpy_rows.copy(*rows))
     try:

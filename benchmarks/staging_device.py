@@ -28,10 +28,10 @@ import torch
 from measuring import machine, say
 from staging import places
 
-from kvferry.plan.copies import Copies
-from kvferry.plan.tiles import Tile, tile_of
-from kvferry.staging.launches import Launch, launch_of
-from kvferry.staging.patterns import tiles_of
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.tiles import Tile, tile_of
+from kvferry.staging.device.launches import Launch, launch_of
+from kvferry.staging.device.patterns import tiles_of
 
 ROW_BYTES = (256, 1 << 10, 4 << 10, 64 << 10)
 ORDERS = ("1 of 2", "1 of 4", "blocks")
@@ -117,7 +117,7 @@ class Index:
         return Index(self.launches, tuple(part if is_here else part.pin_memory() for part in self.columns))
 
     def copy(self) -> None:
-        from kvferry.staging.kernels import copy_tile
+        from kvferry.staging.device.kernels import copy_tile
 
         for part, launch in zip(self.columns, self.launches, strict=True):
             copy_tile(part, launch)

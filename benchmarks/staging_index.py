@@ -20,17 +20,17 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from measuring import machine, say
 
-from kvferry.plan.copies import Copies
-from kvferry.plan.describe import FORMATS, EngineShape, describe
-from kvferry.plan.model import attention
-from kvferry.plan.program import bind
-from kvferry.plan.route import route
-from kvferry.plan.slots import SlotPlan, StagedRequest, region_starts
-from kvferry.plan.staged import Side, Strategy
-from kvferry.plan.tiles import Tile, plain, rows_of, tile_of
-from kvferry.plan.tokens import TokenRange
-from kvferry.staging.launches import MAX_ROW_BYTES, launch_of
-from kvferry.staging.patterns import for_device, tiles_of
+from kvferry.plan.description.describe import FORMATS, EngineShape, describe
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.tiles import Tile, plain, rows_of, tile_of
+from kvferry.plan.routing.route import route
+from kvferry.plan.slots.partition import SlotPlan, StagedRequest, region_starts
+from kvferry.plan.strategy.strategies import Side, Strategy
+from kvferry.staging.device.launches import MAX_ROW_BYTES, launch_of
+from kvferry.staging.device.patterns import for_device, tiles_of
 
 SLOT_BYTES = 8 << 20
 # So many blocks of 16 or 24 tokens of 16 KiB each side has for this rank.

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.cli.main import main
-from kvferry.embedded.bridge import AgentTransfer
-from kvferry.session.landings import Landings
+from kvferry.embedded.transfer.bridge import AgentTransfer
+from kvferry.session.source.completed_reads import Landings
 
 way = Path(sys.argv.pop(1))
 begin, offer, landed, complete = AgentTransfer.__init__, AgentTransfer.offer, Landings.landed, Landings._complete

@@ -8,19 +8,19 @@ import pytest
 from docs_structure import PAGE, page
 
 from kvferry import catalog
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import Axis, State
-from kvferry.plan.model import CacheModel, Kept, LayerCache, latent
-from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import route
-from kvferry.plan.tokens import TokenRange
-from kvferry.session.fetch import READ_TABLE
-from kvferry.session.handshake import PEER_TABLE
-from kvferry.session.lease import LEASE_TABLE
-from kvferry.session.machine import diagram
-from kvferry.session.slot_use import SLOT_TABLE
-from kvferry.session.writes import WRITE_TABLE
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Axis, State
+from kvferry.plan.description.model import CacheModel, Kept, LayerCache, latent
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.routing.route import route
+from kvferry.session.slot import SLOT_TABLE
+from kvferry.session.source.lease import LEASE_TABLE
+from kvferry.session.source.write import WRITE_TABLE
+from kvferry.session.state import diagram
+from kvferry.session.target.fetch import READ_TABLE
+from kvferry.session.target.handshake import PEER_TABLE
 
 ROOT = Path(__file__).parents[1]
 DESIGN = ROOT / "docs/design"

@@ -17,10 +17,15 @@ GAUGE = r'(?:Gauge|_gauge|GaugeMetricFamily|Histogram|_histogram)\(\s*"(\w+)"'
 
 def families():
     """The names of all metrics of the engine and the router, as they are shown."""
-    files = ("embedded/report.py", "embedded/collector.py", "embedded/transfer_histograms.py", "router/metrics.py")
+    files = (
+        "embedded/answers/report.py",
+        "embedded/transfer/collector.py",
+        "embedded/transfer/histograms.py",
+        "router/telemetry/metrics.py",
+    )
     source = {name: (ROOT / "src/kvferry" / name).read_text() for name in files}
     for name, text in source.items():
-        prefix = "kvferry_engine_" if name == "embedded/report.py" else ""
+        prefix = "kvferry_engine_" if name == "embedded/answers/report.py" else ""
         yield from (f"{prefix}{counter}_total" for counter in re.findall(COUNTER, text) if "{" not in counter)
         yield from re.findall(GAUGE, text)
 

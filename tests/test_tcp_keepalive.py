@@ -10,11 +10,11 @@ import pytest
 import uvloop
 import zmq
 
-from kvferry.agent.control import OPTIONS
-from kvferry.cli.listening import listen
-from kvferry.router.pool import Pool, origin_of
+from kvferry.agent.control.sockets import OPTIONS
+from kvferry.cli.server.listening import listen
+from kvferry.router.upstream.connection_pool import Pool, origin_of
 from kvferry.tcp_keepalive import IDLE_S, INTERVAL_S, NUM_PROBES, USER_TIMEOUT_MS
-from kvferry.transport.tcp_connection import Connection
+from kvferry.transport.tcp.connection import Connection
 
 WANTED = {
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,

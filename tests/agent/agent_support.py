@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.agent import new_lease_id
-from kvferry.plan.describe import EngineShape
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape
+from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import LeaseWanted
 from kvferry.staging.host_mover import HostMover, host_pieces
-from kvferry.testing import oracle
-from kvferry.testing.gated import GatedTransport
-from kvferry.testing.transport_world import wait_for_unmapping
+from kvferry.testing.engines import oracle
+from kvferry.testing.transports.gated import GatedTransport
+from kvferry.testing.transports.world import wait_for_unmapping
 
 SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
 TARGET = EngineShape(1, 1, block_tokens=6, num_blocks=9, format="block-head-major")

@@ -7,14 +7,14 @@ import pytest
 
 from kvferry.agent import Agent, AgentConfig, Host, new_epoch
 from kvferry.agent.config import SLOT_BYTES, near_mover
-from kvferry.plan.copies import Direction
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import attention
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import FetchWanted, Timing
-from kvferry.testing import oracle
+from kvferry.testing.engines import oracle
 from kvferry.transport.opening import open_transports
-from kvferry.transport.shared_memory import allocate_shared
+from kvferry.transport.shm.shared_memory import allocate_shared
 
 MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)
 # Generous where nothing is waited for, so that a busy machine is not taken for a lost peer.

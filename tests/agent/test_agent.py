@@ -10,12 +10,13 @@ import pytest
 import zmq
 from agent_support import SOURCE, TARGET
 
-from kvferry.agent import Agent, AgentConfig, Host, control, new_lease_id
-from kvferry.agent.shared_token import SharedToken
+from kvferry.agent import Agent, AgentConfig, Host, new_lease_id
+from kvferry.agent.control import sockets
+from kvferry.agent.control.shared_token import SharedToken
 from kvferry.errors import ConfigurationError, RequestError
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree, Timing
-from kvferry.testing import oracle
+from kvferry.testing.engines import oracle
 from kvferry.transport.opening import open_transports
 from kvferry.wire.codec import decode, frame_of
 from kvferry.wire.messages import WIRE_VERSION, Reason, Reference, Refusal
@@ -206,7 +207,7 @@ def test_a_port_that_is_not_allowed_is_not_blamed_on_the_host(host, monkeypatch)
     def refuse(*_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(control, "Doors", refuse)
+    monkeypatch.setattr(sockets, "Doors", refuse)
     with pytest.raises(ConfigurationError, match="cannot listen on") as caught:
         Agent(AgentConfig("p1", port=80), host, open_transports("shm").transports, {})
     assert "--transfer-port" in caught.value.hint

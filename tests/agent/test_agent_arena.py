@@ -9,15 +9,15 @@ import pytest
 from agent_support import Gate
 
 from kvferry.agent import Agent, AgentConfig, Host, new_lease_id
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import attention
-from kvferry.plan.staged import Strategy
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.events import Fetched, FetchWanted, LeaseWanted, SourceFree, Timing
-from kvferry.session.ways import StagingPolicy
-from kvferry.testing import oracle
-from kvferry.testing.far_device import FAR_ADDRESS
-from kvferry.testing.reachable_device import DeviceMemory, DeviceTransport, device_mover
+from kvferry.session.target.read_strategy import StagingPolicy
+from kvferry.testing.engines import oracle
+from kvferry.testing.transports.far_device import FAR_ADDRESS
+from kvferry.testing.transports.reachable_device import DeviceMemory, DeviceTransport, device_mover
 from kvferry.transport import memory_kind
 from kvferry.transport.memory_kind import MemoryKind, register_kind
 from kvferry.transport.opening import open_transports
@@ -151,7 +151,7 @@ def test_bytes_stay_on_the_device_until_they_are_on_the_wire(make_rank, transpor
 def kept(monkeypatch):
     """What stays for the life of the process."""
     memories = []
-    monkeypatch.setattr("kvferry.agent.lent_memory._kept", memories)
+    monkeypatch.setattr("kvferry.agent.memory.shared_regions._kept", memories)
     yield memories
     memories.clear()
 

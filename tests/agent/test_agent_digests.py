@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, check, leased
 
-from kvferry.agent.digests import STEP_BYTES, Digester, HostBytes
-from kvferry.plan.digest import Policy
-from kvferry.plan.extract import Extract
-from kvferry.plan.layout import Region
-from kvferry.plan.parts import Grid
+from kvferry.agent.memory.digests import STEP_BYTES, Digester, HostBytes
+from kvferry.plan.description.layout import Region
+from kvferry.plan.digests.extract import Extract
+from kvferry.plan.digests.parts import Grid
+from kvferry.plan.digests.subject import Policy
 from kvferry.session.events import Failed, Fetched, SourceFree, TargetFree
-from kvferry.session.ways import NO_STAGING
+from kvferry.session.target.read_strategy import NO_STAGING
 from kvferry.transport.base import Memory
 from kvferry.transport.faulty import FaultKind, FaultyTransport
 

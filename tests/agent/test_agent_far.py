@@ -8,16 +8,16 @@ import pytest
 
 from kvferry.agent import Agent, AgentConfig, Host, new_lease_id
 from kvferry.errors import ConfigurationError
-from kvferry.plan.copies import Direction
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.digest import Policy
-from kvferry.plan.model import attention
-from kvferry.plan.staged import Strategy
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.digests.subject import Policy
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.events import Failed, Fetched, FetchWanted, LeaseWanted, SourceFree, TargetFree, Timing
-from kvferry.session.ways import AUTO, StagingPolicy
-from kvferry.testing import oracle
-from kvferry.testing.far_device import FAR_ADDRESS, FarDevice, far_mover
+from kvferry.session.target.read_strategy import AUTO, StagingPolicy
+from kvferry.testing.engines import oracle
+from kvferry.testing.transports.far_device import FAR_ADDRESS, FarDevice, far_mover
 from kvferry.transport.opening import open_transports
 
 MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)

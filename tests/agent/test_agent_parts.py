@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvferry.agent.control import ControlChannel
-from kvferry.agent.wake import Wake
-from kvferry.plan.describe import EngineShape
+from kvferry.agent.control.sockets import ControlChannel
+from kvferry.agent.loop.wakeup import Wake
+from kvferry.plan.description.describe import EngineShape
 from kvferry.session.events import PeerKey, ReadKey, Tick, TicketEnded
 
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
@@ -28,7 +28,7 @@ def steps(make_rank, monkeypatch):
 )
 def test_answers_that_came_during_a_long_poll_are_read_before_time_passes(steps, monkeypatch, long_s, expected):
     """Else a long copy would make a peer look silent that has answered."""
-    monkeypatch.setattr("kvferry.agent.turns.LONG_TURN_S", long_s)
+    monkeypatch.setattr("kvferry.agent.loop.turns.LONG_TURN_S", long_s)
     agent, order = steps
     agent._turns.take(0.0)
     assert order == expected

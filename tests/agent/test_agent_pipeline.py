@@ -10,11 +10,11 @@ import pytest
 from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, check, leased, wire_only
 
 from kvferry.agent.config import near_mover
-from kvferry.plan.staged import Strategy
+from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.events import Fetched, Timing
-from kvferry.session.unpacking import WINDOW
-from kvferry.session.ways import StagingPolicy
-from kvferry.testing.gated import GatedTransport
+from kvferry.session.target.read_strategy import StagingPolicy
+from kvferry.session.target.unpacking import WINDOW
+from kvferry.testing.transports.gated import GatedTransport
 
 DEADLINE_S = 30.0
 # Six slots per request.
@@ -193,8 +193,8 @@ class LateMover:
 def test_a_copy_that_ends_when_nobody_looks_is_heard_of_by_its_bell(make_rank, monkeypatch, long_turn_s):
     """Whether that is at the end of a turn or at the beginning of a quiet one. Without it the next look would be at the
     next heartbeat."""
-    monkeypatch.setattr("kvferry.agent.turns.LONG_TURN_S", long_turn_s)
-    monkeypatch.setattr("kvferry.agent.turns.QUIET_S", 1000.0)
+    monkeypatch.setattr("kvferry.agent.loop.turns.LONG_TURN_S", long_turn_s)
+    monkeypatch.setattr("kvferry.agent.loop.turns.QUIET_S", 1000.0)
     timing = Timing(lease_s=1000.0, heartbeat_s=300.0, resend_s=300.0, handshake_s=25.0, transfer_s=1000.0)
     source = make_rank("p0", SOURCE, timing=timing, mover=LateMover)
     one_slot = StagingPolicy((Strategy.PACK,), 1 << 20)

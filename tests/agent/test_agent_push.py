@@ -13,9 +13,9 @@ from agent_support import (
 )
 
 from kvferry.agent import new_lease_id
-from kvferry.plan.copies import Direction
-from kvferry.plan.describe import EngineShape
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import Failed, Fetched, FetchWanted, SourceFree, TargetFree, Timing
 
 SOON = Timing(lease_s=20.0, heartbeat_s=0.2, resend_s=0.1, handshake_s=5.0, transfer_s=20.0, fence_s=0.3)

@@ -4,12 +4,12 @@ import pytest
 from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, Gate, check, leased
 
 from kvferry.agent import new_lease_id
-from kvferry.plan.copies import Direction
-from kvferry.plan.describe import EngineShape
-from kvferry.plan.digest import Policy
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.digests.subject import Policy
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import Failed, Fetched, FetchWanted, SourceFree, TargetFree, Timing
-from kvferry.session.ways import NO_STAGING
+from kvferry.session.target.read_strategy import NO_STAGING
 
 SOON = Timing(lease_s=20.0, heartbeat_s=0.2, resend_s=0.1, handshake_s=5.0, transfer_s=20.0, fence_s=0.3)
 
@@ -17,10 +17,10 @@ SOON = Timing(lease_s=20.0, heartbeat_s=0.2, resend_s=0.1, handshake_s=5.0, tran
 @pytest.fixture(autouse=True)
 def worth_sharing(monkeypatch):
     """However little there is to move, on however few cores."""
-    monkeypatch.setattr("kvferry.agent.costs.SHARING_S", 1e-15)
+    monkeypatch.setattr("kvferry.agent.transports.costs.SHARING_S", 1e-15)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
     # A busy machine may feign that one direction is slower.
-    monkeypatch.setattr("kvferry.agent.costs.MUCH_SLOWER", 1e9)
+    monkeypatch.setattr("kvferry.agent.transports.costs.MUCH_SLOWER", 1e9)
 
 
 def moved(sources, targets):

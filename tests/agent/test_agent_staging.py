@@ -16,15 +16,16 @@ from agent_support import (
     wire_only,
 )
 
-from kvferry.agent import agent, new_lease_id
-from kvferry.plan.copies import Direction
-from kvferry.plan.describe import EngineShape
-from kvferry.plan.staged import Strategy
-from kvferry.plan.tokens import TokenRange
-from kvferry.session import carrying
+from kvferry.agent import new_lease_id
+from kvferry.agent.loop import agent
+from kvferry.plan.description.describe import EngineShape
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.events import Ahead, Failed, Fetched, FetchWanted, LeaseGrown, LeaseWanted, SourceFree, TargetFree
-from kvferry.session.ways import StagingPolicy
-from kvferry.testing import oracle
+from kvferry.session.source import writes
+from kvferry.session.target.read_strategy import StagingPolicy
+from kvferry.testing.engines import oracle
 
 # About five tokens: several slots, and more than the window.
 SLOT_BYTES = 5 * BYTES_PER_TOKEN
@@ -64,7 +65,7 @@ def test_where_processors_copy_the_source_gathers_into_the_targets_slots(
 ):
     """Then there is nothing left to put on a wire, and the target knows. How long the self-test's copies take beside
     other tests must not matter here."""
-    monkeypatch.setattr("kvferry.agent.costs.MUCH_SLOWER", 1e9)
+    monkeypatch.setattr("kvferry.agent.transports.costs.MUCH_SLOWER", 1e9)
     source = make_rank("p0", SOURCE, transport, **({"mover": mover} if mover else {}))
     target = make_rank("d0", TARGET, transport, staging=only(Strategy.PACK))
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
@@ -148,7 +149,7 @@ GROWING = {
 @pytest.mark.parametrize("cuts", [(21,), (5, 8, 21), (20, 21)])
 def test_tokens_are_sent_while_others_are_still_computed(make_rank, way, cuts, monkeypatch):
     """The source's cache is filled up to where the lease has grown, and not further."""
-    monkeypatch.setattr(carrying, "STRETCH_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(writes, "STRETCH_BYTES", SLOT_BYTES)
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, **GROWING[way])
     wanted = LeaseWanted("r1", new_lease_id(), ((),), NUM_TOKENS, is_growing=True)
     reference = source.agent.lease(wanted)
@@ -166,7 +167,7 @@ def test_tokens_are_sent_while_others_are_still_computed(make_rank, way, cuts, m
 @pytest.mark.parametrize("way", GROWING)
 def test_states_are_sent_while_others_are_still_computed(make_rank, way, monkeypatch):
     """The bytes of each state are there when the source is told so, and not before."""
-    monkeypatch.setattr(carrying, "STRETCH_BYTES", 1)
+    monkeypatch.setattr(writes, "STRETCH_BYTES", 1)
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, **GROWING[way])
     oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS))
     whole = {start: buffer.copy() for start, buffer in source.memory.buffers.items()}

@@ -6,11 +6,11 @@ import pytest
 from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, leased, wire_only
 
 from kvferry.agent.config import near_mover
-from kvferry.plan.copies import Direction
-from kvferry.plan.digest import Policy
-from kvferry.plan.staged import Strategy
+from kvferry.plan.digests.subject import Policy
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.events import Failed, SourceFree, Staged, TargetFree, TicketEnded
-from kvferry.session.ways import StagingPolicy
+from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.wire.codec import decode
 from kvferry.wire.messages import Landed
 
@@ -128,7 +128,7 @@ def test_what_may_have_been_read_later_is_refused_whenever_the_word_comes(make_r
     before a copy out of them ends. The order alone has to see to it, without a digest; and a digest of what has been
     written over is no sign of a transport that spoils bytes."""
     # Else it depends on the self-test's time whether something is packed in place.
-    monkeypatch.setattr("kvferry.agent.costs.MUCH_SLOWER", 1e9)
+    monkeypatch.setattr("kvferry.agent.transports.costs.MUCH_SLOWER", 1e9)
     options, meddle, mover = WAYS[way]
     source = make_rank("p0", SOURCE, mover=mover)
     target = make_rank("d0", TARGET, **({"digest": Policy.OFF} | options))

@@ -5,7 +5,7 @@ import secrets
 import pytest
 
 from kvferry.agent import NO_TOKEN, Agent, AgentConfig, Host, SharedToken, new_lease_id
-from kvferry.plan.describe import EngineShape
+from kvferry.plan.description.describe import EngineShape
 from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree, Timing
 from kvferry.transport.opening import open_transports
 

@@ -5,13 +5,13 @@ import time
 import pytest
 
 from kvferry.agent import new_lease_id
-from kvferry.plan.copies import Direction
-from kvferry.plan.describe import EngineShape
-from kvferry.plan.digest import Policy
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.digests.subject import Policy
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import Fetched, LeaseWanted, SourceFree
-from kvferry.session.ways import NO_STAGING
-from kvferry.testing import oracle
+from kvferry.session.target.read_strategy import NO_STAGING
+from kvferry.testing.engines import oracle
 from kvferry.transport.faulty import FaultyTransport
 
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")

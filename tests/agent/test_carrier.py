@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from kvferry.agent.carrier import Carrier
-from kvferry.agent.far_slots import FarSlots
+from kvferry.agent.memory.peer_slots import FarSlots
+from kvferry.agent.transports.carrier import Carrier
 from kvferry.errors import TransportError
-from kvferry.plan.copies import Copies
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import attention
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
+from kvferry.plan.programs.copies import Copies
 from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, Post, ReadKey, TicketEnded
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.expectation import Surroundings
-from kvferry.transport.probe import fill_probe
-from kvferry.transport.shared_memory import allocate_shared
-from kvferry.transport.situation import Place
+from kvferry.transport.machine.facts import Place
+from kvferry.transport.selection.expectation import Surroundings
+from kvferry.transport.selection.probe_memory import fill_probe
+from kvferry.transport.shm.shared_memory import allocate_shared
 from kvferry.wire.messages import Offer, Party, Probe, TargetOffer, TransportOffer
 
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "e1")
@@ -324,7 +324,7 @@ def test_peers_that_are_met_at_once_are_measured_one_by_one_as_long_as_there_is_
     monkeypatch, num_peers, num_silent
 ):
     transport = Slow()
-    monkeypatch.setattr("kvferry.agent.carrier.time.monotonic", lambda: transport.now)
+    monkeypatch.setattr("kvferry.agent.transports.carrier.time.monotonic", lambda: transport.now)
     carrier = Carrier("shm", [transport], {}, TESTS_S)
     keys = [PeerKey(f"tcp://silent:{number}", f"s{number}", "e1") for number in range(num_silent)]
     keys += [PeerKey(f"tcp://127.0.0.1:{number}", f"p{number}", "e1") for number in range(num_peers)]
@@ -340,7 +340,7 @@ def test_peers_that_are_met_at_once_are_measured_one_by_one_as_long_as_there_is_
 
 def test_no_nap_is_taken_where_a_test_has_another_copy_to_make(monkeypatch):
     transport = Slow()
-    monkeypatch.setattr("kvferry.agent.carrier.time.monotonic", lambda: transport.now)
+    monkeypatch.setattr("kvferry.agent.transports.carrier.time.monotonic", lambda: transport.now)
     carrier = Carrier("shm", [transport], {}, TESTS_S)
     carrier.connect(PeerKey("tcp://127.0.0.1:1", "p1", "e1"), offer("shm"))
     assert not carrier.poll()

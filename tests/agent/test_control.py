@@ -9,8 +9,8 @@ import pytest
 import zmq
 
 from kvferry.agent import NO_TOKEN, SharedToken
-from kvferry.agent.control import MAX_QUEUED, ControlChannel
-from kvferry.agent.curve import secure_connecting
+from kvferry.agent.control.curve import secure_connecting
+from kvferry.agent.control.sockets import MAX_QUEUED, ControlChannel
 from kvferry.errors import ConfigurationError
 from kvferry.session.events import PeerKey
 from kvferry.wire.codec import MAX_REQUEST_BYTES

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.agent.costs import costs_of
-from kvferry.plan.copies import Direction
-from kvferry.plan.staged import Strategy
-from kvferry.plan.strategy import Counts, prices
-from kvferry.transport.measurement import UNMEASURED, Measurement, Rates
-from kvferry.transport.situation import Place
+from kvferry.agent.transports.costs import costs_of
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.strategy.choice import Counts, prices
+from kvferry.plan.strategy.strategies import Strategy
+from kvferry.transport.machine.facts import Place
+from kvferry.transport.selection.measurement import UNMEASURED, Measurement, Rates
 
 SLOT = 4 << 20
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvferry.agent.knocks import Knocks
+from kvferry.agent.control.liveness import Knocks
 from kvferry.session.events import PeerKey
 
 

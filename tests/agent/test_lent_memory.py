@@ -10,19 +10,19 @@ from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, Gate, lease
 
 from kvferry.agent import Agent, AgentConfig, Host
 from kvferry.agent.config import SLOT_BYTES
-from kvferry.agent.lent_memory import LentMemory
+from kvferry.agent.memory.shared_regions import LentMemory
 from kvferry.errors import ConfigurationError
-from kvferry.plan.copies import Copies, Direction
-from kvferry.plan.describe import describe
-from kvferry.plan.model import attention
-from kvferry.plan.staged import Strategy
+from kvferry.plan.description.describe import describe
+from kvferry.plan.description.model import attention
+from kvferry.plan.programs.copies import Copies, Direction
+from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.events import Failed, Fetched, SourceFree
-from kvferry.session.ways import StagingPolicy
+from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.transport.base import Memory
-from kvferry.transport.cma import CrossMemoryTransport
+from kvferry.transport.cma.transport import CrossMemoryTransport
 from kvferry.transport.opening import open_transports
-from kvferry.transport.probe import room_bytes
-from kvferry.transport.shared_memory import SharedMemory
+from kvferry.transport.selection.probe_memory import room_bytes
+from kvferry.transport.shm.shared_memory import SharedMemory
 
 NUM_BYTES = 1 << 16
 MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)
@@ -34,7 +34,7 @@ STAGING, PROBE = 4 * SLOT_BYTES, room_bytes()
 def kept(monkeypatch):
     """What stays for the life of the process."""
     memories = []
-    monkeypatch.setattr("kvferry.agent.lent_memory._kept", memories)
+    monkeypatch.setattr("kvferry.agent.memory.shared_regions._kept", memories)
     yield memories
     memories.clear()
 

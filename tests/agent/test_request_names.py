@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.agent.request_names import MAX_NAME_LENGTH, RequestNames
+from kvferry.agent.requests.names import MAX_NAME_LENGTH, RequestNames
 from kvferry.errors import RequestError, TransferError
 from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, Stopped, TargetFree
 

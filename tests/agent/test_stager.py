@@ -7,13 +7,13 @@ import pytest
 from agent_support import num_mappings
 
 from kvferry.agent.config import slot_bytes_in
-from kvferry.agent.far_slots import FarSlots
-from kvferry.agent.stager import Stager
+from kvferry.agent.memory.peer_slots import FarSlots
+from kvferry.agent.memory.stager import Stager
 from kvferry.session.events import Acquire, Acquired, ClaimKey, PeerKey, ReadKey, SlotKey, Staged
 from kvferry.staging.mover import Moved
-from kvferry.testing.transport_world import wait_for_unmapping
+from kvferry.testing.transports.world import wait_for_unmapping
 from kvferry.transport.base import Memory
-from kvferry.transport.shared_memory import allocate_shared
+from kvferry.transport.shm.shared_memory import allocate_shared
 from kvferry.wire.messages import MAX_SLOT_BYTES, Party
 
 ARENA = Memory(1 << 20, 1 << 16, -1)

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from kvferry.agent import time_slice
-from kvferry.agent.time_slice import SLICE_NS, Scheduling, short_slices
+from kvferry.agent.control import time_slice
+from kvferry.agent.control.time_slice import SLICE_NS, Scheduling, short_slices
 
 found = Scheduling.of()
 sliced = pytest.mark.skipif(
@@ -19,9 +19,9 @@ sliced = pytest.mark.skipif(
 # In a process of its own, where nobody else starts threads or changes what they have.
 CARRYING = """
 import os
-from kvferry.agent.control import ControlChannel
-from kvferry.agent.shared_token import NO_TOKEN, SharedToken
-from kvferry.agent.time_slice import Scheduling
+from kvferry.agent.control.sockets import ControlChannel
+from kvferry.agent.control.shared_token import NO_TOKEN, SharedToken
+from kvferry.agent.control.time_slice import Scheduling
 before = set(os.listdir("/proc/self/task"))
 channel = ControlChannel("127.0.0.1", 0, {token})
 started = set(os.listdir("/proc/self/task")) - before
@@ -30,7 +30,7 @@ channel.close()
 """
 AROUND = """
 import json, os
-from kvferry.agent.time_slice import Scheduling, short_slices
+from kvferry.agent.control.time_slice import Scheduling, short_slices
 def seen():
     found = Scheduling.of()
     return {{"runtime_ns": found.runtime_ns, "rest": [found.policy, found.nice, found.flags, found.priority]}}
@@ -43,7 +43,7 @@ print(json.dumps([before, inside, seen()]))
 # A thread that is promised so much time in every period: what is a slice to others is the promise to this one.
 PROMISED = """
 import sys
-from kvferry.agent.time_slice import _call
+from kvferry.agent.control.time_slice import _call
 import ctypes
 promised = Scheduling.of()
 promised.policy, promised.nice = 6, 0

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from kvferry.agent.knocks import Knocks
-from kvferry.agent.turns import Turns
+from kvferry.agent.control.liveness import Knocks
+from kvferry.agent.loop.turns import Turns
 from kvferry.session.events import Disconnect, PeerKey
 
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "e1")

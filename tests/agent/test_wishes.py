@@ -8,7 +8,7 @@ import pytest
 from agent_support import NUM_TOKENS, SOURCE, SOURCE_TABLES, TARGET, TARGET_TABLES, check, leased
 
 from kvferry.errors import RequestError
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import Fetched, HoldWanted, LeaseGrown, LeaseWanted
 from kvferry.wire.messages import Reference
 

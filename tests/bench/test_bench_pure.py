@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.bench.answer import Answer
-from kvferry.bench.arrivals import poisson
-from kvferry.bench.drawing import histogram
-from kvferry.bench.lengths import Lengths, lengths_named
-from kvferry.bench.page import page
-from kvferry.bench.prompts import Piece, Prompt
-from kvferry.bench.record import Record
-from kvferry.bench.report import report_of
-from kvferry.bench.slo import ItlBy, Slo, slo_named
-from kvferry.bench.summary import percentile, summary
-from kvferry.bench.sweep import best_of, rates_named
-from kvferry.bench.trace import read_trace
-from kvferry.bench.workload import Synthetic, synthetic
+from kvferry.bench.load.answer import Answer
+from kvferry.bench.load.arrivals import poisson
+from kvferry.bench.load.lengths import Lengths, lengths_named
+from kvferry.bench.load.prompts import Piece, Prompt
+from kvferry.bench.load.trace import read_trace
+from kvferry.bench.load.workload import Synthetic, synthetic
+from kvferry.bench.report.drawing import histogram
+from kvferry.bench.report.page import page
+from kvferry.bench.report.record import Record
+from kvferry.bench.report.report import report_of
+from kvferry.bench.report.slo import ItlBy, Slo, slo_named
+from kvferry.bench.report.summary import percentile, summary
+from kvferry.bench.report.sweep import best_of, rates_named
 from kvferry.errors import ConfigurationError
 
 times = st.floats(0, 1e4, allow_nan=False)

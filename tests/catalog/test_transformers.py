@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import remap_legacy_layer_types
 
 from kvferry import catalog
-from kvferry.catalog.defaults import _DEFAULTS, language_fields
-from kvferry.catalog.layers import layers_of
+from kvferry.catalog.config.defaults import _DEFAULTS, language_fields
+from kvferry.catalog.layers.kinds import layers_of
 
 TINY = {
     "vocab_size": 64,

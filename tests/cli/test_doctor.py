@@ -16,16 +16,16 @@ import pytest
 from rich.console import Console
 
 from kvferry.agent import read_token
-from kvferry.agent.shared_token import NO_TOKEN
+from kvferry.agent.control.shared_token import NO_TOKEN
 from kvferry.cli.doctor import facts as doctor_facts
 from kvferry.cli.doctor import peer
 from kvferry.cli.doctor import report as command
 from kvferry.cli.doctor.peer import try_peer
 from kvferry.cli.doctor.trials import verdict
 from kvferry.errors import ConfigurationError, TransportError
-from kvferry.transport.finding import Finding, Severity, finding_of, worst
-from kvferry.transport.measurement import Measurement
-from kvferry.transport.situation import Accelerator, Confinement, Nic, NicKind, Situation, UcxBuild
+from kvferry.transport.machine.facts import Accelerator, Confinement, Nic, NicKind, Situation, UcxBuild
+from kvferry.transport.machine.finding import Finding, Severity, finding_of, worst
+from kvferry.transport.selection.measurement import Measurement
 
 TRANSPORTS = {"shm", "cma", "nixl", "tcp"}
 HAS_NIXL = find_spec("nixl_cu13") is not None

@@ -11,8 +11,8 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.cli import http, listening
-from kvferry.cli.open_requests import OpenRequests
+from kvferry.cli.server import http, listening
+from kvferry.cli.server.open_requests import OpenRequests
 
 DEADLINE_S = 30.0
 

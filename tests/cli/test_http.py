@@ -4,7 +4,7 @@ import asyncio
 
 from starlette.applications import Starlette
 
-from kvferry.cli import http, listening
+from kvferry.cli.server import http, listening
 
 DEADLINE_S = 30.0
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from kvferry.cli import http, listening
+from kvferry.cli.server import http, listening
 from kvferry.errors import ConfigurationError
 from kvferry.http_access import Access, Told, guarded
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 import uvloop
 
-from kvferry.cli import listening
+from kvferry.cli.server import listening
 from kvferry.errors import ConfigurationError
 
 

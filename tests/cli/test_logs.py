@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli import console
-from kvferry.cli.logs import JsonLines, LogFormat, log_to_stderr
+from kvferry.cli.server.logs import JsonLines, LogFormat, log_to_stderr
 from kvferry.errors import ConfigurationError
 from kvferry.request_ids import is_usable
-from kvferry.router.membership import Membership
+from kvferry.router.fleet.membership import Membership
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "router"))
 from router_harness import cluster, decode_engine, failing, prefill_engine
@@ -70,7 +70,7 @@ def test_the_format_is_chosen(format_, capsys):
         (handler,) = root.handlers
         assert isinstance(handler.formatter, JsonLines) == (format_ is LogFormat.JSON)
         assert access.level == logging.INFO
-        assert logging.getLogger("kvferry.router.membership").isEnabledFor(logging.INFO)
+        assert logging.getLogger("kvferry.router.fleet.membership").isEnabledFor(logging.INFO)
         console.say("routing")
         err = capsys.readouterr().err
         console.tell(ConfigurationError("no", found="this", hint="do that"))
@@ -143,5 +143,5 @@ def test_each_request_is_a_line_with_the_clients_id(caplog):
     assert (fields["request_id"], fields["status"], fields["decode"]) == ("from-the-client", 200, decode_url)
     assert (fields["path"], fields["reason"]) == ("decode-only", "prefill_failed")
     assert set(fields["phases_s"]) == {"queue", "prefill", "first_decode"}
-    (trouble,) = [record for record in caplog.records if record.name == "kvferry.router.legs"]
+    (trouble,) = [record for record in caplog.records if record.name == "kvferry.router.flow.dispatch"]
     assert vars(trouble)["request_id"] == "from-the-client"

@@ -7,7 +7,7 @@ import time
 
 STORM = """
 import os, signal
-from kvferry.cli.stop_signal import StopSignal
+from kvferry.cli.server.stop_signal import StopSignal
 
 class Storm(StopSignal):
     '''Forgets, so that it can be told again and again.'''
@@ -41,7 +41,7 @@ def test_no_moment_of_a_wait_is_a_bad_one_for_a_signal():
 def test_it_is_told_once_and_stays_told():
     code = """
 import os, signal
-from kvferry.cli.stop_signal import StopSignal
+from kvferry.cli.server.stop_signal import StopSignal
 told = StopSignal()
 told.listen()
 assert not told.wait(0.0)

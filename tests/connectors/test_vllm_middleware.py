@@ -17,8 +17,8 @@ from kvferry.connectors.vllm_middleware import FerryMiddleware
 from kvferry.connectors.vllm_middleware.arrivals import Arrival, Arrivals
 from kvferry.connectors.vllm_middleware.legs import leg_name
 from kvferry.connectors.vllm_middleware.workers import Workers
-from kvferry.router.answers import lost_cache
-from kvferry.router.timing import told_phases
+from kvferry.router.flow.engine_response import lost_cache
+from kvferry.router.telemetry.server_timing import told_phases
 from kvferry.wire.messages import Reference
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

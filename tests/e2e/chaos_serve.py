@@ -1,12 +1,12 @@
-"""`kvferry` whose tcp transport waits at a gate: `python chaos_serve.py GATE serve …`; see `kvferry.testing.gated`."""
+"""`kvferry` whose tcp transport waits at a gate: `python chaos_serve.py GATE serve …`; see `kvferry.testing.transports.gated`."""
 
 import sys
 from pathlib import Path
 
 from kvferry.cli.main import main
-from kvferry.testing.gated import GatedTransport
+from kvferry.testing.transports.gated import GatedTransport
 from kvferry.transport import opening
-from kvferry.transport.tcp import TcpTransport
+from kvferry.transport.tcp.transport import TcpTransport
 
 gate = Path(sys.argv.pop(1))
 opening.OPENERS["tcp"] = lambda *_: GatedTransport(TcpTransport(), gate.exists)

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.cli.up.fleet import Fleet, FleetOptions
 from kvferry.cli.up.proof import Answer, Question, ask
-from kvferry.embedded.model import ensure_tiny_model
+from kvferry.embedded.model.tiny import ensure_tiny_model
 
 DEADLINE_S = 60.0
 HEADERS = {"content-type": "application/json", "x-kvferry-report": "true"}

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvferry.testing.process_engine import NUM_BLOCKS, ProcessEngine
+from kvferry.testing.engines.process_engine import NUM_BLOCKS, ProcessEngine
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvferry.agent.shared_token import NO_TOKEN
+from kvferry.agent.control.shared_token import NO_TOKEN
 from kvferry.cli.doctor.peer import try_peer
 from kvferry.errors import TransportError
 

@@ -7,17 +7,17 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.embedded.engine import Engine
-from kvferry.embedded.entry import Grown
-from kvferry.embedded.transfer import TransferReport
+from kvferry.embedded.engine.engine import Engine
+from kvferry.embedded.engine.entry import Grown
+from kvferry.embedded.transfer.transfer import TransferReport
 from kvferry.errors import TransferError
-from kvferry.plan.blocks import BlockTables
-from kvferry.plan.layout import Layout
-from kvferry.plan.program import bind
-from kvferry.plan.prompt import Prompt
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import route
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.description.prompt import Prompt
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.blocks import BlockTables
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.routing.route import route
 
 
 def move(layouts: tuple[Layout, Layout], tables: tuple[BlockTables, BlockTables], num_tokens: int) -> tuple[int, int]:

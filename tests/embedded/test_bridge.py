@@ -5,16 +5,16 @@ import asyncio
 import pytest
 
 from kvferry.agent import AgentConfig
-from kvferry.embedded import bridge
-from kvferry.embedded.bridge import AgentCollector, AgentTransfer
-from kvferry.embedded.entry import Grown
+from kvferry.embedded.engine.entry import Grown
+from kvferry.embedded.transfer import bridge
+from kvferry.embedded.transfer.bridge import AgentCollector, AgentTransfer
 from kvferry.errors import TransferError
-from kvferry.plan.copies import Direction
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import attention
-from kvferry.plan.prompt import Prompt
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.prompt import Prompt
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import Failed, Fetched, FetchReport, Timing
-from kvferry.transport.shared_memory import allocate_shared
+from kvferry.transport.shm.shared_memory import allocate_shared
 
 MODEL = attention(num_layers=1, num_heads=2, head_dim=4, dtype="float32", item_bytes=4)
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=8, format="block-major")
@@ -272,7 +272,7 @@ def test_a_failure_is_one_line_with_the_request_and_both_epochs(caplog):
         await source.freed()
 
     with_two_sides(scenario)
-    lines = [record.getMessage() for record in caplog.records if record.name == "kvferry.embedded.bridge"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvferry.embedded.transfer.bridge"]
     (first,) = [line for line in lines if "no cache for request q1: wrong_epoch: from 'p0' epoch 'x\\nERROR" in line]
     assert sum("no cache for request q2: malformed" in line for line in lines) == 1
     assert " to d0 epoch " in first

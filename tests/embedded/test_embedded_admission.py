@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connectors.jobs import GroupSize
-from kvferry.embedded.admission import Admission, blocks_for, longest, quotas
+from kvferry.embedded.engine.admission import Admission, blocks_for, longest, quotas
 
 GROUP = st.builds(
     GroupSize,

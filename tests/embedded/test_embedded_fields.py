@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from embedded_server import Served
 
-from kvferry.embedded.fields import SUPPORT, Support, Verdict
-from kvferry.embedded.requests import decode_chat, decode_completion
+from kvferry.embedded.request.fields import SUPPORT, Support, Verdict
+from kvferry.embedded.request.requests import decode_chat, decode_completion
 from kvferry.errors import RequestError
 from kvferry.request_fields import Api, Endpoint, fields_of
 

@@ -15,7 +15,7 @@ from embedded_server import Served
 from embedded_support import DEADLINE_S, Loop, ids_of, request
 
 from kvferry import __version__
-from kvferry.embedded.prompts import SHORT_TEXT
+from kvferry.embedded.request.prompts import SHORT_TEXT
 
 PROMPT = "The ferry crosses the river when"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -12,11 +12,11 @@ from embedded_server import Served, serve
 from embedded_support import Loop, request
 
 from kvferry.connectors.jobs import Settings
-from kvferry.embedded.app import create_app
-from kvferry.embedded.engine import Engine
-from kvferry.embedded.service import ServeInfo
-from kvferry.embedded.shapes import CompletionShape
-from kvferry.embedded.transfer import NoTransfer
+from kvferry.embedded.answers.service import ServeInfo
+from kvferry.embedded.answers.shapes import CompletionShape
+from kvferry.embedded.engine.engine import Engine
+from kvferry.embedded.http.app import create_app
+from kvferry.embedded.transfer.transfer import NoTransfer
 from kvferry.errors import ConfigurationError, FerryError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from embedded_server import Served
 
-from kvferry.embedded.fields import Support, Verdict
-from kvferry.embedded.messages import MESSAGE_SUPPORT, PART_SUPPORT, WatchedMessage, plain_messages
+from kvferry.embedded.request.fields import Support, Verdict
+from kvferry.embedded.request.messages import MESSAGE_SUPPORT, PART_SUPPORT, WatchedMessage, plain_messages
 from kvferry.errors import RequestError
 
 CHAT = "/v1/chat/completions"

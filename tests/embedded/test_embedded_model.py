@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from kvferry import catalog
-from kvferry.embedded.model import TINY_MODEL_NAME, ensure_tiny_model
+from kvferry.embedded.model.tiny import TINY_MODEL_NAME, ensure_tiny_model
 
 
 def test_it_is_made_once_and_always_the_same(tmp_path: Path, model_path: Path) -> None:

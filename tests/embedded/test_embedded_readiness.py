@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.embedded.readiness import TELLING, Readiness
+from kvferry.embedded.transfer.readiness import TELLING, Readiness
 from kvferry.wire.messages import Reason
 
 LOST = Reason.PEER_LOST

@@ -10,17 +10,17 @@ from embedded_loopback import Loopback
 from embedded_server import Served, serve
 from embedded_support import Loop
 
-from kvferry.agent.meeting import Met
-from kvferry.embedded.app import create_app
-from kvferry.embedded.peers import peers_json
-from kvferry.embedded.service import ServeInfo
+from kvferry.agent.transports.negotiation import Met
+from kvferry.embedded.answers.service import ServeInfo
+from kvferry.embedded.http.app import create_app
+from kvferry.embedded.transfer.peers import peers_json
 from kvferry.errors import TransferError
 from kvferry.openai import LOST_CACHE, error_of
-from kvferry.plan.copies import Direction
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import PeerKey
-from kvferry.transport.finding import Finding, Severity
-from kvferry.transport.measurement import Measurement
-from kvferry.transport.situation import Place
+from kvferry.transport.machine.facts import Place
+from kvferry.transport.machine.finding import Finding, Severity
+from kvferry.transport.selection.measurement import Measurement
 from kvferry.wire.messages import Reason
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

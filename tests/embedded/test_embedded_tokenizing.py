@@ -10,7 +10,7 @@ import pytest
 from embedded_server import Served
 from embedded_support import DEADLINE_S
 
-from kvferry.embedded.prompts import SHORT_TEXT
+from kvferry.embedded.request.prompts import SHORT_TEXT
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 PROMPT = "The ferry crosses the river when"

@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.connectors.buckets import BYTES_BUCKETS, PHASE_BUCKETS_S
 from kvferry.connectors.peer_labels import MAX_PEERS, OTHER_PEERS
-from kvferry.embedded.transfer import TransferReport
-from kvferry.embedded.transfer_histograms import TransferHistograms
+from kvferry.embedded.transfer.histograms import TransferHistograms
+from kvferry.embedded.transfer.transfer import TransferReport
 
 COMPLETIONS = "/v1/completions"
 REMOTE_DECODE = {"do_remote_decode": True}

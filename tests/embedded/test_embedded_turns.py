@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.embedded.prompts import SHORT_TEXT, ChatPrompt, Prompts
+from kvferry.embedded.request.prompts import SHORT_TEXT, ChatPrompt, Prompts
 
 
 class Tokenizer:

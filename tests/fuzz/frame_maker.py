@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import inspect
 
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import attention
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
 from kvferry.wire import messages as m
 from kvferry.wire.codec import frame_of
 

@@ -11,13 +11,13 @@ import sys
 import numpy as np
 
 from kvferry.agent import Agent, AgentConfig, Host, new_lease_id, read_token
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import attention
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import LeaseWanted
-from kvferry.testing import oracle
+from kvferry.testing.engines import oracle
 from kvferry.transport.opening import open_transports
-from kvferry.transport.shared_memory import allocate_shared
+from kvferry.transport.shm.shared_memory import allocate_shared
 
 MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)
 SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")

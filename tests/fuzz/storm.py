@@ -25,10 +25,10 @@ from frame_maker import FrameMaker
 from rank_process import NUM_TOKENS, TARGET, TARGET_TABLES, Rank
 
 from kvferry.agent import SharedToken, read_token
-from kvferry.agent.curve import secure_connecting
-from kvferry.plan.tokens import TokenRange
+from kvferry.agent.control.curve import secure_connecting
+from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import Fetched, FetchWanted
-from kvferry.testing import oracle
+from kvferry.testing.engines import oracle
 from kvferry.wire.messages import Reference
 
 DEADLINE_S = 60.0

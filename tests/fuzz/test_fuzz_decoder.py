@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import WireError
-from kvferry.plan.layout import fingerprint
+from kvferry.plan.description.layout import fingerprint
 from kvferry.wire import messages as m
 from kvferry.wire.codec import MAX_REQUEST_BYTES, decode, encode, frame_of
 

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from kvferry.errors import WireError
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import Layout, fingerprint
-from kvferry.plan.model import attention, latent
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Layout, fingerprint
+from kvferry.plan.description.model import attention, latent
+from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import (
     AnswerArrived,
     Failed,
@@ -26,8 +26,8 @@ from kvferry.session.events import (
     TicketEnded,
     Timing,
 )
-from kvferry.session.target import Ourselves, TargetSession
-from kvferry.testing import oracle
+from kvferry.session.target.session import Ourselves, TargetSession
+from kvferry.testing.engines import oracle
 from kvferry.wire import messages as m
 from kvferry.wire.codec import decode, frame_of
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 import pytest
 from under_way import UnderWay, as_it_arrives, bytes_of_blocks
 
-from kvferry.plan.copies import Direction
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.digest import Policy
-from kvferry.plan.layout import fingerprint
-from kvferry.plan.model import attention
-from kvferry.plan.staged import Strategy
-from kvferry.plan.tiles import rows_of
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import fingerprint
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.digests.subject import Policy
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.programs.tiles import rows_of
+from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session import events as e
-from kvferry.session.target import Ourselves, TargetSession
-from kvferry.session.ways import StagingPolicy
+from kvferry.session.target.read_strategy import StagingPolicy
+from kvferry.session.target.session import Ourselves, TargetSession
 from kvferry.wire import messages as m
 
 RUNS, STEPS = 200, 150

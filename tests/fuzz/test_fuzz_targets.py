@@ -10,17 +10,17 @@ import pytest
 from msgspec import structs
 from under_way import UnderWay, as_it_arrives, bytes_of_blocks
 
-from kvferry.plan.copies import Direction
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.digest import NOTHING, Part, Policy, Subject
-from kvferry.plan.model import attention
-from kvferry.plan.span import Span
-from kvferry.plan.staged import Strategy
-from kvferry.plan.tiles import rows_of
-from kvferry.plan.tokens import ALL_TOKENS, TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.span import Span
+from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange
+from kvferry.plan.digests.subject import NOTHING, Part, Policy, Subject
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.programs.tiles import rows_of
+from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session import events as e
-from kvferry.session.introduction import Identity
-from kvferry.session.source import SourceSession
+from kvferry.session.source.introduction import Identity
+from kvferry.session.source.session import SourceSession
 from kvferry.wire import messages as m
 
 RUNS, STEPS = 250, 150

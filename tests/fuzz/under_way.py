@@ -3,10 +3,10 @@
 import random
 from collections import Counter
 
-from kvferry.plan.layout import Layout
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.description.tokens import TokenRange
 from kvferry.session import events as e
-from kvferry.testing import oracle
+from kvferry.testing.engines import oracle
 from kvferry.wire import messages as m
 from kvferry.wire.codec import decode, encode
 

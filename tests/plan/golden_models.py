@@ -25,14 +25,14 @@ import numpy as np
 
 from kvferry.catalog import Options, read
 from kvferry.errors import LayoutError
-from kvferry.plan.copies import Copies
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import Layout
-from kvferry.plan.model import CacheModel
-from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import Leg, Route, route
-from kvferry.plan.tokens import TokenRange, TokenShare
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.description.model import CacheModel
+from kvferry.plan.description.tokens import TokenRange, TokenShare
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.routing.route import Leg, Route, route
 
 FOLDER = Path(__file__).parent / "golden"
 WIDTH = 118

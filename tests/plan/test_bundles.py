@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_stretch import moved
 
-from kvferry.plan.bundles import bundles
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import attention
-from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import route
-from kvferry.testing.strategies import handmade, scenarios
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
+from kvferry.plan.programs.bundles import bundles
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.routing.route import route
+from kvferry.testing.engines.strategies import handmade, scenarios
 
 
 @settings(max_examples=60)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import contents
-from kvferry.plan.model import latent
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import contents
+from kvferry.plan.description.model import latent
 
 
 def name(dim: int, block_tokens: int) -> str:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.plan.copies import Copies, merge, split
+from kvferry.plan.programs.copies import Copies, merge, split
 
 
 @pytest.mark.parametrize(("regions", "lengths"), [((0, 0, 0), [12, 8]), ((0, 1, 1), [4, 8, 8])])

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from kvferry.errors import LayoutError
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import Axis, State
-from kvferry.plan.model import CacheModel, Kept, LayerCache, attention, latent
-from kvferry.plan.tokens import UNSHARED, TokenShare
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Axis, State
+from kvferry.plan.description.model import CacheModel, Kept, LayerCache, attention, latent
+from kvferry.plan.description.tokens import UNSHARED, TokenShare
 
 MLA = latent(num_layers=2, dim=4, dtype="int8", item_bytes=1)
 GQA = attention(num_layers=2, num_heads=4, head_dim=2, dtype="float16", item_bytes=2)

@@ -10,10 +10,16 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.agent.digests import Digester, HostBytes
+from kvferry.agent.memory.digests import Digester, HostBytes
 from kvferry.errors import ConfigurationError
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.digest import (
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement, Region, State
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.span import Span
+from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange
+from kvferry.plan.digests.extract import Extractor
+from kvferry.plan.digests.sampling import STRATUM_TOKENS, chosen
+from kvferry.plan.digests.subject import (
     NO_TOKENS,
     NOTHING,
     Part,
@@ -24,17 +30,11 @@ from kvferry.plan.digest import (
     seed_of,
     subject_of,
 )
-from kvferry.plan.extract import Extractor
-from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State
-from kvferry.plan.model import attention
-from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import route
-from kvferry.plan.sampling import STRATUM_TOKENS, chosen
-from kvferry.plan.span import Span
-from kvferry.plan.tokens import ALL_TOKENS, TokenRange
-from kvferry.testing import oracle
-from kvferry.testing.strategies import Scenario, handmade, scenarios
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.routing.route import route
+from kvferry.testing.engines import oracle
+from kvferry.testing.engines.strategies import Scenario, handmade, scenarios
 from kvferry.transport.base import Memory
 
 many = settings(max_examples=60)

@@ -3,14 +3,14 @@
 import pytest
 
 from kvferry.errors import FerryError, LayoutError
-from kvferry.plan import extract
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.digest import MAX_PARTS, NO_TOKENS, NOTHING, Part, Policy, Subject
-from kvferry.plan.extract import Extractor
-from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State
-from kvferry.plan.model import attention
-from kvferry.plan.span import Span
-from kvferry.plan.tokens import ALL_TOKENS, TokenRange, TokenSet
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement, Region, State
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.span import Span
+from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange, TokenSet
+from kvferry.plan.digests import extract
+from kvferry.plan.digests.extract import Extractor
+from kvferry.plan.digests.subject import MAX_PARTS, NO_TOKENS, NOTHING, Part, Policy, Subject
 
 SEEN = TokenRange(0, 6)
 BOX = (Span(0, 2), Span(0, 4))

@@ -3,7 +3,7 @@
 import pytest
 
 from kvferry.errors import ConfigurationError
-from kvferry.plan.copies import Direction, direction_named, may_turn
+from kvferry.plan.programs.copies import Direction, direction_named, may_turn
 
 
 def test_directions_are_named_by_what_the_target_sees():

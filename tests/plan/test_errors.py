@@ -12,15 +12,15 @@ from kvferry.errors import (
     TooManyRowsError,
     UncoveredError,
 )
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State, fingerprint
-from kvferry.plan.model import attention
-from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for, num_rows
-from kvferry.plan.route import route
-from kvferry.plan.sharding import shares, stages
-from kvferry.plan.span import MAX_STOP, Span, overlap, uncovered
-from kvferry.plan.tokens import TokenRange, TokenShare
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement, Region, State, fingerprint
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.sharding import shares, stages
+from kvferry.plan.description.span import MAX_STOP, Span, overlap, uncovered
+from kvferry.plan.description.tokens import TokenRange, TokenShare
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for, num_rows
+from kvferry.plan.routing.route import route
 
 MODEL = attention(num_layers=2, num_heads=4, head_dim=2, dtype="float16", item_bytes=2)
 SHAPE = EngineShape(1, 1, 4, 8, "token-major")

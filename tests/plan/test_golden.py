@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State
-from kvferry.plan.model import attention
-from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import route
-from kvferry.plan.span import Span
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement, Region, State
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.span import Span
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.routing.route import route
 
 SOURCE, TARGET = 1 << 20, 1 << 30
 

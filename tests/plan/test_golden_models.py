@@ -18,11 +18,11 @@ import pytest
 from golden_models import FOLDER, Plan, case_of, filed, golden, model_of, plan_of, planned, rendered
 
 from kvferry import catalog
-from kvferry.plan.describe import EngineShape
-from kvferry.plan.layout import Axis, Layout, State
-from kvferry.plan.model import CacheModel, Kept, LayerCache
-from kvferry.plan.tokens import TokenRange, TokenShare
-from kvferry.testing import oracle
+from kvferry.plan.description.describe import EngineShape
+from kvferry.plan.description.layout import Axis, Layout, State
+from kvferry.plan.description.model import CacheModel, Kept, LayerCache
+from kvferry.plan.description.tokens import TokenRange, TokenShare
+from kvferry.testing.engines import oracle
 
 pytestmark = pytest.mark.uncounted
 NAMES = catalog.names()

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.plan.copies import Copies
-from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import route
-from kvferry.plan.tokens import TokenRange
-from kvferry.testing import oracle
-from kvferry.testing.strategies import Scenario, handmade, scenarios
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.routing.route import route
+from kvferry.testing.engines import oracle
+from kvferry.testing.engines.strategies import Scenario, handmade, scenarios
 
 pytestmark = pytest.mark.uncounted
 many = settings(max_examples=200)

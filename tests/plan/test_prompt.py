@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import RequestError
-from kvferry.plan.prompt import UNKNOWN_PROMPT, UNNAMED, Prompt, PromptInput, PromptName
+from kvferry.plan.description.prompt import UNKNOWN_PROMPT, UNNAMED, Prompt, PromptInput, PromptName
 
 TOKENS = st.lists(st.integers(0, 3), max_size=6)
 IDS = st.sampled_from(["lease", "lease2", "other"])

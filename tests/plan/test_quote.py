@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import attention
-from kvferry.plan.program import bind
-from kvferry.plan.quote import Quote, quote
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import route
-from kvferry.plan.strategy import Costs
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.routing.route import route
+from kvferry.plan.strategy.choice import Costs
+from kvferry.plan.strategy.quote import Quote, quote
 
 COSTS = Costs(
     latency_s=1e-5,

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.plan.layout import CacheGroup
-from kvferry.plan.selection import Selection, positions
-from kvferry.plan.span import Span
-from kvferry.plan.tokens import ALL_TOKENS, TokenSet, TokenShare, classes
+from kvferry.plan.description.layout import CacheGroup
+from kvferry.plan.description.span import Span
+from kvferry.plan.description.tokens import ALL_TOKENS, TokenSet, TokenShare, classes
+from kvferry.plan.routing.selection import Selection, positions
 
 many = settings(max_examples=100)
 

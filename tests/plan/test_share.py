@@ -7,16 +7,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import BlockTableError
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import Axis, State
-from kvferry.plan.model import CacheModel, Kept, LayerCache, attention
-from kvferry.plan.program import bind
-from kvferry.plan.request import volume
-from kvferry.plan.route import route
-from kvferry.plan.share import token_at
-from kvferry.plan.stretch import parted, unit_tokens
-from kvferry.plan.tokens import TokenRange
-from kvferry.testing.strategies import handmade, handmade_scenario, scenarios
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Axis, State
+from kvferry.plan.description.model import CacheModel, Kept, LayerCache, attention
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import volume
+from kvferry.plan.programs.share import token_at
+from kvferry.plan.programs.stretch import parted, unit_tokens
+from kvferry.plan.routing.route import route
+from kvferry.testing.engines.strategies import handmade, handmade_scenario, scenarios
 
 MODEL = attention(2, 2, 8, "float32", 4)
 

@@ -8,19 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import RequestError
-from kvferry.plan import slots
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import CacheModel, LayerCache, attention, latent
-from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import route
-from kvferry.plan.slots import SlotPlan, StagedRequest, any_tables, region_starts
-from kvferry.plan.staged import Strategy
-from kvferry.plan.stretch import stretch_tokens, stretches
-from kvferry.plan.tiles import rows_of
-from kvferry.plan.tokens import TokenRange
-from kvferry.testing import oracle
-from kvferry.testing.strategies import handmade, scenarios
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import CacheModel, LayerCache, attention, latent
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.programs.stretch import stretch_tokens, stretches
+from kvferry.plan.programs.tiles import rows_of
+from kvferry.plan.routing.route import route
+from kvferry.plan.slots import partition
+from kvferry.plan.slots.partition import SlotPlan, StagedRequest, any_tables, region_starts
+from kvferry.plan.strategy.strategies import Strategy
+from kvferry.testing.engines import oracle
+from kvferry.testing.engines.strategies import handmade, scenarios
 
 engines = st.one_of(scenarios(), handmade())
 STAGED = st.sampled_from([Strategy.SCATTER, Strategy.PACK])
@@ -148,7 +148,7 @@ def test_slots_have_one_length():
 
 
 def test_more_slots_than_anybody_needs_are_refused(monkeypatch):
-    monkeypatch.setattr(slots, "MAX_SLOTS", 8)
+    monkeypatch.setattr(partition, "MAX_SLOTS", 8)
     model = attention(1, 2, 4, "float32", 4)
     (source,), (target,) = (describe(model, EngineShape(1, 1, 4, 8, "token-major"), 1 << at) for at in (20, 30))
     program = bind(route((source,), (target,)).between(0, 0), source, target)

@@ -8,8 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import ConfigurationError
-from kvferry.plan.copies import Copies
-from kvferry.plan.staged import RegionStarts, Stages, Staging, Strategy, direct, pack, scatter, source_runs, staged
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.strategy.strategies import (
+    RegionStarts,
+    Stages,
+    Staging,
+    Strategy,
+    direct,
+    pack,
+    scatter,
+    source_runs,
+    staged,
+)
 
 POISON = 0xEE
 SOURCE, TARGET, SOURCE_STAGING, TARGET_STAGING = 1 << 40, 2 << 40, 3 << 40, 4 << 40

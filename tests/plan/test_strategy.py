@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import ConfigurationError
-from kvferry.plan.copies import Copies
-from kvferry.plan.staged import RegionStarts, Staging, staged
-from kvferry.plan.strategy import (
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.strategy.choice import (
     ONE_REGION,
     TYPICAL_AGENTS,
     TYPICAL_HOST,
@@ -24,6 +23,7 @@ from kvferry.plan.strategy import (
     prices,
     typical_device,
 )
+from kvferry.plan.strategy.strategies import RegionStarts, Staging, staged
 
 KIB, MIB = 1 << 10, 1 << 20
 many = settings(max_examples=150)

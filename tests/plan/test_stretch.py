@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import attention
-from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for, num_rows, volume
-from kvferry.plan.route import route
-from kvferry.plan.stretch import WHOLE, Stretch, even_stretches, parted, stretch_tokens, stretches, unit_tokens
-from kvferry.plan.tokens import TokenRange
-from kvferry.testing.strategies import handmade, scenarios
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for, num_rows, volume
+from kvferry.plan.programs.stretch import WHOLE, Stretch, even_stretches, parted, stretch_tokens, stretches, unit_tokens
+from kvferry.plan.routing.route import route
+from kvferry.testing.engines.strategies import handmade, scenarios
 
 many = settings(max_examples=60)
 engines = st.one_of(scenarios(), handmade())

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import CacheGroup, Layout, Placement, Region, State
-from kvferry.plan.model import attention
-from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import route
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import CacheGroup, Layout, Placement, Region, State
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.routing.route import route
 
 MODEL = attention(num_layers=1, num_heads=1, head_dim=2, dtype="float16", item_bytes=2)
 SOURCE, TARGET = 1 << 20, 1 << 30

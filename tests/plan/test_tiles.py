@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.plan.copies import NOTHING, Copies
-from kvferry.plan.tiles import Tile, plain, rows_of
+from kvferry.plan.programs.copies import NOTHING, Copies
+from kvferry.plan.programs.tiles import Tile, plain, rows_of
 
 numbers = st.integers(0, 1 << 40)
 

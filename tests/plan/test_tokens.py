@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import LayoutError
-from kvferry.plan.span import Span
-from kvferry.plan.tokens import ALL_TOKENS, TokenRange, TokenSet, TokenShare, classes
+from kvferry.plan.description.span import Span
+from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange, TokenSet, TokenShare, classes
 
 shares = st.integers(1, 4).flatmap(
     lambda number: st.builds(TokenShare, st.just(number), st.integers(0, number - 1), st.integers(1, 4))

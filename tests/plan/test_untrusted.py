@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from kvferry.errors import LayoutError, TooManyRowsError
-from kvferry.plan import program
-from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State
-from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import route
-from kvferry.plan.span import MAX_STOP, Span
-from kvferry.plan.tokens import TokenRange, TokenShare
+from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement, Region, State
+from kvferry.plan.description.span import MAX_STOP, Span
+from kvferry.plan.description.tokens import TokenRange, TokenShare
+from kvferry.plan.programs import program
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.routing.route import route
 
 MOST = (1 << 64) - 1  # the largest number that a peer can send
 TOKENS = State("tokens", "int8", 1, (Axis("dim", 1),), per_token=True, window_tokens=3)

@@ -13,9 +13,9 @@ import aiohttp
 import uvicorn
 from aiohttp import web
 
-from kvferry.router.app import create_app
 from kvferry.router.config import RouterConfig
-from kvferry.router.tracing import NO_TRACING, Tracing
+from kvferry.router.http.app import create_app
+from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
 
 DEADLINE_S = 30.0
 TRANSFER = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[3, 1, 2]]}

@@ -21,13 +21,13 @@ from router_harness import (
     resetting,
 )
 
-from kvferry.router.answers import known_reason
-from kvferry.router.kinds import KIND_FUSE, MAX_KINDS, Kind, Kinds, kind_of
-from kvferry.router.member import INSTANCE_FUSE
-from kvferry.router.membership import PAIR_FUSE
-from kvferry.router.policy import Instance, Role, Task
-from kvferry.router.request import Endpoint, parse_request
-from kvferry.router.suspects import Suspect, Suspects
+from kvferry.router.fleet.instance import INSTANCE_FUSE
+from kvferry.router.fleet.membership import PAIR_FUSE
+from kvferry.router.fleet.request_kinds import KIND_FUSE, MAX_KINDS, Kind, Kinds, kind_of
+from kvferry.router.fleet.suspects import Suspect, Suspects
+from kvferry.router.flow.engine_response import known_reason
+from kvferry.router.policy.records import Instance, Role, Task
+from kvferry.router.request.client_request import Endpoint, parse_request
 
 MANY = 2 * (INSTANCE_FUSE.num_failures + PAIR_FUSE.num_failures + KIND_FUSE.num_failures)
 PLAIN = {"prompt": "a"}

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.breaker import Breaker, BreakerState, Fuse
-from kvferry.router.member import INSTANCE_FUSE, Member, Origin
-from kvferry.router.pairs import Pairs
-from kvferry.router.policy import NO_TASK, Instance, Role
-from kvferry.router.reservation import Reservation
+from kvferry.router.fleet.circuit_breaker import Breaker, BreakerState, Fuse
+from kvferry.router.fleet.instance import INSTANCE_FUSE, Member, Origin
+from kvferry.router.fleet.pairs import Pairs
+from kvferry.router.fleet.reservation import Reservation
+from kvferry.router.policy.records import NO_TASK, Instance, Role
 
 FUSE = Fuse(num_failures=3, open_s=5.0, max_open_s=20.0)
 P0, P1 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(2))

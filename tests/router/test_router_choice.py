@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import ConfigurationError
-from kvferry.router import balanced as module
-from kvferry.router.admission import first_token_s
-from kvferry.router.balanced import balanced
-from kvferry.router.choice import choose, homes
-from kvferry.router.plugins import policy_named
-from kvferry.router.policy import Busy, Instance, Limits, Load, Nobody, Question, Role, Skip, Task, Use
-from kvferry.router.threshold import MAX_THRESHOLD_TOKENS, threshold_tokens
+from kvferry.router.policy import balanced as module
+from kvferry.router.policy.admission import first_token_s
+from kvferry.router.policy.balanced import balanced
+from kvferry.router.policy.least_work import choose, homes
+from kvferry.router.policy.plugins import policy_named
+from kvferry.router.policy.prefill_threshold import MAX_THRESHOLD_TOKENS, threshold_tokens
+from kvferry.router.policy.records import Busy, Instance, Limits, Load, Nobody, Question, Role, Skip, Task, Use
 
 P = tuple(Instance(f"http://p{i}", Role.PREFILL) for i in range(5))
 D = tuple(Instance(f"http://d{i}", Role.DECODE) for i in range(3))
@@ -168,17 +168,17 @@ def test_the_threshold_is_what_decode_computes_during_a_handover():
 
 def test_policies_are_found_by_name():
     assert policy_named("balanced") is balanced
-    assert policy_named("kvferry.router.balanced:balanced") is module.balanced
+    assert policy_named("kvferry.router.policy.balanced:balanced") is module.balanced
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "unknown",
-        "kvferry.router.balanced:nothing",
+        "kvferry.router.policy.balanced:nothing",
         "no.such.module:f",
         ":f",
-        "kvferry.router.balanced:__name__",
+        "kvferry.router.policy.balanced:__name__",
         "shutil:copyfile",
     ],
 )

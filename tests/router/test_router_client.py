@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvferry.router.client import Client
+from kvferry.router.flow.client import Client
 
 
 async def ignore(message) -> None:

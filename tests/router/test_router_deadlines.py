@@ -13,13 +13,13 @@ from router_harness import chat_chunk, cluster, decode_engine, frame, hanging, o
 
 from kvferry.errors import RequestError
 from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Answered, Promised
-from kvferry.router.headers import decode_headers, timeout_of
-from kvferry.router.leg import Leg, Patience
-from kvferry.router.member import INSTANCE_FUSE
-from kvferry.router.open_legs import OpenLegs
-from kvferry.router.policy import Instance, Role
-from kvferry.router.tracing import UNTRACED_LEG
-from kvferry.router.upstream import Outgoing
+from kvferry.router.fleet.instance import INSTANCE_FUSE
+from kvferry.router.fleet.open_legs import OpenLegs
+from kvferry.router.flow.leg import Leg, Patience
+from kvferry.router.policy.records import Instance, Role
+from kvferry.router.request.headers import decode_headers, timeout_of
+from kvferry.router.telemetry.tracing import UNTRACED_LEG
+from kvferry.router.upstream.exchange import Outgoing
 
 # Long enough for an engine in this process, short enough to wait for.
 SHORT = {"x-kvferry-timeout": "0.8"}

@@ -21,8 +21,8 @@ from router_harness import (
 )
 from test_router_early import EARLY_DECODES, LONG, Prompt, early_engine
 
-from kvferry.router.health import Prober
-from kvferry.router.member import Origin
+from kvferry.router.fleet.instance import Origin
+from kvferry.router.fleet.probes import Prober
 
 ERRORS = 'kvferry_router_upstream_errors_total{reason="instance_down",role="%s"}'
 STREAM = {"prompt": "a", "stream": True}

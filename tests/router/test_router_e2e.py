@@ -26,7 +26,7 @@ from yarl import URL
 from kvferry import __version__
 from kvferry.errors import IllegalEventError
 from kvferry.router.config import Registration
-from kvferry.router.flow import Flow
+from kvferry.router.flow.state_machine import Flow
 
 DISAGGREGATED = "disaggregated"
 

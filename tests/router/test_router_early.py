@@ -27,9 +27,6 @@ from router_harness import (
 )
 from test_router_flow import D0, P0, REQUEST, failed, pick, play
 
-from kvferry.router import legs
-from kvferry.router.answers import promised_cache, stream_failure
-from kvferry.router.early import EarlyPrefill
 from kvferry.router.events import (
     PREFILL_LOST,
     TOO_LATE,
@@ -46,18 +43,21 @@ from kvferry.router.events import (
     Release,
     Send,
 )
-from kvferry.router.fallback import PrefillFallback
-from kvferry.router.flow import Flow
-from kvferry.router.judge import Judge
-from kvferry.router.kinds import KIND_FUSE, kind_of
-from kvferry.router.leg import Leg, Patience
-from kvferry.router.member import INSTANCE_FUSE
-from kvferry.router.pace import Pace
-from kvferry.router.policy import NO_TASK, Role
-from kvferry.router.request import decode_body, prefill_body
-from kvferry.router.timing import without_beginning
-from kvferry.router.tracing import UNTRACED_LEG
-from kvferry.router.upstream import Outgoing
+from kvferry.router.fleet.instance import INSTANCE_FUSE
+from kvferry.router.fleet.request_kinds import KIND_FUSE, kind_of
+from kvferry.router.flow import dispatch
+from kvferry.router.flow.early_prefill import EarlyPrefill
+from kvferry.router.flow.engine_response import promised_cache, stream_failure
+from kvferry.router.flow.fallback import PrefillFallback
+from kvferry.router.flow.leg import Leg, Patience
+from kvferry.router.flow.outcomes import Judge
+from kvferry.router.flow.request_timing import Pace
+from kvferry.router.flow.state_machine import Flow
+from kvferry.router.policy.records import NO_TASK, Role
+from kvferry.router.request.client_request import decode_body, prefill_body
+from kvferry.router.telemetry.server_timing import without_beginning
+from kvferry.router.telemetry.tracing import UNTRACED_LEG
+from kvferry.router.upstream.exchange import Outgoing
 
 PARAMS = b'{"do_remote_prefill": true, "kvferry": {"lease_id": "x"}}'
 OURS = {**TRANSFER, "kvferry": {"lease_id": "x"}}
@@ -311,7 +311,7 @@ TOLD = frame({"choices": [], "usage": OF_PREFILL}) + b"data: [DONE]\n\n"
 
 @pytest.mark.parametrize("last", [TOLD, frame(chat_chunk("x")) + b"data: [DONE]\n\n"])
 def test_the_figure_of_prefill_is_told_though_decode_has_answered_before(monkeypatch, last):
-    monkeypatch.setattr(legs, "LAST_USAGE_S", DEADLINE_S)
+    monkeypatch.setattr(dispatch, "LAST_USAGE_S", DEADLINE_S)
 
     async def main():
         prompt = Prompt(last)
@@ -332,7 +332,7 @@ def test_the_figure_of_prefill_is_told_though_decode_has_answered_before(monkeyp
 
 def test_no_token_waits_for_the_figure_of_prefill(monkeypatch):
     """Prefill ends its leg only when the client has all tokens; and a usage with each token waits for nothing."""
-    monkeypatch.setattr(legs, "LAST_USAGE_S", DEADLINE_S)
+    monkeypatch.setattr(dispatch, "LAST_USAGE_S", DEADLINE_S)
 
     async def main():
         prompt = Prompt(TOLD)
@@ -363,7 +363,7 @@ def test_no_token_waits_for_the_figure_of_prefill(monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prefill_leg_without_an_end_does_not_keep_a_client(monkeypatch, stream):
-    monkeypatch.setattr(legs, "LAST_USAGE_S", 0.05)
+    monkeypatch.setattr(dispatch, "LAST_USAGE_S", 0.05)
 
     async def main():
         async def behave(request, seen):
@@ -645,7 +645,7 @@ def test_legs_that_are_left_are_not_kept_in_memory():
     """Without a collector that looks for cycles."""
 
     def alive():
-        return [sum(type(one) is kind for one in gc.get_objects()) for kind in (EarlyPrefill, Leg, legs.Legs)]
+        return [sum(type(one) is kind for one in gc.get_objects()) for kind in (EarlyPrefill, Leg, dispatch.Legs)]
 
     async def main():
         p, d = early_engine("p0", Prompt()), decode_engine()
@@ -770,7 +770,7 @@ def test_decode_may_wait_for_the_prompt_as_well(monkeypatch):
             given.append(patience.limit_s)
             super().__init__(services, reservation, trace, outgoing, patience)
 
-    monkeypatch.setattr(legs, "Leg", Recording)
+    monkeypatch.setattr(dispatch, "Leg", Recording)
 
     async def main(behave):
         p, d = early_engine("p0", behave), decode_engine()

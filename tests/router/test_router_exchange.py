@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import pytest
 import uvloop
 
-from kvferry.router import pool as pool_module
-from kvferry.router.connection import HIGH_WATER_BYTES, Connection
-from kvferry.router.pool import Pool, origin_of
-from kvferry.router.upstream import DEADLINE, FAILURES, Exchange, Outgoing, reason_of
+from kvferry.router.upstream import connection_pool as pool_module
+from kvferry.router.upstream.connection import HIGH_WATER_BYTES, Connection
+from kvferry.router.upstream.connection_pool import Pool, origin_of
+from kvferry.router.upstream.exchange import DEADLINE, FAILURES, Exchange, Outgoing, reason_of
 
 DEADLINE_S = 30.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"

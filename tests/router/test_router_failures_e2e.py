@@ -22,7 +22,7 @@ from router_harness import (
     resetting,
 )
 
-from kvferry.router.policy import Role
+from kvferry.router.policy.records import Role
 
 ERRORS = "kvferry_router_upstream_errors_total"
 RETRIES = "kvferry_router_retries_total"

@@ -8,10 +8,10 @@ import pytest
 from aiohttp import web
 from router_harness import answer, cluster, decode_engine, failing, prefill_engine, prefilling
 
-from kvferry.router.fallback import CODE, PrefillFallback
-from kvferry.router.judgement import Judgement
-from kvferry.router.kinds import KIND_FUSE
-from kvferry.router.policy import Limits, Nobody, Role, Skip, Use
+from kvferry.router.fleet.request_kinds import KIND_FUSE
+from kvferry.router.flow.fallback import CODE, PrefillFallback
+from kvferry.router.policy.records import Limits, Nobody, Role, Skip, Use
+from kvferry.router.policy.settings import Judgement
 
 PLAIN = {"prompt": "a"}
 REFUSED = 'kvferry_router_refused_total{reason="%s"}'

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from kvferry.errors import IllegalEventError
-from kvferry.router.answers import lost_cache
 from kvferry.router.events import (
     TOO_LATE,
     Answered,
@@ -33,9 +32,10 @@ from kvferry.router.events import (
     Skipped,
     TurnedAway,
 )
-from kvferry.router.flow import TRANSITIONS, Flow, State
-from kvferry.router.policy import Instance, Role
-from kvferry.router.request import Endpoint, decode_body, parse_request, prefill_body
+from kvferry.router.flow.engine_response import lost_cache
+from kvferry.router.flow.state_machine import TRANSITIONS, Flow, State
+from kvferry.router.policy.records import Instance, Role
+from kvferry.router.request.client_request import Endpoint, decode_body, parse_request, prefill_body
 
 P0, P1, P2 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(3))
 D0, D1, D2 = (Instance(f"http://d{i}", Role.DECODE) for i in range(3))

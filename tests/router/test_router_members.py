@@ -12,20 +12,20 @@ import aiohttp
 import pytest
 from router_harness import answer, cluster, decode_engine, decoding, open_stream, prefill_engine, serving
 
-from kvferry.embedded.registrar import Registrar, RegistrarConfig
+from kvferry.embedded.http.registrar import Registrar, RegistrarConfig
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.registration import MEMBERS_PATH, SIGNATURE, Side, decode_announcement, sign, unbelieved
-from kvferry.router.app import create_app
-from kvferry.router.compatibility import Facts
 from kvferry.router.config import Registration, RouterConfig
-from kvferry.router.judgement import Judgement
-from kvferry.router.member import INSTANCE_FUSE, Origin, Verdict
-from kvferry.router.members import MembersFile, Registry
-from kvferry.router.membership import PAIR_FUSE, Membership, Wanted
-from kvferry.router.metrics import Metrics
-from kvferry.router.policy import Instance, Limits, Nobody, Role, Task, Use
-from kvferry.router.readiness import readiness
-from kvferry.router.reservation import Reservation
+from kvferry.router.fleet.compatibility import Facts
+from kvferry.router.fleet.discovery import MembersFile, Registry
+from kvferry.router.fleet.instance import INSTANCE_FUSE, Origin, Verdict
+from kvferry.router.fleet.membership import PAIR_FUSE, Membership, Wanted
+from kvferry.router.fleet.readiness import readiness
+from kvferry.router.fleet.reservation import Reservation
+from kvferry.router.http.app import create_app
+from kvferry.router.policy.records import Instance, Limits, Nobody, Role, Task, Use
+from kvferry.router.policy.settings import Judgement
+from kvferry.router.telemetry.metrics import Metrics
 
 P0, P1 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(2))
 D0, D1 = (Instance(f"http://d{i}", Role.DECODE) for i in range(2))

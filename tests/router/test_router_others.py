@@ -9,11 +9,11 @@ import pytest
 from aiohttp import web
 from router_harness import chat_chunk, cluster, decode_engine, decoding, frame, open_stream, prefill_engine
 
-from kvferry.router.answers import streamed_error
-from kvferry.router.member import INSTANCE_FUSE
-from kvferry.router.membership import PAIR_FUSE
-from kvferry.router.prompt import task_of
-from kvferry.router.request import Endpoint, parse_request
+from kvferry.router.fleet.instance import INSTANCE_FUSE
+from kvferry.router.fleet.membership import PAIR_FUSE
+from kvferry.router.flow.engine_response import streamed_error
+from kvferry.router.request.client_request import Endpoint, parse_request
+from kvferry.router.request.prompt_cost import task_of
 
 ERROR = {"error": {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}}
 STREAM = {"prompt": "a", "stream": True}

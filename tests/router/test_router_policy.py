@@ -7,12 +7,12 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.choice import choose
-from kvferry.router.member import Verdict
-from kvferry.router.membership import Membership, Wanted
-from kvferry.router.metrics import Metrics
-from kvferry.router.policy import Instance, Load, Nobody, Role
-from kvferry.router.reservation import Reservation
+from kvferry.router.fleet.instance import Verdict
+from kvferry.router.fleet.membership import Membership, Wanted
+from kvferry.router.fleet.reservation import Reservation
+from kvferry.router.policy.least_work import choose
+from kvferry.router.policy.records import Instance, Load, Nobody, Role
+from kvferry.router.telemetry.metrics import Metrics
 
 INSTANCES = tuple(Instance(f"http://h{i}", Role.DECODE) for i in range(6))
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 from router_harness import cluster, decode_engine, prefill_engine
 
-from kvferry.router import health
-from kvferry.router.membership import Membership
+from kvferry.router.fleet import probes
+from kvferry.router.fleet.membership import Membership
 
 DEADLINE_S = 20
 
@@ -20,7 +20,7 @@ def telling(engine, epoch, model):
 
 
 def test_an_instance_that_comes_back_as_another_one_between_two_probes_is_asked_again(monkeypatch):
-    monkeypatch.setattr(health, "ROUNDS_PER_INFO", 1 << 40)
+    monkeypatch.setattr(probes, "ROUNDS_PER_INFO", 1 << 40)
 
     async def main():
         p, d = telling(prefill_engine(), "p-1", "tiny"), telling(decode_engine(), "d-1", "tiny")
@@ -53,10 +53,10 @@ def test_a_defect_in_a_round_of_probes_is_not_the_end_of_them(monkeypatch, caplo
 
 
 def test_however_often_traffic_doubts_an_instance_probes_have_a_pause(monkeypatch):
-    monkeypatch.setattr(health, "SHORTEST_PAUSE_S", 3600.0)
+    monkeypatch.setattr(probes, "SHORTEST_PAUSE_S", 3600.0)
     rounds = []
 
-    class Counting(health.Prober):
+    class Counting(probes.Prober):
         async def probe_all(self):
             rounds.append(len(rounds))
 

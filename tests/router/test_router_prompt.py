@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.compatibility import NO_FACTS, Facts, differences
-from kvferry.router.policy import Instance, Role
-from kvferry.router.prefixes import PrefixIndex
-from kvferry.router.prompt import DEFAULT_NEW_TOKENS, MAX_PREFIXES, PREFIX_BYTES, task_of
-from kvferry.router.request import Endpoint, parse_request
-from kvferry.router.speed import Mean, Speed
-from kvferry.router.timing import phases_of, server_timing, told_phases
+from kvferry.router.fleet.compatibility import NO_FACTS, Facts, differences
+from kvferry.router.fleet.prefill_speed import Mean, Speed
+from kvferry.router.policy.prefix_affinity import PrefixIndex
+from kvferry.router.policy.records import Instance, Role
+from kvferry.router.request.client_request import Endpoint, parse_request
+from kvferry.router.request.prompt_cost import DEFAULT_NEW_TOKENS, MAX_PREFIXES, PREFIX_BYTES, task_of
+from kvferry.router.telemetry.server_timing import phases_of, server_timing, told_phases
 
 D0, D1 = (Instance(f"http://d{i}", Role.DECODE) for i in range(2))
 

@@ -6,8 +6,8 @@ import asyncio
 
 from router_harness import cluster, decode_engine, prefill_engine
 
-from kvferry.router.choice import choose
-from kvferry.router.policy import Instance, Load, Role
+from kvferry.router.policy.least_work import choose
+from kvferry.router.policy.records import Instance, Load, Role
 
 READY = 'kvferry_router_instance_ready{instance="%s",role="%s"}'
 

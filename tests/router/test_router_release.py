@@ -19,7 +19,6 @@ from router_harness import (
 )
 from test_router_flow import D0, P0, REQUEST, failed, pick, play, to_prefilling
 
-from kvferry.router import client
 from kvferry.router.events import (
     Answered,
     Cancel,
@@ -34,9 +33,10 @@ from kvferry.router.events import (
     Release,
     Send,
 )
-from kvferry.router.flow import Flow
-from kvferry.router.policy import Role
-from kvferry.router.request import decode_body
+from kvferry.router.flow import client
+from kvferry.router.flow.state_machine import Flow
+from kvferry.router.policy.records import Role
+from kvferry.router.request.client_request import decode_body
 
 PARAMS = b'{"do_remote_prefill": true, "kvferry": {"lease_id": "x"}}'
 OURS = {**TRANSFER, "kvferry": {"lease_id": "x"}}
@@ -147,7 +147,7 @@ def test_the_prefill_instance_is_told_when_the_client_leaves():
 
 def test_an_answer_of_prefill_that_is_under_way_when_the_client_leaves_is_heard(monkeypatch):
     """Its blocks are kept already, for a decode leg that will not be: the decode instance hears nothing of it."""
-    monkeypatch.setattr("kvferry.router.legs.LAST_WORD_S", DEADLINE_S)
+    monkeypatch.setattr("kvferry.router.flow.dispatch.LAST_WORD_S", DEADLINE_S)
     left, wait_until_gone = asyncio.Event(), client._wait_until_gone
 
     async def noticed(receive):

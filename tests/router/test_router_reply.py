@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import PeerError
-from kvferry.router.reply import MAX_IDLE_BYTES, Reply
+from kvferry.router.upstream.response_parser import MAX_IDLE_BYTES, Reply
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
 bodies = st.lists(st.binary(min_size=1, max_size=200), max_size=6)

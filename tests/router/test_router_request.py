@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.request_fields import dropped
 from kvferry.router.config import RouterConfig
-from kvferry.router.headers import decode_headers, prefill_headers, request_id_of, response_headers
-from kvferry.router.request import FOR_ENGINES, Endpoint, decode_body, parse_request, prefill_body
+from kvferry.router.request.client_request import FOR_ENGINES, Endpoint, decode_body, parse_request, prefill_body
+from kvferry.router.request.headers import decode_headers, prefill_headers, request_id_of, response_headers
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -10,9 +10,9 @@ import pytest
 import trustme
 import uvloop
 
-from kvferry.router import pool as pool_module
-from kvferry.router.pool import Pool
-from kvferry.router.upstream import FAILURES, REFUSED, Exchange, Outgoing, reason_of
+from kvferry.router.upstream import connection_pool as pool_module
+from kvferry.router.upstream.connection_pool import Pool
+from kvferry.router.upstream.exchange import FAILURES, REFUSED, Exchange, Outgoing, reason_of
 
 DEADLINE_S = 30.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"

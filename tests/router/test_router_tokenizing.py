@@ -23,7 +23,7 @@ from router_harness import (
 )
 
 from kvferry.router.config import Registration
-from kvferry.router.policy import Role
+from kvferry.router.policy.records import Role
 
 TOKENIZE = "/tokenize"
 BODY = {"model": "tiny", "prompt": "hello"}

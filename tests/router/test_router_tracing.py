@@ -24,9 +24,9 @@ from router_harness import (
     web,
 )
 
-from kvferry.router.otel import OtelTracing
-from kvferry.router.pace import Pace
-from kvferry.router.policy import Instance, Role
+from kvferry.router.flow.request_timing import Pace
+from kvferry.router.policy.records import Instance, Role
+from kvferry.router.telemetry.opentelemetry import OtelTracing
 
 NONE = {}
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from router_harness import TRANSFER, answer, chat_chunk, cluster, decode_engine, frame, open_stream, prefill_engine
 
-from kvferry.router.usage import (
+from kvferry.router.flow.usage import (
     MAX_EVENT_BYTES,
     UsageEvents,
     before_final_usage,

@@ -5,13 +5,13 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from kvferry.plan.copies import Direction
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.digest import NO_TOKENS, Part, Policy, Subject
-from kvferry.plan.layout import fingerprint
-from kvferry.plan.model import attention
-from kvferry.plan.span import Span
-from kvferry.plan.tokens import ALL_TOKENS, TokenRange, TokenSet
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import fingerprint
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.span import Span
+from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange, TokenSet
+from kvferry.plan.digests.subject import NO_TOKENS, Part, Policy, Subject
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import (
     AbortWanted,
     AnswerArrived,
@@ -42,10 +42,10 @@ from kvferry.session.events import (
     TicketEnded,
     Timing,
 )
-from kvferry.session.introduction import Identity
-from kvferry.session.landings import LOOK_AFTER_S
-from kvferry.session.source import SourceSession
-from kvferry.session.target import Ourselves, TargetSession
+from kvferry.session.source.completed_reads import LOOK_AFTER_S
+from kvferry.session.source.introduction import Identity
+from kvferry.session.source.session import SourceSession
+from kvferry.session.target.session import Ourselves, TargetSession
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
@@ -365,7 +365,7 @@ def test_without_a_digest_the_lease_alone_decides():
 
 
 def test_what_cannot_be_told_ends_the_fetch_before_it_is_claimed(monkeypatch):
-    monkeypatch.setattr("kvferry.plan.digest.MAX_PARTS", 0)
+    monkeypatch.setattr("kvferry.plan.digests.subject.MAX_PARTS", 0)
     commands = play(target(), meeting(claim=[Count("fetches_failed", "digest"), Failed, ABORT, TargetFree]))
     assert "too many parts" in str(commands[1].error)
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.digest import Policy
-from kvferry.plan.layout import Axis, State, fingerprint
-from kvferry.plan.model import CacheModel, Kept, LayerCache, attention
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Axis, State, fingerprint
+from kvferry.plan.description.model import CacheModel, Kept, LayerCache, attention
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.digests.subject import Policy
 from kvferry.session.events import (
     AbortWanted,
     AnswerArrived,
@@ -27,7 +27,7 @@ from kvferry.session.events import (
     TicketEnded,
     Timing,
 )
-from kvferry.session.target import Ourselves, TargetSession
+from kvferry.session.target.session import Ourselves, TargetSession
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 

@@ -26,11 +26,11 @@ from test_target_push import LANDED as TELL_LANDED
 from test_target_push import TIMING as TARGET_TIMING
 from test_target_push import target as target  # the fixture
 
-from kvferry.plan.copies import Direction
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import Axis, State
-from kvferry.plan.model import CacheModel, Kept, LayerCache
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Axis, State
+from kvferry.plan.description.model import CacheModel, Kept, LayerCache
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import (
     NOT_AHEAD,
     Ahead,
@@ -45,8 +45,8 @@ from kvferry.session.events import (
     Tick,
     TicketEnded,
 )
-from kvferry.session.introduction import Identity
-from kvferry.session.source import SourceSession
+from kvferry.session.source.introduction import Identity
+from kvferry.session.source.session import SourceSession
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 

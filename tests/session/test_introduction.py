@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import attention
-from kvferry.session.introduction import MAX_OFFERED, Identity, Introduction
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
+from kvferry.session.source.introduction import MAX_OFFERED, Identity, Introduction
 from kvferry.wire.messages import OfferRequest, Party, Probe
 
 LAYOUTS = describe(attention(1, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)

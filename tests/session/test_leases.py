@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import attention
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
 from kvferry.session.events import FrameArrived, LeaseWanted, LeaseWithdrawn, SourceFree, Tick, Timing
-from kvferry.session.introduction import Identity
-from kvferry.session.lease import Lease
-from kvferry.session.source import SourceSession
+from kvferry.session.source.introduction import Identity
+from kvferry.session.source.lease import Lease
+from kvferry.session.source.session import SourceSession
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, tombstone_s=7.0)

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import attention, latent
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention, latent
 from kvferry.session.events import PeerKey
-from kvferry.session.programs import Bindings
+from kvferry.session.target.programs import Bindings
 from kvferry.wire import messages as m
 
 HEADS, LATENT = attention(2, 12, 4, "float32", 4), latent(1, 8, "float32", 4)

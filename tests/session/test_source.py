@@ -4,17 +4,17 @@ import msgspec
 import pytest
 
 from kvferry.errors import IllegalEventError
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State, fingerprint
-from kvferry.plan.model import attention
-from kvferry.plan.prompt import UNKNOWN_PROMPT, Prompt
-from kvferry.plan.span import Span
-from kvferry.session.early import MAX_EARLY, MAX_EARLY_OF_ONE
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement, Region, State, fingerprint
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.prompt import UNKNOWN_PROMPT, Prompt
+from kvferry.plan.description.span import Span
 from kvferry.session.events import Count, FrameArrived, LeaseWanted, LeaseWithdrawn, Reply, SourceFree, Tick, Timing
-from kvferry.session.introduction import Identity
-from kvferry.session.lease import LEASE_TABLE, LeaseState
-from kvferry.session.machine import Machine, diagram
-from kvferry.session.source import SourceSession
+from kvferry.session.source.early_messages import MAX_EARLY, MAX_EARLY_OF_ONE
+from kvferry.session.source.introduction import Identity
+from kvferry.session.source.lease import LEASE_TABLE, LeaseState
+from kvferry.session.source.session import SourceSession
+from kvferry.session.state import Machine, diagram
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 

@@ -3,15 +3,15 @@
 import msgspec
 import pytest
 
-from kvferry.plan.copies import Direction
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.digest import Part, Policy, Subject
-from kvferry.plan.model import attention
-from kvferry.plan.request import copies_for
-from kvferry.plan.span import Span
-from kvferry.plan.staged import Strategy
-from kvferry.plan.stretch import parted
-from kvferry.plan.tokens import ALL_TOKENS, TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.span import Span
+from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange
+from kvferry.plan.digests.subject import Part, Policy, Subject
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.programs.stretch import parted
+from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.events import (
     Cancel,
     ClaimKey,
@@ -31,9 +31,9 @@ from kvferry.session.events import (
     TicketEnded,
     Timing,
 )
-from kvferry.session.introduction import Identity
-from kvferry.session.landings import LOOK_AFTER_S
-from kvferry.session.source import SourceSession
+from kvferry.session.source.completed_reads import LOOK_AFTER_S
+from kvferry.session.source.introduction import Identity
+from kvferry.session.source.session import SourceSession
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 

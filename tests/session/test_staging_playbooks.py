@@ -9,22 +9,21 @@ import pytest
 from msgspec import structs
 
 from kvferry.errors import ConfigurationError, TransferError
-from kvferry.plan import slots
-from kvferry.plan.copies import Copies, Direction
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.digest import Part, Policy, Subject
-from kvferry.plan.layout import fingerprint
-from kvferry.plan.model import attention
-from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import route
-from kvferry.plan.slots import SlotPlan, region_starts
-from kvferry.plan.span import Span
-from kvferry.plan.staged import RegionStarts, Strategy
-from kvferry.plan.strategy import TYPICAL_HOST
-from kvferry.plan.tiles import rows_of
-from kvferry.plan.tokens import ALL_TOKENS, TokenRange
-from kvferry.session import carrying, unpacking
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import fingerprint
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.span import Span
+from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange
+from kvferry.plan.digests.subject import Part, Policy, Subject
+from kvferry.plan.programs.copies import Copies, Direction
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.programs.tiles import rows_of
+from kvferry.plan.routing.route import route
+from kvferry.plan.slots import partition
+from kvferry.plan.slots.partition import SlotPlan, region_starts
+from kvferry.plan.strategy.choice import TYPICAL_HOST
+from kvferry.plan.strategy.strategies import RegionStarts, Strategy
 from kvferry.session.events import (
     AbortWanted,
     Acquire,
@@ -59,13 +58,15 @@ from kvferry.session.events import (
     TicketEnded,
     Timing,
 )
-from kvferry.session.handshake import Ourselves
-from kvferry.session.introduction import Identity
-from kvferry.session.landings import LOOK_AFTER_S
-from kvferry.session.slot_use import SLOT_TABLE, SlotState
-from kvferry.session.source import SourceSession
-from kvferry.session.target import TargetSession
-from kvferry.session.ways import AUTO, NO_STAGING, StagingPolicy, Way, allowed_by
+from kvferry.session.slot import SLOT_TABLE, SlotState
+from kvferry.session.source import writes
+from kvferry.session.source.completed_reads import LOOK_AFTER_S
+from kvferry.session.source.introduction import Identity
+from kvferry.session.source.session import SourceSession
+from kvferry.session.target import unpacking
+from kvferry.session.target.handshake import Ourselves
+from kvferry.session.target.read_strategy import AUTO, NO_STAGING, StagingPolicy, Way, allowed_by
+from kvferry.session.target.session import TargetSession
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
@@ -264,7 +265,7 @@ def test_a_word_that_is_repeated_does_not_end_the_scatter_of_a_failed_read():
 
 
 def test_own_blocks_that_cannot_be_are_found_when_their_slot_is_planned(monkeypatch):
-    monkeypatch.setattr(slots, "TOGETHER", 1)
+    monkeypatch.setattr(partition, "TOGETHER", 1)
     session = target(Strategy.PACK)
     wanted = replace(WANTED, block_tables=((0, 5, 2, 99),))
     claim = Send(PEER, structs.replace(CLAIM, block_tables=wanted.block_tables))
@@ -500,7 +501,7 @@ def test_slots_of_nothing_are_refused():
 
 
 def test_a_claim_of_more_slots_than_anybody_needs_gets_none(monkeypatch):
-    monkeypatch.setattr(slots, "MAX_SLOTS", STRETCH_BYTES - 1)
+    monkeypatch.setattr(partition, "MAX_SLOTS", STRETCH_BYTES - 1)
     session = source()
     play(session, [*CLAIMED[:3], (0, said(m.Claim(*fields_with(slot_bytes=1))), [Reply])])
     assert reasons(session.handle(said(asked(0)), 1.0)) == ["out_of_range"]
@@ -744,7 +745,7 @@ def test_a_packed_claim_without_ranges_is_refused():
 
 @pytest.mark.parametrize("tables", [((99, 5, 2, 7),), ((),), ()])
 def test_blocks_that_cannot_be_are_refused_by_a_push_of_what_is_still_computed(tables, monkeypatch):
-    monkeypatch.setattr(carrying, "STRETCH_BYTES", STRETCH_BYTES)
+    monkeypatch.setattr(writes, "STRETCH_BYTES", STRETCH_BYTES)
     session = source()
     wrong = structs.replace(DIRECT_CLAIM, block_tables=tables)
     play(session, [(0, GROWING, []), (0, grown(9), []), *CLAIMED[1:3]])
@@ -822,7 +823,7 @@ def test_a_target_holds_no_slot_for_tokens_that_are_not_computed():
 
 def test_stretches_of_which_nothing_moves_are_waited_for_by_nobody():
     """As of layers with windows or chunks: three before the slot, of which tokens are missing, and two after it."""
-    one = slots.Slot(STRETCH_BYTES, (), Copies(*[np.zeros(1, np.uint64)] * 3, 1), ())
+    one = partition.Slot(STRETCH_BYTES, (), Copies(*[np.zeros(1, np.uint64)] * 3, 1), ())
     plan = SimpleNamespace(
         num_tokens=6, stretches=range(6), tokens_for=int, slots=lambda number: (one,) * (number == 3)
     )
@@ -912,7 +913,7 @@ def test_a_slot_that_does_not_exist_is_refused_once_its_tokens_would_be_computed
 
 
 def test_a_push_of_what_is_still_computed_goes_stretch_by_stretch(monkeypatch):
-    monkeypatch.setattr(carrying, "STRETCH_BYTES", STRETCH_BYTES)
+    monkeypatch.setattr(writes, "STRETCH_BYTES", STRETCH_BYTES)
     session = source()
     play(session, [*GROWING_CLAIMED[:3], (0, said(DIRECT_CLAIM), [Reply("x", m.Grant("q1", ()))])])
     play(session, [(1, grown(3), []), (2, grown(9), [Post, Post])])
@@ -927,7 +928,7 @@ def test_a_push_of_what_is_still_computed_goes_stretch_by_stretch(monkeypatch):
 
 
 def test_a_stretch_that_cannot_be_written_fails_the_claim(monkeypatch):
-    monkeypatch.setattr(carrying, "STRETCH_BYTES", STRETCH_BYTES)
+    monkeypatch.setattr(writes, "STRETCH_BYTES", STRETCH_BYTES)
     session = source()
     play(session, [*GROWING_CLAIMED[:3], (0, said(DIRECT_CLAIM), [Reply]), (2, grown(8), [Post, Post])])
     commands = session.handle(TicketEnded(own(0), "peer reset"), 3.0)
@@ -983,7 +984,7 @@ def test_runs_end_where_stretches_do(wire_rows, expected):
     policy, starts = StagingPolicy(AUTO, 1 << 20), RegionStarts(np.zeros(1, np.uint64), np.zeros(1, np.uint64))
     assert policy.before_read(copies, costs, starts) is Strategy.SCATTER
     wire = Copies(*[np.zeros(wire_rows, np.uint64)] * 3, wire_rows)
-    slot = slots.Slot(16 * 4096, (), wire, ())
+    slot = partition.Slot(16 * 4096, (), wire, ())
     assert policy.when_cut(copies, costs, (slot,)) is expected
     assert policy.when_cut(copies, costs, ()) is Strategy.SCATTER
     assert StagingPolicy((Strategy.SCATTER,), 1).when_cut(copies, costs, (slot,)) is Strategy.SCATTER

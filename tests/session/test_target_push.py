@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.plan.copies import Direction
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import fingerprint
-from kvferry.plan.model import attention
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import fingerprint
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import (
     AbortWanted,
     AnswerArrived,
@@ -25,9 +25,9 @@ from kvferry.session.events import (
     Tick,
     Timing,
 )
-from kvferry.session.handshake import Ourselves
-from kvferry.session.target import TargetSession
-from kvferry.session.ways import AUTO, StagingPolicy
+from kvferry.session.target.handshake import Ourselves
+from kvferry.session.target.read_strategy import AUTO, StagingPolicy
+from kvferry.session.target.session import TargetSession
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 

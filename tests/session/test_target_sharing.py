@@ -6,18 +6,18 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from kvferry.plan.copies import Direction
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import fingerprint
-from kvferry.plan.model import attention
-from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import route
-from kvferry.plan.slots import region_starts
-from kvferry.plan.staged import Strategy
-from kvferry.plan.strategy import TYPICAL_HOST
-from kvferry.plan.stretch import parted
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import fingerprint
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.programs.stretch import parted
+from kvferry.plan.routing.route import route
+from kvferry.plan.slots.partition import region_starts
+from kvferry.plan.strategy.choice import TYPICAL_HOST
+from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.events import (
     AbortWanted,
     Acquire,
@@ -40,9 +40,9 @@ from kvferry.session.events import (
     TicketEnded,
     Timing,
 )
-from kvferry.session.handshake import Ourselves
-from kvferry.session.target import TargetSession
-from kvferry.session.ways import AUTO, NO_STAGING, StagingPolicy
+from kvferry.session.target.handshake import Ourselves
+from kvferry.session.target.read_strategy import AUTO, NO_STAGING, StagingPolicy
+from kvferry.session.target.session import TargetSession
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 

@@ -18,10 +18,10 @@ from test_target_push import (
     answer,
 )
 
-from kvferry.plan.copies import Direction
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import Connect, Count, Fetched, PeerConnected, Send, Tick
-from kvferry.session.handshake import Ourselves
-from kvferry.session.target import TargetSession
+from kvferry.session.target.handshake import Ourselves
+from kvferry.session.target.session import TargetSession
 from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from kvferry.plan.digest import Policy
+from kvferry.plan.digests.subject import Policy
 from kvferry.testing.simulation.__main__ import main
 from kvferry.testing.simulation.faults import Faults
 from kvferry.testing.simulation.many import first_violation, play_all

@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from kvferry.plan.tiles import Tile
-from kvferry.staging.launches import launch_of
+from kvferry.plan.programs.tiles import Tile
+from kvferry.staging.device.launches import launch_of
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
@@ -22,7 +22,7 @@ if HAS_TRITON:
 @cache
 def load_kernels(name: str) -> ModuleType:
     """The kernels once more: whether they are interpreted is decided when their module is loaded."""
-    spec = importlib.util.find_spec("kvferry.staging.kernels")
+    spec = importlib.util.find_spec("kvferry.staging.device.kernels")
     assert spec is not None
     assert spec.origin is not None
     again = importlib.util.spec_from_file_location(name, spec.origin)

@@ -17,19 +17,19 @@ import pytest
 import torch
 
 from kvferry.agent import Agent, AgentConfig, Host, new_lease_id
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import attention
-from kvferry.plan.staged import Strategy
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.events import Fetched, FetchWanted, LeaseWanted, SourceFree, Timing
-from kvferry.session.ways import StagingPolicy
-from kvferry.staging import patterns
-from kvferry.staging.device_mover import DeviceMover
-from kvferry.staging.pinned import CudaRuntime, Pinned
-from kvferry.testing import oracle
+from kvferry.session.target.read_strategy import StagingPolicy
+from kvferry.staging.device import patterns
+from kvferry.staging.device.mover import DeviceMover
+from kvferry.staging.device.pinned import CudaRuntime, Pinned
+from kvferry.testing.engines import oracle
 from kvferry.transport.base import Memory
 from kvferry.transport.opening import open_transports
-from kvferry.transport.pieces import Pieces
+from kvferry.transport.registered_memory import Pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -95,7 +95,7 @@ class DeviceRank:
 
 @pytest.fixture
 def make_rank(device, monkeypatch) -> Iterator[Callable[[str], DeviceRank]]:
-    from kvferry.staging import side_stream
+    from kvferry.staging.device import side_stream
 
     if device.name == "xpu":
         pytest.skip("nothing pins host memory for xpu yet")

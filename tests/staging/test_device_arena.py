@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvferry.errors import TransportError
-from kvferry.staging import device_arena
-from kvferry.staging.device_arena import DeviceArena
+from kvferry.staging.device import arena as device_arena
+from kvferry.staging.device.arena import DeviceArena
 
 REAL = [pytest.param(name, marks=pytest.mark.device) for name in ("cuda", "xpu")]
 

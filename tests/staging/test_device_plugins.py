@@ -7,9 +7,9 @@ from types import ModuleType
 import pytest
 
 from kvferry.errors import ConfigurationError
-from kvferry.staging import devices as table
-from kvferry.staging.device_plugins import load_devices
-from kvferry.staging.devices import check_pair, devices, register_device
+from kvferry.staging.device import table as table
+from kvferry.staging.device.plugins import load_devices
+from kvferry.staging.device.table import check_pair, devices, register_device
 from kvferry.transport import memory_kind
 from kvferry.transport.memory_kind import MemoryKind, kind_of, register_kind
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import ConfigurationError
-from kvferry.staging import devices as table
-from kvferry.staging.devices import (
+from kvferry.staging.device import table as table
+from kvferry.staging.device.table import (
     StagingMemory,
     check_pair,
     check_staging,

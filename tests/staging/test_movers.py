@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from kvferry.errors import IllegalEventError, TransportError
-from kvferry.plan.copies import Copies
-from kvferry.plan.tiles import Tile, plain, rows_of
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.tiles import Tile, plain, rows_of
 from kvferry.staging import host_mover
-from kvferry.staging.device_mover import DeviceMover
+from kvferry.staging.device.launches import MAX_ROW_BYTES
+from kvferry.staging.device.mover import DeviceMover
+from kvferry.staging.device.reference import Bytes, copy
 from kvferry.staging.host_mover import HostMover, host_pieces
-from kvferry.staging.launches import MAX_ROW_BYTES
 from kvferry.staging.mover import CLOSED, Moved, Mover
-from kvferry.staging.reference import Bytes, copy
-from kvferry.testing.far_device import FAR_ADDRESS, FarDevice, far_mover
+from kvferry.testing.transports.far_device import FAR_ADDRESS, FarDevice, far_mover
 from kvferry.transport.base import Memory
 
 SIZE = 4 * MAX_ROW_BYTES

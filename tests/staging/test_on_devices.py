@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.agent.lent_memory import Arena, LentMemory
+from kvferry.agent.memory.shared_regions import Arena, LentMemory
 from kvferry.errors import ConfigurationError
-from kvferry.plan.copies import Copies
-from kvferry.plan.tiles import plain
-from kvferry.staging.device_arena import DeviceArena
-from kvferry.staging.device_mover import DeviceMover
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.tiles import plain
+from kvferry.staging.device.arena import DeviceArena
+from kvferry.staging.device.mover import DeviceMover
+from kvferry.staging.device.patterns import tiles_of
+from kvferry.staging.device.pinned import CudaRuntime, Pinned
 from kvferry.staging.mover import Moved
-from kvferry.staging.patterns import tiles_of
-from kvferry.staging.pinned import CudaRuntime, Pinned
 from kvferry.transport.base import Memory
-from kvferry.transport.pieces import Pieces
+from kvferry.transport.registered_memory import Pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -82,7 +82,7 @@ class Rig:
 @pytest.fixture
 def side_streams(device, monkeypatch):
     """The module, with kernels that run on the device."""
-    from kvferry.staging import side_stream
+    from kvferry.staging.device import side_stream
 
     monkeypatch.setattr(side_stream, "copy_tile", device.kernels.copy_tile)
     return side_stream

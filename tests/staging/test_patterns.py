@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.plan.copies import NOTHING, Copies
-from kvferry.plan.describe import FORMATS, EngineShape, describe
-from kvferry.plan.model import attention
-from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import route
-from kvferry.plan.slots import SlotPlan, StagedRequest, region_starts
-from kvferry.plan.staged import Strategy
-from kvferry.plan.tiles import Tile, rows_of, tile_of
-from kvferry.plan.tokens import TokenRange
-from kvferry.staging import patterns
-from kvferry.staging.launches import MAX_ROW_BYTES
-from kvferry.staging.patterns import for_device, tiles_of
-from kvferry.testing.strategies import handmade, scenarios
+from kvferry.plan.description.describe import FORMATS, EngineShape, describe
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.copies import NOTHING, Copies
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.programs.tiles import Tile, rows_of, tile_of
+from kvferry.plan.routing.route import route
+from kvferry.plan.slots.partition import SlotPlan, StagedRequest, region_starts
+from kvferry.plan.strategy.strategies import Strategy
+from kvferry.staging.device import patterns
+from kvferry.staging.device.launches import MAX_ROW_BYTES
+from kvferry.staging.device.patterns import for_device, tiles_of
+from kvferry.testing.engines.strategies import handmade, scenarios
 
 STAGED = st.sampled_from([Strategy.SCATTER, Strategy.PACK])
 MIB = 1 << 20

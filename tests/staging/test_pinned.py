@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from kvferry.errors import ConfigurationError
-from kvferry.staging.device_mover import DeviceMover
-from kvferry.staging.pinned import CudaRuntime, Pinned
+from kvferry.staging.device.mover import DeviceMover
+from kvferry.staging.device.pinned import CudaRuntime, Pinned
 from kvferry.transport.base import Memory
-from kvferry.transport.pieces import Pieces
+from kvferry.transport.registered_memory import Pieces
 
 MEMORIES = [Memory(1 << 20, 4096, -1), Memory(1 << 21, 8192, -1)]
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.plan.copies import Copies
-from kvferry.plan.tiles import plain, tile_of
-from kvferry.staging.device_mover import DeviceMover
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.tiles import plain, tile_of
+from kvferry.staging.device.mover import DeviceMover
 from kvferry.staging.mover import Moved
-from kvferry.transport.pieces import Pieces
+from kvferry.transport.registered_memory import Pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.fixture
 def side_streams(device, monkeypatch):
     """The module, with kernels that run on the device."""
-    from kvferry.staging import side_stream
+    from kvferry.staging.device import side_stream
 
     monkeypatch.setattr(side_stream, "copy_tile", device.kernels.copy_tile)
     return side_stream
@@ -70,7 +70,7 @@ class RecordedModule:
 def recorded(monkeypatch):
     """A module on which nothing runs, and the side streams that are made with it."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from kvferry.staging import side_stream
+    from kvferry.staging.device import side_stream
 
     module = RecordedModule()
     monkeypatch.setattr(torch, "get_device_module", lambda _device: module)

@@ -11,12 +11,12 @@ import ctypes
 import json
 import sys
 
-from kvferry.agent.surroundings import surroundings_here
+from kvferry.agent.transports.surroundings import surroundings_here
 from kvferry.errors import FerryError
-from kvferry.plan.copies import Direction
-from kvferry.testing.transport_peer import PeerProcess, make_transport
-from kvferry.transport.expectation import judge
-from kvferry.transport.selftest import measure
+from kvferry.plan.programs.copies import Direction
+from kvferry.testing.transports.peer import PeerProcess, make_transport
+from kvferry.transport.selection.expectation import judge
+from kvferry.transport.selection.self_test import measure
 
 VERSION_3 = 0x20080522
 CAP_SYS_PTRACE = 1 << 19

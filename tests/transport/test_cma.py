@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from kvferry.errors import TransportError
-from kvferry.plan.copies import Copies
-from kvferry.testing.transport_peer import PeerProcess, digest
-from kvferry.testing.transport_world import finish
+from kvferry.plan.programs.copies import Copies
+from kvferry.testing.transports.peer import PeerProcess, digest
+from kvferry.testing.transports.world import finish
 from kvferry.transport.base import Completion, Direction, Memory
-from kvferry.transport.cma import CALL_BYTES, SLICE_BYTES, CrossMemoryDescriptor, CrossMemoryTransport
-from kvferry.transport.origin import Origin
-from kvferry.transport.selftest import fill_probe
+from kvferry.transport.cma.transport import CALL_BYTES, SLICE_BYTES, CrossMemoryDescriptor, CrossMemoryTransport
+from kvferry.transport.process_identity import Origin
+from kvferry.transport.selection.self_test import fill_probe
 
 SIZE_BYTES = 24 << 20
 
@@ -143,8 +143,8 @@ def test_a_long_ticket_is_copied_in_slices_and_does_not_hold_up_a_short_one(tran
 def test_tickets_of_one_size_end_one_after_the_other(transport, monkeypatch):
     """A poll copies half of a ticket, and a call a quarter."""
     page = mmap.PAGESIZE
-    monkeypatch.setattr("kvferry.transport.cma.CALL_BYTES", page)
-    monkeypatch.setattr("kvferry.transport.cma.SLICE_BYTES", 2 * page)
+    monkeypatch.setattr("kvferry.transport.cma.transport.CALL_BYTES", page)
+    monkeypatch.setattr("kvferry.transport.cma.transport.SLICE_BYTES", 2 * page)
     source, buffer = np.arange(4 * page, dtype=np.uint8), np.zeros(4 * page, np.uint8)
     known = descriptor_of(memory_of(source))
     transport.register(memory_of(buffer))

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvferry.testing.contract import CONTRACT, Check
-from kvferry.testing.process_contract import PROCESS_CONTRACT, ProcessCheck
-from kvferry.testing.transport_peer import make_transport
-from kvferry.testing.transport_world import World
+from kvferry.testing.transports.contract import CONTRACT, Check
+from kvferry.testing.transports.peer import make_transport
+from kvferry.testing.transports.process_contract import PROCESS_CONTRACT, ProcessCheck
+from kvferry.testing.transports.world import World
 from kvferry.transport.base import Transport
-from kvferry.transport.cma import CrossMemoryTransport
+from kvferry.transport.cma.transport import CrossMemoryTransport
 from kvferry.transport.faulty import FaultyTransport
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
-from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.shm import SharedMemoryTransport
-from kvferry.transport.tcp import TcpTransport
+from kvferry.transport.nixl.transport import NixlTransport
+from kvferry.transport.shm.transport import SharedMemoryTransport
+from kvferry.transport.tcp.transport import TcpTransport
 
 
 def memory_factory() -> Callable[[], Transport]:

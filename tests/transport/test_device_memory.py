@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 from kvferry.errors import TransportError
-from kvferry.plan.copies import Copies
-from kvferry.testing.transport_world import finish
+from kvferry.plan.programs.copies import Copies
+from kvferry.testing.transports.world import finish
 from kvferry.transport import memory_kind
 from kvferry.transport.base import Direction, Memory, Transport
-from kvferry.transport.cma import CrossMemoryTransport
+from kvferry.transport.cma.transport import CrossMemoryTransport
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
 from kvferry.transport.memory_kind import MemoryKind, kind_of, register_kind
-from kvferry.transport.nixl_parts import Devices, cut_by_kind, describe
-from kvferry.transport.pieces import Pieces
-from kvferry.transport.shm import SharedMemoryTransport
-from kvferry.transport.tcp import TcpTransport
+from kvferry.transport.nixl.descriptors import Devices, cut_by_kind, describe
+from kvferry.transport.registered_memory import Pieces
+from kvferry.transport.shm.transport import SharedMemoryTransport
+from kvferry.transport.tcp.transport import TcpTransport
 
 DRAM, VRAM = MemoryKind.DRAM, MemoryKind.VRAM
 PIECE_BYTES = 1 << 16
@@ -85,7 +85,7 @@ def test_a_part_has_one_kind_of_memory_on_each_side() -> None:
 
 
 def test_nixl_refuses_device_memory_that_it_does_not_recognise() -> None:
-    nixl = pytest.importorskip("kvferry.transport.nixl")
+    nixl = pytest.importorskip("kvferry.transport.nixl.transport")
     pytest.importorskip("nixl_cu13")
     transport, view = nixl.NixlTransport(), np.zeros(PIECE_BYTES, np.uint8)
     with pytest.raises(TransportError, match=r"cannot register cuda memory; .*hint: kvferry doctor"):
@@ -113,7 +113,7 @@ class Pretending:
 
 @pytest.mark.parametrize("direction", Direction)
 def test_rows_move_between_memory_of_both_kinds(direction: Direction) -> None:
-    nixl = pytest.importorskip("kvferry.transport.nixl")
+    nixl = pytest.importorskip("kvferry.transport.nixl.transport")
     pytest.importorskip("nixl_cu13")
     sides, kinds = [nixl.NixlTransport() for _ in range(2)], []
     for transport in sides:

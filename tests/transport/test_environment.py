@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from kvferry.errors import ConfigurationError
-from kvferry.transport.affinity import nearest
-from kvferry.transport.environment import Environment, Origin, choose_environment
-from kvferry.transport.finding import Severity
-from kvferry.transport.situation import Accelerator, Confinement, Nic, NicKind, Place, Situation, UcxBuild
+from kvferry.transport.machine.affinity import nearest
+from kvferry.transport.machine.facts import Accelerator, Confinement, Nic, NicKind, Place, Situation, UcxBuild
+from kvferry.transport.machine.finding import Severity
+from kvferry.transport.machine.ucx_settings import Environment, Origin, choose_environment
 
 CORE = frozenset({"self", "tcp", "posix", "sysv"})
 WHEEL = UcxBuild("nixl_cu13", "/w", CORE | {"cma", "cuda_copy", "cuda_ipc", "rc_verbs", "rc_mlx5", "ud_verbs", "srd"})

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.plan.copies import Direction
-from kvferry.transport.expectation import Surroundings, is_far_slower, judge
-from kvferry.transport.measurement import UNMEASURED, Measurement, Rates
-from kvferry.transport.situation import Place
+from kvferry.plan.programs.copies import Direction
+from kvferry.transport.machine.facts import Place
+from kvferry.transport.selection.expectation import Surroundings, is_far_slower, judge
+from kvferry.transport.selection.measurement import UNMEASURED, Measurement, Rates
 
 HERE, RDMA = Surroundings("a", False), Surroundings("a", True)
 READ, WRITE = Direction.READ, Direction.WRITE

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvferry.testing.transport_world import POISON, Row, World, copies_of
+from kvferry.testing.transports.world import POISON, Row, World, copies_of
 from kvferry.transport.base import Completion, Direction
 from kvferry.transport.faulty import Fault, FaultKind, FaultyTransport, Likelihoods, schedule
 from kvferry.transport.memory import MemoryFabric, MemoryTransport

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.transport.accelerators import accelerators
-from kvferry.transport.affinity import nearest
-from kvferry.transport.confinement import confinement
-from kvferry.transport.nics import nics
-from kvferry.transport.situation import UNLIMITED, NicKind, UcxBuild
-from kvferry.transport.ucx_builds import build_at, build_to_load, installed_builds, loaded_directories
+from kvferry.transport.machine.accelerators import accelerators
+from kvferry.transport.machine.affinity import nearest
+from kvferry.transport.machine.facts import UNLIMITED, NicKind, UcxBuild
+from kvferry.transport.machine.nics import nics
+from kvferry.transport.machine.process_limits import confinement
+from kvferry.transport.machine.ucx_builds import build_at, build_to_load, installed_builds, loaded_directories
 
 GPU_BUS = "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0/0000:03:00.0"
 NIC_BUS = "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0"

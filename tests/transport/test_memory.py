@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from kvferry.errors import TransportError
-from kvferry.plan.copies import Copies
-from kvferry.testing.transport_world import PIECE_BYTES, Row, World, copies_of
+from kvferry.plan.programs.copies import Copies
+from kvferry.testing.transports.world import PIECE_BYTES, Row, World, copies_of
 from kvferry.transport.base import Completion, Direction
-from kvferry.transport.copying import TURN_BYTES, CopyQueue, Posting
 from kvferry.transport.memory import SLICE_BYTES, MemoryFabric, MemoryTransport
-from kvferry.transport.pieces import Pieces
+from kvferry.transport.registered_memory import Pieces
+from kvferry.transport.rowcopy.queue import TURN_BYTES, CopyQueue, Posting
 
 
 @pytest.fixture

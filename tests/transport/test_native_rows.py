@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import TransportError
-from kvferry.plan.tiles import Tile
-from kvferry.transport import numpy_rows
-from kvferry.transport.copier import Copier, Preparation, current, prepare, prepared
-from kvferry.transport.pieces import Pieces, Side
-from kvferry.transport.rows import copy_tiles
+from kvferry.plan.programs.tiles import Tile
+from kvferry.transport.registered_memory import Pieces, Side
+from kvferry.transport.rowcopy import numpy_rows
+from kvferry.transport.rowcopy.choice import Copier, Preparation, current, prepare, prepared
+from kvferry.transport.rowcopy.rows import copy_tiles
 
-native_rows = pytest.importorskip("kvferry.transport.native_rows", reason="numba is not installed")
+native_rows = pytest.importorskip("kvferry.transport.rowcopy.native_rows", reason="numba is not installed")
 ROWS = native_rows.compile_rows(on_disk=False)
 LARGE = native_rows.IN_CACHE_BYTES + 1
 SMALL = 20_000
@@ -169,7 +169,7 @@ def test_a_tile_leaves_what_its_rows_leave(drawn: tuple[Tile, np.ndarray, np.nda
         begins = int(start) - address(source), int(goal) - address(target)
         wanted[begins[1] : begins[1] + int(length)] = source[begins[0] : begins[0] + int(length)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvferry.transport.rows.current", lambda: COPIERS[name])
+        patch.setattr("kvferry.transport.rowcopy.rows.current", lambda: COPIERS[name])
         for _ in copy_tiles(memory(source, target), [tile]):
             pass
     assert np.array_equal(target, wanted)
@@ -183,7 +183,7 @@ COPIERS = {
 
 @pytest.fixture(params=COPIERS)
 def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("kvferry.transport.rows.current", lambda: COPIERS[request.param])
+    monkeypatch.setattr("kvferry.transport.rowcopy.rows.current", lambda: COPIERS[request.param])
     return request.param
 
 

@@ -11,12 +11,11 @@ import pytest
 
 from kvferry.errors import TransportError
 from kvferry.extras import MissingExtraError
-from kvferry.plan.copies import Copies
-from kvferry.testing.transport_world import World
-from kvferry.transport import nixl as adapter
+from kvferry.plan.programs.copies import Copies
+from kvferry.testing.transports.world import World
 from kvferry.transport.base import Direction, Ticket
-from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.nixl_parts import (
+from kvferry.transport.nixl import transport as adapter
+from kvferry.transport.nixl.descriptors import (
     PART_BYTES,
     PART_ROWS,
     NixlDescriptor,
@@ -25,6 +24,7 @@ from kvferry.transport.nixl_parts import (
     describe,
     seal,
 )
+from kvferry.transport.nixl.transport import NixlTransport
 
 pytest.importorskip("nixl_cu13")
 

@@ -10,15 +10,15 @@ import sys
 import pytest
 
 from kvferry.errors import ConfigurationError
-from kvferry.transport.environment import Origin
+from kvferry.transport.machine.facts import Place
+from kvferry.transport.machine.preparation import prepare, silence
+from kvferry.transport.machine.ucx_settings import Origin
 from kvferry.transport.opening import open_transports
-from kvferry.transport.preparing import prepare, silence
-from kvferry.transport.situation import Place
 
 LATE = """
 import json, sys
-from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.preparing import prepare
+from kvferry.transport.nixl.transport import NixlTransport
+from kvferry.transport.machine.preparation import prepare
 if sys.argv[1] == "loaded":
     NixlTransport().close()
 prepared = prepare()
@@ -44,7 +44,7 @@ def test_what_was_chosen_is_set_and_stays_ours() -> None:
 
 CHILD = """
 import json, os
-from kvferry.transport.preparing import prepare, users_settings
+from kvferry.transport.machine.preparation import prepare, users_settings
 users = users_settings()
 prepare()
 print(json.dumps([users, os.environ.get("UCX_NET_DEVICES", "")]))

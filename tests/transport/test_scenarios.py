@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.transport.confinement import confinement
+from kvferry.transport.machine.process_limits import confinement
 
 pytestmark = pytest.mark.e2e
 

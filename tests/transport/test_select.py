@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import ConfigurationError, TransportError
-from kvferry.plan.copies import Direction
-from kvferry.transport.measurement import Measurement, Rates
-from kvferry.transport.select import TRANSPORTS, Choice, candidates, choose, is_worth_testing
+from kvferry.plan.programs.copies import Direction
+from kvferry.transport.selection.choice import TRANSPORTS, Choice, candidates, choose, is_worth_testing
+from kvferry.transport.selection.measurement import Measurement, Rates
 
 ALL = dict.fromkeys(TRANSPORTS, "")
 

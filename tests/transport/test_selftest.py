@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from kvferry.errors import TransportError
-from kvferry.plan.copies import Copies
-from kvferry.testing.transport_peer import PeerProcess, digest, make_transport
-from kvferry.testing.transport_world import World
-from kvferry.transport import selftest
+from kvferry.plan.programs.copies import Copies
+from kvferry.testing.transports.peer import PeerProcess, digest, make_transport
+from kvferry.testing.transports.world import World
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.faulty import Fault, FaultKind, FaultyTransport
-from kvferry.transport.measurement import Measurement
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
-from kvferry.transport.probe import MARK_BYTES, pattern
-from kvferry.transport.selftest import HUNG_S, PROBE_BYTES, Probe, SelfTest, fill_probe, measure
-from kvferry.transport.steps import Kind
+from kvferry.transport.selection import self_test
+from kvferry.transport.selection.measurement import Measurement
+from kvferry.transport.selection.probe_memory import MARK_BYTES, pattern
+from kvferry.transport.selection.self_test import HUNG_S, PROBE_BYTES, Probe, SelfTest, fill_probe, measure
+from kvferry.transport.selection.self_test_copies import Kind
 
 
 def ticking(step_s: float) -> Callable[[], float]:
@@ -138,7 +138,7 @@ def test_scratch_memory_that_a_transport_does_not_give_back_stays_and_nothing_el
         raise TransportError("cannot take memory back")
 
     monkeypatch.setattr(world.near.transport, "unregister", refuse)
-    monkeypatch.setattr(selftest, "_unsettled", kept := [])
+    monkeypatch.setattr(self_test, "_unsettled", kept := [])
     assert not measure(world.near.transport, "far", probe_of(world)).error
     assert len(kept) == 1
     assert "cannot take memory back" in caplog.text

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from kvferry.errors import TransportError
-from kvferry.plan.copies import NOTHING, Direction
-from kvferry.testing.transport_peer import PeerProcess
-from kvferry.testing.transport_world import wait_for_unmapping
-from kvferry.transport import shm
+from kvferry.plan.programs.copies import NOTHING, Direction
+from kvferry.testing.transports.peer import PeerProcess
+from kvferry.testing.transports.world import wait_for_unmapping
 from kvferry.transport.base import Completion, Memory
-from kvferry.transport.origin import Origin
-from kvferry.transport.shm import (
+from kvferry.transport.process_identity import Origin
+from kvferry.transport.shm import transport as shm
+from kvferry.transport.shm.transport import (
     SharedDescriptor,
     SharedMemoryTransport,
     SharedPiece,

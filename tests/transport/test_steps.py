@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-from kvferry.plan.copies import Direction
-from kvferry.transport.probe import MARK_BYTES, Probe
-from kvferry.transport.steps import NUM_ROUNDS, READS, WRITES, Kind, Scratch, rounds
+from kvferry.plan.programs.copies import Direction
+from kvferry.transport.selection.probe_memory import MARK_BYTES, Probe
+from kvferry.transport.selection.self_test_copies import NUM_ROUNDS, READS, WRITES, Kind, Scratch, rounds
 
 SIZE_BYTES, FAR, NEAR = 1 << 16, 1 << 30, 1 << 20
 MARK = FAR + SIZE_BYTES + MARK_BYTES

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from kvferry.errors import TransportError
-from kvferry.plan.copies import Copies
-from kvferry.testing.transport_peer import PeerProcess
-from kvferry.testing.transport_world import Row, World, expect_copied, finish
+from kvferry.plan.programs.copies import Copies
+from kvferry.testing.transports.peer import PeerProcess
+from kvferry.testing.transports.world import Row, World, expect_copied, finish
 from kvferry.transport.base import Direction, Memory
-from kvferry.transport.tcp import TcpDescriptor, TcpTransport
-from kvferry.transport.tcp_connection import CHUNK_BYTES, MAX_ROWS, Challenge, Request, proof_of
-from kvferry.transport.tcp_server import Gate
+from kvferry.transport.tcp.connection import CHUNK_BYTES, MAX_ROWS, Challenge, Request, proof_of
+from kvferry.transport.tcp.server import Gate
+from kvferry.transport.tcp.transport import TcpDescriptor, TcpTransport
 
 STALL_S = 0.3
 

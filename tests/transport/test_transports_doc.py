@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from test_environment import ZE, ZE_COPY, xpu
 
-from kvferry.transport.environment import choose_environment
-from kvferry.transport.situation import Place
+from kvferry.transport.machine.facts import Place
+from kvferry.transport.machine.ucx_settings import choose_environment
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs/transports.md").read_text()
@@ -32,6 +32,6 @@ def test_its_sets_are_those_that_are_chosen(situation, transports: str) -> None:
 
 
 def test_every_variable_that_is_set_is_in_it() -> None:
-    rules = (ROOT / "src/kvferry/transport/environment.py").read_text()
+    rules = (ROOT / "src/kvferry/transport/machine/ucx_settings.py").read_text()
     for name in set(re.findall(r'"(UCX_\w+)"', rules)):
         assert f"`{name}`" in DOCUMENT

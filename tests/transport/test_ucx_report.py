@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.transport.ucx_report import UcxReport, carriers_in
+from kvferry.transport.machine.ucx_report import UcxReport, carriers_in
 
 BOTH = """
 #               peer: <no debug data>
@@ -30,11 +30,11 @@ MESSAGES = """
 ASK = """
 import json
 import numpy as np
-from kvferry.testing.transport_peer import PeerProcess
+from kvferry.testing.transports.peer import PeerProcess
 from kvferry.transport.base import Memory
-from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.selftest import measure
-from kvferry.transport.ucx_report import UcxReport
+from kvferry.transport.nixl.transport import NixlTransport
+from kvferry.transport.selection.self_test import measure
+from kvferry.transport.machine.ucx_report import UcxReport
 transport = NixlTransport()
 with PeerProcess("nixl", 1 << 20, 3) as peer:
     transport.connect("peer", peer.descriptor)

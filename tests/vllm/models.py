@@ -237,7 +237,7 @@ def _add_processor(folder: Path) -> None:
 
 
 def _copy_tokenizer(folder: Path) -> None:
-    from kvferry.embedded.model import ensure_tiny_model
+    from kvferry.embedded.model.tiny import ensure_tiny_model
 
     llama = ensure_tiny_model(folder.parent, lambda _: None)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

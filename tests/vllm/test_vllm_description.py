@@ -41,17 +41,17 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvferry.connectors.vllm.describe import EngineFacts, LayerFacts, describe
-from kvferry.connectors.vllm.scheduler import _running
-from kvferry.connectors.vllm.tiles import Tile, probe
+from kvferry.connectors.vllm.description.describe import EngineFacts, LayerFacts, describe
+from kvferry.connectors.vllm.description.tiles import Tile, probe
+from kvferry.connectors.vllm.scheduler.scheduler import _running
 from kvferry.errors import IncompatibleError, LayoutError
-from kvferry.plan.layout import Axis
-from kvferry.plan.program import bind
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import route
-from kvferry.plan.span import Span
-from kvferry.plan.tokens import TokenRange
-from kvferry.testing.oracle import Memory, element_addresses, execute
+from kvferry.plan.description.layout import Axis
+from kvferry.plan.description.span import Span
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.program import bind
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.routing.route import route
+from kvferry.testing.engines.oracle import Memory, element_addresses, execute
 
 HEADS, DIM, BLOCKS = 4, 32, 7
 NAMES = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")

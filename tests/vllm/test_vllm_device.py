@@ -15,12 +15,12 @@ with warnings.catch_warnings():
 
 import torch
 
-from kvferry.connectors.vllm import device as module
-from kvferry.connectors.vllm.device import buffers_of
+from kvferry.connectors.vllm.worker import device as module
+from kvferry.connectors.vllm.worker.device import buffers_of
 from kvferry.errors import ConfigurationError
-from kvferry.plan.copies import Copies
-from kvferry.plan.tiles import plain
-from kvferry.staging.devices import StagingMemory
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.tiles import plain
+from kvferry.staging.device.table import StagingMemory
 from kvferry.transport.base import Memory
 
 

@@ -17,18 +17,18 @@ import torch
 from test_vllm_worker import NOTHING, SETTINGS, Rank, fetch
 from test_vllm_worker import rank as rank  # the fixture
 
-from kvferry.connectors.vllm import device as device_module
 from kvferry.connectors.vllm.connector import FerryConnector
-from kvferry.connectors.vllm.describe import Described, GroupFacts
-from kvferry.connectors.vllm.device import Buffers
-from kvferry.connectors.vllm.early_legs import EarlyLegs, Source, at_once
-from kvferry.connectors.vllm.growing import MAX_SILENT_WORDS, Growing
-from kvferry.connectors.vllm.late_orders import LateOrders
-from kvferry.connectors.vllm.layer_progress import LayerProgress
-from kvferry.connectors.vllm.orders import EndOrder, GrowthOrder, LeaseOrder, Orders, PromiseOrder
-from kvferry.connectors.vllm.worker import _Started
+from kvferry.connectors.vllm.description.describe import Described, GroupFacts
+from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, LeaseOrder, Orders, PromiseOrder
+from kvferry.connectors.vllm.worker import device as device_module
+from kvferry.connectors.vllm.worker.device import Buffers
+from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source, at_once
+from kvferry.connectors.vllm.worker.growing import MAX_SILENT_WORDS, Growing
+from kvferry.connectors.vllm.worker.late_orders import LateOrders
+from kvferry.connectors.vllm.worker.layer_progress import LayerProgress
+from kvferry.connectors.vllm.worker.worker import _Started
 from kvferry.connectors.vllm_middleware.workers import RELEASED
-from kvferry.plan.layout import Layout
+from kvferry.plan.description.layout import Layout
 from kvferry.session.events import LeaseGrown, LeaseWanted, SourceFree, Stopped
 from kvferry.wire.messages import Reference
 

@@ -19,11 +19,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpe
 from vllm.v1.request import RequestStatus
 
 from kvferry.connectors.promise import Promise, new_promise, sealed, unsealed
-from kvferry.connectors.vllm.groups import may_grow
-from kvferry.connectors.vllm.orders import EndOrder, GrowthOrder, PromiseOrder
-from kvferry.connectors.vllm.prompts import Prompts
-from kvferry.connectors.vllm.scheduler import Scheduler
-from kvferry.plan.prompt import Prompt
+from kvferry.connectors.vllm.description.groups import may_grow
+from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, PromiseOrder
+from kvferry.connectors.vllm.scheduler.prompts import Prompts
+from kvferry.connectors.vllm.scheduler.scheduler import Scheduler
+from kvferry.plan.description.prompt import Prompt
 
 KEY, PROMPT, NUM_BLOCKS = "k" * 64, 40, 64
 PROMISE = Promise("early-1", "lease-1")

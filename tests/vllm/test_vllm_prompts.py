@@ -23,12 +23,12 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
-from kvferry.connectors.vllm import adapter_numbers, adapters, prompts
-from kvferry.connectors.vllm.adapter_loads import tell_of_loads
-from kvferry.connectors.vllm.adapter_numbers import AdapterNumbers
-from kvferry.connectors.vllm.prompts import Prompts, media_are_identified, media_options
+from kvferry.connectors.vllm.scheduler import adapter_numbers, adapters, prompts
+from kvferry.connectors.vllm.scheduler.adapter_loads import tell_of_loads
+from kvferry.connectors.vllm.scheduler.adapter_numbers import AdapterNumbers
+from kvferry.connectors.vllm.scheduler.prompts import Prompts, media_are_identified, media_options
 from kvferry.errors import RequestError
-from kvferry.plan.prompt import Prompt
+from kvferry.plan.description.prompt import Prompt
 
 SIZE, HIDDEN = 8, 4
 

@@ -16,11 +16,11 @@ from vllm import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
-from kvferry.connectors.vllm.orders import MAX_NAME_LENGTH, RankAddress, agent_name
-from kvferry.connectors.vllm.prompts import Prompts
-from kvferry.connectors.vllm.scheduler import Scheduler
-from kvferry.plan.prompt import Prompt
-from kvferry.plan.tokens import TokenRange
+from kvferry.connectors.vllm.metadata import MAX_NAME_LENGTH, RankAddress, agent_name
+from kvferry.connectors.vllm.scheduler.prompts import Prompts
+from kvferry.connectors.vllm.scheduler.scheduler import Scheduler
+from kvferry.plan.description.prompt import Prompt
+from kvferry.plan.description.tokens import TokenRange
 
 BLOCK, NUM_BLOCKS, PROMPT = 16, 64, 40
 RANKS = (RankAddress("tcp://127.0.0.1:7001", "epoch"), RankAddress("tcp://127.0.0.1:7002", "epoch"))

@@ -23,7 +23,7 @@ from kvferry.connectors.vllm.settings import check_version, settings_of
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
 from kvferry.connectors.vllm_middleware.arrivals import Arrival, Arrivals
 from kvferry.errors import ConfigurationError
-from kvferry.plan.copies import Direction
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import FetchReport
 
 PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"

@@ -17,16 +17,16 @@ with warnings.catch_warnings():
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvferry.connectors.vllm.describe import Described, GroupFacts
-from kvferry.connectors.vllm.early_legs import EarlyLegs, Source, at_once
-from kvferry.connectors.vllm.late_orders import LateOrders
-from kvferry.connectors.vllm.orders import FetchOrder, LeaseOrder, Orders, PromiseOrder, agent_name
+from kvferry.connectors.vllm.description.describe import Described, GroupFacts
+from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, PromiseOrder, agent_name
 from kvferry.connectors.vllm.settings import Settings
-from kvferry.connectors.vllm.worker import Worker, _Started
+from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source, at_once
+from kvferry.connectors.vllm.worker.late_orders import LateOrders
+from kvferry.connectors.vllm.worker.worker import Worker, _Started
 from kvferry.errors import TransferError
-from kvferry.plan.layout import Layout
-from kvferry.plan.prompt import Prompt, PromptInput
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.description.prompt import Prompt, PromptInput
+from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, Stopped, TargetFree
 from kvferry.wire.messages import Party, Reason, Reference
 
@@ -258,7 +258,7 @@ class LateNotices(queue.SimpleQueue):
 )
 def test_a_step_that_computes_nothing_waits_a_moment_for_what_is_under_way(rank, monkeypatch, orders, notice, told):
     """The word comes while the step waits for it: the same step tells it."""
-    monkeypatch.setattr("kvferry.connectors.vllm.worker.IDLE_WAIT_S", 3600.0)
+    monkeypatch.setattr("kvferry.connectors.vllm.worker.worker.IDLE_WAIT_S", 3600.0)
     monkeypatch.setattr(rank.worker, "_notices", LateNotices(notice))
     rank.worker.obey(orders)
     assert rank.told() == told
@@ -266,7 +266,7 @@ def test_a_step_that_computes_nothing_waits_a_moment_for_what_is_under_way(rank,
 
 @pytest.mark.parametrize("orders", [Orders(fetches=[fetch()]), Orders(is_idle=True)], ids=["computes", "nothing open"])
 def test_no_other_step_waits(rank, orders, monkeypatch):
-    monkeypatch.setattr("kvferry.connectors.vllm.worker.IDLE_WAIT_S", 3600.0)
+    monkeypatch.setattr("kvferry.connectors.vllm.worker.worker.IDLE_WAIT_S", 3600.0)
     rank.worker.obey(orders)
     assert rank.told() == (set(), set(), set())
 

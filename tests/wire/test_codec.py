@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import WireError
-from kvferry.plan.copies import Direction
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.digest import Part, Policy, Subject
-from kvferry.plan.model import attention
-from kvferry.plan.prompt import Prompt
-from kvferry.plan.span import Span
-from kvferry.plan.tokens import TokenRange, TokenSet
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.prompt import Prompt
+from kvferry.plan.description.span import Span
+from kvferry.plan.description.tokens import TokenRange, TokenSet
+from kvferry.plan.digests.subject import Part, Policy, Subject
+from kvferry.plan.programs.copies import Direction
 from kvferry.wire import messages as m
 from kvferry.wire.codec import MAX_FRAME_BYTES, decode, encode, frame_of
 

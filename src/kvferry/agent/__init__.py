@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvferry.agent.agent import Agent
     from kvferry.agent.config import STAGING_BYTES, AgentConfig, Host, Notice, new_epoch, new_lease_id, staging_named
-    from kvferry.agent.shared_token import NO_TOKEN, SharedToken, read_token
+    from kvferry.agent.control.shared_token import NO_TOKEN, SharedToken, read_token
+    from kvferry.agent.loop.agent import Agent
 
 __all__ = [
     "NO_TOKEN",

@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.agent.digests import lies_in
-from kvferry.agent.lent_memory import Arena, host_arena
-from kvferry.agent.reach import listening_address
-from kvferry.agent.shared_token import NO_TOKEN, SharedToken
+from kvferry.agent.control.listen_addresses import listening_address
+from kvferry.agent.control.shared_token import NO_TOKEN, SharedToken
+from kvferry.agent.memory.digests import lies_in
+from kvferry.agent.memory.shared_regions import Arena, host_arena
 from kvferry.errors import ConfigurationError
-from kvferry.plan.copies import Direction
-from kvferry.plan.digest import Policy
-from kvferry.plan.layout import Layout
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.digests.subject import Policy
+from kvferry.plan.programs.copies import Direction
 from kvferry.session import events as e
-from kvferry.session.ways import AUTO, StagingPolicy, allowed_by
+from kvferry.session.target.read_strategy import AUTO, StagingPolicy, allowed_by
 from kvferry.staging.host_mover import HostMover, host_pieces
 from kvferry.staging.mover import Mover
 from kvferry.staging.pool import ALIGNMENT_BYTES

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvferry.catalog import linear, mamba
-from kvferry.catalog.attention import attention_of, attention_parameters, keep_attention, reach_of
-from kvferry.catalog.defaults import language_fields
-from kvferry.catalog.dtypes import PACKED_LATENT, Item, cache_item, model_item, recurrent_item
-from kvferry.catalog.fields import Fields
-from kvferry.catalog.latent import indexer_layers, keep_latent, latent_of, latent_parameters
-from kvferry.catalog.layers import Layer, draft_layers, layers_of
-from kvferry.catalog.mlp import mlp_parameters
+from kvferry.catalog.config.defaults import language_fields
+from kvferry.catalog.config.dtypes import PACKED_LATENT, Item, cache_item, model_item, recurrent_item
+from kvferry.catalog.config.fields import Fields
+from kvferry.catalog.layers import linear, mamba
+from kvferry.catalog.layers.attention import attention_of, attention_parameters, keep_attention, reach_of
+from kvferry.catalog.layers.kinds import Layer, draft_layers, layers_of
+from kvferry.catalog.layers.latent import indexer_layers, keep_latent, latent_of, latent_parameters
+from kvferry.catalog.layers.mlp import mlp_parameters
 from kvferry.catalog.records import Entry, Options
 from kvferry.errors import ConfigurationError
-from kvferry.plan.model import CacheModel, Kept, LayerCache
+from kvferry.plan.description.model import CacheModel, Kept, LayerCache
 
 __all__ = ["of_config"]
 

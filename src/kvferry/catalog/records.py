@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.plan.model import CacheModel
+from kvferry.plan.description.model import CacheModel
 
 __all__ = ["Entry", "Options"]
 

@@ -30,7 +30,7 @@ def resolve(model: str) -> tuple[str, str]:
             f"looking for {model} in the local cache and on the Hugging Face Hub; a first download takes a while"
         )
         return model, model
-    from kvferry.embedded.model import ensure_tiny_model
+    from kvferry.embedded.model.tiny import ensure_tiny_model
 
     directory = cache_directory()
     try:

@@ -9,15 +9,15 @@ Read in this order: `span`, `tokens`, `layout` (the description), `route`, `prog
 and `describe` make layouts from a handful of numbers, `strategy` says what the rows cost.
 """
 
-from kvferry.plan.copies import Copies
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State
-from kvferry.plan.model import CacheModel, Kept, LayerCache, attention, latent
-from kvferry.plan.program import Program, bind
-from kvferry.plan.request import copies_for
-from kvferry.plan.route import Leg, Route, route
-from kvferry.plan.span import Span
-from kvferry.plan.tokens import TokenRange, TokenSet, TokenShare
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement, Region, State
+from kvferry.plan.description.model import CacheModel, Kept, LayerCache, attention, latent
+from kvferry.plan.description.span import Span
+from kvferry.plan.description.tokens import TokenRange, TokenSet, TokenShare
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.program import Program, bind
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.routing.route import Leg, Route, route
 
 __all__ = [
     "Axis",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from kvferry.router.policy import Instance, Role
+from kvferry.router.policy.records import Instance, Role
 
 __all__ = [
     "Answered",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.router.config import RouterConfig
-from kvferry.router.errands import Errands
-from kvferry.router.membership import Membership
-from kvferry.router.metrics import Metrics
-from kvferry.router.pool import Pool
-from kvferry.router.tracing import NO_TRACING, Tracing
+from kvferry.router.fleet.membership import Membership
+from kvferry.router.telemetry.metrics import Metrics
+from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
+from kvferry.router.upstream.background_requests import Errands
+from kvferry.router.upstream.connection_pool import Pool
 
 __all__ = ["Services"]
 

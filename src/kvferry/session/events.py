@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.plan.prompt import UNKNOWN_PROMPT, UNNAMED, Prompt, PromptName
-from kvferry.plan.strategy import TYPICAL_AGENTS, Costs
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.prompt import UNKNOWN_PROMPT, UNNAMED, Prompt, PromptName
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.strategy.choice import TYPICAL_AGENTS, Costs
 from kvferry.session.commands import (
     Acquire,
     Cancel,
@@ -35,7 +35,7 @@ from kvferry.session.commands import (
     TargetFree,
 )
 from kvferry.session.keys import ClaimKey, PeerKey, ReadKey, Remote, SlotKey, WorkKey, peers_of
-from kvferry.session.timing import Timing
+from kvferry.session.timeouts import Timing
 from kvferry.wire.messages import Message, Reference
 
 __all__ = [

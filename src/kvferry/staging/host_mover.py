@@ -8,11 +8,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import FerryError, IllegalEventError
-from kvferry.plan.tiles import Tile
+from kvferry.plan.programs.tiles import Tile
 from kvferry.staging.mover import CLOSED, Moved
 from kvferry.transport.base import Memory
-from kvferry.transport.pieces import Pieces, View, view_of
-from kvferry.transport.rows import copy_tiles
+from kvferry.transport.registered_memory import Pieces, View, view_of
+from kvferry.transport.rowcopy.rows import copy_tiles
 
 __all__ = ["HostMover", "host_pieces"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple, Protocol
 
-from kvferry.plan.tiles import Tile
-from kvferry.transport.pieces import View
+from kvferry.plan.programs.tiles import Tile
+from kvferry.transport.registered_memory import View
 
 __all__ = ["CLOSED", "Moved", "Mover"]
 

@@ -1,4 +1,4 @@
-"""What a transport is: a dozen lines of contract that every one of them keeps (`kvferry.testing.contract`).
+"""What a transport is: a dozen lines of contract that every one of them keeps (`kvferry.testing.transports.contract`).
 
 A transport belongs to one thread, the agent's. Nothing here blocks for longer than it takes to hand work over;
 what takes time goes on inside `poll`. What a peer does wrong never raises from `poll`: it ends that peer's tickets
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.plan.copies import Copies, Direction
+from kvferry.plan.programs.copies import Copies, Direction
 
 __all__ = ["Completion", "Direction", "Memory", "Ticket", "Transport"]
 

@@ -11,9 +11,9 @@ from itertools import accumulate
 import numpy as np
 
 from kvferry.errors import TransportError
-from kvferry.plan.copies import Copies
+from kvferry.plan.programs.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket, Transport
-from kvferry.transport.pieces import view_of
+from kvferry.transport.registered_memory import view_of
 
 __all__ = ["Fault", "FaultKind", "FaultyTransport", "Likelihoods", "schedule"]
 

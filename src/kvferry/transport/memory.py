@@ -6,10 +6,10 @@ import threading
 from uuid import uuid4
 
 from kvferry.errors import TransportError
-from kvferry.plan.copies import Copies
+from kvferry.plan.programs.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.copying import CopyQueue, Posting
-from kvferry.transport.pieces import Registry
+from kvferry.transport.registered_memory import Registry
+from kvferry.transport.rowcopy.queue import CopyQueue, Posting
 
 __all__ = ["MemoryFabric", "MemoryTransport"]
 

@@ -1,6 +1,6 @@
 """Which kind of memory a device's is to NIXL: data, so that one more device is one more row.
 
-The devices that engines run on, and whose memory may be registered beside each, are in `kvferry.staging.devices`.
+The devices that engines run on, and whose memory may be registered beside each, are in `kvferry.staging.device.table`.
 """
 
 from __future__ import annotations

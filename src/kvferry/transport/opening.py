@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigurationError, TransportError
-from kvferry.transport import copier
-from kvferry.transport.addresses import place_of_peers
 from kvferry.transport.base import Transport
-from kvferry.transport.cma import CrossMemoryTransport
-from kvferry.transport.finding import Finding
-from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.preparing import prepare
-from kvferry.transport.select import AUTO
-from kvferry.transport.shm import SharedMemoryTransport
-from kvferry.transport.situation import Place
-from kvferry.transport.tcp import TcpTransport
+from kvferry.transport.cma.transport import CrossMemoryTransport
+from kvferry.transport.machine.addresses import place_of_peers
+from kvferry.transport.machine.facts import Place
+from kvferry.transport.machine.finding import Finding
+from kvferry.transport.machine.preparation import prepare
+from kvferry.transport.nixl.transport import NixlTransport
+from kvferry.transport.rowcopy import choice
+from kvferry.transport.selection.choice import AUTO
+from kvferry.transport.shm.transport import SharedMemoryTransport
+from kvferry.transport.tcp.transport import TcpTransport
 
 __all__ = ["Opened", "check_name", "open_transports"]
 
@@ -59,7 +59,7 @@ def open_transports(requested: str, host: str = "127.0.0.1", device: str = "cpu"
     Raises ConfigurationError for an unknown name, and for settings of the user's with which `requested` cannot work.
     """
     check_name(requested)
-    copier.prepare()
+    choice.prepare()
     transports: list[Transport] = []
     unavailable: dict[str, str] = {}
     for name, opener in OPENERS.items():

@@ -14,12 +14,12 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from kvferry.plan.copies import Direction
-from kvferry.plan.digest import NOTHING, Subject
-from kvferry.plan.layout import Layout
-from kvferry.plan.prompt import UNNAMED, PromptName
-from kvferry.plan.staged import Strategy
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.description.prompt import UNNAMED, PromptName
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.digests.subject import NOTHING, Subject
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.strategy.strategies import Strategy
 
 __all__ = [
     "MAX_SLOT_BYTES",

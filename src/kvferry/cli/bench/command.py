@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvferry.bench.endpoint import Endpoint
-from kvferry.bench.slo import ItlBy
+from kvferry.bench.load.endpoint import Endpoint
+from kvferry.bench.report.slo import ItlBy
 from kvferry.cli.console import friendly
 from kvferry.cli.options import Json, common
 from kvferry.cli.typed import is_given
@@ -80,10 +80,10 @@ def serve(
     Requests are sent without waiting for earlier answers, except with --concurrency.
     """
     with friendly("router"):
-        from kvferry.bench.lengths import lengths_named
-        from kvferry.bench.slo import Slo, slo_named
-        from kvferry.bench.sweep import rates_named
-        from kvferry.bench.workload import Synthetic
+        from kvferry.bench.load.lengths import lengths_named
+        from kvferry.bench.load.workload import Synthetic
+        from kvferry.bench.report.slo import Slo, slo_named
+        from kvferry.bench.report.sweep import rates_named
         from kvferry.cli.bench import serve as bench
 
         _check(context)

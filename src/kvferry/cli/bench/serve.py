@@ -11,17 +11,17 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from kvferry.bench.arrivals import poisson
-from kvferry.bench.endpoint import Endpoint
-from kvferry.bench.load import run_load
-from kvferry.bench.page import page
-from kvferry.bench.record import Record
-from kvferry.bench.report import Report, report_of
-from kvferry.bench.slo import Slo
-from kvferry.bench.sweep import best_of
-from kvferry.bench.target import Target, served_model
-from kvferry.bench.trace import read_trace
-from kvferry.bench.workload import Planned, Synthetic, synthetic
+from kvferry.bench.load.arrivals import poisson
+from kvferry.bench.load.endpoint import Endpoint
+from kvferry.bench.load.generator import run_load
+from kvferry.bench.load.target import Target, served_model
+from kvferry.bench.load.trace import read_trace
+from kvferry.bench.load.workload import Planned, Synthetic, synthetic
+from kvferry.bench.report.page import page
+from kvferry.bench.report.record import Record
+from kvferry.bench.report.report import Report, report_of
+from kvferry.bench.report.slo import Slo
+from kvferry.bench.report.sweep import best_of
 from kvferry.cli import console, environment
 from kvferry.cli.bench.table import show
 from kvferry.cli.page_file import page_file

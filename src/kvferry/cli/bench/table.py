@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.bench.report import Report
-from kvferry.bench.slo import Slo
-from kvferry.bench.summary import Summary
-from kvferry.bench.sweep import best_of
+from kvferry.bench.report.report import Report
+from kvferry.bench.report.slo import Slo
+from kvferry.bench.report.summary import Summary
+from kvferry.bench.report.sweep import best_of
 
 __all__ = ["show"]
 

@@ -15,11 +15,11 @@ from kvferry.cli import environment
 from kvferry.cli.words import bytes_words
 from kvferry.errors import FerryError
 from kvferry.extras import EXTRAS, how_to_install, missing_modules
-from kvferry.transport.accelerators import accelerators
-from kvferry.transport.environment import Environment
-from kvferry.transport.finding import Finding, Severity, finding_of
-from kvferry.transport.situation import UNKNOWN_NODE, UNLIMITED, Nic, Situation
-from kvferry.transport.ucx_builds import installed_builds, loaded_directories
+from kvferry.transport.machine.accelerators import accelerators
+from kvferry.transport.machine.facts import UNKNOWN_NODE, UNLIMITED, Nic, Situation
+from kvferry.transport.machine.finding import Finding, Severity, finding_of
+from kvferry.transport.machine.ucx_builds import installed_builds, loaded_directories
+from kvferry.transport.machine.ucx_settings import Environment
 
 __all__ = ["Fact", "machine_facts", "machine_findings", "setting_facts", "ucx_facts"]
 

@@ -11,19 +11,19 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from kvferry.agent import new_epoch
-from kvferry.agent.control import ControlChannel
-from kvferry.agent.shared_token import SharedToken
-from kvferry.agent.surroundings import surroundings_here
+from kvferry.agent.control.shared_token import SharedToken
+from kvferry.agent.control.sockets import ControlChannel
+from kvferry.agent.transports.surroundings import surroundings_here
 from kvferry.cli.doctor.trials import Trials, verdict
 from kvferry.errors import ConfigurationError, FerryError, TransportError
-from kvferry.plan.copies import Direction
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import PeerKey
-from kvferry.transport.expectation import Surroundings, judge
-from kvferry.transport.finding import Finding, Severity
-from kvferry.transport.measurement import Measurement
+from kvferry.transport.machine.finding import Finding, Severity
 from kvferry.transport.opening import Opened, open_transports
-from kvferry.transport.select import AUTO, candidates
-from kvferry.transport.selftest import Probe, measure
+from kvferry.transport.selection.choice import AUTO, candidates
+from kvferry.transport.selection.expectation import Surroundings, judge
+from kvferry.transport.selection.measurement import Measurement
+from kvferry.transport.selection.self_test import Probe, measure
 from kvferry.wire.codec import decode, encode
 from kvferry.wire.messages import Offer, OfferRequest, Party, Refusal
 

@@ -17,16 +17,16 @@ from kvferry.cli.doctor.facts import Fact, machine_facts, machine_findings, sett
 from kvferry.cli.doctor.trials import Trials, loopback, verdict
 from kvferry.errors import ConfigurationError, FerryError
 from kvferry.extras import missing_modules
-from kvferry.plan.copies import Direction
-from kvferry.staging.device_plugins import load_devices
-from kvferry.staging.devices import check_pair, devices
-from kvferry.transport.accelerators import KINDS, accelerators
-from kvferry.transport.environment import Environment
-from kvferry.transport.finding import Finding, Severity, finding_of, worst
-from kvferry.transport.measurement import UNMEASURED, Measurement
-from kvferry.transport.preparing import prepare, silence, situation_here
-from kvferry.transport.situation import Place
-from kvferry.transport.ucx_report import UcxReport
+from kvferry.plan.programs.copies import Direction
+from kvferry.staging.device.plugins import load_devices
+from kvferry.staging.device.table import check_pair, devices
+from kvferry.transport.machine.accelerators import KINDS, accelerators
+from kvferry.transport.machine.facts import Place
+from kvferry.transport.machine.finding import Finding, Severity, finding_of, worst
+from kvferry.transport.machine.preparation import prepare, silence, situation_here
+from kvferry.transport.machine.ucx_report import UcxReport
+from kvferry.transport.machine.ucx_settings import Environment
+from kvferry.transport.selection.measurement import UNMEASURED, Measurement
 
 __all__ = ["DoctorOptions", "doctor"]
 

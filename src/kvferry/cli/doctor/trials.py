@@ -6,18 +6,18 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from kvferry.agent.surroundings import surroundings_here
+from kvferry.agent.transports.surroundings import surroundings_here
 from kvferry.errors import FerryError, TransportError
-from kvferry.plan.copies import Direction
-from kvferry.testing.transport_peer import PeerProcess
-from kvferry.transport.expectation import judge
-from kvferry.transport.finding import Finding, Severity
-from kvferry.transport.measurement import Measurement
+from kvferry.plan.programs.copies import Direction
+from kvferry.testing.transports.peer import PeerProcess
+from kvferry.transport.machine.facts import Place
+from kvferry.transport.machine.finding import Finding, Severity
 from kvferry.transport.opening import OPENERS
-from kvferry.transport.probe import PROBE_BYTES
-from kvferry.transport.select import TRANSPORTS, choose, is_worth_testing
-from kvferry.transport.selftest import measure
-from kvferry.transport.situation import Place
+from kvferry.transport.selection.choice import TRANSPORTS, choose, is_worth_testing
+from kvferry.transport.selection.expectation import judge
+from kvferry.transport.selection.measurement import Measurement
+from kvferry.transport.selection.probe_memory import PROBE_BYTES
+from kvferry.transport.selection.self_test import measure
 
 __all__ = ["Trials", "loopback", "verdict"]
 

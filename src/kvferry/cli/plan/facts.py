@@ -8,12 +8,12 @@ from typing import Any
 
 from kvferry.catalog.records import Entry
 from kvferry.cli.plan.shape import replicas_of
-from kvferry.plan.describe import EngineShape
-from kvferry.plan.layout import Layout, Placement, State
-from kvferry.plan.model import CacheModel
-from kvferry.plan.quote import PairQuote, Quote
-from kvferry.plan.span import Span
-from kvferry.plan.tokens import ALL_TOKENS, TokenRange, TokenSet
+from kvferry.plan.description.describe import EngineShape
+from kvferry.plan.description.layout import Layout, Placement, State
+from kvferry.plan.description.model import CacheModel
+from kvferry.plan.description.span import Span
+from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange, TokenSet
+from kvferry.plan.strategy.quote import PairQuote, Quote
 
 __all__ = ["Side", "Sides", "group_facts", "layout_facts", "pair_facts", "side_facts", "sums"]
 

@@ -21,11 +21,11 @@ from kvferry.cli.plan.shape import link_of, shape_of
 from kvferry.cli.plan.verdict import prefill_of, verdict_of
 from kvferry.cli.words import bytes_words, seconds_words
 from kvferry.errors import ConfigurationError, LayoutError
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.model import CacheModel, attention
-from kvferry.plan.quote import quote
-from kvferry.plan.strategy import typical_device
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.model import CacheModel, attention
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.strategy.choice import typical_device
+from kvferry.plan.strategy.quote import quote
 from kvferry.system_words import system_words
 
 __all__ = ["Output", "PlanOptions", "Prompt", "check_speed", "facts_of", "model_of", "model_of_numbers", "plan"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvferry.errors import ConfigurationError
-from kvferry.plan.describe import EngineShape
+from kvferry.plan.description.describe import EngineShape
 
 __all__ = ["link_of", "replicas_of", "shape_of"]
 

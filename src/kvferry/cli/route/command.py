@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.console import friendly
-from kvferry.cli.logs import LogFormat
 from kvferry.cli.options import (
     HERE,
     AllowCredentials,
@@ -26,6 +25,7 @@ from kvferry.cli.options import (
     output,
     times,
 )
+from kvferry.cli.server.logs import LogFormat
 
 __all__ = ["route"]
 
@@ -80,11 +80,11 @@ def route(
     """Start a router: an OpenAI API in front of prefill and decode engines."""
     with friendly("router"):
         from kvferry.cli import environment
-        from kvferry.cli.access import access_of
         from kvferry.cli.route import server
+        from kvferry.cli.server.access import access_of
         from kvferry.router.config import RouterConfig
-        from kvferry.router.judgement import Judgement
-        from kvferry.router.plugins import policy_named
+        from kvferry.router.policy.plugins import policy_named
+        from kvferry.router.policy.settings import Judgement
 
         limits = server.limits_of(ttft_slo, max_requests, skip_prefill_below)
         router = RouterConfig(

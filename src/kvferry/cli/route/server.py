@@ -9,16 +9,17 @@ from dataclasses import dataclass
 
 import uvloop
 
-from kvferry.cli import console, environment, http, listening
-from kvferry.cli.logs import LogFormat, log_to_stderr
+from kvferry.cli import console, environment
+from kvferry.cli.server import http, listening
+from kvferry.cli.server.logs import LogFormat, log_to_stderr
 from kvferry.errors import ConfigurationError
 from kvferry.http_access import Access, guarded
 from kvferry.registration import KEY_PURPOSE
-from kvferry.router.app import Front, create_app
 from kvferry.router.config import NO_REGISTRATION, Registration, RouterConfig
-from kvferry.router.fallback import PrefillFallback
-from kvferry.router.policy import Limits
-from kvferry.router.tracing import NO_TRACING, Tracing
+from kvferry.router.flow.fallback import PrefillFallback
+from kvferry.router.http.app import Front, create_app
+from kvferry.router.policy.records import Limits
+from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
 
 # More than a hundred open streams hold, and looked through in a few milliseconds.
 NUM_NEW_OBJECTS = 10_000
@@ -77,7 +78,7 @@ def registration_of(is_open: bool, token_file: str) -> Registration:
     if not is_open:
         return NO_REGISTRATION
     # Not at the top: a router that has no use for a token does without the transfer agent's libraries.
-    from kvferry.agent.shared_token import read_token
+    from kvferry.agent.control.shared_token import read_token
 
     token = read_token(token_file or environment.token_file())
     return Registration(True, token.derived(KEY_PURPOSE) if token else b"")
@@ -102,7 +103,7 @@ def route(options: RouteOptions) -> None:
 def _tracing(otel: bool) -> Tracing:
     if not otel:
         return NO_TRACING
-    from kvferry.router.otel import exporting
+    from kvferry.router.telemetry.opentelemetry import exporting
 
     return exporting()
 

@@ -96,8 +96,8 @@ def serve(
     """
     with friendly(extras_of(engine)):
         from kvferry.cli.models import resolve
-        from kvferry.plan.copies import direction_named, may_turn
-        from kvferry.plan.digest import policy_named
+        from kvferry.plan.digests.subject import policy_named
+        from kvferry.plan.programs.copies import direction_named, may_turn
         from kvferry.transport.opening import check_name
 
         check_name(transport)
@@ -110,7 +110,7 @@ def serve(
             _serve_vllm(context, path, served_name or name, join)
         from kvferry.agent import AgentConfig, read_token, staging_named
         from kvferry.cli import environment
-        from kvferry.cli.access import access_of
+        from kvferry.cli.server.access import access_of
         from kvferry.connectors.jobs import Settings
         from kvferry.connectors.step_cost import step_cost_named
         from kvferry.session.events import Timing

@@ -12,19 +12,20 @@ from dataclasses import dataclass
 from starlette.types import Scope
 
 from kvferry.agent import AgentConfig
-from kvferry.cli import console, http, listening
-from kvferry.cli.logs import log_to_stderr
+from kvferry.cli import console
 from kvferry.cli.serve.joining import NOWHERE, JoinOptions
+from kvferry.cli.server import http, listening
+from kvferry.cli.server.logs import log_to_stderr
 from kvferry.connectors.jobs import Settings
 from kvferry.connectors.step_cost import NO_COST
-from kvferry.embedded.app import create_app
-from kvferry.embedded.bridge import AgentCollector, AgentTransfer
-from kvferry.embedded.engine import Engine
-from kvferry.embedded.registrar import Registrar, RegistrarConfig
-from kvferry.embedded.service import ServeInfo
+from kvferry.embedded.answers.service import ServeInfo
+from kvferry.embedded.engine.engine import Engine
+from kvferry.embedded.http.app import create_app
+from kvferry.embedded.http.registrar import Registrar, RegistrarConfig
+from kvferry.embedded.transfer.bridge import AgentCollector, AgentTransfer
 from kvferry.errors import FerryError
 from kvferry.http_access import UNAUTHORIZED, Access, guarded
-from kvferry.plan.layout import contents
+from kvferry.plan.description.layout import contents
 from kvferry.registration import KEY_PURPOSE
 
 __all__ = ["ServeOptions", "serve"]

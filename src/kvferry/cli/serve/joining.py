@@ -47,8 +47,8 @@ def joined(join: JoinOptions, url: str, token_file: str) -> Iterator[None]:
     if not join.routers:
         yield
         return
-    from kvferry.agent.shared_token import read_token
-    from kvferry.embedded.registrar import Registrar, RegistrarConfig
+    from kvferry.agent.control.shared_token import read_token
+    from kvferry.embedded.http.registrar import Registrar, RegistrarConfig
 
     token = read_token(token_file)
     key = token.derived(KEY_PURPOSE) if token else b""

@@ -14,9 +14,10 @@ import urllib.request
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from kvferry.cli import console, listening
+from kvferry.cli import console
 from kvferry.cli.serve.joining import NOWHERE, JoinOptions, joined
-from kvferry.cli.stop_signal import StopSignal
+from kvferry.cli.server import listening
+from kvferry.cli.server.stop_signal import StopSignal
 from kvferry.errors import ConfigurationError
 
 __all__ = ["VllmOptions", "serve_vllm", "vllm_command"]

@@ -56,9 +56,9 @@ def up(
     with friendly(extras_of(engine)):
         from kvferry.cli.up.job import UpOptions
         from kvferry.cli.up.job import up as run
-        from kvferry.plan.copies import direction_named
-        from kvferry.plan.digest import policy_named
-        from kvferry.session.ways import allowed_by
+        from kvferry.plan.digests.subject import policy_named
+        from kvferry.plan.programs.copies import direction_named
+        from kvferry.session.target.read_strategy import allowed_by
         from kvferry.transport.opening import check_name
 
         check_name(transport)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvferry.cli import console, listening
+from kvferry.cli import console
 from kvferry.cli.processes import Child, Command
+from kvferry.cli.server import listening
 from kvferry.errors import ConfigurationError
 
 __all__ = ["READY_S", "Fleet", "FleetOptions"]

@@ -22,7 +22,7 @@ from kvferry.connectors.transformers.pool import STATES_PER_LAYER, layout_of, ow
 from kvferry.connectors.transformers.sampler import BatchSampler
 from kvferry.connectors.transformers.scheduler import Command, Desk, DeskRouter, FerryScheduler
 from kvferry.errors import ConfigurationError
-from kvferry.plan.layout import Layout
+from kvferry.plan.description.layout import Layout
 from kvferry.transport.base import Memory
 
 __all__ = ["Core"]

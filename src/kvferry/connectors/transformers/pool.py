@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from kvferry.errors import ConfigurationError, LayoutError, TransportError
-from kvferry.plan.layout import Axis, CacheGroup, Layout, Placement, Region, State
-from kvferry.plan.span import Span
+from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement, Region, State
+from kvferry.plan.description.span import Span
 from kvferry.transport.base import Memory
-from kvferry.transport.shared_memory import SharedMemory, allocate_shared
+from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared
 
 __all__ = ["STATES_PER_LAYER", "layout_of", "owning_layers", "ring_tokens", "share_pool"]
 

@@ -22,12 +22,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
 from kvferry.connectors.params import Reach
-from kvferry.connectors.vllm.orders import Orders, RankAddress
-from kvferry.connectors.vllm.prompts import prompts_of
-from kvferry.connectors.vllm.scheduler import Scheduler
+from kvferry.connectors.vllm.metadata import Orders, RankAddress
+from kvferry.connectors.vllm.scheduler.prompts import prompts_of
+from kvferry.connectors.vllm.scheduler.scheduler import Scheduler
 from kvferry.connectors.vllm.settings import check_version, layer_wise_of, settings_of, speak_like_vllm
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
-from kvferry.connectors.vllm.worker import Worker
+from kvferry.connectors.vllm.worker.worker import Worker
 from kvferry.errors import ConfigurationError
 from kvferry.wire.messages import Reference
 

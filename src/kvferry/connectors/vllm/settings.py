@@ -12,10 +12,10 @@ from vllm.config import VllmConfig
 
 from kvferry.agent import STAGING_BYTES, staging_named
 from kvferry.errors import ConfigurationError
-from kvferry.plan.copies import Direction, direction_named, may_turn
-from kvferry.plan.digest import Policy, policy_named
-from kvferry.session.ways import StagingPolicy
-from kvferry.staging.devices import StagingMemory, staging_memory_named
+from kvferry.plan.digests.subject import Policy, policy_named
+from kvferry.plan.programs.copies import Direction, direction_named, may_turn
+from kvferry.session.target.read_strategy import StagingPolicy
+from kvferry.staging.device.table import StagingMemory, staging_memory_named
 
 __all__ = ["Settings", "check_version", "settings_of", "speak_like_vllm"]
 

@@ -14,7 +14,7 @@ from kvferry.connectors.buckets import PHASE_BUCKETS_S
 from kvferry.connectors.peer_labels import PeerLabels
 from kvferry.connectors.vllm_middleware.arrivals import ARRIVALS, Arrival
 from kvferry.connectors.vllm_middleware.beginnings import BEGINNINGS
-from kvferry.plan.copies import Direction
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import FetchReport
 
 __all__ = ["FerryPromMetrics", "FerryStats", "Moved"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvferry.plan.prompt import PromptName
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.prompt import PromptName
+from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import AbortWanted, Failed, Fetched, FetchWanted, TargetFree
 from kvferry.testing.simulation.checks import Violation
 from kvferry.testing.simulation.memory import Tables

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.plan.request import volume
+from kvferry.plan.programs.request import volume
 from kvferry.session.events import ClaimKey, Command, Count, Failed, PeerKey, ReadKey, SlotKey, SourceFree
 from kvferry.testing.simulation.naming import request_of
 from kvferry.testing.simulation.programs import programs_between

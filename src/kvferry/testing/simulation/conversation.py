@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from kvferry.plan.prompt import Prompt
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.prompt import Prompt
+from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import Ahead, HoldWanted, LeaseWithdrawn
 from kvferry.testing.simulation.attempt import Attempt, Wish
 from kvferry.testing.simulation.client import Client

@@ -9,8 +9,8 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.plan.extract import Extract
-from kvferry.plan.parts import Grid
+from kvferry.plan.digests.extract import Extract
+from kvferry.plan.digests.parts import Grid
 from kvferry.session.events import Digest, Digested, WorkKey
 from kvferry.testing.simulation.memory import RankMemory
 from kvferry.testing.simulation.site import Site

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.plan.copies import Direction
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import LeaseWanted
 from kvferry.testing.simulation.memory import Tables
 from kvferry.testing.simulation.node import Habits, Lent, Node, Wiring

@@ -10,9 +10,9 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.plan.copies import Column, Copies
-from kvferry.plan.layout import CacheGroup, Layout, Placement, State
-from kvferry.plan.tokens import TokenRange
+from kvferry.plan.description.layout import CacheGroup, Layout, Placement, State
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.copies import Column, Copies
 from kvferry.session.events import Ahead
 
 __all__ = ["BlockPool", "ByteMap", "RankMemory", "Tables"]

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 from kvferry.errors import WireError, WireVersionError
-from kvferry.plan.copies import Direction
+from kvferry.plan.programs.copies import Direction
 from kvferry.session import events as e
-from kvferry.session.handshake import Ourselves
-from kvferry.session.introduction import Identity
-from kvferry.session.source import SourceEvent
-from kvferry.session.target import TargetEvent
-from kvferry.session.ways import StagingPolicy
+from kvferry.session.source.introduction import Identity
+from kvferry.session.source.session import SourceEvent
+from kvferry.session.target.handshake import Ourselves
+from kvferry.session.target.read_strategy import StagingPolicy
+from kvferry.session.target.session import TargetEvent
 from kvferry.testing.simulation import staging_checks
 from kvferry.testing.simulation.attempt import Fetching
 from kvferry.testing.simulation.checks import Violation

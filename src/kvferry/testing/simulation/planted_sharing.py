@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvferry.plan.copies import Direction
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import ClaimKey, Command, FrameArrived, ReadKey, TicketEnded
-from kvferry.session.source import SourceEvent, SourceSession
-from kvferry.session.target import TargetEvent, TargetSession
-from kvferry.session.writes import Write, WriteState
+from kvferry.session.source.session import SourceEvent, SourceSession
+from kvferry.session.source.write import Write, WriteState
+from kvferry.session.target.session import TargetEvent, TargetSession
 from kvferry.wire.messages import Claim
 
 __all__ = ["HalfThere", "LateShare", "ShareAgain"]

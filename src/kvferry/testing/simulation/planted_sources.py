@@ -8,8 +8,8 @@ from dataclasses import replace
 from msgspec import structs
 
 from kvferry.session.events import Command, DropDigest, FrameArrived, LeaseGrown, Reply, SourceFree, Timing
-from kvferry.session.introduction import Identity
-from kvferry.session.source import SourceEvent, SourceSession
+from kvferry.session.source.introduction import Identity
+from kvferry.session.source.session import SourceEvent, SourceSession
 from kvferry.wire.messages import Abort, Aborted, Claim, Hello, Landed, Message, Party, Valid
 
 __all__ = [

@@ -23,12 +23,12 @@ from kvferry.session.events import (
     Staged,
     Timing,
 )
-from kvferry.session.handshake import Ourselves
-from kvferry.session.introduction import Identity
-from kvferry.session.packing import Packing
-from kvferry.session.slot_use import SlotState
-from kvferry.session.source import SourceEvent, SourceSession
-from kvferry.session.target import TargetEvent, TargetSession
+from kvferry.session.slot import SlotState
+from kvferry.session.source.introduction import Identity
+from kvferry.session.source.packing import Packing
+from kvferry.session.source.session import SourceEvent, SourceSession
+from kvferry.session.target.handshake import Ourselves
+from kvferry.session.target.session import TargetEvent, TargetSession
 from kvferry.testing.simulation.naming import attempt_of
 from kvferry.wire.messages import Aborted, Pack, Packed
 

@@ -19,8 +19,8 @@ from kvferry.session.events import (
     TicketEnded,
     Timing,
 )
-from kvferry.session.handshake import Ourselves
-from kvferry.session.target import TargetEvent, TargetSession
+from kvferry.session.target.handshake import Ourselves
+from kvferry.session.target.session import TargetEvent, TargetSession
 from kvferry.testing.simulation.naming import attempt_of, request_of
 from kvferry.wire.messages import Landed, Offer, Party, Renew, Valid, Welcome
 

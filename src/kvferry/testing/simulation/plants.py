@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvferry.session.source import SourceSession
-from kvferry.session.target import TargetSession
+from kvferry.session.source.session import SourceSession
+from kvferry.session.target.session import TargetSession
 from kvferry.testing.simulation import planted_sharing as sharing
 from kvferry.testing.simulation import planted_sources as sources
 from kvferry.testing.simulation import planted_staging as staging

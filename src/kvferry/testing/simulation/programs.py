@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from kvferry.plan.layout import Layout
-from kvferry.plan.program import Program, bind
-from kvferry.plan.route import Route, route
-from kvferry.plan.slots import region_starts
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.programs.program import Program, bind
+from kvferry.plan.routing.route import Route, route
+from kvferry.plan.slots.partition import region_starts
 from kvferry.session.events import PeerKey
-from kvferry.session.programs import Binding, Bindings
-from kvferry.session.source import SourceSession
-from kvferry.session.target import TargetSession
-from kvferry.session.targets import Targets
+from kvferry.session.source.session import SourceSession
+from kvferry.session.source.targets import Targets
+from kvferry.session.target.programs import Binding, Bindings
+from kvferry.session.target.session import TargetSession
 from kvferry.wire.messages import TargetOffer
 
 __all__ = ["programs_between", "remember_programs"]

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from zlib import crc32
 
-from kvferry.plan.prompt import UNKNOWN_PROMPT, Prompt, PromptInput
+from kvferry.plan.description.prompt import UNKNOWN_PROMPT, Prompt, PromptInput
 
 __all__ = ["Asked", "Naming", "Question", "TokensOnly"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 
 from kvferry.errors import FerryError
-from kvferry.plan.digest import Policy
+from kvferry.plan.digests.subject import Policy
 from kvferry.testing.simulation.checks import Checks, Violation
 from kvferry.testing.simulation.client import Client
 from kvferry.testing.simulation.clock import World

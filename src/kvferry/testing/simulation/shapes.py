@@ -8,11 +8,11 @@ from functools import lru_cache
 from itertools import permutations
 
 from kvferry.errors import FerryError
-from kvferry.plan.describe import EngineShape, describe
-from kvferry.plan.layout import Layout
-from kvferry.plan.model import CacheModel
-from kvferry.plan.route import route
-from kvferry.testing.models import random_model
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.description.model import CacheModel
+from kvferry.plan.routing.route import route
+from kvferry.testing.engines.models import random_model
 from kvferry.testing.simulation.memory import ByteMap
 
 __all__ = ["MAX_TOKENS", "NUM_SHAPES", "Shape", "Side", "shape_of"]

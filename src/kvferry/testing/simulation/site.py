@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvferry.plan.digest import Policy
+from kvferry.plan.digests.subject import Policy
 from kvferry.session.events import Timing
 from kvferry.testing.simulation.checks import Checks
 from kvferry.testing.simulation.clock import World

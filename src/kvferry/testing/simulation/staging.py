@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import FerryError
-from kvferry.plan.tiles import rows_of
+from kvferry.plan.programs.tiles import rows_of
 from kvferry.session.events import Acquire, Acquired, ClaimKey, ReadKey, Remote, SlotKey, Stage, Staged
 from kvferry.session.keys import incarnation_of
 from kvferry.staging.pool import ENGINE_SHARE, Pool

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.session.events import Acquired, AnswerArrived, ClaimKey, ReadKey, SlotKey, Staged, TicketEnded
-from kvferry.session.target import TargetEvent
+from kvferry.session.target.session import TargetEvent
 from kvferry.testing.simulation.naming import request_of
 from kvferry.testing.simulation.violation import Violation
 from kvferry.wire.messages import Grant, Packed, Queued

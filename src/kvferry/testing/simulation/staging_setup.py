@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from kvferry.plan.staged import Strategy
-from kvferry.plan.strategy import TYPICAL_HOST, Costs
-from kvferry.session.ways import AUTO, StagingPolicy
+from kvferry.plan.strategy.choice import TYPICAL_HOST, Costs
+from kvferry.plan.strategy.strategies import Strategy
+from kvferry.session.target.read_strategy import AUTO, StagingPolicy
 
 __all__ = ["StagingSetup"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from kvferry.plan.copies import Copies
-from kvferry.plan.digest import Subject
-from kvferry.plan.extract import Extract
+from kvferry.plan.digests.extract import Extract
+from kvferry.plan.digests.subject import Subject
+from kvferry.plan.programs.copies import Copies
 from kvferry.session.events import PeerKey
 from kvferry.testing.simulation.clock import World
 from kvferry.wire.messages import Offer, Party, Reference, TargetOffer

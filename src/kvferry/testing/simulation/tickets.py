@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.plan.copies import Direction
-from kvferry.plan.digest import Policy
+from kvferry.plan.digests.subject import Policy
+from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import (
     PeerConnected,
     PeerUnreachable,

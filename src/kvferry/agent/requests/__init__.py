@@ -1,0 +1,1 @@
+"""What an engine asks its agent for, checked where it asks."""

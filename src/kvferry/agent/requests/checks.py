@@ -1,0 +1,70 @@
+"""What an engine asks for, checked where it asks: later it would be an error of other requests, or of a peer.
+
+What travels is held to the wire's own types. A frame that a peer cannot read names no request: everything between the
+two would end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import RequestError
+from kvferry.plan.programs.request import check_ranges
+from kvferry.session.events import FetchWanted, HoldWanted, LeaseGrown, LeaseWanted
+from kvferry.wire.messages import AnyBlockId, BlockId, Count, Name, Reference
+
+__all__ = ["check_fetch", "check_growth", "check_hold", "check_lease"]
+
+OWN_TABLES = tuple[tuple[BlockId, ...], ...]
+TARGET_TABLES = tuple[tuple[AnyBlockId, ...], ...]
+
+
+def check_lease(wanted: LeaseWanted) -> None:
+    """Raises RequestError for names, block ids or a number of tokens that cannot travel."""
+    _check_names(wanted.request_id, wanted.lease_id)
+    _check("block ids of a lease", wanted.block_tables, OWN_TABLES)
+    _check("the number of tokens of a lease", wanted.num_tokens, Count)
+
+
+def check_growth(grown: LeaseGrown) -> None:
+    """Raises RequestError for block ids or a number of tokens that cannot travel."""
+    _check("block ids of a lease", grown.block_tables, OWN_TABLES)
+    _check("the number of tokens of a lease", grown.num_ready, Count)
+
+
+def check_hold(wanted: HoldWanted) -> None:
+    """Raises RequestError for names that cannot travel."""
+    _check_reference(wanted.reference, wanted.addresses)
+
+
+def check_fetch(wanted: FetchWanted) -> None:
+    """Raises RequestError for names, block ids or ranges that cannot travel, and for ranges that run backwards."""
+    _check_names(wanted.request_id)
+    _check_reference(wanted.reference, wanted.addresses)
+    _check("block ids of a fetch", wanted.block_tables, TARGET_TABLES)
+    check_ranges(wanted.ranges)
+
+
+def _check_reference(reference: Reference, addresses: Sequence[str]) -> None:
+    _check_names(reference.engine_id, reference.epoch, reference.request_id, reference.lease_id, *addresses)
+
+
+def _check_names(*names: str) -> None:
+    for name in names:
+        if not name:
+            raise RequestError("a name cannot be sent", found="none", expected="at least one character")
+        _check("a name", name, Name)
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError("a name cannot be sent", found=str(error), expected="text") from error
+
+
+def _check(what: str, value: object, kind: Any) -> None:
+    try:
+        msgspec.convert(value, kind)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise RequestError(f"{what} cannot be sent", found=str(error)) from error

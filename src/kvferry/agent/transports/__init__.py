@@ -1,0 +1,1 @@
+"""Which peer is reached over which transport, chosen by a self-test."""

@@ -1,0 +1,73 @@
+"""What moving costs between this rank and one peer, from the self-test of the transport that was chosen."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.strategy.choice import NUM_STAGES, TYPICAL_AGENTS, Costs
+from kvferry.transport.machine.facts import Place
+from kvferry.transport.selection.measurement import FAR_SLOWER, Measurement
+from kvferry.transport.selection.self_test_copies import ROW_BYTES
+
+__all__ = ["costs_of"]
+
+LEAST_ROW_S = 1e-9
+# Copying on one host is memory's business, whoever does it. Measured against the wire, on 2 cores over NIXL's cma.
+GATHER_PER_WIRE = 1.2
+# Two cores that copy get on like one and a half: they share the memory.
+STAGES_PER_CORE = 0.75
+# A source plans its share and says when it is written, while it keeps a core from the target: below some milliseconds
+# nothing is gained. Measured between 256 and 2,048 tokens in benchmarks/mixed_tp.py, on 2 cores.
+SHARING_S = 1e-3
+# What makes the processor of whoever reads or writes copy: both sides can do so at once.
+COPYING = ("cma", "knem", "posix", "shm", "sysv", "xpmem")
+# What copies rows with the loops of gathers and scatters, so that a row costs as much in each of them.
+STRIDED = "shm"
+# Halves are of use only where they take about as long.
+MUCH_SLOWER = 2.0
+
+
+def costs_of(found: Measurement, place: Place, direction: Direction = Direction.READ) -> Costs:
+    """Of moving in a direction: a long row tells the rate, many short ones what each costs beside that.
+
+    What a gather and a scatter cost is not measured. Between processes of one host, whose wire is a copy too, it
+    follows from that one's rate: so a moment at which everything is slow changes nothing about what is cheaper.
+    Elsewhere it is what they typically cost on a host.
+    """
+    rates = found.likely_rates(direction)
+    long_s, short_s = (ROW_BYTES / rate / 1e9 for rate in (rates.gigabytes_per_s, rates.row_gigabytes_per_s))
+    costs = replace(
+        TYPICAL_AGENTS,
+        latency_s=rates.latency_s,
+        row_s=max(short_s - long_s, LEAST_ROW_S),
+        wire_bytes_per_s=rates.gigabytes_per_s * 1e9,
+    )
+    return _slowed(found, _on_one_host(found, place, costs))
+
+
+def _slowed(found: Measurement, costs: Costs) -> Costs:
+    """What is packed is written. Where that is far slower than reading, slots leave the source no faster than that."""
+    if found.times_slower(Direction.WRITE) < FAR_SLOWER:
+        return costs
+    return replace(costs, gather_bytes_per_s=min(costs.gather_bytes_per_s, found.writing.gigabytes_per_s * 1e9))
+
+
+def _on_one_host(found: Measurement, place: Place, costs: Costs) -> Costs:
+    if place is not Place.SAME_HOST or any(carrier.startswith("tcp") for carrier in found.carriers):
+        return costs
+    copy_rate = GATHER_PER_WIRE * costs.wire_bytes_per_s
+    num_at_once = max(1.0, min(NUM_STAGES, STAGES_PER_CORE * len(os.sched_getaffinity(0))))
+    copying = replace(costs, gather_bytes_per_s=copy_rate, scatter_bytes_per_s=copy_rate, num_at_once=num_at_once)
+    if found.carriers == (STRIDED,):
+        # Measured with rows of 4 KiB, which is too much for shorter ones; but not more than a gather of them takes.
+        copying = replace(copying, copy_row_s=max(copying.copy_row_s, copying.row_s))
+    return replace(copying, sharing_s=SHARING_S, gathers_far=True) if _is_shareable(found) else copying
+
+
+def _is_shareable(found: Measurement) -> bool:
+    """Whether a source that writes and a target that reads get on with it side by side."""
+    by_processors = bool(found.carriers) and all(carrier.startswith(COPYING) for carrier in found.carriers)
+    times = [found.times_slower(direction) for direction in Direction]
+    return by_processors and all(0.0 < each < MUCH_SLOWER for each in times)

@@ -1,0 +1,168 @@
+"""Choosing a transport to one peer: connect each that both sides have, test it with a small read, keep the fastest."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.agent.transports.costs import costs_of
+from kvferry.errors import TransportError
+from kvferry.plan.programs.copies import Direction
+from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, Remote
+from kvferry.transport.base import Completion, Transport
+from kvferry.transport.machine.facts import Place
+from kvferry.transport.machine.finding import Finding
+from kvferry.transport.selection.awake_timeout import Patience
+from kvferry.transport.selection.choice import choose, is_worth_testing
+from kvferry.transport.selection.expectation import Surroundings, is_far_slower, judge
+from kvferry.transport.selection.self_test import Measurement, Probe, SelfTest
+from kvferry.wire.messages import Offer, TargetOffer
+
+__all__ = ["Meeting", "Met", "name_of"]
+
+MAX_WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """How a peer is reached: everything that was measured, the transport that was chosen, what is wrong with it.
+
+    `choice` says why that one; `direction` is the one in which this process moves bytes.
+    """
+
+    peer: Remote
+    place: Place
+    direction: Direction
+    transport: str
+    measurements: tuple[Measurement, ...]
+    findings: tuple[Finding, ...]
+    choice: str
+
+
+def name_of(peer: Remote) -> str:
+    """What transports call a peer. An engine may read from one that it also writes to: these are two."""
+    return f"source {peer}" if isinstance(peer, PeerKey) else f"target {peer}"
+
+
+class Meeting:
+    """Tests one transport after the other, so that they do not disturb each other's figures, and
+    only those that could still be the best.
+
+    `chosen` and `met` are empty until the choice is made. A test whose ticket is still open after that keeps the
+    meeting unsettled: its scratch memory may still be written to.
+    """
+
+    def __init__(
+        self,
+        peer: Remote,
+        offer: Offer | TargetOffer,
+        transports: Sequence[Transport],
+        tests_s: float,
+        surroundings: Surroundings,
+    ) -> None:
+        """All tests together may take `tests_s`; what one does not need is for the others."""
+        self.peer = peer
+        self.chosen: tuple[Transport, ...] = ()
+        self.met: tuple[Met, ...] = ()
+        self._surroundings = surroundings
+        self._place = surroundings.place_of(offer.probe.host)
+        # Who is offered a target's memory writes.
+        self._direction = Direction.WRITE if isinstance(offer, TargetOffer) else Direction.READ
+        probe = offer.probe
+        self._probe = Probe(probe.address, probe.size_bytes, probe.seed, probe.num_marks)
+        self._descriptors = {each.name: each.descriptor for each in offer.transports}
+        self._transports = tuple(transports)
+        self._waiting = deque(transports)
+        self._tests: list[tuple[str, SelfTest]] = []
+        self._unconnected: list[Measurement] = []
+        self._untested: list[str] = []
+        self._is_over = False
+        self._tests_s = tests_s
+        # Empty before the first test.
+        self._patience: list[Patience] = []
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is an outcome and nothing of any test is left open."""
+        return self._is_over and all(test.is_settled for _, test in self._tests)
+
+    def abandon(self) -> None:
+        """There will be no outcome; only what is open is waited for."""
+        self._waiting.clear()
+        self._is_over = True
+        for _, test in self._tests:
+            test.abandon()
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether there is time to let others' copies go first. Not for long: where many are met at once, or some are
+        silent, figures that are too low are better than none."""
+        spent_s = sum(self._tests_s - patience.left_s for patience in self._patience)
+        return spent_s < min(MAX_WAIT_S, self._tests_s / 4)
+
+    def is_copying(self, now: float) -> bool:
+        """Whether a copy is under way whose time others should not take."""
+        return any(test.is_copying(now) for _, test in self._tests)
+
+    def advance(
+        self, completions: Mapping[str, Sequence[Completion]], now: float, may_post: bool
+    ) -> tuple[PeerConnected | PeerUnreachable, ...]:
+        """Go on with what has completed, by transport name; returns the outcome once, when it is known."""
+        for patience in self._patience:
+            patience.spend(now)
+        for name, test in self._tests:
+            test.advance(completions.get(name, ()), now, may_post=may_post)
+        while self._waiting and not self._is_testing:
+            self._start(self._waiting.popleft(), now)
+        if self._is_testing or self._is_over:
+            return ()
+        self._is_over = True
+        return (self._outcome(),)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether there is something to do that a nap would make look slow."""
+        return any(test.is_fresh for _, test in self._tests)
+
+    @property
+    def _is_testing(self) -> bool:
+        return any(test.result is None for _, test in self._tests)
+
+    @property
+    def _measured(self) -> list[Measurement]:
+        return [test.result for _, test in self._tests if test.result is not None]
+
+    def _start(self, transport: Transport, now: float) -> None:
+        if not is_worth_testing(transport.name, self._measured):
+            self._untested.append(transport.name)
+            return
+        try:
+            transport.connect(name_of(self.peer), self._descriptors[transport.name])
+        except TransportError as error:
+            self._unconnected.append(Measurement(transport.name, 0.0, 0.0, 0.0, str(error)))
+            return
+        self._patience = self._patience or [Patience(self._tests_s, now)]
+        fair_s = self._patience[0].left_s / (1 + len(self._waiting))
+        test = SelfTest(transport, name_of(self.peer), self._probe, max(fair_s, 0.0))
+        self._tests.append((transport.name, test))
+        test.start(now)
+
+    def _outcome(self) -> PeerConnected | PeerUnreachable:
+        try:
+            choice = choose([*self._measured, *self._unconnected], self._untested, self._direction)
+        except TransportError as error:
+            return PeerUnreachable(self.peer, str(error))
+        self.chosen = tuple(each for each in self._transports if each.name == choice.name)
+        for transport in self._transports:
+            if transport not in self.chosen:
+                transport.disconnect(name_of(self.peer))
+        (measured,) = [each for each in self._measured if each.name == choice.name]
+        findings = judge(measured, self._direction, self._place, self._surroundings)
+        everything = (*self._measured, *self._unconnected)
+        self.met = (Met(self.peer, self._place, self._direction, choice.name, everything, findings, choice.reason),)
+        is_slow = is_far_slower(measured, self._direction)
+        # Where the source will write instead, our own writes are the best guess at what that costs.
+        is_turning = is_slow and self._surroundings.may_turn
+        costs = costs_of(measured, self._place, Direction.WRITE if is_turning else self._direction)
+        return PeerConnected(self.peer, choice.name, choice.reason, costs, is_slow)

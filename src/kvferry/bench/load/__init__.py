@@ -1,0 +1,1 @@
+"""Requests, when they are due, and what came back."""

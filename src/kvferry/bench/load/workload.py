@@ -1,0 +1,59 @@
+"""What is asked, and when: synthetic requests by seed. Pure."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from kvferry.bench.load.lengths import Lengths
+from kvferry.bench.load.prompts import Piece, Prompt
+from kvferry.errors import ConfigurationError
+
+__all__ = ["Planned", "Synthetic", "synthetic"]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One request: it arrives `at_s` seconds after the start, and its answer is to have `output_tokens` tokens."""
+
+    at_s: float
+    prompt: Prompt
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Synthetic:
+    """Lengths in tokens. With `prefix_tokens` above 0 every prompt begins with one of `num_prefixes` shared beginnings
+    of that length, and `prompt` counts the tokens that follow it.
+
+    The same seed gives the same requests. Raises ConfigurationError.
+    """
+
+    num_requests: int
+    prompt: Lengths
+    output: Lengths
+    seed: int = 0
+    prefix_tokens: int = 0
+    num_prefixes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_requests < 1 or self.num_prefixes < 1 or self.prefix_tokens < 0:
+            raise ConfigurationError(
+                "invalid number of requests or prefixes",
+                found=str(self),
+                expected="at least one request and one prefix",
+            )
+
+
+def synthetic(load: Synthetic, arrivals: tuple[float, ...]) -> tuple[Planned, ...]:
+    """A request for every arrival, in their order; `arrivals` has `load.num_requests` times."""
+    chooser = random.Random(load.seed)
+    return tuple(_planned(load, number, at_s, chooser) for number, at_s in enumerate(arrivals))
+
+
+def _planned(load: Synthetic, number: int, at_s: float, chooser: random.Random) -> Planned:
+    own = Piece(f"{load.seed}/own/{number}", load.prompt.draw(chooser))
+    if not load.prefix_tokens:
+        return Planned(at_s, Prompt((own,)), load.output.draw(chooser))
+    shared = Piece(f"{load.seed}/shared/{chooser.randrange(load.num_prefixes)}", load.prefix_tokens)
+    return Planned(at_s, Prompt((shared, own)), load.output.draw(chooser))

@@ -1,0 +1,1 @@
+"""Figures of what came back: summaries, limits, a page. Pure."""

@@ -1,0 +1,43 @@
+"""What became of one request. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.bench.report.summary import percentile
+
+__all__ = ["Record"]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Times in seconds. `due_s` and `sent_s` count from the start of the run, the others from `sent_s`.
+
+    `gaps_s` are the times between two pieces of the answer. Servers put one token into a piece, or several, or half a
+    character into none; `output_tokens` is their own count where they tell it, else the number of pieces. `error` is
+    empty when the answer was whole.
+    """
+
+    due_s: float
+    sent_s: float
+    prompt_tokens: int
+    output_tokens: int = 0
+    ttft_s: float = 0.0
+    gaps_s: tuple[float, ...] = ()
+    e2el_s: float = 0.0
+    error: str = ""
+
+    @property
+    def late_s(self) -> float:
+        """How much later than planned the request was sent: the load generator's own fault."""
+        return max(self.sent_s - self.due_s, 0.0)
+
+    @property
+    def tpot_s(self) -> float:
+        """The mean time between two tokens after the first; 0 for answers of one token."""
+        return sum(self.gaps_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+
+    @property
+    def slow_gap_s(self) -> float:
+        """The 99th percentile of the gaps; 0 without any."""
+        return percentile(self.gaps_s, 99)

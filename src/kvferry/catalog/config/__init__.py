@@ -1,0 +1,1 @@
+"""A model's `config.json`, field by field; none of it is trusted."""

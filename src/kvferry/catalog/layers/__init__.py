@@ -1,0 +1,1 @@
+"""What each kind of layer keeps of a token or of a request."""

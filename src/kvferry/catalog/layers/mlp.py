@@ -1,0 +1,92 @@
+"""The MLPs, dense or made of experts: they keep nothing, but they are most of what a token is multiplied with."""
+
+from __future__ import annotations
+
+from kvferry.catalog.config.defaults import PLAIN_MLP
+from kvferry.catalog.config.fields import Fields
+from kvferry.catalog.layers.kinds import Layer
+
+__all__ = ["mlp_parameters"]
+
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+_EXPERT_SIZE = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+_SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts")
+_SHARED_SIZE = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+
+
+def mlp_parameters(fields: Fields, layers: tuple[Layer, ...]) -> int:
+    """Weights of all MLPs that one token is multiplied with."""
+    num_dense, num_sparse = _num_layers(fields, layers)
+    dense = _size(fields, _dense_size(fields)) if num_dense else 0
+    return num_dense * dense + (num_sparse * _sparse(fields) if num_sparse else 0)
+
+
+def _num_layers(fields: Fields, layers: tuple[Layer, ...]) -> tuple[int, int]:
+    """How many layers have a dense MLP, and how many have experts."""
+    if any(layer.only_mlp for layer in layers):
+        words = [layer.word for layer in layers]
+        return words.count("mlp"), words.count("moe")
+    if not fields.has("num_attention_heads"):
+        return 0, 0
+    hybrid = [layer for layer in layers if layer.attention and layer.recurrent]
+    if hybrid and len(hybrid) < len(layers):
+        # Where only some layers add attention to their state space, the MLP comes with the attention (Zamba 2).
+        return len(hybrid), 0
+    sparse = sum(_is_sparse(fields, len(layers))) if fields.count(*_EXPERTS) > 1 else 0
+    return len(layers) - sparse, sparse
+
+
+def _is_sparse(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    every = range(num_layers)
+    listed = fields.words("mlp_layer_types")
+    if listed:
+        return tuple(word == "sparse" for word in listed[:num_layers])
+    if fields.has("moe_layers"):
+        chosen = set(fields.counts("moe_layers"))
+        return tuple(layer in chosen for layer in every)
+    if isinstance(fields.values.get("moe_layer_freq"), list):
+        return tuple(bool(mark) for mark in fields.counts("moe_layer_freq")[:num_layers])
+    if fields.has("expert_layer_period"):
+        period, offset = fields.number("expert_layer_period"), fields.count("expert_layer_offset")
+        return tuple(layer % period == offset for layer in every)
+    if fields.has("decoder_sparse_step", "interleave_moe_layer_step"):
+        step = fields.number("decoder_sparse_step", "interleave_moe_layer_step")
+        dense = set(fields.counts("mlp_only_layers"))
+        return tuple((layer + 1) % step == 0 and layer not in dense for layer in every)
+    first, step = fields.count("first_k_dense_replace"), fields.number_or(1, "moe_layer_freq")
+    return tuple(layer >= first and layer % step == 0 for layer in every)
+
+
+def _dense_size(fields: Fields) -> int:
+    """Of MLPs whose size is given per layer, the mean."""
+    name = "intermediate_size_mlp" if fields.has("intermediate_size_mlp") else "intermediate_size"
+    if isinstance(fields.values.get(name), list):
+        sizes = fields.counts(name)
+        return sum(sizes) // max(1, len(sizes))
+    # Granite's hybrids call the MLP of their dense models the shared one.
+    return fields.number_or(fields.count("shared_intermediate_size"), name)
+
+
+def _sparse(fields: Fields) -> int:
+    """Router, chosen experts and shared experts of one layer."""
+    hidden_size, latent_size = fields.number("hidden_size"), fields.count("moe_latent_size")
+    expert_size = fields.number(*_EXPERT_SIZE)
+    chosen = fields.number(*_CHOSEN) * _size(fields, expert_size, latent_size or hidden_size)
+    router = hidden_size * fields.number(*_EXPERTS) + 2 * hidden_size * latent_size
+    return router + chosen + _size(fields, _shared_size(fields, expert_size))
+
+
+def _shared_size(fields: Fields, expert_size: int) -> int:
+    if fields.has(*_SHARED_SIZE):
+        return fields.count(*_SHARED_SIZE) * max(1, fields.count(*_SHARED_EXPERTS))
+    # Llama 4 has one shared expert, and a field for the size of its dense layers.
+    always = 1 if fields.has("intermediate_size_mlp") else 0
+    return expert_size * (fields.count(*_SHARED_EXPERTS) or always)
+
+
+def _size(fields: Fields, intermediate_size: int, hidden_size: int = 0) -> int:
+    """Weights of one MLP: three matrices when it is gated, otherwise two."""
+    activation = fields.word("mlp_hidden_act", "hidden_act", "hidden_activation")
+    plain = activation == "relu2" or fields.word("model_type") in PLAIN_MLP
+    return (2 if plain else 3) * intermediate_size * (hidden_size or fields.number("hidden_size"))

@@ -1,0 +1,154 @@
+"""Run one ASGI application until somebody ends it: a signal, or the parent that holds our standard input.
+
+The first SIGTERM lets the application finish what is open (it *drains*). SIGINT, a second SIGTERM, and the end of
+standard input end it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from kvferry.cli import console
+from kvferry.cli.server.open_requests import OpenRequests
+
+__all__ = ["ENGINE_GRACE_S", "ROUTER_GRACE_S", "Drain", "run", "stdin_closed"]
+
+# How long open answers may go on after the order to end. The router waits longer than engines do: it is there to tell
+# its clients when an engine breaks off.
+ENGINE_GRACE_S = 3
+ROUTER_GRACE_S = 6
+# Until those that are broken off then have said so.
+LAST_WORDS_S = 2
+# Whoever sends requests must have had time to see that we are not ready: routers ask every two seconds.
+NOTICE_S = 3.0
+# Of whom nothing was heard for so long, nobody needs that time: probes come every ten seconds or more often.
+UNUSED_S = 30.0
+
+
+async def nothing_else() -> None:
+    """Nothing but HTTP requests is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """What the first SIGTERM leads to.
+
+    `announce` makes the application say that it is not ready, which `senders` have `notice_s` to notice, unless no
+    request has come for a while. Then everything that is open (`open_work`) may end, for at most `limit_s` seconds in
+    all: HTTP requests, and what `idle` waits for. With a limit of 0 the server ends at once.
+    """
+
+    limit_s: float
+    announce: Callable[[], None]
+    idle: Callable[[], Awaitable[None]] = nothing_else
+    notice_s: float = NOTICE_S
+    senders: str = "routers"
+    open_work: str = "open requests and leases"
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `run`; the process then ends by itself and not by the signal."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], grace_s: int, drain: Drain) -> None:
+    """Serve until a signal or one of `ends`; open answers may go on for `grace_s` after the order to end."""
+    requests = OpenRequests(app)
+    config = uvicorn.Config(
+        requests,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=grace_s + LAST_WORDS_S,
+        timeout_keep_alive=65,
+    )
+    server, terminated = _Server(config), asyncio.Event()
+
+    def stop() -> None:
+        if not server.should_exit:
+            server.should_exit = True
+            asyncio.get_running_loop().call_later(grace_s, requests.break_off)
+
+    async def stop_after(end: Awaitable[None]) -> None:
+        await end
+        stop()
+
+    def on_signal(number: int) -> None:
+        if terminated.is_set() or number == signal.SIGINT:
+            stop()
+            drain.announce()
+            waiting = f"{requests.num_open} open requests have {grace_s} s to finish"
+            console.say(f"stopping: {waiting if requests.num_open else 'no request is open'}")
+        else:
+            terminated.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Until the loop closes: what follows the server is not to be interrupted by an impatient parent.
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    drained = _drained(terminated, drain, requests, lambda: server.should_exit)
+    watchers = [asyncio.create_task(stop_after(end)) for end in (*ends, drained)]
+    try:
+        await server.serve(sockets=[bound])
+    finally:
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+
+
+async def _drained(
+    terminated: asyncio.Event, drain: Drain, requests: OpenRequests, is_ending: Callable[[], bool]
+) -> None:
+    """Returns some time after SIGTERM: when nothing is open any more, or when that takes too long. If it `is_ending`
+    for another reason, what is open has been broken off."""
+    await terminated.wait()
+    drain.announce()
+    notice_s = drain.notice_s if requests.came_within(UNUSED_S) else 0.0
+    noticing = f"{notice_s:g} s for {drain.senders} to notice, then " if notice_s else ""
+    console.say(f"draining: /ready answers 503; waiting {noticing}for {drain.open_work}, at most {drain.limit_s:g} s")
+    with suppress(TimeoutError):
+        async with asyncio.timeout(drain.limit_s):
+            await asyncio.sleep(notice_s)
+            await _nothing_open(drain, requests)
+            if not is_ending():
+                console.say(f"drained: all {drain.open_work} have ended")
+            return
+    console.say(
+        f"--drain-timeout has expired: dropping all {drain.open_work} that are left ({requests.num_open} requests)"
+    )
+
+
+async def _nothing_open(drain: Drain, requests: OpenRequests) -> None:
+    while True:
+        await drain.idle()
+        await requests.none_open.wait()
+        # Between the end of a request and now another one may have begun.
+        await drain.idle()
+        if not requests.num_open:
+            return
+
+
+async def stdin_closed() -> None:
+    """Returns when standard input ends: a parent that dies, however it dies, closes it, so no child outlives it."""
+    loop, fd, closed = asyncio.get_running_loop(), sys.stdin.fileno(), asyncio.Event()
+
+    def readable() -> None:
+        if not os.read(fd, 4096):
+            closed.set()
+
+    loop.add_reader(fd, readable)
+    try:
+        await closed.wait()
+    finally:
+        loop.remove_reader(fd)

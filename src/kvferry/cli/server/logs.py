@@ -1,0 +1,69 @@
+"""What the processes of `kvferry` write to stderr: lines for people, or JSON for machines."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import signal
+from datetime import UTC, datetime
+from enum import StrEnum
+
+import msgspec
+
+from kvferry.cli import console
+
+__all__ = ["LogFormat", "log_to_stderr"]
+
+ACCESS = "kvferry.router.access"
+# Instances that come, go, fail and are back: rare, and half of a story where the other half is a warning.
+MEMBERSHIP = "kvferry.router.fleet.membership"
+SAID = "kvferry.cli"
+# Libraries that write their lines to stderr themselves, and hand them on as well: they would be there twice.
+TWICE = ("huggingface_hub",)
+STDERR = 2
+
+
+class LogFormat(StrEnum):
+    """`plain` lines, or one JSON object per line."""
+
+    PLAIN = "plain"
+    JSON = "json"
+
+
+def log_to_stderr(format_: LogFormat = LogFormat.PLAIN, access: bool = False) -> None:
+    """What goes wrong becomes a line; with `access` every request does, too; as JSON, so does all that is said.
+
+    From now on SIGUSR1 has the stacks of all threads written: also while a model is loaded, or an end does not come.
+    """
+    # By the signal itself, not by the interpreter, which may be what hangs.
+    faulthandler.register(signal.SIGUSR1, STDERR)
+    handler = logging.StreamHandler()
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if format_ is LogFormat.JSON else plain)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    for name in TWICE:
+        logging.getLogger(name).handlers.clear()
+    logging.getLogger(MEMBERSHIP).setLevel(logging.INFO)
+    if access:
+        logging.getLogger(ACCESS).setLevel(logging.INFO)
+    if format_ is LogFormat.JSON:
+        logging.getLogger(SAID).setLevel(logging.INFO)
+        console.say_through(logging.getLogger(SAID).info)
+
+
+class JsonLines(logging.Formatter):
+    """`time` (UTC), `level`, `logger`, `message`, and the record's own `request_id` and `fields` if it has them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        attributes = vars(record)
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        if "request_id" in attributes:
+            line["request_id"] = attributes["request_id"]
+        return msgspec.json.encode(line | attributes.get("fields", {})).decode()

@@ -1,0 +1,144 @@
+"""What the scheduler's half tells the workers' halves: once per step, in the connector's metadata."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
+
+from kvferry.plan.description.prompt import UNKNOWN_PROMPT, UNNAMED, Prompt, PromptName
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.wire.messages import Reference
+
+__all__ = [
+    "EndOrder",
+    "FetchOrder",
+    "GrowthOrder",
+    "HoldOrder",
+    "LeaseOrder",
+    "Orders",
+    "PromiseOrder",
+    "RankAddress",
+    "Tables",
+    "agent_name",
+]
+
+Tables = tuple[tuple[int, ...], ...]
+"""One block table per transferable cache group."""
+
+MAX_NAME_LENGTH = 200
+
+
+def agent_name(request_id: str) -> str:
+    """What agents call a request: its id, or a digest of one that cannot travel.
+
+    Ids begin with whatever a client has put into a header, of any length.
+    """
+    if 0 < len(request_id) <= MAX_NAME_LENGTH and request_id.isascii():
+        return request_id
+    return hashlib.sha256(request_id.encode(errors="surrogatepass")).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOrder:
+    """A finished prefill whose blocks stay until the agent frees them."""
+
+    request_id: str
+    lease_id: str
+    block_tables: Tables
+    num_tokens: int
+    prompt: Prompt = UNKNOWN_PROMPT
+
+
+@dataclass(frozen=True, slots=True)
+class PromiseOrder:
+    """A prefill whose cache somebody may ask for already; `name` is what agents call it. It will have `num_tokens`.
+    Who asks for one that `is_unnamed` is told so."""
+
+    name: str
+    lease_id: str
+    num_tokens: int
+    prompt: Prompt = UNKNOWN_PROMPT
+    is_unnamed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthOrder:
+    """What this step computes of a promised prefill: when it has ended, `num_tokens` tokens lie in these blocks."""
+
+    name: str
+    block_tables: Tables
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndOrder:
+    """A promised prefill has ended, and its blocks stay until the agent frees them. `is_kept` says that all of it is
+    computed; else the promise is taken back."""
+
+    request_id: str
+    name: str
+    block_tables: Tables
+    num_tokens: int
+    is_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOrder:
+    """A cache to be fetched into blocks of ours.
+
+    `is_waited_for` is false when nothing moves and only the source must learn that the request is over. `error` says
+    why it cannot even be begun: the request is reported as failed then, so that vLLM's failure policy applies.
+    """
+
+    request_id: str
+    reference: Reference
+    addresses: tuple[str, ...]
+    block_tables: Tables
+    ranges: tuple[TokenRange, ...]
+    is_waited_for: bool
+    error: str
+    prompt: PromptName = UNNAMED
+
+
+@dataclass(frozen=True, slots=True)
+class HoldOrder:
+    """A cache that will be fetched when its request's turn comes."""
+
+    reference: Reference
+    addresses: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Orders(KVConnectorMetadata):
+    """Everything new of one step. `aborted` are requests whose fetch nobody waits for any more. A step that `is_idle`
+    computes nothing: the scheduler only asks what has ended.
+
+    `begun` names promised prefills of which this step computes the first tokens. `withdrawn` names those whose blocks
+    are another request's from this step on: that has to be done before the step computes anything.
+    """
+
+    leases: list[LeaseOrder] = field(default_factory=list)
+    promises: list[PromiseOrder] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
+    growths: list[GrowthOrder] = field(default_factory=list)
+    ended: list[EndOrder] = field(default_factory=list)
+    withdrawn: list[str] = field(default_factory=list)
+    holds: list[HoldOrder] = field(default_factory=list)
+    fetches: list[FetchOrder] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    is_idle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankAddress(KVConnectorHandshakeMetadata):
+    """Where one rank's agent listens, told to the scheduler's half when the engine starts. With the first rank's `key`
+    promises are sealed."""
+
+    address: str
+    epoch: str
+    key: str = field(default="", repr=False)

@@ -1,0 +1,165 @@
+"""The early legs of the scheduler's half: prefills whose cache is promised before it is computed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from kvferry.connectors.promise import Promise, unsealed
+from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, Orders, PromiseOrder, Tables
+from kvferry.connectors.vllm.scheduler.declined import Declined
+from kvferry.connectors.vllm.scheduler.prompts import Prompts
+from kvferry.errors import RequestError
+from kvferry.wire.messages import Reason
+
+__all__ = ["Promised"]
+
+Blocks = tuple[list[int], ...]
+
+# Requests that are made of one come within moments.
+MAX_MADE = 1024
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """`num_told` of the prompt's `num_tokens` tokens are computed by the steps that have been ordered, if it
+    `has_begun`. What is in its cache has a name if it `is_named`."""
+
+    request: Request
+    promise: Promise
+    num_tokens: int
+    is_named: bool
+    num_told: int = 0
+    has_begun: bool = False
+
+
+class Promised:
+    """By the id of the request. `tables` makes our tables of vLLM's blocks; with `may_grow` what is computed is told
+    step by step, else all of it at the end."""
+
+    def __init__(
+        self, tables: Callable[[Blocks], Tables], prompts: Prompts, declined: Declined, may_grow: bool
+    ) -> None:
+        self._tables = tables
+        self._prompts = prompts
+        self._declined = declined
+        self._may_grow = may_grow
+        self._prefills: dict[str, _Prefill] = {}
+        # Requests that go on without the promise that was made for them.
+        self._broken: set[str] = set()
+        self._made: deque[Promise] = deque(maxlen=MAX_MADE)
+        # Those whose adapters are still being read: a claim waits longer for its lease than that takes.
+        self._unread: dict[str, tuple[Request, Promise]] = {}
+
+    def begin(self, request: Request, key: str, orders: Orders) -> None:
+        """Promise the cache of a request that has arrived, if our front end has said so."""
+        params = request.kv_transfer_params or {}
+        promise = unsealed(params, key)
+        # Should several requests be made of one, the promise is the first one's, also when that has ended. Those that
+        # are continued later get a prompt that is not known yet.
+        if promise is None or promise in self._made or request.resumable or params.get("do_remote_prefill"):
+            return
+        self._made.append(promise)
+        self._unread[request.request_id] = request, promise
+        self._promise_read(orders)
+
+    def _promise_read(self, orders: Orders) -> None:
+        """Nobody waits in the scheduler for files that are being read."""
+        for request, promise in list(self._unread.values()):
+            if self._prompts.is_ready(request):
+                self._promise(request, promise, orders)
+
+    def _promise(self, request: Request, promise: Promise, orders: Orders) -> None:
+        """Also of a prompt that has no name: the caller has, or gets, the reference, and has to be told why it is no
+        good."""
+        del self._unread[request.request_id]
+        num_tokens = request.num_prompt_tokens
+        order = PromiseOrder(promise.name, promise.lease_id, num_tokens)
+        try:
+            order = replace(order, prompt=self._prompts.of(request, num_tokens))
+        except RequestError as error:
+            order = replace(order, is_unnamed=True)
+            self._declined.offer(request.request_id, Reason.UNNAMED_PROMPT, str(error))
+        self._prefills[request.request_id] = _Prefill(request, promise, num_tokens, not order.is_unnamed)
+        orders.promises.append(order)
+
+    def step(self, output: SchedulerOutput, orders: Orders) -> None:
+        """What a step takes back, and what it computes."""
+        self._promise_read(orders)
+        for request_id in output.preempted_req_ids or ():
+            self._break(request_id, orders)
+        for request_id in self._renamed():
+            self._declined.offer(
+                request_id, Reason.UNNAMED_PROMPT, "its adapter has been replaced while it is computed"
+            )
+            self._break(request_id, orders)
+        if not self._prefills:
+            return
+        for request_id, first in _firsts(output):
+            prefill = self._prefills.get(request_id)
+            if prefill is not None and not prefill.has_begun:
+                prefill.has_begun = True
+                orders.begun.append(prefill.promise.name)
+            if prefill is not None and self._may_grow:
+                self._grow(request_id, prefill, first + output.num_scheduled_tokens[request_id], output, orders)
+
+    def _renamed(self) -> list[str]:
+        """Those whose adapter is not the one any more that was promised: it has been replaced meanwhile."""
+        return [request_id for request_id, prefill in self._prefills.items() if not self._is_as_promised(prefill)]
+
+    def _is_as_promised(self, prefill: _Prefill) -> bool:
+        return not prefill.is_named or self._prompts.is_certain(prefill.request)
+
+    def _grow(
+        self, request_id: str, prefill: _Prefill, num_computed: int, output: SchedulerOutput, orders: Orders
+    ) -> None:
+        state, num_tokens = output.kv_connector_block_state, min(num_computed, prefill.num_tokens)
+        if state is None or num_tokens <= prefill.num_told:
+            return
+        blocks = state.get_block_ids(request_id)
+        if blocks is not None:
+            prefill.num_told = num_tokens
+            orders.growths.append(GrowthOrder(prefill.promise.name, self._tables(blocks), num_tokens))
+
+    def _break(self, request_id: str, orders: Orders) -> None:
+        """vLLM takes the blocks of a request away, which will compute all of it again somewhere else."""
+        prefill = self._prefills.pop(request_id, None)
+        if prefill is not None:
+            self._broken.add(request_id)
+            orders.withdrawn.append(prefill.promise.name)
+
+    def end(self, request: Request, blocks: Blocks, is_well: bool, orders: Orders) -> tuple[bool, ...]:
+        """Whether the blocks of a promised request that has ended must stay; nothing for one that was none.
+
+        They stay for a moment even if the promise is taken back, since somebody may be reading them.
+        """
+        request_id = request.request_id
+        if request_id in self._unread and not is_well:
+            del self._unread[request_id]
+            return (False,)
+        if request_id in self._unread:
+            self._promise(*self._unread[request_id], orders)
+        prefill = self._prefills.pop(request_id, None)
+        if prefill is None:
+            was_promised = request_id in self._broken
+            self._broken.discard(request_id)
+            return (False,) if was_promised else ()
+        tables, name = self._tables(blocks), prefill.promise.name
+        if not any(tables):
+            orders.withdrawn.append(name)
+            return (False,)
+        is_kept = is_well and request.num_computed_tokens >= prefill.num_tokens and self._is_as_promised(prefill)
+        orders.ended.append(EndOrder(request_id, name, tables, prefill.num_tokens, is_kept))
+        return (True,)
+
+
+def _firsts(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """The scheduled requests, and how many tokens of each were there before; what was cached is."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)

@@ -1,0 +1,258 @@
+"""The half in vLLM's scheduler: decides what is fetched and what is kept, and writes it down for the workers.
+
+It only sees requests and block ids. Nothing here waits, and nothing here may raise while a request is served: an
+exception in a scheduler hook ends the engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.request import Request, RequestStatus
+
+from kvferry.agent import new_lease_id
+from kvferry.connectors.params import Reach, Remote, from_params, to_params
+from kvferry.connectors.vllm.description.groups import forgets, may_grow
+from kvferry.connectors.vllm.metadata import FetchOrder, HoldOrder, LeaseOrder, Orders, RankAddress, Tables, agent_name
+from kvferry.connectors.vllm.scheduler.declined import Declined
+from kvferry.connectors.vllm.scheduler.expected import Expected
+from kvferry.connectors.vllm.scheduler.promised import Promised
+from kvferry.connectors.vllm.scheduler.prompts import Prompts
+from kvferry.connectors.vllm.stats import FerryStats
+from kvferry.errors import RequestError, TransferError
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.wire.messages import Reason, Reference
+
+__all__ = ["Scheduler"]
+
+logger = logging.getLogger(__name__)
+
+FINISHED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+NOBODY = Reference("", "", "", "")
+NULL_BLOCK = 0
+"""vLLM's block that stands for none, in tables whose window has moved on."""
+
+
+class Scheduler:
+    """Stages orders; `take_orders` hands them over at each step."""
+
+    def __init__(
+        self, engine_id: str, kv_cache_config: KVCacheConfig, prompts: Prompts, reach: Reach = Reach.THIS_HOST
+    ) -> None:
+        self._engine_id = engine_id
+        self._prompts = prompts
+        self._reach = reach
+        self._config = kv_cache_config
+        self._orders = Orders()
+        self._ranks: tuple[RankAddress, ...] = ()
+        # Of requests that have not ended, by id and never in their parameters, which a client has written: vLLM calls
+        # some hooks twice, and again after a preemption.
+        self._fetched: set[str] = set()
+        self._truncated: set[str] = set()
+        self._computed: dict[str, int] = {}
+        self._declined = Declined()
+        self._expected = Expected(prompts, self._declined)
+        self._releases = itertools.count()
+        specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
+        self._fixed = tuple(isinstance(spec, MambaSpec) for spec in specs)
+        self._scratch = tuple(spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0 for spec in specs)
+        self._forgets = forgets(kv_cache_config)
+        self._promised = Promised(self._tables, prompts, self._declined, may_grow(kv_cache_config))
+
+    def set_ranks(self, ranks: tuple[RankAddress, ...]) -> None:
+        """Where the agents of all ranks listen, in the order of the ranks."""
+        self._ranks = ranks
+
+    # --- requests come and go ---
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has arrived, and may wait long for its turn."""
+        self._prompts.begin(request)
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_prefill"):
+            self._hold(params)
+        if params.get("do_remote_decode"):
+            self._shorten(request)
+            self._promised.begin(request, self._ranks[0].key if self._ranks else "", self._orders)
+
+    def _hold(self, params: Mapping[str, Any]) -> None:
+        """Whatever becomes of the request, a fetch follows, if only one of nothing that releases the source."""
+        try:
+            remote = from_params(params, self._reach)
+        except TransferError:
+            return  # It is said when its turn comes.
+        self._orders.holds.append(HoldOrder(remote.reference, remote.addresses))
+
+    def _shorten(self, request: Request) -> None:
+        """Let a prefill stop before its last token where the decode side could not go on from behind it.
+
+        The decode side computes the last token itself: from a recurrent state after it, or with a window that has
+        moved past what that token sees, it could not.
+        """
+        if not self._forgets or request.request_id in self._truncated:
+            return
+        if request.num_prompt_tokens > 1 and request.prompt_token_ids and not request.get_skip_reading_prefix_cache():
+            del request.prompt_token_ids[-1:]
+            del request._all_token_ids[-1:]
+            request.num_prompt_tokens -= 1
+            request.max_tokens = 1
+            self._truncated.add(request.request_id)
+
+    def num_new_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """How many tokens behind the computed ones can be fetched: all but the last, which is computed here. None while
+        that is not known, and others get on."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return 0
+        if not self._prompts.is_ready(request):
+            return None
+        if not self._expected.prompt(request):
+            return 0
+        self._computed[request.request_id] = num_computed_tokens
+        return max(0, self._num_wanted(request, params) - num_computed_tokens)
+
+    def _num_wanted(self, request: Request, params: Mapping[str, Any]) -> int:
+        """The client's word about how many there are is only good for asking for fewer."""
+        wanted, offered = request.num_prompt_tokens - 1, params.get("remote_num_tokens")
+        if isinstance(offered, int) and not isinstance(offered, bool) and offered >= 0 and not any(self._fixed):
+            return min(wanted, offered)
+        return wanted
+
+    def allocated(self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int) -> None:
+        """The request has blocks. vLLM says so again when they are filled: only the first time counts."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill") or request.request_id in self._fetched:
+            return
+        params["do_remote_prefill"] = False
+        if num_external_tokens <= 0:
+            self._release(request.request_id, params)
+            return
+        self._fetched.add(request.request_id)
+        (prompt,) = self._expected.prompt(request)
+        self._expected.forget(request.request_id)
+        # vLLM may load fewer than it was offered, and then leaves out the last ones.
+        first = self._computed.get(request.request_id, 0)
+        wanted = TokenRange(first, first + num_external_tokens)
+        tables = self._tables(block_ids)
+        ranges = (wanted,) * len(tables)
+        order = _fetch(request.request_id, params, tables, ranges, self._reach)
+        self._orders.fetches.append(replace(order, prompt=prompt.name(order.reference.lease_id, wanted.last)))
+
+    def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks must stay, and the parameters for the decode side."""
+        answer = self._finished(request, block_ids)
+        self._prompts.end(request)
+        return answer
+
+    def _finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        was_fetched = request.request_id in self._fetched
+        self._forget(request.request_id)
+        params = request.kv_transfer_params
+        if not params:
+            return False, None
+        if was_fetched and request.status not in FINISHED_WELL:
+            self._orders.aborted.append(request.request_id)
+        if params.get("do_remote_prefill"):
+            # It was never scheduled: the source must not wait for it.
+            params["do_remote_prefill"] = False
+            self._release(request.request_id, params)
+        is_well = request.status in FINISHED_WELL
+        for is_kept in self._promised.end(request, block_ids, is_well, self._orders):
+            # Who was promised it has the reference.
+            return is_kept, None
+        if not params.get("do_remote_decode") or not is_well:
+            return False, None
+        return self._offer(request, self._tables(block_ids))
+
+    def _forget(self, request_id: str) -> None:
+        self._fetched.discard(request_id)
+        self._truncated.discard(request_id)
+        self._computed.pop(request_id, None)
+        self._expected.forget(request_id)
+
+    def _offer(self, request: Request, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
+        if not self._ranks or not any(tables):
+            return False, None
+        num_tokens = request.num_computed_tokens
+        try:
+            prompt = self._prompts.of(request, num_tokens)
+        except RequestError as error:
+            self._declined.offer(request.request_id, Reason.UNNAMED_PROMPT, str(error))
+            return False, None
+        lease = LeaseOrder(request.request_id, new_lease_id(), tables, num_tokens, prompt)
+        self._orders.leases.append(lease)
+        reference = Reference(self._engine_id, self._ranks[0].epoch, agent_name(lease.request_id), lease.lease_id)
+        return True, to_params(reference, [rank.address for rank in self._ranks], tables, lease.num_tokens)
+
+    def _release(self, request_id: str, params: Mapping[str, Any]) -> None:
+        """Tell the source that nobody will read; parameters that cannot be read name no source.
+
+        vLLM's front end sends a request that it has refused or that has failed once more, only to end it: the source
+        may be told twice, under two names.
+        """
+        name, nothing = f"{request_id}:release-{next(self._releases)}", TokenRange(0, 0)
+        num_groups = len(self._fixed)
+        order = _fetch(name, params, ((),) * num_groups, (nothing,) * num_groups, self._reach)
+        if order.error:
+            logger.debug("request %s: %s", request_id, order.error)
+        else:
+            self._orders.fetches.append(order)
+
+    def scheduled(self, output: SchedulerOutput) -> None:
+        """A step has been planned; it has not been carried out."""
+        self._promised.step(output, self._orders)
+
+    def take_stats(self) -> FerryStats:
+        """What has been declined since the last call."""
+        return self._declined.take_stats()
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        self._prompts.close()
+
+    def take_orders(self, is_idle: bool) -> Orders:
+        """What has been staged since the last step. With `is_idle` the step computes nothing."""
+        orders, self._orders = self._orders, Orders()
+        orders.is_idle = is_idle
+        return orders
+
+    def _tables(self, block_ids: tuple[list[int], ...]) -> Tables:
+        """Block tables of the groups that move. A recurrent state has one block: the running one."""
+        chosen = self._config.select_transfer_block_ids(block_ids)
+        return tuple(
+            _running(blocks, scratch) if fixed else tuple(_named(block, self._config.num_blocks) for block in blocks)
+            for blocks, fixed, scratch in zip(chosen, self._fixed, self._scratch, strict=True)
+        )
+
+
+def _named(block: int, num_blocks: int) -> int:
+    """A block that is none gets an id that no block has, so that reading it is refused."""
+    return num_blocks if block == NULL_BLOCK else block
+
+
+def _running(blocks: list[int], num_scratch: int) -> tuple[int, ...]:
+    """The last block, behind which speculative decoding may keep some of its own."""
+    kept = len(blocks) - min(num_scratch, max(0, len(blocks) - 1))
+    return tuple(blocks[kept - 1 : kept])
+
+
+def _fetch(
+    request_id: str, params: Mapping[str, Any], tables: Tables, ranges: tuple[TokenRange, ...], reach: Reach
+) -> FetchOrder:
+    is_waited_for = any(len(tokens) for tokens in ranges)
+    try:
+        remote = from_params({**params, "do_remote_prefill": True}, reach)
+    except TransferError as error:
+        return FetchOrder(request_id, NOBODY, (), tables, ranges, is_waited_for, str(error))
+    return _order(request_id, remote, tables, ranges)
+
+
+def _order(request_id: str, remote: Remote, tables: Tables, ranges: tuple[TokenRange, ...]) -> FetchOrder:
+    is_waited_for = any(len(tokens) for tokens in ranges)
+    return FetchOrder(request_id, remote.reference, remote.addresses, tables, ranges, is_waited_for, "")

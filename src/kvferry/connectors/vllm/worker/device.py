@@ -1,0 +1,105 @@
+"""What an agent is told about caches that lie on a device: registered there, or reached through staging memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvferry.agent import Host, Notice
+from kvferry.agent.memory.shared_regions import Arena, host_arena
+from kvferry.connectors.vllm.description.describe import Described
+from kvferry.connectors.vllm.worker.early_legs import at_once
+from kvferry.connectors.vllm.worker.growing import Milestone
+from kvferry.errors import ConfigurationError
+from kvferry.plan.description.layout import Layout
+from kvferry.staging.device.arena import DeviceArena
+from kvferry.staging.device.mover import DeviceMover
+from kvferry.staging.device.pinned import CudaRuntime, Pinned
+from kvferry.staging.device.plugins import load_devices
+from kvferry.staging.device.side_stream import SideStream
+from kvferry.staging.device.table import StagingMemory, check_pair, check_staging
+from kvferry.transport.base import Memory
+from kvferry.transport.memory_kind import HOST
+from kvferry.transport.registered_memory import Pieces
+
+__all__ = ["Buffers", "buffers_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """The device that caches lie on, by kvferry's name, whose memory transports register, and where staging lies."""
+
+    device: torch.device
+    name: str
+    buffer_device: str
+    staging: StagingMemory = StagingMemory.HOST
+
+    def host(self, described: Described, layouts: tuple[Layout, ...], notify: Callable[[Notice], None]) -> Host:
+        """How the agent gets at the caches."""
+        if self.name == "cpu":
+            return Host(layouts, described.memories, notify)
+        on_device = tuple(
+            replace(memory, device=self.name, device_id=self.device.index or 0) for memory in described.memories
+        )
+        stream = SideStream(self.device)
+
+        def mover(near: Sequence[Memory], ring: Callable[[], None]) -> DeviceMover:
+            known = dict.fromkeys((*on_device, *near))
+            pieces = Pieces.of([(memory.address, memory.size_bytes) for memory in known])
+            in_host = [memory for memory in near if memory.device == HOST]
+            return DeviceMover(stream, pieces, [Pinned(CudaRuntime(self.device), in_host)])
+
+        registered = on_device if self.buffer_device == self.name else ()
+        return Host(layouts, registered, notify, mover, self._arena)
+
+    def milestone(self) -> Callable[[], bool]:
+        """Mark what the engine has put on its stream so far, on the engine's thread; what comes back says whether that
+        is done, and neither waits nor lets the stream wait."""
+        if self.name == "cpu":
+            return at_once()
+        module: Any = torch.get_device_module(self.device)
+        event = module.Event()
+        event.record(module.current_stream(self.device))
+        return partial(_is_done, event)
+
+    def end_of_request(self, *, speculates: bool) -> Milestone:
+        """What shows that the device has done with a request that vLLM has ended. Without a speculator the last token
+        does, and to wait for what was queued behind it would cost a step."""
+        return self.milestone if speculates else at_once
+
+    def _arena(self, num_bytes: int) -> Arena:
+        if self.staging is StagingMemory.DEVICE:
+            return DeviceArena(num_bytes, self.device, self.name)
+        return host_arena(num_bytes)
+
+
+def _is_done(event: Any) -> bool:
+    return bool(event.query())
+
+
+def buffers_of(
+    caches: Mapping[str, torch.Tensor], buffer_device: str, staging: StagingMemory = StagingMemory.HOST
+) -> Buffers:
+    """Of the device that vLLM's caches lie on, its `kv_buffer_device`, and where staging memory is wanted.
+
+    Raises ConfigurationError for what does not go together, and for a device that nothing here can copy on.
+    """
+    device = next(iter(caches.values())).device
+    name = "rocm" if device.type == "cuda" and torch.version.hip else device.type
+    # vLLM calls it cuda wherever torch does.
+    wanted = name if buffer_device == device.type else buffer_device
+    load_devices()
+    check_pair(name, wanted)
+    check_staging(name, wanted, staging)
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(
+            f"vLLM's caches on {name} cannot be reached yet",
+            found=f"caches on {device}",
+            expected="a CPU, a CUDA device or a ROCm device",
+            hint="kvferry cannot pin staging memory for this device",
+        )
+    return Buffers(device, name, wanted, staging)

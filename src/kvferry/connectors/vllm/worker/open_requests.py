@@ -1,0 +1,186 @@
+"""What the agent owes vLLM a word about, and what it has said.
+
+vLLM is told of every request exactly once: an id that it does not expect ends the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvferry.agent import Notice
+from kvferry.connectors.vllm.metadata import EndOrder, FetchOrder, LeaseOrder, PromiseOrder, agent_name
+from kvferry.connectors.vllm.stats import FerryStats
+from kvferry.connectors.vllm_middleware.arrivals import Arrival, names_of
+from kvferry.errors import TransferError
+from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, TargetFree
+
+__all__ = ["OpenRequests"]
+
+logger = logging.getLogger(__name__)
+
+
+class OpenRequests:
+    """Orders go in, the agent's notices go in, vLLM's results come out. Requests go by the agent's name for them.
+
+    `is_loss_fatal` is vLLM's policy: a request whose cache did not arrive ends with an error.
+    """
+
+    def __init__(self, is_loss_fatal: bool = False) -> None:
+        self._is_loss_fatal = is_loss_fatal
+        self.has_stopped = False
+        self._results = KVConnectorTransferResults()
+        self._stats = FerryStats()
+        self._leased: dict[str, LeaseOrder] = {}
+        # The leases of requests that vLLM still computes.
+        self._promised: dict[str, str] = {}
+        self._fetching: dict[str, FetchOrder] = {}
+        self._failed: set[str] = set()
+        self._met: set[tuple[str, str]] = set()
+
+    def lease(self, order: LeaseOrder) -> str:
+        """Expect the end of a lease; the agent's name for the request."""
+        name = agent_name(order.request_id)
+        self._leased[name] = order
+        return name
+
+    def promise(self, order: PromiseOrder) -> None:
+        """There is a lease of which vLLM hears nothing before its request has ended."""
+        self._promised[order.name] = order.lease_id
+
+    def begun(self, names: Sequence[str]) -> None:
+        """What was promised to these callers is being computed."""
+        self._stats.begun(names)
+
+    def end(self, order: EndOrder) -> bool:
+        """A promised request has ended: from now on the end of its lease is expected, if it is still to come."""
+        if order.name in self._promised:
+            lease_id = self._promised.pop(order.name)
+            self._leased[order.name] = LeaseOrder(order.request_id, lease_id, order.block_tables, order.num_tokens)
+            return True
+        self._results.finished_sending.add(order.request_id)
+        return False
+
+    def forget(self, name: str) -> bool:
+        """vLLM has taken back what was promised, and wants to hear nothing of it; whether there was a lease."""
+        return bool(self._promised.pop(name, ""))
+
+    def fetch(self, order: FetchOrder) -> str:
+        """Expect the end of a fetch; the agent's name for the request."""
+        name = agent_name(order.request_id)
+        self._fetching[name] = order
+        return name
+
+    def refuse(self, order: FetchOrder, reason: str, why: str) -> None:
+        """A fetch that could not even be begun has failed."""
+        if order.is_waited_for:
+            self._warn(order, reason, why)
+            self._results.failed_recving.add(order.request_id)
+            self._results.finished_recving.add(order.request_id)
+
+    @property
+    def num_open(self) -> int:
+        """Leases and fetches that are expected to end."""
+        return len(self._leased) + len(self._fetching)
+
+    def is_leased(self, name: str, lease_id: str) -> bool:
+        """Whether the end of this lease is expected. Only who was given the reference knows its id."""
+        promised = self._promised.get(name)
+        return promised == lease_id or (name in self._leased and self._leased[name].lease_id == lease_id)
+
+    def leases_of(self, name: str) -> list[str]:
+        """The leases of requests that a caller has named so, by the agent's names."""
+        return [lease for lease, order in self._leased.items() if name in names_of(order.request_id)]
+
+    def is_fetching(self, request_id: str) -> bool:
+        """Whether a fetch of this request is expected to end."""
+        return agent_name(request_id) in self._fetching
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """Every request that has ended since the last call, exactly once."""
+        results, self._results = self._results, KVConnectorTransferResults()
+        return results
+
+    def take_stats(self) -> FerryStats:
+        """What happened since the last call."""
+        stats, self._stats = self._stats, FerryStats()
+        return stats
+
+    def note(self, notice: Notice) -> None:
+        """Take down what the agent says; its last word is `stopped`."""
+        match notice:
+            case Fetched(name, report):
+                self._fetched(name, report)
+                self._end_fetch(name)
+            case Failed(name, error):
+                self._note_failure(name, error)
+            case TargetFree(name):
+                self._end_fetch(name)
+            case SourceFree(name, reason):
+                self._stats.freed(reason)
+                self._end_lease(name)
+
+    def _end_lease(self, name: str) -> None:
+        if name in self._leased:
+            self._results.finished_sending.add(self._leased.pop(name).request_id)
+        self._promised.pop(name, None)
+
+    def _fetched(self, name: str, report: FetchReport) -> None:
+        order = self._fetching.get(name)
+        if order is not None and order.is_waited_for and report.num_bytes:
+            self._stats.fetched(order.request_id, report, order.reference.engine_id)
+            self._introduce(order, report)
+
+    def _introduce(self, order: FetchOrder, report: FetchReport) -> None:
+        """Say once per peer which transport was chosen, and why."""
+        engine = (order.reference.engine_id, order.reference.epoch)
+        if engine not in self._met:
+            self._met.add(engine)
+            met_s = report.phases_s.get("handshake", 0.0)
+            logger.info(
+                "kvferry fetches from %s over %s (handshake %.1f s): %s",
+                engine[0],
+                report.transport,
+                met_s,
+                report.choice,
+            )
+
+    def _note_failure(self, name: str, error: TransferError) -> None:
+        """That a source could not be told of the end of a request is no news: it has, or its lease will, run out."""
+        self._failed.add(name)
+        order = self._fetching.get(name)
+        if order is not None and order.is_waited_for:
+            self._warn(order, error.reason, str(error))
+
+    def _warn(self, order: FetchOrder, reason: str, why: str) -> None:
+        reference = order.reference
+        logger.warning("request %s from %s#%s: %s", order.request_id, reference.engine_id, reference.epoch, why)
+        self._stats.failed(order.request_id, Arrival(str(reason), why, self._is_loss_fatal))
+
+    def _end_fetch(self, name: str) -> None:
+        order = self._fetching.pop(name, None)
+        failed = name in self._failed
+        self._failed.discard(name)
+        if order is not None and order.is_waited_for:
+            self._results.finished_recving.add(order.request_id)
+            self._results.failed_recving |= {order.request_id} if failed else set()
+
+    def stopped(self, written: Collection[str]) -> None:
+        """The agent has: everything that is open ends here, but for those (the agent's names) to whose blocks a source
+        may go on writing. vLLM hears nothing of them, and so gives their blocks to nobody."""
+        self.has_stopped = True
+        for name in [name for name in self._fetching if name in written]:
+            order = self._fetching.pop(name)
+            logger.error(
+                "request %s: its blocks are kept, since %s may still be writing to them and the transfer agent has "
+                "stopped; restart this engine",
+                order.request_id,
+                order.reference.engine_id,
+            )
+        for name in list(self._fetching):
+            self._failed.add(name)
+            self._end_fetch(name)
+        for name in [*self._leased, *self._promised]:
+            self._end_lease(name)

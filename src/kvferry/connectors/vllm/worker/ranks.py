@@ -1,0 +1,35 @@
+"""The ranks of one engine, which introduce themselves to each other when it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from vllm.distributed.parallel_state import get_world_group
+
+from kvferry.plan.description.layout import Layout
+
+__all__ = ["Introduction", "meet"]
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What every rank tells all others of its engine when it starts."""
+
+    epoch: str
+    layout: Layout
+
+
+def meet(ours: Introduction, num_ranks: int) -> tuple[list[Introduction], int]:
+    """What all ranks of this engine say, in their order, and which one we are."""
+    world = get_world_group()
+    if world.world_size == 1:
+        return [ours], 0
+    words: list[bytes] = [b""] * world.world_size
+    # Among the processes of one engine, over vLLM's own group: nothing of this comes from a network peer.
+    torch.distributed.all_gather_object(words, msgspec.msgpack.encode(ours), group=world.cpu_group)
+    # Replicas of data parallelism may be in the same group; each is an engine of its own.
+    first = world.rank_in_group // num_ranks * num_ranks
+    everyone = [msgspec.msgpack.decode(word, type=Introduction) for word in words[first : first + num_ranks]]
+    return everyone, world.rank_in_group - first

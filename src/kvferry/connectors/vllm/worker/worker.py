@@ -1,0 +1,307 @@
+"""The half in each of vLLM's workers: owns the rank's agent, carries orders to it and reports what has ended.
+
+The agent has a thread of its own, so that bytes move and heartbeats go on whatever the engine does. vLLM is told of
+every request exactly once: an id that it does not expect ends the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import re
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvferry.agent import Agent, AgentConfig, Notice, new_epoch, read_token
+from kvferry.connectors.promise import new_key
+from kvferry.connectors.vllm.description.describe import Described, describe, engine_facts
+from kvferry.connectors.vllm.description.groups import may_grow
+from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, PromiseOrder, RankAddress, agent_name
+from kvferry.connectors.vllm.settings import Settings
+from kvferry.connectors.vllm.stats import FerryStats, Moved
+from kvferry.connectors.vllm.worker.device import buffers_of
+from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source
+from kvferry.connectors.vllm.worker.late_orders import LateOrders
+from kvferry.connectors.vllm.worker.open_requests import OpenRequests
+from kvferry.connectors.vllm.worker.ranks import Introduction, meet
+from kvferry.connectors.vllm_middleware.workers import RELEASED
+from kvferry.errors import ConfigurationError
+from kvferry.plan.description.layout import contents
+from kvferry.session.events import FetchWanted, HoldWanted, LeaseWanted, SourceFree, Stopped, Timing
+from kvferry.transport.opening import open_transports
+from kvferry.wire.messages import Reason, Reference
+
+__all__ = ["Worker"]
+
+logger = logging.getLogger(__name__)
+
+SWITCH_S = 0.0001
+# An agent shares its interpreter and its cores with a rank that computes and polls: a peer may be slow to meet and slow
+# to answer without being lost, and taking it for lost would fail its requests. One whose process has ended is noticed
+# after two heartbeats.
+HANDSHAKE_S = 45.0
+MISSED_HEARTBEATS = 30
+# While nothing is computed vLLM asks step after step, without a pause, and takes from the agent's thread the core and
+# the interpreter that it needs to get done. Short enough that a new request does not notice.
+IDLE_WAIT_S = 0.003
+MAX_EARLY_RELEASES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """The agent, and the description by which vLLM's block tables become its own. `cache` names what all ranks keep.
+    With `may_grow` a prefill can be read while it is computed."""
+
+    agent: Agent
+    described: Described
+    early_legs: EarlyLegs
+    late_orders: LateOrders
+    cache: str = ""
+    may_grow: bool = False
+
+
+class Worker:
+    """Made by vLLM in each worker process; its methods are called between the engine's steps."""
+
+    def __init__(self, config: VllmConfig, settings: Settings, kv_cache_config: KVCacheConfig) -> None:
+        self._config = config
+        self._settings = settings
+        self._kv_cache_config = kv_cache_config
+        self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
+        self._started: list[_Started] = []
+        self._key = new_key()
+        self._open = OpenRequests(settings.is_loss_fatal)
+        self._is_idle = False
+        self._moved = Moved()
+        # A step may bring a lease later than vLLM's client brings its end.
+        self._released: deque[tuple[str, str]] = deque(maxlen=MAX_EARLY_RELEASES)
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Describe this rank's caches, meet the other ranks of the engine, and start the agent.
+
+        Raises LayoutError for caches that cannot be described, ConfigurationError when the agent cannot be set up.
+        """
+        facts = engine_facts(self._config)
+        described = describe(self._kv_cache_config, kv_caches, facts)
+        everyone, rank = meet(Introduction(new_epoch(), described.layout), self._config.parallel_config.world_size)
+        layouts = tuple(introduction.layout for introduction in everyone)
+        buffers = buffers_of(kv_caches, self._settings.buffer_device, self._settings.staging_memory)
+        place = buffers.name, buffers.buffer_device
+        agent_config = AgentConfig(
+            engine_id=self._settings.engine_id,
+            epoch=everyone[0].epoch,
+            rank=rank,
+            host=self._settings.host,
+            port=self._settings.port + rank if self._settings.port else 0,
+            transport=self._settings.transport,
+            timing=_timing(self._settings),
+            digest=self._settings.digest,
+            direction=self._settings.direction,
+            may_turn=self._settings.may_turn,
+            staging_bytes=self._settings.staging_bytes,
+            staging=self._settings.staging,
+            token=read_token(self._settings.token_file),
+        )
+        host = buffers.host(described, layouts, self._notices.put)
+        # The agent takes them over, and closes them whatever happens: between the two nothing may fail.
+        opened = open_transports(self._settings.transport, self._settings.host, *place)
+        agent = Agent(agent_config, host, opened.transports, opened.unavailable)
+        # At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.
+        sys.setswitchinterval(SWITCH_S)
+        agent.start()
+        ends = described.layer_ends if self._settings.layer_wise else {}
+        source = Source(agent, described, buffers.milestone)
+        early_legs = EarlyLegs(source, self._open, self._settings.lease_s, ends)
+        late_orders = LateOrders(buffers.end_of_request(speculates=self._config.speculative_config is not None))
+        grows = described.counts_alike and may_grow(self._kv_cache_config)
+        self._started.append(_Started(agent, described, early_legs, late_orders, contents(*layouts), grows))
+        logger.info("kvferry rank %d of %d listens at %s", rank, len(layouts), agent.address)
+
+    def address(self) -> RankAddress:
+        """Where this rank's agent listens. Raises ConfigurationError before `register`."""
+        agent = self._ours().agent
+        return RankAddress(agent.address, agent.party.epoch, self._key)
+
+    def _ours(self) -> _Started:
+        for started in self._started:
+            return started
+        raise ConfigurationError("vLLM has not registered its caches", hint="report this with vLLM's version")
+
+    # --- orders ---
+
+    def obey(self, orders: Orders) -> None:
+        """Begin what the scheduler has decided. Called before the step's forward pass."""
+        self._is_idle = orders.is_idle
+        for ours in self._started:
+            ours.late_orders.look()
+            self._obey_early(ours, orders)
+        for lease in orders.leases:
+            self._lease(lease)
+        for hold in orders.holds:
+            self._ours().agent.hold(HoldWanted(hold.reference, hold.addresses))
+        for fetch in orders.fetches:
+            self._fetch(fetch)
+        for request_id in orders.aborted:
+            if self._open.is_fetching(request_id):
+                ours = self._ours()
+                ours.late_orders.give(partial(ours.agent.abort, agent_name(request_id)))
+
+    def layer_ended(self, layer: str) -> None:
+        """In the forward pass: a layer has done all its work, or the device has been told to."""
+        for ours in self._started:
+            ours.early_legs.layer_ended(layer)
+
+    def _lease(self, order: LeaseOrder) -> None:
+        name = self._open.lease(order)
+        if self._is_over():
+            self._notices.put(SourceFree(name, "withdrawn"))
+            return
+        ours = self._ours()
+        tables = ours.described.tables(order.block_tables)
+        wanted = LeaseWanted(name, order.lease_id, tables, order.num_tokens, prompt=order.prompt)
+        ours.late_orders.give(partial(self._tell_lease, wanted))
+
+    def _tell_lease(self, wanted: LeaseWanted) -> None:
+        agent = self._ours().agent
+        agent.lease(wanted)
+        if (wanted.request_id, wanted.lease_id) in self._released:
+            agent.withdraw(wanted.request_id)
+
+    def _obey_early(self, ours: _Started, orders: Orders) -> None:
+        for promise in orders.promises:
+            self._promise(ours, promise)
+        self._open.begun(orders.begun)
+        ours.early_legs.withdraw(orders.withdrawn)
+        ours.early_legs.step(orders.growths)
+        for end in orders.ended:
+            ours.early_legs.end(end)
+
+    def _promise(self, ours: _Started, order: PromiseOrder) -> None:
+        if self._is_over():
+            return
+        ours.early_legs.promise(order)
+        if (order.name, order.lease_id) in self._released:
+            ours.agent.withdraw(order.name)
+
+    def withdraw(self, names: Sequence[str]) -> None:
+        """Take promises back, before anything is written to their blocks."""
+        for ours in self._started:
+            ours.early_legs.withdraw(names)
+
+    def _fetch(self, order: FetchOrder) -> None:
+        if order.error or self._is_over():
+            reason = Reason.MALFORMED if order.error else Reason.ABORTED
+            self._open.refuse(order, reason, order.error or "the transfer agent has stopped")
+            return
+        name = self._open.fetch(order)
+        ours = self._ours()
+        tables, ranges = ours.described.tables(order.block_tables), ours.described.ranges(order.ranges)
+        wanted = FetchWanted(name, order.reference, order.addresses, tables, ranges, prompt=order.prompt)
+        ours.late_orders.give(partial(ours.agent.fetch, wanted))
+
+    def _is_over(self) -> bool:
+        # Its last word comes a moment before its end.
+        return self._open.has_stopped or not self._ours().agent.alive
+
+    # --- asked by vLLM's API server ---
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Who this engine is, and what its own front end needs for early legs."""
+        ours = self._ours()
+        party = ours.agent.party
+        return {
+            "version": vllm.__version__,
+            "engine_id": party.engine_id,
+            "epoch": party.epoch,
+            "cache": ours.cache,
+            "address": ours.agent.address,
+            "early": "yes" if ours.may_grow else "",
+            "key": self._key,
+        }
+
+    def release(self, reference: Reference) -> str:
+        """End a lease that nobody will read: `released`, or the reason why there is none.
+
+        vLLM hears of its end as of any other's: `SourceFree` follows.
+        """
+        agent = self._ours().agent
+        if _without_replica(reference.engine_id) != _without_replica(agent.party.engine_id):
+            return str(Reason.WRONG_ENGINE)
+        if reference.engine_id != agent.party.engine_id:
+            # All replicas of data parallelism are asked, and the first one answers for them.
+            return str(Reason.UNKNOWN_LEASE)
+        if reference.epoch != agent.party.epoch:
+            return str(Reason.WRONG_EPOCH)
+        if not self._open.is_leased(reference.request_id, reference.lease_id):
+            self._released.append((reference.request_id, reference.lease_id))
+            return str(Reason.UNKNOWN_LEASE)
+        agent.withdraw(reference.request_id)
+        # The agent may not have heard of the lease yet.
+        self._released.append((reference.request_id, reference.lease_id))
+        return RELEASED
+
+    def forsake(self, name: str) -> bool:
+        """End the lease of the request that a caller has named so, whose answer nobody has got: nobody can release it.
+
+        Whether there was one; one that a later step brings is left to its time.
+        """
+        found = self._open.leases_of(name)
+        for lease in found:
+            self._ours().agent.withdraw(lease)
+        return bool(found)
+
+    # --- what has ended ---
+
+    def results(self) -> KVConnectorTransferResults:
+        """Every request whose transfer has ended since the last call, exactly once.
+
+        In a step that computes nothing a transfer that is under way has a moment to end.
+        """
+        if self._is_idle and self._open.num_open:
+            with contextlib.suppress(queue.Empty):
+                self._note(self._notices.get(timeout=IDLE_WAIT_S))
+        while not self._notices.empty():
+            self._note(self._notices.get())
+        for ours in self._started:
+            ours.early_legs.look()
+            ours.late_orders.look()
+        return self._open.take_results()
+
+    def _note(self, notice: Notice) -> None:
+        if isinstance(notice, Stopped):
+            self._open.stopped(self._ours().agent.written_ids)
+        else:
+            self._open.note(notice)
+
+    def take_stats(self) -> FerryStats:
+        """What happened since the last call."""
+        stats = self._open.take_stats()
+        for ours in self._started:
+            self._moved.tell(ours.agent.moved_bytes, stats)
+        return stats
+
+    def close(self) -> None:
+        """Stop the agent. Safe to call twice."""
+        for started in self._started:
+            started.agent.close()
+        self._started = []
+
+
+def _without_replica(engine_id: str) -> str:
+    """vLLM adds a number to the name of each replica of data parallelism."""
+    return re.sub(r"_dp\d+$", "", engine_id)
+
+
+def _timing(settings: Settings) -> Timing:
+    return replace(Timing(), lease_s=settings.lease_s, handshake_s=HANDSHAKE_S, missed_heartbeats=MISSED_HEARTBEATS)

@@ -1,0 +1,94 @@
+"""What one answer cost, and the counters over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from kvferry.embedded.engine.engine import Engine
+from kvferry.embedded.transfer.histograms import TransferHistograms
+from kvferry.embedded.transfer.transfer import TransferReport
+
+__all__ = ["Metrics", "Report", "summed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Goes with an answer under the key `kvferry` when that is asked for.
+
+    `tokens_computed` prompt tokens went through this engine's model, measured; `tokens_received` came from another
+    engine, in `bytes` bytes and `descriptors` rows; `verified` says by what digest they were found right. `recomputed`
+    is the reason of a transfer that failed and was made good by computing the prompt here, or empty.
+    """
+
+    tokens_computed: int = 0
+    tokens_received: int = 0
+    bytes: int = 0
+    descriptors: int = 0
+    transport: str = ""
+    strategy: str = ""
+    phases_s: dict[str, float] = field(default_factory=dict)
+    verified: str = ""
+    recomputed: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summed(reports: Sequence[Report]) -> Report:
+    """That of an answer with several choices, which nothing was received for, or of its only one."""
+    return replace(reports[0], tokens_computed=sum(report.tokens_computed for report in reports))
+
+
+class Metrics:
+    """Everything that `/metrics` shows, in a registry of its own."""
+
+    def __init__(self, engine: Engine, is_ready: Callable[[], bool]) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = self._counter("requests", "Requests by leg and HTTP status.", "leg", "status")
+        self._computed = self._counter("tokens_computed", "Prompt tokens computed here.")
+        self._received = self._counter("tokens_received", "Prompt tokens whose cache came from another engine.")
+        self._generated = self._counter("tokens_generated", "Generated tokens.")
+        self._bytes = self._counter("received_bytes", "Bytes of cache that came from other engines.")
+        self._failures = self._counter("transfer_failures", "Transfers that failed, by reason.", "reason")
+        self._transfers = TransferHistograms(self.registry)
+        self._show_engine(engine)
+        ready = Gauge("kvferry_engine_ready", "1 if the engine accepts requests.", registry=self.registry)
+        ready.set_function(is_ready)
+
+    def count_request(self, leg: str, status: int) -> None:
+        self._requests.labels(leg, str(status)).inc()
+
+    def count_failure(self, reason: str, seconds: float) -> None:
+        """A transfer was given up after so long, its time in the queue included."""
+        self._failures.labels(reason).inc()
+        self._transfers.observe_failure(reason, seconds)
+
+    def observe_transfer(self, transfer: TransferReport, queue_s: float) -> None:
+        """One cache has come; it waited `queue_s` for blocks to come into."""
+        self._transfers.observe(transfer, queue_s)
+
+    def count_answer(self, report: Report, num_tokens: int) -> None:
+        self._computed.inc(report.tokens_computed)
+        self._received.inc(report.tokens_received)
+        self._bytes.inc(report.bytes)
+        self._generated.inc(num_tokens)
+
+    def render(self) -> bytes:
+        """The text format of Prometheus."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"kvferry_engine_{name}", text, labels, registry=self.registry)
+
+    def _show_engine(self, engine: Engine) -> None:
+        blocks = Gauge("kvferry_engine_blocks", "Blocks of all cache groups.", ("state",), registry=self.registry)
+        blocks.labels("capacity").set_function(lambda: sum(engine.ledger().capacity))
+        blocks.labels("granted").set_function(lambda: sum(engine.ledger().granted))
+        blocks.labels("allocated").set_function(lambda: sum(engine.ledger().allocated))
+        requests = Gauge("kvferry_engine_open_requests", "Requests by state.", ("state",), registry=self.registry)
+        requests.labels("waiting").set_function(lambda: engine.ledger().num_waiting)
+        requests.labels("lent").set_function(lambda: engine.ledger().num_lent)

@@ -1,0 +1,311 @@
+"""The legs of a request: answered whole, computed for another engine, or gone on with after another engine."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kvferry.connectors.sampling import Sampling
+from kvferry.embedded.answers.logprobs import ScoredToken, scored_token
+from kvferry.embedded.answers.pieces import Piece, interleaved
+from kvferry.embedded.answers.report import Metrics, Report
+from kvferry.embedded.engine.engine import Engine
+from kvferry.embedded.engine.entry import Grown, Prefilled, Request, Token
+from kvferry.embedded.request.prompts import Prompts
+from kvferry.embedded.request.requests import Ask
+from kvferry.embedded.text import TextStream
+from kvferry.embedded.transfer.readiness import Readiness
+from kvferry.embedded.transfer.transfer import Transfer
+from kvferry.errors import ConfigurationError, PromptTooLongError, RequestError, TransferError
+from kvferry.plan.description.prompt import Prompt, PromptInput
+from kvferry.wire.messages import Reason
+
+__all__ = ["Call", "ServeInfo", "Service"]
+
+SEEDS = 2**63
+POLICIES = ("recompute", "fail")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeInfo:
+    """How an engine process presents itself.
+
+    `policy` says what happens to a request whose cache does not arrive: `recompute` here, or `fail`. `epoch` is new at
+    every start; `cache` names what is kept of a request.
+    """
+
+    model: str
+    engine_id: str
+    created: int
+    policy: str = "recompute"
+    epoch: str = ""
+    cache: str = ""
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigurationError("unknown policy", found=self.policy, expected=" or ".join(POLICIES))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A client's request on its way through the service: one request to the engine for each choice of the answer, in
+    their order. Each has an id that this process uses once. A leg has exactly one. `echoes` are the texts that go
+    before the answers, one for each choice, or none.
+    """
+
+    requests: tuple[Request, ...]
+    ask: Ask
+    echoes: tuple[str, ...] = ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Those of every prompt, once, however many choices it has."""
+        return sum(len(request.prompt) for request in self.requests[:: self.ask.num_choices])
+
+    def prompt(self, num_tokens: int) -> Prompt:
+        """The first tokens of a leg's prompt, as other engines name them: what a cache here depends on are tokens
+        alone, and a salt says who may use it."""
+        salt = self.ask.cache_salt
+        return Prompt.of(self.requests[0].prompt[:num_tokens], [PromptInput("salt", salt)] if salt else [])
+
+
+class Service:
+    """Answers calls with an engine and a transfer."""
+
+    def __init__(self, engine: Engine, transfer: Transfer, info: ServeInfo) -> None:
+        self.engine = engine
+        self.info = info
+        self.metrics = Metrics(engine, lambda: not self.not_ready)
+        self._draining = False
+        self._transfer = transfer
+        self._numbers = itertools.count()
+        self._readiness = Readiness()
+        self.prompts = Prompts(engine)
+
+    @property
+    def failure(self) -> str:
+        """Why this process cannot do its whole job; empty while it can."""
+        return self.engine.failure or self._transfer.failure
+
+    @property
+    def not_ready(self) -> str:
+        """Why no new request should be sent here; empty when one may be. What comes nevertheless is answered."""
+        draining = "it is draining: it finishes open requests, then exits" if self._draining else ""
+        return self.failure or draining or self._readiness.problem(time.monotonic())
+
+    @property
+    def peers(self) -> list[dict[str, object]]:
+        """How each connected engine is reached: for operators, since it names addresses."""
+        return self._transfer.peers()
+
+    def drain(self) -> None:
+        """The process has been told to end: from now on it is not ready, but it answers what comes."""
+        self._draining = True
+
+    def close(self) -> None:
+        """No long text that is not begun is tokenised any more. The caller closes the engine and the transfer."""
+        self.prompts.close()
+
+    def withdraw(self, params: object) -> bool:
+        """End the lease that a reference of ours names; whether there was one. Raises TransferError."""
+        return self._transfer.withdraw(params)
+
+    def forsake(self, call: Call) -> None:
+        """The client has not got the answer: nobody knows the reference that a prefill leg would have given."""
+        if call.ask.leg.kind == "prefill":
+            self._transfer.abort(call.requests[0].request_id)
+
+    async def call(self, request_id: str, ask: Ask) -> Call:
+        """Tokenise the prompts. Raises RequestError, PromptTooLongError."""
+        prompts = [await self.prompts.token_ids(prompt) for prompt in ask.prompts]
+        bad_words_ids = await self.prompts.bad_words_ids(ask.sampling.bad_words)
+        sampling = ask.sampling.over(self.engine.default_sampling, bad_words_ids)
+        # As in vLLM, the choices of one prompt are drawn with neighbouring seeds.
+        samplings = [replace(sampling, seed=(sampling.seed + i) % SEEDS) for i in range(ask.num_choices)]
+        requests = [self._request(request_id, ids, ask, one) for ids in prompts for one in samplings]
+        texts = [await self.prompts.text_of(prompt) for prompt in ask.prompts] if ask.echoes else []
+        return Call(tuple(requests), ask, tuple(text for text in texts for _ in samplings))
+
+    def _request(self, request_id: str, prompt: tuple[int, ...], ask: Ask, sampling: Sampling) -> Request:
+        max_new_tokens = self._max_new_tokens(ask, len(prompt))
+        if sampling.min_tokens > max_new_tokens and ask.leg.kind != "prefill":
+            raise RequestError(
+                "min_tokens is more than the answer may have",
+                found=f"min_tokens {sampling.min_tokens}, at most {max_new_tokens} tokens",
+                expected="min_tokens <= max_tokens",
+                param="min_tokens",
+            )
+        own = frozenset() if ask.ending.ignore_eos else self.engine.stop_token_ids
+        return Request(
+            request_id=f"{request_id}-{next(self._numbers):x}",  # a client may repeat its ids
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=own | ask.ending.stop_token_ids,
+            sampling=sampling,
+        )
+
+    async def answer(self, call: Call) -> AsyncGenerator[Piece, None]:
+        """The pieces of an answer; closing the iterator ends the request. Raises FerryError."""
+        match call.ask.leg.kind:
+            case "prefill" if call.ask.leg.is_early:
+                pieces = self._prefill_early(call)
+            case "prefill":
+                yield await self._prefill(call)
+                return
+            case "decode":
+                pieces = self._decode(call)
+            case _ if len(call.requests) == 1:
+                pieces = self._whole(call, 0)
+            case _:
+                pieces = interleaved([self._whole(call, index) for index in range(len(call.requests))])
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+
+    def _whole(self, call: Call, index: int) -> AsyncGenerator[Piece, None]:
+        """One choice, with nothing but this engine."""
+        return self._pieces(call, self.engine.generate(call.requests[index]), Report(), index)
+
+    async def _prefill(self, call: Call) -> Piece:
+        request_id = call.requests[0].request_id
+        prefilled = await self.engine.prefill(replace(call.requests[0], max_new_tokens=1))
+        with ExitStack() as undo:
+            # Nobody has seen the reference yet, so nobody can be reading these blocks.
+            undo.callback(self.engine.release, request_id)
+            undo.callback(self._transfer.abort, request_id)
+            prompt = call.prompt(prefilled.num_tokens)
+            reference = await self._transfer.offer(request_id, prefilled.block_tables, prompt)
+            undo.pop_all()
+        return self._prefilled(call, prefilled.first, reference)
+
+    async def _prefill_early(self, call: Call) -> AsyncGenerator[Piece, None]:
+        """The reference first. From then on the blocks come back through the transfer only, however this ends."""
+        request_id = call.requests[0].request_id
+        await self.engine.begin(replace(call.requests[0], max_new_tokens=1))
+        with ExitStack() as undo:
+            undo.callback(self.engine.release, request_id)
+            reference = await self._transfer.promise(request_id, call.prompt(len(call.requests[0].prompt)))
+            undo.pop_all()
+        with ExitStack() as undo:
+            undo.callback(self._transfer.abort, request_id)
+            yield Piece("", (), "", reference=reference)
+            prefilled = await self._finish(request_id)
+            self._transfer.grow(request_id, Grown(prefilled.num_tokens, prefilled.block_tables))
+            undo.pop_all()
+        yield self._prefilled(call, prefilled.first, reference)
+
+    async def _finish(self, request_id: str) -> Prefilled:
+        """Raises TransferError when the cache is not wanted any more before it is computed."""
+        try:
+            return await self.engine.finish(request_id, partial(self._transfer.grow, request_id))
+        except RequestError as error:
+            raise TransferError(
+                Reason.ABORTED,
+                "no decode engine waits for this prompt's cache any more",
+                found=str(error),
+                hint="the decode leg has given up, or the reference was released",
+            ) from error
+
+    def _prefilled(self, call: Call, first: Token, reference: dict[str, object]) -> Piece:
+        report = Report(tokens_computed=first.num_computed)
+        self.metrics.count_answer(report, 1)
+        text = TextStream(self.engine.tokenizer, call.ask.ending.text).push(
+            first.token_id, last=True, is_stop=first.finish_reason == "stop"
+        )
+        return Piece(text, (first.token_id,), first.finish_reason, report, reference)
+
+    async def _decode(self, call: Call) -> AsyncGenerator[Piece, None]:
+        began = time.perf_counter()
+        with ExitStack() as undo:
+            try:
+                report = await self._fetch(call)
+            except TransferError as error:
+                lost_s = time.perf_counter() - began
+                self.metrics.count_failure(error.reason, lost_s)
+                self._readiness.failed(error.reason, time.monotonic())
+                if self.info.policy == "fail":
+                    raise
+                # The first blocks are in quarantine until the transfer says that nothing can land in them.
+                again = replace(call.requests[0], request_id=f"{call.requests[0].request_id}-again")
+                report = Report(recomputed=error.reason, phases_s={"lost": lost_s})
+                tokens = self.engine.generate(again)
+            else:
+                self._readiness.succeeded()
+                undo.callback(self.engine.release, call.requests[0].request_id)
+                tokens = self.engine.resume(call.requests[0].request_id, report.tokens_received)
+            async with aclosing(self._pieces(call, tokens, report)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _fetch(self, call: Call) -> Report:
+        request_id = call.requests[0].request_id
+        began = time.perf_counter()
+        with ExitStack() as undo:
+            # Refused, or left by the client while it waited for room: the source need not keep the cache for us.
+            undo.callback(self._transfer.forgo, request_id, call.ask.leg.params)
+            tables = await self.engine.reserve(call.requests[0])
+            prompt = call.prompt(len(call.requests[0].prompt) - 1)
+            undo.pop_all()
+        queue_s = time.perf_counter() - began
+        with ExitStack() as undo:
+            undo.callback(self._transfer.abort, request_id)
+            try:
+                got = await self._transfer.fetch(request_id, call.ask.leg.params, tables, prompt)
+            except TransferError:
+                undo.pop_all()  # it has ended by itself
+                raise
+            undo.pop_all()
+        self.metrics.observe_transfer(got, queue_s)
+        return Report(
+            tokens_received=got.tokens,
+            bytes=got.bytes,
+            descriptors=got.descriptors,
+            transport=got.transport,
+            strategy=got.strategy,
+            verified=got.verified,
+            phases_s={"queue": queue_s, **got.phases_s},
+        )
+
+    async def _pieces(
+        self, call: Call, tokens: AsyncGenerator[Token, None], report: Report, index: int = 0
+    ) -> AsyncGenerator[Piece, None]:
+        text, num_tokens, offset = TextStream(self.engine.tokenizer, call.ask.ending.text), 0, 0
+        # Not before the first token: until then an error has a status of its own.
+        echo = call.echoes[index] if call.echoes else ""
+        try:
+            async with aclosing(tokens):
+                async for token in tokens:
+                    num_tokens += 1
+                    report = replace(report, tokens_computed=token.num_computed)
+                    is_stop = token.finish_reason == "stop"
+                    shown = echo + text.push(token.token_id, last=bool(token.finish_reason), is_stop=is_stop)
+                    echo = ""
+                    finish_reason = "stop" if text.stopped else token.finish_reason
+                    scored = self._scored(token, offset)
+                    offset += sum(len(one.chosen.text) for one in scored)
+                    yield Piece(shown, (token.token_id,), finish_reason, report, index=index, scored=scored)
+                    if finish_reason:
+                        return
+        finally:
+            self.metrics.count_answer(report, num_tokens)
+
+    def _scored(self, token: Token, text_offset: int) -> tuple[ScoredToken, ...]:
+        return () if token.scored is None else (scored_token(self.engine.tokenizer, token.scored, text_offset),)
+
+    def _max_new_tokens(self, ask: Ask, num_prompt_tokens: int) -> int:
+        if ask.max_new_tokens > 0:
+            return ask.max_new_tokens
+        room = self.engine.max_tokens - num_prompt_tokens
+        if room < 1:
+            raise PromptTooLongError(
+                "the prompt is too long for an answer",
+                found=f"{num_prompt_tokens} prompt tokens",
+                expected=f"fewer than {self.engine.max_tokens}",
+                hint="shorten the prompt",
+                param="prompt",
+            )
+        return min(ask.default_new_tokens, room)

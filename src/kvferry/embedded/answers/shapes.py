@@ -1,0 +1,116 @@
+"""How answers look in the two endpoints of the OpenAI dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvferry.embedded.answers.logprobs import chat_logprobs, completion_logprobs
+from kvferry.embedded.answers.pieces import Piece
+
+__all__ = ["ChatShape", "CompletionShape", "Envelope", "Shape", "usage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What every object of one answer repeats."""
+
+    response_id: str
+    created: int
+    model: str
+
+    def around(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.response_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+class Shape(Protocol):
+    """One endpoint's objects: names, and one choice of an answer, whole or a piece of it."""
+
+    id_prefix: str
+    whole_kind: str
+    chunk_kind: str
+
+    def whole(self, piece: Piece) -> dict[str, Any]: ...
+
+    def chunk(self, piece: Piece) -> dict[str, Any]: ...
+
+    def opening(self, num_choices: int) -> list[dict[str, Any]]:
+        """Choices that go before the first piece."""
+        ...
+
+    def with_prompts(self, body: dict[str, Any], prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+        """An object with the tokens of its choices' prompts, where vLLM has them; those of all choices are given."""
+        ...
+
+
+class CompletionShape:
+    id_prefix = "cmpl-"
+    whole_kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def whole(self, piece: Piece) -> dict[str, Any]:
+        return self.chunk(piece)
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "index": piece.index,
+            "text": piece.text,
+            "logprobs": completion_logprobs(piece.scored),
+            "finish_reason": piece.finish_reason or None,
+        }
+
+    def opening(self, num_choices: int) -> list[dict[str, Any]]:
+        return []
+
+    def with_prompts(self, body: dict[str, Any], prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+        choices = [one | {"prompt_token_ids": list(prompts[one["index"]])} for one in body["choices"]]
+        return body | {"choices": choices}
+
+
+class ChatShape:
+    id_prefix = "chatcmpl-"
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def whole(self, piece: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.text}
+        return {
+            "index": piece.index,
+            "message": message,
+            "logprobs": chat_logprobs(piece.scored),
+            "finish_reason": piece.finish_reason,
+        }
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        delta = {"content": piece.text} if piece.text else {}
+        return {
+            "index": piece.index,
+            "delta": delta,
+            "logprobs": chat_logprobs(piece.scored),
+            "finish_reason": piece.finish_reason or None,
+        }
+
+    def opening(self, num_choices: int) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in range(num_choices)
+        ]
+
+    def with_prompts(self, body: dict[str, Any], prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+        return body | {"prompt_token_ids": list(prompts[0])}
+
+
+def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:
+    """Tokens of the prompt and of the answer, the one that ended it included."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_new_tokens,
+        "total_tokens": num_prompt_tokens + num_new_tokens,
+    }

@@ -1,0 +1,1 @@
+"""Requests, blocks and tokens: who may use how much of the cache."""

@@ -1,0 +1,213 @@
+"""The HTTP server of one engine process, in the OpenAI dialect."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvferry import __version__
+from kvferry.embedded.answers.service import ServeInfo, Service
+from kvferry.embedded.answers.shapes import ChatShape, CompletionShape
+from kvferry.embedded.engine.engine import Engine
+from kvferry.embedded.http.caller import caller_of
+from kvferry.embedded.http.responder import Responder, error_response, json_response
+from kvferry.embedded.request.requests import decode_chat, decode_completion, decode_release
+from kvferry.embedded.request.tokenize import DETOKENIZE, TOKENIZE, decode_detokenize, decode_tokenize
+from kvferry.embedded.transfer.transfer import Transfer
+from kvferry.errors import FerryError, RequestError
+from kvferry.openai import HTTP_CODES, error_body
+from kvferry.request_ids import id_of_refusal
+from kvferry.wire.messages import WIRE_VERSION
+
+__all__ = ["create_app"]
+
+MAX_BODY_BYTES = 32 << 20
+# Routers ask who this is again when it changes.
+EPOCH_HEADER = "x-kvferry-epoch"
+POSTS = "/v1/completions, /v1/chat/completions, /tokenize or /detokenize"
+PATHS = f"POST to {POSTS}, or GET /v1/models, /version, /health, /ready or /metrics"
+
+
+class Endpoints:
+    """The routes over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def completions(self, request: Request) -> Responder | Response:
+        caller = caller_of(request.headers)
+        body, ask = decode_completion(await _body(request))
+        if (refusal := self._wrong_model(request, body.model)) is not None:
+            return refusal
+        call = await self._service.call(caller.request_id, ask)
+        return Responder(self._service, CompletionShape(), call, caller)
+
+    async def chat(self, request: Request) -> Responder | Response:
+        caller = caller_of(request.headers)
+        body, ask = decode_chat(await _body(request))
+        if (refusal := self._wrong_model(request, body.model)) is not None:
+            return refusal
+        call = await self._service.call(caller.request_id, ask)
+        return Responder(self._service, ChatShape(), call, caller)
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens that a completion or a chat with this prompt computes."""
+        ask = decode_tokenize(await _body(request))
+        if (refusal := self._wrong_model(request, ask.model)) is not None:
+            return refusal
+        prompts = self._service.prompts
+        tokens = await prompts.token_ids(ask.prompt)
+        body = {
+            "count": len(tokens),
+            "max_model_len": self._service.engine.max_tokens,
+            "tokens": tokens,
+            "token_strs": await prompts.token_strs(tokens) if ask.return_token_strs else None,
+        }
+        return json_response(body, {})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = decode_detokenize(await _body(request))
+        if (refusal := self._wrong_model(request, body.model)) is not None:
+            return refusal
+        return json_response({"prompt": await self._service.prompts.text(tuple(body.tokens))}, {})
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model()]}, {})
+
+    async def model(self, request: Request) -> Response:
+        return self._wrong_model(request, request.path_params["name"]) or json_response(self._model(), {})
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__}, {})
+
+    async def health(self, request: Request) -> Response:
+        info, failure = self._service.info, self._service.failure
+        body = {"status": "failed" if failure else "ok", "engine_id": info.engine_id, "reason": failure}
+        return json_response(body, {}, 503 if failure else 200)
+
+    async def ready(self, request: Request) -> Response:
+        reason = self._service.not_ready
+        body = {"status": "not ready" if reason else "ready", "reason": reason}
+        return json_response(body, {EPOCH_HEADER: self._service.info.epoch}, 503 if reason else 200)
+
+    async def info(self, request: Request) -> Response:
+        """Who this is, for routers: they never pair engines that cannot exchange a cache."""
+        info = self._service.info
+        body: dict[str, object] = {
+            "engine": "kvferry",
+            "version": __version__,
+            "wire_version": str(WIRE_VERSION),
+            "engine_id": info.engine_id,
+            "epoch": info.epoch,
+            "models": [info.model],
+            "cache": info.cache,
+            "prefix_cache": False,
+            "early": True,
+            "peers": self._service.peers,
+        }
+        return json_response(body, {})
+
+    async def release(self, request: Request) -> Response:
+        """Whoever was given a reference may say that nobody will fetch it."""
+        params = decode_release(await _body(request))
+        return json_response({"released": self._service.withdraw(params)}, {})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _model(self) -> dict[str, object]:
+        info = self._service.info
+        return {
+            "id": info.model,
+            "object": "model",
+            "created": info.created,
+            "owned_by": "kvferry",
+            "max_model_len": self._service.engine.max_tokens,
+        }
+
+    def _wrong_model(self, request: Request, name: str | None) -> Response | None:
+        """Callers that name no model get the one there is."""
+        served = self._service.info.model
+        if name in (None, "", served):
+            return None
+        message = f"the model {name!r} does not exist; this engine serves {served!r}"
+        body = error_body(message, "invalid_request_error", "model_not_found", "model")
+        return json_response(body, _id_header(request), 404)
+
+
+def create_app(engine: Engine, transfer: Transfer, info: ServeInfo) -> Starlette:
+    """The routes of one engine. The caller starts and closes the engine; `app.state.registry` takes more metrics.
+
+    `app.state.service` is for the caller to tell that the process is to end.
+    """
+    service = Service(engine, transfer, info)
+    endpoints = Endpoints(service)
+
+    async def on_ferry_error(request: Request, error: Exception) -> Response:
+        if not isinstance(error, FerryError):
+            raise error
+        response = error_response(error, engine.failure, _id_header(request))
+        service.metrics.count_request("refused", response.status_code)
+        return response
+
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", endpoints.completions, methods=["POST"]),
+            Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+            Route(TOKENIZE, endpoints.tokenize, methods=["POST"]),
+            Route(DETOKENIZE, endpoints.detokenize, methods=["POST"]),
+            Route("/v1/models", endpoints.models),
+            Route("/v1/models/{name:path}", endpoints.model),
+            Route("/version", endpoints.version),
+            Route("/health", endpoints.health),
+            Route("/ready", endpoints.ready),
+            Route("/kvferry/info", endpoints.info),
+            Route("/kvferry/release", endpoints.release, methods=["POST"]),
+            Route("/metrics", endpoints.metrics),
+        ],
+        exception_handlers={
+            FerryError: on_ferry_error,
+            HTTPException: _on_http_error,
+            Exception: _on_defect,
+        },
+    )
+    app.state.registry, app.state.service = service.metrics.registry, service
+    return app
+
+
+async def _body(request: Request) -> bytes:
+    parts, size_bytes = [], 0
+    async for part in request.stream():
+        size_bytes += len(part)
+        if size_bytes > MAX_BODY_BYTES:
+            found, expected = f"more than {MAX_BODY_BYTES} bytes", f"at most {MAX_BODY_BYTES}"
+            words = RequestError("the body is too large", found=found, expected=expected, hint="a shorter prompt")
+            raise HTTPException(413, str(words))
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """No such path, the wrong method for it, or too much."""
+    if not isinstance(error, HTTPException):
+        raise error
+    found, allowed = f"{request.method} {request.url.path}", (error.headers or {}).get("Allow", "")
+    words = error.detail
+    if error.status_code in (404, 405):
+        hint = PATHS if error.status_code == 404 else ""
+        words = str(RequestError(error.detail, found=found, expected=allowed, hint=hint))
+    body = error_body(words, "invalid_request_error", HTTP_CODES.get(error.status_code, "http_error"), None)
+    return json_response(body, dict(error.headers or {}) | _id_header(request), error.status_code)
+
+
+async def _on_defect(request: Request, error: Exception) -> Response:
+    """What we did not foresee: told without details; the server logs it with all of them."""
+    body = error_body("internal error", "server_error", "internal_error", None)
+    return json_response(body, _id_header(request), 500)
+
+
+def _id_header(request: Request) -> dict[str, str]:
+    return {"x-request-id": id_of_refusal(request.scope["headers"])}

@@ -1,0 +1,1 @@
+"""A tiny model with random weights, made on this machine."""

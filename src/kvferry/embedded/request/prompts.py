@@ -1,0 +1,176 @@
+"""From what a client sends as a prompt to token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import jinja2
+
+from kvferry.embedded.engine.engine import Engine
+from kvferry.embedded.request.messages import WatchedMessage, refuse_unread
+from kvferry.errors import RequestError
+
+__all__ = ["ChatPrompt", "PromptInput", "Prompts", "TextPrompt"]
+
+Result = TypeVar("Result")
+
+# Characters, or tokens. What is shorter is tokenised sooner than a thread is asked to.
+SHORT_TEXT = 1 << 16
+MIN_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages for the model's chat template, which writes the special tokens itself. It ends with the beginning of an
+    answer (`add_generation_prompt`), or amid the last message (`continue_final_message`). `template_values` are values
+    of the template's own names, such as `enable_thinking`."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    template_values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text with or without the tokenizer's special tokens; a plain string is one with them."""
+
+    text: str
+    add_special_tokens: bool
+
+
+PromptInput = str | tuple[int, ...] | ChatPrompt | TextPrompt
+"""A prompt as it comes: text, token ids, or chat messages."""
+
+
+class Prompts:
+    """Turns prompts into token ids. Many megabytes take many seconds, in which others must be answered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        # Of its own: others' name lookups share the loop's, and the end of the process waits for no more than one text.
+        self._thread = ThreadPoolExecutor(1, "tokenising")
+
+    def close(self) -> None:
+        """No long text that is not begun is tokenised any more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def token_ids(self, prompt: PromptInput) -> tuple[int, ...]:
+        """Raises RequestError when messages do not fit the model's chat template."""
+        match prompt:
+            case str():
+                return await self._tokenised(prompt, add_special_tokens=True)
+            case ChatPrompt():
+                size = sum(_size(message.get("content")) for message in prompt.messages)
+                text = await self._off_loop(size, lambda: self._rendered(prompt))
+                return await self._tokenised(text, prompt.add_special_tokens)
+            case TextPrompt():
+                return await self._tokenised(prompt.text, prompt.add_special_tokens)
+            case _:
+                return prompt
+
+    async def token_strs(self, token_ids: tuple[int, ...]) -> list[str]:
+        """Each token as the tokenizer's vocabulary writes it."""
+        convert = self._engine.tokenizer.convert_ids_to_tokens
+        return await self._off_loop(len(token_ids), lambda: list(map(str, convert(list(token_ids)))))
+
+    async def text(self, token_ids: tuple[int, ...], field: str = "tokens") -> str:
+        """The text of these tokens, which a field has, special ones included. Raises RequestError for an id outside the
+        vocabulary."""
+        self._engine.check_token_ids(field, token_ids)
+        decode = self._engine.tokenizer.decode
+        return await self._off_loop(len(token_ids), lambda: str(decode(list(token_ids), skip_special_tokens=False)))
+
+    async def text_of(self, prompt: PromptInput) -> str:
+        """A completion's prompt as it was written, or the text of its tokens. Raises RequestError as `text`."""
+        match prompt:
+            case tuple():
+                return await self.text(prompt, "prompt")
+            case TextPrompt():
+                return prompt.text
+            case _:
+                return str(prompt)
+
+    async def bad_words_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Each word as the start of a text, and within one. Raises RequestError for a word without tokens."""
+        return await self._off_loop(sum(map(_size, words)), lambda: self._of_words(words))
+
+    def _of_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            start, within = (self._ids(prefix + word.lstrip()) for prefix in ("", " "))
+            if not start:
+                raise RequestError("a word of bad_words has no tokens", found=repr(word)[:80], param="bad_words")
+            found += [start, within]
+        return tuple(found)
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    async def _tokenised(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        def tokenise() -> tuple[int, ...]:
+            return tuple(self._engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+        return await self._off_loop(len(text), tokenise)
+
+    async def _off_loop(self, size: int, work: Callable[[], Result]) -> Result:
+        """Done at once when it is little; others have their turn before, however much of little there is."""
+        if size <= SHORT_TEXT:
+            await asyncio.sleep(0)
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _rendered(self, chat: ChatPrompt) -> str:
+        messages = [WatchedMessage(message) for message in chat.messages]
+        try:
+            self._check_values(chat.template_values)
+            text = self._engine.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                **chat.template_values,
+            )
+        except (ValueError, TypeError, jinja2.TemplateError) as error:
+            raise RequestError(
+                "the messages do not fit the model's chat template",
+                found=str(error),
+                hint="use /v1/completions with a prompt of your own",
+                param="messages",
+            ) from None
+        refuse_unread(messages)
+        return str(text)
+
+    def _check_values(self, values: dict[str, Any]) -> None:
+        """A name that the template does not have would be ignored, and one that transformers has says how to render.
+        Raises RequestError."""
+        if not values:
+            return
+        tokenizer = self._engine.tokenizer
+        taken = {
+            "messages",
+            *inspect.signature(tokenizer.apply_chat_template).parameters,
+            *tokenizer.special_tokens_map,
+        }
+        tokens = jinja2.Environment().lex(tokenizer.get_chat_template())
+        names = {text for _, kind, text in tokens if kind == "name"} - taken
+        for name in values:
+            if name not in names:
+                raise RequestError(
+                    "a name in chat_template_kwargs is not supported: the model's chat template does not read it",
+                    found=repr(name)[:80],
+                    expected="a variable of the chat template, such as enable_thinking where it has that",
+                    hint="leave it out",
+                    param="chat_template_kwargs",
+                )
+
+
+def _size(text: object) -> int:
+    """Of a message or a word, in characters: each costs something besides its letters."""
+    return MIN_SIZE + len(str(text or ""))

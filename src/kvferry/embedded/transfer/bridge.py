@@ -1,0 +1,294 @@
+"""The `Transfer` of an engine process: offers and fetches on the event loop, carried out by the agent's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.agent import Agent, AgentConfig, Host, Notice, new_lease_id
+from kvferry.connectors.params import Reach, Remote, from_params, to_params
+from kvferry.embedded.engine.entry import Grown
+from kvferry.embedded.transfer.collector import AgentCollector
+from kvferry.embedded.transfer.peers import peers_json
+from kvferry.embedded.transfer.transfer import TransferReport
+from kvferry.errors import TransferError
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.description.prompt import UNKNOWN_PROMPT, Prompt
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.session.events import (
+    Failed,
+    Fetched,
+    FetchWanted,
+    LeaseGrown,
+    LeaseWanted,
+    SourceFree,
+    Stopped,
+    TargetFree,
+)
+from kvferry.transport.base import Memory
+from kvferry.transport.opening import open_transports
+from kvferry.wire.messages import Reason
+
+__all__ = ["AgentCollector", "AgentTransfer"]
+
+logger = logging.getLogger(__name__)
+
+Settled = Fetched | Failed
+
+# So often within a lease its agent hears that a prompt is still being computed.
+WORDS_PER_LEASE = 3
+# And so often when nothing more of it is: an engine that stands still for 20 leases will not go on.
+MAX_SILENT_WORDS = 60
+
+
+@dataclass(slots=True)
+class _Promise:
+    """A prompt that will have `num_tokens` tokens; nothing more of it was computed for `num_words` words."""
+
+    num_tokens: int
+    num_words: int = 0
+
+
+class AgentTransfer:
+    """Moves caches for one engine of one rank; see `Transfer` for what it promises the engine.
+
+    Lives on one event loop, from `start` to `close`. Raises ConfigurationError when the agent cannot be set up.
+    """
+
+    def __init__(self, config: AgentConfig, layout: Layout, memory: Memory, release: Callable[[str], None]) -> None:
+        opened = open_transports(config.transport, config.host)
+        self._reach = Reach.ANY_HOST if config.token else Reach.THIS_HOST
+        host = Host((layout,), (memory,), self._on_notice)
+        self.agent = Agent(config, host, opened.transports, opened.unavailable)
+        self._num_groups = len(layout.groups)
+        self._release = release
+        self._waiting: dict[str, asyncio.Future[Settled]] = {}
+        # Requests whose blocks the agent will give back by a notice, unless it stops before.
+        self._owed: set[str] = set()
+        # The lease of each offered request: only who knows its id may end it.
+        self._lease_ids: dict[str, str] = {}
+        # What is promised and not all computed yet.
+        self._growing: dict[str, _Promise] = {}
+        self._word_s = config.timing.lease_s / WORDS_PER_LEASE
+        self.leases_ended: Counter[str] = Counter()
+        self._over = asyncio.Event()
+
+    @property
+    def failure(self) -> str:
+        """Why nothing can move; empty while it can."""
+        return "the transfer agent has stopped" if self._over.is_set() else ""
+
+    async def start(self) -> None:
+        """Begin; notices come to the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self.agent.start()
+
+    async def wait_until_over(self) -> None:
+        """Returns when the agent has stopped, whether by `close` or by a defect."""
+        await self._over.wait()
+
+    async def close(self) -> None:
+        """Stop the agent; fetches that are under way end with an error."""
+        await asyncio.to_thread(self.agent.close)
+        self._stopped()
+
+    async def offer(self, request_id: str, block_tables: list[list[int]], prompt: Prompt) -> dict[str, object]:
+        """Lease a computed prompt's blocks; the answer goes through the HTTP layer. Raises TransferError."""
+        tables, num_tokens = _tables(block_tables), prompt.num_tokens
+        return self._lease(LeaseWanted(request_id, new_lease_id(), tables, num_tokens, prompt=prompt))
+
+    async def promise(self, request_id: str, prompt: Prompt) -> dict[str, object]:
+        """Lease a prompt's blocks before they are computed. Raises TransferError."""
+        nowhere, num_tokens = ((),) * self._num_groups, prompt.num_tokens
+        wanted = LeaseWanted(request_id, new_lease_id(), nowhere, num_tokens, is_growing=True, prompt=prompt)
+        params = self._lease(wanted)
+        self._growing[request_id] = _Promise(num_tokens)
+        self._loop.call_later(self._word_s, self._keep_promise, request_id)
+        return params
+
+    def grow(self, request_id: str, grown: Grown) -> None:
+        """More of what was promised is computed."""
+        promise = self._growing.get(request_id)
+        if promise is None:
+            return
+        promise.num_words = 0
+        if grown.num_tokens == promise.num_tokens:
+            del self._growing[request_id]
+        self.agent.grow(LeaseGrown(request_id, _tables(grown.block_tables), grown.num_tokens, grown.ahead))
+
+    def _keep_promise(self, request_id: str) -> None:
+        """A prompt may wait for its turn, or a step may take, longer than a lease lives: no news is news as well. Of an
+        engine that stands still there is none, and the lease runs out."""
+        promise = self._growing.get(request_id)
+        if promise is not None and promise.num_words < MAX_SILENT_WORDS:
+            promise.num_words += 1
+            self.agent.grow(LeaseGrown(request_id, ((),) * self._num_groups, 0))
+            self._loop.call_later(self._word_s, self._keep_promise, request_id)
+
+    def _lease(self, wanted: LeaseWanted) -> dict[str, object]:
+        if self.failure:
+            raise _gone()
+        self._owed.add(wanted.request_id)
+        reference = self.agent.lease(wanted)
+        self._lease_ids[wanted.request_id] = reference.lease_id
+        return to_params(reference, [self.agent.address], wanted.block_tables, wanted.num_tokens)
+
+    async def fetch(
+        self, request_id: str, params: object, block_tables: list[list[int]], prompt: Prompt
+    ) -> TransferReport:
+        """Bring the cache of a prompt into these blocks. Raises TransferError; a cancelled caller aborts the fetch."""
+        try:
+            wanted = _wanted(request_id, from_params(params, self._reach), block_tables, prompt)
+            if self.failure:
+                raise _gone()
+        except TransferError as error:
+            # The agent never hears of this fetch, so nobody else would free the blocks.
+            self._release(request_id)
+            logger.warning("no cache for request %s: %s: %s", request_id, error.reason, _one_line(error))
+            raise
+        future = self._waiting[request_id] = self._loop.create_future()
+        self._owed.add(request_id)
+        self.agent.fetch(wanted)
+        try:
+            settled = await future
+        except asyncio.CancelledError:
+            self._waiting.pop(request_id)
+            self._let_go(request_id, future)
+            raise
+        self._waiting.pop(request_id, None)
+        if isinstance(settled, Failed):
+            self._log_failure(wanted, settled.error)
+            raise settled.error
+        report = settled.report
+        return TransferReport(
+            tokens=report.tokens,
+            bytes=report.num_bytes,
+            descriptors=report.num_rows,
+            transport=report.transport,
+            peer=wanted.reference.engine_id,
+            strategy=report.strategy,
+            phases_s=dict(report.phases_s),
+            verified=report.verified,
+        )
+
+    def peers(self) -> list[dict[str, object]]:
+        """How each connected peer is reached."""
+        return peers_json(self.agent.met)
+
+    def _let_go(self, request_id: str, future: asyncio.Future[Settled]) -> None:
+        """The caller is gone. A fetch that is over frees no blocks by itself any more, so that is done here."""
+        if future.done() and not future.cancelled() and isinstance(future.result(), Fetched):
+            self._release(request_id)
+        else:
+            self.agent.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Nobody waits for this request any more, offered or being fetched."""
+        self.agent.abort(request_id)
+        self.agent.withdraw(request_id)
+
+    def forgo(self, request_id: str, params: object) -> None:
+        """Nobody will fetch this: the source hears of it and need not wait for its lease to run out."""
+        try:
+            # Nothing of every group: should the source grant it before it hears of the end, that moves nothing.
+            wanted = _wanted(request_id, from_params(params, self._reach), [()] * self._num_groups, UNKNOWN_PROMPT)
+        except TransferError:
+            return
+        self.agent.fetch(wanted)
+        self.agent.abort(request_id)
+
+    def withdraw(self, params: object) -> bool:
+        """End the lease that these parameters refer to; whether there was one. Raises TransferError (`malformed`)."""
+        reference = from_params(params, self._reach).reference
+        known = self._lease_ids.get(reference.request_id)
+        if known is None or known != reference.lease_id:
+            return False
+        self.agent.withdraw(reference.request_id)
+        return True
+
+    def _log_failure(self, wanted: FetchWanted, error: TransferError) -> None:
+        """One line per failure. What came from a client is quoted: it may hold anything."""
+        source, party = wanted.reference, self.agent.party
+        logger.warning(
+            "no cache for request %s: %s: from %.64r epoch %.64r to %s epoch %s: %s",
+            wanted.request_id,
+            error.reason,
+            source.engine_id,
+            source.epoch,
+            party.engine_id,
+            party.epoch,
+            _one_line(error),
+        )
+
+    def _on_notice(self, notice: Notice) -> None:
+        """On the agent's thread."""
+        match notice:
+            case SourceFree(request_id, how):
+                self._loop.call_soon_threadsafe(self._lease_ended, request_id, how)
+            case TargetFree(request_id):
+                self._loop.call_soon_threadsafe(self._free, request_id)
+            case Stopped():
+                self._loop.call_soon_threadsafe(self._stopped)
+            case _:
+                self._loop.call_soon_threadsafe(self._settle, notice)
+
+    def _stopped(self) -> None:
+        """Our transports are closed: whoever waits gets an error, and its blocks back where no source may write."""
+        self._over.set()
+        self._growing.clear()
+        for request_id in list(self._waiting):
+            self._settle(Failed(request_id, _gone()))
+        for request_id in self._owed - self.agent.written_ids:
+            self._free(request_id)
+
+    def _lease_ended(self, request_id: str, how: str) -> None:
+        self.leases_ended[str(how)] += 1
+        if how != "done":
+            party = self.agent.party
+            logger.warning(
+                "the cache of request %s was not read: %s: at %s epoch %s",
+                request_id,
+                how,
+                party.engine_id,
+                party.epoch,
+            )
+        self._free(request_id)
+
+    def _free(self, request_id: str) -> None:
+        self._lease_ids.pop(request_id, None)
+        self._growing.pop(request_id, None)
+        self._owed.discard(request_id)
+        self._release(request_id)
+
+    def _settle(self, notice: Settled) -> None:
+        future = self._waiting.get(notice.request_id)
+        if isinstance(notice, Fetched):
+            self._owed.discard(notice.request_id)
+        if future is not None and not future.done():
+            future.set_result(notice)
+        elif isinstance(notice, Fetched):
+            # It was fetched after its caller had gone.
+            self._release(notice.request_id)
+
+
+def _wanted(request_id: str, remote: Remote, block_tables: Sequence[Sequence[int]], prompt: Prompt) -> FetchWanted:
+    tables = _tables(block_tables)
+    ranges = (TokenRange(0, prompt.num_tokens),) * len(tables)
+    name = prompt.name(remote.reference.lease_id)
+    return FetchWanted(request_id, remote.reference, remote.addresses, tables, ranges, prompt=name)
+
+
+def _tables(block_tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(table) for table in block_tables)
+
+
+def _one_line(error: TransferError) -> str:
+    """What was found may come from a client, and must not look like a line of ours."""
+    return "".join(letter if letter.isprintable() else " " for letter in str(error))
+
+
+def _gone() -> TransferError:
+    return TransferError(Reason.ABORTED, "the transfer agent of this engine has stopped")

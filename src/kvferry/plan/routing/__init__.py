@@ -1,0 +1,1 @@
+"""Who sends which box to whom. Depends on shapes only: no address, no block, no byte stride."""

@@ -1,0 +1,1 @@
+"""A request cut into slots of staging memory."""

@@ -1,0 +1,1 @@
+"""How the same rows move the fastest: straight, scattered at the target, or packed at the source."""

@@ -1,0 +1,336 @@
+"""Which of the three ways is the fastest: a price for each, from calibrated costs and three numbers of a transfer.
+
+A transfer moves through up to three stages: gather, wire, scatter. Over a transfer of `num_bytes` in `num_rows`, with
+`num_slots = ceil(num_bytes / slot_bytes)`:
+
+    gather  = num_slots * launch_s + num_rows * copy_row_s + num_bytes / gather_bytes_per_s
+    wire    = wire_rows * row_s + num_bytes / wire_bytes_per_s
+    scatter = num_slots * launch_s + num_rows * copy_row_s + num_bytes / scatter_bytes_per_s
+
+While one slot is on the wire the next is gathered and the one before is scattered, so only the slowest stage is seen in
+full; of the others, what one slot takes. But no more than `num_at_once` stages get on at a time, for what they share:
+
+    seconds = latency_s + max(slowest + (sum of the others) / max(1, num_bytes / slot_bytes),
+                              (sum of all) * fan_in / num_at_once, unless all three get on)
+
+The divisor is no whole number, for a last slot that is almost empty hides almost nothing. `wire_rows` is `num_rows` for
+direct, `num_source_runs` and at most one more per slot border for scatter, and `num_slots` for pack. What is staged
+takes `staging_s` on top. For a source that gathers straight into the target's slots (`gathers_far`), pack has no wire.
+
+A target that receives `fan_in` times as much, from several sources at once, scatters for all of them and has one link,
+or memory, for all: as the slowest stage, scatter and bytes take as many times as long, and rows `rows_fan_in` times,
+but for pack, where each source writes. Gathers are made by each source for itself.
+
+Where copies are made by the processors of both ranks, sources can write a share of what moves directly while the target
+reads the rest. With `fan_out` targets that a source does that for at the same time, everybody is to copy as much: that
+takes `sharing_s * fan_in` on top, and of the wire `fan_out / (fan_in + fan_out)`, or `1 / num_at_once` if that is more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from math import isfinite
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.errors import ConfigurationError
+from kvferry.plan.programs.copies import Column, Copies
+from kvferry.plan.strategy.strategies import Strategy, source_runs
+
+__all__ = [
+    "NUM_STAGES",
+    "ONE_REGION",
+    "TYPICAL_AGENTS",
+    "TYPICAL_HOST",
+    "Choice",
+    "Costs",
+    "Counts",
+    "Price",
+    "Strategy",
+    "choose",
+    "choose_by_counts",
+    "counts_of",
+    "prices",
+    "typical_device",
+]
+
+ONE_REGION: Column = np.zeros(0, np.uint64)
+"""Region starts of a source whose rows may all be joined."""
+
+
+NUM_STAGES = 3.0
+"""Gather, wire and scatter."""
+MAY_BE_ZERO = ("staging_s", "sharing_s", "gathers_far")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What moving costs between one pair of ranks; best measured there, while all stages run.
+
+    latency_s: one transfer of nothing, from the request to the completion.
+    row_s: one row on the wire, on top of its bytes.
+    wire_bytes_per_s, gather_bytes_per_s, scatter_bytes_per_s: rate of long rows in each stage.
+    copy_row_s: one row in a gather or a scatter, on top of its bytes.
+    launch_s: starting a gather or a scatter of one slot, and telling the next stage of its end.
+    slot_bytes: what is gathered, sent and scattered at a time.
+    num_at_once: how many stages' work is done in the time of one. All three, unless they share few cores or the memory.
+    fan_in: how many times as much the target receives from all its sources as from this one; n from n that have equal
+    shares.
+    fan_out: how many target ranks fetch from this source at a time.
+    rows_fan_in: how many times as many rows whoever posts those of this source posts: a target that reads, all.
+    staging_s: what staging takes on top, once: a source to be asked, and threads to be woken. May be 0.
+    sharing_s: what each source takes on top that moves a share itself; 0 where only one side can move anything.
+    gathers_far: whether a source reaches the target's staging memory: then there is no wire between gather and scatter.
+
+    Raises ConfigurationError naming every other value that is not a positive, finite number.
+    """
+
+    latency_s: float
+    row_s: float
+    wire_bytes_per_s: float
+    gather_bytes_per_s: float
+    scatter_bytes_per_s: float
+    copy_row_s: float
+    launch_s: float
+    slot_bytes: int
+    num_at_once: float = NUM_STAGES
+    fan_in: float = 1.0
+    rows_fan_in: float = 1.0
+    fan_out: float = 1.0
+    staging_s: float = 0.0
+    sharing_s: float = 0.0
+    gathers_far: bool = False
+
+    def __post_init__(self) -> None:
+        wrong = [f"{name} = {value}" for name, value in asdict(self).items() if not _can_be(name, value)]
+        if wrong:
+            raise ConfigurationError(
+                "invalid transfer costs",
+                found=", ".join(wrong),
+                expected="positive, finite numbers",
+                hint="measure again: a rate or duration of zero comes from a failed measurement",
+            )
+
+
+def _can_be(name: str, value: float) -> bool:
+    return isfinite(value) and (value > 0 or (name in MAY_BE_ZERO and value == 0))
+
+
+TYPICAL_HOST = Costs(
+    latency_s=15e-6,
+    row_s=3e-6,
+    wire_bytes_per_s=6.4e9,
+    gather_bytes_per_s=5.6e9,
+    scatter_bytes_per_s=5.6e9,
+    copy_row_s=30e-9,
+    launch_s=15e-6,
+    slot_bytes=4 << 20,
+)
+"""CPU memory of two processes on one host, over NIXL 1.5.1 with UCX's cma, on two cores of an AMD EPYC, 64 MiB moved.
+
+row_s: 3.1 to 3.6 µs with rows of 256 bytes to 4 KiB in random order, one system call each. wire: one contiguous
+transfer took 10.5 ms. latency and launch: a message there and back takes 12 to 15 µs. copy_row_s: 15 ns in the fastest
+kernels, 37 ns in plain ones. gather and scatter: fitted, to reach within 10 % the 21 ms that a whole pipeline took (512
+bytes a row, 8 slots) and to meet direct at 64 KiB a row, as measured; alone each reaches 12 GB/s, but stages that share
+cores and memory slow each other down. Filling the pipeline with slots of 4 MiB takes 1.4 ms, little beside the rest.
+"""
+
+
+TYPICAL_AGENTS = replace(TYPICAL_HOST, launch_s=150e-6, staging_s=1e-3)
+"""The same between two agents, which know nothing better of each other.
+
+launch_s: a slot is planned, asked for, handed out and reported on: what the agents spend on that at each end.
+staging_s: a source is asked, slots are planned and handed out, threads have to be woken: what staging a small read
+takes on top.
+"""
+
+
+def typical_device(wire_bytes_per_s: float) -> Costs:
+    """GPU memory behind a link of a given rate, staged in pinned host memory.
+
+    The rates are those published for kernels that gather into and scatter from pinned memory over PCIe 5 (97 and 93 %
+    of a plain copy, in which the cost of their rows is included, hence a nominal `copy_row_s`). Nobody has measured
+    `row_s` here: it is the lower end of what posting costs elsewhere. `latency_s` and `launch_s` are a message there
+    and back and an ordinary kernel launch with its event.
+    """
+    return Costs(
+        latency_s=15e-6,
+        row_s=2e-6,
+        wire_bytes_per_s=wire_bytes_per_s,
+        gather_bytes_per_s=52.6e9,
+        scatter_bytes_per_s=51.4e9,
+        copy_row_s=0.1e-9,
+        launch_s=15e-6,
+        slot_bytes=16 << 20,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """All that a price depends on. `num_source_runs`: pieces that are contiguous at the source alone."""
+
+    num_bytes: int
+    num_rows: int
+    num_source_runs: int
+
+
+class _Stage(NamedTuple):
+    """What a stage takes for one source, and for all of a target's, where that is done one by one."""
+
+    once_s: float
+    all_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What one strategy would take. `num_rows` are posted (for scatter, at most; pack has slots). `shared`: so much of
+    it is the source's to write while the target reads the rest, mostly nothing."""
+
+    strategy: Strategy
+    seconds: float
+    num_rows: int
+    shared: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The cheapest strategy, the prices of all three (cheapest first), and why, in one sentence for people."""
+
+    strategy: Strategy
+    predicted_s: float
+    prices: tuple[Price, ...]
+    reason: str
+
+
+def counts_of(copies: Copies, source_starts: Column = ONE_REGION) -> Counts:
+    """The numbers of some rows. `source_starts`: where the source's regions begin, as in RegionStarts."""
+    return Counts(copies.num_bytes, len(copies), source_runs(copies, source_starts))
+
+
+def choose(copies: Copies, costs: Costs, source_starts: Column = ONE_REGION) -> Choice:
+    """The cheapest way to move these rows. Without `source_starts` runs may be counted over the borders of regions."""
+    return choose_by_counts(counts_of(copies, source_starts), costs)
+
+
+def choose_by_counts(counts: Counts, costs: Costs) -> Choice:
+    """The cheapest way to move rows of which only the numbers are known. Ties go to the simpler strategy."""
+    found = prices(counts, costs)
+    return Choice(found[0].strategy, found[0].seconds, found, _reason(counts, costs, found))
+
+
+def prices(counts: Counts, costs: Costs) -> tuple[Price, ...]:
+    """The prices of all three strategies, cheapest first; equal ones with the simpler strategy first."""
+    return tuple(sorted((_price(strategy, counts, costs) for strategy in Strategy), key=lambda price: price.seconds))
+
+
+def _price(strategy: Strategy, counts: Counts, costs: Costs) -> Price:
+    if not counts.num_bytes:
+        return Price(strategy, 0.0, 0)
+    num_rows = _wire_rows(strategy, counts, costs)
+    rows_s, bytes_s = num_rows * costs.row_s, counts.num_bytes / costs.wire_bytes_per_s
+    rows_times = 1.0 if strategy is Strategy.PACK else costs.rows_fan_in
+    stages = []
+    if strategy is not Strategy.PACK or not costs.gathers_far:
+        stages.append(_Stage(rows_s + bytes_s, rows_s * rows_times + bytes_s * costs.fan_in))
+    if strategy is Strategy.PACK:
+        gather_s = _copy_s(counts, costs, costs.gather_bytes_per_s)
+        stages.append(_Stage(gather_s, gather_s))
+    if strategy is not Strategy.DIRECT:
+        scatter_s = _copy_s(counts, costs, costs.scatter_bytes_per_s)
+        stages.append(_Stage(scatter_s, scatter_s * costs.fan_in))
+    moving_s = _overlapped_s(stages, counts, costs)
+    if strategy is Strategy.DIRECT:
+        return _direct(num_rows, moving_s, costs)
+    return Price(strategy, costs.latency_s + costs.staging_s + moving_s, num_rows)
+
+
+def _direct(num_rows: int, wire_s: float, costs: Costs) -> Price:
+    """In the faster way: all of it on one side, or a share on each."""
+    alone_s = costs.latency_s + wire_s
+    if costs.sharing_s:
+        theirs = costs.fan_in / (costs.fan_in + costs.fan_out)
+        ours = max(1.0 - theirs, 1.0 / costs.num_at_once)
+        shared_s = costs.latency_s + costs.sharing_s * costs.fan_in + ours * wire_s
+        if shared_s < alone_s:
+            return Price(Strategy.DIRECT, shared_s, num_rows, theirs)
+    return Price(Strategy.DIRECT, alone_s, num_rows)
+
+
+def _wire_rows(strategy: Strategy, counts: Counts, costs: Costs) -> int:
+    if strategy is Strategy.DIRECT:
+        return counts.num_rows
+    if strategy is Strategy.SCATTER:
+        return counts.num_source_runs + _num_slots(counts, costs) - 1
+    return _num_slots(counts, costs)
+
+
+def _num_slots(counts: Counts, costs: Costs) -> int:
+    return -(-counts.num_bytes // costs.slot_bytes)
+
+
+def _copy_s(counts: Counts, costs: Costs, bytes_per_s: float) -> float:
+    """One gather or scatter of everything, slot by slot."""
+    return (
+        _num_slots(counts, costs) * costs.launch_s + counts.num_rows * costs.copy_row_s + counts.num_bytes / bytes_per_s
+    )
+
+
+def _overlapped_s(stages: Sequence[_Stage], counts: Counts, costs: Costs) -> float:
+    """What they take when they work on different slots at a time: the slowest one all, the others a slot; or, where
+    they hold each other up, their share of all the work."""
+    depth = max(1.0, counts.num_bytes / costs.slot_bytes)
+    once_s = sum(stage.once_s for stage in stages)
+    slowest_s = max(stage.all_s + (once_s - stage.once_s) / depth for stage in stages)
+    if costs.num_at_once < NUM_STAGES:
+        return max(slowest_s, once_s * costs.fan_in / costs.num_at_once)
+    return slowest_s
+
+
+def _reason(counts: Counts, costs: Costs, found: tuple[Price, ...]) -> str:
+    """`found` is sorted: direct is compared with the runner-up, a staged winner with direct."""
+    if not counts.num_bytes:
+        return "direct: there is nothing to move"
+    best, second = found[0], found[1]
+    rows = f"{_plural(counts.num_rows, 'row')} of {_mean_text(counts)}"
+    if best.strategy is Strategy.DIRECT:
+        instead = f"with {second.strategy} it would be {_time_text(second.seconds)}"
+        return f"direct: {rows} would cost {_time_text(best.seconds)}; {instead}"
+    alone = next(price.seconds for price in found if price.strategy is Strategy.DIRECT)
+    how = f"{_how(best.strategy, counts, costs)} it is {_time_text(best.seconds)}"
+    return f"{best.strategy}: {rows} would cost {_time_text(alone)} one by one; {how}"
+
+
+def _how(strategy: Strategy, counts: Counts, costs: Costs) -> str:
+    slots = _plural(_num_slots(counts, costs), "slot")
+    if strategy is Strategy.PACK:
+        return f"gathered into {slots}"
+    return f"read as {_plural(counts.num_source_runs, 'run')} through {slots} at the target"
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _mean_text(counts: Counts) -> str:
+    """The size of a row; of the mean row where the rows cannot all be equal."""
+    about = "about " if counts.num_bytes % counts.num_rows else ""
+    return about + _size_text(counts.num_bytes / counts.num_rows)
+
+
+def _size_text(size_bytes: float) -> str:
+    if size_bytes < 1 << 10:
+        return f"{size_bytes:.4g} bytes"
+    if size_bytes < 1 << 20:
+        return f"{size_bytes / (1 << 10):.4g} KiB"
+    return f"{round(size_bytes / (1 << 20), 1):,g} MiB"
+
+
+def _time_text(seconds: float) -> str:
+    """Three digits; the limits are those at which three digits become four."""
+    if seconds < 999.5e-6:
+        return f"{seconds * 1e6:.3g} µs"
+    if seconds < 999.5e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:,.2f} s"

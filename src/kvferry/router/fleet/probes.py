@@ -1,0 +1,93 @@
+"""The active probe: asks every instance's `/ready`, and `/health` where that is not 200, again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from kvferry.router.config import RouterConfig
+from kvferry.router.fleet.engine_info import ask_facts
+from kvferry.router.fleet.instance import Member, Verdict
+from kvferry.router.fleet.membership import Membership
+from kvferry.router.policy.records import Instance
+from kvferry.router.upstream.connection_pool import Pool
+from kvferry.router.upstream.exchange import CONNECT_TIMEOUT, DEADLINE, FAILURES, REFUSED, Exchange, Outgoing, reason_of
+
+__all__ = ["Prober"]
+
+logger = logging.getLogger(__name__)
+
+UNREADY = 503
+EPOCH = b"x-kvferry-epoch"
+# However often traffic doubts an instance.
+SHORTEST_PAUSE_S = 0.1
+# Whoever does not answer in time may only be busy.
+SLOW = frozenset((DEADLINE, CONNECT_TIMEOUT))
+# An instance says who it is when it comes up, when it is another process than before, and every so many rounds.
+ROUNDS_PER_INFO = 15
+
+
+class Prober:
+    """Keeps a membership's health true. One task runs it for the life of the app."""
+
+    def __init__(self, pool: Pool, membership: Membership, config: RouterConfig) -> None:
+        self._pool = pool
+        self._membership = membership
+        self._config = config
+        self._round = 0
+
+    async def run(self) -> None:
+        """Probe for ever: at each interval, and at once when traffic doubts an instance."""
+        while True:
+            try:
+                async with asyncio.timeout(self._config.probe_interval_s):
+                    await self._membership.doubted.wait()
+            except TimeoutError:
+                pass
+            try:
+                await self.probe_all()
+            except Exception:
+                # The top of a task: nobody would hear of its end, and no instance would be probed again.
+                logger.exception("an internal error of the router ended a round of probes")
+            await asyncio.sleep(SHORTEST_PAUSE_S)
+
+    async def probe_all(self) -> None:
+        """One round, all instances at the same time."""
+        self._membership.doubted.clear()
+        self._membership.expire()
+        self._round += 1
+        await asyncio.gather(*(self._probe(member) for member in self._membership.watched))
+
+    async def _probe(self, member: Member) -> None:
+        instance = member.instance
+        try:
+            async with asyncio.timeout(self._config.probe_timeout_s):
+                ready, epoch = await self._ask(instance, "/ready")
+                healthy = 200 if ready == 200 else (await self._ask(instance, "/health"))[0]
+                is_new = not member.healthy or epoch not in ("", member.facts.epoch)
+                if healthy == 200 and (is_new or self._round % ROUNDS_PER_INFO == 0):
+                    self._membership.introduce(instance, await ask_facts(self._pool, instance))
+        except FAILURES as error:
+            reason = reason_of(error, DEADLINE)
+            verdict = Verdict.SILENT if reason in SLOW else Verdict.DOWN
+            self._membership.probed(instance, verdict, f"its probe failed ({reason})")
+            # Where nobody listens any more, its system has ended the connections that nobody holds; others may go on.
+            if reason != REFUSED:
+                self._membership.end_legs_if_down(instance)
+            return
+        if healthy != 200:
+            self._membership.probed(instance, Verdict.DOWN, f"its probe was answered with {healthy}")
+            self._membership.end_legs_if_down(instance)
+        elif ready == UNREADY:
+            words = "it is draining or its transfers fail: see its /ready"
+            self._membership.probed(instance, Verdict.UNREADY, words)
+        else:
+            # Other engines have no /ready: they are ready when they are healthy.
+            self._membership.probed(instance, Verdict.READY, "it is ready")
+
+    async def _ask(self, instance: Instance, path: str) -> tuple[int, str]:
+        """The status, and the epoch of the process that answers, if it tells."""
+        exchange = await Exchange.open(self._pool, Outgoing("GET", instance.url, path, [], b""))
+        exchange.close()
+        epochs = [value.decode("latin-1") for name, value in exchange.headers if name.lower() == EPOCH]
+        return exchange.status, "".join(epochs)

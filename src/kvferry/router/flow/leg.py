@@ -1,0 +1,265 @@
+"""One leg of a request: a POST to one instance, under the time limits of its role."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from kvferry.errors import PeerError
+from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Answered, Ended, Failed, Opened, Promised
+from kvferry.router.fleet.reservation import Reservation
+from kvferry.router.flow.engine_response import promised_cache, stream_failure, streamed_error
+from kvferry.router.flow.usage import cached_tokens_of_stream
+from kvferry.router.policy.records import Instance, Role
+from kvferry.router.request.headers import Headers
+from kvferry.router.services import Services
+from kvferry.router.telemetry.tracing import LegTrace
+from kvferry.router.upstream.exchange import (
+    DEADLINE,
+    FAILURES,
+    GONE,
+    MALFORMED,
+    RESET,
+    STALL,
+    WORDS,
+    Exchange,
+    Outgoing,
+    reason_of,
+)
+
+__all__ = ["Head", "Leg", "Patience"]
+
+NOT_WAITING = -1.0
+END_OF_EVENT, DONE = b"\n\n", b"data: [DONE]"
+# Of a prefill stream: a reference, a token, and the end.
+MAX_STREAM_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Status and headers of an upstream's response."""
+
+    status: int
+    headers: Headers
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """An answer may take `limit_s` to come, or to begin; after `deadline_s`, monotonic time, nothing is waited for."""
+
+    limit_s: float
+    deadline_s: float
+
+
+class Leg:
+    """`ask` once; after `Opened`, `piece` until it is empty; after `Promised`, `rest`.
+
+    Failures come back as events, never as exceptions.
+    """
+
+    def __init__(
+        self, services: Services, reservation: Reservation, trace: LegTrace, outgoing: Outgoing, patience: Patience
+    ) -> None:
+        self.reservation = reservation
+        self.trace = trace
+        self._services = services
+        self._outgoing = outgoing
+        self._exchange: Exchange | None = None
+        self._first = b""
+        # What exactly went wrong, for the log: it names hosts and ports of the inside.
+        self.trouble = ""
+        self._watch: asyncio.TimerHandle | None = None
+        self._waits_since_s = NOT_WAITING
+        self._patience = patience
+        # When a limit ends what began with `ask`, and which one.
+        self._ends_s, self._limit = 0.0, ""
+        # It was closed by our own side, perhaps for a reason.
+        self._is_closed, self._given_up_for = False, ""
+        # While an answer is waited for.
+        self._asking: asyncio.Timeout | None = None
+        # Which limit ended a stream, if one did.
+        self._given_up = ""
+        # While the rest of an early leg is waited for, and what that told of its prompt.
+        self._is_resting = False
+        self.cached_tokens: int | None = None
+
+    @property
+    def instance(self) -> Instance:
+        return self.reservation.instance
+
+    @property
+    def head(self) -> Head:
+        """What the upstream answered; a status of 0 before it did."""
+        if self._exchange is None:
+            return Head(0, [])
+        return Head(self._exchange.status, list(self._exchange.headers))
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether tokens can be told apart as they come."""
+        return self._exchange is not None and self._exchange.is_plain_event_stream
+
+    @property
+    def is_plain_json(self) -> bool:
+        """Whether the answer is one JSON value whose bytes can be read here."""
+        told = {name.lower(): value.lower() for name, value in self.head.headers}
+        media_type = told.get(b"content-type", b"").partition(b";")[0].strip()
+        return media_type == b"application/json" and told.get(b"content-encoding", b"identity") == b"identity"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the piece that came last was the last one."""
+        return self._exchange is not None and self._exchange.is_over
+
+    async def ask(self) -> Answered | Promised | Opened | Failed:
+        """Send the request and wait for the answer: D's success up to its first byte, P's stream up to its first event,
+        all others whole."""
+        limit_s, left_s = self._patience.limit_s, self._left_s()
+        if left_s <= 0:
+            return Failed(TOO_LATE, WORDS[TOO_LATE])
+        self._ends_s, self._limit = time.monotonic() + min(limit_s, left_s), TOO_LATE if left_s < limit_s else DEADLINE
+        self._services.membership.open_legs.began(self)
+        try:
+            async with asyncio.timeout(self._ends_s - time.monotonic()) as self._asking:
+                answered = await self._ask()
+        except FAILURES as error:
+            return self._failed(error, self._limit)
+        finally:
+            self._asking = None
+        if self._given_up_for and not isinstance(answered, Failed):
+            # It has come in the very moment in which it was given up: nothing has been closed.
+            self._is_closed, self._given_up_for = False, ""
+        return answered
+
+    async def rest(self) -> Answered | Ended | Failed:
+        """What follows a promise: its end, or the error that the stream ended with."""
+        if self._exchange is None or self._is_closed:
+            return Ended()
+        self._is_resting = True
+        try:
+            async with asyncio.timeout(self._ends_s - time.monotonic()):
+                body = self._first + await self._exchange.whole(MAX_STREAM_BYTES)
+        except FAILURES as error:
+            return self._failed(error, self._limit)
+        finally:
+            self._is_resting = False
+        if failure := stream_failure(body):
+            return Answered(streamed_error(b"data:" + failure + END_OF_EVENT), failure)
+        self.cached_tokens = cached_tokens_of_stream(body)
+        return Ended() if DONE in body else self._failed(_no_end(body), MALFORMED)
+
+    async def piece(self) -> bytes | Failed:
+        """The next bytes of an opened answer, empty at its end."""
+        if self._exchange is None:
+            return b""
+        if self._first:
+            first, self._first = self._first, b""
+            return first
+        self._waits_since_s = time.monotonic()
+        if self._watch is None:
+            self._watch_silence(min(self._services.config.stall_timeout_s, self._left_s()))
+        try:
+            return await self._exchange.piece()
+        except FAILURES as error:
+            return self._failed(TimeoutError() if self._given_up else error, self._given_up or STALL)
+        finally:
+            self._waits_since_s = NOT_WAITING
+
+    def _watch_silence(self, in_s: float) -> None:
+        """One timer for a whole stream, that looks again when it was early: one per piece would cost more than it."""
+        self._watch = asyncio.get_running_loop().call_later(in_s, self._look_for_silence)
+
+    def _look_for_silence(self) -> None:
+        left_s = min(self._services.config.stall_timeout_s - self._silent_s(), self._left_s())
+        if left_s > 0:
+            self._watch_silence(left_s)
+        elif self._exchange is not None:
+            self._given_up = TOO_LATE if self._left_s() <= 0 else STALL
+            self._exchange.close()
+
+    def give_up(self, reason: str) -> None:
+        """End it with this reason, if its answer has not begun."""
+        if self._asking is not None:
+            self._is_closed, self._given_up_for = True, reason
+            self._asking.reschedule(asyncio.get_running_loop().time())
+
+    def instance_is_down(self) -> None:
+        """What has not begun will not begin, and what was silent while a probe was not answered will stay so. An answer
+        that still comes refutes the probe."""
+        if self._asking is not None:
+            self.give_up(INSTANCE_DOWN)
+        elif self._exchange is not None and self._is_resting:
+            self._is_closed, self._given_up_for = True, INSTANCE_DOWN
+            self._exchange.close()
+        elif self._exchange is not None and self._silent_s() >= self._services.config.probe_timeout_s:
+            self._given_up = INSTANCE_DOWN
+            self._exchange.close()
+
+    def _silent_s(self) -> float:
+        """How long something has been expected of the engine; a slow client's time is not the engine's."""
+        return time.monotonic() - self._waits_since_s if self._waits_since_s != NOT_WAITING else 0.0
+
+    def close(self) -> None:
+        """Close the connection; the upstream sees its client leave."""
+        self._services.membership.open_legs.ended(self)
+        self._is_closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._exchange is not None:
+            self._exchange.close()
+
+    async def _ask(self) -> Answered | Promised | Opened | Failed:
+        exchange = self._exchange = await Exchange.open(self._services.pool, self._outgoing)
+        is_decode, is_stream = self.instance.role is Role.DECODE, exchange.is_plain_event_stream
+        if not 200 <= exchange.status < 300 or not (is_decode or is_stream):
+            return Answered(exchange.status, await exchange.whole(self._services.config.max_answer_bytes))
+        self._first = await (exchange.piece() if is_decode else self._first_event(exchange))
+        failed = streamed_error(self._first) if is_stream else 0
+        if failed:
+            # An engine that begins a stream before it knows how that will go: nothing of it has reached the client.
+            return Answered(failed, self._first + await exchange.whole(self._services.config.max_answer_bytes))
+        if is_decode:
+            return Opened(is_stream)
+        promised = promised_cache(self._first)
+        return Promised(promised) if promised else self._failed(_no_promise(self._first), MALFORMED)
+
+    async def _first_event(self, exchange: Exchange) -> bytes:
+        """The bytes up to the end of the first event, or a few more. Raises PeerError when it is too long."""
+        found, looked_at = bytearray(), 0
+        while found.find(END_OF_EVENT, looked_at) < 0 and (piece := await exchange.piece()):
+            looked_at = max(0, len(found) - 1)
+            found += piece
+            if len(found) > MAX_STREAM_BYTES:
+                raise PeerError("an event is too long", found="more", expected=f"at most {MAX_STREAM_BYTES} bytes")
+        return bytes(found)
+
+    def _left_s(self) -> float:
+        return self._patience.deadline_s - time.monotonic()
+
+    def _failed(self, error: BaseException, timeout_reason: str) -> Failed:
+        was_closed = self._is_closed
+        self.close()
+        reason = self._given_up_for or reason_of(error, timeout_reason)
+        self.trouble = f" ({error!r})"
+        if was_closed:
+            # What our own side has done says nothing about the instance.
+            return Failed(reason, WORDS[reason])
+        if reason in GONE:
+            self._services.membership.lose(self.instance, reason)
+        elif reason == RESET:
+            self._services.membership.doubt()
+        return Failed(reason, WORDS[reason])
+
+
+def _no_end(body: bytes) -> PeerError:
+    return PeerError("the prefill stream was interrupted", found=repr(body[-200:]), expected=DONE.decode())
+
+
+def _no_promise(event: bytes) -> PeerError:
+    return PeerError(
+        "a prefill stream does not begin with a reference",
+        found=repr(event[:200]),
+        expected="an event with kv_transfer_params",
+        hint="its /kvferry/info says that it does (early)",
+    )

@@ -1,0 +1,192 @@
+"""Tells the membership what a request's legs say about instances, and about pairs of them."""
+
+from __future__ import annotations
+
+from kvferry.request_fields import Undividable
+from kvferry.router.events import INSTANCE_DOWN, PREFILL_LOST, TOO_LATE, Answered, Ended, Event, Failed, Opened
+from kvferry.router.fleet.circuit_breaker import Trial
+from kvferry.router.fleet.membership import Membership
+from kvferry.router.fleet.pairs import Pair
+from kvferry.router.fleet.request_kinds import Kind
+from kvferry.router.fleet.reservation import Reservation
+from kvferry.router.fleet.suspects import Suspect, Suspects
+from kvferry.router.flow.engine_response import known_reason, lost_cache
+from kvferry.router.policy.records import Instance, Role, Task
+from kvferry.router.request.headers import Headers
+from kvferry.router.upstream.exchange import DEADLINE, GONE
+from kvferry.wire.messages import Reason
+
+__all__ = ["Judge"]
+
+# The probe finds out about these at once, and finds the instance again at once when it is back; or the client had no
+# more time; or it was another instance's fault.
+BLAMELESS = GONE | {INSTANCE_DOWN, TOO_LATE, PREFILL_LOST}
+# These lie in the request: with any other pair of engines it would be the same.
+OF_THE_REQUEST = frozenset((Reason.WRONG_PROMPT, Reason.UNNAMED_PROMPT, *Undividable))
+CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"
+
+
+class Judge:
+    """Of one request. What a pair was given is always ended: a trial that tells nothing leaves the pair on trial."""
+
+    def __init__(self, membership: Membership, task: Task, kind: Kind, streams: bool) -> None:
+        self._membership = membership
+        self._task = task
+        self._kind = kind
+        self._streams = streams
+        self._suspects = Suspects()
+        # Whether prefill instances have failed, and none has answered with a cache.
+        self._prefill_failed = False
+        self._may_prefill = False
+        self._kind_trial: Trial | None = None
+        self._pair: Pair | None = None
+        self._pair_trial: Trial | None = None
+        self._reservation: Reservation | None = None
+        self._divided = False
+        # Whether the answer that has begun is made of another's cache.
+        self.has_arrived = False
+
+    @property
+    def prefill_url(self) -> str:
+        """Who computed the prompt; empty when the decode instance did."""
+        return self._pair[0].url if self._pair and self._divided else ""
+
+    def may_prefill(self) -> bool:
+        """Whether a request of this kind is to have a prefill leg; asked once, a second leg is the same try."""
+        membership = self._membership
+        if not self._may_prefill and membership.kinds.may_begin(self._kind, membership.now):
+            self._may_prefill = True
+            self._kind_trial = membership.kinds.begin(self._kind, membership.now)
+        return self._may_prefill
+
+    def chosen(self, instance: Instance, partners: tuple[Instance, ...]) -> None:
+        """An instance was reserved; a prefill instance to work with its partner."""
+        self._leave_pair()
+        if instance.role is Role.PREFILL and partners:
+            self._pair = (instance, partners[0])
+            self._pair_trial = self._membership.pairs.begin(self._pair, self._membership.now)
+
+    def sends(self, reservation: Reservation, divided: bool) -> None:
+        """A leg begins. Who computes a prompt shows how fast it is; of a whole answer only its end is seen."""
+        self._reservation, self._divided = reservation, divided
+        if reservation.instance.role is Role.DECODE and not divided:
+            self._end_prefill()
+        if reservation.instance.role is Role.PREFILL or (not divided and self._streams):
+            reservation.computes()
+
+    def hears(self, event: Event, headers: Headers, handover_s: float) -> None:
+        """How the leg went. `handover_s` is from a computed prompt to this, 0 where that is not known."""
+        reservation = self._reservation
+        if reservation is None:
+            return
+        match event:
+            case Opened():
+                # Whether it is worth anything shows at its end.
+                reservation.answers()
+                self._suspects.served(reservation.instance.role)
+                self._remember(reservation)
+                self.has_arrived = self._judge_cache(reservation, headers)
+                if self.has_arrived and self._streams and handover_s:
+                    self._membership.handover.add(handover_s)
+            case Ended():
+                reservation.succeeded()
+            case Answered(status, body):
+                self._judge_answer(reservation, status, body)
+            case Failed(reason, _) if reason not in BLAMELESS:
+                self._suspect(reservation, is_certain=reason != DEADLINE)
+
+    def hears_end(self, prefill: Reservation, event: Event) -> str:
+        """How an early prefill leg ended, whatever the decode leg does meanwhile; the reason, if it is at fault."""
+        match event:
+            case Ended():
+                self._prefilled(prefill)
+            case Answered(status, body) if not lost_cache(body):
+                if status >= 500:
+                    self._suspect(prefill, is_certain=False)
+                return f"status_{status}"
+            case Failed(reason, _) if reason != TOO_LATE:
+                if reason not in BLAMELESS:
+                    self._suspect(prefill, is_certain=reason != DEADLINE)
+                return reason
+        # A cache that nobody waits for any more is not computed to its end.
+        return ""
+
+    def end(self) -> None:
+        """The request is over: nothing more will be heard of it."""
+        self._leave_pair()
+        self._end_prefill()
+        self._suspects.end(Role.DECODE)
+
+    def _end_prefill(self) -> None:
+        """No other prefill instance will be asked, and the answer may be long: what is known is told now."""
+        self._suspects.end(Role.PREFILL)
+        if self._prefill_failed:
+            self._membership.kind_failed(self._kind, self._kind_trial)
+        elif self._may_prefill:
+            self._membership.kinds.abandoned(self._kind, self._kind_trial)
+        self._prefill_failed = self._may_prefill = False
+
+    def _leave_pair(self) -> None:
+        if self._pair is not None:
+            self._membership.pairs.abandoned(self._pair, self._pair_trial)
+        self._pair, self._pair_trial = None, None
+
+    def _judge_answer(self, reservation: Reservation, status: int, body: bytes) -> None:
+        is_decode = reservation.instance.role is Role.DECODE
+        if status >= 500 and self._divided and self._pair is not None and is_decode:
+            self._judge_divided(self._pair, status, body)
+        elif status >= 500:
+            self._suspect(reservation, is_certain=False)
+        elif 200 <= status < 300:
+            self._prefilled(reservation)
+
+    def _judge_divided(self, pair: Pair, status: int, body: bytes) -> None:
+        """Engines of others do not tell a cache that did not come from any other trouble. One whose fault it is every
+        time is soon in no pair any more, and is then judged by what it does alone."""
+        if reason := lost_cache(body):
+            self._lost(pair, reason)
+            return
+        membership, trial = self._membership, self._pair_trial
+        self._pair, self._pair_trial = None, None
+        suspect = Suspect(
+            pair[1],
+            blame=lambda: membership.lost(pair, f"status_{status}", trial),
+            acquit=lambda: membership.pairs.abandoned(pair, trial),
+        )
+        self._suspects.add(Role.DECODE, suspect)
+
+    def _suspect(self, reservation: Reservation, *, is_certain: bool) -> None:
+        """It has failed, which may be the request's fault: another instance may answer it with an error, too, or take
+        too long over it."""
+        reservation.suspected()
+        role = reservation.instance.role
+        suspect = Suspect(reservation.instance, reservation.failed, reservation.acquitted, is_certain)
+        self._suspects.add(role, suspect)
+        self._prefill_failed |= role is Role.PREFILL
+
+    def _prefilled(self, reservation: Reservation) -> None:
+        reservation.succeeded()
+        self._remember(reservation)
+        self._suspects.served(reservation.instance.role)
+        self._membership.kinds.succeeded(self._kind)
+        self._prefill_failed = False
+
+    def _lost(self, pair: Pair, reason: str) -> None:
+        """A cache has not come. Where the reason lies in the request, the two are not to blame."""
+        if reason not in OF_THE_REQUEST:
+            self._membership.lost(pair, reason, self._pair_trial)
+
+    def _remember(self, reservation: Reservation) -> None:
+        """It has the prompt cached from now on."""
+        self._membership.prefixes.remember(reservation.instance, self._task.prefixes)
+
+    def _judge_cache(self, reservation: Reservation, headers: Headers) -> bool:
+        """Whether a cache has come. Engines of others do not tell how: that it was answered is all there is."""
+        if reservation.instance.role is not Role.DECODE or not self._divided or self._pair is None:
+            return False
+        told = {name.lower(): value for name, value in headers}
+        if told.get(CACHE) == b"recomputed":
+            self._lost(self._pair, known_reason(told.get(CACHE_REASON, b"").decode("latin-1")))
+            return False
+        self._membership.arrived(self._pair)
+        return True

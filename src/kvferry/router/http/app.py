@@ -1,0 +1,314 @@
+"""The router as an ASGI app: routes, and what is answered when a request does not get as far as a flow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvferry import __version__
+from kvferry.errors import FerryError, RequestError
+from kvferry.http_access import INVALID_KEY, UNAUTHORIZED
+from kvferry.openai import HTTP_CODES, INVALID_REQUEST, SERVER_ERROR, error_body, error_of
+from kvferry.registration import MEMBERS_PATH
+from kvferry.request_ids import id_of_refusal
+from kvferry.router.config import RouterConfig
+from kvferry.router.fleet.discovery import MembersFile, Registry
+from kvferry.router.fleet.membership import Membership
+from kvferry.router.fleet.probes import Prober
+from kvferry.router.fleet.readiness import readiness
+from kvferry.router.flow.client import CLIENT_LEFT, Client
+from kvferry.router.flow.driver import Driver
+from kvferry.router.http.instance_status import status_of
+from kvferry.router.http.models import find_model, list_models
+from kvferry.router.http.tokenize import TokenizerPath, ask
+from kvferry.router.request.call import Call
+from kvferry.router.request.client_request import Endpoint, parse_request
+from kvferry.router.request.headers import prefill_headers, request_id_of, timeout_of
+from kvferry.router.request.prompt_cost import task_of
+from kvferry.router.services import Services
+from kvferry.router.telemetry.access_log import Refusal, refused
+from kvferry.router.telemetry.metrics import Metrics
+from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
+from kvferry.router.upstream.background_requests import Errands
+from kvferry.router.upstream.connection_pool import Pool
+from kvferry.router.upstream.exchange import Outgoing
+
+__all__ = ["Front", "create_app"]
+
+logger = logging.getLogger(__name__)
+
+MAX_ANNOUNCEMENT_BYTES = 4096
+# When a request came to the router, in its scope.
+BEGAN_S = "kvferry.began_s"
+
+
+def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> Front:
+    """The router for these instances. Its lifespan owns the connections and the health probe."""
+    metrics = Metrics()
+    membership = Membership(config.instances, metrics, config.judgement)
+    watched = [MembersFile(path, membership, config.probe_interval_s) for path in (config.members_file,) if path]
+    for file in watched:
+        file.look()
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with (
+            aclosing(Pool(config.connect_timeout_s, config.engine_api_key)) as pool,
+            aclosing(Errands(pool, config)) as errands,
+        ):
+            app.state.services = Services(config, membership, metrics, pool, errands, tracing)
+            prober = Prober(pool, membership, config)
+            await prober.probe_all()
+            runs = [prober.run(), *(file.run() for file in watched)]
+            tasks = {asyncio.create_task(run) for run in runs}
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+
+    routes = [
+        *(Route(endpoint, Generate(endpoint), methods=["POST"]) for endpoint in Endpoint),
+        *(Route(path, tokenizer, methods=["POST"]) for path in TokenizerPath),
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{name:path}", model, methods=["GET"]),
+        Route("/version", version, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/ready", ready, methods=["GET"]),
+        Route("/metrics", show_metrics, methods=["GET"]),
+        Route(MEMBERS_PATH, show_members, methods=["GET"]),
+        Route(MEMBERS_PATH, take_member, methods=["POST"]),
+    ]
+    handlers = {HTTPException: on_http_error, FerryError: on_ferry_error, Exception: on_defect}
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    app.state.membership, app.state.metrics, app.state.config = membership, metrics, config
+    app.state.registry = Registry(config, membership, metrics)
+    return Front(app)
+
+
+class Front:
+    """The ASGI app. Requests that generate take a short way past the framework, which costs as much as their flow.
+
+    Everything else, and whatever has another method, is the framework's; `state` is what all of them share.
+    """
+
+    def __init__(self, framework: Starlette) -> None:
+        self.state = framework.state
+        self._framework = framework
+        self._generating = {str(one): ServerErrorMiddleware(Generate(one), handler=on_defect) for one in Endpoint}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        generate = self._generating.get(scope["path"]) if is_post else None
+        if generate is None:
+            await self._framework(scope, receive, send)
+            return
+        scope["app"], scope[BEGAN_S] = self, time.monotonic()
+        await generate(scope, receive, send)
+
+    def turn_away(self, scope: Scope, request_id: str) -> None:
+        """A request without a key is answered before it comes here: it counts all the same."""
+        is_generating = scope["method"] == "POST" and scope["path"] in self._generating
+        began = {BEGAN_S: time.monotonic()} if is_generating else {}
+        _tell_refusal(self.state.metrics, {**scope, **began}, Refusal(request_id, UNAUTHORIZED, INVALID_KEY))
+
+
+class Generate:
+    """The ASGI app of one generating endpoint."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http = Request(scope, receive)
+        try:
+            call = await self._call(http)
+            # From here on its story is the driver's to tell.
+            scope.pop(BEGAN_S, None)
+            await self._serve(http.app.state.services, call, Client(receive, send))
+        except ClientDisconnect:
+            return
+        except HTTPException as error:
+            await (await on_http_error(http, error))(scope, receive, send)
+        except FerryError as error:
+            await (await on_ferry_error(http, error))(scope, receive, send)
+
+    async def _call(self, http: Request) -> Call:
+        """What the client wants. Raises HTTPException, RequestError or ClientDisconnect."""
+        started_s = time.monotonic()
+        headers = http.scope["headers"]
+        request_id = request_id_of(headers)
+        body = await _read(http, http.app.state.config.max_body_bytes)
+        request = parse_request(body, self._endpoint)
+        target, deadline_s = _target(self._endpoint, http), started_s + timeout_of(headers)
+        return Call(target, headers, request_id, request, task_of(request), started_s, deadline_s)
+
+    async def _serve(self, services: Services, call: Call, client: Client) -> None:
+        driver = Driver(services, call, client)
+        try:
+            await driver.run()
+        except Exception:
+            # A defect, of which the client is told further out; a client that has left is not told.
+            if client.status == CLIENT_LEFT and not client.has_left:
+                client.status = 500
+            raise
+        finally:
+            services.metrics.count_request(self._endpoint, driver.flow.path, client.status)
+            driver.close(self._endpoint)
+
+
+OTHERS = "/v1/models, /version, /health, /ready or /metrics"
+
+
+async def tokenizer(http: Request) -> Response:
+    """One engine answers it alone, and its answer is passed on."""
+    path, headers = TokenizerPath(http.scope["path"]), http.scope["headers"]
+    began_s, state = time.monotonic(), http.app.state
+    request_id = request_id_of(headers)
+    try:
+        body = await _read(http, state.config.max_body_bytes)
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_LEFT)
+    outgoing = Outgoing("POST", "", _target(path, http), prefill_headers(headers, request_id), body)
+    answer = await ask(state.services, outgoing, began_s + timeout_of(headers))
+    state.metrics.count_request(path, "none", answer.status)
+    response = Response(answer.body, answer.status)
+    response.raw_headers = [*answer.headers, (b"x-request-id", request_id.encode())]
+    return response
+
+
+async def models(http: Request) -> Response:
+    headers = prefill_headers(http.scope["headers"], request_id_of(http.scope["headers"]))
+    status, body = await list_models(http.app.state.services, _target("/v1/models", http), headers)
+    return _json(status, body, {})
+
+
+async def model(http: Request) -> Response:
+    headers = prefill_headers(http.scope["headers"], request_id_of(http.scope["headers"]))
+    status, body = await find_model(http.app.state.services, "/v1/models", headers, http.path_params["name"])
+    return _json(status, body, {})
+
+
+async def version(http: Request) -> Response:
+    """Of the router: its engines may be of several."""
+    return _json(200, {"version": __version__}, {})
+
+
+async def health(http: Request) -> Response:
+    return _json(200, {"status": "ok"}, {})
+
+
+async def ready(http: Request) -> Response:
+    status, body = readiness(http.app.state.membership, http.app.state.config.needs_pair)
+    return _json(status, body, {})
+
+
+async def show_members(http: Request) -> Response:
+    return _json(200, status_of(http.app.state.membership), {})
+
+
+async def take_member(http: Request) -> Response:
+    """An engine registers itself, renews that, or leaves."""
+    body = await _read(http, MAX_ANNOUNCEMENT_BYTES)
+    host = http.client.host if http.client else ""
+    status, answer = http.app.state.registry.take(body, dict(http.headers), host)
+    return _json(status, answer, {})
+
+
+async def show_metrics(http: Request) -> Response:
+    state = http.app.state
+    state.metrics.show_ready(readiness(state.membership, state.config.needs_pair)[0] == 200)
+    state.membership.show()
+    return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def on_http_error(http: Request, error: Exception) -> Response:
+    """404, 405, 413: an OpenAI error object where the framework would send text."""
+    if not isinstance(error, HTTPException):
+        raise error
+    if error.status_code == 404:
+        message = (
+            f"unknown path {http.url.path}; hint: POST to {', '.join((*Endpoint, *TokenizerPath))}, or GET {OTHERS}"
+        )
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "other methods")
+        message = f"{http.url.path} does not take {http.method}; expected: {allowed}"
+    else:
+        message = error.detail
+    code = HTTP_CODES.get(error.status_code, "http_error")
+    body = error_body(message, INVALID_REQUEST, code, None)
+    return _refuse(http, error.status_code, body, dict(error.headers or {}))
+
+
+async def on_ferry_error(http: Request, error: Exception) -> Response:
+    if not isinstance(error, FerryError):
+        raise error
+    status, body = error_of(error)
+    if status >= 500:
+        logger.error("an internal error of the router ended a request", exc_info=error)
+    return _refuse(http, status, body, {})
+
+
+async def on_defect(http: Request, error: Exception) -> Response:
+    """A defect of ours: the server logs the traceback, the client learns that it was not its fault."""
+    return _refuse(http, 500, error_body("internal error of the router", SERVER_ERROR, "internal_error", None), {})
+
+
+async def _read(http: Request, max_bytes: int) -> bytes:
+    """The body. Raises HTTPException(413) as soon as it is known to be longer than `max_bytes`."""
+    announced = http.headers.get("content-length", "")
+    body = bytearray()
+    too_large = announced.isdecimal() and int(announced) > max_bytes
+    if not too_large:
+        async for piece in http.stream():
+            body += piece
+            too_large = len(body) > max_bytes
+            if too_large:
+                break
+    if too_large:
+        found = f"{announced} bytes" if announced else f"more than {max_bytes} bytes"
+        expected = f"at most {max_bytes} bytes"
+        words = RequestError("the body is too large", found=found, expected=expected, hint="a shorter prompt")
+        raise HTTPException(413, str(words))
+    return bytes(body)
+
+
+def _target(path: str, http: Request) -> str:
+    """A path of ours, and the query as the client wrote it. Its path is decoded: other bytes than it seems."""
+    query = http.scope["query_string"].decode("latin-1")
+    return f"{path}?{query}" if query else path
+
+
+def _refuse(http: Request, status: int, body: dict[str, object], headers: dict[str, str]) -> Response:
+    request_id = id_of_refusal(http.scope["headers"])
+    error = body.get("error")
+    reason = str(error.get("code", "")) if isinstance(error, dict) else ""
+    _tell_refusal(http.app.state.metrics, http.scope, Refusal(request_id, status, reason))
+    return _json(status, body, headers | {"x-request-id": request_id})
+
+
+def _tell_refusal(metrics: Metrics, scope: Scope, refusal: Refusal) -> None:
+    """It was refused before anything was known of it but its path and, perhaps, its id."""
+    known = scope["path"] if scope["path"] in (*Endpoint, *TokenizerPath) else "other"
+    metrics.count_request(known, "none", refusal.status)
+    # A request that generates has a line of its own, once.
+    if BEGAN_S in scope:
+        refused(refusal, scope["path"], time.monotonic() - scope[BEGAN_S]).log()
+
+
+def _json(status: int, body: object, headers: dict[str, str]) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

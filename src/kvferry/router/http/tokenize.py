@@ -1,0 +1,127 @@
+"""Requests that any engine answers by itself, without a cache: `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import msgspec
+
+from kvferry.openai import SERVER_ERROR, error_body
+from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Count, Counted
+from kvferry.router.policy.records import Instance
+from kvferry.router.request.headers import Headers, response_headers, with_length
+from kvferry.router.services import Services
+from kvferry.router.upstream.exchange import DEADLINE, FAILURES, GONE, WORDS, Exchange, Outgoing, reason_of
+
+__all__ = ["Answer", "TokenizerPath", "ask"]
+
+
+class TokenizerPath(StrEnum):
+    """What engines of kvferry and of vLLM answer alike."""
+
+    TOKENIZE = "/tokenize"
+    DETOKENIZE = "/detokenize"
+
+
+class Named(msgspec.Struct):
+    """The one field that says who can answer."""
+
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """As an engine gave it, or ours where none did."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Question:
+    """One that waits for its answer, and need not when its instance is down."""
+
+    instance: Instance
+    limit: asyncio.Timeout
+
+    def instance_is_down(self) -> None:
+        self.limit.reschedule(asyncio.get_running_loop().time())
+
+
+async def ask(services: Services, outgoing: Outgoing, deadline_s: float) -> Answer:
+    """The first answer of an instance that has the model; `outgoing` has no `base` yet.
+
+    Any status is an answer. Another instance is asked where one cannot be reached or breaks off. The caller's
+    `deadline_s` is on the clock of `time.monotonic`, and the whole takes no longer than a prefill leg may.
+    """
+    membership, reason = services.membership, ""
+    instances = membership.answering(_model(outgoing.body))
+    if not instances:
+        return _refusal(503, "no_instance", "no engine can be reached; hint: the router's log says why", "no_instance")
+    patience_s = services.config.prefill_timeout_s
+    left_s = deadline_s - time.monotonic()
+    try:
+        async with asyncio.timeout(min(patience_s, left_s)):
+            for place, instance in enumerate(instances):
+                if place:
+                    services.metrics.count(Count(Counted.RETRY, instance.role, reason))
+                try:
+                    return await _asked(services, instance, replace(outgoing, base=instance.url))
+                except FAILURES as error:
+                    # Its own time is over only where a probe has found the instance down.
+                    reason = reason_of(error, INSTANCE_DOWN)
+                    _note(services, instance, reason)
+    except TimeoutError:
+        if left_s < patience_s:
+            return _refusal(504, "deadline_exceeded", f"there is no answer: {WORDS[TOO_LATE]}", TOO_LATE)
+        _note(services, instance, DEADLINE)
+        return _refusal(504, "upstream_timeout", f"the instance did not answer: {WORDS[DEADLINE]}", DEADLINE)
+    return _refusal(502, "upstream_unavailable", f"the instance did not answer: {WORDS[reason]}", reason)
+
+
+async def _asked(services: Services, instance: Instance, outgoing: Outgoing) -> Answer:
+    """Raises what an exchange does, and TimeoutError when the instance is found down meanwhile."""
+    async with asyncio.timeout(None) as limit:
+        question, open_legs = _Question(instance, limit), services.membership.open_legs
+        open_legs.began(question)
+        try:
+            return await _whole(services, outgoing)
+        finally:
+            open_legs.ended(question)
+
+
+async def _whole(services: Services, outgoing: Outgoing) -> Answer:
+    exchange = await Exchange.open(services.pool, outgoing)
+    try:
+        body = await exchange.whole(services.config.max_answer_bytes)
+        return Answer(exchange.status, with_length(response_headers(exchange.headers, {}), len(body)), body)
+    finally:
+        exchange.close()
+
+
+def _note(services: Services, instance: Instance, reason: str) -> None:
+    services.metrics.count(Count(Counted.UPSTREAM_ERROR, instance.role, reason))
+    if reason in GONE:
+        services.membership.lose(instance, reason)
+    else:
+        services.membership.doubt()
+
+
+def _model(body: bytes) -> str:
+    """Empty where the body names none, or is none: an engine says what is wrong with it."""
+    try:
+        return msgspec.json.decode(body, type=Named).model or ""
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+
+
+def _refusal(status: int, code: str, message: str, reason: str) -> Answer:
+    """`reason` is the label of the counter that the failure moves."""
+    body = error_body(message, SERVER_ERROR, code, None)
+    body["error"]["reason"] = reason
+    raw = msgspec.json.encode(body)
+    return Answer(status, with_length([(b"content-type", b"application/json")], len(raw)), raw)

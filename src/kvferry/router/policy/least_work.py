@@ -1,0 +1,63 @@
+"""Least outstanding work, with a home for prompts that begin alike: pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from kvferry.router.policy.records import NO_TASK, Instance, Load, Role, Task
+
+__all__ = ["able", "choose", "homes"]
+
+
+def able(loads: Sequence[Load]) -> list[Load]:
+    """Those that may be chosen.
+
+    Where no decode instance is ready, one that answers at all is better than no answer. There is no such need for
+    prefill: the decode instance can do without.
+    """
+    healthy = [load for load in loads if load.healthy]
+    return [load for load in healthy if load.ready] or [load for load in healthy if load.instance.role is Role.DECODE]
+
+
+def choose(loads: Sequence[Load], task: Task = NO_TASK) -> Instance | None:
+    """The able instance with the least work, this request's included; None when there is none.
+
+    What an instance has in its prefix cache is no work. Among equals the one with the fewest requests, then the one
+    that was chosen longest ago, which is round robin; then the first in order. A count of choices would not do: an
+    instance back from an outage would get every request until it had caught up.
+
+    A prompt with prefixes goes to its home as long as that is at most this request's work behind the best one, so that
+    prompts that begin alike meet, and a popular beginning still spreads.
+    """
+    candidates = able(loads)
+    if task.is_divisible and any(load.num_partners for load in candidates):
+        candidates = [load for load in candidates if load.num_partners]
+    if not candidates:
+        return None
+    least = min(_cost(load, task) for load in candidates)
+    if task.prefixes:
+        near = [load for load in candidates if _cost(load, task) <= least + task.work(load.instance.role)]
+        home = homes(task.prefixes[0], [load.instance for load in near])[0]
+        warm = max(near, key=lambda load: load.cached_tokens)
+        return warm.instance if warm.cached_tokens else home
+    return min(candidates, key=lambda load: (_cost(load, task), load.num_outstanding, load.last_chosen)).instance
+
+
+def homes(prefix: int, instances: Sequence[Instance]) -> list[Instance]:
+    """The instances in the order in which they are home to a prefix.
+
+    Rendezvous hashing: each pair has a number of its own, so an instance that comes takes only what is its own now,
+    and one that leaves takes only its own along. All routers agree without speaking to each other.
+    """
+    return sorted(instances, key=lambda instance: _rank(prefix, instance))
+
+
+def _rank(prefix: int, instance: Instance) -> bytes:
+    return hashlib.blake2b(f"{prefix:x} {instance.url}".encode(), digest_size=8).digest()
+
+
+def _cost(load: Load, task: Task) -> int:
+    """Tokens of work on this instance once the request is there, cached ones apart."""
+    cached = min(load.cached_tokens, task.prompt_tokens) if load.instance.role is Role.PREFILL else 0
+    return load.outstanding_tokens + task.work(load.instance.role) - cached

@@ -1,0 +1,24 @@
+"""How a router chooses: the policy, what it is told of the operator's wishes, and the clock of everything measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.router.policy.balanced import balanced
+from kvferry.router.policy.records import NO_LIMITS, Limits, Policy
+
+__all__ = ["DEFAULT_JUDGEMENT", "Judgement"]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """`clock` is seconds of a monotonic clock."""
+
+    policy: Policy = balanced
+    limits: Limits = NO_LIMITS
+    clock: Callable[[], float] = time.monotonic
+
+
+DEFAULT_JUDGEMENT = Judgement()

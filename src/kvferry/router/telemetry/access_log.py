@@ -1,0 +1,103 @@
+"""How one request went: a line in the log, attributes of a span."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvferry.router.events import Answered, ClientGone, Ended, Event, Failed
+from kvferry.router.policy.records import Role
+
+__all__ = ["ANSWERED", "LEFT", "Refusal", "Story", "outcome_of", "refused"]
+
+ANSWERED = "answered"
+LEFT = "left"
+"""Nobody waited for the end of an early leg any more."""
+
+# One line per request, at the level INFO: shown with `--access-log`.
+logger = logging.getLogger("kvferry.router.access")
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """`instances` are those of the last leg of each role; `phases` the parts of the time to the first byte, seconds."""
+
+    request_id: str
+    endpoint: str
+    model: str
+    status: int
+    path: str
+    reason: str
+    instances: Mapping[Role, str]
+    seconds: float
+    phases: Mapping[str, float]
+
+    def log(self) -> None:
+        """Write the line, with its values as fields for those who log JSON."""
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        fields = {
+            "request_id": self.request_id,
+            "endpoint": self.endpoint,
+            "model": self.model,
+            "status": self.status,
+            "path": self.path,
+            "reason": self.reason,
+            "prefill": self.instances.get(Role.PREFILL, ""),
+            "decode": self.instances.get(Role.DECODE, ""),
+            "seconds": round(self.seconds, 6),
+            "phases_s": {name: round(seconds, 6) for name, seconds in self.phases.items()},
+        }
+        words = (self.endpoint, self.status, self.path, self.seconds)
+        logger.info("request %s: %s %d %s in %.3f s", self.request_id, *words, extra={"fields": fields})
+
+    def attributes(self) -> dict[str, str | float]:
+        """For spans: OpenTelemetry's names where it has some."""
+        own: dict[str, str | float] = {
+            "http.route": self.endpoint,
+            "http.response.status_code": self.status,
+            "gen_ai.request.model": self.model,
+            "kvferry.path": self.path,
+        }
+        own |= {"kvferry.reason": self.reason} if self.reason else {}
+        return own | {f"kvferry.phase.{name}_s": seconds for name, seconds in self.phases.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The router's own answer to a request that it did not pass on; `reason` is the code of the error."""
+
+    request_id: str
+    status: int
+    reason: str
+
+
+def refused(refusal: Refusal, endpoint: str, seconds: float) -> Story:
+    """The story of a request of which little is known."""
+    return Story(
+        request_id=refusal.request_id,
+        endpoint=endpoint,
+        model="",
+        status=refusal.status,
+        path="none",
+        reason=refusal.reason,
+        instances={},
+        seconds=seconds,
+        phases={},
+    )
+
+
+def outcome_of(event: Event) -> str:
+    """A leg's end in a word: `answered` are successes and the engine's own refusals."""
+    match event:
+        case Ended():
+            return ANSWERED
+        case Answered(status, _):
+            return ANSWERED if status < 500 else f"status_{status}"
+        case Failed(reason, _):
+            return reason
+        case ClientGone():
+            return "client_left"
+        case _:
+            return "unknown"

@@ -1,0 +1,135 @@
+"""A claim that a source writes straight into the target's blocks, stretch by stretch, as its tokens are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.bundles import Bundle
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.programs.program import Program
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.programs.stretch import WHOLE, Stretch, stretch_tokens, stretches
+from kvferry.plan.slots.partition import StagedRequest
+from kvferry.session.events import Ahead, Cancel, ClaimKey, Command, Post, SlotKey, TicketEnded
+from kvferry.wire.messages import Grant, Queued, Reason, Refusal, Written
+
+__all__ = ["MIN_AHEAD", "STRETCH_BYTES", "StretchWrites"]
+
+STRETCH_BYTES = 4 << 20
+
+MIN_AHEAD = 2
+"""Fewer stretches than these are not sent state by state: they are sent faster than they are cut."""
+
+
+@dataclass(slots=True)
+class StretchWrites:
+    """`peer` names whom to answer. `todo` are the stretches that are not posted, `uses` the tickets that are open; what
+    is said of a `Write` is true of this. `has_got_on`: one has ended since the target last asked.
+
+    With `bundles` of states, what is computed of some states is sent before the other states are: `cut` is the
+    stretch that is sent so, and `cut_todo` what is not posted of it.
+    """
+
+    key: ClaimKey
+    peer: str
+    request: StagedRequest
+    todo: list[Stretch]
+    bundles: tuple[Bundle, ...] = ()
+    cut: Stretch = WHOLE
+    cut_todo: list[Bundle] = field(default_factory=list)
+    uses: set[SlotKey] = field(default_factory=set)
+    num_posted: int = 0
+    num_bytes: int = 0
+    num_rows: int = 0
+    has_got_on: bool = False
+    error: str = ""
+    is_clean: bool = True
+    is_aborted: bool = False
+
+    @classmethod
+    def begun(cls, key: ClaimKey, peer: str, request: StagedRequest, stretch_bytes: int) -> StretchWrites:
+        """One of which nothing is posted yet; a ticket writes about `stretch_bytes`."""
+        cuts = stretches(request.ranges, stretch_tokens(request.program, stretch_bytes))
+        return cls(key, peer, request, list(cuts))
+
+    @property
+    def claim_id(self) -> str:
+        return self.key.claim_id
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is written, or will be."""
+        return bool(self.uses or self.todo or self.cut_todo)
+
+    @property
+    def is_written(self) -> bool:
+        return not self.is_open and not self.error
+
+    def word(self) -> Grant | Queued | Written | Refusal:
+        """How far it is, while its lease is live. A target need not be patient with a write that does not end, but with
+        a prefill."""
+        if self.error:
+            return Refusal(Reason.TRANSPORT, "the write failed", self.error, "", self.claim_id)
+        has_got_on, self.has_got_on = self.has_got_on, False
+        if (self.todo or self.cut_todo) and (has_got_on or not self.uses):
+            return Queued(self.claim_id)
+        if self.is_open:
+            return Grant(self.claim_id, ())
+        return Written(self.claim_id, self.num_bytes, self.num_rows)
+
+    def grown(self, block_tables: tuple[tuple[int, ...], ...], num_ready: int, ahead: Ahead) -> Iterator[Command]:
+        """Post what has become ready. Raises what planning it raises."""
+        self.request = replace(self.request, source_tables=block_tables)
+        yield from self._post_bundles(num_ready, ahead)
+        while self.todo and self._end(self.todo[0]) <= num_ready:
+            yield self._post(self.request.program, self.todo.pop(0))
+        if not self.cut_todo and self._begin_cut(ahead.num_tokens):
+            yield from self._post_bundles(num_ready, ahead)
+
+    def _begin_cut(self, num_tokens: int) -> bool:
+        """Take what is there in part off the list, if it is enough for that to pay."""
+        begun = [stretch for stretch in self.todo if self._end(stretch) <= num_tokens]
+        if not self.bundles or len(begun) < MIN_AHEAD:
+            return False
+        del self.todo[: len(begun)]
+        self.cut = Stretch(TokenRange(begun[0].tokens.first, begun[-1].tokens.last), begun[-1].is_last)
+        self.cut_todo = list(self.bundles)
+        return True
+
+    def _post_bundles(self, num_ready: int, ahead: Ahead) -> Iterator[Command]:
+        is_ready = self._end(self.cut) <= num_ready
+        num_states = ahead.num_states if self._end(self.cut) <= ahead.num_tokens else 0
+        while self.cut_todo and (is_ready or self.cut_todo[0].num_states <= num_states):
+            yield self._post(self.cut_todo.pop(0).program, self.cut)
+
+    def _end(self, stretch: Stretch) -> int:
+        """How many tokens must be there. The last stretch ends with the request."""
+        return min(stretch.tokens.last, max(tokens.last for tokens in self.request.ranges))
+
+    def _post(self, program: Program, stretch: Stretch) -> Post:
+        request = self.request
+        copies = copies_for(program, request.source_tables, request.target_tables, request.ranges, stretch)
+        self.num_bytes += copies.num_bytes
+        self.num_rows += len(copies)
+        key = SlotKey(self.key, stretch=self.num_posted, number=0)
+        self.num_posted += 1
+        self.uses.add(key)
+        return Post(key, copies, Direction.WRITE)
+
+    def ticket_ended(self, event: TicketEnded) -> Iterator[Command]:
+        """A stretch is written, or is not."""
+        self.uses -= {key for key in self.uses if key == event.key}
+        self.is_clean = self.is_clean and not event.error
+        self.has_got_on = True
+        if event.error:
+            yield from self.fail(event.error)
+
+    def fail(self, error: str) -> Iterator[Command]:
+        """Begin nothing more, and wait for what is under way."""
+        is_known, self.error = bool(self.error), self.error or error
+        self.todo.clear()
+        self.cut_todo.clear()
+        for key in sorted(self.uses, key=lambda key: key.stretch) if not is_known else ():
+            yield Cancel(key)

@@ -1,0 +1,93 @@
+"""What a source rank tells targets about itself before they claim anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.plan.description.layout import Layout, fingerprint
+from kvferry.wire.messages import (
+    MAX_SLOT_BYTES,
+    WIRE_VERSION,
+    Hello,
+    Offer,
+    OfferRequest,
+    Party,
+    Probe,
+    Reason,
+    Refusal,
+    TransportOffer,
+    Welcome,
+)
+
+__all__ = ["Identity", "Introduction"]
+
+# Offers are asked for by whoever can connect: only so many are remembered.
+MAX_OFFERED = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this rank is and what it tells peers about itself. `layouts` are those of all ranks of its engine.
+
+    With `is_staged` no transport reaches its blocks, and whoever wants something of it has it packed. Its staging
+    memory has room for some slots of `slot_bytes`.
+    """
+
+    party: Party
+    product_version: str
+    layouts: tuple[Layout, ...]
+    transports: tuple[TransportOffer, ...]
+    probe: Probe
+    is_staged: bool = False
+    slot_bytes: int = MAX_SLOT_BYTES
+
+    @property
+    def layout(self) -> Layout:
+        """This rank's own."""
+        return self.layouts[self.party.rank]
+
+
+class Introduction:
+    """Answers what targets ask first. Who has been told how we are reached may be testing that for `handshake_s`."""
+
+    def __init__(self, identity: Identity, handshake_s: float) -> None:
+        self._identity = identity
+        self._handshake_s = handshake_s
+        self._offered: dict[Party, float] = {}
+
+    def hello(self, hello: Hello) -> Welcome | Refusal:
+        """Who we are, to whoever means us."""
+        identity, ours = self._identity, self._identity.party
+        checks = (
+            (Reason.WIRE_VERSION, "wire versions differ", str(hello.wire_version), str(WIRE_VERSION)),
+            (Reason.WRONG_ENGINE, "another engine listens here", hello.expects_engine_id, ours.engine_id),
+            (Reason.WRONG_EPOCH, "the engine has restarted", hello.expects_epoch, ours.epoch),
+        )
+        for reason, what, found, expected in checks:
+            if found != expected:
+                return Refusal(reason, what, found, expected, "")
+        name = fingerprint(identity.layout)
+        return Welcome(WIRE_VERSION, identity.product_version, ours, len(identity.layouts), name)
+
+    def offer(self, request: OfferRequest, now: float) -> Offer:
+        """Where our memory is, and how it is reached."""
+        identity = self._identity
+        self._offered = {party: until for party, until in self._offered.items() if until > now}
+        if len(self._offered) < MAX_OFFERED:
+            self._offered[request.party] = now + self._handshake_s
+        return Offer(
+            identity.party,
+            identity.layout,
+            identity.transports,
+            identity.probe,
+            identity.is_staged,
+            identity.slot_bytes,
+        )
+
+    def has_met(self, party: Party) -> None:
+        """Who claims, or says that there is nothing to claim, has done with testing."""
+        self._offered.pop(party, None)
+
+    def is_tested(self, now: float) -> bool:
+        """Whether somebody may be reading our memory to find out how."""
+        return any(until > now for until in self._offered.values())

@@ -1,0 +1,200 @@
+"""A source's promise to keep a request's blocks: who has claimed it, who has read it, and how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from kvferry.plan.digests.subject import NOTHING, Subject
+from kvferry.plan.programs.copies import Direction
+from kvferry.session.events import NOT_AHEAD, Ahead, ClaimKey, LeaseGrown, LeaseWanted
+from kvferry.session.source.direct_write import StretchWrites
+from kvferry.session.source.packing import Packing
+from kvferry.session.source.write import Write
+from kvferry.session.state import Machine, Table
+from kvferry.wire.messages import Claim, Landed, Party, Reason, Refusal
+
+__all__ = ["LEASE_TABLE", "Lease", "LeaseState", "OwnDigest"]
+
+
+TOO_LATE = "the lease expired before the transfer was confirmed"
+
+
+class LeaseState(StrEnum):
+    OPEN = "open"
+    CLAIMED = "claimed"
+    DONE = "done"
+    EXPIRED = "expired"
+    ABORTED = "aborted"
+    WITHDRAWN = "withdrawn"
+
+
+LEASE_TABLE: Table = {
+    (LeaseState.OPEN, "claim"): LeaseState.CLAIMED,
+    (LeaseState.CLAIMED, "claim"): LeaseState.CLAIMED,
+    (LeaseState.CLAIMED, "all readers valid"): LeaseState.DONE,
+    (LeaseState.OPEN, "deadline"): LeaseState.EXPIRED,
+    (LeaseState.CLAIMED, "deadline"): LeaseState.EXPIRED,
+    (LeaseState.OPEN, "abort"): LeaseState.ABORTED,
+    (LeaseState.CLAIMED, "abort"): LeaseState.ABORTED,
+    (LeaseState.OPEN, "withdraw"): LeaseState.WITHDRAWN,
+    (LeaseState.CLAIMED, "withdraw"): LeaseState.WITHDRAWN,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A claim that a reader holds, and what it wants digested. One with the direction `read` asks when it has all."""
+
+    claim_id: str
+    direction: Direction
+    subject: Subject
+
+
+@dataclass(slots=True)
+class OwnDigest:
+    """What a reader is going to have, as it is here: `values`, once they are known. `peer` is whom to tell; nobody, if
+    it is empty, has asked yet."""
+
+    peer: str = ""
+    values: tuple[bytes, ...] | None = None
+
+
+@dataclass(slots=True)
+class Lease:
+    """`claims` has the claim of each reader: one attempt per reader, so that two are never taken for one repeated.
+    `completed` has the digests that each reader was told, `digests` those that are being made, or wait to be asked for.
+    `writes` are the claims that we carry out ourselves. `num_ready` tokens are computed, and of some states more
+    (`ahead`); the claims in `waiting` need more tokens.
+
+    A lease that has ended is kept until `deadline` as a tombstone, to give true answers to late messages. `ended_as`
+    says how it ended; the engine has its blocks back (`is_freed`) once we write nothing out of them any more.
+    """
+
+    wanted: LeaseWanted
+    machine: Machine
+    deadline: float
+    num_ready: int
+    ahead: Ahead = NOT_AHEAD
+    waiting: dict[Party, tuple[str, Claim]] = field(default_factory=dict)
+    readers: frozenset[int] = frozenset()
+    claims: dict[Party, Granted] = field(default_factory=dict)
+    completed: dict[Party, tuple[bytes, ...]] = field(default_factory=dict)
+    digests: dict[ClaimKey, OwnDigest] = field(default_factory=dict)
+    writes: dict[ClaimKey, Write | Packing | StretchWrites] = field(default_factory=dict)
+    ended_as: str = ""
+    is_freed: bool = False
+
+    @classmethod
+    def opened(cls, wanted: LeaseWanted, deadline: float) -> Lease:
+        """A lease that nobody has claimed yet."""
+        machine = Machine(f"lease {wanted.lease_id}", LEASE_TABLE, LeaseState.OPEN)
+        return cls(wanted, machine, deadline, 0 if wanted.is_growing else wanted.num_tokens)
+
+    @property
+    def live(self) -> bool:
+        """The blocks hold what the target was promised."""
+        return self.machine.state in (LeaseState.OPEN, LeaseState.CLAIMED)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a ticket of ours may still look at the blocks."""
+        return any(write.is_open for write in self.writes.values())
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a reader that was let in has not said that its bytes are there."""
+        return len(self.claims) > len(self.completed)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the engine writes nothing to the blocks any more."""
+        return self.num_ready == self.wanted.num_tokens
+
+    @property
+    def finished(self) -> bool:
+        """Every expected reader of the claiming engine has said that its bytes are there, and the engine is done."""
+        return self.is_computed and self.readers <= {party.rank for party in self.completed}
+
+    def is_written(self, key: ClaimKey) -> bool:
+        """Whether we have carried a claim out, to its last byte."""
+        return key in self.writes and self.writes[key].is_written
+
+    def holds(self, party: Party, claim_id: str) -> bool:
+        """Whether this claim is the one that was granted to this reader."""
+        return party in self.claims and self.claims[party].claim_id == claim_id
+
+    def serves(self, party: Party) -> bool:
+        """Whether this reader may count on the lease: it keeps it alive, or needs it no more. Before any claim, whoever
+        knows its unguessable id may."""
+        return party in self.completed or (self.live and (not self.claims or party in self.claims))
+
+    def claim(self, claim: Claim, deadline: float) -> None:
+        """Note a granted claim; the same claim again changes nothing but the deadline."""
+        self.machine.move("claim")
+        self.readers |= frozenset(claim.readers)
+        self.claims.setdefault(claim.party, Granted(claim.claim_id, claim.direction, claim.subject))
+        self.deadline = deadline
+
+    def complete(self, party: Party, digests: tuple[bytes, ...]) -> None:
+        """A reader has its bytes, and is told so with these."""
+        self.completed[party] = digests
+        self.claims[party] = replace(self.claims[party], subject=NOTHING)
+
+    def grow(self, event: LeaseGrown) -> None:
+        """More is there. What goes backwards or too far is the engine's mistake, and changes nothing."""
+        before = self.num_ready, self.ahead.num_tokens, self.ahead.num_states
+        after = event.num_ready, event.ahead.num_tokens, event.ahead.num_states
+        if before < after and max(after[:2]) <= self.wanted.num_tokens:
+            self.num_ready, self.ahead = event.num_ready, event.ahead
+            self.wanted = replace(self.wanted, block_tables=event.block_tables)
+
+    def refusal_of(self, claim: Claim) -> tuple[Refusal, ...]:
+        """Why a claim cannot be granted; empty when it can."""
+        party, wanted = claim.party, self.wanted
+        if not self.live:
+            return _refusal(claim, Reason.EXPIRED, "the lease has ended", self.machine.state, "open or claimed")
+        if wanted.is_unnamed:
+            what = "engines cannot compare what this prompt depends on"
+            return _refusal(claim, Reason.UNNAMED_PROMPT, what, "a prompt without a name", "the source's log says why")
+        others = {(other.engine_id, other.epoch) for other in self.claims}
+        if others - {(party.engine_id, party.epoch)}:
+            what = "another engine has claimed this lease"
+            return _refusal(claim, Reason.ALREADY_CLAIMED, what, party.engine_id, "one engine")
+        if party in self.claims and not self.holds(party, claim.claim_id):
+            what = "another attempt has claimed this lease"
+            return _refusal(claim, Reason.ALREADY_CLAIMED, what, claim.claim_id, "one attempt")
+        if claim.direction is Direction.WRITE and party in self.completed:
+            what = "this reader has already received the whole cache"
+            return _refusal(claim, Reason.ALREADY_CLAIMED, what, claim.claim_id, "one claim")
+        if claim.num_tokens > wanted.num_tokens:
+            found, expected = f"{claim.num_tokens} tokens", f"at most {wanted.num_tokens}"
+            return _refusal(claim, Reason.OUT_OF_RANGE, "more tokens than were computed", found, expected)
+        if not wanted.prompt.begins_with(claim.prompt, wanted.lease_id):
+            what, found = "this is the cache of another prompt", f"another prompt of {claim.prompt.num_tokens} tokens"
+            computed = f"the {wanted.prompt.num_tokens} tokens that were computed"
+            expected = f"{computed}, or their beginning, with the same images, adapter and cache_salt"
+            return _refusal(claim, Reason.WRONG_PROMPT, what, found, expected)
+        return ()
+
+    def refusal_of_landed(self, landed: Landed) -> tuple[Refusal, ...]:
+        """Why bytes that have landed must not be used; empty when they are the request's own."""
+        if not self.holds(landed.party, landed.claim_id):
+            return _refusal(landed, Reason.NOT_CLAIMED, "landed without a claim", landed.claim_id, "a claim first")
+        if landed.party in self.completed:
+            return ()
+        if not self.live:
+            return _refusal(landed, Reason.EXPIRED, TOO_LATE, self.machine.state, "live")
+        write = self.writes.get(ClaimKey(landed.lease_id, landed.party, landed.claim_id))
+        if write is not None and not write.is_written:
+            what = "landed before it was written"
+            return _refusal(landed, Reason.NOT_CLAIMED, what, "still being written", "written")
+        return ()
+
+    def refusal_of_end(self, key: ClaimKey) -> Refusal:
+        """What is said of a write or a digest during which the lease has ended: its bytes may be another request's."""
+        return Refusal(Reason.EXPIRED, TOO_LATE, self.machine.state, "live", key.claim_id)
+
+
+def _refusal(about: Claim | Landed, reason: Reason, what: str, found: str, expected: str) -> tuple[Refusal, ...]:
+    return (Refusal(reason, what, found, expected, about.claim_id),)

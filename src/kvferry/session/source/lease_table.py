@@ -1,0 +1,135 @@
+"""All leases of a source's rank: how they begin and end, and when the engine has its blocks back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from heapq import heappop, heappush, heapreplace
+from math import inf
+
+from kvferry.plan.description.prompt import UNKNOWN_PROMPT
+from kvferry.session.events import Command, Count, DropDigest, LeaseWanted, SourceFree, Timing
+from kvferry.session.refusals import refuse
+from kvferry.session.source.lease import Lease
+from kvferry.session.source.writes import Carrying
+from kvferry.wire.messages import Claim, Party, Reason, Refusal
+
+__all__ = ["Leases"]
+
+
+class Leases:
+    """By id, tombstones included; and by request as long as the engine has not got its blocks back."""
+
+    def __init__(self, carrying: Carrying, timing: Timing) -> None:
+        self._carrying = carrying
+        self._timing = timing
+        self._by_id: dict[str, Lease] = {}
+        self._by_request: dict[str, Lease] = {}
+        # A heap of (deadline, lease id), with each lease at its deadline or sooner: there are many tombstones, and most
+        # events come when nothing is due.
+        self._deadlines: list[tuple[float, str]] = []
+        # All whose claims may lack their ends, and others, until somebody asks.
+        self._claimed: dict[str, Lease] = {}
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(tuple(self._by_id.values()))
+
+    def get(self, lease_id: str) -> Lease | None:
+        """None when there is unknown lease, or not any more."""
+        return self._by_id.get(lease_id)
+
+    def of_request(self, request_id: str) -> Lease | None:
+        """The lease on blocks that the engine still keeps for a request."""
+        return self._by_request.get(request_id)
+
+    @property
+    def num_live(self) -> int:
+        """Leases whose blocks the engine still keeps."""
+        return len(self._by_request)
+
+    @property
+    def may_be_read(self) -> bool:
+        """Whether a claim lacks its end. Also of a lease that has ended: its reader can use its own blocks again only
+        when its ticket has ended."""
+        self._claimed = {key: lease for key, lease in self._claimed.items() if lease.is_read and key in self._by_id}
+        return bool(self._claimed)
+
+    @property
+    def writing(self) -> set[Party]:
+        """Targets that we may be writing to."""
+        # Whoever writes has not given the blocks back: tombstones, of which there are many, need not be looked at.
+        return {key.party for lease in self._by_request.values() for key in lease.writes if lease.is_writing}
+
+    def next_deadline(self) -> float:
+        """When the next one ends, or is forgotten; infinity when there is none."""
+        while self._deadlines:
+            deadline, lease_id = self._deadlines[0]
+            lease = self._by_id.get(lease_id)
+            if lease is None:
+                heappop(self._deadlines)
+            elif lease.deadline > deadline:
+                heapreplace(self._deadlines, (lease.deadline, lease_id))
+            else:
+                return deadline
+        return inf
+
+    def open(self, wanted: LeaseWanted, now: float) -> None:
+        """Nobody has claimed it yet."""
+        lease = Lease.opened(wanted, now + self._timing.lease_s)
+        self._by_id[wanted.lease_id] = self._by_request[wanted.request_id] = lease
+        self._note_deadline(lease)
+
+    def claim(self, lease: Lease, claim: Claim, now: float) -> None:
+        """Note a granted claim; it lasts for another while from now on."""
+        lease.claim(claim, now + self._timing.lease_s)
+        self._claimed[lease.wanted.lease_id] = lease
+
+    def renew(self, lease: Lease, now: float) -> None:
+        """It lasts for another while from now on."""
+        lease.deadline = now + self._timing.lease_s
+
+    def expire(self, now: float) -> list[Command]:
+        """End those whose time is over, and forget those that ended long ago."""
+        commands: list[Command] = []
+        due: dict[str, Lease] = {}
+        while self.next_deadline() <= now:
+            _, lease_id = heappop(self._deadlines)
+            due[lease_id] = self._by_id[lease_id]
+        for lease_id, lease in due.items():
+            if lease.live:
+                commands += self.end(lease, "deadline", Reason.EXPIRED, now)
+            elif lease.is_writing:
+                lease.deadline = now + self._timing.tombstone_s
+                self._note_deadline(lease)
+            else:
+                del self._by_id[lease_id]
+        return commands
+
+    def end(self, lease: Lease, event: str, reason: str, now: float) -> list[Command]:
+        """Move a lease to its terminal state, and give the blocks back as soon as nothing looks at them."""
+        lease.machine.move(event)
+        lease.deadline, lease.ended_as = now + self._timing.tombstone_s, reason
+        self._note_deadline(lease)
+        commands = list(self._carrying.end(lease))
+        for key, digest in lease.digests.items():
+            commands += [DropDigest(key)] if digest.values is None else []
+            commands += refuse(digest.peer, lease.refusal_of_end(key)) if digest.peer else []
+        for peer, claim in lease.waiting.values():
+            commands += refuse(peer, Refusal(Reason.EXPIRED, "the lease has ended", reason, "live", claim.claim_id))
+        lease.digests, lease.waiting = {}, {}
+        # A tombstone answers no claim: it needs no megabyte of tokens.
+        lease.wanted = replace(lease.wanted, prompt=UNKNOWN_PROMPT)
+        return [*self.free_when_drained(lease), *commands]
+
+    def free_when_drained(self, lease: Lease) -> list[Command]:
+        """Give the blocks of a lease that has ended back, exactly once, when nothing is written out of them."""
+        if lease.live or lease.is_freed or lease.is_writing:
+            return []
+        lease.is_freed = True
+        del self._by_request[lease.wanted.request_id]
+        freed = SourceFree(lease.wanted.request_id, lease.ended_as)
+        return [freed, *([Count("leases_expired", Reason.EXPIRED)] if lease.ended_as == Reason.EXPIRED else [])]
+
+    def _note_deadline(self, lease: Lease) -> None:
+        """It is new, or may be sooner than it was."""
+        heappush(self._deadlines, (lease.deadline, lease.wanted.lease_id))

@@ -1,0 +1,202 @@
+"""The source's side of a packed claim: slots that the target asks for are gathered and written to it, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from kvferry.errors import FerryError, RequestError
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.slots.partition import Slot, SlotPlan, StagedRequest
+from kvferry.plan.strategy.strategies import Side
+from kvferry.session.events import (
+    Acquire,
+    Acquired,
+    Cancel,
+    ClaimKey,
+    Command,
+    Post,
+    Release,
+    Reply,
+    SlotKey,
+    Stage,
+    Staged,
+    TicketEnded,
+)
+from kvferry.session.slot import SlotState, SlotUse
+from kvferry.wire.messages import Grant, Pack, Packed, Queued, Reason, Refusal, Renewed
+
+__all__ = ["Packing"]
+
+
+@dataclass(slots=True)
+class Packing:
+    """One claim of `num_bytes`. `peer` names whom to answer, `error` says what did not work, `done` are the slots that
+    are written, `num_written_bytes` together.
+
+    With `is_aborted` the target waits to hear that nothing is written any more.
+    """
+
+    key: ClaimKey
+    peer: str
+    request: StagedRequest
+    plan: SlotPlan
+    num_bytes: int
+    num_ready: int
+    uses: dict[SlotKey, SlotUse] = field(default_factory=dict)
+    done: set[SlotKey] = field(default_factory=set)
+    num_written_bytes: int = 0
+    error: str = ""
+    is_clean: bool = True
+    is_aborted: bool = False
+
+    @classmethod
+    def begun(cls, key: ClaimKey, peer: str, request: StagedRequest, num_ready: int) -> Packing:
+        """One of which nothing is asked for yet. Raises BlockTableError for ranges that cannot be."""
+        plan = SlotPlan(request, Side.SOURCE, num_ready)
+        return cls(key, peer, request, plan, plan.num_bytes, num_ready)
+
+    @property
+    def claim_id(self) -> str:
+        return self.key.claim_id
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something still looks at the blocks or moves bytes to the target."""
+        return bool(self.uses)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether everything is there."""
+        return self.num_written_bytes == self.num_bytes
+
+    def word(self) -> Grant | Refusal:
+        """What there is to say while the lease is live."""
+        if self.error:
+            return Refusal(Reason.TRANSPORT, "a slot could not be written", self.error, "", self.claim_id)
+        return Grant(self.claim_id, (), self._num_missing)
+
+    @property
+    def _num_missing(self) -> int:
+        return max(0, self.plan.num_tokens - self.num_ready)
+
+    def prepare(self) -> None:
+        """Plan the first slot, which is about to be asked for; what is wrong with it is said then."""
+        if not self.error and self.plan.tokens_for(0) <= self.num_ready:
+            with suppress(FerryError):
+                self.plan.slots(0)
+
+    def pack(self, message: Pack, peer: str, gets_on: bool) -> Iterator[Command]:
+        """A slot is wanted; asked again, say how far it is. Written it is once, wherever a repetition points to. Who
+        waits for a slot of ours is told to have patience only while others get on.
+
+        Raises RequestError for a slot that does not exist.
+        """
+        self.peer = peer
+        key = SlotKey(self.key, message.stretch, message.number)
+        if self.error or key in self.done or key in self.uses:
+            yield Reply(peer, self._how_far(key, gets_on))
+        elif not self._is_ready(key):
+            # Told how many tokens are missing it had no reason to ask. It will ask again.
+            yield Reply(peer, Queued(self.claim_id))
+        else:
+            use = self.uses[key] = SlotUse.begun(key, self._slot(key), message.address)
+            yield Acquire(key, use.slot.num_bytes, use.far_address)
+
+    def _how_far(self, key: SlotKey, gets_on: bool) -> Packed | Grant | Refusal | Queued | Renewed:
+        """What there is to say of a slot that was asked for before, and of every other once something has failed."""
+        if key in self.done:
+            return self._packed(key)
+        if self.error:
+            return self.word()
+        is_waiting = self.uses[key].state is SlotState.WAITING
+        return Queued(self.claim_id) if is_waiting and gets_on else Renewed(())
+
+    def _is_ready(self, key: SlotKey) -> bool:
+        """Whether the tokens of a slot are computed; of one that does not exist, there is nothing to wait for."""
+        return key.stretch >= len(self.plan.stretches) or self.plan.tokens_for(key.stretch) <= self.num_ready
+
+    def grown(self, block_tables: tuple[tuple[int, ...], ...], num_ready: int) -> Iterator[Command]:
+        """More tokens are computed: say so, since the target asks for no slots of those that are not."""
+        self.num_ready = num_ready
+        self.request = replace(self.request, source_tables=block_tables)
+        self.plan = SlotPlan(self.request, Side.SOURCE, num_ready)
+        yield Reply(self.peer, self.word())
+
+    def _slot(self, key: SlotKey) -> Slot:
+        num_stretches = len(self.plan.stretches)
+        if key.stretch < num_stretches and key.number < len(slots := self.plan.slots(key.stretch)):
+            return slots[key.number]
+        found = f"slot {key.number} of stretch {key.stretch}"
+        raise RequestError("unknown staging slot", found=found, expected=f"one of {num_stretches} stretches")
+
+    def is_far(self, key: SlotKey, event: Acquired | Staged | TicketEnded) -> bool:
+        """Whether a slot is the target's own, as we know by now, or by this event."""
+        return self.uses[key].is_far or (isinstance(event, Acquired) and event.is_far)
+
+    def acquired(self, event: Acquired) -> Iterator[Command]:
+        """A slot is ours: gather. Without one the claim cannot be carried out."""
+        use = self.uses[event.key]
+        if event.error:
+            del self.uses[event.key]
+            yield from self.fail(event.error)
+            return
+        use.machine.move("acquired")
+        use.address, use.is_far = event.address, event.is_far
+        yield Stage(event.key, use.gather)
+
+    def staged(self, event: Staged) -> Iterator[Command]:
+        """Gathered: on the wire with it, unless that was into the target's own slot."""
+        use = self.uses[event.key]
+        if use.state is SlotState.DRAINING or event.error:
+            yield from self._over(use, event.error)
+            return
+        use.machine.move("filled")
+        if use.is_far:
+            yield from self._written(use)
+            return
+        yield Post(event.key, use.slot.wire.shifted(use.address, use.far_address), Direction.WRITE)
+
+    def ticket_ended(self, event: TicketEnded) -> Iterator[Command]:
+        """Written, or not."""
+        use = self.uses[event.key] if isinstance(event.key, SlotKey) else None
+        if use is None:
+            return
+        self.is_clean = self.is_clean and not event.error
+        if use.state is SlotState.DRAINING or event.error:
+            yield from self._over(use, event.error)
+            return
+        yield from self._written(use)
+
+    def _written(self, use: SlotUse) -> Iterator[Command]:
+        """It is in the target's slot."""
+        use.machine.move("emptied")
+        del self.uses[use.key]
+        self.done.add(use.key)
+        self.num_written_bytes += use.slot.num_bytes
+        if self.is_written:
+            self.plan.forget()
+        yield Release(use.key)
+        yield Reply(self.peer, self._packed(use.key))
+
+    def _packed(self, key: SlotKey) -> Packed:
+        return Packed(self.claim_id, key.stretch, key.number, self._num_missing)
+
+    def _over(self, use: SlotUse, error: str) -> Iterator[Command]:
+        """The end of a slot that comes to nothing."""
+        del self.uses[use.key]
+        yield Release(use.key)
+        if error:
+            yield from self.fail(error)
+
+    def fail(self, error: str) -> Iterator[Command]:
+        """Begin nothing more, and wait for what is under way."""
+        self.error = self.error or error
+        self.plan.forget()
+        for key, use in list(self.uses.items()):
+            if use.state is SlotState.EMPTYING:
+                yield Cancel(key)
+            if use.fail():
+                del self.uses[key]
+                yield Release(key)

@@ -1,0 +1,191 @@
+"""The target ranks that a source writes to: what they have offered, whether they are reached, what goes where."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from kvferry.errors import FerryError, RequestError, TransferError
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.programs.bundles import Bundle, bundles
+from kvferry.plan.programs.copies import NOTHING, Copies
+from kvferry.plan.programs.program import Program, bind
+from kvferry.plan.programs.request import check_ranges, copies_for
+from kvferry.plan.programs.stretch import WHOLE, parted
+from kvferry.plan.routing.route import route
+from kvferry.plan.slots.partition import StagedRequest, region_starts
+from kvferry.plan.strategy.strategies import RegionStarts, Strategy
+from kvferry.session.events import (
+    Command,
+    Connect,
+    Disconnect,
+    LeaseWanted,
+    PeerConnected,
+    PeerUnreachable,
+    Reply,
+    Timing,
+)
+from kvferry.session.refusals import refuse
+from kvferry.wire.messages import Claim, Party, Reached, Reason, Refusal, TargetOffer
+
+__all__ = ["Targets"]
+
+MAX_TARGETS = 512
+NUM_BUNDLES = 8
+"""Into so many a program is cut that is sent state by state: the last eighth is all that waits for the last state."""
+# A target forgets an idle source first, and so never claims from one that has forgotten it.
+PATIENCE = 2
+
+
+@dataclass(slots=True)
+class _Target:
+    """`reached` is empty until a transport is connected, `programs` until something has been claimed, `bundles` until
+    something is to be sent state by state. `starts` says where the regions of both ranks begin."""
+
+    peer: str
+    offer: TargetOffer
+    last_heard: float
+    starts: RegionStarts
+    reached: tuple[Reached, ...] = ()
+    programs: tuple[Program, ...] = ()
+    bundles: tuple[Bundle, ...] = ()
+
+
+class Targets:
+    """By party. `layouts` are those of all ranks of the source's engine."""
+
+    def __init__(self, layouts: tuple[Layout, ...], rank: int, timing: Timing) -> None:
+        self._layouts = layouts
+        self._rank = rank
+        self._timing = timing
+        self._known: dict[Party, _Target] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def offered(self, peer: str, offer: TargetOffer, busy: Collection[Party], now: float) -> list[Command]:
+        """Connect to a target that wants to be written to; say so again when it is repeated."""
+        if known := self._known.get(offer.party):
+            # Whether we may attach its staging memory, it judges anew each time that it meets us.
+            if structs.replace(known.offer, staging=offer.staging) != offer:
+                return _refuse(peer, Reason.MALFORMED, "two different offers of one target rank", str(offer.party))
+            if offer == known.offer or offer.party in busy:
+                known.peer, known.last_heard = peer, now
+                return [Reply(peer, reached) for reached in known.reached]
+        if offer.party.rank >= len(offer.layouts):
+            found = f"rank {offer.party.rank} of {len(offer.layouts)}"
+            return _refuse(peer, Reason.MALFORMED, "an offer of a rank without a layout", found)
+        replaced = [self._forget(party) for party in list(self._known) if _is_met_anew(party, offer.party)]
+        if len(self._known) >= MAX_TARGETS:
+            return _refuse(peer, Reason.UNREACHABLE, "too many targets at once", f"{len(self._known)} targets")
+        starts = region_starts(self._layouts[self._rank], offer.layouts[offer.party.rank])
+        self._known[offer.party] = _Target(peer, offer, now, starts)
+        return [*replaced, Connect(offer.party, offer)]
+
+    def settled(self, event: PeerConnected | PeerUnreachable) -> list[Command]:
+        """What came of connecting."""
+        known = self._known.get(event.peer) if isinstance(event.peer, Party) else None
+        if known is None or known.reached:
+            return []
+        if isinstance(event, PeerConnected):
+            known.reached = (Reached(event.transport, event.choice[:4096], event.reaches_staging),)
+            return [Reply(known.peer, known.reached[0])]
+        refusal = _refuse(known.peer, Reason.UNREACHABLE, "no transport reaches the target", event.error)
+        return [self._forget(known.offer.party), *refusal]
+
+    def heard(self, party: Party, now: float) -> None:
+        """A target is there."""
+        if known := self._known.get(party):
+            known.last_heard = now
+
+    def check(self, claim: Claim) -> None:
+        """Raises TransferError, or BlockTableError for its ranges, when a claim cannot or must not be carried out."""
+        self._program_of(claim)
+
+    def copies(self, claim: Claim, lease: LeaseWanted) -> Copies:
+        """The rows to write for a claim, or our share. Raises TransferError, or BlockTableError for its ranges, when
+        it cannot or must not be carried out."""
+        program = self._program_of(claim)
+        if not claim.num_tokens:
+            return NOTHING
+        try:
+            ours = parted(claim.read_from)[0] if claim.read_from else WHOLE
+            return copies_for(program, lease.block_tables, claim.block_tables, claim.ranges, ours)
+        except RequestError as error:
+            raise TransferError(Reason.OUT_OF_RANGE, error.what, found=error.found, expected=error.expected) from error
+
+    def request(self, claim: Claim, lease: LeaseWanted) -> StagedRequest:
+        """What moves for a claim through staging memory. Raises TransferError, or BlockTableError for its ranges, when
+        it must not be carried out."""
+        program, starts = self._program_of(claim), self._known[claim.party].starts
+        if claim.strategy is Strategy.PACK and not claim.slot_bytes:
+            raise TransferError(
+                Reason.MALFORMED, "staging slots of no size", found="0 bytes", expected="at least 1 byte"
+            )
+        return StagedRequest(
+            program, lease.block_tables, claim.block_tables, claim.ranges, claim.strategy, claim.slot_bytes, starts
+        )
+
+    def bundles(self, party: Party) -> tuple[Bundle, ...]:
+        """The program of a target that has claimed something, cut by states."""
+        known = self._known.get(party)
+        if known is None:
+            return ()
+        known.bundles = known.bundles or self._bundles(known.offer)
+        return known.bundles
+
+    def _program_of(self, claim: Claim) -> Program:
+        known = self._known.get(claim.party)
+        if known is None or not known.reached:
+            raise TransferError(Reason.UNREACHABLE, "the target has not been reached", found=str(claim.party))
+        # Before anything is cut into stretches, of which there would be millions.
+        check_ranges(claim.ranges)
+        last = max((tokens.last for tokens in claim.ranges), default=0)
+        if last != claim.num_tokens:
+            found, expected = f"tokens up to {last}", f"up to {claim.num_tokens}"
+            raise TransferError(Reason.OUT_OF_RANGE, "token ranges outside the claim", found=found, expected=expected)
+        try:
+            known.programs = known.programs or (self._program(known.offer),)
+        except FerryError as error:
+            raise TransferError(Reason.INCOMPATIBLE, error.what, found=error.found, expected=error.expected) from error
+        return known.programs[0]
+
+    def expire(self, busy: Collection[Party], now: float) -> list[Command]:
+        """Forget those that have said nothing for long and that nothing is written to."""
+        idle = [party for party, known in self._known.items() if self._ends(known) <= now]
+        for party in busy:
+            self.heard(party, now)
+        return [self._forget(party) for party in idle if party not in busy]
+
+    def next_deadline(self) -> float:
+        """When the next one has been idle for long enough; infinity when there is none."""
+        return min(map(self._ends, self._known.values()), default=float("inf"))
+
+    def _program(self, offer: TargetOffer) -> Program:
+        rank, found = offer.party.rank, route(self._layouts, offer.layouts)
+        if self._rank not in found.sources_of(rank):
+            raise TransferError(Reason.INCOMPATIBLE, "the target needs nothing of this rank", found=f"rank {rank}")
+        return bind(found.between(self._rank, rank), self._layouts[self._rank], offer.layouts[rank])
+
+    def _bundles(self, offer: TargetOffer) -> tuple[Bundle, ...]:
+        rank = offer.party.rank
+        legs = route(self._layouts, offer.layouts).between(self._rank, rank)
+        return bundles(legs, self._layouts[self._rank], offer.layouts[rank], NUM_BUNDLES)
+
+    def _ends(self, known: _Target) -> float:
+        return known.last_heard + PATIENCE * self._timing.idle_peer_s
+
+    def _forget(self, party: Party) -> Disconnect:
+        del self._known[party]
+        return Disconnect(party)
+
+
+def _is_met_anew(known: Party, party: Party) -> bool:
+    """Itself, or another start of the same engine: what was known need not be kept mapped."""
+    return (known.engine_id, known.rank) == (party.engine_id, party.rank)
+
+
+def _refuse(peer: str, reason: Reason, what: str, found: str) -> list[Command]:
+    return refuse(peer, Refusal(reason, what, found[:4096], "", ""))

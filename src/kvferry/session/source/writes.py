@@ -1,0 +1,251 @@
+"""Claims that a source carries out itself: it writes to the target's blocks, or to slots of its staging memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvferry.errors import FerryError, TransferError
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.strategy.strategies import Strategy
+from kvferry.session.events import (
+    Acquired,
+    Cancel,
+    ClaimKey,
+    Command,
+    Post,
+    Reply,
+    SlotKey,
+    Staged,
+    TicketEnded,
+)
+from kvferry.session.refusals import as_transfer_error, because_of, refuse
+from kvferry.session.source.direct_write import STRETCH_BYTES, StretchWrites
+from kvferry.session.source.lease import Lease
+from kvferry.session.source.packing import Packing
+from kvferry.session.source.targets import Targets
+from kvferry.session.source.write import Write
+from kvferry.wire.messages import Aborted, Claim, Grant, Pack, Reason, Refusal
+
+__all__ = ["Carrying"]
+
+
+class Carrying:
+    """What is written for each lease is in the lease itself: see `Lease.writes`. `epoch` is our own; a slot may take
+    `transfer_s`."""
+
+    def __init__(self, targets: Targets, epoch: str, transfer_s: float) -> None:
+        self._targets = targets
+        self._epoch = epoch
+        self._transfer_s = transfer_s
+        # When any slot of ours last got on: while one does, claims that wait for theirs are told to have patience. Not
+        # slots of targets, whose gathers get on when nothing of ours is written.
+        self._moved_at = 0.0
+        self._fresh: list[Packing] = []
+        self._shares: list[tuple[Claim, Lease]] = []
+        self.stretch_bytes = STRETCH_BYTES
+
+    def begin(self, peer: str, claim: Claim, lease: Lease) -> list[Command]:
+        """Carry a claim out, once. Asked again, say how far that is. Raises TransferError when it cannot be."""
+        key = _key_of(claim)
+        if known := lease.writes.get(key):
+            known.peer = peer
+            return [Reply(peer, known.word())]
+        try:
+            return list(self._begin(key, peer, claim, lease))
+        except FerryError as error:
+            lease.writes.pop(key, None)
+            raise as_transfer_error(error) from error
+
+    def share(self, peer: str, claim: Claim, lease: Lease) -> list[Command]:
+        """Write our share of what a target reads, once, when `prepare` comes; asked again, say what has become of it.
+        Raises TransferError when it cannot be."""
+        key = _key_of(claim)
+        if known := lease.writes.get(key):
+            known.peer = peer
+            word = known.word()
+            # The grant of what is read has tables, and has been said.
+            return [] if isinstance(word, Grant) else [Reply(peer, word)]
+        try:
+            self._targets.check(claim)
+        except FerryError as error:
+            raise as_transfer_error(error) from error
+        lease.writes[key] = Write.granted(claim.claim_id, peer)
+        self._shares.append((claim, lease))
+        return []
+
+    def _begin(self, key: ClaimKey, peer: str, claim: Claim, lease: Lease) -> Iterator[Command]:
+        """What is raised here undoes all of it: nothing of it has been carried out yet."""
+        if claim.strategy is Strategy.PACK:
+            request = self._targets.request(claim, lease.wanted)
+            packing = Packing.begun(key, peer, request, lease.num_ready)
+            lease.writes[key] = packing
+            self._fresh.append(packing)
+            yield Reply(peer, packing.word())
+        elif lease.num_ready < claim.num_tokens:
+            writes = lease.writes[key] = StretchWrites.begun(
+                key, peer, self._targets.request(claim, lease.wanted), self.stretch_bytes
+            )
+            yield Reply(peer, Grant(claim.claim_id, ()))
+            yield from self._grow(writes, lease)
+        else:
+            copies = self._targets.copies(claim, lease.wanted)
+            write = lease.writes[key] = Write.begun(claim.claim_id, peer, copies)
+            yield Reply(peer, write.word())
+            yield Post(key, copies, Direction.WRITE)
+
+    def told(self, peer: str, claim: Claim, lease: Lease) -> list[Command]:
+        """What is said of a claim of which all is written, whatever has become of its lease; nothing of others."""
+        write = lease.writes.get(_key_of(claim))
+        if write is None or not write.is_written:
+            return []
+        # Who reads a share itself still needs to know what has become of the lease, until it has been told.
+        is_over = claim.direction is Direction.WRITE or claim.party in lease.completed
+        return [Reply(peer, write.word())] if is_over else []
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether `prepare` has something to do that does not happen otherwise."""
+        return bool(self._shares)
+
+    def prepare(self) -> Iterator[Command]:
+        """Do what has been put off for new claims, until their targets hear that they are granted: plan, and write
+        shares."""
+        fresh, self._fresh = self._fresh, []
+        for packing in fresh:
+            packing.prepare()
+        shares, self._shares = self._shares, []
+        for claim, lease in shares:
+            yield from self._post_share(claim, lease)
+
+    def _post_share(self, claim: Claim, lease: Lease) -> Iterator[Command]:
+        write = lease.writes[_key_of(claim)]
+        if not isinstance(write, Write) or not write.is_granted:
+            return
+        try:
+            copies = self._targets.copies(claim, lease.wanted)
+        except FerryError as error:
+            write.ended(str(error))
+            yield from refuse(write.peer, because_of(as_transfer_error(error), claim.claim_id))
+            return
+        write.posted(copies)
+        yield Post(_key_of(claim), copies, Direction.WRITE)
+
+    def pack(self, peer: str, message: Pack, lease: Lease, now: float) -> Iterator[Command]:
+        """Write one slot. Raises TransferError when there is no such claim or slot."""
+        packing = lease.writes.get(ClaimKey(message.lease_id, message.party, message.claim_id))
+        if not isinstance(packing, Packing):
+            raise TransferError(
+                Reason.NOT_CLAIMED, "a staging slot for a transfer that is not packed", found=message.claim_id
+            )
+        try:
+            yield from packing.pack(message, peer, gets_on=now - self._moved_at < self._transfer_s)
+        except FerryError as error:
+            raise as_transfer_error(error) from error
+
+    def grown(self, lease: Lease) -> Iterator[Command]:
+        """More tokens are computed: on with what is pushed, and word of it to who has slots packed."""
+        for write in lease.writes.values():
+            if isinstance(write, Packing | StretchWrites) and not (write.error or write.is_written):
+                try:
+                    yield from self._grow(write, lease)
+                except FerryError as error:
+                    yield from write.fail(str(error))
+                    yield from _say(write)
+
+    def _grow(self, write: Packing | StretchWrites, lease: Lease) -> Iterator[Command]:
+        tables, num_ready = lease.wanted.block_tables, lease.num_ready
+        if isinstance(write, Packing):
+            yield from write.grown(tables, num_ready)
+            return
+        if lease.ahead.num_states and not write.bundles:
+            write.bundles = self._targets.bundles(write.key.party)
+        yield from write.grown(tables, num_ready, lease.ahead)
+
+    def slot_changed(self, event: Acquired | Staged | TicketEnded, lease: Lease, now: float) -> Iterator[Command]:
+        """A slot of a packed claim is there, is gathered, or is written."""
+        key = event.key
+        if not isinstance(key, SlotKey) or not isinstance(key.work, ClaimKey):
+            return
+        write = lease.writes.get(key.work)
+        if not isinstance(write, Packing | StretchWrites) or key not in write.uses:
+            return
+        if isinstance(write, Packing) and not write.is_far(key, event):
+            self._moved_at = now
+        had_error = bool(write.error)
+        yield from _changed(write, event)
+        if write.is_aborted:
+            yield from self._acknowledge(write)
+        elif (write.error and not had_error) or (isinstance(write, StretchWrites) and write.is_written and lease.live):
+            yield from _say(write)
+
+    def ticket_ended(self, event: TicketEnded, lease: Lease) -> Iterator[Command]:
+        """A write of ours: good news only while the lease is live, else the target has been told when it ended."""
+        write = lease.writes.get(event.key) if isinstance(event.key, ClaimKey) else None
+        if not isinstance(write, Write):
+            return
+        write.ended(event.error)
+        if write.is_aborted:
+            yield from self._acknowledge(write)
+        elif lease.live:
+            yield from _say(write)
+
+    def abort(self, peer: str, key: ClaimKey, lease: Lease) -> Iterator[Command]:
+        """The target does not want it any more: acknowledged once nothing is written, and nothing ever will be."""
+        write = lease.writes.get(key)
+        if write is None:
+            yield Reply(peer, Aborted(key.claim_id, self._epoch, is_clean=True))
+            return
+        write.peer, write.is_aborted = peer, True
+        if isinstance(write, Packing | StretchWrites):
+            yield from write.fail("the claim has been aborted")
+        yield from self._acknowledge(write)
+
+    def _acknowledge(self, write: Write | Packing | StretchWrites) -> Iterator[Command]:
+        if not write.is_open:
+            yield Reply(write.peer, Aborted(write.claim_id, self._epoch, write.is_clean))
+
+    def end(self, lease: Lease) -> Iterator[Command]:
+        """The lease has ended: what is under way is no good any more, and has to end too."""
+        for key, write in lease.writes.items():
+            if write.is_written:
+                continue
+            # Who has slots packed waits for the next one, or for tokens, also between two questions.
+            was_open = not write.error if isinstance(write, Packing) else write.is_open
+            # So does who reads a share itself, until it is told that ours is written.
+            was_open |= isinstance(write, Write) and write.is_granted
+            yield from _stop(key, write)
+            if was_open and not write.is_aborted:
+                yield from refuse(write.peer, lease.refusal_of_end(key))
+
+
+def _key_of(claim: Claim) -> ClaimKey:
+    return ClaimKey(claim.reference.lease_id, claim.party, claim.claim_id)
+
+
+def _stop(key: ClaimKey, write: Write | Packing | StretchWrites) -> Iterator[Command]:
+    """What is under way for a lease that has ended goes on until its tickets have ended; nothing more begins."""
+    if isinstance(write, Packing | StretchWrites):
+        yield from write.fail("the lease has ended")
+    elif write.is_granted:
+        write.machine.move("lease ended")
+    elif write.is_open:
+        write.machine.move("lease ended")
+        yield Cancel(key)
+
+
+def _changed(write: Packing | StretchWrites, event: Acquired | Staged | TicketEnded) -> Iterator[Command]:
+    match event:
+        case TicketEnded():
+            yield from write.ticket_ended(event)
+        case Acquired() if isinstance(write, Packing):
+            yield from write.acquired(event)
+        case Staged() if isinstance(write, Packing):
+            yield from write.staged(event)
+
+
+def _say(write: Write | Packing | StretchWrites) -> Iterator[Command]:
+    word = write.word()
+    if isinstance(word, Refusal):
+        yield from refuse(write.peer, word)
+    else:
+        yield Reply(write.peer, word)

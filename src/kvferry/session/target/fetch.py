@@ -1,0 +1,226 @@
+"""One fetch: the reads of one request from all its source ranks, and when each phase began.
+
+A read is one part of a fetch, whoever moves its bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvferry.errors import TransferError
+from kvferry.plan.digests.extract import Extract
+from kvferry.plan.digests.subject import NOTHING, Subject
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.slots.partition import SlotPlan
+from kvferry.plan.strategy.strategies import Strategy
+from kvferry.session.events import Command, FetchReport, FetchWanted, PeerKey, ReadKey
+from kvferry.session.state import Machine, Table
+from kvferry.session.target.read_strategy import Way
+from kvferry.session.target.unpacking import Unpacking
+
+__all__ = ["READ_TABLE", "Broken", "Fetch", "Read", "ReadState", "Step"]
+
+
+class ReadState(StrEnum):
+    CLAIMING = "claiming"
+    EXPOSED = "exposed"
+    MOVING = "moving"
+    LANDED = "landed"
+    DIGESTED = "digested"
+    CONFIRMED = "confirmed"
+    VALID = "valid"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+READ_TABLE: Table = {
+    (ReadState.CLAIMING, "granted"): ReadState.MOVING,
+    (ReadState.EXPOSED, "granted"): ReadState.MOVING,
+    (ReadState.EXPOSED, "ticket ended"): ReadState.LANDED,
+    (ReadState.MOVING, "ticket ended"): ReadState.LANDED,
+    (ReadState.LANDED, "digested"): ReadState.DIGESTED,
+    (ReadState.LANDED, "valid"): ReadState.CONFIRMED,
+    (ReadState.DIGESTED, "valid"): ReadState.VALID,
+    (ReadState.CONFIRMED, "digested"): ReadState.VALID,
+    (ReadState.CLAIMING, "fail"): ReadState.FAILED,
+    (ReadState.EXPOSED, "fail"): ReadState.DRAINING,
+    (ReadState.MOVING, "fail"): ReadState.DRAINING,
+    (ReadState.LANDED, "fail"): ReadState.FAILED,
+    (ReadState.DIGESTED, "fail"): ReadState.FAILED,
+    (ReadState.CONFIRMED, "fail"): ReadState.FAILED,
+    (ReadState.VALID, "fail"): ReadState.FAILED,
+    (ReadState.DRAINING, "ticket ended"): ReadState.FAILED,
+}
+
+
+OPEN = (ReadState.EXPOSED, ReadState.MOVING, ReadState.DRAINING)
+"""States in which bytes may come."""
+
+
+def _movers(way: Way) -> set[Direction]:
+    """Whose tickets bring a read's bytes straight to their blocks."""
+    theirs = {Direction.WRITE} if way.writes_to_blocks else set()
+    return theirs | ({Direction.READ} if way.direction is Direction.READ else set())
+
+
+@dataclass(slots=True)
+class Read:
+    """What one fetch reads from one source rank.
+
+    `way` says who moves it; of those who move it straight to its blocks, `movers` have not done with it yet: we (read),
+    the source (write), or both. With a `strategy` other than direct the bytes go through staging memory, which
+    `unpacking` has once the source has answered; what could be planned before is in `plans`. `subject` is what is
+    digested of it, and `extracts` where that lies here, once it `is_prepared`; `ours` and `theirs` are the values, once
+    they are known. A source that writes may have `is_confirmed` it before all is in its place here. `granted_at` is
+    when its source let it move; where it takes several steps, `got_on_at` when it last got on, and `moved_at` when it
+    did or had a reason to wait.
+    """
+
+    machine: Machine
+    last_sent: float
+    way: Way
+    strategy: Strategy
+    movers: set[Direction]
+    plans: tuple[SlotPlan, ...] = ()
+    unpacking: tuple[Unpacking, ...] = ()
+    num_bytes: int = 0
+    num_rows: int = 0
+    subject: Subject = NOTHING
+    extracts: tuple[Extract, ...] = ()
+    is_prepared: bool = False
+    may_prepare: bool = True
+    is_confirmed: bool = False
+    ours: tuple[bytes, ...] = ()
+    theirs: tuple[bytes, ...] = ()
+    granted_at: float = 0.0
+    moved_at: float = 0.0
+    got_on_at: float = 0.0
+
+    @classmethod
+    def begun(cls, name: str, way: Way, subject: Subject, now: float) -> Read:
+        """One that is about to be claimed. A source that writes to blocks may do so from that moment on."""
+        first = ReadState.EXPOSED if way.writes_to_blocks else ReadState.CLAIMING
+        return cls(Machine(name, READ_TABLE, first), now, way, way.strategy, _movers(way), subject=subject)
+
+    @property
+    def direction(self) -> Direction:
+        """Of the claim: a source that writes all of it says unasked that it is valid, others when they are asked."""
+        return self.way.direction
+
+    @property
+    def state(self) -> StrEnum:
+        return self.machine.state
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether the source may write to our blocks, or to our staging memory, for all we know."""
+        if self.strategy is not Strategy.DIRECT:
+            return any(unpacking.is_exposed for unpacking in self.unpacking)
+        return Direction.WRITE in self.movers
+
+    @property
+    def is_open(self) -> bool:
+        """Whether bytes may come, or are waited for."""
+        return self.state in OPEN
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it only waits for staging memory."""
+        return any(unpacking.is_waiting for unpacking in self.unpacking)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it only waits for tokens that are not computed yet."""
+        return any(unpacking.is_behind for unpacking in self.unpacking)
+
+    @property
+    def is_digesting(self) -> bool:
+        """Whether our own digest is still awaited."""
+        return bool(self.subject.parts) and self.state in (ReadState.LANDED, ReadState.CONFIRMED)
+
+    def ended(self, mover: Direction) -> None:
+        """One of those who move it straight to its blocks has done with it, well or not."""
+        self.movers.discard(mover)
+        if not self.movers:
+            self.machine.move("ticket ended")
+
+    def differing(self) -> tuple[str, ...]:
+        """The states of which the received bytes differ than the source has; all when it has not told of each."""
+        names = self.subject.names
+        if len(self.ours) != len(self.theirs):
+            return names or ("the request is empty",)
+        pairs = zip(names, self.ours, self.theirs, strict=True)
+        return tuple(dict.fromkeys(name for name, ours, theirs in pairs if ours != theirs))
+
+
+@dataclass(slots=True)
+class Fetch:
+    """One wanted cache. `reads` is empty until every source rank has been met and the route is known.
+
+    `posted_at` is when the first source granted its claim, `landed_at` when the last bytes were there.
+
+    A failed fetch is forgotten when no ticket of it is open any more: until then its blocks are in quarantine.
+    """
+
+    wanted: FetchWanted
+    peers: tuple[PeerKey, ...]
+    began: float
+    failed: bool = False
+    reads: dict[PeerKey, Read] = field(default_factory=dict)
+    claimed_at: float = 0.0
+    posted_at: float = 0.0
+    landed_at: float = 0.0
+
+    def start_reads(self, ways: dict[PeerKey, Way], subjects: dict[PeerKey, Subject], now: float) -> None:
+        """One read per source rank that holds something we need."""
+        self.claimed_at = now
+        for peer, way in ways.items():
+            self.reads[peer] = Read.begun(f"read of {self.wanted.request_id} from {peer}", way, subjects[peer], now)
+
+    def granted(self, read: Read, now: float) -> None:
+        """One of its sources lets bytes move, or has moved them."""
+        self.posted_at = self.posted_at or now
+        read.granted_at = now
+
+    def key(self, peer: PeerKey) -> ReadKey:
+        """The name of the read from a peer."""
+        return ReadKey(self.wanted.claim_id, peer)
+
+    def all_in(self, *states: ReadState) -> bool:
+        """Whether the reads have begun and each is in one of these states."""
+        return bool(self.reads) and all(read.state in states for read in self.reads.values())
+
+    @property
+    def has_open_tickets(self) -> bool:
+        return any(read.is_open for read in self.reads.values())
+
+    def report(self, transport: str, choice: str, verified: str, now: float) -> FetchReport:
+        """The finished fetch in figures."""
+        return FetchReport(
+            tokens=max(map(len, self.wanted.ranges), default=0),
+            num_bytes=sum(read.num_bytes for read in self.reads.values()),
+            num_rows=sum(read.num_rows for read in self.reads.values()),
+            transport=transport,
+            choice=choice,
+            strategy="+".join(sorted({read.strategy for read in self.reads.values()})) or Strategy.DIRECT,
+            phases_s={
+                "handshake": self.claimed_at - self.began,
+                "claim": self.posted_at - self.claimed_at,
+                "wire": self.landed_at - self.posted_at,
+                "verify": now - self.landed_at,
+            },
+            verified=verified,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A fetch that cannot go on, and why."""
+
+    fetch: Fetch
+    error: TransferError
+
+
+Step = Command | Broken
+"""What follows from a word: a command, or that a fetch cannot go on."""

@@ -1,0 +1,59 @@
+"""What keeps leases alive that a target uses, or is going to use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvferry.session.events import PeerKey, Send, Timing
+from kvferry.session.target.fetch import Fetch, ReadState
+from kvferry.session.target.handshake import Handshakes
+from kvferry.session.target.queued_leases import Holds
+from kvferry.wire.messages import Party, Renew
+
+__all__ = ["Heartbeats"]
+
+USING = (ReadState.MOVING, ReadState.LANDED, ReadState.DIGESTED)
+"""States in which a read needs its lease."""
+
+
+class Heartbeats:
+    """One message per peer, at each heartbeat."""
+
+    def __init__(
+        self, ours: Party, peers: Handshakes, fetches: Mapping[str, Fetch], holds: Holds, timing: Timing
+    ) -> None:
+        self._ours = ours
+        self._peers = peers
+        self._fetches = fetches
+        self._holds = holds
+        self._timing = timing
+        self._last = 0.0
+
+    def send(self, now: float) -> Iterator[Send]:
+        """Renew what is used or held, if it is time."""
+        if now - self._last < self._timing.heartbeat_s:
+            return
+        self._last = now
+        by_peer: dict[PeerKey, list[str]] = {}
+        for key, lease_id in (*self._used(), *self._held(), *self._unclaimed()):
+            by_peer.setdefault(key, []).append(lease_id)
+        for key, lease_ids in by_peer.items():
+            yield Send(key, Renew(self._ours, tuple(lease_ids)))
+
+    def _used(self) -> Iterator[tuple[PeerKey, str]]:
+        for fetch in self._fetches.values():
+            for key, read in fetch.reads.items():
+                if read.state in USING:
+                    yield key, fetch.wanted.reference.lease_id
+
+    def _held(self) -> Iterator[tuple[PeerKey, str]]:
+        for key, lease_id in self._holds.leases():
+            if key in self._peers and self._peers[key].ready:
+                yield key, lease_id
+
+    def _unclaimed(self) -> Iterator[tuple[PeerKey, str]]:
+        """What will be claimed once a transport to its source is found, which on a busy machine can outlast a lease."""
+        for fetch in self._fetches.values():
+            for key in fetch.peers:
+                if not fetch.reads and not fetch.failed and key in self._peers and self._peers[key].offer is not None:
+                    yield key, fetch.wanted.reference.lease_id

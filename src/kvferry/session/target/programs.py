@@ -1,0 +1,121 @@
+"""Route and programs between a set of source ranks and this target rank: computed once per incarnation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from kvferry.errors import RequestError
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.digests.subject import NOTHING, Policy, Portion, Subject, portions_of, seed_of, subject_of
+from kvferry.plan.programs.program import Program, bind
+from kvferry.plan.programs.request import volume
+from kvferry.plan.routing.route import Route, route
+from kvferry.plan.slots.partition import region_starts
+from kvferry.plan.strategy.strategies import RegionStarts
+from kvferry.session.events import FetchWanted, PeerKey
+from kvferry.session.target.handshake import Handshakes
+
+__all__ = ["READABLE_KINDS", "Binding", "Bindings"]
+
+READABLE_KINDS = frozenset(["dram"])
+"""Kinds of memory that the CPU reads, so that digests of it can be made."""
+
+A_PROMPT = TokenRange(0, 4096)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Binding:
+    """The programs of this target rank, one per source rank that it reads or tells that the request is done.
+
+    The program of a rank that is only told moves nothing. `starts` says where the regions of both begin, `portions` is
+    what can be digested of each, `fan_in` how many times as much comes from all of them as from each; `unreadable`
+    names the kinds of memory, on either side, that the CPU cannot read: empty when digests can be made.
+    """
+
+    peers: tuple[PeerKey, ...]
+    route: Route
+    programs: dict[PeerKey, Program]
+    layouts: dict[PeerKey, Layout]
+    starts: dict[PeerKey, RegionStarts]
+    portions: dict[PeerKey, tuple[Portion, ...]] = field(default_factory=dict)
+    fan_in: dict[PeerKey, float] = field(default_factory=dict)
+    unreadable: str = ""
+
+    def verified_by(self, policy: Policy) -> str:
+        """What is said of how a fetch was verified."""
+        return "unreadable" if self.unreadable and policy is not Policy.OFF else str(policy)
+
+    def subject(self, peer: PeerKey, wanted: FetchWanted, policy: Policy) -> Subject:
+        """What is digested of one read. Raises LayoutError when that falls into too many parts."""
+        seed = seed_of(f"{wanted.reference.lease_id}/{wanted.request_id}")
+        # Without tokens nothing has been read, no state of fixed size either.
+        is_empty = self.unreadable or not wanted.num_tokens
+        return NOTHING if is_empty else subject_of(self.portions[peer], wanted.ranges, policy, seed)
+
+    def readers_of(self, peer: PeerKey) -> tuple[int, ...]:
+        """All ranks of the target engine that read a source rank: its lease waits for exactly these."""
+        return self.route.targets_of(self.peers.index(peer))
+
+
+class Bindings:
+    """Bindings by the source ranks they belong to. `layouts` are those of all ranks of the target engine."""
+
+    def __init__(self, layouts: tuple[Layout, ...], rank: int) -> None:
+        self._layouts = layouts
+        self._rank = rank
+        self._known: dict[tuple[PeerKey, ...], Binding] = {}
+
+    def to(self, peers: tuple[PeerKey, ...], handshakes: Handshakes) -> Binding:
+        """The binding to peers that are all ready.
+
+        Raises RequestError when they are not the ranks that a reference names, and the planner's own errors when the
+        two engines do not hold the same cache.
+        """
+        if peers not in self._known:
+            sources = [_layout_of(rank, key, len(peers), handshakes) for rank, key in enumerate(peers)]
+            binding, num_groups = self._bind(peers, sources), len(self._layouts[self._rank].groups)
+            self._known[peers] = replace(
+                self._with_digests(binding, sources), fan_in=_fan_in(binding.programs, num_groups)
+            )
+        return self._known[peers]
+
+    def forget(self, peer: PeerKey) -> None:
+        """Drop what was computed for a peer that is lost."""
+        self._known = {peers: binding for peers, binding in self._known.items() if peer not in peers}
+
+    def _bind(self, peers: tuple[PeerKey, ...], sources: list[Layout]) -> Binding:
+        found, own = route(sources, self._layouts), self._layouts[self._rank]
+        programs = {
+            peers[source]: bind(found.between(source, self._rank), sources[source], own)
+            for source in found.sources_of(self._rank)
+        }
+        starts = {peers[source]: region_starts(sources[source], own) for source in found.sources_of(self._rank)}
+        return Binding(peers, found, programs, dict(zip(peers, sources, strict=True)), starts)
+
+    def _with_digests(self, binding: Binding, sources: list[Layout]) -> Binding:
+        own, between = self._layouts[self._rank], binding.route.between
+        portions = {
+            binding.peers[source]: portions_of(between(source, self._rank), own)
+            for source in binding.route.sources_of(self._rank)
+        }
+        kinds = {region.kind for layout in (own, *sources) for region in layout.regions} - READABLE_KINDS
+        return replace(binding, portions=portions, unreadable=", ".join(sorted(kinds)))
+
+
+def _fan_in(programs: Mapping[PeerKey, Program], num_groups: int) -> dict[PeerKey, float]:
+    """In a prompt of some length; a rank from which nothing comes has no price."""
+    shares = {peer: volume(program, (A_PROMPT,) * num_groups)[1] for peer, program in programs.items()}
+    return {peer: sum(shares.values()) / share if share else 1.0 for peer, share in shares.items()}
+
+
+def _layout_of(rank: int, key: PeerKey, num_ranks: int, handshakes: Handshakes) -> Layout:
+    peer = handshakes[key]
+    if peer.offer is None or peer.offer.party.rank != rank or peer.num_ranks != num_ranks:
+        raise RequestError(
+            f"{key} is not the rank that the reference names",
+            found=f"{peer.num_ranks} ranks",
+            expected=f"rank {rank} of {num_ranks}",
+        )
+    return peer.offer.layout

@@ -1,0 +1,89 @@
+"""The end of a fetch that has failed: everybody is told, and its blocks stay until nothing can write to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvferry.errors import TransferError
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.strategy.strategies import Strategy
+from kvferry.session.events import (
+    Cancel,
+    ClaimKey,
+    Command,
+    Count,
+    Disconnect,
+    DropDigest,
+    Failed,
+    ReadKey,
+    TargetFree,
+)
+from kvferry.session.target.fetch import Fetch, ReadState
+from kvferry.session.target.handshake import Handshakes
+from kvferry.session.target.pending_aborts import Farewells
+
+__all__ = ["Quarantine"]
+
+
+class Quarantine:
+    """Of the fetches of one rank: those that are over leave them here."""
+
+    def __init__(self, fetches: dict[str, Fetch], farewells: Farewells, peers: Handshakes) -> None:
+        self._fetches = fetches
+        self._farewells = farewells
+        self._peers = peers
+
+    def fail(self, fetch: Fetch, error: TransferError, now: float) -> Iterator[Command]:
+        """End a fetch: tell the engine, tell every source, and keep the blocks until nothing can write to them."""
+        fetch.failed = True
+        yield Count("fetches_failed", error.reason)
+        yield Failed(fetch.wanted.request_id, error)
+        for key, read in fetch.reads.items():
+            if read.state is ReadState.MOVING and Direction.READ in read.movers:
+                yield Cancel(fetch.key(key))
+            for unpacking in read.unpacking:
+                yield from unpacking.fail()
+            if read.is_digesting:
+                yield DropDigest(fetch.key(key))
+            is_posted = read.state is ReadState.MOVING
+            read.machine.move("fail")
+            if not is_posted and read.is_open:
+                # Ours was never posted.
+                read.ended(Direction.READ)
+        for key in fetch.peers:
+            is_exposed = key in fetch.reads and fetch.reads[key].is_exposed
+            yield from self._farewells.say(fetch.wanted, key, is_exposed, now)
+        for key in [key for key, read in fetch.reads.items() if read.strategy is not Strategy.DIRECT]:
+            yield from self.drained(fetch.key(key))
+        yield from self.free_when_drained(fetch)
+
+    def drained(self, work: ReadKey | ClaimKey) -> Iterator[Command]:
+        """A failed read through staging memory is over when all its slots are; another one when its ticket is."""
+        fetch = self._fetches.get(work.claim_id) if isinstance(work, ReadKey) else None
+        if fetch is not None and isinstance(work, ReadKey) and fetch.failed and work.peer in fetch.reads:
+            read = fetch.reads[work.peer]
+            is_staged = read.strategy is not Strategy.DIRECT and read.state is ReadState.DRAINING
+            if is_staged and not any(unpacking.is_open for unpacking in read.unpacking):
+                read.machine.move("ticket ended")
+                yield from self.free_when_drained(fetch)
+
+    def free_when_drained(self, fetch: Fetch) -> Iterator[Command]:
+        """Give the blocks of a failed fetch back when no ticket of it is open."""
+        if not fetch.has_open_tickets and self._fetches.get(fetch.wanted.claim_id) is fetch:
+            del self._fetches[fetch.wanted.claim_id]
+            yield TargetFree(fetch.wanted.request_id)
+
+    def end_farewells(self, now: float) -> Iterator[Command]:
+        """What sources have acknowledged, or cannot do any more, is over; so is the quarantine that waited for it."""
+        for key in self._farewells.take_over(now):
+            fetch = self._fetches.get(key.claim_id)
+            if fetch is not None and key.peer in fetch.reads and fetch.reads[key.peer].is_exposed:
+                read = fetch.reads[key.peer]
+                if read.strategy is Strategy.DIRECT:
+                    read.ended(Direction.WRITE)
+                for unpacking in read.unpacking:
+                    yield from unpacking.fenced()
+                yield from self.drained(key)
+                yield from self.free_when_drained(fetch)
+                if key.peer not in self._peers and not self._farewells.waits_for(key.peer):
+                    yield Disconnect(key.peer)

@@ -1,0 +1,170 @@
+"""How a read's bytes move: straight to their blocks, or through staging memory; decided before it is claimed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from kvferry.errors import ConfigurationError, TransferError
+from kvferry.plan.programs.copies import Copies, Direction
+from kvferry.plan.programs.program import Program
+from kvferry.plan.programs.request import Ranges, volume
+from kvferry.plan.programs.share import token_at
+from kvferry.plan.slots.partition import Slot
+from kvferry.plan.strategy.choice import Costs, Counts, Price, counts_of, prices
+from kvferry.plan.strategy.strategies import RegionStarts, Strategy
+from kvferry.wire.messages import Reason
+
+__all__ = ["AUTO", "NO_STAGING", "StagingPolicy", "Way", "allowed_by", "beside", "through_staging_only"]
+
+AUTO = (Strategy.DIRECT, Strategy.SCATTER, Strategy.PACK)
+"""The cheapest of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Who moves a read's bytes, and how. A target that reads from the token `read_from` on has its source write what
+    lies before that."""
+
+    direction: Direction
+    strategy: Strategy = Strategy.DIRECT
+    read_from: int = 0
+
+    @property
+    def writes_to_blocks(self) -> bool:
+        """Whether the source writes anything to the target's own blocks."""
+        return self.strategy is Strategy.DIRECT and (self.direction is Direction.WRITE or self.read_from > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StagingPolicy:
+    """`allowed` are the strategies that may be chosen; `slot_bytes` is what is staged at a time, 0 without staging
+    memory.
+
+    Raises ConfigurationError where nothing is allowed, or something that needs staging memory and there is none.
+    """
+
+    allowed: tuple[Strategy, ...]
+    slot_bytes: int
+
+    def __post_init__(self) -> None:
+        if not self.allowed:
+            raise ConfigurationError("no strategy is allowed", expected=f"some of {', '.join(Strategy)}")
+        least = 1 if set(self.allowed) - {Strategy.DIRECT} else 0
+        if self.slot_bytes < least:
+            raise ConfigurationError(
+                "invalid size of staging slots",
+                found=f"{self.slot_bytes} bytes with {' or '.join(self.allowed)}",
+                expected=f"at least {least}",
+            )
+
+    def before_claim(self, program: Program, ranges: Ranges, costs: Costs, direction: Direction) -> Way:
+        """What to ask a source for: to pack, to write to our blocks, all or a share, or only to let us read.
+
+        The source's blocks are not known yet: every row counts for itself, and so does every run of the source.
+        """
+        num_rows, num_bytes = volume(program, ranges)
+        allowed = self.allowed
+        if direction is Direction.WRITE:
+            # A source that writes to our blocks needs no slots of ours, and one that needs them packs.
+            allowed = tuple(each for each in allowed if each is not Strategy.SCATTER) or (Strategy.PACK,)
+        counts = Counts(num_bytes, num_rows, num_rows)
+        price = self._cheapest(counts, costs, allowed)
+        if price.shared and (token := token_at(program, ranges, price.shared)):
+            return Way(direction, read_from=token)
+        if price.shared:
+            price = self._cheapest(counts, replace(costs, sharing_s=0.0), allowed)
+        # What a target reads may go through its own staging memory: that is decided when the rows are known.
+        return Way(Direction.WRITE, Strategy.PACK) if price.strategy is Strategy.PACK else Way(direction)
+
+    def packing_only(self, source: str) -> Way:
+        """For a source whose blocks no transport reaches. Raises TransferError when that is not allowed."""
+        if Strategy.PACK not in self.allowed:
+            raise TransferError(
+                Reason.INCOMPATIBLE,
+                f"the blocks of {source} can only be reached through its staging memory",
+                found=f"the strategy {' or '.join(self.allowed)}",
+                expected=Strategy.PACK,
+                hint="choose the strategy auto or pack",
+            )
+        return Way(Direction.WRITE, Strategy.PACK)
+
+    def check_without_packing(self, source: str) -> None:
+        """Raises TransferError when nothing is left for a source that cannot write to our staging memory."""
+        if not set(self.allowed) - {Strategy.PACK}:
+            raise TransferError(
+                Reason.UNREACHABLE,
+                f"{source} cannot write to our staging memory, and nothing else is allowed",
+                found="no transport from the source to this engine passed its self-test",
+                expected="one that does, or another strategy",
+                hint="choose another --transport for both engines, or the strategy auto",
+            )
+
+    def before_read(self, copies: Copies, costs: Costs, starts: RegionStarts) -> Strategy:
+        """DIRECT or SCATTER, now that the rows are known."""
+        allowed = self._without_pack
+        if len(allowed) == 1:
+            return allowed[0]
+        return self._cheapest(counts_of(copies, starts.source), costs, allowed).strategy
+
+    def when_cut(self, copies: Copies, costs: Costs, slots: Sequence[Slot]) -> Strategy:
+        """The same once more, with the slots of a stretch: what is contiguous at the source is read piece by piece
+        where it belongs to different stretches, as blocks in any order do."""
+        num_bytes, num_rows = sum(slot.num_bytes for slot in slots), sum(len(slot.wire) for slot in slots)
+        if len(self._without_pack) == 1 or not num_bytes:
+            return Strategy.SCATTER
+        counts = Counts(copies.num_bytes, len(copies), -(-num_rows * copies.num_bytes // num_bytes))
+        return self._cheapest(counts, costs, self._without_pack).strategy
+
+    @property
+    def _without_pack(self) -> tuple[Strategy, ...]:
+        return tuple(each for each in self.allowed if each is not Strategy.PACK) or (Strategy.DIRECT,)
+
+    def _cheapest(self, counts: Counts, costs: Costs, allowed: tuple[Strategy, ...]) -> Price:
+        costs = _in_slots(costs, self.slot_bytes) if self.slot_bytes else costs
+        return next(price for price in prices(counts, costs) if price.strategy in allowed)
+
+
+@lru_cache(maxsize=256)
+def beside(costs: Costs, fans: tuple[float, float], direction: Direction, may_share: bool) -> Costs:
+    """What a source costs with others beside it: `fans` are its fan_in and its fan_out. What we read we post ourselves,
+    each that writes posts its own. With `may_share` one that we read may write a share."""
+    fan_in, fan_out = fans
+    costs = replace(costs, fan_in=fan_in, fan_out=fan_out)
+    if direction is Direction.WRITE:
+        return replace(costs, sharing_s=0.0)
+    return replace(costs, rows_fan_in=fan_in, sharing_s=costs.sharing_s if may_share else 0.0)
+
+
+@lru_cache(maxsize=256)
+def _in_slots(costs: Costs, slot_bytes: int) -> Costs:
+    """Kept, as costs check themselves, which takes longer than finding the cheapest way."""
+    return replace(costs, slot_bytes=slot_bytes)
+
+
+def allowed_by(name: str) -> tuple[Strategy, ...]:
+    """What users call a choice of strategies. Raises ConfigurationError for one that does not exist."""
+    if name == "auto":
+        return AUTO
+    if name not in list(Strategy):
+        expected = ", ".join(["auto", *Strategy])
+        raise ConfigurationError("unknown strategy", found=name, expected=f"one of {expected}")
+    return (Strategy(name),)
+
+
+def through_staging_only(policy: StagingPolicy) -> StagingPolicy:
+    """What is left of a policy for a rank whose own blocks no transport reaches. Raises ConfigurationError when nothing
+    is."""
+    allowed = tuple(each for each in policy.allowed if each is not Strategy.DIRECT)
+    if not allowed:
+        raise ConfigurationError(
+            "the memory of this engine cannot be registered, so the strategy direct is impossible",
+            found=f"the strategy {' or '.join(policy.allowed)}",
+            expected="auto, scatter or pack",
+        )
+    return StagingPolicy(allowed, policy.slot_bytes)
+
+
+NO_STAGING = StagingPolicy((Strategy.DIRECT,), 0)
+"""Everything moves straight."""

@@ -1,0 +1,310 @@
+"""The reads of all fetches, from the claim to the valid bytes: what a source says moves them on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from kvferry.errors import FerryError, RequestError, TransferError
+from kvferry.plan.digests.subject import Policy
+from kvferry.plan.programs.blocks import BlockTables
+from kvferry.plan.programs.copies import NOTHING, Direction
+from kvferry.plan.programs.request import copies_for
+from kvferry.plan.programs.stretch import parted
+from kvferry.plan.slots.partition import SlotPlan, StagedRequest, any_tables
+from kvferry.plan.strategy.choice import Costs
+from kvferry.plan.strategy.strategies import Side, Strategy
+from kvferry.session.events import Digested, Fetched, FetchWanted, PeerKey, Post, ReadKey, Send, SlotKey, Timing
+from kvferry.session.refusals import as_transfer_error
+from kvferry.session.target.claim_retry import ASKING, WAITING, claim_of, overdue
+from kvferry.session.target.fetch import Broken, Fetch, Read, ReadState, Step
+from kvferry.session.target.handshake import CanWrite, Handshakes, Ourselves, Peer
+from kvferry.session.target.programs import Binding, Bindings
+from kvferry.session.target.read_strategy import Way, beside
+from kvferry.session.target.staged_reads import StagedReads
+from kvferry.session.target.validation import Verifier, cannot_digest, no_digest, other_bytes
+from kvferry.wire.messages import Claim, Grant, Packed, Queued, Reason, Valid, Written
+
+__all__ = ["Reads"]
+
+UNGRANTED = (ReadState.CLAIMING, ReadState.EXPOSED)
+"""States in which a read waits for its grant."""
+
+
+class Reads:
+    """Of the fetches of one rank. `fetches` is the session's own record of them; one that is over leaves it."""
+
+    def __init__(self, ours: Ourselves, peers: Handshakes, fetches: dict[str, Fetch], timing: Timing) -> None:
+        self._ours = ours.party
+        self._timing = timing
+        self._peers = peers
+        self._fetches = fetches
+        self._staging = ours.staging
+        self._may_share = ours.may_turn
+        self.staged = StagedReads(ours.party, fetches, self._landed)
+        self._verifier = Verifier(ours.party, ours.layouts[ours.party.rank], ours.digest)
+        self.bindings = Bindings(ours.layouts, ours.party.rank)
+
+    def wait_for(self, peer: PeerKey) -> bool:
+        """Whether a read needs this source to be alive."""
+        return any(fetch.reads[peer].state in WAITING for fetch in self._fetches.values() if peer in fetch.reads)
+
+    def claim_when_ready(self, fetch: Fetch, now: float) -> Iterator[Step]:
+        """Once all sources of a fetch have been met, claim from those that have something for us."""
+        if fetch.failed or fetch.reads or not all(self._peers[key].ready for key in fetch.peers):
+            return
+        try:
+            binding = self._binding(fetch)
+            ways = {key: self._way(fetch.wanted, self._peers[key], binding) for key in binding.programs}
+            offering = [self._peers[key] for key, way in ways.items() if _needs_offer(self._peers[key], way)]
+            for peer in offering:
+                yield from self._peers.offer_ourselves(peer, now)
+            if not offering:
+                yield from self._claim(fetch, binding, ways, now)
+        except FerryError as error:
+            yield Broken(fetch, as_transfer_error(error))
+
+    def _binding(self, fetch: Fetch) -> Binding:
+        """Raises TransferError when the two engines do not fit together."""
+        try:
+            binding = self.bindings.to(fetch.peers, self._peers)
+        except FerryError as error:
+            raise TransferError(Reason.INCOMPATIBLE, str(error)) from error
+        if binding.unreadable and self._verifier.policy is Policy.FULL:
+            raise cannot_digest(binding.unreadable)
+        return binding
+
+    def _claim(self, fetch: Fetch, binding: Binding, ways: dict[PeerKey, Way], now: float) -> Iterator[Step]:
+        for key in binding.programs:
+            if not self.wait_for(key):
+                # It had no reason to say anything until now: its silence begins here.
+                self._peers[key].last_heard = now
+        fetch.start_reads(ways, self._verifier.subjects(fetch.wanted, binding), now)
+        for key in binding.programs:
+            yield Send(key, self._claim_of(fetch, key))
+        for key in fetch.peers:
+            if key not in binding.programs:
+                yield from self._peers.excuse(self._peers[key])
+        if not fetch.reads:
+            # Other ranks of ours have all the work, and tell the sources.
+            fetch.posted_at = fetch.landed_at = now
+            del self._fetches[fetch.wanted.claim_id]
+            verified = binding.verified_by(self._verifier.policy)
+            yield Fetched(fetch.wanted.request_id, fetch.report("", "", verified, now))
+
+    def _way(self, wanted: FetchWanted, peer: Peer, binding: Binding) -> Way:
+        """Who moves the bytes from one source, and how. Raises TransferError when it cannot be as it has to be."""
+        way = Way(peer.direction)
+        if wanted.num_tokens:
+            costs = _costs(peer, binding, may_share=self._may_share and peer.can_write is not CanWrite.NO)
+            way = self._staging.before_claim(binding.programs[peer.key], wanted.ranges, costs, peer.direction)
+        if wanted.num_tokens and peer.is_staged:
+            way = self._staging.packing_only(str(peer.key))
+        if way.strategy is Strategy.PACK and peer.can_write is CanWrite.NO:
+            self._staging.check_without_packing(str(peer.key))
+            way = Way(peer.direction)
+        return way
+
+    def _claim_of(self, fetch: Fetch, key: PeerKey) -> Claim:
+        readers = self.bindings.to(fetch.peers, self._peers).readers_of(key)
+        return claim_of(self._ours, fetch.wanted, readers, fetch.reads[key], self._slot_bytes(key))
+
+    def _slot_bytes(self, key: PeerKey) -> int:
+        """Slots that both sides have room for."""
+        offer = self._peers[key].offer
+        return min(self._staging.slot_bytes, offer.slot_bytes) if offer is not None else self._staging.slot_bytes
+
+    def grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
+        """A source lets us read, or has begun to write. Said again while it packs, it has computed more."""
+        for fetch, read in self.of(peer.key, grant.claim_id, ReadState.CLAIMING, ReadState.EXPOSED):
+            if read.strategy is Strategy.PACK:
+                fetch.granted(read, now)
+                read.machine.move("granted")
+                for plan in read.plans or (self._plan_of(fetch, peer.key),):
+                    yield from self.staged.begin(fetch, peer.key, plan, grant, now)
+            elif read.direction is Direction.READ:
+                yield from self._post(fetch, peer, grant, now)
+            else:
+                read.machine.move("granted")
+                fetch.granted(read, now)
+            return
+        for fetch, read in self.of(peer.key, grant.claim_id, ReadState.MOVING):
+            if read.is_behind:
+                # Its source is there, and computes.
+                read.moved_at = now
+            yield from self.staged.computed(fetch, peer.key, grant.num_missing_tokens, now)
+
+    def _post(self, fetch: Fetch, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
+        binding = self.bindings.to(fetch.peers, self._peers)
+        wanted, read, costs = fetch.wanted, fetch.reads[peer.key], _costs(peer, binding, may_share=False)
+        try:
+            # Without tokens there is no state of fixed size either: the source is just to be told.
+            copies = NOTHING
+            if wanted.num_tokens:
+                tables, (_, ours) = (grant.block_tables, wanted.block_tables), parted(read.way.read_from)
+                copies = copies_for(binding.programs[peer.key], *tables, wanted.ranges, ours)
+        except RequestError as error:
+            yield Broken(fetch, as_transfer_error(error))
+            return
+        read.machine.move("granted")
+        fetch.granted(read, now)
+        if len(copies) and not read.way.read_from:
+            read.strategy = self._staging.before_read(copies, costs, binding.starts[peer.key])
+        if read.strategy is Strategy.SCATTER:
+            plan = self._plan_of(fetch, peer.key, grant.block_tables)
+            # What is wrong with it is said when it is carried out.
+            with suppress(FerryError):
+                read.strategy = self._staging.when_cut(copies, costs, plan.slots(0))
+        if read.strategy is Strategy.SCATTER:
+            read.movers.clear()
+            yield from self.staged.begin(fetch, peer.key, plan, grant, now)
+            return
+        read.num_bytes += copies.num_bytes
+        read.num_rows += len(copies)
+        yield Post(fetch.key(peer.key), copies)
+
+    def _plan_of(self, fetch: Fetch, key: PeerKey, source_tables: BlockTables = ()) -> SlotPlan:
+        """How a read is cut into slots. Where it is packed, its blocks are the source's business, and some may not be
+        computed yet."""
+        binding, wanted, strategy = self.bindings.to(fetch.peers, self._peers), fetch.wanted, fetch.reads[key].strategy
+        if strategy is Strategy.PACK:
+            source_tables = any_tables(binding.layouts[key], wanted.num_tokens)
+        request = StagedRequest(
+            binding.programs[key],
+            source_tables,
+            wanted.block_tables,
+            wanted.ranges,
+            strategy,
+            self._slot_bytes(key) if strategy is Strategy.PACK else self._staging.slot_bytes,
+            binding.starts[key],
+        )
+        return SlotPlan(request, Side.TARGET)
+
+    def packed(self, peer: Peer, packed: Packed, now: float) -> Iterator[Step]:
+        """The source has written a slot. Of one that we fill ourselves it has nothing to say."""
+        for fetch, read in self.of(peer.key, packed.claim_id, ReadState.MOVING, ReadState.DRAINING):
+            if read.strategy is Strategy.PACK:
+                key = SlotKey(fetch.key(peer.key), packed.stretch, packed.number)
+                yield from self.staged.packed(key, packed, now)
+
+    def queued(self, peer: Peer, queued: Queued, now: float) -> Iterator[Step]:
+        """The source will go on later: it has its reasons, and is there. Who keeps slots from others meanwhile does not
+        believe that for ever."""
+        for _, read in self.of(peer.key, queued.claim_id, ReadState.CLAIMING, ReadState.EXPOSED, ReadState.MOVING):
+            if not read.unpacking:
+                read.moved_at = now
+            elif now - read.got_on_at < self._timing.hold_s:
+                read.moved_at = self.staged.moved_at = now
+        yield from ()
+
+    def written(self, peer: Peer, written: Written, now: float) -> Iterator[Step]:
+        """The source's own ticket has ended well. Of what it packs it says so slot by slot."""
+        for fetch, read in self.of(peer.key, written.claim_id, ReadState.EXPOSED, ReadState.MOVING):
+            if read.is_exposed and read.strategy is Strategy.DIRECT:
+                read.num_bytes += written.num_bytes
+                read.num_rows += written.num_rows
+                fetch.granted(read, now)
+                read.ended(Direction.WRITE)
+                if not read.movers:
+                    yield from self._landed(fetch, peer.key, now)
+
+    def ticket_ended(self, fetch: Fetch, key: PeerKey, error: str, now: float) -> Iterator[Step]:
+        """A ticket of ours."""
+        if error:
+            yield Broken(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=error))
+        elif not fetch.reads[key].movers:
+            yield from self._landed(fetch, key, now)
+
+    def _landed(self, fetch: Fetch, key: PeerKey, now: float) -> Iterator[Step]:
+        fetch.landed_at = fetch.reads[key].last_sent = now
+        try:
+            yield from self._verifier.ask(fetch, key)
+        except TransferError as error:
+            yield Broken(fetch, error)
+        yield from self._compare(fetch, key, now)
+
+    def digested(self, event: Digested, now: float) -> Iterator[Step]:
+        """Our own side of the comparison."""
+        fetch = self._fetches.get(event.key.claim_id) if isinstance(event.key, ReadKey) else None
+        if fetch is None or not isinstance(event.key, ReadKey) or event.key.peer not in fetch.reads:
+            return
+        read = fetch.reads[event.key.peer]
+        if not read.is_digesting:
+            return
+        if event.error:
+            yield Broken(fetch, no_digest(event.error))
+            return
+        read.ours = event.values
+        read.machine.move("digested")
+        yield from self._compare(fetch, event.key.peer, now)
+
+    def valid(self, peer: Peer, valid: Valid, now: float) -> Iterator[Step]:
+        """The source's side of it."""
+        for fetch, read in self.of(peer.key, valid.claim_id, *ASKING, ReadState.EXPOSED, ReadState.MOVING):
+            if read.state in ASKING:
+                read.theirs = valid.digests
+                read.machine.move("valid")
+                yield from self._compare(fetch, peer.key, now)
+            elif read.direction is Direction.WRITE:
+                read.theirs, read.is_confirmed = valid.digests, True
+
+    def _compare(self, fetch: Fetch, key: PeerKey, now: float) -> Iterator[Step]:
+        """Once both sides have spoken: the bytes of this read are the source's own, or the fetch fails."""
+        read = fetch.reads[key]
+        if read.state is not ReadState.VALID:
+            return
+        for error in other_bytes(key, read):
+            yield Broken(fetch, error)
+        if fetch.all_in(ReadState.VALID):
+            peer, binding = self._peers[key], self.bindings.to(fetch.peers, self._peers)
+            del self._fetches[fetch.wanted.claim_id]
+            verified = binding.verified_by(self._verifier.policy)
+            yield Fetched(fetch.wanted.request_id, fetch.report(peer.transport, peer.choice, verified, now))
+
+    def _prepare(self, fetch: Fetch) -> None:
+        """Do what can be done while sources think about what they were asked. What cannot be is told when it has to."""
+        for key, read in fetch.reads.items():
+            if not (read.may_prepare and read.state in UNGRANTED):
+                continue
+            read.may_prepare = False
+            with suppress(FerryError):
+                if read.strategy is Strategy.PACK:
+                    read.plans = (self._plan_of(fetch, key),)
+                    read.plans[0].slots(0)
+                self._verifier.prepare(fetch, key)
+
+    def of(self, key: PeerKey, claim_id: str, *states: ReadState) -> list[tuple[Fetch, Read]]:
+        """The read of a claim from a peer, if it is in one of the states; late and repeated answers match none."""
+        fetch = self._fetches.get(claim_id)
+        if fetch is None or key not in fetch.reads or fetch.reads[key].state not in states:
+            return []
+        return [(fetch, fetch.reads[key])]
+
+    def hurry(self, fetch: Fetch, now: float) -> Iterator[Step]:
+        """Repeat what was not answered, end what takes too long, and get ready for what comes next."""
+        self._prepare(fetch)
+        for error in overdue(fetch, self._timing, now):
+            yield Broken(fetch, error)
+            return
+        for key, read in fetch.reads.items():
+            yield from self.staged.hurry(fetch, read, now, self._timing.resend_s)
+            if now - read.last_sent < self._timing.resend_s:
+                continue
+            read.last_sent = now
+            is_writing = read.is_exposed and read.strategy is Strategy.DIRECT
+            if read.state in UNGRANTED or ((is_writing or read.is_behind) and not fetch.failed):
+                # Asked again, a source that writes says how far it is.
+                yield Send(key, self._claim_of(fetch, key))
+            elif read.state in ASKING:
+                yield Send(key, self._verifier.landed_of(fetch))
+
+
+def _costs(peer: Peer, binding: Binding, *, may_share: bool) -> Costs:
+    """What a source costs, beside the others of a fetch."""
+    fans = binding.fan_in[peer.key], len(binding.readers_of(peer.key))
+    return beside(peer.costs, fans, peer.direction, may_share)
+
+
+def _needs_offer(peer: Peer, way: Way) -> bool:
+    """Whether a source that we read from has to connect to our memory first, blocks or staging."""
+    return (way.strategy is Strategy.PACK or way.read_from > 0) and peer.can_write is CanWrite.UNKNOWN

@@ -1,0 +1,96 @@
+"""Are the bytes that have landed the source's own? Both sides digest them, and the fetch fails where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvferry.errors import MAX_LISTED, FerryError, TransferError
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.digests.extract import Extractor
+from kvferry.plan.digests.subject import Policy, Subject
+from kvferry.plan.programs.copies import Direction
+from kvferry.session.events import Command, Digest, FetchWanted, PeerKey, Send
+from kvferry.session.target.fetch import Fetch, Read
+from kvferry.session.target.programs import Binding
+from kvferry.wire.messages import Landed, Party, Reason
+
+__all__ = ["Verifier", "cannot_digest", "no_digest", "other_bytes"]
+
+
+class Verifier:
+    """What is asked of the source, and digested here meanwhile."""
+
+    def __init__(self, ours: Party, layout: Layout, policy: Policy) -> None:
+        self.policy = policy
+        self._ours = ours
+        self._extractor = Extractor(layout, "target")
+
+    def landed_of(self, fetch: Fetch) -> Landed:
+        """The question whether what has landed is valid."""
+        wanted = fetch.wanted
+        return Landed(self._ours, wanted.claim_id, wanted.reference.lease_id)
+
+    def subjects(self, wanted: FetchWanted, binding: Binding) -> dict[PeerKey, Subject]:
+        """What is to be digested of each read. Raises TransferError when it cannot be told."""
+        try:
+            return {peer: binding.subject(peer, wanted, self.policy) for peer in binding.programs}
+        except FerryError as error:
+            raise no_digest(str(error)) from error
+
+    def prepare(self, fetch: Fetch, peer: PeerKey) -> None:
+        """Find out where it lies here, once: while others have to be waited for that costs nothing.
+
+        Raises TransferError when it cannot be digested.
+        """
+        read, wanted = fetch.reads[peer], fetch.wanted
+        if read.is_prepared:
+            return
+        try:
+            read.extracts = self._extractor.extracts(read.subject, wanted.block_tables, wanted.num_tokens)
+        except FerryError as error:
+            raise no_digest(str(error)) from error
+        read.is_prepared = True
+
+    def ask(self, fetch: Fetch, peer: PeerKey) -> Iterator[Command]:
+        """Ask whether the bytes are valid, unless the source knows by itself when to say so, and digest them meanwhile.
+        Raises what `prepare` raises."""
+        self.prepare(fetch, peer)
+        read = fetch.reads[peer]
+        if read.direction is Direction.READ:
+            yield Send(peer, self.landed_of(fetch))
+        if read.extracts:
+            yield Digest(fetch.key(peer), read.extracts)
+        else:
+            read.machine.move("digested")
+        if read.is_confirmed:
+            read.machine.move("valid")
+
+
+def cannot_digest(kinds: str) -> TransferError:
+    """Before anything is claimed: the policy asks for more than can be done."""
+    return TransferError(
+        Reason.DIGEST,
+        "digest policy full needs memory that the CPU can read",
+        found=f"memory of kind {kinds}",
+        hint="choose the digest policy sampled (which skips such memory) or off",
+    )
+
+
+def no_digest(why: str) -> TransferError:
+    """What has landed cannot be looked at."""
+    return TransferError(Reason.DIGEST, "no digest can be made", found=why)
+
+
+def other_bytes(key: PeerKey, read: Read) -> tuple[TransferError, ...]:
+    """Both sides have spoken: an error that names the states of which they differ; none when they agree."""
+    wrong, num_states = read.differing(), len(read.subject.names)
+    if not wrong:
+        return ()
+    more = [f"and {len(wrong) - MAX_LISTED} more"] if len(wrong) > MAX_LISTED else []
+    error = TransferError(
+        Reason.DIGEST,
+        f"the received bytes differ from those of {key}",
+        found=f"{len(wrong)} of {num_states} states differ: {', '.join([*wrong[:MAX_LISTED], *more])}",
+        hint="wrong blocks or a faulty transport: try another --transport to tell which",
+    )
+    return (error,)

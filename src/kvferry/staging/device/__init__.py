@@ -1,0 +1,1 @@
+"""Copies on accelerators: kernels, streams, pinned memory, and the table of devices."""

@@ -1,0 +1,86 @@
+"""A stream of a device beside the engine's: neither waits for the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.plan.programs.tiles import Tile
+from kvferry.staging.device.kernels import copy_tile
+from kvferry.staging.device.launches import launch_of
+
+__all__ = ["SideStream"]
+
+# Copies take milliseconds; a device that is stuck may never do them.
+FINISH_S = 2.0
+LOOK_S = 0.001
+
+
+class SideStream:
+    """Launches copies on a stream of its own, which waits for no other: neither does the engine's wait for it.
+
+    What a copy reads must have been written when it is launched, and what it writes must be nobody's: whoever tells the
+    agent of blocks waits for the device first, for what moves straight is not ordered behind its streams either.
+    `device` is a torch device: `cuda` (also for ROCm) or `xpu`, with its number.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # What torch.cuda and torch.xpu have in common has no common type.
+        self._module: Any = torch.get_device_module(device)
+        with self._selected():
+            self._stream = self._module.Stream()
+
+    def launch(self, tiles: Sequence[Tile]) -> Callable[[], bool]:
+        """See `Launcher`."""
+        launches = [launch_of(tile) for tile in tiles]
+        parts = [_even(tile.columns()) for tile in tiles]
+        done, failures = self._module.Event(), list[Exception]()
+        with self._selected(), self._module.stream(self._stream):
+            here = self._pinned(torch.from_numpy(np.concatenate(parts)))
+            columns = here.to(self._device, non_blocking=True)
+            try:
+                for part, launch in zip(torch.split(columns, [len(part) for part in parts]), launches, strict=True):
+                    copy_tile(part, launch)
+            except Exception as error:  # noqa: BLE001 - compilers raise anything
+                # The tiles before this one are under way: nothing has ended before they have.
+                failures.append(error)
+            done.record(self._stream)
+
+        def is_done() -> bool:
+            # Whoever holds this holds the columns too, on both sides: the kernel and the upload read them until then.
+            is_over = bool(len(here) == len(columns) and done.query())
+            for error in failures if is_over else ():
+                raise error
+            return is_over
+
+        return is_done
+
+    def finish(self) -> None:
+        """See `Launcher`."""
+        deadline = time.monotonic() + FINISH_S
+        while not self._stream.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"copies have not ended within {FINISH_S:g} s")
+            time.sleep(LOOK_S)
+
+    def _selected(self) -> AbstractContextManager[object]:
+        """The device is the calling thread's meanwhile. Else torch would put back, with the stream before, a thread's
+        first device, and to select one that the process does not use takes half a GiB of it from its engine."""
+        return nullcontext() if self._device.type == "cpu" else self._module.device(self._device)
+
+    def _pinned(self, columns: torch.Tensor) -> torch.Tensor:
+        """Only from pinned memory does an upload not stop the thread."""
+        return columns if self._device.type == "cpu" else columns.pin_memory()
+
+
+def _even(columns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """With a number more where it takes that: Triton makes another kernel for columns that begin at no multiple of 16
+    bytes."""
+    return np.append(columns, 0) if len(columns) % 2 else columns

@@ -1,0 +1,138 @@
+"""A peer in a process of its own, for tests and benchmarks of transports.
+
+`python -m kvferry.testing.transports.peer NAME SIZE_BYTES SEED HOST` registers memory filled with the probe pattern,
+prints one line of JSON that says how to reach it, and serves until its standard input ends. A line `digest` on standard
+input is answered with the digest of the memory.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from kvferry.errors import ConfigurationError, TransportError
+from kvferry.transport.base import Transport
+from kvferry.transport.cma.transport import CrossMemoryTransport
+from kvferry.transport.nixl.transport import NixlTransport
+from kvferry.transport.process_identity import host_here
+from kvferry.transport.registered_memory import View
+from kvferry.transport.selection.probe_memory import NUM_MARKS, Probe, fill_probe, room_bytes
+from kvferry.transport.shm.transport import SharedMemoryTransport, allocate_shared
+from kvferry.transport.tcp.transport import TcpTransport
+
+__all__ = ["PeerProcess", "digest", "make_transport"]
+
+ANSWER_S = 60.0
+
+
+def make_transport(name: str, host: str = "127.0.0.1") -> Transport:
+    """A transport between processes by its name; one that listens does so on `host`.
+
+    Raises TransportError when it is not available.
+    """
+    if name == "shm":
+        return SharedMemoryTransport()
+    if name == "cma":
+        return CrossMemoryTransport()
+    if name == "tcp":
+        return TcpTransport(host, stall_timeout_s=2.0)
+    if name == "nixl":
+        return NixlTransport()
+    raise ConfigurationError(f"no transport between processes is called {name!r}", expected="shm, cma, tcp or nixl")
+
+
+def digest(view: View) -> str:
+    """Of bytes, to compare memory of two processes."""
+    return blake2b(view.data, digest_size=16).hexdigest()
+
+
+class PeerProcess:
+    """The other process. Use as a context manager; it is killed at the end."""
+
+    def __init__(
+        self, transport: str, size_bytes: int, seed: int, prefix: Sequence[str] = (), host: str = "127.0.0.1"
+    ) -> None:
+        """`prefix` is a command that runs another one, such as one that gives it namespaces of its own."""
+        command = [*prefix, sys.executable, "-m", __name__, transport, str(size_bytes), str(seed), host]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        try:
+            said = json.loads(self._line())
+        except BaseException:
+            self.kill()
+            raise
+        self.host = str(said["host"])
+        self.descriptor = base64.b64decode(said["descriptor"])
+        self.probe = Probe(int(said["address"]), size_bytes, seed, NUM_MARKS)
+
+    def __enter__(self) -> PeerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def digest(self) -> str:
+        """The digest of its memory now."""
+        if self._process.stdin is not None:
+            self._process.stdin.write(b"digest\n")
+        return str(json.loads(self._line())["digest"])
+
+    def stop(self) -> None:
+        """Make it hang: it exists but does nothing."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        """End it without a chance to clean up."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _line(self) -> bytes:
+        pipe = self._process.stdout
+        if pipe is None or not select.select([pipe], [], [], ANSWER_S)[0]:
+            raise TransportError("the peer process does not answer", expected=f"a line within {ANSWER_S:g} s")
+        return pipe.readline()
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until standard input ends."""
+    name, size_bytes, seed, host = arguments[0], int(arguments[1]), int(arguments[2]), arguments[3]
+    shared = allocate_shared(room_bytes(size_bytes), "kvferry-peer")
+    view = np.frombuffer(shared.buffer, np.uint8)[:size_bytes]
+    fill_probe(view, seed)
+    transport = make_transport(name, host)
+    transport.register(shared.memory)
+    descriptor = base64.b64encode(transport.descriptor()).decode()
+    _say({"descriptor": descriptor, "address": shared.memory.address, "host": host_here()})
+    interval_s = transport.progress_interval_s
+    while _serve_one(transport, 1.0 if math.isinf(interval_s) else interval_s):
+        if sys.stdin.readline().strip() != "digest":
+            break
+        _say({"digest": digest(view)})
+    transport.close()
+
+
+def _serve_one(transport: Transport, interval_s: float) -> bool:
+    """Make progress until there is something to read."""
+    while not select.select([sys.stdin], [], [], interval_s)[0]:
+        transport.poll()
+    return True
+
+
+def _say(message: dict[str, object]) -> None:
+    os.write(sys.stdout.fileno(), json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

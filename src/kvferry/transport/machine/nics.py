@@ -1,0 +1,80 @@
+"""The network cards of this machine, as the kernel shows them below /sys/class."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from kvferry.transport.machine.facts import UNKNOWN_NODE, Nic, NicKind
+
+__all__ = ["ROOT", "bus_of", "node_of", "nics", "word"]
+
+ROOT: Final = Path("/")
+ADDRESS: Final = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]|pci[0-9a-f]{4,}:[0-9a-f]{2}")
+
+
+def nics(root: Path = ROOT) -> tuple[Nic, ...]:
+    """Every port of every card, RDMA first. What cannot be read is left out; `root` is for tests."""
+    return (*_rdma_ports(root / "sys/class/infiniband"), *_interfaces(root / "sys/class/net"))
+
+
+def word(path: Path) -> str:
+    """The content of a small file of the kernel; empty when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def bus_of(device: Path) -> tuple[str, ...]:
+    """The PCI addresses on the way to a device, from the root of its bus on; empty for what is virtual."""
+    return tuple(part for part in device.resolve().parts if ADDRESS.fullmatch(part))
+
+
+def node_of(device: Path) -> int:
+    """The memory node of a device; -1 where the system does not say."""
+    text = word(device / "numa_node")
+    return int(text) if text.lstrip("-").isdecimal() else UNKNOWN_NODE
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _rdma_ports(folder: Path) -> Iterator[Nic]:
+    for card in _entries(folder):
+        device = card / "device"
+        for port in _entries(card / "ports"):
+            state = word(port / "state").partition(":")[2].strip().lower() or "unknown"
+            kind = NicKind.INFINIBAND if word(port / "link_layer") == "InfiniBand" else NicKind.ROCE
+            yield Nic(
+                name=f"{card.name}:{port.name}",
+                kind=kind,
+                is_up=state == "active",
+                state=state,
+                numa_node=node_of(device),
+                bus=bus_of(device),
+                gigabits_per_s=_leading_number(word(port / "rate")),
+            )
+
+
+def _interfaces(folder: Path) -> Iterator[Nic]:
+    for interface in _entries(folder):
+        state, device = word(interface / "operstate") or "unknown", interface / "device"
+        # The loopback interface and some virtual ones have no carrier to know about, and work.
+        is_up = state in ("up", "unknown")
+        speed = max(0.0, _leading_number(word(interface / "speed")) / 1000)
+        yield Nic(interface.name, NicKind.ETHERNET, is_up, state, node_of(device), bus_of(device), speed)
+
+
+def _leading_number(text: str) -> float:
+    first = text.split(maxsplit=1)[:1]
+    try:
+        return float(first[0]) if first else 0.0
+    except ValueError:
+        return 0.0

@@ -1,0 +1,121 @@
+"""What UCX itself says about the connections of this process: which transport carries the bytes of each.
+
+The library that NIXL has loaded keeps a tree of its objects for tools to look at, with an entry per endpoint, and can
+describe an endpoint in text. Both are functions of its public interface, called in this process, so no setting, no log
+file and no other program is needed. A UCX that lacks them is one that says nothing.
+
+Belongs to the thread that drives NIXL: endpoints come and go only in its calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvferry.transport.machine.nics import ROOT
+from kvferry.transport.machine.ucx_builds import loaded_files
+
+__all__ = ["UcxReport", "carriers_in"]
+
+LANE: Final = re.compile(r"lane\[\d+\]:\s+\d+:([\w-]+/[\w.:-]+?)\.\d+\s.*?->\s*\S+(?:\s+seg\s+\d+)?(.*)$")
+"""Such as `lane[1]:  5:cma/memory.0 md[4] -> md[4]/cma/sysdev[255] seg 42 rma_bw#0`: transport, device, uses."""
+OK: Final = 0
+CONTEXTS: Final = "/ucp/context"
+
+_EachName = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)
+
+
+def carriers_in(text: str) -> tuple[str, ...]:
+    """The transports and devices that carry bytes, of an endpoint's description; empty when it has no lanes yet.
+
+    Where no lane is for remote memory, UCX sends the bytes in active messages.
+    """
+    lanes = [match for line in text.splitlines() if (match := LANE.search(line))]
+    for use in ("rma", " am"):
+        if found := [match[1] for match in lanes if use in match[2]]:
+            return tuple(dict.fromkeys(found))
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Libraries:
+    """Those of the loaded UCX, and the C library that gives memory for text."""
+
+    services: Any
+    protocols: Any
+    system: Any
+
+
+class UcxReport:
+    """Asks the loaded UCX. Everything is empty where it cannot be asked."""
+
+    def __init__(self, maps: Path = ROOT / "proc/self/maps") -> None:
+        self._libraries = tuple(_libraries(maps))
+
+    @property
+    def version(self) -> str:
+        """Such as 1.23.0."""
+        for libraries in self._libraries:
+            libraries.protocols.ucp_get_version_string.restype = ctypes.c_char_p
+            return str(libraries.protocols.ucp_get_version_string().decode())
+        return ""
+
+    def endpoints(self) -> frozenset[int]:
+        """The addresses of all endpoints that exist now."""
+        workers = (worker for context in self._folders(CONTEXTS) for worker in self._folders(f"{context}/worker"))
+        return frozenset(int(name, 16) for worker in workers for name in self._names(f"{worker}/ep"))
+
+    def carriers(self, endpoint: int) -> tuple[str, ...]:
+        """What carries the bytes of an endpoint, such as `cma/memory`; empty for one that does not exist any more."""
+        if endpoint not in self.endpoints():
+            return ()
+        return carriers_in("".join(self._describe(endpoint)))
+
+    def _folders(self, folder: str) -> Iterator[str]:
+        for name in self._names(folder):
+            path = f"{folder}/{name}"
+            # UCX fills an object's folder when somebody looks into it.
+            self._names(path)
+            yield path
+
+    def _names(self, folder: str) -> list[str]:
+        found: list[str] = []
+        each = _EachName(lambda name, _: found.append(name.decode()))
+        for libraries in self._libraries:
+            if libraries.services.ucs_vfs_path_list_dir(folder.encode(), each, None) != OK:
+                return []
+        return found
+
+    def _describe(self, endpoint: int) -> Iterator[str]:
+        for libraries in self._libraries:
+            text, size = ctypes.c_void_p(), ctypes.c_size_t()
+            stream = libraries.system.open_memstream(ctypes.byref(text), ctypes.byref(size))
+            if not stream:
+                return
+            libraries.protocols.ucp_ep_print_info(endpoint, stream)
+            libraries.system.fclose(stream)
+            yield ctypes.string_at(text, size.value).decode(errors="replace")
+            libraries.system.free(text)
+
+
+def _libraries(maps: Path) -> Iterator[_Libraries]:
+    """One set, or none where none is loaded, several are, or functions are missing."""
+    services, protocols = loaded_files("libucs", maps), loaded_files("libucp", maps)
+    if len(services) != 1 or len(protocols) != 1:
+        return
+    found = _Libraries(ctypes.CDLL(str(services[0])), ctypes.CDLL(str(protocols[0])), ctypes.CDLL(None))
+    try:
+        found.services.ucs_vfs_path_list_dir.argtypes = [ctypes.c_char_p, _EachName, ctypes.c_void_p]
+        found.protocols.ucp_ep_print_info.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        found.protocols.ucp_ep_print_info.restype = None
+        found.system.open_memstream.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        found.system.open_memstream.restype = ctypes.c_void_p
+        found.system.fclose.argtypes = [ctypes.c_void_p]
+        found.system.free.argtypes = [ctypes.c_void_p]
+    except AttributeError:
+        return
+    yield found

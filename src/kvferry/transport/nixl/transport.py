@@ -1,0 +1,366 @@
+"""Transport over NIXL with its UCX backend: RDMA where there is a NIC, cross-memory attach or tcp where there is none.
+
+What had to be learned about NIXL 1.5 and is relied on here:
+
+* A flipped byte in agent metadata crashes the process that loads it, and a blob that parses half-way spoils its agent
+  name for the life of the process. So the blob travels in a frame with length and digest, and a name is used once.
+* Nothing can be cancelled. Releasing a handle that is in progress does not stop its bytes, and over tcp neither does
+  removing the remote agent. So a handle is kept until it is terminal, and so is its ticket. The only other fence is
+  the end of the agent, which takes down the worker that moves the bytes.
+* There are no time limits: a stopped peer leaves a transfer in progress for ever. The time limit is the lease's.
+* An agent is not thread-safe: it belongs to the thread that polls. The progress thread would busy-poll a core, so
+  progress is made in `poll`, for peers that read from us too; hence `progress_interval_s`.
+* Over cross-memory attach, posting *is* copying (one system call per descriptor), so long posts go in parts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import count
+from types import ModuleType
+from typing import Any, Final
+from uuid import uuid4
+
+import msgspec
+
+from kvferry.errors import TransportError
+from kvferry.extras import MissingExtraError, how_to_install
+from kvferry.plan.programs.copies import Copies, split
+from kvferry.transport.base import Completion, Direction, Memory, Ticket
+from kvferry.transport.descriptors import decode
+from kvferry.transport.machine.preparation import PACKAGES
+from kvferry.transport.machine.ucx_report import UcxReport
+from kvferry.transport.memory_kind import MemoryKind, kind_of
+from kvferry.transport.nixl.descriptors import (
+    PART_BYTES,
+    PART_ROWS,
+    Devices,
+    NixlDescriptor,
+    Part,
+    cut_by_kind,
+    describe,
+    digest_of,
+    seal,
+    unseal,
+)
+from kvferry.transport.registered_memory import Pieces, Registry
+
+__all__ = ["NixlTransport"]
+
+
+_ERROR_NAMES: Final = (
+    "nixlBackendError",
+    "nixlCancelledError",
+    "nixlInvalidParamError",
+    "nixlMismatchError",
+    "nixlNotAllowedError",
+    "nixlNotFoundError",
+    "nixlNotPostedError",
+    "nixlNotSupportedError",
+    "nixlRemoteDisconnectError",
+    "nixlRepostActiveError",
+    "nixlUnknownError",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A connected peer: its agent's name, digest of its metadata, and its memory."""
+
+    agent: str
+    digest: bytes
+    pieces: Pieces
+    devices: Devices
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """An open ticket. `waiting` are parts not posted yet, `active` handles of those in progress, `num_posted` counts
+    posted ones."""
+
+    ticket: Ticket
+    peer: str
+    agent: str
+    operation: str
+    waiting: deque[Part]
+    num_posted: int = 0
+    active: list[Any] = field(default_factory=list)
+    error: str = ""
+
+    def give_up(self, error: str) -> None:
+        """Post no more. Parts in progress stay active: their bytes still move."""
+        self.waiting.clear()
+        self.error = self.error or error
+
+
+class NixlTransport:
+    """Reads and writes peers' memory through one NIXL agent, whose name is new with every instance.
+
+    All methods must be called by one thread. Raises TransportError when NIXL or its UCX backend cannot be loaded.
+    """
+
+    def __init__(self) -> None:
+        api, bindings = _load()
+        self._errors: tuple[type[Exception], ...] = (
+            RuntimeError,
+            *(vars(bindings)[name] for name in _ERROR_NAMES),
+        )
+        self._name = f"kvferry-{uuid4().hex}"
+        config = api.nixl_agent_config(
+            enable_prog_thread=False, enable_listen_thread=False, backends=["UCX"], num_threads=0
+        )
+        try:
+            self._agent: Any = api.nixl_agent(self._name, config)
+        except self._errors as error:
+            raise TransportError(
+                "NIXL cannot create its UCX backend",
+                found=repr(error),
+                hint="kvferry doctor looks at UCX and its settings",
+            ) from error
+        self._numbers = count(1)
+        self._registry = Registry(takes_devices=True)
+        self._devices = Devices()
+        self._registered: dict[Memory, Any] = {}
+        self._peers: dict[str, Peer] = {}
+        self._loaded: dict[str, bytes] = {}
+        self._report = UcxReport()
+        self._endpoints: dict[str, frozenset[int]] = {}
+        self._jobs: list[Job] = []
+        self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        return "nixl"
+
+    @property
+    def progress_interval_s(self) -> float:
+        # A peer's READ over cross-memory attach ends only after this process has made progress.
+        return 0.002
+
+    def register(self, memory: Memory) -> None:
+        """Raises TransportError when the memory overlaps registered memory or NIXL refuses it."""
+        kind = kind_of(memory.device)
+        self._registry.add(memory)
+        place = (memory.address, memory.size_bytes, memory.device_id, "")
+        try:
+            self._registered[memory] = self._agent.register_memory([place], kind)
+        except self._errors as error:
+            self._registry.remove(memory)
+            hint = "kvferry doctor looks at UCX and its settings" if kind is MemoryKind.VRAM else ""
+            raise TransportError(
+                f"NIXL cannot register {memory.device} memory", found=repr(error), hint=hint
+            ) from error
+        self._devices = self._own_devices()
+
+    def unregister(self, memory: Memory) -> None:
+        """Raises TransportError when it is not registered. Without RDMA hardware peers can still reach it."""
+        self._registry.remove(memory)
+        try:
+            self._agent.deregister_memory(self._registered.pop(memory))
+        except self._errors as error:
+            raise TransportError("NIXL cannot deregister memory", found=repr(error)) from error
+        self._devices = self._own_devices()
+
+    def descriptor(self) -> bytes:
+        """Raises TransportError when there are so many pieces that it would be longer than a peer accepts."""
+        metadata = bytes(self._agent.get_agent_metadata())
+        body = msgspec.msgpack.encode(NixlDescriptor(self._name, self._registry.extents, metadata, self._whose()))
+        return seal(body)
+
+    def connect(self, peer: str, descriptor: bytes) -> None:
+        """Raises TransportError when the descriptor is damaged, ours, or NIXL cannot load it."""
+        self.disconnect(peer)
+        known = decode(peer, unseal(peer, descriptor), NixlDescriptor)
+        if known.agent == self._name:
+            raise TransportError(f"peer {peer!r} is this transport itself")
+        pieces, devices = Pieces.of(known.pieces), Devices.of(known.pieces, known.devices)
+        digest = digest_of(known.metadata)
+        self._load_agent(known, digest)
+        self._peers[peer] = Peer(known.agent, digest, pieces, devices)
+
+    def carriers(self, peer: str) -> tuple[str, ...]:
+        """By UCX's own report on the endpoints of this peer; UCX settles them with the first copy."""
+        known = self._peers.get(peer)
+        endpoints = self._endpoints.get(known.agent, frozenset()) if known else frozenset()
+        return tuple(dict.fromkeys(name for each in sorted(endpoints) for name in self._report.carriers(each)))
+
+    def disconnect(self, peer: str) -> None:
+        """Its open tickets end with an error as soon as NIXL says that their bytes do not move any more."""
+        if self._peers.pop(peer, None) is None:
+            return
+        for job in self._jobs:
+            if job.peer == peer:
+                job.give_up(f"peer {peer!r} was disconnected")
+        self._unload_idle_agents()
+
+    def post(self, peer: str, copies: Copies, direction: Direction) -> Ticket:
+        """Raises TransportError when the peer is not connected or a row leaves registered memory."""
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransportError(f"peer {peer!r} is not connected")
+        is_read = direction is Direction.READ
+        near, far = (copies.target, copies.source) if is_read else (copies.source, copies.target)
+        # Checked before it is split: a row of nonsense length would be split into very many.
+        self._registry.pieces.check(near, copies.length, f"this process ({direction})")
+        known.pieces.check(far, copies.length, f"peer {peer!r} ({direction})")
+        rows = split(copies, PART_BYTES)
+        source, target = describe(rows.source, rows.length), describe(rows.target, rows.length)
+        local, remote = (target, source) if is_read else (source, target)
+        on_device = self._devices.mark(local, self._registry.pieces), known.devices.mark(remote, known.pieces)
+        parts = cut_by_kind(local, remote, on_device)
+        job = Job(Ticket(next(self._numbers)), peer, known.agent, direction.name, parts)
+        self._jobs.append(job)
+        return job.ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        for job in self._jobs:
+            if job.ticket == ticket:
+                job.give_up("cancelled")
+
+    def poll(self) -> list[Completion]:
+        if not self._is_closed:
+            self._make_progress()
+        ended = [job for job in self._jobs if not job.waiting and not job.active]
+        if ended:
+            self._jobs = [job for job in self._jobs if job.waiting or job.active]
+            self._unload_idle_agents()
+        return [Completion(job.ticket, job.error) for job in ended]
+
+    def close(self) -> None:
+        """Ends the agent: with its worker gone, nothing can move bytes any more, terminal or not."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for job in self._jobs:
+            job.give_up("this transport was closed")
+            for handle in job.active:
+                self._quietly(self._agent.release_xfer_handle, handle)
+            job.active.clear()
+        for agent in self._loaded:
+            self._quietly(self._agent.remove_remote_agent, agent)
+        for registered in self._registered.values():
+            self._quietly(self._agent.deregister_memory, registered)
+        self._peers.clear()
+        self._loaded.clear()
+        self._registered.clear()
+        self._registry.clear()
+        del self._agent
+
+    def _whose(self) -> tuple[tuple[str, int], ...]:
+        """The device of each registered piece, oldest first like their extents."""
+        return tuple((memory.device, memory.device_id) for memory in self._registry.memories)
+
+    def _own_devices(self) -> Devices:
+        return Devices.of(self._registry.extents, self._whose())
+
+    def _make_progress(self) -> None:
+        # Notifications are not used; asking for them is what makes progress for peers.
+        self._quietly(self._agent.get_new_notifs)
+        budget = PART_ROWS
+        # Those that have had fewer parts go first, so that a long ticket does not hold up a short one.
+        for job in sorted(self._jobs, key=lambda job: job.num_posted):
+            job.active = [handle for handle in job.active if self._is_active(job, handle)]
+            while job.waiting and budget > 0:
+                part = job.waiting.popleft()
+                budget -= len(part.local)
+                job.num_posted += 1
+                self._post_part(job, part)
+            if job.num_posted and not (job.waiting or job.active):
+                # Posting was copying, and it is over: whoever waits for it goes on while the next is copied.
+                return
+
+    def _is_active(self, job: Job, handle: Any) -> bool:
+        try:
+            state = self._agent.check_xfer_state(handle)
+        except self._errors as error:
+            state = repr(error)
+        return not self._is_terminal(job, handle, state)
+
+    def _post_part(self, job: Job, part: Part) -> None:
+        agent = self._agent
+        try:
+            near = agent.get_xfer_descs(part.local, part.local_kind)
+            far = agent.get_xfer_descs(part.remote, part.remote_kind)
+            handle = agent.initialize_xfer(job.operation, near, far, job.agent)
+        except self._errors as error:
+            job.give_up(f"NIXL refused the transfer: {error!r}")
+            return
+        try:
+            state = agent.transfer(handle)
+        except self._errors as error:
+            state = repr(error)
+        if not self._is_terminal(job, handle, state):
+            job.active.append(handle)
+
+    def _is_terminal(self, job: Job, handle: Any, state: str) -> bool:
+        if state == "PROC":
+            return False
+        if state != "DONE":
+            job.give_up(f"NIXL: {state}")
+        self._quietly(self._agent.release_xfer_handle, handle)
+        return True
+
+    def _load_agent(self, known: NixlDescriptor, digest: bytes) -> None:
+        if self._loaded.get(known.agent) == digest:
+            return  # It left while transfers were in progress, and is back unchanged.
+        if known.agent in self._loaded:
+            self._unload(known.agent)
+        before = self._report.endpoints()
+        try:
+            loaded = self._agent.add_remote_agent(known.metadata)
+        except self._errors as error:
+            raise TransportError("NIXL cannot load the peer's metadata", found=repr(error)) from error
+        name = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
+        self._loaded[name] = digest
+        self._endpoints[name] = self._report.endpoints() - before
+        if name != known.agent:
+            self._unload(name)
+            raise TransportError("metadata of another agent", found=repr(name), expected=repr(known.agent))
+
+    def _unload(self, agent: str) -> None:
+        if any(job.agent == agent for job in self._jobs):
+            raise TransportError(
+                "the peer's memory changed while transfers with it are in progress", hint="wait until they end"
+            )
+        del self._loaded[agent]
+        del self._endpoints[agent]
+        self._quietly(self._agent.remove_remote_agent, agent)
+
+    def _unload_idle_agents(self) -> None:
+        """Remove the agents of disconnected peers once nothing of theirs is in progress."""
+        needed = {peer.agent for peer in self._peers.values()} | {job.agent for job in self._jobs}
+        for agent in set(self._loaded) - needed:
+            self._unload(agent)
+
+    def _quietly(self, call: Any, *arguments: Any) -> None:
+        """For clearing up: that NIXL has forgotten the thing already is as good."""
+        try:
+            call(*arguments)
+        except self._errors as error:
+            logging.getLogger(__name__).debug("%s: %r", call, error)
+
+
+def _load() -> tuple[ModuleType, ModuleType]:
+    """NIXL's Python interface and its bindings.
+
+    Raises MissingExtraError where no package has them, TransportError where one cannot be loaded.
+    """
+    reasons = []
+    for package in PACKAGES:
+        try:
+            api = importlib.import_module(f"{package}._api")
+            bindings = importlib.import_module(f"{package}._bindings")
+        except ImportError as error:
+            if error.name != package:
+                reasons.append(str(error))
+            continue
+        # It prints its own progress to our standard output otherwise.
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+        return api, bindings
+    if reasons:
+        hint = f"install it again: {how_to_install('nixl')}"
+        raise TransportError("NIXL is installed but cannot be loaded", found="; ".join(reasons), hint=hint)
+    raise MissingExtraError(f"NIXL is not installed: {how_to_install('nixl')}")

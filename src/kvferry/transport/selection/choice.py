@@ -1,0 +1,108 @@
+"""Which transport to use: pure functions of what was asked for, what both sides have, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.errors import ConfigurationError, TransportError
+from kvferry.plan.programs.copies import Direction
+from kvferry.transport.selection.measurement import UNMEASURED, Measurement
+
+__all__ = ["AUTO", "ONE_COPY", "TRANSPORTS", "Choice", "Measurement", "candidates", "choose", "is_worth_testing"]
+
+AUTO = "auto"
+# In the order in which they are tried: what is usually fastest comes first.
+TRANSPORTS = ("memory", "shm", "cma", "nixl", "tcp")
+ONE_COPY = ("memory", "shm", "cma")
+"""They copy once, from where the bytes are to where they shall be, and the peer has no part in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The transport to use, and the text that says why."""
+
+    name: str
+    reason: str
+
+
+def candidates(requested: str, offered: Mapping[str, str], available: Mapping[str, str]) -> tuple[str, ...]:
+    """The transports to try, best first.
+
+    `requested` is `auto` or a name. `offered` (the peer) and `available` (this process) map names to the empty string
+    or to the reason why that side does not have the transport; a missing name is one that the side does not know.
+    Raises ConfigurationError when nothing is left, saying which side lacks what and why.
+    """
+    wanted = TRANSPORTS if requested == AUTO else (requested,)
+    if requested != AUTO and requested not in TRANSPORTS:
+        raise ConfigurationError(
+            f"unknown transport {requested!r}",
+            found=requested,
+            expected=f"{AUTO} or one of {', '.join(TRANSPORTS)}",
+            hint=_available(offered, available),
+        )
+    usable = tuple(name for name in wanted if not _obstacle(name, offered, available))
+    if not usable:
+        obstacles = (f"{name}: {_obstacle(name, offered, available)}" for name in wanted)
+        what = "no transport works" if requested == AUTO else f"transport {requested!r} does not work"
+        raise ConfigurationError(
+            f"{what} between these two engines",
+            found="; ".join(obstacles),
+            expected="a transport that both sides have",
+            hint=_available(offered, available),
+        )
+    return usable
+
+
+def is_worth_testing(name: str, measurements: Sequence[Measurement]) -> bool:
+    """Whether a transport could still be better than those that were tested before it.
+
+    Where one copy does, others only make the same bytes take more steps, and testing them takes long: their peer must
+    answer, and it may be busy computing.
+    """
+    return name in ONE_COPY or not any(each.name in ONE_COPY and not each.error for each in measurements)
+
+
+def choose(
+    measurements: Sequence[Measurement], untested: Sequence[str] = (), direction: Direction = Direction.READ
+) -> Choice:
+    """The transport that passed its self-test and is fastest in a direction, over long and short rows together.
+
+    `untested` are those that were not worth it. Raises TransportError with all errors when none passed.
+    """
+    passed = [measurement for measurement in measurements if not measurement.why_not(direction)]
+    if not passed:
+        raise TransportError(
+            "no transport passed its self-test",
+            found="; ".join(_describe(measurement) for measurement in measurements) or "nothing was tested",
+            hint="start both engines with --transport tcp, which needs nothing but sockets",
+        )
+    best = min(passed, key=lambda measurement: measurement.likely_rates(direction).seconds_per_gigabyte)
+    rest = [f"{', '.join(untested)} not tested: the same host needs only one copy"] if untested else []
+    return Choice(best.name, "; ".join([*(_describe(measurement) for measurement in measurements), *rest]))
+
+
+def _obstacle(name: str, offered: Mapping[str, str], available: Mapping[str, str]) -> str:
+    """Why a transport cannot be used; empty when it can."""
+    here, there = available.get(name, "not known"), offered.get(name, "not known")
+    found = [f"{reason} ({side})" for side, reason in (("here", here), ("at the peer", there)) if reason]
+    return ", ".join(found)
+
+
+def _available(offered: Mapping[str, str], available: Mapping[str, str]) -> str:
+    usable = [name for name in TRANSPORTS if not _obstacle(name, offered, available)]
+    return f"both sides have {', '.join(usable)}; use one of them or {AUTO}" if usable else "start with tcp enabled"
+
+
+def _describe(measurement: Measurement) -> str:
+    if measurement.error:
+        return f"{measurement.name} failed ({measurement.error})"
+    # Only nixl has several ways, of which it takes one without a word.
+    ways = [name for name in measurement.carriers if name != measurement.name]
+    name = f"{measurement.name} over {' and '.join(ways)}" if ways else measurement.name
+    written = measurement.writing
+    if written == UNMEASURED:
+        return f"{name} {measurement.rates(Direction.READ)}"
+    rates = f"writing {written.gigabytes_per_s:.1f} and {written.row_gigabytes_per_s:.1f}"
+    writes = f"writing failed ({written.error})" if written.error else rates
+    return f"{name} {measurement.rates(Direction.READ)}, {writes}"

@@ -1,0 +1,80 @@
+"""What a self-test found out about one transport to one peer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvferry.plan.programs.copies import Direction
+
+__all__ = ["FAR_SLOWER", "OTHER", "UNMEASURED", "Measurement", "Rates"]
+
+# A direction this much slower than the other is not the same path any more, nor a busy machine's mood.
+FAR_SLOWER: Final = 6.0
+OTHER: Final = {Direction.READ: Direction.WRITE, Direction.WRITE: Direction.READ}
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """One direction: two rates in 10⁹ bytes per second and the time of a small copy, or in `error` why there are none.
+
+    `gigabytes_per_s` is that of one long row, `row_gigabytes_per_s` that of many rows of 4 KiB, which shows what a
+    descriptor costs.
+    """
+
+    gigabytes_per_s: float
+    row_gigabytes_per_s: float
+    latency_s: float
+    error: str = ""
+
+    @property
+    def seconds_per_gigabyte(self) -> float:
+        """For half of the bytes in long rows and half in short ones: caches move in both."""
+        return 0.5 / self.gigabytes_per_s + 0.5 / self.row_gigabytes_per_s
+
+    def __str__(self) -> str:
+        return f"{self.gigabytes_per_s:.1f} GB/s, {self.row_gigabytes_per_s:.1f} in rows of 4 KiB"
+
+
+UNMEASURED = Rates(0.0, 0.0, 0.0, "not measured")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One transport: reading (the first four figures, as in `Rates`), writing, and what carried the bytes.
+
+    With an `error` the transport cannot be used at all. `carriers` are the words of the transport's own library, such
+    as `cma/memory` or `tcp/eth0`.
+    """
+
+    name: str
+    gigabytes_per_s: float
+    row_gigabytes_per_s: float
+    latency_s: float
+    error: str
+    writing: Rates = UNMEASURED
+    carriers: tuple[str, ...] = ()
+
+    def rates(self, direction: Direction) -> Rates:
+        """Those of one direction."""
+        if direction is Direction.WRITE:
+            return self.writing
+        return Rates(self.gigabytes_per_s, self.row_gigabytes_per_s, self.latency_s, self.error)
+
+    def likely_rates(self, direction: Direction) -> Rates:
+        """Those of one direction; of a peer whose probe may not be written, reading tells what writing is like."""
+        return self.rates(Direction.READ if self.writing == UNMEASURED else direction)
+
+    def why_not(self, direction: Direction) -> str:
+        """Why it cannot be used in a direction; empty where it can."""
+        return self.error or self.likely_rates(direction).error
+
+    def times_slower(self, direction: Direction) -> float:
+        """How many times slower it is than the other; 0 where that cannot be said."""
+        ours, others = self.rates(direction), self.rates(OTHER[direction])
+        return 0.0 if ours.error or others.error else ours.seconds_per_gigabyte / others.seconds_per_gigabyte
+
+    @property
+    def is_lopsided(self) -> bool:
+        """Whether one direction is far slower than the other."""
+        return any(self.times_slower(direction) >= FAR_SLOWER for direction in Direction)

@@ -1,0 +1,289 @@
+"""Small copies from and to a peer that show whether a transport really works, and how fast, in both directions."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from kvferry.errors import FerryError
+from kvferry.transport.base import Completion, Direction, Memory, Ticket, Transport
+from kvferry.transport.registered_memory import View
+from kvferry.transport.selection.awake_timeout import Patience
+from kvferry.transport.selection.measurement import UNMEASURED, Measurement, Rates
+from kvferry.transport.selection.probe_memory import (
+    MARK_BYTES,
+    MAX_PROBE_BYTES,
+    PROBE_BYTES,
+    Probe,
+    fill_probe,
+    pattern,
+)
+from kvferry.transport.selection.self_test_copies import (
+    READS,
+    ROW_BYTES,
+    WRITES,
+    Kind,
+    Scratch,
+    Step,
+    marking,
+    num_row_bytes,
+    rounds,
+)
+
+__all__ = ["PROBE_BYTES", "ROW_BYTES", "Measurement", "Probe", "SelfTest", "fill_probe", "measure"]
+
+logger = logging.getLogger(__name__)
+
+# For a transport that is tested alone.
+DEADLINE_S = 1.5
+# Until then polls follow each other at once; a peer that has not answered by then is not worth a busy processor.
+NUM_EAGER_POLLS = 1000
+# So long a copy has its transport, and others that are tested, for itself.
+HUNG_S = 0.05
+# Another test may have drawn the same mark at the same time, which says nothing about the transport.
+MAX_DRAWS = 3
+
+
+class SelfTest:
+    """One peer's test, driven by whoever polls the transport: pass completions to `advance` until it is over.
+
+    The scratch memory it reads into stays registered until its last ticket has ended (`is_settled`), even when the
+    result, being a failure, is known earlier: late bytes must not land in memory that is used again. With `is_fresh`
+    there is something to do in the next turn, which is not to be put off: a nap would count as the copy's time.
+    """
+
+    def __init__(self, transport: Transport, peer: str, probe: Probe, deadline_s: float = DEADLINE_S) -> None:
+        """A test that is not over after `deadline_s`, in which it had turns, has failed."""
+        self._deadline_s = deadline_s
+        self._transport = transport
+        self._peer = peer
+        self._probe = probe
+        self._room: View = np.empty(0, np.uint8)
+        self._scratch = Scratch(0, probe)
+        self._memory: Memory | None = None
+        self._ticket: Ticket | None = None
+        self._patience = Patience(deadline_s, 0.0)
+        self._posted_at = 0.0
+        self._steps: list[Step] = []
+        self._draws_left = MAX_DRAWS
+        self._best_s: dict[Kind, float] = {}
+        self._writing_error = ""
+        self._is_repeated = False
+        self.is_fresh = False
+        self.result: Measurement | None = None
+
+    def start(self, now: float) -> None:
+        """Get ready for the first read; `now` is in seconds of any clock. Failures are in `result`."""
+        self._patience = Patience(self._deadline_s, now)
+        if not 2 * ROW_BYTES <= self._probe.size_bytes <= MAX_PROBE_BYTES:
+            self._end(f"a probe of {self._probe.size_bytes} bytes")
+            return
+        self._room = np.zeros(Scratch(0, self._probe).size_bytes, np.uint8)
+        self._scratch = Scratch(int(self._room.ctypes.data), self._probe)
+        memory = Memory(self._scratch.address, self._room.size, -1)
+        try:
+            self._transport.register(memory)
+            self._memory = memory
+            if self._probe.is_writable:
+                self._written[:] = self._held
+            self._steps = rounds(self._scratch, [self._draw()] if self._probe.is_writable else [])
+        except FerryError as error:
+            self._end(str(error))
+
+    @property
+    def _held(self) -> View:
+        """What the peer's probe holds."""
+        return pattern(self._probe.size_bytes, self._probe.seed)
+
+    @property
+    def _read(self) -> View:
+        return self._room[: self._probe.size_bytes]
+
+    @property
+    def _written(self) -> View:
+        return self._room[self._probe.size_bytes :][: self._probe.size_bytes]
+
+    @property
+    def _mark(self) -> View:
+        return self._room[2 * self._probe.size_bytes :]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is a result and nothing of the test is left open."""
+        return self.result is not None and self._ticket is None
+
+    def is_copying(self, now: float) -> bool:
+        """Whether a copy is under way that has not hung: what else is done meanwhile counts as its time."""
+        return self._ticket is not None and now - self._posted_at < HUNG_S
+
+    def advance(self, completions: Iterable[Completion], now: float, *, may_post: bool = True) -> None:
+        """Take note of ended tickets (others' are ignored) and of the time; post the next copy, if that may be."""
+        self.is_fresh = False
+        if may_post and self.result is None and self._ticket is None:
+            # Not earlier: what has come was looked at since the last `now`, and that time is not the next copy's.
+            self._post(now)
+        for completion in completions:
+            if completion.ticket == self._ticket:
+                self._ticket = None
+                self._take(completion, now)
+        self._patience.spend(now)
+        if self.result is None and self._patience.is_over:
+            # What is measured once more has passed already.
+            self._end("" if self._is_repeated else f"no answer within {self._deadline_s:.2g} s")
+
+    def abandon(self) -> None:
+        """Nobody wants the result: post nothing more, whoever the peer's name may be given to."""
+        if self.result is None:
+            self._end("the peer was disconnected")
+
+    def _take(self, completion: Completion, now: float) -> None:
+        if self.result is not None:
+            self._release()
+        elif completion.error:
+            self._fail(completion.error, now)
+        else:
+            self._evaluate(now)
+
+    def _evaluate(self, now: float) -> None:
+        """Note the time of a copy, and look at what it has brought."""
+        elapsed = max(now - self._posted_at, 1e-9)
+        done = self._steps[0]
+        self._best_s[done.kind] = min(self._best_s.get(done.kind, elapsed), elapsed)
+        num_wrong = self._num_wrong(done)
+        if num_wrong and done.kind is Kind.MARK_BACK and self._draws_left:
+            self._steps[:1] = marking(self._scratch, self._draw())
+        elif num_wrong:
+            self._fail(f"{num_wrong} of {done.copies.num_bytes} bytes are wrong", now)
+            return
+        else:
+            self._steps.pop(0)
+        self._go_on(now)
+
+    def _fail(self, error: str, now: float) -> None:
+        """What fails in writing alone leaves a transport that can be read over: the reads go on."""
+        if not self._steps[0].is_for_writing:
+            self._end(error)
+            return
+        self._writing_error = error
+        self._steps = [step for step in self._steps if not step.is_for_writing]
+        self._go_on(now)
+
+    def _go_on(self, now: float) -> None:
+        if not self._steps and self._is_doubtful:
+            self._is_repeated = True
+            self._steps = rounds(self._scratch, [])
+        if not self._steps:
+            self._end("")
+            return
+        self.is_fresh = True
+        if self._steps[0].direction is Direction.READ:
+            # A byte of each row is spoiled, so that a row that is not brought does not pass for the one before it.
+            self._read[::ROW_BYTES] = ~self._held[::ROW_BYTES]
+
+    @property
+    def _is_doubtful(self) -> bool:
+        """Whether one direction seems far slower, which a busy machine may have feigned, and is worth another look."""
+        has_time = self._patience.left_s > self._deadline_s / 2
+        return has_time and not self._is_repeated and self._measured("").is_lopsided
+
+    def _draw(self) -> int:
+        """Something new to write, and the address of a mark that was drawn by lot."""
+        self._draws_left -= 1
+        self._mark[:] = np.frombuffer(secrets.token_bytes(MARK_BYTES), np.uint8)
+        return self._probe.mark(secrets.randbelow(self._probe.num_marks))
+
+    def _num_wrong(self, done: Step) -> int:
+        """How many bytes are not what they should be; what was written is seen when it is read back."""
+        if done.direction is Direction.WRITE:
+            return 0
+        if done.kind is Kind.MARK_BACK:
+            return int(np.count_nonzero(self._read[:MARK_BYTES] != self._mark))
+        num_rows, num_bytes = len(done.copies), int(done.copies.length[0])
+        found, wanted = self._read[:num_bytes], self._held[:num_bytes]
+        if num_rows > 1:
+            # Every other page.
+            found, wanted = (
+                view[: 2 * num_rows * ROW_BYTES].reshape(num_rows, 2, ROW_BYTES)[:, 0]
+                for view in (self._read, self._held)
+            )
+        return int(np.count_nonzero(found != wanted))
+
+    def _post(self, now: float) -> None:
+        self.is_fresh, self._posted_at = True, now
+        try:
+            self._ticket = self._transport.post(self._peer, self._steps[0].copies, self._steps[0].direction)
+        except FerryError as error:
+            self._fail(str(error), now)
+
+    def _end(self, error: str) -> None:
+        if error and self._steps and self._steps[0].is_for_writing and self._best_s.keys() >= set(READS):
+            self._writing_error, error = error, ""
+        self.result = self._measured(error)
+        if self._ticket is None:
+            self._release()
+        else:
+            self._transport.cancel(self._ticket)
+
+    def _measured(self, error: str) -> Measurement:
+        failed = Rates(0.0, 0.0, self._best_s.get(Kind.LATENCY, float("inf")), error)
+        read, written = failed if error else self._rates(*READS), UNMEASURED
+        if self._writing_error:
+            written = Rates(0.0, 0.0, float("inf"), self._writing_error)
+        elif self._probe.is_writable and not error:
+            written = self._rates(*WRITES)
+        figures = (read.gigabytes_per_s, read.row_gigabytes_per_s, read.latency_s, read.error)
+        return Measurement(self._transport.name, *figures, written, self._transport.carriers(self._peer))
+
+    def _rates(self, small: Kind, whole: Kind, rows: Kind) -> Rates:
+        size_bytes, small_s = self._probe.size_bytes, self._best_s[small]
+        return Rates(
+            gigabytes_per_s=size_bytes / _beside(small_s, self._best_s[whole]) / 1e9,
+            row_gigabytes_per_s=num_row_bytes(size_bytes) / _beside(small_s, self._best_s[rows]) / 1e9,
+            latency_s=small_s,
+        )
+
+    def _release(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is None:
+            return
+        try:
+            self._transport.unregister(memory)
+        except FerryError as error:
+            # What was measured holds all the same. The transport may still know the memory, so it stays.
+            logger.warning("scratch memory of a self-test stays: %s", error)
+            _unsettled.append(self)
+
+
+def _beside(small_s: float, elapsed_s: float) -> float:
+    """What a copy has taken beside that which every copy takes, such as the turn in which its end is noticed. Never
+    less than half: the small one may have been unlucky."""
+    return max(elapsed_s - small_s, elapsed_s / 2)
+
+
+# Tests whose scratch memory may still be written to, so it is never given back.
+_unsettled: list[SelfTest] = []
+
+
+def measure(
+    transport: Transport, peer: str, probe: Probe, clock: Callable[[], float] = time.perf_counter
+) -> Measurement:
+    """Run one test now, in at most about a second; never raises because of the peer.
+
+    Polls the transport, so nothing else may be in flight on it; use `SelfTest` where something may. After a failure
+    the transport may later report a ticket that the caller does not know.
+    """
+    test = SelfTest(transport, peer, probe)
+    test.start(clock())
+    num_polls = 0
+    while test.result is None:
+        num_polls += 1
+        time.sleep(0 if num_polls < NUM_EAGER_POLLS else 0.0005)
+        completions = transport.poll()
+        test.advance(completions, clock())
+    if not test.is_settled:
+        _unsettled.append(test)
+    return test.result

@@ -1,0 +1,235 @@
+"""Transport between processes of one host: attach the peer's memory and copy in `poll`, without a daemon.
+
+The peer's memory is reached through /proc/<pid>/fd/<fd>, so nothing has a name in a file system and nothing is left
+behind when a process is killed. What has been attached can be touched after the peer died or unregistered it, like
+memory reached over RDMA: that bytes are current is for the lease to say, not for the transport. A peer that has closed
+all of it, or has died, is found out in `poll`, and the system gets its memory back: another start of it needs that.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from kvferry.errors import TransportError
+from kvferry.plan.programs.copies import Copies
+from kvferry.system_words import system_words
+from kvferry.transport.base import Completion, Direction, Memory, Ticket
+from kvferry.transport.descriptors import Natural, check_size, decode
+from kvferry.transport.process_identity import Origin, check_same, origin_here
+from kvferry.transport.registered_memory import Pieces, Registry, View
+from kvferry.transport.rowcopy.queue import CopyQueue, Posting
+from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared, check_sealed
+
+__all__ = ["SharedMemory", "SharedMemoryTransport", "allocate_shared"]
+
+# One poll copies about this much: a few milliseconds.
+SLICE_BYTES = 16 << 20
+# So often, peers are looked for at most.
+LOOK_S = 1.0
+
+
+class SharedPiece(msgspec.Struct, frozen=True, array_like=True):
+    """One attachable piece: the descriptor number in the owner's process and what must be found behind it."""
+
+    fd: Natural
+    inode: Natural
+    device: Natural
+    address: Natural
+    size_bytes: Natural
+
+
+class SharedDescriptor(msgspec.Struct, frozen=True, tag="shm-1"):
+    """What a peer needs to attach."""
+
+    origin: Origin
+    pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    pieces: Annotated[tuple[SharedPiece, ...], Meta(max_length=4096)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attached:
+    """A peer's memory, as it was described and as it is seen here."""
+
+    shared: SharedDescriptor
+    pieces: Pieces
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the peer still has any of it, as far as can be told."""
+        pieces = self.shared.pieces
+        return not pieces or any(_is_there(self.shared.pid, piece) for piece in pieces)
+
+
+class SharedMemoryTransport:
+    """Copies between the memory of two processes of one host, in `poll`, 16 MiB at a time.
+
+    Memory without `shared_fd` can be registered too: it is the local side of copies, and then nothing can be offered.
+    Raises TransportError when this host does not say which kernel and pid namespace it runs.
+    """
+
+    def __init__(self) -> None:
+        self._origin = origin_here()
+        self._registry = Registry()
+        self._peers: dict[str, _Attached] = {}
+        self._queue = CopyQueue()
+        self._look_at = 0.0
+        self._unmapping: list[threading.Thread] = []
+
+    @property
+    def name(self) -> str:
+        return "shm"
+
+    @property
+    def progress_interval_s(self) -> float:
+        return float("inf")
+
+    def register(self, memory: Memory) -> None:
+        """Raises TransportError when `shared_fd` is not a sealed memfd or the memory overlaps registered memory."""
+        if memory.shared_fd >= 0:
+            check_sealed(memory.shared_fd)
+        self._registry.add(memory)
+
+    def unregister(self, memory: Memory) -> None:
+        """Raises TransportError when it is not registered. Peers that have attached it stay attached."""
+        self._registry.remove(memory)
+
+    def descriptor(self) -> bytes:
+        """Raises TransportError when some memory is private: peers would find a part of it only when they need it."""
+        private = [memory for memory in self._registry.memories if memory.shared_fd < 0]
+        if private:
+            raise TransportError(
+                "peers cannot reach this engine's memory through shared memory",
+                found=f"{sum(memory.size_bytes for memory in private):,} private bytes",
+                expected="memory that was allocated to be shared",
+            )
+        pieces = tuple(_describe(memory) for memory in self._registry.memories)
+        return check_size(msgspec.msgpack.encode(SharedDescriptor(self._origin, os.getpid(), pieces)))
+
+    def connect(self, peer: str, descriptor: bytes) -> None:
+        """Attach the peer's memory. Raises TransportError with the reason when that is impossible."""
+        self.disconnect(peer)
+        shared = decode(peer, descriptor, SharedDescriptor)
+        check_same(peer, shared.origin, self._origin)
+        views = [_attach(peer, shared.pid, piece) for piece in shared.pieces]
+        pieces = Pieces.of([(piece.address, piece.size_bytes) for piece in shared.pieces], views)
+        self._peers[peer] = _Attached(shared, pieces)
+
+    def carriers(self, peer: str) -> tuple[str, ...]:
+        return (self.name,)
+
+    def disconnect(self, peer: str) -> None:
+        self._queue.drop(lambda job: job.peer == peer, f"peer {peer!r} was disconnected")
+        self._let_go([peer] if peer in self._peers else [])
+
+    def post(self, peer: str, copies: Copies, direction: Direction) -> Ticket:
+        """Raises TransportError when the peer is not connected or a row leaves registered memory."""
+        remote = self._peers.get(peer)
+        if remote is None:
+            raise TransportError(f"peer {peer!r} is not connected", hint="has its process exited?")
+        return self._queue.add(Posting(peer, self._registry.pieces, remote.pieces, copies, direction))
+
+    def view(self, peer: str, address: int, num_bytes: int) -> View | None:
+        """The bytes of a connected peer at one of its addresses, mapped as long as the view lives; None where it has
+        none there."""
+        attached = self._peers.get(peer)
+        if attached is None or not num_bytes:
+            return None
+        try:
+            side = attached.pieces.side(
+                np.array([address], np.uint64), np.array([num_bytes], np.uint64), f"peer {peer!r}"
+            )
+        except TransportError:
+            return None
+        (view,), (first,) = side.views, side.begins.tolist()
+        return view[first : first + num_bytes]
+
+    def cancel(self, ticket: Ticket) -> None:
+        self._queue.drop(lambda job: job.ticket == ticket, "cancelled")
+
+    def poll(self) -> list[Completion]:
+        if self._look_at <= (now := time.monotonic()):
+            self._look_at = now + LOOK_S
+            # What is being copied keeps its views, and ends well.
+            self._let_go([peer for peer, attached in self._peers.items() if not attached.is_there])
+        return self._queue.run(SLICE_BYTES)
+
+    def close(self) -> None:
+        self._queue.drop(lambda job: True, "this transport was closed")
+        self._peers.clear()
+        self._registry.clear()
+        for thread in self._unmapping:
+            thread.join()
+
+    def _let_go(self, peers: Sequence[str]) -> None:
+        """Unmap the memory of peers, as soon as no copy uses it; closing a mapping with views would raise.
+
+        To unmap gigabytes, and to free them when their owner is gone, takes as long as to copy them: others would take
+        this process for lost. So a thread does it, which must be the last to hold them.
+        """
+        if not peers:
+            return
+        dropped = [self._peers.pop(peer) for peer in peers]
+        thread = threading.Thread(target=dropped.clear, name="kvferry-unmap", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # No more threads in this process: it has to wait.
+            dropped.clear()
+        else:
+            self._unmapping = [thread, *(each for each in self._unmapping if each.is_alive())]
+
+
+def _describe(memory: Memory) -> SharedPiece:
+    status = os.fstat(memory.shared_fd)
+    return SharedPiece(memory.shared_fd, status.st_ino, status.st_dev, memory.address, memory.size_bytes)
+
+
+def _attach(peer: str, pid: int, piece: SharedPiece) -> View:
+    path = f"/proc/{pid}/fd/{piece.fd}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransportError(
+            f"cannot open the memory of peer {peer!r}",
+            found=f"{path}: {error.strerror}",
+            hint="run both processes as the same user; use tcp if that is not possible",
+        ) from error
+    try:
+        _check_identity(peer, os.fstat(fd), piece)
+        check_sealed(fd)
+        return np.frombuffer(mmap.mmap(fd, piece.size_bytes), np.uint8)
+    except (OSError, ValueError) as error:
+        raise TransportError(f"cannot map the memory of peer {peer!r}", found=system_words(error)) from error
+    finally:
+        os.close(fd)
+
+
+def _is_there(pid: int, piece: SharedPiece) -> bool:
+    try:
+        status = os.stat(f"/proc/{pid}/fd/{piece.fd}")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
+    return (status.st_ino, status.st_dev) == (piece.inode, piece.device)
+
+
+def _check_identity(peer: str, status: os.stat_result, piece: SharedPiece) -> None:
+    """A process id can be taken by another process: what is behind it must be the very file that was described."""
+    found: Sequence[int] = (status.st_ino, status.st_dev)
+    if tuple(found) != (piece.inode, piece.device) or status.st_size < piece.size_bytes:
+        raise TransportError(
+            f"the memory of peer {peer!r} is not what it described",
+            found=f"inode {status.st_ino}, device {status.st_dev}, {status.st_size} bytes",
+            expected=f"inode {piece.inode}, device {piece.device}, at least {piece.size_bytes} bytes",
+            hint="the peer has ended or restarted: connect with its new descriptor",
+        )

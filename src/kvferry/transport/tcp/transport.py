@@ -1,0 +1,163 @@
+"""Transport over plain sockets: works everywhere, needs nothing.
+
+Who has not been told the key in the descriptor gets nothing, and the key itself is never sent: every connection proves
+that it knows it. What moves is neither encrypted nor signed: bind to an address that only the engines can reach.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from kvferry.errors import TransportError
+from kvferry.plan.programs.copies import Copies, split
+from kvferry.transport.base import Completion, Direction, Memory, Ticket
+from kvferry.transport.descriptors import Natural, check_size, decode
+from kvferry.transport.registered_memory import Column, Pieces, Registry
+from kvferry.transport.tcp.client import Far, Lane, Order
+from kvferry.transport.tcp.connection import CHUNK_BYTES, KEY_BYTES
+from kvferry.transport.tcp.server import Server
+
+__all__ = ["TcpTransport"]
+
+
+class TcpDescriptor(msgspec.Struct, frozen=True, tag="tcp-2"):
+    """What a peer needs: where to connect, the key to know, and (address, size in bytes) of each piece."""
+
+    host: Annotated[str, Meta(min_length=1, max_length=255)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    pieces: Annotated[tuple[tuple[Natural, Natural], ...], Meta(max_length=4096)]
+
+
+class TcpTransport:
+    """Serves its registered memory on `host` and a port of the system's choice, and asks peers for theirs.
+
+    A peer that neither sends nor takes anything for `stall_timeout_s` ends its tickets with an error.
+    `advertised_host` is what peers connect to, when that differs from `host`; empty: the same.
+    Raises TransportError when it cannot listen on `host`.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", *, stall_timeout_s: float = 5.0, advertised_host: str = "") -> None:
+        self._stall_timeout_s = stall_timeout_s
+        self._key = secrets.token_bytes(KEY_BYTES)
+        self._registry = Registry()
+        self._server = Server(host, self._key, self._registry, stall_timeout_s)
+        self._host = advertised_host or self._server.address[0]
+        self._numbers = count(1)
+        self._ended: SimpleQueue[Completion] = SimpleQueue()
+        self._peers: dict[str, tuple[Lane, Pieces]] = {}
+        self._stopped_lanes: list[Lane] = []
+        self._open: dict[Ticket, Lane] = {}
+
+    @property
+    def name(self) -> str:
+        return "tcp"
+
+    @property
+    def progress_interval_s(self) -> float:
+        return float("inf")
+
+    @property
+    def num_rejected(self) -> int:
+        """Requests of peers that were malformed, unauthenticated or outside registered memory."""
+        return self._server.num_rejected
+
+    def register(self, memory: Memory) -> None:
+        """Raises TransportError when the memory overlaps registered memory."""
+        self._registry.add(memory)
+
+    def unregister(self, memory: Memory) -> None:
+        """Waits until no peer's bytes are being copied from or to it. Raises TransportError when not registered."""
+        with self._server.gate.changing():
+            self._registry.remove(memory)
+
+    def descriptor(self) -> bytes:
+        port = self._server.address[1]
+        known = TcpDescriptor(self._host, port, self._key, self._registry.extents)
+        return check_size(msgspec.msgpack.encode(known))
+
+    def connect(self, peer: str, descriptor: bytes) -> None:
+        """Raises TransportError when the descriptor is not one of tcp, or no thread can be started.
+
+        A connection is made by the first ticket: an unreachable host would otherwise block the agent. That nobody
+        listens there is therefore the error of a ticket (the self-test's).
+        """
+        self.disconnect(peer)
+        known = decode(peer, descriptor, TcpDescriptor)
+        pieces = Pieces.of(known.pieces)
+        try:
+            lane = Lane(Far(known.host, known.port, known.key), self._ended, self._stall_timeout_s)
+        except RuntimeError as error:
+            hint = "the limit is ulimit -u, or pids.max of a container"
+            raise TransportError("no thread can be started for tcp", found=str(error), hint=hint) from error
+        self._peers[peer] = (lane, pieces)
+
+    def carriers(self, peer: str) -> tuple[str, ...]:
+        return (self.name,)
+
+    def disconnect(self, peer: str) -> None:
+        known = self._peers.pop(peer, None)
+        if known is not None:
+            lane, _ = known
+            lane.stop(f"peer {peer!r} was disconnected")
+            self._stopped_lanes = [old for old in self._stopped_lanes if not old.is_over] + [lane]
+
+    def post(self, peer: str, copies: Copies, direction: Direction) -> Ticket:
+        """Raises TransportError when the peer is not connected or a row leaves registered memory."""
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransportError(f"peer {peer!r} is not connected")
+        lane, pieces = known
+        here = f"this process ({direction})"
+        # Checked before it is split: a row of nonsense length would be split into very many.
+        self._registry.pieces.check(_near(copies, direction), copies.length, here)
+        pieces.check(_far(copies, direction), copies.length, f"peer {peer!r} ({direction})")
+        rows = split(copies, CHUNK_BYTES)
+        local = self._registry.pieces.side(_near(rows, direction), rows.length, here)
+        ticket = Ticket(next(self._numbers))
+        self._open[ticket] = lane
+        lane.submit(Order(ticket, direction, local, _far(rows, direction), rows.length.astype(np.int64)))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        if ticket in self._open:
+            self._open[ticket].cancel(ticket)
+
+    def poll(self) -> list[Completion]:
+        ended = list(self._take_ended())
+        for completion in ended:
+            del self._open[completion.ticket]
+        return ended
+
+    def close(self) -> None:
+        """Waits for its threads, at most about twice the stall timeout when a connection is just being made."""
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        self._server.close(self._stall_timeout_s + 1)
+        for lane in self._stopped_lanes:
+            lane.join(self._stall_timeout_s + 1)
+        self._stopped_lanes.clear()
+        self._registry.clear()
+
+    def _take_ended(self) -> Iterator[Completion]:
+        while True:
+            try:
+                yield self._ended.get_nowait()
+            except Empty:
+                return
+
+
+def _near(copies: Copies, direction: Direction) -> Column:
+    return copies.target if direction is Direction.READ else copies.source
+
+
+def _far(copies: Copies, direction: Direction) -> Column:
+    return copies.source if direction is Direction.READ else copies.target
