@@ -1,4 +1,4 @@
-"""`kvferry` whose tcp transport waits at a gate: `python chaos_serve.py GATE serve …`; see `kvferry.testing.transports.gated`."""
+"""`kvferry` whose tcp transport waits at a gate: `python chaos_serve.py GATE serve …`."""
 
 import sys
 from pathlib import Path

@@ -48,12 +48,12 @@ from kvferry.router.fleet.request_kinds import KIND_FUSE, kind_of
 from kvferry.router.flow import dispatch
 from kvferry.router.flow.early_prefill import EarlyPrefill
 from kvferry.router.flow.engine_response import promised_cache, stream_failure
-from kvferry.router.flow.fallback import PrefillFallback
 from kvferry.router.flow.leg import Leg, Patience
 from kvferry.router.flow.outcomes import Judge
 from kvferry.router.flow.request_timing import Pace
 from kvferry.router.flow.state_machine import Flow
 from kvferry.router.policy.records import NO_TASK, Role
+from kvferry.router.policy.settings import PrefillFallback
 from kvferry.router.request.client_request import decode_body, prefill_body
 from kvferry.router.telemetry.server_timing import without_beginning
 from kvferry.router.telemetry.tracing import UNTRACED_LEG

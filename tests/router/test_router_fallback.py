@@ -9,9 +9,9 @@ from aiohttp import web
 from router_harness import answer, cluster, decode_engine, failing, prefill_engine, prefilling
 
 from kvferry.router.fleet.request_kinds import KIND_FUSE
-from kvferry.router.flow.fallback import CODE, PrefillFallback
+from kvferry.router.flow.fallback import CODE
 from kvferry.router.policy.records import Limits, Nobody, Role, Skip, Use
-from kvferry.router.policy.settings import Judgement
+from kvferry.router.policy.settings import Judgement, PrefillFallback
 
 PLAIN = {"prompt": "a"}
 REFUSED = 'kvferry_router_refused_total{reason="%s"}'

@@ -25,7 +25,7 @@ __all__ = [
     "staging_named",
 ]
 
-_FILES = {"Agent": "agent"} | dict.fromkeys(("NO_TOKEN", "SharedToken", "read_token"), "shared_token")
+_FILES = {"Agent": "loop.agent"} | dict.fromkeys(("NO_TOKEN", "SharedToken", "read_token"), "control.shared_token")
 
 
 def __getattr__(name: str) -> Any:

@@ -7,9 +7,8 @@ from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigurationError
 from kvferry.http_access import check_key
-from kvferry.router.flow.fallback import PrefillFallback
 from kvferry.router.policy.records import Instance, Role
-from kvferry.router.policy.settings import DEFAULT_JUDGEMENT, Judgement
+from kvferry.router.policy.settings import DEFAULT_JUDGEMENT, Judgement, PrefillFallback
 
 __all__ = ["NO_REGISTRATION", "Registration", "RouterConfig", "check_urls"]
 

@@ -16,9 +16,9 @@ from kvferry.errors import ConfigurationError
 from kvferry.http_access import Access, guarded
 from kvferry.registration import KEY_PURPOSE
 from kvferry.router.config import NO_REGISTRATION, Registration, RouterConfig
-from kvferry.router.flow.fallback import PrefillFallback
 from kvferry.router.http.app import Front, create_app
 from kvferry.router.policy.records import Limits
+from kvferry.router.policy.settings import PrefillFallback
 from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
 
 # More than a hundred open streams hold, and looked through in a few milliseconds.

@@ -1,4 +1,4 @@
-"""Where the states of one cache group lie in memory, from an order of letters (see `kvferry.plan.description.describe`)."""
+"""Where the states of one cache group lie in memory, from an order of letters (see `describe`)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from kvferry.router.fleet.circuit_breaker import Fuse, Trial
 from kvferry.router.fleet.compatibility import Facts, differences
 from kvferry.router.fleet.instance import Member, Origin, Verdict
 from kvferry.router.fleet.open_legs import OpenLegs
-from kvferry.router.fleet.pairs import Pair, Pairs
+from kvferry.router.fleet.pairs import Pairs
 from kvferry.router.fleet.prefill_speed import Mean
 from kvferry.router.fleet.request_kinds import Kind, Kinds
 from kvferry.router.fleet.reservation import Reservation
@@ -25,6 +25,7 @@ from kvferry.router.policy.records import (
     Instance,
     Load,
     Nobody,
+    Pair,
     Question,
     Role,
     Skip,

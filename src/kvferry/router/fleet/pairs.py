@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from kvferry.router.fleet.circuit_breaker import Breaker, BreakerState, Fuse, Trial
-from kvferry.router.policy.records import Instance
+from kvferry.router.policy.records import Instance, Pair
 
-__all__ = ["Pair", "Pairs"]
-
-Pair = tuple[Instance, Instance]
+__all__ = ["Pairs"]
 
 
 class Pairs:

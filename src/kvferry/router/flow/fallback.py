@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from kvferry.openai import SERVER_ERROR, error_body
 from kvferry.router.events import PREFILL_FAILS, Refuse
 
-__all__ = ["CODE", "PrefillFallback", "is_wanted", "refusal"]
+__all__ = ["CODE", "is_wanted", "refusal"]
 
 CODE = "prefill_unavailable"
 RETRY_AFTER_S = 5
 # The policy skips prefill for reasons of its own, such as a threshold of the operator's. These are none of them.
 NOT_WANTED = frozenset((PREFILL_FAILS, "ttft"))
-
-
-class PrefillFallback(StrEnum):
-    """DECODE: the decode instance computes the prompt. REFUSE: nobody does, the client is told to come back."""
-
-    DECODE = "decode"
-    REFUSE = "refuse"
 
 
 def is_wanted(skipped: str) -> bool:

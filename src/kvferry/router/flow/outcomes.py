@@ -6,12 +6,11 @@ from kvferry.request_fields import Undividable
 from kvferry.router.events import INSTANCE_DOWN, PREFILL_LOST, TOO_LATE, Answered, Ended, Event, Failed, Opened
 from kvferry.router.fleet.circuit_breaker import Trial
 from kvferry.router.fleet.membership import Membership
-from kvferry.router.fleet.pairs import Pair
 from kvferry.router.fleet.request_kinds import Kind
 from kvferry.router.fleet.reservation import Reservation
 from kvferry.router.fleet.suspects import Suspect, Suspects
 from kvferry.router.flow.engine_response import known_reason, lost_cache
-from kvferry.router.policy.records import Instance, Role, Task
+from kvferry.router.policy.records import Instance, Pair, Role, Task
 from kvferry.router.request.headers import Headers
 from kvferry.router.upstream.exchange import DEADLINE, GONE
 from kvferry.wire.messages import Reason

@@ -57,8 +57,9 @@ from kvferry.router.events import (
     TurnedAway,
 )
 from kvferry.router.flow.engine_response import can_be_released, kept_cache, lost_cache
-from kvferry.router.flow.fallback import PrefillFallback, is_wanted, refusal
+from kvferry.router.flow.fallback import is_wanted, refusal
 from kvferry.router.policy.records import Instance, Role
+from kvferry.router.policy.settings import PrefillFallback
 from kvferry.router.request.client_request import ClientRequest, decode_body, prefill_body
 from kvferry.wire.messages import Reason
 

@@ -13,6 +13,7 @@ __all__ = [
     "Limits",
     "Load",
     "Nobody",
+    "Pair",
     "Policy",
     "Question",
     "Role",
@@ -35,6 +36,10 @@ class Instance:
 
     url: str
     role: Role
+
+
+Pair = tuple[Instance, Instance]
+"""A prefill instance and a decode instance."""
 
 
 @dataclass(frozen=True, slots=True)

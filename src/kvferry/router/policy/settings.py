@@ -5,11 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from kvferry.router.policy.balanced import balanced
 from kvferry.router.policy.records import NO_LIMITS, Limits, Policy
 
-__all__ = ["DEFAULT_JUDGEMENT", "Judgement"]
+__all__ = ["DEFAULT_JUDGEMENT", "Judgement", "PrefillFallback"]
+
+
+class PrefillFallback(StrEnum):
+    """DECODE: the decode instance computes the prompt. REFUSE: nobody does, the client is told to come back."""
+
+    DECODE = "decode"
+    REFUSE = "refuse"
 
 
 @dataclass(frozen=True, slots=True)

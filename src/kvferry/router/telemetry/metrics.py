@@ -9,8 +9,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from kvferry.connectors.buckets import PHASE_BUCKETS_S
 from kvferry.router.events import Count, Counted, Path
-from kvferry.router.fleet.pairs import Pair
-from kvferry.router.policy.records import Instance
+from kvferry.router.policy.records import Instance, Pair
 
 __all__ = ["Metrics"]
 

@@ -1,7 +1,7 @@
 """Devices that other packages bring: functions without arguments under the entry point `kvferry.devices`.
 
-Such a function calls `kvferry.staging.device.table.register_device`, and where the device's own memory can be registered
-`kvferry.transport.memory_kind.register_kind`.
+Such a function calls `kvferry.staging.device.table.register_device`, and where the device's own memory can be
+registered `kvferry.transport.memory_kind.register_kind`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """An engine without a model in a process of its own: a pool of blocks and an agent, for tests that kill and restart.
 
-It starts in a fraction of a second. `python -m kvferry.testing.engines.process_engine ENGINE_ID TRANSPORT LEASE_S` serves until
-its standard input ends; `ProcessEngine` starts it and speaks with it, one JSON object per line in either direction.
+It starts in a fraction of a second.
+`python -m kvferry.testing.engines.process_engine ENGINE_ID TRANSPORT LEASE_S` serves until its
+standard input ends; `ProcessEngine` starts it and speaks with it, one JSON object per line in either direction.
 """
 
 from __future__ import annotations
