@@ -9,8 +9,6 @@ from typing import Final
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["EXTRAS", "MissingExtraError", "how_to_install", "missing_extra", "missing_modules"]
-
 EXTRAS: Final[dict[str, tuple[str, ...]]] = {
     "agent": ("zmq", "xxhash"),
     "native": ("numba",),

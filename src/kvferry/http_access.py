@@ -15,8 +15,6 @@ from kvferry.errors import ConfigurationError
 from kvferry.openai import INVALID_REQUEST, error_body
 from kvferry.request_ids import NAME, id_of_refusal
 
-__all__ = ["INVALID_KEY", "UNAUTHORIZED", "Access", "Told", "bearer", "check_key", "guarded"]
-
 # As in vLLM: health, readiness and metrics are for whoever runs the server.
 GUARDED = ("/v1", "/tokenize", "/detokenize")
 EVERYTHING = ("*",)

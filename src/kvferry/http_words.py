@@ -6,8 +6,6 @@ import aiohttp
 
 from kvferry.system_words import system_words
 
-__all__ = ["words_of"]
-
 
 def words_of(error: Exception) -> str:
     """Of an error of aiohttp's, or of the sockets below it."""

@@ -12,8 +12,6 @@ import msgspec
 from kvferry.errors import ConfigurationError, FerryError, PromptTooLongError, RequestError, TransferError
 from kvferry.wire.messages import Reason
 
-__all__ = ["HTTP_CODES", "REPORT_HEADER", "SSE_DONE", "SSE_MEDIA_TYPE", "error_body", "error_event", "error_of", "sse"]
-
 # Of a request: whether its answer is to have the object `kvferry`.
 REPORT_HEADER = "x-kvferry-report"
 

@@ -13,17 +13,6 @@ import msgspec
 
 from kvferry.errors import RequestError
 
-__all__ = [
-    "KEY_PURPOSE",
-    "MEMBERS_PATH",
-    "SIGNATURE",
-    "Announcement",
-    "Side",
-    "decode_announcement",
-    "sign",
-    "unbelieved",
-]
-
 MEMBERS_PATH = "/kvferry/members"
 SIGNATURE = "x-kvferry-signature"
 KEY_PURPOSE = b"router registration"

@@ -14,8 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Flag, StrEnum, auto
 
-__all__ = ["FIELDS", "Api", "Endpoint", "InPrefill", "RequestField", "Undividable", "dropped", "fields_of"]
-
 
 class Endpoint(StrEnum):
     """The paths that generate text."""

@@ -6,8 +6,6 @@ import re
 import uuid
 from collections.abc import Iterable
 
-__all__ = ["NAME", "REQUEST_ID", "id_of_refusal", "is_usable"]
-
 NAME = b"x-request-id"
 # Engines put the id into comma- and colon-separated lists of their own, where a separator in it is taken for two
 # ids and the lease of the first is never renewed.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import ssl
 
-__all__ = ["system_words"]
-
 
 def system_words(error: Exception) -> str:
     """`Connection refused`, not `<urlopen error [Errno 111] …>`: callers name the file or the address themselves.

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import socket
 
-__all__ = ["IDLE_S", "INTERVAL_S", "NUM_PROBES", "USER_TIMEOUT_MS", "keep_alive"]
-
 # A connection that is silent for so long is asked for a sign of life, and asked again so often.
 IDLE_S, INTERVAL_S, NUM_PROBES = 10, 5, 3
 # The same for bytes that nobody acknowledges.

@@ -12,8 +12,6 @@ from typing import Any
 
 from kvferry.request_fields import Endpoint, Undividable, fields_of
 
-__all__ = ["DECISIVE", "needs_prompt_logits", "undividable_reason"]
-
 
 def needs_prompt_logits(prompt_logprobs: int | None) -> bool:
     """Whether a request wants the logits of its prompt, whose cache must therefore be computed where it is decoded.

@@ -24,18 +24,6 @@ from kvferry.staging.pool import ALIGNMENT_BYTES
 from kvferry.transport.base import Memory
 from kvferry.wire.messages import MAX_SLOT_BYTES
 
-__all__ = [
-    "SLOT_BYTES",
-    "STAGING_BYTES",
-    "AgentConfig",
-    "Host",
-    "Notice",
-    "new_epoch",
-    "new_lease_id",
-    "slot_bytes_in",
-    "staging_named",
-]
-
 # Two ranks of an engine that pack for one target at once have three slots each then, of the four that each could use.
 # With 256 MiB one of them waits for the other, and 8,192 tokens take a fourteenth longer (`pack`, 4 to 2, token-major,
 # in benchmarks/mixed_tp.py with both values in turns, on 2 cores); with 512 a fiftieth less, and where slots go over a

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["SHIPPED_AS"]
-
 _NAMES: Final = {
     "bamba-9b": ("ibm-ai-platform/Bamba-9B-v1", "ibm-fms/Bamba-9B"),
     "deepseek-v2-lite": ("deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V2-Lite-Chat"),

@@ -17,8 +17,6 @@ from kvferry.catalog.records import Entry, Options
 from kvferry.errors import ConfigurationError
 from kvferry.plan.description.model import CacheModel, Kept, LayerCache
 
-__all__ = ["of_config"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Mixer:

@@ -15,8 +15,6 @@ from kvferry.catalog.records import Entry, Options
 from kvferry.errors import ConfigurationError
 from kvferry.system_words import system_words
 
-__all__ = ["names", "read"]
-
 _MAX_FILE_BYTES = 4 * 2**20
 
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from kvferry.plan.description.model import CacheModel
 
-__all__ = ["Entry", "Options"]
-
 
 @dataclass(frozen=True, slots=True)
 class Options:

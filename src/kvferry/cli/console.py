@@ -14,8 +14,6 @@ from rich.console import Console
 from kvferry.errors import FerryError
 from kvferry.extras import missing_extra
 
-__all__ = ["data", "fail", "friendly", "say", "say_through", "tell", "words"]
-
 words = Console(stderr=True, highlight=False, markup=False)
 """Everything that is meant for a person to read while they wait."""
 

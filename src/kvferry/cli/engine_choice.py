@@ -11,8 +11,6 @@ from kvferry.cli.typed import is_given
 from kvferry.errors import ConfigurationError
 from kvferry.extras import how_to_install
 
-__all__ = ["VLLM_EXTRAS", "check_engine", "check_vllm", "extras_of", "size"]
-
 VLLM_EXTRAS = "agent,router,nixl"
 """What kvferry needs in vLLM's environment. Not `engine`: that pins a version of transformers."""
 

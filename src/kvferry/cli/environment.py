@@ -5,16 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = [
-    "api_keys",
-    "cache_directory",
-    "cache_origin",
-    "engine_api_key",
-    "share_api_key",
-    "token_file",
-    "token_origin",
-]
-
 
 def cache_directory() -> Path:
     """Where what is made on first use is kept: KVFERRY_CACHE, or a folder in XDG_CACHE_HOME, or in ~/.cache."""

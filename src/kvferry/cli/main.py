@@ -21,8 +21,6 @@ from kvferry.cli.up.command import up
 from kvferry.errors import ConfigurationError
 from kvferry.system_words import system_words
 
-__all__ = ["app", "main"]
-
 UTF8 = "set PYTHONIOENCODING=utf-8, or a locale with UTF-8"
 
 app = typer.Typer(

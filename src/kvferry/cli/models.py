@@ -9,8 +9,6 @@ from kvferry.cli.environment import cache_directory
 from kvferry.errors import ConfigurationError
 from kvferry.system_words import system_words
 
-__all__ = ["TINY", "resolve"]
-
 TINY = "tiny"
 
 

@@ -8,34 +8,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = [
-    "HERE",
-    "AllowCredentials",
-    "AllowedHeaders",
-    "AllowedMethods",
-    "AllowedOrigins",
-    "ApiKey",
-    "Child",
-    "Digest",
-    "Drain",
-    "Engine",
-    "FailurePolicy",
-    "Host",
-    "Json",
-    "Model",
-    "Strategy",
-    "TokenFile",
-    "Transport",
-    "TransferDirection",
-    "access",
-    "addresses",
-    "cache",
-    "common",
-    "moving",
-    "output",
-    "times",
-]
-
 HERE = "127.0.0.1"
 
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["page_file"]
-
 PAGES = (".html", ".htm")
 
 

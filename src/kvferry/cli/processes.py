@@ -15,8 +15,6 @@ from typing import Any
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["Child", "Command"]
-
 STOP_S = 10.0
 
 

@@ -8,8 +8,6 @@ import typer
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["check_unused", "is_given", "typed_words"]
-
 
 def check_unused(context: typer.Context, names: tuple[str, ...], beside: str) -> None:
     """Raises ConfigurationError for an option that would do nothing beside another."""

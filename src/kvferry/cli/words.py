@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "TIMES",
-    "axis_words",
-    "bytes_words",
-    "count_words",
-    "many_words",
-    "seconds_words",
-]
-
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 

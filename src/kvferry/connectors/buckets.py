@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["BYTES_BUCKETS", "PHASE_BUCKETS_S", "ROWS_BUCKETS"]
-
 # A claim between two processes takes tenths of a millisecond; a long prompt over a slow network a minute.
 PHASE_BUCKETS_S: Final = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),

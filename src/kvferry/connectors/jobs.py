@@ -8,23 +8,6 @@ from kvferry.connectors.sampling import GREEDY, Sampling
 from kvferry.connectors.step_cost import NO_COST, StepCost
 from kvferry.session.events import NOT_AHEAD, Ahead
 
-__all__ = [
-    "Allocated",
-    "BlockTables",
-    "Event",
-    "Freed",
-    "GroupSize",
-    "Held",
-    "Job",
-    "Produced",
-    "Progressed",
-    "Scored",
-    "Settings",
-    "Stopped",
-    "TokenLogprob",
-    "Unanswerable",
-]
-
 BlockTables = tuple[tuple[int, ...], ...]
 """The block ids of one request, per cache group."""
 

@@ -20,8 +20,6 @@ from msgspec import Meta
 from kvferry.errors import TransferError
 from kvferry.wire.messages import Reason, Reference
 
-__all__ = ["Reach", "Remote", "early_params", "from_params", "to_params", "wants_early"]
-
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Address = Annotated[str, Meta(max_length=64)]
 # Numbers only: looking up a name that a client has chosen would let it ask any name server and wait for the answer.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["MAX_PEERS", "OTHER_PEERS", "PeerLabels"]
-
 # Engines whose names change with every start would otherwise grow the page of metrics for ever.
 MAX_PEERS: Final = 128
 OTHER_PEERS: Final = "other"

@@ -12,8 +12,6 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Promise", "new_key", "new_promise", "sealed", "unsealed"]
-
 NAME_PREFIX = "early-"
 
 

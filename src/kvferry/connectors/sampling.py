@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["GREEDY", "GREEDY_BELOW", "Sampling"]
-
 GREEDY_BELOW = 1e-5  # as in vLLM: what is colder would overflow
 
 

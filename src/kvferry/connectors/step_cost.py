@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["NO_COST", "StepCost", "step_cost_named"]
-
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 EXAMPLE = "such as token=1.2ms,step=50ms,sequence=0.3ms,overlap=0.5"
 

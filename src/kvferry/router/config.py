@@ -10,8 +10,6 @@ from kvferry.http_access import check_key
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.policy.settings import DEFAULT_JUDGEMENT, Judgement, PrefillFallback
 
-__all__ = ["NO_REGISTRATION", "Registration", "RouterConfig", "check_urls"]
-
 
 @dataclass(frozen=True, slots=True)
 class Registration:

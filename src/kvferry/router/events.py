@@ -8,38 +8,6 @@ from typing import Any
 
 from kvferry.router.policy.records import Instance, Role
 
-__all__ = [
-    "Answered",
-    "Began",
-    "Cancel",
-    "ClientGone",
-    "Command",
-    "Count",
-    "Counted",
-    "Cut",
-    "Ended",
-    "EndWithError",
-    "Event",
-    "Failed",
-    "Forward",
-    "INSTANCE_DOWN",
-    "NobodyPicked",
-    "Opened",
-    "PREFILL_FAILS",
-    "PREFILL_LOST",
-    "Path",
-    "Pick",
-    "Picked",
-    "Promised",
-    "Refuse",
-    "Relay",
-    "Release",
-    "Send",
-    "Skipped",
-    "TOO_LATE",
-    "TurnedAway",
-]
-
 TOO_LATE = "request_deadline"
 """Why a leg failed of which the client had said how long it may take: no instance is to blame."""
 

@@ -11,8 +11,6 @@ from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
 from kvferry.router.upstream.background_requests import Errands
 from kvferry.router.upstream.connection_pool import Pool
 
-__all__ = ["Services"]
-
 
 @dataclass(frozen=True, slots=True)
 class Services:

@@ -15,29 +15,6 @@ from kvferry.plan.programs.tiles import Tile
 from kvferry.session.keys import PeerKey, Remote, SlotKey, WorkKey
 from kvferry.wire.messages import Message, Offer, TargetOffer
 
-__all__ = [
-    "Acquire",
-    "Cancel",
-    "Command",
-    "Connect",
-    "Count",
-    "Digest",
-    "Disconnect",
-    "DropDigest",
-    "Failed",
-    "FetchReport",
-    "Fetched",
-    "Knock",
-    "Post",
-    "Release",
-    "Reply",
-    "Send",
-    "SourceFree",
-    "Stage",
-    "Stopped",
-    "TargetFree",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Send:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from kvferry.wire.messages import Party, Reference
 
-__all__ = ["ClaimKey", "PeerKey", "ReadKey", "Remote", "SlotKey", "WorkKey", "incarnation_of", "peers_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class PeerKey:

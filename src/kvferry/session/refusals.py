@@ -6,8 +6,6 @@ from kvferry.errors import FerryError, TransferError
 from kvferry.session.events import Command, Count, Reply
 from kvferry.wire.messages import Claim, Landed, Pack, Reason, Refusal
 
-__all__ = ["as_transfer_error", "because_of", "refuse", "unknown_lease"]
-
 
 def refuse(peer: str, refusal: Refusal) -> list[Command]:
     """Tell a peer, and count it."""

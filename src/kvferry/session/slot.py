@@ -10,8 +10,6 @@ from kvferry.plan.slots.partition import Slot
 from kvferry.session.events import SlotKey
 from kvferry.session.state import Machine, Table
 
-__all__ = ["SLOT_TABLE", "SlotState", "SlotUse"]
-
 
 class SlotState(StrEnum):
     WAITING = "waiting"

@@ -8,8 +8,6 @@ from enum import StrEnum
 
 from kvferry.errors import IllegalEventError
 
-__all__ = ["Machine", "Table", "diagram"]
-
 Table = Mapping[tuple[StrEnum, str], StrEnum]
 """(state, event name) → next state. What is not in the table cannot happen."""
 

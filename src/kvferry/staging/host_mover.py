@@ -14,8 +14,6 @@ from kvferry.transport.base import Memory
 from kvferry.transport.registered_memory import Pieces, View, view_of
 from kvferry.transport.rowcopy.rows import copy_tiles
 
-__all__ = ["HostMover", "host_pieces"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:

@@ -12,8 +12,6 @@ from typing import NamedTuple, Protocol
 from kvferry.plan.programs.tiles import Tile
 from kvferry.transport.registered_memory import View
 
-__all__ = ["CLOSED", "Moved", "Mover"]
-
 CLOSED = "the mover was closed"
 
 

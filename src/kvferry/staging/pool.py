@@ -33,8 +33,6 @@ from typing import Any, Final
 from kvferry.errors import ConfigurationError, IllegalEventError, TransferError
 from kvferry.staging.room import NOWHERE, Room, Stretch
 
-__all__ = ["ALIGNMENT_BYTES", "ENGINE_SHARE", "Pool", "Slot"]
-
 ALIGNMENT_BYTES = 4096
 ENGINE_SHARE = 3 / 4
 """Of a pool, for all ranks of one engine: two that pack for one target at once have three slots of the default size

@@ -6,8 +6,6 @@ from bisect import bisect_left, bisect_right
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["Room", "Stretch"]
-
 
 class Stretch(NamedTuple):
     """Bytes `start <= offset < stop` of an arena."""

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-__all__ = ["Session", "Step", "play"]
-
 Step = tuple[float, Any, Sequence[Any]]
 """(time, event, expected commands); an expected command is a value, or a type that stands for any value of it."""
 

@@ -9,8 +9,6 @@ from msgspec import Meta
 
 from kvferry.errors import TransportError
 
-__all__ = ["MAX_DESCRIPTOR_BYTES", "Natural", "check_size", "decode"]
-
 MAX_DESCRIPTOR_BYTES = 1 << 20
 
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]

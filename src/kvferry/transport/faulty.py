@@ -15,8 +15,6 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket, Transport
 from kvferry.transport.registered_memory import view_of
 
-__all__ = ["Fault", "FaultKind", "FaultyTransport", "Likelihoods", "schedule"]
-
 
 class FaultKind(StrEnum):
     """What goes wrong with a ticket.

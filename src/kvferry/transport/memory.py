@@ -11,8 +11,6 @@ from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.registered_memory import Registry
 from kvferry.transport.rowcopy.queue import CopyQueue, Posting
 
-__all__ = ["MemoryFabric", "MemoryTransport"]
-
 # One poll copies about this much: a few milliseconds.
 SLICE_BYTES = 16 << 20
 

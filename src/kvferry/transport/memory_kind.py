@@ -9,8 +9,6 @@ from enum import StrEnum
 
 from kvferry.errors import TransportError
 
-__all__ = ["HOST", "MemoryKind", "kind_of", "register_kind"]
-
 HOST = "cpu"
 
 

@@ -19,8 +19,6 @@ from kvferry.transport.selection.choice import AUTO
 from kvferry.transport.shm.transport import SharedMemoryTransport
 from kvferry.transport.tcp.transport import TcpTransport
 
-__all__ = ["Opened", "check_name", "open_transports"]
-
 OPENERS: dict[str, Callable[[str], Transport]] = {
     "shm": lambda host: SharedMemoryTransport(),
     "cma": lambda host: CrossMemoryTransport(),

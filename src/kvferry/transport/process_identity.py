@@ -12,8 +12,6 @@ from kvferry.errors import TransportError
 from kvferry.system_words import system_words
 from kvferry.transport.descriptors import Natural
 
-__all__ = ["Origin", "check_same", "host_here", "origin_here"]
-
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
     """A booted kernel and a namespace of process ids in it."""

@@ -13,8 +13,6 @@ import msgspec
 from kvferry.errors import FerryError, WireError, WireVersionError
 from kvferry.wire.messages import WIRE_VERSION, Message
 
-__all__ = ["MAX_FRAME_BYTES", "MAX_REQUEST_BYTES", "decode", "encode", "frame_of"]
-
 MAGIC = b"KF"
 # The largest answer is an offer with its layout. What a target asks is shorter, also where it offers the layouts of all
 # its ranks: 50 KB each for 80 layers.

@@ -21,36 +21,6 @@ from kvferry.plan.digests.subject import NOTHING, Subject
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
 
-__all__ = [
-    "MAX_SLOT_BYTES",
-    "WIRE_VERSION",
-    "Abort",
-    "Aborted",
-    "Claim",
-    "Grant",
-    "Hello",
-    "Landed",
-    "Message",
-    "Offer",
-    "OfferRequest",
-    "Pack",
-    "Packed",
-    "Party",
-    "Probe",
-    "Queued",
-    "Reached",
-    "Reason",
-    "Reference",
-    "Refusal",
-    "Renew",
-    "Renewed",
-    "TargetOffer",
-    "TransportOffer",
-    "Valid",
-    "Welcome",
-    "Written",
-]
-
 WIRE_VERSION = 7
 
 Name = Annotated[str, Meta(max_length=256)]

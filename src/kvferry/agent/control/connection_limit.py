@@ -20,8 +20,6 @@ import zmq
 
 from kvferry.transport.machine.addresses import family_of
 
-__all__ = ["MAX_CONNECTIONS", "Doors"]
-
 MAX_CONNECTIONS = 512
 BACKLOG = 64
 

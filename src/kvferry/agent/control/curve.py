@@ -17,8 +17,6 @@ from zmq.utils import z85
 from kvferry.agent.control.shared_token import SharedToken
 from kvferry.errors import ConfigurationError
 
-__all__ = ["Admission", "secure_connecting", "secure_listening"]
-
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 ZAP_DOMAIN: Final = b"kvferry"
 ZAP_VERSION: Final = b"1.0"

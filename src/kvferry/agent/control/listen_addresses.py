@@ -9,8 +9,6 @@ from kvferry.agent.control.shared_token import SharedToken
 from kvferry.errors import ConfigurationError
 from kvferry.transport.machine.addresses import resolve
 
-__all__ = ["is_connectable", "listening_address"]
-
 
 def listening_address(host: str, token: SharedToken) -> str:
     """The IP address of a host's name. Raises ConfigurationError for one that must not or cannot be listened on."""

@@ -16,8 +16,6 @@ from urllib.parse import urlsplit
 from kvferry.session.events import PeerKey
 from kvferry.transport.machine.addresses import family_of
 
-__all__ = ["Knocks"]
-
 
 class Knocks:
     """Connections that are tried and closed at once. Belongs to one thread."""

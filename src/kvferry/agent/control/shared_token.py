@@ -15,8 +15,6 @@ from typing import Final
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["MIN_TOKEN_BYTES", "NO_TOKEN", "SharedToken", "read_token"]
-
 MIN_TOKEN_BYTES = 32
 MAX_TOKEN_BYTES = 4096
 # What somebody typed repeats itself; 32 random hexadecimal digits with fewer different ones do not happen.

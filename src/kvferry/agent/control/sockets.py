@@ -26,8 +26,6 @@ from kvferry.session.events import PeerKey
 from kvferry.tcp_keepalive import IDLE_S, INTERVAL_S, NUM_PROBES, USER_TIMEOUT_MS
 from kvferry.wire.codec import MAX_FRAME_BYTES, MAX_REQUEST_BYTES
 
-__all__ = ["Arrival", "ControlChannel"]
-
 MAX_FRAMES_PER_TURN = 256
 # Decoding takes time: after so many bytes from one socket, transports and heartbeats have their turn.
 MAX_BYTES_PER_TURN = 4 << 20

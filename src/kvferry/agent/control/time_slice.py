@@ -13,8 +13,6 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["SLICE_NS", "Scheduling", "short_slices"]
-
 SLICE_NS = 100_000
 """The shortest that Linux grants."""
 

@@ -40,8 +40,6 @@ from kvferry.transport.base import Transport
 from kvferry.transport.memory_kind import HOST
 from kvferry.wire.messages import Party, Reference
 
-__all__ = ["Agent"]
-
 # Of a handshake, for finding a transport: those that hang one after the other still leave room for the rest.
 TESTS_SHARE = 0.9
 

@@ -25,8 +25,6 @@ from kvferry.session.target.session import TargetSession
 from kvferry.wire.codec import decode, encode
 from kvferry.wire.messages import Message, Reason, Refusal
 
-__all__ = ["Turns", "Wish"]
-
 BUSY_POLL_S = 0.0005
 IDLE_POLL_S = 0.001
 # So long, an agent sleeps at most: memory of peers that have ended is not kept for longer.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import threading
 
-__all__ = ["Wake"]
-
 
 class Wake:
     """An eventfd that nobody can write to after it was closed: its number may be somebody else's file by then."""

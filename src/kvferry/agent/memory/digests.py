@@ -17,8 +17,6 @@ from kvferry.session.events import Digested, WorkKey
 from kvferry.transport.base import Memory
 from kvferry.transport.registered_memory import View, view_of
 
-__all__ = ["Digester", "HostBytes", "lies_in"]
-
 # One step gathers about this much, and hashes it while it is in the L2 cache.
 STEP_BYTES = 1 << 20
 

@@ -10,8 +10,6 @@ from kvferry.transport.base import Memory
 from kvferry.transport.registered_memory import View
 from kvferry.transport.shm.transport import SharedMemoryTransport
 
-__all__ = ["FarSlots"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -11,8 +11,6 @@ from kvferry.transport.process_identity import host_here
 from kvferry.transport.selection.probe_memory import NUM_MARKS, PROBE_BYTES, fill_probe, room_bytes
 from kvferry.wire.messages import Probe
 
-__all__ = ["allocate_probe", "describe_probe"]
-
 
 def allocate_probe() -> LentMemory:
     """Memory for a probe. Raises TransportError when there is not enough."""

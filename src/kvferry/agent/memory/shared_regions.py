@@ -11,8 +11,6 @@ from typing import Protocol
 from kvferry.transport.base import Memory
 from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared
 
-__all__ = ["Arena", "LentMemory", "host_arena"]
-
 # Addresses that peers may still write to. No message says when that is over, as nobody of ours is left to receive it:
 # so they stay taken for the rest of the process's life. What they cost is a file descriptor, not the memory.
 _kept: list[SharedMemory] = []

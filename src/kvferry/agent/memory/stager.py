@@ -18,8 +18,6 @@ from kvferry.staging.pool import ENGINE_SHARE, Pool, Slot
 from kvferry.transport.base import Memory
 from kvferry.transport.registered_memory import View
 
-__all__ = ["Stager"]
-
 StagerEvent = Acquired | Staged
 
 

@@ -16,8 +16,6 @@ from kvferry.plan.programs.request import check_ranges
 from kvferry.session.events import FetchWanted, HoldWanted, LeaseGrown, LeaseWanted
 from kvferry.wire.messages import AnyBlockId, BlockId, Count, Name, Reference
 
-__all__ = ["check_fetch", "check_growth", "check_hold", "check_lease"]
-
 OWN_TABLES = tuple[tuple[BlockId, ...], ...]
 TARGET_TABLES = tuple[tuple[AnyBlockId, ...], ...]
 

@@ -13,8 +13,6 @@ from kvferry.session.target.read_strategy import through_staging_only
 from kvferry.wire.codec import MAX_REQUEST_BYTES, encode
 from kvferry.wire.messages import TargetOffer
 
-__all__ = ["ourselves_of"]
-
 
 def ourselves_of(identity: Identity, config: AgentConfig, staging_descriptor: bytes) -> Ourselves:
     """What sources are told, and how this rank wants to be served.

@@ -9,8 +9,6 @@ from kvferry.agent.config import Notice
 from kvferry.errors import RequestError
 from kvferry.session.events import Failed, Fetched, SourceFree, Stopped, TargetFree
 
-__all__ = ["RequestNames"]
-
 MAX_NAME_LENGTH = 256
 
 

@@ -19,8 +19,6 @@ from kvferry.transport.selection.choice import candidates
 from kvferry.transport.selection.expectation import Surroundings
 from kvferry.wire.messages import Offer, TargetOffer, TransportOffer
 
-__all__ = ["Carrier", "CarrierEvent"]
-
 NOWHERE = Surroundings()
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ from kvferry.transport.machine.facts import Place
 from kvferry.transport.selection.measurement import FAR_SLOWER, Measurement
 from kvferry.transport.selection.self_test_copies import ROW_BYTES
 
-__all__ = ["costs_of"]
-
 LEAST_ROW_S = 1e-9
 # Copying on one host is memory's business, whoever does it. Measured against the wire, on 2 cores over NIXL's cma.
 GATHER_PER_WIRE = 1.2

@@ -19,8 +19,6 @@ from kvferry.transport.selection.expectation import Surroundings, is_far_slower,
 from kvferry.transport.selection.self_test import Measurement, Probe, SelfTest
 from kvferry.wire.messages import Offer, TargetOffer
 
-__all__ = ["Meeting", "Met", "name_of"]
-
 MAX_WAIT_S = 1.0
 
 

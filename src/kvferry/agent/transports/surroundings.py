@@ -8,8 +8,6 @@ from kvferry.transport.machine.process_limits import confinement
 from kvferry.transport.process_identity import host_here
 from kvferry.transport.selection.expectation import Surroundings
 
-__all__ = ["surroundings_here"]
-
 
 def surroundings_here(requested: str, may_turn: bool = True) -> Surroundings:
     """Of this host, for an engine with the transport `requested`, and whether it lets its sources write instead."""

@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Answer"]
-
 DATA, DONE = b"data:", b"[DONE]"
 # Where the parts of a chat answer have their text.
 TEXT_FIELDS = ("content", "reasoning", "reasoning_content")

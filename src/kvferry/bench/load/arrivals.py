@@ -7,8 +7,6 @@ import random
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["poisson"]
-
 
 def poisson(num_requests: int, rate: float, seed: int) -> tuple[float, ...]:
     """Arrival times in seconds, ascending; at an infinite `rate` (requests/s) all arrive at once, at 0.

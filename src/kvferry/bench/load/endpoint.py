@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["Endpoint"]
-
 
 class Endpoint(StrEnum):
     """By the words of the command line."""

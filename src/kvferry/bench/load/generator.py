@@ -18,8 +18,6 @@ from kvferry.bench.load.workload import Planned
 from kvferry.bench.report.record import Record
 from kvferry.http_words import words_of
 
-__all__ = ["Outcome", "run_load"]
-
 Progress = Callable[[Record], None]
 
 

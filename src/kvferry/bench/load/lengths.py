@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["Lengths", "lengths_named"]
-
 
 @dataclass(frozen=True, slots=True)
 class Lengths:

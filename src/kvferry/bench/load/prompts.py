@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-__all__ = ["Piece", "Prompt"]
-
 # Every model has these ids, and no special token is among them: bytes in most vocabularies.
 FIRST_ID, LAST_ID = 32, 255
 # Words that most tokenizers know as one token each.

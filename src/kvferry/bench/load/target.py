@@ -14,8 +14,6 @@ from kvferry.bench.load.workload import Planned
 from kvferry.errors import ConfigurationError
 from kvferry.http_words import words_of
 
-__all__ = ["Target", "served_model"]
-
 LOOK_S = 10.0
 
 

@@ -14,8 +14,6 @@ from kvferry.bench.load.prompts import Piece, Prompt
 from kvferry.bench.load.workload import Planned
 from kvferry.errors import ConfigurationError
 
-__all__ = ["BLOCK_TOKENS", "read_trace"]
-
 BLOCK_TOKENS = 512
 MAX_TOKENS = 10_000_000
 

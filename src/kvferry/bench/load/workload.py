@@ -9,8 +9,6 @@ from kvferry.bench.load.lengths import Lengths
 from kvferry.bench.load.prompts import Piece, Prompt
 from kvferry.errors import ConfigurationError
 
-__all__ = ["Planned", "Synthetic", "synthetic"]
-
 
 @dataclass(frozen=True, slots=True)
 class Planned:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Axis", "Dots", "bars", "dots", "histogram"]
-
 # Below this nobody sees a bar.
 TINY = 1e-9
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 640, 240, 60, 36, 14, 14

@@ -9,8 +9,6 @@ from html import escape
 from kvferry.bench.report.drawing import Axis, Dots, bars, dots
 from kvferry.bench.report.report import Report
 
-__all__ = ["page"]
-
 STYLE = """
 body{font:14px/1.4 system-ui,sans-serif;max-width:1340px;margin:24px auto;padding:0 16px;color:#1b2733;background:#fff}
 .row{display:flex;flex-wrap:wrap;gap:16px}figure{margin:0;flex:1 1 560px}figcaption{font-weight:600;margin:8px 0}

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from kvferry.bench.report.summary import percentile
 
-__all__ = ["Record"]
-
 
 @dataclass(frozen=True, slots=True)
 class Record:

@@ -12,8 +12,6 @@ from kvferry.bench.report.record import Record
 from kvferry.bench.report.slo import Slo
 from kvferry.bench.report.summary import PERCENTILES, Summary, summary
 
-__all__ = ["Report", "report_of"]
-
 MAX_ERRORS = 5
 
 

@@ -10,8 +10,6 @@ from enum import StrEnum
 from kvferry.bench.report.record import Record
 from kvferry.errors import ConfigurationError
 
-__all__ = ["ItlBy", "Slo", "slo_named"]
-
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
 EXAMPLE = "such as ttft=5s,itl=100ms,e2el=30s"
 

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["PERCENTILES", "Summary", "percentile", "summary"]
-
 PERCENTILES = (90, 95, 99)
 
 

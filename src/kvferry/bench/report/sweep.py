@@ -9,8 +9,6 @@ from typing import Any
 from kvferry.bench.report.report import Report
 from kvferry.errors import ConfigurationError
 
-__all__ = ["Best", "best_of", "rates_named"]
-
 
 @dataclass(frozen=True, slots=True)
 class Best:

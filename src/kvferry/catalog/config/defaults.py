@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from kvferry.catalog.config.fields import Fields
 from kvferry.errors import ConfigurationError
 
-__all__ = ["EVERY_LAYER", "PLAIN_MLP", "language_fields"]
-
 _LLAMA4_TEXT: dict[str, object] = {
     "vocab_size": 202048,
     "hidden_size": 5120,

@@ -8,8 +8,6 @@ from kvferry.catalog.config.fields import Fields
 from kvferry.catalog.records import Options
 from kvferry.errors import ConfigurationError
 
-__all__ = ["FLOAT32", "FLOAT8", "PACKED_LATENT", "PACKED_ROW", "Item", "cache_item", "model_item", "recurrent_item"]
-
 
 @dataclass(frozen=True, slots=True)
 class Item:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["MAX_LAYERS", "MAX_NUMBER", "Fields"]
-
 MAX_NUMBER = 2**24
 """No size of a model comes near it; what lies above is an accident or an attack."""
 

@@ -9,8 +9,6 @@ from kvferry.catalog.config.fields import Fields
 from kvferry.plan.description.layout import Axis, State
 from kvferry.plan.description.model import Kept
 
-__all__ = ["Attention", "Reach", "attention_of", "attention_parameters", "keep_attention", "reach_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Reach:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from kvferry.catalog.config.defaults import EVERY_LAYER
 from kvferry.catalog.config.fields import MAX_LAYERS, Fields
 
-__all__ = ["Layer", "draft_layers", "layers_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Layer:

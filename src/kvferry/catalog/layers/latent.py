@@ -10,8 +10,6 @@ from kvferry.catalog.layers.attention import Reach
 from kvferry.plan.description.layout import Axis, State
 from kvferry.plan.description.model import Kept
 
-__all__ = ["Indexer", "Latent", "indexer_layers", "keep_latent", "latent_of", "latent_parameters"]
-
 _QUANTISED_ELEMENTS = 128
 """Elements that share one float32 scale, in packed rows as in the indexer's keys."""
 

@@ -10,20 +10,6 @@ from kvferry.catalog.layers.mamba import fixed
 from kvferry.plan.description.layout import Axis
 from kvferry.plan.description.model import Kept
 
-__all__ = [
-    "DeltaNet",
-    "ShortConvolution",
-    "delta_net_of",
-    "delta_net_parameters",
-    "is_delta_net",
-    "is_kimi_delta_net",
-    "keep_delta_net",
-    "keep_short_convolution",
-    "kimi_delta_net_of",
-    "short_convolution_of",
-    "short_convolution_parameters",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:

@@ -13,20 +13,6 @@ from kvferry.catalog.config.fields import Fields
 from kvferry.plan.description.layout import Axis, State
 from kvferry.plan.description.model import Kept
 
-__all__ = [
-    "Mamba1",
-    "Mamba2",
-    "fixed",
-    "is_mamba1",
-    "is_mamba2",
-    "keep_mamba1",
-    "keep_mamba2",
-    "mamba1_of",
-    "mamba1_parameters",
-    "mamba2_of",
-    "mamba2_parameters",
-]
-
 _HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
 _HEAD_DIM = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
 _GROUPS = ("mamba_n_groups", "mamba_ngroups", "mamba_num_groups", "n_groups")

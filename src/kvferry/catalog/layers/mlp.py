@@ -6,8 +6,6 @@ from kvferry.catalog.config.defaults import PLAIN_MLP
 from kvferry.catalog.config.fields import Fields
 from kvferry.catalog.layers.kinds import Layer
 
-__all__ = ["mlp_parameters"]
-
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 _EXPERT_SIZE = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")

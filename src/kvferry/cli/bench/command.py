@@ -14,8 +14,6 @@ from kvferry.cli.options import Json, common
 from kvferry.cli.typed import is_given
 from kvferry.errors import ConfigurationError
 
-__all__ = ["app"]
-
 server = partial(typer.Option, rich_help_panel="Server")
 arrivals = partial(typer.Option, rich_help_panel="Arrival of requests")
 asked = partial(typer.Option, rich_help_panel="Requests")

@@ -28,8 +28,6 @@ from kvferry.cli.page_file import page_file
 from kvferry.errors import ConfigurationError
 from kvferry.system_words import system_words
 
-__all__ = ["Arrival", "BenchOptions", "Output", "Server", "bench_serve", "headers_named"]
-
 # A load generator that is later than this measures itself.
 LATE_MS = 50.0
 

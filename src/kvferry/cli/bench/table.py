@@ -13,8 +13,6 @@ from kvferry.bench.report.slo import Slo
 from kvferry.bench.report.summary import Summary
 from kvferry.bench.report.sweep import best_of
 
-__all__ = ["show"]
-
 TIMES = (
     ("ttft", "time to first token"),
     ("itl", "inter-token latency"),

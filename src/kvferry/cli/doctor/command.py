@@ -9,8 +9,6 @@ import typer
 from kvferry.cli.console import friendly
 from kvferry.cli.options import Json, TokenFile, common
 
-__all__ = ["doctor"]
-
 
 def doctor(
     peer: Annotated[str, common(help="host:port of a running engine's transfers: test every transport to it.")] = "",

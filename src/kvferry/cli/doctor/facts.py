@@ -21,8 +21,6 @@ from kvferry.transport.machine.finding import Finding, Severity, finding_of
 from kvferry.transport.machine.ucx_builds import installed_builds, loaded_directories
 from kvferry.transport.machine.ucx_settings import Environment
 
-__all__ = ["Fact", "machine_facts", "machine_findings", "setting_facts", "ucx_facts"]
-
 PACKAGES: Final = ("nixl", "nixl-cu12", "nixl-cu13", "torch", "numpy", "pyzmq", "transformers", "vllm")
 NIXL: Final = ("nixl", "nixl-cu12", "nixl-cu13")
 # What Docker gives a container that asks for nothing.

@@ -27,8 +27,6 @@ from kvferry.transport.selection.self_test import Probe, measure
 from kvferry.wire.codec import decode, encode
 from kvferry.wire.messages import Offer, OfferRequest, Party, Refusal
 
-__all__ = ["endpoint_of", "try_peer"]
-
 ANSWER_S: Final = 5.0
 # ZeroMQ speaks first, with a byte that no text begins with.
 GREETING_S: Final = 2.0

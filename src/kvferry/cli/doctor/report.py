@@ -28,8 +28,6 @@ from kvferry.transport.machine.ucx_report import UcxReport
 from kvferry.transport.machine.ucx_settings import Environment
 from kvferry.transport.selection.measurement import UNMEASURED, Measurement
 
-__all__ = ["DoctorOptions", "doctor"]
-
 EXIT_CODES: Final = {Severity.OK: 0, Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}
 STYLES: Final = {Severity.NOTE: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
 VERDICTS: Final = {

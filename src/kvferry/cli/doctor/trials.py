@@ -19,8 +19,6 @@ from kvferry.transport.selection.measurement import Measurement
 from kvferry.transport.selection.probe_memory import PROBE_BYTES
 from kvferry.transport.selection.self_test import measure
 
-__all__ = ["Trials", "loopback", "verdict"]
-
 SEED = 7
 
 

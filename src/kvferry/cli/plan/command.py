@@ -11,8 +11,6 @@ from kvferry.cli.console import friendly
 from kvferry.cli.options import Json, common
 from kvferry.cli.typed import check_unused, is_given, typed_words
 
-__all__ = ["plan"]
-
 engines = partial(typer.Option, rich_help_panel="Engines")
 prompt = partial(typer.Option, rich_help_panel="Prompt")
 named = partial(typer.Option, rich_help_panel="Model")

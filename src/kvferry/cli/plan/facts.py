@@ -15,8 +15,6 @@ from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange, TokenSet
 from kvferry.plan.strategy.quote import PairQuote, Quote
 
-__all__ = ["Side", "Sides", "group_facts", "layout_facts", "pair_facts", "side_facts", "sums"]
-
 
 @dataclass(frozen=True, slots=True)
 class Side:

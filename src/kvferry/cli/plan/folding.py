@@ -8,8 +8,6 @@ from typing import Any
 from kvferry.cli.plan.page.spans import boxes_of
 from kvferry.cli.words import many_words
 
-__all__ = ["Row", "rows_of"]
-
 MAX_RUNS = 3
 
 

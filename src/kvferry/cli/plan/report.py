@@ -28,8 +28,6 @@ from kvferry.plan.strategy.choice import typical_device
 from kvferry.plan.strategy.quote import quote
 from kvferry.system_words import system_words
 
-__all__ = ["Output", "PlanOptions", "Prompt", "check_speed", "facts_of", "model_of", "model_of_numbers", "plan"]
-
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 MAX_WIDTH = 1000
 MAX_TOKENS_PER_S = 10**12

@@ -9,8 +9,6 @@ from typing import Any
 from kvferry.errors import ConfigurationError
 from kvferry.plan.description.describe import EngineShape
 
-__all__ = ["link_of", "replicas_of", "shape_of"]
-
 NUMBERS = {
     "tp": "tensor_parallel",
     "pp": "pipeline_parallel",

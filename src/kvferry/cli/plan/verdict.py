@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from kvferry.cli.words import seconds_words
 
-__all__ = ["Prefill", "Verdict", "prefill_of", "verdict_of"]
-
 EFFECTIVE_FLOP_PER_S = 400e12
 """What one rank computes while it prefills, unless the user says how many tokens it does: about 40 % of the dense
 bfloat16 peak of a current data-centre GPU."""

@@ -27,8 +27,6 @@ from kvferry.cli.options import (
 )
 from kvferry.cli.server.logs import LogFormat
 
-__all__ = ["route"]
-
 engines = partial(typer.Option, rich_help_panel="Advanced: engines")
 choice = partial(typer.Option, rich_help_panel="Advanced: scheduling")
 

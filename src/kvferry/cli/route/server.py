@@ -24,8 +24,6 @@ from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
 # More than a hundred open streams hold, and looked through in a few milliseconds.
 NUM_NEW_OBJECTS = 10_000
 
-__all__ = ["LogOptions", "RouteOptions", "fallback_of", "limits_of", "registration_of", "route"]
-
 
 @dataclass(frozen=True, slots=True)
 class LogOptions:

@@ -38,8 +38,6 @@ from kvferry.cli.typed import is_given
 from kvferry.errors import ConfigurationError
 from kvferry.registration import Side
 
-__all__ = ["serve"]
-
 
 def serve(
     context: typer.Context,

@@ -28,8 +28,6 @@ from kvferry.http_access import UNAUTHORIZED, Access, guarded
 from kvferry.plan.description.layout import contents
 from kvferry.registration import KEY_PURPOSE
 
-__all__ = ["ServeOptions", "serve"]
-
 EVERYBODY = Access()
 
 

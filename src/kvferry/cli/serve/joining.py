@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from kvferry.errors import ConfigurationError
 from kvferry.registration import KEY_PURPOSE, Side
 
-__all__ = ["NOWHERE", "JoinOptions", "joined"]
-
 
 @dataclass(frozen=True, slots=True)
 class JoinOptions:

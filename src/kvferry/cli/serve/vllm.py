@@ -20,8 +20,6 @@ from kvferry.cli.server import listening
 from kvferry.cli.server.stop_signal import StopSignal
 from kvferry.errors import ConfigurationError
 
-__all__ = ["VllmOptions", "serve_vllm", "vllm_command"]
-
 READY_S = 600.0
 HERE = "127.0.0.1"
 POLL_S = 0.25

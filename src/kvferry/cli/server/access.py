@@ -8,8 +8,6 @@ from typing import Any
 from kvferry.cli import environment
 from kvferry.http_access import Access
 
-__all__ = ["access_of"]
-
 
 def access_of(given: Mapping[str, Any]) -> Access:
     """From the options of `route` or `serve`, by their names. Raises ConfigurationError for a key that is none."""

@@ -21,8 +21,6 @@ import uvicorn
 from kvferry.cli import console
 from kvferry.cli.server.open_requests import OpenRequests
 
-__all__ = ["ENGINE_GRACE_S", "ROUTER_GRACE_S", "Drain", "run", "stdin_closed"]
-
 # How long open answers may go on after the order to end. The router waits longer than engines do: it is there to tell
 # its clients when an engine breaks off.
 ENGINE_GRACE_S = 3

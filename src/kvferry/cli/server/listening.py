@@ -11,8 +11,6 @@ from typing import Any
 from kvferry.errors import ConfigurationError
 from kvferry.tcp_keepalive import keep_alive
 
-__all__ = ["hold", "listen", "url_of"]
-
 # Connections that wait to be accepted.
 BACKLOG = 128
 

@@ -12,8 +12,6 @@ import msgspec
 
 from kvferry.cli import console
 
-__all__ = ["LogFormat", "log_to_stderr"]
-
 ACCESS = "kvferry.router.access"
 # Instances that come, go, fail and are back: rare, and half of a story where the other half is a warning.
 MEMBERSHIP = "kvferry.router.fleet.membership"

@@ -10,8 +10,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.openai import SERVER_ERROR, SSE_MEDIA_TYPE, error_body, error_event
 
-__all__ = ["OpenRequests"]
-
 WORDS = "the server is shutting down"
 CODE = "server_ended"
 

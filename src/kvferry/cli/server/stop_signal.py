@@ -6,8 +6,6 @@ import queue
 import signal
 from contextlib import suppress
 
-__all__ = ["StopSignal"]
-
 
 class StopSignal:
     """SIGINT or SIGTERM, from `listen` on.

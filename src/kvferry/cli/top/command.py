@@ -10,8 +10,6 @@ from kvferry.cli.console import friendly
 from kvferry.cli.options import Json
 from kvferry.errors import ConfigurationError
 
-__all__ = ["top"]
-
 
 def top(
     url: Annotated[str, typer.Argument(help="URL of the router.")] = "http://127.0.0.1:8000",

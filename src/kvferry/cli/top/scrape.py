@@ -8,8 +8,6 @@ from math import inf, isinf
 
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["START", "Look", "look_at"]
-
 Labels = Mapping[str, str]
 
 

@@ -11,8 +11,6 @@ from rich.text import Text
 
 from kvferry.cli.top.scrape import START, Look
 
-__all__ = ["Frame", "summary", "view"]
-
 REQUESTS, TTFT = "kvferry_router_requests_total", "kvferry_router_time_to_first_token_seconds"
 PHASES, GAPS = "kvferry_router_phase_seconds", "kvferry_router_inter_token_seconds"
 TROUBLE = {

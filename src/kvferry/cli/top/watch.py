@@ -20,8 +20,6 @@ from kvferry.cli.top.view import Frame, summary, view
 from kvferry.errors import ConfigurationError
 from kvferry.system_words import system_words
 
-__all__ = ["TopOptions", "top"]
-
 TIMEOUT_S = 5.0
 
 

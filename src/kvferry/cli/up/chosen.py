@@ -10,8 +10,6 @@ from typing import Any
 from kvferry.errors import RequestError
 from kvferry.system_words import system_words
 
-__all__ = ["why_chosen"]
-
 ANSWER_S = 30.0
 
 

@@ -23,8 +23,6 @@ from kvferry.cli.options import (
 from kvferry.cli.typed import is_given
 from kvferry.errors import ConfigurationError
 
-__all__ = ["up"]
-
 
 def up(
     context: typer.Context,

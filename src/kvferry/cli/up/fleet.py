@@ -12,8 +12,6 @@ from kvferry.cli.processes import Child, Command
 from kvferry.cli.server import listening
 from kvferry.errors import ConfigurationError
 
-__all__ = ["READY_S", "Fleet", "FleetOptions"]
-
 HOST = "127.0.0.1"
 READY_S = 240.0
 # More deaths than this within that time mean that starting again does not help.

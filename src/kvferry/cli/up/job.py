@@ -24,8 +24,6 @@ from kvferry.cli.up.vllm_counters import read, report_between
 from kvferry.errors import ConfigurationError, FerryError
 from kvferry.system_words import system_words
 
-__all__ = ["UpOptions", "up"]
-
 EXAMPLE = (
     "The ferry leaves the harbour at dawn. On the other side of the river a train is waiting, and whoever wants to "
     "catch it must not lose a single box on the way. The captain counts the boxes, the porter counts them again, and"

@@ -14,8 +14,6 @@ from kvferry.errors import RequestError
 from kvferry.openai import REPORT_HEADER
 from kvferry.system_words import system_words
 
-__all__ = ["Answer", "Question", "ask"]
-
 SILENCE_S = 300.0
 HEADERS = {"content-type": "application/json", REPORT_HEADER: "true"}
 

@@ -11,8 +11,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.errors import RequestError
 from kvferry.system_words import system_words
 
-__all__ = ["Reading", "read", "report_between"]
-
 Labels = tuple[tuple[str, str], ...]
 Reading = Mapping[tuple[str, Labels], float]
 """Samples by name and labels, added up over engines."""

@@ -25,8 +25,6 @@ from kvferry.errors import ConfigurationError
 from kvferry.plan.description.layout import Layout
 from kvferry.transport.base import Memory
 
-__all__ = ["Core"]
-
 MIN_BLOCK_TOKENS = 4  # transformers refuses smaller pages
 STOP_WITHIN_S = 30.0
 # What generation_config.json may say about sampling, of what vLLM takes from it.

@@ -8,8 +8,6 @@ from typing import Any
 
 from kvferry.connectors.step_cost import StepCost
 
-__all__ = ["Pace"]
-
 # An engine that had nothing to do does not catch up on it.
 MAX_CATCH_UP_S = 0.02
 

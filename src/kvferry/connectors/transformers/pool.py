@@ -12,9 +12,6 @@ from kvferry.plan.description.span import Span
 from kvferry.transport.base import Memory
 from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared
 
-__all__ = ["STATES_PER_LAYER", "layout_of", "owning_layers", "ring_tokens", "share_pool"]
-
-
 STATES_PER_LAYER = 2
 """A layer has keys and values."""
 

@@ -28,8 +28,6 @@ from transformers.generation.logits_process import (
 from kvferry.connectors.jobs import Event, Job, Scored, TokenLogprob, Unanswerable
 from kvferry.connectors.sampling import GREEDY_BELOW, Sampling
 
-__all__ = ["BatchSampler", "SampledState", "TokenSampler"]
-
 Processors = list[LogitsProcessor]
 
 

@@ -22,8 +22,6 @@ from kvferry.connectors.transformers.pool import ring_tokens
 from kvferry.connectors.transformers.sampler import SampledState, TokenSampler
 from kvferry.session.events import Ahead
 
-__all__ = ["Command", "Desk", "DeskRouter", "FerryScheduler"]
-
 Command = Callable[["FerryScheduler"], None]
 
 

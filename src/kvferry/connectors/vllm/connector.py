@@ -31,8 +31,6 @@ from kvferry.connectors.vllm.worker.worker import Worker
 from kvferry.errors import ConfigurationError
 from kvferry.wire.messages import Reference
 
-__all__ = ["FerryConnector"]
-
 
 class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves requests' caches between vLLM and any other engine that kvferry knows.

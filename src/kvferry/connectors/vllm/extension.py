@@ -7,8 +7,6 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from kvferry.connectors.vllm.connector import FerryConnector
 from kvferry.wire.messages import Reason, Reference
 
-__all__ = ["Extension"]
-
 
 class Extension:
     """vLLM makes it a base of its worker's class; a method is called between two steps, and must not raise."""

@@ -14,19 +14,6 @@ from kvferry.plan.description.prompt import UNKNOWN_PROMPT, UNNAMED, Prompt, Pro
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.wire.messages import Reference
 
-__all__ = [
-    "EndOrder",
-    "FetchOrder",
-    "GrowthOrder",
-    "HoldOrder",
-    "LeaseOrder",
-    "Orders",
-    "PromiseOrder",
-    "RankAddress",
-    "Tables",
-    "agent_name",
-]
-
 Tables = tuple[tuple[int, ...], ...]
 """One block table per transferable cache group."""
 

@@ -17,8 +17,6 @@ from kvferry.plan.programs.copies import Direction, direction_named, may_turn
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.staging.device.table import StagingMemory, staging_memory_named
 
-__all__ = ["Settings", "check_version", "settings_of", "speak_like_vllm"]
-
 logger = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 32), (0, 32)

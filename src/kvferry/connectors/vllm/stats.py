@@ -17,8 +17,6 @@ from kvferry.connectors.vllm_middleware.beginnings import BEGINNINGS
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import FetchReport
 
-__all__ = ["FerryPromMetrics", "FerryStats", "Moved"]
-
 PHASES, FETCHES, MOVED, BEGUN, DECLINED = "phases", "fetches", "moved", "begun", "declined"
 
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from kvferry.wire.messages import Reason
 
-__all__ = ["ARRIVALS", "Arrival", "Arrivals", "names_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Arrival:

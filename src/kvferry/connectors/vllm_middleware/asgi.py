@@ -9,20 +9,6 @@ import msgspec
 
 from kvferry.errors import RequestError
 
-__all__ = [
-    "App",
-    "Headers",
-    "Message",
-    "Opened",
-    "Receive",
-    "Scope",
-    "Send",
-    "answer_json",
-    "body_of",
-    "header",
-    "json_messages",
-]
-
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -8,8 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-__all__ = ["BEGINNINGS", "Beginnings"]
-
 
 class Beginnings:
     """By the promise's name. Only what is waited for is kept. May be used from any thread."""

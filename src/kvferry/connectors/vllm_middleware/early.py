@@ -16,8 +16,6 @@ from kvferry.errors import RequestError
 from kvferry.openai import SSE_MEDIA_TYPE, sse
 from kvferry.wire.messages import Reference
 
-__all__ = ["EarlyLeg", "early_leg", "is_event_stream"]
-
 _KINDS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat.completion.chunk"}
 _TOP_LEVEL = msgspec.json.Decoder(dict[str, msgspec.Raw])
 

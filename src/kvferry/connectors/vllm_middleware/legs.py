@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["ANSWER_PATHS", "is_local", "leg_name", "prefill_name"]
-
 # How vLLM's two OpenAI endpoints make a request's name of the caller's id: that of the first of several prompts.
 _NAMES = {"/v1/completions": "cmpl-{}-0", "/v1/chat/completions": "chatcmpl-{}"}
 ANSWER_PATHS = frozenset(_NAMES)

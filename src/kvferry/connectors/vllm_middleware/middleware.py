@@ -29,8 +29,6 @@ from kvferry.errors import ConfigurationError, FerryError, RequestError, Transfe
 from kvferry.openai import error_body, error_of
 from kvferry.wire.messages import WIRE_VERSION, Reason
 
-__all__ = ["FerryMiddleware"]
-
 logger = logging.getLogger(__name__)
 
 RELEASE, INFO, READY = ("POST", "/kvferry/release"), ("GET", "/kvferry/info"), ("GET", "/ready")

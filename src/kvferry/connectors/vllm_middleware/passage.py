@@ -10,8 +10,6 @@ from kvferry.connectors.vllm_middleware.beginnings import Beginnings
 from kvferry.connectors.vllm_middleware.early import is_event_stream
 from kvferry.connectors.vllm_middleware.words import lost, with_headers, with_local
 
-__all__ = ["EarlyPassage", "Passage"]
-
 
 class Passage:
     """Passes everything on. Of a decode leg's answer the head waits for the first of its body, and gets its headers.

@@ -7,8 +7,6 @@ from kvferry.connectors.vllm_middleware.asgi import Headers, Message, json_messa
 from kvferry.errors import TransferError
 from kvferry.openai import error_of
 
-__all__ = ["lost", "with_headers", "with_local"]
-
 CACHE, CACHE_REASON, TIMING = b"x-kvferry-cache", b"x-kvferry-cache-reason", b"server-timing"
 # What of a head belongs to its body.
 OF_BODY = frozenset((b"content-type", b"content-length", b"content-encoding", b"transfer-encoding"))

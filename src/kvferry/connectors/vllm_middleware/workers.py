@@ -9,8 +9,6 @@ from typing import Any
 from kvferry.errors import ConfigurationError, FerryError, TransferError
 from kvferry.wire.messages import Reason, Reference
 
-__all__ = ["RELEASED", "EarlyFacts", "Workers", "is_draining", "num_replicas"]
-
 RELEASED = "released"
 # They answer between two steps.
 ANSWER_S = 30.0

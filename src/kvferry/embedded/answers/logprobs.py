@@ -8,8 +8,6 @@ from typing import Any
 from kvferry.connectors.jobs import Scored, TokenLogprob
 from kvferry.embedded.text import Tokenizer
 
-__all__ = ["Candidate", "ScoredToken", "chat_logprobs", "completion_logprobs", "scored_token"]
-
 # JSON has no infinity; the number is vLLM's.
 LEAST = -9999.0
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from kvferry.embedded.answers.logprobs import ScoredToken
 from kvferry.embedded.answers.report import Report
 
-__all__ = ["Piece", "interleaved", "joined"]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -12,8 +12,6 @@ from kvferry.embedded.engine.engine import Engine
 from kvferry.embedded.transfer.histograms import TransferHistograms
 from kvferry.embedded.transfer.transfer import TransferReport
 
-__all__ = ["Metrics", "Report", "summed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Report:

@@ -24,8 +24,6 @@ from kvferry.errors import ConfigurationError, PromptTooLongError, RequestError,
 from kvferry.plan.description.prompt import Prompt, PromptInput
 from kvferry.wire.messages import Reason
 
-__all__ = ["Call", "ServeInfo", "Service"]
-
 SEEDS = 2**63
 POLICIES = ("recompute", "fail")
 

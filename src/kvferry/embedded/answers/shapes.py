@@ -9,8 +9,6 @@ from typing import Any, Protocol
 from kvferry.embedded.answers.logprobs import chat_logprobs, completion_logprobs
 from kvferry.embedded.answers.pieces import Piece
 
-__all__ = ["ChatShape", "CompletionShape", "Envelope", "Shape", "usage"]
-
 
 @dataclass(frozen=True, slots=True)
 class Envelope:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from kvferry.connectors.jobs import GroupSize
 
-__all__ = ["Admission", "Ledger", "blocks_for", "longest", "quotas"]
-
 Blocks = tuple[int, ...]
 
 

@@ -21,8 +21,6 @@ from kvferry.errors import FerryError, RequestError
 from kvferry.plan.description.layout import Layout
 from kvferry.transport.base import Memory
 
-__all__ = ["Engine"]
-
 Item = TypeVar("Item")
 
 

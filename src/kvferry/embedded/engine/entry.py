@@ -11,8 +11,6 @@ from kvferry.connectors.sampling import GREEDY, Sampling
 from kvferry.errors import FerryError, RequestError
 from kvferry.session.events import NOT_AHEAD, Ahead
 
-__all__ = ["Entry", "Grown", "Prefilled", "Request", "Token"]
-
 
 @dataclass(frozen=True, slots=True)
 class Request:

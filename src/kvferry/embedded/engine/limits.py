@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from kvferry.embedded.engine.entry import Request
 from kvferry.errors import PromptTooLongError, RequestError
 
-__all__ = ["Limits"]
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:

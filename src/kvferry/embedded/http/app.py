@@ -22,8 +22,6 @@ from kvferry.openai import HTTP_CODES, error_body
 from kvferry.request_ids import id_of_refusal
 from kvferry.wire.messages import WIRE_VERSION
 
-__all__ = ["create_app"]
-
 MAX_BODY_BYTES = 32 << 20
 # Routers ask who this is again when it changes.
 EPOCH_HEADER = "x-kvferry-epoch"

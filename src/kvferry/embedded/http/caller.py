@@ -10,8 +10,6 @@ from kvferry.errors import RequestError
 from kvferry.openai import REPORT_HEADER
 from kvferry.request_ids import is_usable
 
-__all__ = ["Caller", "caller_of"]
-
 YES_OR_NO = {"true": True, "false": False}
 
 

@@ -15,8 +15,6 @@ import msgspec
 from kvferry.http_words import words_of
 from kvferry.registration import MEMBERS_PATH, SIGNATURE, Announcement, Side, sign
 
-__all__ = ["Registrar", "RegistrarConfig"]
-
 logger = logging.getLogger(__name__)
 
 

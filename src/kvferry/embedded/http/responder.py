@@ -21,8 +21,6 @@ from kvferry.embedded.http.caller import Caller
 from kvferry.errors import FerryError, TransferError
 from kvferry.openai import SSE_DONE, SSE_MEDIA_TYPE, error_event, error_of, sse
 
-__all__ = ["Responder", "error_response", "json_response"]
-
 OK, CLIENT_LEFT = 200, 499
 # How the cache of this answer came to be.
 CACHE_HEADER = "x-kvferry-cache"

@@ -13,8 +13,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-__all__ = ["build"]
-
 SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>", "<|turn|>")
 VOCAB_SIZE = 1024
 SEED = 20_240_229

@@ -12,8 +12,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["TINY_MODEL_NAME", "ensure_tiny_model"]
-
 # The number is the recipe's: raise it when what is made changes, so that an old copy is not taken for the new one.
 TINY_MODEL_NAME = "kvferry-tiny-1"
 

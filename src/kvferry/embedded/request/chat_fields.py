@@ -8,8 +8,6 @@ from kvferry.embedded.request.messages import plain_messages
 from kvferry.embedded.request.prompts import ChatPrompt
 from kvferry.errors import RequestError
 
-__all__ = ["ChatFields", "chat_prompt"]
-
 
 class ChatFields(Protocol):
     """What decides the tokens of messages, with vLLM's names and defaults; null is the default."""

@@ -15,8 +15,6 @@ from typing import Any
 from kvferry.errors import RequestError
 from kvferry.request_fields import Endpoint
 
-__all__ = ["CHAT", "NO_MEDIA", "NO_PREFIX_CACHE", "SUPPORT", "Support", "Verdict", "refuse_unsupported", "support_of"]
-
 
 class Verdict(StrEnum):
     """What becomes of a field."""

@@ -13,8 +13,6 @@ import msgspec
 from kvferry.embedded.request.fields import CHAT, NO_MEDIA, NO_PREFIX_CACHE, Support, Verdict, refuse_unsupported
 from kvferry.errors import RequestError
 
-__all__ = ["MESSAGE_SUPPORT", "PART_SUPPORT", "WatchedMessage", "plain_messages", "refuse_unread"]
-
 Kind = TypeVar("Kind")
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")

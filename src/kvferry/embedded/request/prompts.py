@@ -15,8 +15,6 @@ from kvferry.embedded.engine.engine import Engine
 from kvferry.embedded.request.messages import WatchedMessage, refuse_unread
 from kvferry.errors import RequestError
 
-__all__ = ["ChatPrompt", "PromptInput", "Prompts", "TextPrompt"]
-
 Result = TypeVar("Result")
 
 # Characters, or tokens. What is shorter is tokenised sooner than a thread is asked to.

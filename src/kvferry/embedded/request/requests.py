@@ -18,18 +18,6 @@ from kvferry.embedded.text import TextOptions
 from kvferry.errors import RequestError
 from kvferry.request_fields import Endpoint
 
-__all__ = [
-    "Ask",
-    "ChatBody",
-    "CompletionBody",
-    "Leg",
-    "decode_chat",
-    "decode_completion",
-    "decode_fields",
-    "decode_release",
-    "field_values",
-]
-
 Body = TypeVar("Body")
 
 MAX_CHOICES = 2048  # of one request, over all its prompts

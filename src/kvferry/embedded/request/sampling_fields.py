@@ -11,8 +11,6 @@ import msgspec
 from kvferry.connectors.sampling import Sampling
 from kvferry.errors import RequestError
 
-__all__ = ["SamplingBody", "SamplingFields", "sampling_fields"]
-
 MAX_SEED = 2**63 - 1
 
 

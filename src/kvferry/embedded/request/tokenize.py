@@ -13,8 +13,6 @@ from kvferry.embedded.request.prompts import PromptInput, TextPrompt
 from kvferry.embedded.request.requests import decode_fields, field_values
 from kvferry.errors import RequestError
 
-__all__ = ["DETOKENIZE", "TOKENIZE", "DetokenizeBody", "TokenizeAsk", "decode_detokenize", "decode_tokenize"]
-
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
 

@@ -14,8 +14,6 @@ from kvferry.agent.transports.negotiation import Met
 from kvferry.embedded.transfer.peers import label
 from kvferry.plan.programs.copies import Direction
 
-__all__ = ["AgentCollector"]
-
 PEER = ("peer", "transport", "carrier")
 
 

@@ -8,8 +8,6 @@ from kvferry.connectors.buckets import BYTES_BUCKETS, PHASE_BUCKETS_S, ROWS_BUCK
 from kvferry.connectors.peer_labels import PeerLabels
 from kvferry.embedded.transfer.transfer import TransferReport
 
-__all__ = ["TransferHistograms"]
-
 
 class TransferHistograms:
     """One observation of each phase, and of bytes and rows, for each transfer; one of the time of each that failed."""

@@ -12,8 +12,6 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import PeerKey, Remote
 from kvferry.transport.selection.measurement import Measurement, Rates
 
-__all__ = ["label", "peers_json"]
-
 
 def peers_json(everyone: Iterable[Met]) -> list[dict[str, object]]:
     """One entry per connected peer."""

@@ -11,8 +11,6 @@ from collections import deque
 
 from kvferry.wire.messages import Reason
 
-__all__ = ["Readiness"]
-
 # Only these say something about the way between the engines. The others are about one reference, which a client may
 # have made up: nobody must be able to close an engine by sending nonsense.
 TELLING = frozenset((Reason.UNREACHABLE, Reason.PEER_LOST, Reason.DEADLINE, Reason.TRANSPORT, Reason.DIGEST))

@@ -9,8 +9,6 @@ from kvferry.embedded.engine.entry import Grown
 from kvferry.errors import TransferError
 from kvferry.plan.description.prompt import Prompt
 
-__all__ = ["NoTransfer", "Transfer", "TransferReport"]
-
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:

@@ -10,8 +10,6 @@ from kvferry.errors import LayoutError
 from kvferry.plan.description.layout import State
 from kvferry.plan.description.span import Span
 
-__all__ = ["Arranged", "Member", "Place", "arrange", "pooled"]
-
 
 @dataclass(frozen=True, slots=True)
 class Member:

@@ -19,8 +19,6 @@ from kvferry.plan.description.sharding import shares, stages
 from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import UNSHARED, TokenShare
 
-__all__ = ["FORMATS", "EngineShape", "describe", "divided"]
-
 FORMATS = {
     "token-major": "LKBNHD",
     "head-major": "LKBHND",

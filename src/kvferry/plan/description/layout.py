@@ -13,8 +13,6 @@ from kvferry.errors import LayoutError
 from kvferry.plan.description.span import MAX_STOP, Span
 from kvferry.plan.description.tokens import UNSHARED, TokenRange, TokenShare
 
-__all__ = ["Axis", "CacheGroup", "Layout", "Placement", "Region", "State", "contents", "fingerprint"]
-
 # A stride that nothing is multiplied with, as there is one block or token, is not held back by the region's size.
 MAX_DISTANCE = 1 << 62
 

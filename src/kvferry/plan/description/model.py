@@ -11,8 +11,6 @@ from math import prod
 from kvferry.errors import LayoutError
 from kvferry.plan.description.layout import Axis, State
 
-__all__ = ["CacheModel", "Kept", "LayerCache", "attention", "latent"]
-
 
 @dataclass(frozen=True, slots=True)
 class Kept:

@@ -13,8 +13,6 @@ from hashlib import blake2b
 
 from kvferry.errors import RequestError
 
-__all__ = ["TOKEN_BYTES", "UNKNOWN_PROMPT", "UNNAMED", "Prompt", "PromptInput", "PromptName"]
-
 TOKEN_BYTES = 4
 NAME_BYTES = 16
 MAX_NAME_BYTES = 64

@@ -7,8 +7,6 @@ from itertools import pairwise
 from kvferry.errors import LayoutError
 from kvferry.plan.description.span import Span
 
-__all__ = ["shares", "stages"]
-
 
 def shares(extent: int, num_ranks: int, what: str) -> tuple[Span, ...]:
     """One span per rank over `extent` elements (tensor parallelism).

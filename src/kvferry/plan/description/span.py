@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from kvferry.errors import LayoutError
 
-__all__ = ["MAX_STOP", "Span", "overlap", "uncovered"]
-
 # No axis is longer; and `len` of a span, which comes from peers, never overflows.
 MAX_STOP = 1 << 48
 

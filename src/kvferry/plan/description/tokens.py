@@ -11,8 +11,6 @@ from math import lcm
 from kvferry.errors import LayoutError
 from kvferry.plan.description.span import Span, overlap
 
-__all__ = ["ALL_TOKENS", "UNSHARED", "TokenRange", "TokenSet", "TokenShare", "classes", "num_lookups"]
-
 # Enough for any interleave in use, and too few to hurt when a peer makes them up.
 MAX_PERIOD = 1 << 20
 MAX_LOOKUPS = 1 << 22

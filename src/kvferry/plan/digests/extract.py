@@ -22,8 +22,6 @@ from kvferry.plan.programs.blocks import BlockTables, Owner, checked
 from kvferry.plan.programs.copies import Column
 from kvferry.plan.routing.selection import Indices
 
-__all__ = ["Extract", "Extractor"]
-
 # The strata of a state of fixed size when it is sampled.
 MAX_PIECES = 64
 # What has been bound before is kept, but not for ever: peers make these up.

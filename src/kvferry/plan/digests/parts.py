@@ -16,8 +16,6 @@ from kvferry.plan.programs.copies import Column
 from kvferry.plan.routing.route import Box
 from kvferry.plan.routing.selection import Indices, Selection
 
-__all__ = ["BoundPart", "Grid", "Lot", "Shape", "bind_part", "box_bytes"]
-
 # A state of fixed size is taken piece by piece: as many of its last axes as fit.
 PIECE_BYTES = 1 << 10
 

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from kvferry.plan.routing.selection import Indices
 
-__all__ = ["STRATUM_TOKENS", "chosen"]
-
 STRATUM_TOKENS = 16
 # Of each state, however short the request.
 MIN_CHOSEN = 4

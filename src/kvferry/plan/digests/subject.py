@@ -20,8 +20,6 @@ from kvferry.plan.description.tokens import ALL_TOKENS, MAX_PERIOD, TokenRange, 
 from kvferry.plan.routing.route import Box, Leg
 from kvferry.plan.routing.selection import Selection
 
-__all__ = ["NOTHING", "Part", "Policy", "Portion", "Subject", "policy_named", "portions_of", "seed_of", "subject_of"]
-
 # A pair of ranks has a handful; only somebody who means harm has more.
 MAX_PARTS = 1 << 12
 NO_TOKENS = TokenRange(0, 0)

@@ -12,8 +12,6 @@ from kvferry.errors import BlockTableError
 from kvferry.plan.description.layout import CacheGroup
 from kvferry.plan.routing.selection import Indices, positions
 
-__all__ = ["BlockTables", "Blocks", "Owner", "checked"]
-
 BlockTables = Sequence[Sequence[int]]
 """One list of block ids per cache group, in the group's order: entry `i` is for the rank's tokens from
 `i * block_tokens` on. Entries whose tokens do not move may be anything, such as the blocks that a window has left."""

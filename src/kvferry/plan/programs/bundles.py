@@ -11,8 +11,6 @@ from kvferry.plan.programs.program import Program, bind
 from kvferry.plan.programs.request import num_rows
 from kvferry.plan.routing.route import Leg
 
-__all__ = ["Bundle", "bundles"]
-
 # Bundles of so many sizes are tried: keys and values, with scales or without, are two to four states of a layer.
 NUM_SIZES = 4
 A_PROMPT = TokenRange(0, 4096)

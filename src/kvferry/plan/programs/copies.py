@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["NOTHING", "Column", "Copies", "Direction", "direction_named", "firsts", "may_turn", "merge", "split"]
-
 Column = NDArray[np.uint64]
 """One unsigned 64-bit integer per row, in bytes."""
 

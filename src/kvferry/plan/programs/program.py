@@ -23,8 +23,6 @@ from kvferry.plan.programs.copies import Column, Copies, firsts
 from kvferry.plan.routing.route import Leg
 from kvferry.plan.routing.selection import Selection
 
-__all__ = ["MAX_SECTION_ROWS", "GroupProgram", "Program", "Section", "Strides", "bind"]
-
 # For one block; a peer's strides decide how many there are. About 1 GB while they are sorted and merged.
 MAX_SECTION_ROWS = 1 << 23
 

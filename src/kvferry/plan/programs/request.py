@@ -16,19 +16,6 @@ from kvferry.plan.programs.program import GroupProgram, Program, Section
 from kvferry.plan.programs.stretch import WHOLE, Stretch
 from kvferry.plan.routing.selection import Indices
 
-__all__ = [
-    "MAX_ROWS",
-    "Places",
-    "Ranges",
-    "bytes_at",
-    "check_ranges",
-    "copies_for",
-    "num_rows",
-    "places_for",
-    "seen",
-    "volume",
-]
-
 Ranges = Sequence[TokenRange]
 """One range per cache group of the target."""
 

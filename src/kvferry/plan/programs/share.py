@@ -6,8 +6,6 @@ from kvferry.plan.programs.program import Program
 from kvferry.plan.programs.request import Ranges, seen, volume
 from kvferry.plan.programs.stretch import ALL_OF_TOKENS, parted, unit_tokens
 
-__all__ = ["token_at"]
-
 
 def token_at(program: Program, ranges: Ranges, share: float) -> int:
     """The token up to which about `share` of the bytes lie, where nothing has to be taken apart; 0 where there is none.

@@ -10,17 +10,6 @@ from kvferry.plan.description.span import MAX_STOP
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.program import GroupProgram, Program
 
-__all__ = [
-    "ALL_OF_TOKENS",
-    "WHOLE",
-    "Stretch",
-    "even_stretches",
-    "parted",
-    "stretch_tokens",
-    "stretches",
-    "unit_tokens",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Stretch:

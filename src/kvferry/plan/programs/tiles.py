@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from kvferry.plan.programs.copies import NOTHING, Column, Copies, split
 
-__all__ = ["Tile", "plain", "rows_of", "tile_of"]
-
 _ZERO: Column = np.zeros(1, np.uint64)
 
 

@@ -19,8 +19,6 @@ from kvferry.plan.description.layout import Layout, Placement, State
 from kvferry.plan.description.span import Span, overlap, uncovered
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenSet, classes, num_lookups
 
-__all__ = ["Box", "Leg", "Route", "differences", "route"]
-
 Box = tuple[Span, ...]
 
 # What one route may cost in all: a lookup among token shares is 1, one among boxes and a leg are several. Peers decide

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from kvferry.plan.description.layout import CacheGroup
 from kvferry.plan.description.tokens import TokenSet
 
-__all__ = ["Indices", "Selection", "positions"]
-
 Indices = NDArray[np.int64]
 
 

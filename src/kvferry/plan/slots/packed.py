@@ -21,8 +21,6 @@ from kvferry.plan.routing.selection import Indices
 from kvferry.plan.slots.strips import Strips, strips_of
 from kvferry.plan.strategy.strategies import RegionStarts, Side
 
-__all__ = ["Packed", "packed"]
-
 
 class Packed(NamedTuple):
     """One stretch. Addresses in staging memory count from its beginning; one side may be left out."""

@@ -23,9 +23,6 @@ from kvferry.plan.programs.tiles import Tile, plain
 from kvferry.plan.slots.packed import Packed, packed
 from kvferry.plan.strategy.strategies import RegionStarts, Side, Stages, Staging, Strategy, staged
 
-__all__ = ["MAX_SLOTS", "Slot", "SlotPlan", "StagedRequest", "any_tables", "region_starts"]
-
-
 MAX_SLOTS = 1 << 10
 """Of one stretch. A single block, or state, that needs more slots than this is not worth staging; a peer says how large
 slots are, and each is a record here, which takes time to make."""

@@ -16,8 +16,6 @@ from kvferry.plan.programs.copies import Column
 from kvferry.plan.programs.program import Section
 from kvferry.plan.strategy.strategies import RegionStarts, Side
 
-__all__ = ["Strips", "strips_of"]
-
 # Of sections that are larger nothing is kept: a peer decides how large they are.
 KEPT_ROWS = 1 << 14
 

@@ -15,8 +15,6 @@ from kvferry.plan.programs.request import Ranges, copies_for
 from kvferry.plan.routing.route import Leg, Route, route
 from kvferry.plan.strategy.choice import Choice, Costs, choose
 
-__all__ = ["PairQuote", "Quote", "quote"]
-
 
 @dataclass(frozen=True, slots=True)
 class PairQuote:

@@ -19,19 +19,6 @@ import numpy as np
 from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Column, Copies
 
-__all__ = [
-    "RegionStarts",
-    "Side",
-    "Stages",
-    "Staging",
-    "Strategy",
-    "direct",
-    "pack",
-    "scatter",
-    "source_runs",
-    "staged",
-]
-
 _ADDRESS_LIMIT = 1 << 63
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Breaker", "BreakerState", "Fuse", "Trial"]
-
 
 class BreakerState(StrEnum):
     """CLOSED lets everything through, OPEN nothing, HALF_OPEN one at a time."""

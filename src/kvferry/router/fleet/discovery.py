@@ -22,8 +22,6 @@ from kvferry.router.policy.records import Instance, Role
 from kvferry.router.telemetry.metrics import Metrics
 from kvferry.system_words import system_words
 
-__all__ = ["MembersFile", "Registry"]
-
 REFUSED_WORDS = {
     "closed": "this router does not accept registrations; hint: start it with --accept-registrations",
     "unsigned": "the registration is not signed; hint: give the engine the router's token file",

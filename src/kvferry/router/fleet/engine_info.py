@@ -11,8 +11,6 @@ from kvferry.router.policy.records import Instance
 from kvferry.router.upstream.connection_pool import Pool
 from kvferry.router.upstream.exchange import Exchange, Outgoing
 
-__all__ = ["INFO_PATH", "ask_facts"]
-
 Told = TypeVar("Told")
 
 INFO_PATH = "/kvferry/info"

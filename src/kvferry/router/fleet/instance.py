@@ -10,8 +10,6 @@ from kvferry.router.fleet.compatibility import NO_FACTS, Facts
 from kvferry.router.fleet.prefill_speed import Speed
 from kvferry.router.policy.records import Instance, Load, Task
 
-__all__ = ["INSTANCE_FUSE", "Member", "Origin", "Verdict"]
-
 INSTANCE_FUSE = Fuse(num_failures=5, open_s=5.0, max_open_s=60.0)
 # A probe that is not answered in time may have met a busy engine; one that is refused has met none.
 MAX_MISSED_PROBES = 2

@@ -35,8 +35,6 @@ from kvferry.router.policy.records import (
 from kvferry.router.policy.settings import DEFAULT_JUDGEMENT, Judgement
 from kvferry.router.telemetry.metrics import Metrics
 
-__all__ = ["PAIR_FUSE", "Membership", "Wanted"]
-
 PAIR_FUSE = Fuse(num_failures=3, open_s=30.0, max_open_s=600.0)
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,6 @@ from typing import Protocol
 
 from kvferry.router.policy.records import Instance
 
-__all__ = ["OpenLeg", "OpenLegs"]
-
 
 class OpenLeg(Protocol):
     """A leg that something is expected of."""

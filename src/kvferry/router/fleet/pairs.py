@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvferry.router.fleet.circuit_breaker import Breaker, BreakerState, Fuse, Trial
 from kvferry.router.policy.records import Instance, Pair
 
-__all__ = ["Pairs"]
-
 
 class Pairs:
     """A breaker for each pair of (prefill, decode) of which something is known.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Mean", "Speed"]
-
 # Work that is this far back counts half.
 HALF_LIFE_S = 30.0
 WEIGHT = 0.1

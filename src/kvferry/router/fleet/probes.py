@@ -13,8 +13,6 @@ from kvferry.router.policy.records import Instance
 from kvferry.router.upstream.connection_pool import Pool
 from kvferry.router.upstream.exchange import CONNECT_TIMEOUT, DEADLINE, FAILURES, REFUSED, Exchange, Outgoing, reason_of
 
-__all__ = ["Prober"]
-
 logger = logging.getLogger(__name__)
 
 UNREADY = 503

@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvferry.router.fleet.membership import Membership
 from kvferry.router.policy.records import Role
 
-__all__ = ["readiness"]
-
 
 def readiness(membership: Membership, require_prefill: bool) -> tuple[int, dict[str, object]]:
     """HTTP status and body: 200 only when a request that came now could be sent somewhere that answers.

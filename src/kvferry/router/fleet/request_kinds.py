@@ -14,8 +14,6 @@ from kvferry.router.fleet.circuit_breaker import Breaker, BreakerState, Fuse, Tr
 from kvferry.router.policy.records import Task
 from kvferry.router.request.client_request import ClientRequest
 
-__all__ = ["KIND_FUSE", "MAX_KINDS", "Kind", "Kinds", "kind_of"]
-
 KIND_FUSE = Fuse(num_failures=5, open_s=5.0, max_open_s=60.0)
 # Clients write what they like into requests: no more kinds than these are remembered.
 MAX_KINDS = 256

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from kvferry.router.fleet.instance import Member
 from kvferry.router.policy.records import Instance, Task
 
-__all__ = ["Reservation"]
-
 
 class Reservation:
     """Counts one request and its tokens to a member until `release`; tells its breaker and its speed how it went."""

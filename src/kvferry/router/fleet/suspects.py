@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from kvferry.router.policy.records import Instance, Role
 
-__all__ = ["Suspect", "Suspects"]
-
 
 @dataclass(frozen=True, slots=True)
 class Suspect:

@@ -11,8 +11,6 @@ from starlette.types import Receive, Send
 from kvferry.openai import error_event
 from kvferry.router.request.headers import Headers
 
-__all__ = ["CLIENT_LEFT", "Client"]
-
 # The status that counts a client who did not wait for one.
 CLIENT_LEFT = 499
 

@@ -49,8 +49,6 @@ from kvferry.router.services import Services
 from kvferry.router.telemetry.access_log import outcome_of
 from kvferry.router.upstream.exchange import Outgoing
 
-__all__ = ["Legs"]
-
 # P may have answered in the moment in which the client left: its word is on its way, and keeps blocks for nobody. Much
 # longer, and P would compute in vain.
 LAST_WORD_S = 0.2

@@ -34,8 +34,6 @@ from kvferry.router.telemetry.access_log import Story
 from kvferry.router.telemetry.server_timing import server_timing
 from kvferry.router.upstream.exchange import Outgoing
 
-__all__ = ["Driver"]
-
 RELEASE_PATH = "/kvferry/release"
 # What counts an answer that has begun well and ended badly.
 BROKEN_OFF = 502

@@ -9,8 +9,6 @@ from kvferry.router.events import Event
 from kvferry.router.flow.leg import Leg
 from kvferry.router.telemetry.access_log import LEFT
 
-__all__ = ["EarlyPrefill"]
-
 
 class EarlyPrefill:
     """Reads a promised leg to its end and tells `ended` how that was, unless it is closed before."""

@@ -7,16 +7,6 @@ import msgspec
 from kvferry.request_fields import Undividable
 from kvferry.wire.messages import Reason
 
-__all__ = [
-    "can_be_released",
-    "kept_cache",
-    "known_reason",
-    "lost_cache",
-    "promised_cache",
-    "stream_failure",
-    "streamed_error",
-]
-
 REASONS = frozenset((*Reason, *Undividable))
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvferry.openai import SERVER_ERROR, error_body
 from kvferry.router.events import PREFILL_FAILS, Refuse
 
-__all__ = ["CODE", "is_wanted", "refusal"]
-
 CODE = "prefill_unavailable"
 RETRY_AFTER_S = 5
 # The policy skips prefill for reasons of its own, such as a threshold of the operator's. These are none of them.

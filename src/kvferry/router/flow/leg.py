@@ -28,8 +28,6 @@ from kvferry.router.upstream.exchange import (
     reason_of,
 )
 
-__all__ = ["Head", "Leg", "Patience"]
-
 NOT_WAITING = -1.0
 END_OF_EVENT, DONE = b"\n\n", b"data: [DONE]"
 # Of a prefill stream: a reference, a token, and the end.

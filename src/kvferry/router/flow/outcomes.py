@@ -15,8 +15,6 @@ from kvferry.router.request.headers import Headers
 from kvferry.router.upstream.exchange import DEADLINE, GONE
 from kvferry.wire.messages import Reason
 
-__all__ = ["Judge"]
-
 # The probe finds out about these at once, and finds the instance again at once when it is back; or the client had no
 # more time; or it was another instance's fault.
 BLAMELESS = GONE | {INSTANCE_DOWN, TOO_LATE, PREFILL_LOST}

@@ -9,8 +9,6 @@ from kvferry.router.policy.records import Role
 from kvferry.router.request.headers import Headers
 from kvferry.router.telemetry.server_timing import phases_of, told_phases, without_beginning
 
-__all__ = ["Pace"]
-
 END_OF_FRAME = b"\n\n"
 
 

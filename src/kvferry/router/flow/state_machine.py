@@ -63,8 +63,6 @@ from kvferry.router.policy.settings import PrefillFallback
 from kvferry.router.request.client_request import ClientRequest, decode_body, prefill_body
 from kvferry.wire.messages import Reason
 
-__all__ = ["TRANSITIONS", "Flow", "State", "Transition"]
-
 
 class State(StrEnum):
     """What the flow waits for."""

@@ -9,16 +9,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = [
-    "UsageEvents",
-    "before_final_usage",
-    "cached_tokens_of",
-    "cached_tokens_of_stream",
-    "tells_usage",
-    "with_cached_tokens",
-    "with_cached_tokens_in_events",
-]
-
 USAGE, DETAILS, CACHED, CHOICES = "usage", "prompt_tokens_details", "cached_tokens", "choices"
 # What an event, or a body, has that may have to be changed; inside a text the quotation marks would be escaped.
 MARK = b'"prompt_tokens"'

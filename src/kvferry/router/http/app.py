@@ -46,8 +46,6 @@ from kvferry.router.upstream.background_requests import Errands
 from kvferry.router.upstream.connection_pool import Pool
 from kvferry.router.upstream.exchange import Outgoing
 
-__all__ = ["Front", "create_app"]
-
 logger = logging.getLogger(__name__)
 
 MAX_ANNOUNCEMENT_BYTES = 4096

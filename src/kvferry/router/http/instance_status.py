@@ -7,8 +7,6 @@ import math
 from kvferry.router.fleet.instance import Member
 from kvferry.router.fleet.membership import Membership
 
-__all__ = ["status_of"]
-
 
 def status_of(membership: Membership) -> dict[str, object]:
     """Plain JSON: every instance, and the pairs that are out."""

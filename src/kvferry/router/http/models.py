@@ -13,8 +13,6 @@ from kvferry.router.request.headers import Headers
 from kvferry.router.services import Services
 from kvferry.router.upstream.exchange import FAILURES, Exchange, Outgoing
 
-__all__ = ["find_model", "list_models"]
-
 
 class Model(msgspec.Struct):
     """The one field of a listed model that is looked at."""

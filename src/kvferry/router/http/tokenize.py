@@ -16,8 +16,6 @@ from kvferry.router.request.headers import Headers, response_headers, with_lengt
 from kvferry.router.services import Services
 from kvferry.router.upstream.exchange import DEADLINE, FAILURES, GONE, WORDS, Exchange, Outgoing, reason_of
 
-__all__ = ["Answer", "TokenizerPath", "ask"]
-
 
 class TokenizerPath(StrEnum):
     """What engines of kvferry and of vLLM answer alike."""

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from kvferry.router.policy.least_work import able, choose
 from kvferry.router.policy.records import Busy, Load, Question
 
-__all__ = ["first_token_s", "refusal"]
-
 MIN_RETRY_S, MAX_RETRY_S = 1, 60
 
 

@@ -7,8 +7,6 @@ from kvferry.router.policy.least_work import choose
 from kvferry.router.policy.prefill_threshold import skip
 from kvferry.router.policy.records import Decision, Nobody, Question, Role, Use
 
-__all__ = ["balanced"]
-
 
 def balanced(question: Question) -> Decision:
     """Pure: the same question has the same answer."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from kvferry.router.policy.records import NO_TASK, Instance, Load, Role, Task
 
-__all__ = ["able", "choose", "homes"]
-
 
 def able(loads: Sequence[Load]) -> list[Load]:
     """Those that may be chosen.

@@ -11,8 +11,6 @@ from kvferry.errors import ConfigurationError
 from kvferry.router.policy.balanced import balanced
 from kvferry.router.policy.records import Policy
 
-__all__ = ["policy_named"]
-
 GROUP = "kvferry.policies"
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from kvferry.router.policy.admission import fastest, first_token_s
 from kvferry.router.policy.records import Question, Skip
 
-__all__ = ["skip", "threshold_tokens"]
-
 # However slow handovers are: prompts this long are what prefill instances are there for.
 MAX_THRESHOLD_TOKENS = 4096
 

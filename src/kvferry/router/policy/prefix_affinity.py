@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from kvferry.router.policy.records import Instance
 
-__all__ = ["PrefixIndex"]
-
 
 class PrefixIndex:
     """Remembers the last `max_names` prefixes per instance; those that were not used longest are forgotten."""

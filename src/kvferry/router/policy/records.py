@@ -6,22 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = [
-    "Busy",
-    "Decision",
-    "Instance",
-    "Limits",
-    "Load",
-    "Nobody",
-    "Pair",
-    "Policy",
-    "Question",
-    "Role",
-    "Skip",
-    "Task",
-    "Use",
-]
-
 
 class Role(StrEnum):
     """What an instance is for: PREFILL computes the cache of a prompt, DECODE writes the answer."""

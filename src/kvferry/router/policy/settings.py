@@ -10,8 +10,6 @@ from enum import StrEnum
 from kvferry.router.policy.balanced import balanced
 from kvferry.router.policy.records import NO_LIMITS, Limits, Policy
 
-__all__ = ["DEFAULT_JUDGEMENT", "Judgement", "PrefillFallback"]
-
 
 class PrefillFallback(StrEnum):
     """DECODE: the decode instance computes the prompt. REFUSE: nobody does, the client is told to come back."""

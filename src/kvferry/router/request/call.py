@@ -8,8 +8,6 @@ from kvferry.router.policy.records import Task
 from kvferry.router.request.client_request import ClientRequest
 from kvferry.router.request.headers import Headers
 
-__all__ = ["Call"]
-
 
 @dataclass(frozen=True, slots=True)
 class Call:

@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from kvferry.errors import RequestError
 from kvferry.request_ids import NAME, is_usable
 
-__all__ = ["Headers", "decode_headers", "prefill_headers", "request_id_of", "response_headers", "timeout_of"]
-
 Headers = list[tuple[bytes, bytes]]
 
 HOP_BY_HOP = frozenset(

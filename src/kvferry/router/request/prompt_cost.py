@@ -14,8 +14,6 @@ import msgspec
 from kvferry.router.policy.records import Task
 from kvferry.router.request.client_request import ClientRequest
 
-__all__ = ["task_of"]
-
 BYTES_PER_TOKEN = 4
 # One name for every so many bytes of a prompt.
 PREFIX_BYTES = 1024

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from kvferry.router.events import Answered, ClientGone, Ended, Event, Failed
 from kvferry.router.policy.records import Role
 
-__all__ = ["ANSWERED", "LEFT", "Refusal", "Story", "outcome_of", "refused"]
-
 ANSWERED = "answered"
 LEFT = "left"
 """Nobody waited for the end of an early leg any more."""

@@ -11,8 +11,6 @@ from kvferry.connectors.buckets import PHASE_BUCKETS_S
 from kvferry.router.events import Count, Counted, Path
 from kvferry.router.policy.records import Instance, Pair
 
-__all__ = ["Metrics"]
-
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 INSTANCE = ("role", "instance")

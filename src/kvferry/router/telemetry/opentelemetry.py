@@ -18,8 +18,6 @@ from kvferry.router.request.headers import Headers
 from kvferry.router.telemetry.access_log import ANSWERED, LEFT
 from kvferry.router.telemetry.tracing import LegTrace, RequestTrace
 
-__all__ = ["OtelTracing", "exporting"]
-
 NS_PER_S = 1_000_000_000
 
 

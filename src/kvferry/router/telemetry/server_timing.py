@@ -6,8 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-__all__ = ["ENGINE_PHASES", "phases_of", "server_timing", "told_phases", "without_beginning"]
-
 # What a decode engine does before it computes its first token, in this order; other entries are not ours. `lost` is all
 # that it has done for a cache that did not come.
 ENGINE_PHASES = ("queue", "handshake", "claim", "wire", "verify", "lost")

@@ -8,8 +8,6 @@ from typing import Protocol
 from kvferry.router.policy.records import Instance
 from kvferry.router.request.headers import Headers
 
-__all__ = ["NO_TRACING", "UNTRACED_LEG", "LegTrace", "RequestTrace", "Tracing"]
-
 
 class LegTrace(Protocol):
     """One leg of a request. Legs may overlap."""

@@ -9,8 +9,6 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.upstream.connection_pool import Pool
 from kvferry.router.upstream.exchange import FAILURES, Exchange, Outgoing
 
-__all__ = ["Errands"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -8,8 +8,6 @@ from typing import cast
 from kvferry.errors import PeerError
 from kvferry.router.upstream.response_parser import Reply
 
-__all__ = ["Connection"]
-
 # An engine that writes faster than the client reads is left waiting from here on.
 HIGH_WATER_BYTES = 1 << 18
 

@@ -15,8 +15,6 @@ from kvferry.router.upstream.connection import Connection
 from kvferry.system_words import system_words
 from kvferry.tcp_keepalive import keep_alive
 
-__all__ = ["KEPT_S", "Origin", "Pool", "UnreachableError", "origin_of"]
-
 # Less than servers keep theirs (vLLM: 5 s): one that the upstream closes in the moment of its next use looks like a
 # broken engine.
 KEPT_S = 2.0

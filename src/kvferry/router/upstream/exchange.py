@@ -11,22 +11,6 @@ from kvferry.router.upstream.connection import Connection
 from kvferry.router.upstream.connection_pool import Origin, Pool, UnreachableError, origin_of
 from kvferry.router.upstream.response_parser import Reply
 
-__all__ = [
-    "CONNECT_TIMEOUT",
-    "DEADLINE",
-    "FAILURES",
-    "GONE",
-    "MALFORMED",
-    "REFUSED",
-    "RESET",
-    "STALL",
-    "UNREACHABLE",
-    "WORDS",
-    "Exchange",
-    "Outgoing",
-    "reason_of",
-]
-
 REFUSED, UNREACHABLE, CONNECT_TIMEOUT = "refused", "unreachable", "connect_timeout"
 RESET, MALFORMED = "reset", "malformed"
 DEADLINE, STALL = "deadline", "stall"

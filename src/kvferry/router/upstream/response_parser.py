@@ -6,8 +6,6 @@ import httptools
 
 from kvferry.errors import PeerError
 
-__all__ = ["MAX_IDLE_BYTES", "Reply"]
-
 # As many bytes may come that are no part of a body: a head, trailers, what surrounds chunks.
 MAX_IDLE_BYTES = 1 << 16
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from kvferry.wire.messages import Party
 
-__all__ = ["MAX_ABORTED", "AbortedClaims"]
-
 # Aborts are sent by whoever can connect.
 MAX_ABORTED = 1 << 14
 

@@ -20,8 +20,6 @@ from kvferry.session.source.lease import Lease, OwnDigest
 from kvferry.session.source.lease_table import Leases
 from kvferry.wire.messages import Landed, Party, Reason, Refusal, Renewed, Valid
 
-__all__ = ["Landings"]
-
 # A digest at once would hold up the word that the bytes may come, which another thread is about to send.
 LOOK_AFTER_S = 0.001
 

@@ -15,8 +15,6 @@ from kvferry.plan.slots.partition import StagedRequest
 from kvferry.session.events import Ahead, Cancel, ClaimKey, Command, Post, SlotKey, TicketEnded
 from kvferry.wire.messages import Grant, Queued, Reason, Refusal, Written
 
-__all__ = ["MIN_AHEAD", "STRETCH_BYTES", "StretchWrites"]
-
 STRETCH_BYTES = 4 << 20
 
 MIN_AHEAD = 2

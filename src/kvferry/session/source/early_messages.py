@@ -8,8 +8,6 @@ from math import inf
 
 from kvferry.wire.messages import Abort, Claim, Party
 
-__all__ = ["MAX_EARLY", "MAX_EARLY_OF_ONE", "Early", "EarlyMessages"]
-
 # Claims are made by whoever can connect: only so many may wait for a lease.
 MAX_EARLY = 1024
 # One peer cannot take the room of all others.

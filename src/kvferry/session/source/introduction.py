@@ -19,8 +19,6 @@ from kvferry.wire.messages import (
     Welcome,
 )
 
-__all__ = ["Identity", "Introduction"]
-
 # Offers are asked for by whoever can connect: only so many are remembered.
 MAX_OFFERED = 512
 

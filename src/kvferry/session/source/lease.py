@@ -14,9 +14,6 @@ from kvferry.session.source.write import Write
 from kvferry.session.state import Machine, Table
 from kvferry.wire.messages import Claim, Landed, Party, Reason, Refusal
 
-__all__ = ["LEASE_TABLE", "Lease", "LeaseState", "OwnDigest"]
-
-
 TOO_LATE = "the lease expired before the transfer was confirmed"
 
 

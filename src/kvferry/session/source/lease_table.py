@@ -14,8 +14,6 @@ from kvferry.session.source.lease import Lease
 from kvferry.session.source.writes import Carrying
 from kvferry.wire.messages import Claim, Party, Reason, Refusal
 
-__all__ = ["Leases"]
-
 
 class Leases:
     """By id, tombstones included; and by request as long as the engine has not got its blocks back."""

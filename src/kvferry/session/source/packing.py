@@ -27,8 +27,6 @@ from kvferry.session.events import (
 from kvferry.session.slot import SlotState, SlotUse
 from kvferry.wire.messages import Grant, Pack, Packed, Queued, Reason, Refusal, Renewed
 
-__all__ = ["Packing"]
-
 
 @dataclass(slots=True)
 class Packing:

@@ -56,8 +56,6 @@ from kvferry.wire.messages import (
     TargetOffer,
 )
 
-__all__ = ["SourceSession"]
-
 SourceEvent = (
     LeaseWanted
     | LeaseGrown

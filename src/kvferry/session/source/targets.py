@@ -30,8 +30,6 @@ from kvferry.session.events import (
 from kvferry.session.refusals import refuse
 from kvferry.wire.messages import Claim, Party, Reached, Reason, Refusal, TargetOffer
 
-__all__ = ["Targets"]
-
 MAX_TARGETS = 512
 NUM_BUNDLES = 8
 """Into so many a program is cut that is sent state by state: the last eighth is all that waits for the last state."""

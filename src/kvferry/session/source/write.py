@@ -9,8 +9,6 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.session.state import Machine, Table
 from kvferry.wire.messages import Grant, Reason, Refusal, Written
 
-__all__ = ["WRITE_TABLE", "Write", "WriteState"]
-
 
 class WriteState(StrEnum):
     GRANTED = "granted"

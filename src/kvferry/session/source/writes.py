@@ -26,8 +26,6 @@ from kvferry.session.source.targets import Targets
 from kvferry.session.source.write import Write
 from kvferry.wire.messages import Aborted, Claim, Grant, Pack, Reason, Refusal
 
-__all__ = ["Carrying"]
-
 
 class Carrying:
     """What is written for each lease is in the lease itself: see `Lease.writes`. `epoch` is our own; a slot may take

@@ -11,8 +11,6 @@ from kvferry.session.events import FetchWanted, Timing
 from kvferry.session.target.fetch import Fetch, Read, ReadState
 from kvferry.wire.messages import Claim, Party, Reason
 
-__all__ = ["ASKING", "WAITING", "claim_of", "overdue"]
-
 WAITING = (ReadState.CLAIMING, ReadState.EXPOSED, ReadState.MOVING, ReadState.LANDED, ReadState.DIGESTED)
 """States in which a read needs its source to be alive."""
 ASKING = (ReadState.LANDED, ReadState.DIGESTED)

@@ -19,8 +19,6 @@ from kvferry.session.state import Machine, Table
 from kvferry.session.target.read_strategy import Way
 from kvferry.session.target.unpacking import Unpacking
 
-__all__ = ["READ_TABLE", "Broken", "Fetch", "Read", "ReadState", "Step"]
-
 
 class ReadState(StrEnum):
     CLAIMING = "claiming"

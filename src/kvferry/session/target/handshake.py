@@ -33,8 +33,6 @@ from kvferry.wire.messages import (
     Welcome,
 )
 
-__all__ = ["PEER_TABLE", "CanWrite", "Handshakes", "Lost", "Ourselves", "Peer", "PeerState"]
-
 NO_PROBE = Probe(0, 0, 0)
 
 

@@ -10,8 +10,6 @@ from kvferry.session.target.handshake import Handshakes
 from kvferry.session.target.queued_leases import Holds
 from kvferry.wire.messages import Party, Renew
 
-__all__ = ["Heartbeats"]
-
 USING = (ReadState.MOVING, ReadState.LANDED, ReadState.DIGESTED)
 """States in which a read needs its lease."""
 

@@ -20,8 +20,6 @@ from kvferry.session.events import FetchWanted, Knock, PeerKey, ReadKey, Send, T
 from kvferry.session.target.handshake import Handshakes
 from kvferry.wire.messages import Abort, Aborted, Party
 
-__all__ = ["Farewells"]
-
 
 @dataclass(slots=True)
 class _Farewell:

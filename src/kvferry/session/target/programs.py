@@ -17,8 +17,6 @@ from kvferry.plan.strategy.strategies import RegionStarts
 from kvferry.session.events import FetchWanted, PeerKey
 from kvferry.session.target.handshake import Handshakes
 
-__all__ = ["READABLE_KINDS", "Binding", "Bindings"]
-
 READABLE_KINDS = frozenset(["dram"])
 """Kinds of memory that the CPU reads, so that digests of it can be made."""
 

@@ -22,8 +22,6 @@ from kvferry.session.target.fetch import Fetch, ReadState
 from kvferry.session.target.handshake import Handshakes
 from kvferry.session.target.pending_aborts import Farewells
 
-__all__ = ["Quarantine"]
-
 
 class Quarantine:
     """Of the fetches of one rank: those that are over leave them here."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from kvferry.session.events import HoldWanted, PeerKey, peers_of
 from kvferry.wire.messages import Reference
 
-__all__ = ["Holds"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Hold:

@@ -16,8 +16,6 @@ from kvferry.plan.strategy.choice import Costs, Counts, Price, counts_of, prices
 from kvferry.plan.strategy.strategies import RegionStarts, Strategy
 from kvferry.wire.messages import Reason
 
-__all__ = ["AUTO", "NO_STAGING", "StagingPolicy", "Way", "allowed_by", "beside", "through_staging_only"]
-
 AUTO = (Strategy.DIRECT, Strategy.SCATTER, Strategy.PACK)
 """The cheapest of all."""
 

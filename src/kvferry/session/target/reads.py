@@ -25,8 +25,6 @@ from kvferry.session.target.staged_reads import StagedReads
 from kvferry.session.target.validation import Verifier, cannot_digest, no_digest, other_bytes
 from kvferry.wire.messages import Claim, Grant, Packed, Queued, Reason, Valid, Written
 
-__all__ = ["Reads"]
-
 UNGRANTED = (ReadState.CLAIMING, ReadState.EXPOSED)
 """States in which a read waits for its grant."""
 

@@ -12,8 +12,6 @@ from kvferry.session.target.fetch import Broken, Fetch, Read, Step
 from kvferry.session.target.unpacking import Unpacking
 from kvferry.wire.messages import Grant, Packed, Party, Reason
 
-__all__ = ["StagedReads"]
-
 
 class StagedReads:
     """Of the fetches of one rank. `land` goes on with a read whose bytes are all in their blocks."""

@@ -18,8 +18,6 @@ from kvferry.session.events import Acquire, Cancel, Command, Post, ReadKey, Rele
 from kvferry.session.slot import SlotState, SlotUse
 from kvferry.wire.messages import Pack, Party
 
-__all__ = ["Unpacking"]
-
 # One is gathered, one is on the wire, one is scattered, and one is on its way between two of these.
 WINDOW = 4
 

@@ -14,8 +14,6 @@ from kvferry.session.target.fetch import Fetch, Read
 from kvferry.session.target.programs import Binding
 from kvferry.wire.messages import Landed, Party, Reason
 
-__all__ = ["Verifier", "cannot_digest", "no_digest", "other_bytes"]
-
 
 class Verifier:
     """What is asked of the source, and digested here meanwhile."""

@@ -7,8 +7,6 @@ import torch
 from kvferry.errors import TransportError
 from kvferry.transport.base import Memory
 
-__all__ = ["DeviceArena"]
-
 # What peers may still write to stays the process's for the rest of its life, as nothing says when that is over. Given
 # back, it would soon be a tensor of the engine's.
 _kept: list[torch.Tensor] = []

@@ -12,8 +12,6 @@ import triton.language as tl
 
 from kvferry.staging.device.launches import Launch
 
-__all__ = ["copy_tile"]
-
 
 def copy_tile(columns: torch.Tensor, launch: Launch) -> None:
     """Queue the copies on the device's current stream.

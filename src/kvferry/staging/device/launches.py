@@ -11,8 +11,6 @@ import numpy as np
 
 from kvferry.plan.programs.tiles import Tile
 
-__all__ = ["MAX_ROW_BYTES", "Launch", "launch_of"]
-
 VECTOR_BYTES = 16
 """The widest load or store of a device."""
 

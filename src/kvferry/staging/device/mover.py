@@ -11,8 +11,6 @@ from kvferry.staging.device.patterns import for_device
 from kvferry.staging.mover import CLOSED, Moved
 from kvferry.transport.registered_memory import Pieces, View
 
-__all__ = ["DeviceMover", "Launcher", "Pins"]
-
 
 class Pins(Protocol):
     """Host memory that the device reaches until `close`; `kvferry.staging.device.pinned.Pinned` is the real one."""

@@ -19,8 +19,6 @@ from kvferry.plan.programs.copies import Copies, split
 from kvferry.plan.programs.tiles import Tile, plain
 from kvferry.staging.device.launches import MAX_ROW_BYTES
 
-__all__ = ["for_device", "tiles_of"]
-
 # Below this, plain rows take less of the processor's time and hardly longer to get to the device.
 MIN_ROWS = 4096
 # Each looks at every row, on the agent's thread.

@@ -11,8 +11,6 @@ import torch
 from kvferry.errors import ConfigurationError
 from kvferry.transport.base import Memory
 
-__all__ = ["CudaRuntime", "Pinned", "Runtime"]
-
 
 class Runtime(Protocol):
     """What pins host memory for a device; each returns the driver's status, 0 when all is well."""

@@ -10,8 +10,6 @@ from importlib.metadata import entry_points
 
 from kvferry.errors import ConfigurationError, FerryError
 
-__all__ = ["GROUP", "load_devices"]
-
 GROUP = "kvferry.devices"
 
 

@@ -10,8 +10,6 @@ import torch
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
 
-__all__ = ["Bytes", "bytes_of", "copy"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bytes:

@@ -15,8 +15,6 @@ from kvferry.plan.programs.tiles import Tile
 from kvferry.staging.device.kernels import copy_tile
 from kvferry.staging.device.launches import launch_of
 
-__all__ = ["SideStream"]
-
 # Copies take milliseconds; a device that is stuck may never do them.
 FINISH_S = 2.0
 LOOK_S = 0.001

@@ -11,8 +11,6 @@ from enum import StrEnum
 
 from kvferry.errors import ConfigurationError
 
-__all__ = ["StagingMemory", "check_pair", "check_staging", "devices", "register_device", "staging_memory_named"]
-
 
 class StagingMemory(StrEnum):
     """Where staging memory lies: the host's goes with every device, the device's keeps bytes off the host's memory."""

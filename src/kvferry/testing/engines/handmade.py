@@ -11,8 +11,6 @@ from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement,
 from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import TokenShare
 
-__all__ = ["Model", "Side", "make_model", "make_side"]
-
 Box = tuple[Span, ...]
 NUM_GROUPS = 2
 

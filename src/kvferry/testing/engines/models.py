@@ -8,8 +8,6 @@ from collections.abc import Callable
 from kvferry.plan.description.layout import Axis, State
 from kvferry.plan.description.model import CacheModel, Kept, LayerCache
 
-__all__ = ["KINDS", "random_model"]
-
 
 def random_model(dice: random.Random) -> CacheModel:
     """One to four layers, some with two caches, of up to three kinds; sometimes a draft layer of another shape."""

@@ -19,8 +19,6 @@ from kvferry.plan.description.layout import CacheGroup, Layout, Placement, State
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Copies
 
-__all__ = ["POISON", "Memory", "element_addresses", "execute", "expect", "fill"]
-
 POISON = 0xA5
 Tables = Sequence[Sequence[int]]
 Coordinate = tuple[int, ...]

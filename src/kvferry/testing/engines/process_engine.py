@@ -32,8 +32,6 @@ from kvferry.transport.opening import open_transports
 from kvferry.transport.shm.shared_memory import allocate_shared
 from kvferry.wire.messages import Reference
 
-__all__ = ["NUM_BLOCKS", "ProcessEngine"]
-
 ANSWER_S = 60.0
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 64

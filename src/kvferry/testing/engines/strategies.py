@@ -18,8 +18,6 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.testing.engines.handmade import make_model, make_side
 from kvferry.testing.engines.models import random_model
 
-__all__ = ["Scenario", "described_scenario", "handmade", "handmade_scenario", "scenarios"]
-
 FORMATS = ["".join(letters) for letters in permutations("LKBNHD")]
 Tables = tuple[list[list[int]], ...]
 

@@ -19,8 +19,6 @@ from kvferry.wire.messages import Reference
 if TYPE_CHECKING:
     from kvferry.testing.simulation.node import Node
 
-__all__ = ["Attempt", "Fetching", "Wish"]
-
 GRACE_S = 1.0
 MAX_DECODE_S = 1.0
 

@@ -8,8 +8,6 @@ from kvferry.testing.simulation.engine import Engine
 from kvferry.testing.simulation.site import Site
 from kvferry.wire.messages import Reference
 
-__all__ = ["Client"]
-
 MAX_GREED = 3
 
 

@@ -6,8 +6,6 @@ import heapq
 import random
 from collections.abc import Callable
 
-__all__ = ["World"]
-
 Action = Callable[[], None]
 
 

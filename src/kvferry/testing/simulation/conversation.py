@@ -17,8 +17,6 @@ from kvferry.testing.simulation.shapes import MAX_TOKENS
 from kvferry.testing.simulation.site import Site
 from kvferry.wire.messages import Reference
 
-__all__ = ["Conversation"]
-
 MAX_PATIENCE = 12
 WAIT_S = 0.4
 MAX_LATE_S = 2.0

@@ -15,8 +15,6 @@ from kvferry.session.events import Digest, Digested, WorkKey
 from kvferry.testing.simulation.memory import RankMemory
 from kvferry.testing.simulation.site import Site
 
-__all__ = ["Digester"]
-
 QUICK_S = 0.01
 SLOW_S = 8.0
 VALUE_BYTES = 8

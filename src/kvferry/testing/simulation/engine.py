@@ -11,8 +11,6 @@ from kvferry.testing.simulation.shapes import Side
 from kvferry.testing.simulation.site import Site
 from kvferry.wire.messages import Party, Reference
 
-__all__ = ["Engine"]
-
 NUM_NAMES = 4
 
 

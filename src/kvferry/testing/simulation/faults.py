@@ -6,8 +6,6 @@ import random
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-__all__ = ["CALM", "Faults"]
-
 
 @dataclass(frozen=True, slots=True)
 class Faults:

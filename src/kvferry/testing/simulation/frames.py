@@ -13,8 +13,6 @@ from kvferry.wire.messages import Message
 if TYPE_CHECKING:
     from kvferry.testing.simulation.node import Node
 
-__all__ = ["FrameFabric"]
-
 MIN_DELAY_S = 0.0005
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from kvferry.testing.simulation.clock import World
 
-__all__ = ["Inbox"]
-
 
 class Inbox:
     """Frames have rank 0, the engine's wishes 1, the transport's news 2, time 3: the order of an agent's turn."""

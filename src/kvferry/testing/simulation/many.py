@@ -10,8 +10,6 @@ from kvferry.testing.simulation.plants import NO_PLANT, PLANTS, Plant
 from kvferry.testing.simulation.run import Outcome, simulate
 from kvferry.testing.simulation.shapes import NUM_SHAPES
 
-__all__ = ["first_violation", "play_all"]
-
 
 def play_all(seeds: range, plant: Plant = NO_PLANT, num_processes: int = 1) -> Iterator[Outcome]:
     """The outcomes of these seeds, in any order."""

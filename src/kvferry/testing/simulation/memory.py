@@ -15,8 +15,6 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Column, Copies
 from kvferry.session.events import Ahead
 
-__all__ = ["BlockPool", "ByteMap", "RankMemory", "Tables"]
-
 Tables = tuple[tuple[int, ...], ...]
 Indices = NDArray[np.int64]
 

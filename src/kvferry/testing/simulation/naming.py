@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["attempt_of", "request_of"]
-
 PREFIX = "attempt:"
 
 

@@ -31,8 +31,6 @@ from kvferry.testing.simulation.tickets import Ticket, TicketFabric
 from kvferry.wire.codec import decode
 from kvferry.wire.messages import Claim, Message, Party, Probe, Reason, Refusal, TransportOffer
 
-__all__ = ["Habits", "Lent", "Node", "Wiring"]
-
 PRODUCT_VERSION = "simulated"
 PROBE = Probe(0, 0, 0)
 

@@ -9,8 +9,6 @@ from kvferry.session.source.write import Write, WriteState
 from kvferry.session.target.session import TargetEvent, TargetSession
 from kvferry.wire.messages import Claim
 
-__all__ = ["HalfThere", "LateShare", "ShareAgain"]
-
 
 class HalfThere(TargetSession):
     """What it has read itself is all there is."""

@@ -12,23 +12,6 @@ from kvferry.session.source.introduction import Identity
 from kvferry.session.source.session import SourceEvent, SourceSession
 from kvferry.wire.messages import Abort, Aborted, Claim, Hello, Landed, Message, Party, Valid
 
-__all__ = [
-    "AnyClaim",
-    "AnyCount",
-    "ByLease",
-    "ByRequest",
-    "CountReaders",
-    "EarlyFree",
-    "EarlyWord",
-    "HastyStates",
-    "IgnoreExpiry",
-    "KeepDigest",
-    "KeepRecords",
-    "NoEpoch",
-    "NoExpiry",
-    "TwiceFreed",
-]
-
 FOREVER_S = 1e9
 
 

@@ -32,20 +32,6 @@ from kvferry.session.target.session import TargetEvent, TargetSession
 from kvferry.testing.simulation.naming import attempt_of
 from kvferry.wire.messages import Aborted, Pack, Packed
 
-__all__ = [
-    "AlwaysClean",
-    "CancelEnds",
-    "FarAtOnce",
-    "ForgetSlots",
-    "KeepWish",
-    "LatePack",
-    "LostRelease",
-    "NoGather",
-    "PackAgain",
-    "ScatterAgain",
-    "SourceCancelEnds",
-]
-
 
 class CancelEnds(TargetSession):
     """Gives a slot back when it loses interest in what fills it."""

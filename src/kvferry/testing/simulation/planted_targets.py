@@ -24,22 +24,6 @@ from kvferry.session.target.session import TargetEvent, TargetSession
 from kvferry.testing.simulation.naming import attempt_of, request_of
 from kvferry.wire.messages import Landed, Offer, Party, Renew, Valid, Welcome
 
-__all__ = [
-    "FirstError",
-    "IgnoreError",
-    "NoCompare",
-    "NoDeadline",
-    "NoEpoch",
-    "NoFence",
-    "NoGrace",
-    "NoHeartbeat",
-    "NoWord",
-    "SilenceEnds",
-    "SkipValid",
-    "TwiceFetched",
-    "Uncounted",
-]
-
 FOREVER_S = 1e9
 ANY_VALUE = bytes(8)
 

@@ -14,8 +14,6 @@ from kvferry.testing.simulation import planted_targets as targets
 from kvferry.testing.simulation.prefix_cache import KeepsFailed, PrefixCache
 from kvferry.testing.simulation.prompts import Naming, TokensOnly
 
-__all__ = ["NO_PLANT", "PLANTS", "Plant"]
-
 
 @dataclass(frozen=True, slots=True)
 class Plant:

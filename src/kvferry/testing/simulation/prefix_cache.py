@@ -10,8 +10,6 @@ from kvferry.testing.simulation.violation import Violation
 if TYPE_CHECKING:
     from kvferry.testing.simulation.attempt import Fetching
 
-__all__ = ["KeepsFailed", "PrefixCache"]
-
 
 class PrefixCache:
     """Of one rank of one incarnation. A prompt is found by everything that decides its cache."""

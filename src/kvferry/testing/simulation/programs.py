@@ -15,8 +15,6 @@ from kvferry.session.target.programs import Binding, Bindings
 from kvferry.session.target.session import TargetSession
 from kvferry.wire.messages import TargetOffer
 
-__all__ = ["programs_between", "remember_programs"]
-
 Layouts = tuple[Layout, ...]
 
 

@@ -12,8 +12,6 @@ from zlib import crc32
 
 from kvferry.plan.description.prompt import UNKNOWN_PROMPT, Prompt, PromptInput
 
-__all__ = ["Asked", "Naming", "Question", "TokensOnly"]
-
 NUM_IMAGES = 5
 ANY_IMAGE = 1 << 32
 

@@ -24,8 +24,6 @@ from kvferry.testing.simulation.story import Story
 from kvferry.testing.simulation.tickets import TicketFabric
 from kvferry.testing.simulation.trouble import TROUBLE_S, plan_trouble
 
-__all__ = ["Outcome", "simulate", "simulate_with"]
-
 END_S = 900.0
 """Long after the last deadline of the last request."""
 

@@ -15,8 +15,6 @@ from kvferry.plan.routing.route import route
 from kvferry.testing.engines.models import random_model
 from kvferry.testing.simulation.memory import ByteMap
 
-__all__ = ["MAX_TOKENS", "NUM_SHAPES", "Shape", "Side", "shape_of"]
-
 MAX_TOKENS = 9
 NUM_SHAPES = 256
 """Runs share this many pairs of engines: to describe and to bind them takes longer than to play a run."""

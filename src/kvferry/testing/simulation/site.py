@@ -14,8 +14,6 @@ from kvferry.testing.simulation.shapes import Shape
 from kvferry.testing.simulation.staging_setup import StagingSetup
 from kvferry.testing.simulation.story import Story
 
-__all__ = ["TIMING", "Site"]
-
 TIMING = Timing(
     lease_s=6.0,
     heartbeat_s=1.0,

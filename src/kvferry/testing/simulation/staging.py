@@ -22,8 +22,6 @@ from kvferry.testing.simulation.site import Site
 if TYPE_CHECKING:
     from kvferry.testing.simulation.node import Node
 
-__all__ = ["Copy", "Stager", "StagerEnds"]
-
 NUM_STEPS = 3
 FAST_S = 0.005
 # With a slow ticket it still takes less than a slot may take.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from kvferry.testing.simulation.staging import Copy
     from kvferry.testing.simulation.tickets import Ticket
 
-__all__ = ["copy_moves", "gets_on", "slot_is_released", "slot_lands", "slot_leaves"]
-
 
 def slot_lands(ticket: Ticket) -> None:
     """Bytes from the wire only land in the slot that they were sent to, while it is nobody else's and nobody looks."""

@@ -9,8 +9,6 @@ from kvferry.plan.strategy.choice import TYPICAL_HOST, Costs
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.target.read_strategy import AUTO, StagingPolicy
 
-__all__ = ["StagingSetup"]
-
 ALLOWED = (
     (Strategy.DIRECT,),
     (Strategy.SCATTER,),

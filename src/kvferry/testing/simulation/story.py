@@ -17,8 +17,6 @@ from kvferry.session.events import PeerKey
 from kvferry.testing.simulation.clock import World
 from kvferry.wire.messages import Offer, Party, Reference, TargetOffer
 
-__all__ = ["Story", "worded"]
-
 
 class Story:
     """`lines` when it is `told`; `injected` counts the faults in any case."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from kvferry.testing.simulation.run import Outcome
 
-__all__ = ["Summary"]
-
 MAX_LISTED = 20
 
 

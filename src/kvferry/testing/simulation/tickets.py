@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from kvferry.testing.simulation.node import Node
     from kvferry.testing.simulation.staging import Copy
 
-__all__ = ["Ticket", "TicketFabric"]
-
 NUM_STEPS = 4
 FAST_S = 0.01
 MAX_SLOW_S = 9.0

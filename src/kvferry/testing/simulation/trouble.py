@@ -9,8 +9,6 @@ from kvferry.testing.simulation.memory import Tables
 from kvferry.testing.simulation.node import Node
 from kvferry.testing.simulation.site import Site
 
-__all__ = ["TROUBLE_S", "plan_trouble"]
-
 TROUBLE_S = 8.0
 """All trouble begins within this time."""
 

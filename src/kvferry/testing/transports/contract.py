@@ -26,8 +26,6 @@ from kvferry.testing.transports.world import (
 )
 from kvferry.transport.base import Direction, Memory
 
-__all__ = ["CONTRACT", "Check"]
-
 SEED = 7
 
 Check = Callable[[World], None]

@@ -14,8 +14,6 @@ from kvferry.staging.host_mover import HostMover
 from kvferry.transport.base import Memory
 from kvferry.transport.registered_memory import Pieces, View, view_of
 
-__all__ = ["FAR_ADDRESS", "FarDevice", "far_mover"]
-
 # No processor of ours has so wide an address space for programs: every access is an error.
 FAR_ADDRESS = 0x00F0 << 48
 

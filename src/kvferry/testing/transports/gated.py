@@ -13,8 +13,6 @@ from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket, Transport
 
-__all__ = ["GatedTransport"]
-
 Waiting = tuple[str, Copies, Direction]
 
 

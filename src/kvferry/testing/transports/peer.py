@@ -30,8 +30,6 @@ from kvferry.transport.selection.probe_memory import NUM_MARKS, Probe, fill_prob
 from kvferry.transport.shm.transport import SharedMemoryTransport, allocate_shared
 from kvferry.transport.tcp.transport import TcpTransport
 
-__all__ = ["PeerProcess", "digest", "make_transport"]
-
 ANSWER_S = 60.0
 
 

@@ -17,8 +17,6 @@ from kvferry.transport.base import Completion, Direction, Memory, Transport
 from kvferry.transport.registered_memory import View
 from kvferry.transport.selection.self_test import fill_probe
 
-__all__ = ["PROCESS_CONTRACT", "ProcessCheck"]
-
 SMALL_BYTES = 96 << 10
 PROCESS_BYTES = 24 << 20
 SEED = 7

@@ -20,8 +20,6 @@ from kvferry.transport.base import Completion, Memory, Ticket, Transport
 from kvferry.transport.memory_kind import HOST
 from kvferry.transport.registered_memory import Pieces, View, view_of
 
-__all__ = ["DeviceMemory", "DeviceTransport", "device_mover"]
-
 
 class DeviceMemory:
     """`num_bytes` of a device called `device`. `memory` is what everybody is told, `contents` what is in it, for

@@ -17,20 +17,6 @@ from kvferry.transport.registered_memory import View
 from kvferry.transport.selection.self_test import fill_probe
 from kvferry.transport.shm.transport import SharedMemory, allocate_shared
 
-__all__ = [
-    "PIECE_BYTES",
-    "POISON",
-    "Party",
-    "Row",
-    "World",
-    "copies_of",
-    "expect_copied",
-    "expect_transport_error",
-    "finish",
-    "random_rows",
-    "wait_for_unmapping",
-]
-
 DEADLINE_S = 30.0
 POISON = 0xA5
 """What fills memory before it is written."""

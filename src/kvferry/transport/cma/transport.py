@@ -34,8 +34,6 @@ from kvferry.transport.process_identity import Origin, check_same, origin_here
 from kvferry.transport.registered_memory import Pieces, Registry
 from kvferry.transport.rowcopy.queue import TURN_BYTES
 
-__all__ = ["CrossMemoryTransport"]
-
 # One poll copies about this much: a few milliseconds.
 SLICE_BYTES: Final = 16 << 20
 # The kernel takes no more rows in one call.

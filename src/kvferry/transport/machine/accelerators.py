@@ -9,8 +9,6 @@ from typing import Final
 from kvferry.transport.machine.facts import Accelerator
 from kvferry.transport.machine.nics import ROOT, bus_of, node_of, word
 
-__all__ = ["KINDS", "accelerators"]
-
 VENDORS: Final = {"0x10de": "cuda", "0x1002": "rocm", "0x8086": "xpu", "0x1ae0": "tpu"}
 KINDS: Final = frozenset(VENDORS.values())
 """What devices of theirs are called."""

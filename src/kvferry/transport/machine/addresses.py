@@ -8,8 +8,6 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from kvferry.errors import ConfigurationError
 from kvferry.transport.machine.facts import Place
 
-__all__ = ["family_of", "place_of_peers", "resolve"]
-
 IPAddress = IPv4Address | IPv6Address
 
 

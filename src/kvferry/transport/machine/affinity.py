@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from kvferry.transport.machine.facts import UNKNOWN_NODE, Accelerator, Nic
 
-__all__ = ["nearest"]
-
 
 def nearest(accelerator: Accelerator, nics: Sequence[Nic]) -> tuple[Nic, ...]:
     """Those that share the most bridges with the device, else its memory node; all of them where nothing tells."""

@@ -10,8 +10,6 @@ from kvferry.transport.machine.facts import LOOPBACK, UNLIMITED, Place, Situatio
 from kvferry.transport.machine.finding import Finding, Severity
 from kvferry.transport.machine.ucx_transports import ACTIVE_MESSAGES, IN_MODULES, has_tcp, names
 
-__all__ = ["doubts"]
-
 NOTE, WARNING, ERROR = Severity.NOTE, Severity.WARNING, Severity.ERROR
 # Transports that UCX needs to know the memory of a device at all, and those that copy between its processes.
 COPIES: Final = {"cuda": "cuda_copy", "rocm": "rocm_copy", "xpu": "ze_copy"}

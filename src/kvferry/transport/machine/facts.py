@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["LOOPBACK", "UNLIMITED", "Accelerator", "Confinement", "Nic", "NicKind", "Place", "Situation", "UcxBuild"]
-
 UNLIMITED = -1
 UNKNOWN_NODE = -1
 LOOPBACK = "lo"

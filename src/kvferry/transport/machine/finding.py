@@ -8,8 +8,6 @@ from enum import StrEnum
 
 from kvferry.errors import FerryError
 
-__all__ = ["Finding", "Severity", "finding_of", "worst"]
-
 
 class Severity(StrEnum):
     """`note`: worth knowing. `warning`: it works, but slower or less safely than it could. `error`: it does not."""

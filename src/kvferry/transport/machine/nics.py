@@ -9,8 +9,6 @@ from typing import Final
 
 from kvferry.transport.machine.facts import UNKNOWN_NODE, Nic, NicKind
 
-__all__ = ["ROOT", "bus_of", "node_of", "nics", "word"]
-
 ROOT: Final = Path("/")
 ADDRESS: Final = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]|pci[0-9a-f]{4,}:[0-9a-f]{2}")
 

@@ -20,8 +20,6 @@ from kvferry.transport.machine.process_limits import confinement
 from kvferry.transport.machine.ucx_builds import build_at, build_to_load, installed_builds, loaded_directories
 from kvferry.transport.machine.ucx_settings import Environment, choose_environment
 
-__all__ = ["PACKAGES", "Prepared", "prepare", "silence", "situation_here", "users_settings"]
-
 PACKAGES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
 """NIXL's Python packages, in the order in which they are tried."""
 

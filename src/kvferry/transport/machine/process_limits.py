@@ -10,8 +10,6 @@ from typing import Final
 from kvferry.transport.machine.facts import UNLIMITED, Confinement
 from kvferry.transport.machine.nics import ROOT, word
 
-__all__ = ["confinement"]
-
 CAP_IPC_LOCK: Final = 1 << 14
 CAP_SYS_PTRACE: Final = 1 << 19
 MARKS: Final = {".dockerenv": "docker", "run/.containerenv": "podman"}

@@ -14,8 +14,6 @@ from typing import Final
 from kvferry.transport.machine.facts import UcxBuild
 from kvferry.transport.machine.nics import ROOT
 
-__all__ = ["build_at", "build_to_load", "installed_builds", "loaded_directories", "loaded_files"]
-
 MAPS: Final = ROOT / "proc/self/maps"
 BUILT_IN: Final = frozenset({"self", "tcp", "posix", "sysv"})
 MODULES: Final = {

@@ -19,8 +19,6 @@ from typing import Any, Final
 from kvferry.transport.machine.nics import ROOT
 from kvferry.transport.machine.ucx_builds import loaded_files
 
-__all__ = ["UcxReport", "carriers_in"]
-
 LANE: Final = re.compile(r"lane\[\d+\]:\s+\d+:([\w-]+/[\w.:-]+?)\.\d+\s.*?->\s*\S+(?:\s+seg\s+\d+)?(.*)$")
 """Such as `lane[1]:  5:cma/memory.0 md[4] -> md[4]/cma/sysdev[255] seg 42 rma_bw#0`: transport, device, uses."""
 OK: Final = 0

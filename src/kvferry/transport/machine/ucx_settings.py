@@ -17,8 +17,6 @@ from kvferry.transport.machine.facts import LOOPBACK, NicKind, Place, Situation
 from kvferry.transport.machine.finding import Finding
 from kvferry.transport.machine.ucx_transports import RC, check_transport_set, has_tcp
 
-__all__ = ["Environment", "Origin", "Setting", "choose_environment"]
-
 TRANSPORTS, CARDS = "UCX_TLS", "UCX_NET_DEVICES"
 # A kibibyte, as text for UCX: what engines that free and allocate large memory are known to need.
 MOST_UNRELEASED: Final = "1024"

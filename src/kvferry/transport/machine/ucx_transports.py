@@ -10,17 +10,6 @@ from typing import Final
 
 from kvferry.errors import ConfigurationError
 
-__all__ = [
-    "ACTIVE_MESSAGES",
-    "IN_MODULES",
-    "RC",
-    "RDMA",
-    "check_transport_set",
-    "has_active_messages",
-    "has_tcp",
-    "names",
-]
-
 RC: Final = frozenset({"rc_verbs", "rc_mlx5"})
 RDMA: Final = frozenset(
     {"rc", "rc_v", "rc_x", "ud", "ud_v", "ud_x", "ud_verbs", "ud_mlx5", "dc", "dc_x", "dc_mlx5", "srd", *RC}

@@ -48,9 +48,6 @@ from kvferry.transport.nixl.descriptors import (
 )
 from kvferry.transport.registered_memory import Pieces, Registry
 
-__all__ = ["NixlTransport"]
-
-
 _ERROR_NAMES: Final = (
     "nixlBackendError",
     "nixlCancelledError",

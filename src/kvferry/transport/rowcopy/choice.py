@@ -17,8 +17,6 @@ from kvferry.plan.programs.tiles import Tile
 from kvferry.transport.registered_memory import Offsets, Side
 from kvferry.transport.rowcopy import numpy_rows
 
-__all__ = ["Copier", "Copy", "Preparation", "current", "prepare", "prepared"]
-
 logger = logging.getLogger(__name__)
 
 Copy: TypeAlias = Callable[[Side, Side, Offsets], Iterator[int]]

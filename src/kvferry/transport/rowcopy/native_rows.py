@@ -19,8 +19,6 @@ from kvferry.errors import TransportError
 from kvferry.plan.programs.tiles import Tile
 from kvferry.transport.registered_memory import Offsets, Side
 
-__all__ = ["IN_CACHE_BYTES", "STEP_BYTES", "NativeRows", "compile_rows"]
-
 LINE_BYTES = 64
 # One step copies this much and takes about a millisecond: the caller gets control back, and long rows are cut.
 STEP_BYTES = 4 << 20

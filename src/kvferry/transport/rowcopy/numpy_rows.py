@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from kvferry.transport.registered_memory import Offsets, Side, View
 
-__all__ = ["copy"]
-
 # From here on one memmove per row costs no more than its share of a vectorised step (measured: equal at 4 to 16 KiB).
 LONG_ROW_BYTES = 16 << 10
 # A vectorised step goes through a temporary of this size; it must stay in the L2 cache.

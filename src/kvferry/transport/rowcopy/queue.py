@@ -14,8 +14,6 @@ from kvferry.transport.base import Completion, Direction, Ticket
 from kvferry.transport.registered_memory import Pieces
 from kvferry.transport.rowcopy.rows import copy_rows
 
-__all__ = ["TURN_BYTES", "CopyQueue", "Job", "Posting"]
-
 TURN_BYTES = 64 << 20
 """Whoever waits behind a long ticket waits for no more than this, ten milliseconds or so. If tickets of about one size
 took turns more often, all would end when the last does, instead of one after the other."""

@@ -12,9 +12,6 @@ from kvferry.plan.programs.tiles import Tile, rows_of
 from kvferry.transport.registered_memory import Offsets, Pieces, Side, View
 from kvferry.transport.rowcopy.choice import current
 
-__all__ = ["copy_rows", "copy_tiles", "gather", "scatter", "stream_chunks"]
-
-
 _HERE_SOURCE, _HERE_TARGET = "this process (source)", "this process (target)"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Patience"]
-
 # Whoever waits asks every millisecond or so. A longer gap means that its thread had no turn: an engine's first steps
 # can keep the interpreter for seconds, and that says nothing about who is being waited for.
 MOST_GAP_S = 0.05

@@ -13,8 +13,6 @@ from kvferry.transport.machine.finding import Finding, Severity
 from kvferry.transport.machine.ucx_transports import RDMA
 from kvferry.transport.selection.measurement import FAR_SLOWER, OTHER, Measurement
 
-__all__ = ["Surroundings", "is_far_slower", "judge"]
-
 ON_ONE_HOST: Final = frozenset(
     {"memory", "shm", "cma", "posix", "sysv", "xpmem", "knem", "cuda_ipc", "rocm_ipc", "ze_ipc", *RDMA}
 )

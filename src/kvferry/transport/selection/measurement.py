@@ -7,8 +7,6 @@ from typing import Final
 
 from kvferry.plan.programs.copies import Direction
 
-__all__ = ["FAR_SLOWER", "OTHER", "UNMEASURED", "Measurement", "Rates"]
-
 # A direction this much slower than the other is not the same path any more, nor a busy machine's mood.
 FAR_SLOWER: Final = 6.0
 OTHER: Final = {Direction.READ: Direction.WRITE, Direction.WRITE: Direction.READ}

@@ -14,8 +14,6 @@ import numpy as np
 
 from kvferry.transport.registered_memory import View
 
-__all__ = ["MARK_BYTES", "MAX_PROBE_BYTES", "NUM_MARKS", "PROBE_BYTES", "Probe", "fill_probe", "pattern", "room_bytes"]
-
 PROBE_BYTES = 4 << 20
 MAX_PROBE_BYTES = 64 << 20
 MARK_BYTES = 4096

@@ -12,19 +12,6 @@ from numpy.typing import NDArray
 from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.transport.selection.probe_memory import MARK_BYTES, Probe
 
-__all__ = [
-    "NUM_ROUNDS",
-    "READS",
-    "ROW_BYTES",
-    "WRITES",
-    "Kind",
-    "Scratch",
-    "Step",
-    "marking",
-    "num_row_bytes",
-    "rounds",
-]
-
 LATENCY_BYTES = 4096
 ROW_BYTES = 4096
 # The first touches pages for the first time and has UCX connect. Of the others the best counts: a copy that has lost

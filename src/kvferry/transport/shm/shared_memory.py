@@ -12,8 +12,6 @@ from kvferry.errors import TransportError
 from kvferry.system_words import system_words
 from kvferry.transport.base import Memory
 
-__all__ = ["SharedMemory", "allocate_shared", "check_sealed"]
-
 
 class SharedMemory:
     """A piece of shared memory: `memory` is what transports register, `buffer` its bytes, writable.

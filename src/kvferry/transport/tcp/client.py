@@ -25,8 +25,6 @@ from kvferry.transport.tcp.connection import (
     proof_of,
 )
 
-__all__ = ["Far", "Lane", "Order"]
-
 
 @dataclass(frozen=True, slots=True)
 class Far:

@@ -16,19 +16,6 @@ from kvferry.errors import WireError
 from kvferry.tcp_keepalive import keep_alive
 from kvferry.transport.base import Direction
 
-__all__ = [
-    "CHALLENGE_BYTES",
-    "CHUNK_BYTES",
-    "KEY_BYTES",
-    "MAX_ROWS",
-    "Challenge",
-    "Connection",
-    "Reply",
-    "Request",
-    "open_connection",
-    "proof_of",
-]
-
 KEY_BYTES = 16
 CHALLENGE_BYTES = 16
 PROOF_BYTES = 32

@@ -33,8 +33,6 @@ from kvferry.transport.tcp.connection import (
     proof_of,
 )
 
-__all__ = ["Gate", "Server"]
-
 MAX_CONNECTIONS = 512
 THIS = "the serving process"
 

@@ -25,8 +25,6 @@ from kvferry.transport.tcp.client import Far, Lane, Order
 from kvferry.transport.tcp.connection import CHUNK_BYTES, KEY_BYTES
 from kvferry.transport.tcp.server import Server
 
-__all__ = ["TcpTransport"]
-
 
 class TcpDescriptor(msgspec.Struct, frozen=True, tag="tcp-2"):
     """What a peer needs: where to connect, the key to know, and (address, size in bytes) of each piece."""

@@ -10,8 +10,6 @@ from kvferry.cli.plan.page.matrix import COLOURS
 from kvferry.cli.plan.page.memory import Axis, Leaf, Painter, axes_of, drawn_axes, leaves, row_bytes
 from kvferry.cli.words import TIMES, bytes_words, many_words
 
-__all__ = ["Cell", "Group", "Level", "Strip", "strips"]
-
 WIDTH, GUTTER = 560.0, 104.0
 LEVEL_PITCH, BLOCK = 34.0, 34.0
 MAX_ITEMS = 20

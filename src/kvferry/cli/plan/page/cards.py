@@ -11,8 +11,6 @@ from kvferry.cli.plan.page.matrix import COLOURS, Area, Box, Panel, Region, Stri
 from kvferry.cli.plan.page.spans import ALL, Tokens
 from kvferry.cli.words import axis_words, bytes_words
 
-__all__ = ["CARD", "Card", "Pen", "card"]
-
 CARD, WORDS, PAD = 232.0, 124.0, 7.0
 LINE, DIGIT, CHIP = 13.0, 8.0, 16.0
 

@@ -13,8 +13,6 @@ from kvferry.cli.plan.page.matrix import Area, Box, Stripes, Whole, pattern_name
 from kvferry.cli.plan.page.ribbons import Ribbon, ribbons
 from kvferry.cli.words import axis_words
 
-__all__ = ["Drawing", "Stage", "draw"]
-
 WIDTH = 760.0
 HEAD, FOOT = 58.0, 10.0
 BAND = 24.0

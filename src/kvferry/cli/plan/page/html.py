@@ -18,8 +18,6 @@ from kvferry.cli.plan.page.drawing import draw
 from kvferry.cli.plan.page.matrix import COLOURS
 from kvferry.cli.words import TIMES, axis_words, bytes_words, count_words, seconds_words
 
-__all__ = ["page"]
-
 
 def page(facts: Mapping[str, Any]) -> str:
     """The page of one plan. It refers to nothing outside itself and shows without JavaScript."""

@@ -9,8 +9,6 @@ from typing import Any
 
 from kvferry.cli.plan.page.spans import ALL, Tokens, boxes_of, tokens_of
 
-__all__ = ["COLOURS", "Area", "Box", "Panel", "Region", "Stripes", "Whole", "pattern_name"]
-
 COLOURS = 16
 MAX_PANELS = 3
 PANEL_GAP = 4.0

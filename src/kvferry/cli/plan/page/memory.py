@@ -10,8 +10,6 @@ from typing import Any
 from kvferry.cli.plan.page.matrix import Box
 from kvferry.cli.plan.page.spans import tokens_of
 
-__all__ = ["TRUNCATED", "Axis", "Leaf", "Painter", "axes_of", "drawn_axes", "leaves", "row_bytes"]
-
 MAX_CELLS = 32
 TRUNCATED = ("token", "layer", "block")
 """Axes of which the first few tell all; of the others a picture shows every part."""

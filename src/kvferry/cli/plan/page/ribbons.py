@@ -10,8 +10,6 @@ from typing import Any
 from kvferry.cli.plan.page.matrix import COLOURS, Area
 from kvferry.cli.words import bytes_words
 
-__all__ = ["Label", "Ribbon", "ribbons"]
-
 MIN_RIBBON = 1.2
 ROOMY_RIBBON = 12.0
 # Free above and below the ribbons of the fullest card.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["ALL", "Tokens", "boxes_of", "tokens_of"]
-
 BOX = re.compile(r"([^\s,]+) \[(\d+), (\d+)\)")
 TOKENS = re.compile(r"t % (\d+) in \[(\d+), (\d+)\)")
 

@@ -14,8 +14,6 @@ from kvferry.plan.description.sharding import shares
 from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import UNSHARED, TokenShare
 
-__all__ = ["attention_parts", "latent_parts"]
-
 _PLAIN = frozenset({"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"})
 """Backends that keep `[token, key | value]` in a head: they split C at `head_size` and look no further."""
 

@@ -9,8 +9,6 @@ from typing import Any
 from vllm.distributed.parallel_state import get_dcp_group, get_tensor_model_parallel_rank
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-__all__ = ["EngineFacts", "LayerFacts", "engine_facts"]
-
 _GROUPS = ("mamba_n_groups", "mamba_ngroups", "mamba_num_groups", "n_groups")
 
 

@@ -9,8 +9,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, iter_layer_spec
 
 from kvferry.plan.description.tokens import TokenRange
 
-__all__ = ["GroupFacts", "forgets", "may_grow"]
-
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvferry.connectors.vllm.description.facts import EngineFacts
 from kvferry.errors import LayoutError
 
-__all__ = ["prefix_of"]
-
 _DRAFTS = ("mtp", "draft", "eagle", "medusa", "nextn")
 
 

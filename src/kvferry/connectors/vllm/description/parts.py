@@ -13,8 +13,6 @@ from kvferry.errors import LayoutError
 from kvferry.plan.description.layout import CacheGroup, State
 from kvferry.plan.description.span import Span
 
-__all__ = ["Cache", "Part", "Parts", "cache_item", "dtype_word", "unsupported"]
-
 _FLOAT8: Mapping[str, str] = {
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",

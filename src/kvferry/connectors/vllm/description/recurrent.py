@@ -12,8 +12,6 @@ from kvferry.connectors.vllm.description.parts import Cache, Part, Parts, dtype_
 from kvferry.plan.description.layout import Axis, CacheGroup, State
 from kvferry.plan.description.span import Span
 
-__all__ = ["recurrent_parts"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Axis:

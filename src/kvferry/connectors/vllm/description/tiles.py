@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["Affine", "Tile", "probe"]
-
 
 @dataclass(frozen=True, slots=True)
 class Affine:

@@ -16,8 +16,6 @@ from vllm.lora.request import LoRARequest
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
-__all__ = ["Listener", "tell_of_loads"]
-
 
 class Listener(Protocol):
     """Who wants to know."""

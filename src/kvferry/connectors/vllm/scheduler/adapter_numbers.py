@@ -12,8 +12,6 @@ from vllm.lora.request import LoRARequest
 
 from kvferry.errors import RequestError
 
-__all__ = ["AdapterNumbers"]
-
 MAX_KNOWN = 16_384
 
 

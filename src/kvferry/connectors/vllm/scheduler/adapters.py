@@ -19,8 +19,6 @@ from vllm.lora.request import LoRARequest
 
 from kvferry.errors import RequestError
 
-__all__ = ["Adapters"]
-
 CONFIG = "adapter_config.json"
 # In vLLM's order: it loads the first that is there.
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")

@@ -8,8 +8,6 @@ from typing import Literal
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.connectors.vllm_middleware.arrivals import Arrival
 
-__all__ = ["Declined"]
-
 logger = logging.getLogger(__name__)
 
 

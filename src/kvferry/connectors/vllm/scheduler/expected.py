@@ -13,8 +13,6 @@ from kvferry.request_fields import Undividable
 from kvferry.undividable import needs_prompt_logits
 from kvferry.wire.messages import Reason
 
-__all__ = ["Expected"]
-
 
 class Expected:
     """By the id of the request, until its fetch has begun. vLLM asks for each of them often."""

@@ -16,8 +16,6 @@ from kvferry.connectors.vllm.scheduler.prompts import Prompts
 from kvferry.errors import RequestError
 from kvferry.wire.messages import Reason
 
-__all__ = ["Promised"]
-
 Blocks = tuple[list[int], ...]
 
 # Requests that are made of one come within moments.

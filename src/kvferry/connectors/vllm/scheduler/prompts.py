@@ -26,8 +26,6 @@ from kvferry.connectors.vllm.scheduler.adapters import Adapters
 from kvferry.errors import RequestError
 from kvferry.plan.description.prompt import TOKEN_BYTES, Prompt, PromptInput
 
-__all__ = ["Prompts", "adapted_modules", "media_are_identified", "media_options", "prompts_of"]
-
 EMBEDDING_BYTES = 16
 # The id of a token that is an embedding; vLLM's stand-in for it is a token's.
 EMBEDDED = (1 << 32) - 1

@@ -29,8 +29,6 @@ from kvferry.errors import RequestError, TransferError
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.wire.messages import Reason, Reference
 
-__all__ = ["Scheduler"]
-
 logger = logging.getLogger(__name__)
 
 FINISHED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)

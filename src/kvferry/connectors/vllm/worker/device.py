@@ -26,8 +26,6 @@ from kvferry.transport.base import Memory
 from kvferry.transport.memory_kind import HOST
 from kvferry.transport.registered_memory import Pieces
 
-__all__ = ["Buffers", "buffers_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Buffers:

@@ -14,8 +14,6 @@ from kvferry.connectors.vllm.worker.layer_progress import LayerProgress
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
 from kvferry.session.events import LeaseGrown, LeaseWanted
 
-__all__ = ["EarlyLegs", "Source", "at_once"]
-
 
 def at_once() -> Callable[[], bool]:
     """The milestone of an engine that has done what it has begun."""

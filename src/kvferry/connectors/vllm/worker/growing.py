@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 
 from kvferry.session.events import Ahead, LeaseGrown
 
-__all__ = ["Growing", "Milestone"]
-
 # So often within a lease the agent hears that a prompt is still being computed, or waits for its turn.
 WORDS_PER_LEASE = 3
 # And so often when nothing more of it is: an engine that gets no further for 20 leases will not.

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from kvferry.connectors.vllm.worker.growing import Milestone
 
-__all__ = ["LateOrders"]
-
 Order = Callable[[], None]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["LayerProgress"]
-
 # As many as a source cuts a model into: more often there is nothing to send.
 NUM_WORDS = 8
 

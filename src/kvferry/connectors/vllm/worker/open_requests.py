@@ -17,8 +17,6 @@ from kvferry.connectors.vllm_middleware.arrivals import Arrival, names_of
 from kvferry.errors import TransferError
 from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, TargetFree
 
-__all__ = ["OpenRequests"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -10,8 +10,6 @@ from vllm.distributed.parallel_state import get_world_group
 
 from kvferry.plan.description.layout import Layout
 
-__all__ = ["Introduction", "meet"]
-
 
 @dataclass(frozen=True, slots=True)
 class Introduction:

@@ -41,8 +41,6 @@ from kvferry.session.events import FetchWanted, HoldWanted, LeaseWanted, SourceF
 from kvferry.transport.opening import open_transports
 from kvferry.wire.messages import Reason, Reference
 
-__all__ = ["Worker"]
-
 logger = logging.getLogger(__name__)
 
 SWITCH_S = 0.0001
