@@ -40,7 +40,9 @@ def _layers() -> list[str]:
 
 def _purpose(package: Path) -> str:
     text = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
-    return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
+    first, _, rest = text.partition("\n\n")
+    interface = rest.partition("\n\n")[0] if rest.startswith("Enters:") else ""
+    return " ".join(f"{first} {interface}".split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import tomllib
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from docs_pages import DOCS, ROOT
+from docs_pages import DOCS, FENCE, ROOT
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next((found for name in NAMES if (found := shutil.which(name))), None)
@@ -58,6 +59,22 @@ def test_every_decision_is_in_the_index_under_its_number():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+LIST = re.compile(r"^(\* |\d+\. )")
+
+
+@pytest.mark.parametrize("page", MARKDOWN)
+def test_lists_are_lists_on_the_site(page):
+    """Forges take what Zensical does not: a list right after a line of text, and one inside another by two blanks."""
+    lines = FENCE.sub(lambda block: "\n" * block[0].count("\n"), (DOCS / page).read_text()).splitlines()
+    wrong = [
+        line
+        for before, line in pairwise(lines)
+        if re.match(r"^ {1,3}(\* |\d+\. )", line)
+        or (LIST.match(line) and before.strip() and not LIST.match(before) and not before.startswith("  "))
+    ]
+    assert wrong == []
 
 
 @pytest.fixture(scope="module")
