@@ -132,3 +132,12 @@ def test_every_guarantee_names_tests_that_exist():
 def test_the_picture_of_the_figures_is_of_the_figures_that_are_kept():
     kept = hashlib.sha256((ROOT / "benchmarks/results/mixed_tp.json").read_bytes()).hexdigest()
     assert kept in (ROOT / "docs/images/mixed_tp.svg").read_text(), "draw it again: python benchmarks/draw_mixed_tp.py"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
+def test_the_table_that_is_shown_has_rows_of_the_command(page):
+    shown = re.findall(r"^│ +(\w[\w ]*?) +│", (ROOT / page).read_text(), re.MULTILINE)
+    written = (ROOT / "src/kvferry/cli/up/job.py").read_text()
+    phases = {"queue", "handshake", "claim", "wire", "verify"}
+    assert len(shown) > 6
+    assert [row for row in shown if row not in phases and f'"{row}"' not in written] == []
