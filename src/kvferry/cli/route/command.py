@@ -55,7 +55,7 @@ def route(
     ] = 0,
     max_requests: Annotated[int, choice(min=0, help="Open requests per decode engine; 0: no limit.")] = 0,
     ttft_slo: Annotated[
-        float, common(min=0, help="Refuse requests (503) whose first token would take longer, in seconds; 0: never.")
+        float, common(min=0, help="Refuse requests (429) whose first token would take longer, in seconds; 0: never.")
     ] = 0.0,
     prefill_timeout: Annotated[float, times(min=0.1, help="Until a prefill is complete.")] = 300.0,
     decode_timeout: Annotated[float, times(min=0.1, help="Until an answer begins.")] = 1800.0,
