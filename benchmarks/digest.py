@@ -25,7 +25,7 @@ from kvferry.agent.memory.digests import Digester, HostBytes
 from kvferry.plan import CacheModel, EngineShape, Layout, TokenRange, attention, latent
 from kvferry.plan.description import describe
 from kvferry.plan.digests.extract import Extractor
-from kvferry.plan.digests.subject import Policy, Portion, Subject, portions_of, subject_of
+from kvferry.plan.digests.subject import DigestPolicy, Portion, Subject, portions_of, subject_of
 from kvferry.plan.routing import route
 from kvferry.transport.base import Memory
 
@@ -68,19 +68,19 @@ class Rank:
         self._seeds = count()
         self.tables = [np.random.default_rng(1).permutation(NUM_BLOCKS).tolist()]
 
-    def subject(self, policy: Policy) -> Subject:
+    def subject(self, policy: DigestPolicy) -> Subject:
         """Other tokens every time: those of the last time are still in the caches."""
         return subject_of(self.portions, [TokenRange(0, NUM_TOKENS)], policy, next(self._seeds))
 
-    def find(self, policy: Policy) -> None:
+    def find(self, policy: DigestPolicy) -> None:
         self.extractor.extracts(self.subject(policy), self.tables, NUM_TOKENS)
 
-    def digest(self, policy: Policy) -> None:
+    def digest(self, policy: DigestPolicy) -> None:
         extracts = self.extractor.extracts(self.subject(policy), self.tables, NUM_TOKENS)
         self.digester.start("benchmark", extracts)
         self.digester.run(ALL_AT_ONCE)
 
-    def num_bytes(self, policy: Policy) -> int:
+    def num_bytes(self, policy: DigestPolicy) -> int:
         extracts = self.extractor.extracts(self.subject(policy), self.tables, NUM_TOKENS)
         return sum(extract.num_bytes for extract in extracts)
 
@@ -101,7 +101,7 @@ def hashed(source: np.ndarray) -> None:
         whole.update(source[first : first + STEP_BYTES])
 
 
-def measured(rank: Rank, memory: np.ndarray, copy: np.ndarray, policy: Policy, repeats: int) -> dict[str, Any]:
+def measured(rank: Rank, memory: np.ndarray, copy: np.ndarray, policy: DigestPolicy, repeats: int) -> dict[str, Any]:
     num_bytes = rank.num_bytes(policy)
     work: dict[str, Work] = {
         "digest": partial(rank.digest, policy),
@@ -122,12 +122,12 @@ def measured(rank: Rank, memory: np.ndarray, copy: np.ndarray, policy: Policy, r
 def run_case(case: Case, memory: np.ndarray, copy: np.ndarray, repeats: int) -> dict[str, Any]:
     say(case.name)
     rank = Rank(case, memory)
-    off = interleaved({"off": lambda: rank.subject(Policy.OFF)}, repeats)
+    off = interleaved({"off": lambda: rank.subject(DigestPolicy.OFF)}, repeats)
     return {
         "case": case.name,
         "off_ms": round(off["off"], 4),
-        "sampled": measured(rank, memory, copy, Policy.SAMPLED, repeats),
-        "full": measured(rank, memory, copy, Policy.FULL, max(3, repeats // 20)),
+        "sampled": measured(rank, memory, copy, DigestPolicy.SAMPLED, repeats),
+        "full": measured(rank, memory, copy, DigestPolicy.FULL, max(3, repeats // 20)),
     }
 
 

@@ -21,12 +21,12 @@ from typing import Any
 
 from measuring import machine, say
 
-from kvferry.agent import Agent, AgentConfig, Host, Notice, new_lease_id
+from kvferry.agent import Agent, AgentConfig, Cache, Notice, new_lease_id
 from kvferry.plan import EngineShape, Layout, TokenRange, attention
 from kvferry.plan.description import describe
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import Ahead, Failed, Fetched, FetchWanted, LeaseGrown, LeaseWanted, SourceFree
+from kvferry.session.events import Ahead, Fetched, FetchFailed, FetchRequest, LeaseEnded, LeaseProgress, LeaseRequest
 from kvferry.session.source import direct_write
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.transport.opening import open_transports
@@ -59,13 +59,13 @@ class Rank:
         staging = StagingPolicy((Strategy.DIRECT,), 4 << 20)
         config = AgentConfig(name, transport="shm", direction=direction, may_turn=False, staging=staging)
         opened = open_transports(config.transport, config.host)
-        agent = Agent(config, Host(layouts, (shared.memory,), notices.put), opened.transports, opened.unavailable)
+        agent = Agent(config, Cache(layouts, (shared.memory,)), notices.put, opened.transports, opened.unavailable)
         agent.start()
         return cls(agent, shared, notices)
 
     def wait_for(self, kind: type) -> Any:
         while not isinstance(notice := self.notices.get(timeout=DEADLINE_S), kind):
-            if isinstance(notice, Failed):
+            if isinstance(notice, FetchFailed):
                 raise SystemExit(str(notice.error))
         return notice
 
@@ -78,20 +78,20 @@ def transfer(source: Rank, target: Rank, num_tokens: int, step_s: float, is_laye
     """Milliseconds from the end of the step to the verified end of the transfer."""
     table = tuple(range(-(-num_tokens // BLOCK_TOKENS)))
     request_id = new_lease_id()
-    wanted = LeaseWanted(request_id, new_lease_id(), ((),), num_tokens, is_growing=True)
+    wanted = LeaseRequest(request_id, new_lease_id(), ((),), num_tokens, is_growing=True)
     reference = source.agent.lease(wanted)
     ranges = (TokenRange(0, num_tokens),)
-    target.agent.fetch(FetchWanted(request_id, reference, (source.agent.address,), (table,), ranges))
+    target.agent.fetch(FetchRequest(request_id, reference, (source.agent.address,), (table,), ranges))
     began = time.perf_counter()
     for layer in range(1, NUM_LAYERS + 1):
         time.sleep(max(0.0, began + layer * step_s / NUM_LAYERS - time.perf_counter()))
         if is_layer_wise and layer < NUM_LAYERS:
-            source.agent.grow(LeaseGrown(request_id, (table,), 0, Ahead(num_tokens, 2 * layer)))
+            source.agent.grow(LeaseProgress(request_id, (table,), 0, Ahead(num_tokens, 2 * layer)))
     ended = time.perf_counter()
-    source.agent.grow(LeaseGrown(request_id, (table,), num_tokens))
+    source.agent.grow(LeaseProgress(request_id, (table,), num_tokens))
     target.wait_for(Fetched)
     left_s = time.perf_counter() - ended
-    source.wait_for(SourceFree)
+    source.wait_for(LeaseEnded)
     return left_s * 1000
 
 

@@ -22,9 +22,9 @@ from mixed_tp_cases import Request, Rig, pattern
 from mixed_tp_nixl import PROGRESS_S, PlainNixl, Prepared
 from mixed_tp_stages import Chain, Signals, SourceStages
 
-from kvferry.agent import Agent, AgentConfig, Host
+from kvferry.agent import Agent, AgentConfig, Cache
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import LeaseWanted, SourceFree, Timing
+from kvferry.session.events import LeaseEnded, LeaseRequest, Timing
 from kvferry.transport.opening import open_transports
 from kvferry.transport.rowcopy.choice import prepared
 from kvferry.transport.shm.shared_memory import allocate_shared
@@ -100,9 +100,9 @@ class Served:
         opened = open_transports(rig.transport)
         self._notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
         memory = self._shared.memory
-        host = Host(rig.source_layouts(rank, memory.address), (memory,), self._notices.put)
+        cache = Cache(rig.source_layouts(rank, memory.address), (memory,))
         config = AgentConfig("source", epoch, rank, transport=rig.transport, timing=TIMING)
-        self._agent = Agent(config, host, opened.transports, opened.unavailable)
+        self._agent = Agent(config, cache, self._notices.put, opened.transports, opened.unavailable)
         self._agent.start()
         self._stages = SourceStages(rig, rank, memory)
         arena = self._stages.arena.memory
@@ -123,14 +123,14 @@ class Served:
 
     def lease(self, request: str, lease_id: str, what: Facts) -> Any:
         asked = Request(**what)
-        wanted = LeaseWanted(request, lease_id, (asked.table("source"),), asked.num_tokens)
+        wanted = LeaseRequest(request, lease_id, (asked.table("source"),), asked.num_tokens)
         return msgspec.to_builtins(self._agent.lease(wanted))
 
     def end(self, request: str) -> str:
         """Other ranks of the target, that are not there, will never say that they are done."""
         self._agent.withdraw(request)
         notice = self._notices.get(timeout=ANSWER_S)
-        return notice.reason if isinstance(notice, SourceFree) else str(notice)
+        return notice.reason if isinstance(notice, LeaseEnded) else str(notice)
 
     def prepare_write(self, what: Facts, target: int) -> int:
         """One descriptor per token, as SGLang's source would write them. Returns how many."""

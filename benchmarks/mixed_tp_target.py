@@ -17,12 +17,12 @@ from mixed_tp_nixl import PlainNixl, Prepared
 from mixed_tp_source import TIMING, SourceProcess
 from mixed_tp_stages import Chain, TargetStages, run_chains
 
-from kvferry.agent import Agent, AgentConfig, Host, new_epoch, new_lease_id
+from kvferry.agent import Agent, AgentConfig, Cache, new_epoch, new_lease_id
 from kvferry.agent.config import staging_named
 from kvferry.agent.memory.shared_regions import host_arena
-from kvferry.plan.digests.subject import Policy
+from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Copies, Direction
-from kvferry.session.events import Fetched, FetchWanted
+from kvferry.session.events import Fetched, FetchRequest
 from kvferry.transport.opening import open_transports
 from kvferry.transport.rowcopy.choice import current, prepared
 from kvferry.transport.shm.shared_memory import allocate_shared
@@ -37,14 +37,14 @@ class Ours:
     straight into its slots, as they do on one host only."""
 
     strategy: str
-    digest: Policy = Policy.SAMPLED
+    digest: DigestPolicy = DigestPolicy.SAMPLED
     may_share: bool = True
     is_near: bool = True
 
 
 AGENTS = {
     "auto": Ours("auto"),
-    "auto, no digest": Ours("auto", digest=Policy.OFF),
+    "auto, no digest": Ours("auto", digest=DigestPolicy.OFF),
     "direct": Ours("direct"),
     "direct, not shared": Ours("direct", may_share=False),
     "scatter": Ours("scatter"),
@@ -119,8 +119,8 @@ class Target:
             staging=staging_named(ours.strategy),
         )
         arena = host_arena if ours.is_near else Unattached
-        host = Host(layouts, (self._shared.memory,), self._notices.put, arena=arena)
-        agent = Agent(config, host, opened.transports, opened.unavailable)
+        cache = Cache(layouts, (self._shared.memory,), arena=arena)
+        agent = Agent(config, cache, self._notices.put, opened.transports, opened.unavailable)
         agent.start()
         return agent
 
@@ -174,7 +174,7 @@ class Target:
         """From `Agent.fetch` to `Fetched`, as an engine sees it, and the report."""
         number, lease_id, what = next(self._numbers), new_lease_id(), asdict(self._request)
         offers = [source.ask("lease", request=f"r{number}", lease_id=lease_id, what=what) for source in self.sources]
-        wanted = FetchWanted(
+        wanted = FetchRequest(
             f"q{number}",
             msgspec.convert(offers[0], Reference),
             tuple(facts["address"] for facts in self._facts),

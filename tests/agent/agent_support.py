@@ -11,7 +11,7 @@ import numpy as np
 from kvferry.agent import new_lease_id
 from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import LeaseWanted
+from kvferry.session.events import LeaseRequest
 from kvferry.staging.host_mover import HostMover, host_pieces
 from kvferry.testing.engines import oracle
 from kvferry.testing.transports.gated import GatedTransport
@@ -30,7 +30,7 @@ DEADLINE_S = 30.0
 def leased(source, request_id="r1", lease_id=""):
     """The reference to a cache that the source has."""
     oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS))
-    return source.agent.lease(LeaseWanted(request_id, lease_id or new_lease_id(), SOURCE_TABLES, NUM_TOKENS))
+    return source.agent.lease(LeaseRequest(request_id, lease_id or new_lease_id(), SOURCE_TABLES, NUM_TOKENS))
 
 
 def check(target, num_tokens=NUM_TOKENS, tables=TARGET_TABLES):

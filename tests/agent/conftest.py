@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvferry.agent import Agent, AgentConfig, Host, new_epoch
-from kvferry.agent.config import SLOT_BYTES, near_mover
+from kvferry.agent import Agent, AgentConfig, Cache, new_epoch
+from kvferry.agent.cache import near_mover
+from kvferry.agent.config import SLOT_BYTES
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import FetchWanted, Timing
+from kvferry.session.events import FetchRequest, Timing
 from kvferry.testing.engines import oracle
 from kvferry.transport.opening import open_transports
 from kvferry.transport.shm.shared_memory import allocate_shared
@@ -39,8 +40,8 @@ class Rank:
         assert isinstance(notice, kind), notice
         return notice
 
-    def wanted(self, source: "Rank", reference, tables, num_tokens, request_id="q1") -> FetchWanted:
-        return FetchWanted(request_id, reference, (source.agent.address,), tables, (TokenRange(0, num_tokens),))
+    def wanted(self, source: "Rank", reference, tables, num_tokens, request_id="q1") -> FetchRequest:
+        return FetchRequest(request_id, reference, (source.agent.address,), tables, (TokenRange(0, num_tokens),))
 
 
 @pytest.fixture
@@ -68,10 +69,10 @@ def make_rank() -> Iterator[Callable[..., Rank]]:
         }
         notices: queue.SimpleQueue = queue.SimpleQueue()
         opened = open_transports(transport)
-        host = Host((layout,), (shared.memory,), notices.put, mover)
+        cache = Cache((layout,), (shared.memory,), mover)
         transports = [wrap(each) for each in opened.transports] if wrap else opened.transports
         agent_config = AgentConfig(engine_id, transport=transport, timing=timing, **FIXED | config)
-        agent = Agent(agent_config, host, transports, opened.unavailable)
+        agent = Agent(agent_config, cache, notices.put, transports, opened.unavailable)
         agent.start()
         made.append(agent)
         return Rank(agent, oracle.Memory(layout, buffers), notices)
@@ -112,7 +113,7 @@ def make_engine():
             )
             transports = [wrap(one) for one in opened.transports] if wrap else opened.transports
             agent = Agent(
-                agent_config, Host(layouts, (each.memory,), notices.put, mover), transports, opened.unavailable
+                agent_config, Cache(layouts, (each.memory,), mover), notices.put, transports, opened.unavailable
             )
             agent.start()
             made.append(agent)

@@ -10,12 +10,12 @@ import pytest
 import zmq
 from agent_support import SOURCE, TARGET
 
-from kvferry.agent import Agent, AgentConfig, Host, new_lease_id
+from kvferry.agent import Agent, AgentConfig, Cache, new_lease_id
 from kvferry.agent.control import sockets
 from kvferry.agent.control.shared_token import SharedToken
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree, Timing
+from kvferry.session.events import BlocksReleased, Fetched, FetchFailed, LeaseEnded, LeaseRequest, Timing
 from kvferry.testing.engines import oracle
 from kvferry.transport.opening import open_transports
 from kvferry.wire.codec import decode, frame_of
@@ -65,7 +65,7 @@ DEADLINE_MS = 30_000
 
 def leased(source) -> Reference:
     oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS + 1))
-    return source.agent.lease(LeaseWanted("r1", new_lease_id(), SOURCE_TABLES, NUM_TOKENS + 1))
+    return source.agent.lease(LeaseRequest("r1", new_lease_id(), SOURCE_TABLES, NUM_TOKENS + 1))
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "nixl", "auto"])
@@ -76,7 +76,7 @@ def test_a_cache_moves_between_two_layouts(make_rank, transport):
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
     report = target.next_notice(Fetched).report
     check(target)
-    assert source.next_notice(SourceFree) == SourceFree("r1", "done")
+    assert source.next_notice(LeaseEnded) == LeaseEnded("r1", "done")
     assert report.tokens == NUM_TOKENS
     assert transport in (report.transport, "auto")
     assert set(report.phases_s) == {"handshake", "claim", "wire", "verify"}
@@ -104,8 +104,8 @@ def test_a_made_up_reference_is_a_typed_failure_and_frees_the_blocks(make_rank):
     real = leased(source)
     made_up = Reference(real.engine_id, real.epoch, real.request_id, "guess")
     target.agent.fetch(target.wanted(source, made_up, TARGET_TABLES, NUM_TOKENS))
-    assert target.next_notice(Failed).error.reason == "unknown_lease"
-    assert target.next_notice(TargetFree) == TargetFree("q1")
+    assert target.next_notice(FetchFailed).error.reason == "unknown_lease"
+    assert target.next_notice(BlocksReleased) == BlocksReleased("q1")
     check(target, num_tokens=0)
 
 
@@ -114,8 +114,8 @@ def test_a_restarted_source_is_refused_and_the_new_one_works(make_rank):
     old = leased(source)
     restarted = make_rank("p0", SOURCE)
     target.agent.fetch(target.wanted(restarted, old, TARGET_TABLES, NUM_TOKENS))
-    assert target.next_notice(Failed).error.reason == "wrong_epoch"
-    target.next_notice(TargetFree)
+    assert target.next_notice(FetchFailed).error.reason == "wrong_epoch"
+    target.next_notice(BlocksReleased)
     target.agent.fetch(target.wanted(restarted, leased(restarted), TARGET_TABLES, NUM_TOKENS, "q2"))
     target.next_notice(Fetched)
     check(target)
@@ -126,18 +126,18 @@ def test_a_source_that_is_gone_is_noticed(make_rank):
     reference = leased(source)
     source.agent.close()
     target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
-    assert target.next_notice(Failed).error.reason == "peer_lost"
-    target.next_notice(TargetFree)
+    assert target.next_notice(FetchFailed).error.reason == "peer_lost"
+    target.next_notice(BlocksReleased)
 
 
 def test_too_few_target_blocks_fail_only_that_request(make_rank):
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET)
     target.agent.fetch(target.wanted(source, leased(source), ((7,),), NUM_TOKENS))
-    error = target.next_notice(Failed).error
+    error = target.next_notice(FetchFailed).error
     assert error.reason == "out_of_range"
     assert "target group 0 has too few blocks" in str(error)
-    target.next_notice(TargetFree)
-    assert source.next_notice(SourceFree).reason == "aborted"
+    target.next_notice(BlocksReleased)
+    assert source.next_notice(LeaseEnded).reason == "aborted"
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS, "q2"))
     target.next_notice(Fetched)
 
@@ -145,14 +145,14 @@ def test_too_few_target_blocks_fail_only_that_request(make_rank):
 def test_a_lease_that_nobody_claims_expires(make_rank):
     source = make_rank("p0", SOURCE, timing=Timing(lease_s=0.2))
     leased(source)
-    assert source.next_notice(SourceFree).reason == "expired"
+    assert source.next_notice(LeaseEnded).reason == "expired"
     assert source.agent.counts["leases_expired", "expired"] == 1
 
 
 def test_another_transport_than_the_peers_is_a_typed_failure(make_rank):
     source, target = make_rank("p0", SOURCE, "shm"), make_rank("d0", TARGET, "tcp")
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    error = target.next_notice(Failed).error
+    error = target.next_notice(FetchFailed).error
     assert error.reason == "unreachable"
     assert "--transport shm" in str(error)
 
@@ -185,31 +185,31 @@ def test_nonsense_on_the_control_channel_is_refused_and_changes_nothing(make_ran
 
 
 @pytest.fixture
-def host(make_rank):
+def cache(make_rank):
     """An engine without a cache of its own: enough for an agent that must not start."""
-    return Host((make_rank("p0", SOURCE).memory.layout,), (), print)
+    return Cache((make_rank("p0", SOURCE).memory.layout,), ())
 
 
-def test_a_taken_port_is_a_clear_error(make_rank, host):
+def test_a_taken_port_is_a_clear_error(make_rank, cache):
     port = int(make_rank("p0", SOURCE).agent.address.rpartition(":")[2])
     with pytest.raises(ConfigurationError, match="cannot listen on"):
-        Agent(AgentConfig("p1", port=port), host, open_transports("shm").transports, {})
+        Agent(AgentConfig("p1", port=port), cache, print, open_transports("shm").transports, {})
 
 
-def test_an_address_of_another_host_is_a_clear_error(host):
+def test_an_address_of_another_host_is_a_clear_error(cache):
     elsewhere = AgentConfig("p1", host="192.0.2.1", token=SharedToken(b"0123456789abcdef0123456789abcdef"))
     with pytest.raises(ConfigurationError, match="cannot listen on") as caught:
-        Agent(elsewhere, host, open_transports("shm").transports, {})
+        Agent(elsewhere, cache, print, open_transports("shm").transports, {})
     assert "an address of this host" in caught.value.hint
 
 
-def test_a_port_that_is_not_allowed_is_not_blamed_on_the_host(host, monkeypatch):
+def test_a_port_that_is_not_allowed_is_not_blamed_on_the_host(cache, monkeypatch):
     def refuse(*_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(sockets, "Doors", refuse)
     with pytest.raises(ConfigurationError, match="cannot listen on") as caught:
-        Agent(AgentConfig("p1", port=80), host, open_transports("shm").transports, {})
+        Agent(AgentConfig("p1", port=80), cache, print, open_transports("shm").transports, {})
     assert "--transfer-port" in caught.value.hint
 
 
@@ -221,7 +221,7 @@ def test_no_request_is_asked_for_twice_at_a_time_and_no_attempt_is_called_like_a
     target.agent.fetch(wanted)
     with pytest.raises(RequestError, match="has a fetch already"):
         target.agent.fetch(wanted)
-    target.agent._turns.notify(TargetFree(wanted.request_id))
+    target.agent._turns.notify(BlocksReleased(wanted.request_id))
     target.agent.fetch(wanted)
     assert [each.request_id for each in asked] == [wanted.request_id] * 2
     assert len({each.claim_id for each in asked}) == 2
@@ -229,19 +229,19 @@ def test_no_request_is_asked_for_twice_at_a_time_and_no_attempt_is_called_like_a
         leased(source)
 
 
-def test_an_agent_that_cannot_listen_gives_its_transports_up(make_rank, host):
+def test_an_agent_that_cannot_listen_gives_its_transports_up(make_rank, cache):
     port = int(make_rank("p0", SOURCE).agent.address.rpartition(":")[2])
     before = threading.active_count()
     (tcp,) = open_transports("tcp").transports
     assert threading.active_count() > before
     with pytest.raises(ConfigurationError, match="cannot listen on"):
-        Agent(AgentConfig("p1", port=port), host, [tcp], {})
+        Agent(AgentConfig("p1", port=port), cache, print, [tcp], {})
     assert threading.active_count() == before
 
 
-def test_only_loopback_without_authentication(host):
+def test_only_loopback_without_authentication(cache):
     with pytest.raises(ConfigurationError, match="may listen on this host only"):
-        Agent(AgentConfig("p1", host="0.0.0.0"), host, open_transports("shm").transports, {})
+        Agent(AgentConfig("p1", host="0.0.0.0"), cache, print, open_transports("shm").transports, {})
 
 
 def test_an_unknown_transport_is_a_clear_error():

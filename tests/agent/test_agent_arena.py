@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from agent_support import Gate
 
-from kvferry.agent import Agent, AgentConfig, Host, new_lease_id
+from kvferry.agent import Agent, AgentConfig, Cache, new_lease_id
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import Fetched, FetchWanted, LeaseWanted, SourceFree, Timing
+from kvferry.session.events import Fetched, FetchRequest, LeaseEnded, LeaseRequest, Timing
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.testing.engines import oracle
 from kvferry.testing.transports.far_device import FAR_ADDRESS
@@ -68,11 +68,11 @@ class DeviceRank:
 
     def leased(self, request_id="r1"):
         oracle.fill(self.memory, TABLES["p0"], TokenRange(0, NUM_TOKENS))
-        return self.agent.lease(LeaseWanted(request_id, new_lease_id(), TABLES["p0"], NUM_TOKENS))
+        return self.agent.lease(LeaseRequest(request_id, new_lease_id(), TABLES["p0"], NUM_TOKENS))
 
     def fetch(self, source, reference, request_id="q1"):
         ranges = (TokenRange(0, NUM_TOKENS),)
-        self.agent.fetch(FetchWanted(request_id, reference, (source.agent.address,), TABLES["d0"], ranges))
+        self.agent.fetch(FetchRequest(request_id, reference, (source.agent.address,), TABLES["d0"], ranges))
 
     def next_notice(self, kind):
         notice = self.notices.get(timeout=DEADLINE_S)
@@ -106,12 +106,14 @@ def make_rank(monkeypatch):
             return wrap(each)
 
         opened = open_transports(transport)
-        host = Host((layout,), (cache.memory,), notices.put, device_mover, arena)
+        engine_cache = Cache((layout,), (cache.memory,), device_mover, arena)
         policy = StagingPolicy((strategy,), 5 * MODEL.bytes_per_token)
         config = AgentConfig(
             name, transport=transport, timing=TIMING, may_turn=False, staging=policy, staging_bytes=STAGING_BYTES
         )
-        agent = Agent(config, host, [reached(each) for each in opened.transports], opened.unavailable)
+        agent = Agent(
+            config, engine_cache, notices.put, [reached(each) for each in opened.transports], opened.unavailable
+        )
         agent.start()
         ranks.append(DeviceRank(agent, oracle.Memory(layout, buffers), notices, cache, made, kinds))
         return ranks[-1]
@@ -134,7 +136,7 @@ def test_bytes_stay_on_the_device_until_they_are_on_the_wire(make_rank, transpor
         report = target.next_notice(Fetched).report
         agent_support.check(target, NUM_TOKENS, TABLES["d0"])
         assert (report.strategy, report.transport, report.verified) == (strategy, transport, "unreadable")
-        assert source.next_notice(SourceFree) == SourceFree(f"r{number}", "done")
+        assert source.next_notice(LeaseEnded) == LeaseEnded(f"r{number}", "done")
     assert source.agent.num_slots == target.agent.num_slots == 0
     (arena,) = target.made
     assert arena.contents.any() == (strategy is not Strategy.DIRECT)
@@ -164,7 +166,7 @@ def test_it_is_freed_when_nobody_can_write_to_it_any_more(kept, make_rank):
     source, target = (make_rank(name, Strategy.PACK) for name in ("p0", "d0"))
     target.fetch(source, source.leased())
     target.next_notice(Fetched)
-    source.next_notice(SourceFree)
+    source.next_notice(LeaseEnded)
     for rank in (source, target):
         rank.agent.close()
         assert not len(rank.made[0].contents)
@@ -177,7 +179,7 @@ def test_it_is_kept_while_a_source_may_still_write_to_it(kept, make_rank, tmp_pa
     source, target = make_rank("p0", Strategy.PACK, wrap=gate.behind), make_rank("d0", Strategy.PACK)
     target.fetch(source, source.leased("first"), "first")
     target.next_notice(Fetched)
-    source.next_notice(SourceFree)
+    source.next_notice(LeaseEnded)
     gate.shut()
     target.fetch(source, source.leased())
     gate.wait_for_post()

@@ -10,8 +10,8 @@ from kvferry.agent.memory.digests import STEP_BYTES, Digester, HostBytes
 from kvferry.plan.description.layout import Region
 from kvferry.plan.digests.extract import Extract
 from kvferry.plan.digests.parts import Grid
-from kvferry.plan.digests.subject import Policy
-from kvferry.session.events import Failed, Fetched, SourceFree, TargetFree
+from kvferry.plan.digests.subject import DigestPolicy
+from kvferry.session.events import BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.target.read_strategy import NO_STAGING
 from kvferry.transport.base import Memory
 from kvferry.transport.faulty import FaultKind, FaultyTransport
@@ -52,7 +52,7 @@ def make_spoiled(make_rank):
         source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, wrap=wrap, staging=NO_STAGING, **config)
         fetched(target, source, "q0")
         target.next_notice(Fetched)
-        assert source.next_notice(SourceFree).reason == "done"
+        assert source.next_notice(LeaseEnded).reason == "done"
         return source, target, lambda: spoils.append(spoil)
 
     return make
@@ -63,31 +63,31 @@ def fetched(target, source, request_id="q1"):
     target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, request_id))
 
 
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("policy", list(DigestPolicy))
 def test_the_report_says_how_a_cache_was_verified(make_rank, policy):
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, digest=policy)
     fetched(target, source)
     assert target.next_notice(Fetched).report.verified == policy
-    assert source.next_notice(SourceFree).reason == "done"
+    assert source.next_notice(LeaseEnded).reason == "done"
 
 
 def test_a_flipped_bit_is_found_and_the_next_fetch_is_fine(make_spoiled):
-    source, target, begin = make_spoiled(once(flip), digest=Policy.FULL)
+    source, target, begin = make_spoiled(once(flip), digest=DigestPolicy.FULL)
     begin()
     fetched(target, source)
-    error = target.next_notice(Failed).error
+    error = target.next_notice(FetchFailed).error
     assert error.reason == "digest"
     assert "1 of 4 states differ: model.layers." in str(error)
-    target.next_notice(TargetFree)
+    target.next_notice(BlocksReleased)
     assert target.agent.counts["fetches_failed", "digest"] == 1
-    assert source.next_notice(SourceFree).reason == "done"
+    assert source.next_notice(LeaseEnded).reason == "done"
     fetched(target, source, "q2")
     target.next_notice(Fetched)
 
 
 def test_without_a_digest_nobody_notices(make_spoiled):
     """What the digest is for."""
-    source, target, begin = make_spoiled(flip, digest=Policy.OFF)
+    source, target, begin = make_spoiled(flip, digest=DigestPolicy.OFF)
     begin()
     fetched(target, source)
     target.next_notice(Fetched)
@@ -114,7 +114,7 @@ def test_a_cache_that_its_engine_writes_to_too_early_is_found_by_a_sample(make_s
     monkeypatch.setattr(Digester, "run", noted)
     begin()
     fetched(target, source)
-    assert target.next_notice(Failed).error.reason == "digest"
+    assert target.next_notice(FetchFailed).error.reason == "digest"
 
 
 # --- reading memory ---

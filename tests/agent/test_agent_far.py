@@ -6,15 +6,15 @@ from dataclasses import replace
 import agent_support
 import pytest
 
-from kvferry.agent import Agent, AgentConfig, Host, new_lease_id
+from kvferry.agent import Agent, AgentConfig, Cache, new_lease_id
 from kvferry.errors import ConfigurationError
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.plan.digests.subject import Policy
+from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import Failed, Fetched, FetchWanted, LeaseWanted, SourceFree, TargetFree, Timing
+from kvferry.session.events import BlocksReleased, Fetched, FetchFailed, FetchRequest, LeaseEnded, LeaseRequest, Timing
 from kvferry.session.target.read_strategy import AUTO, StagingPolicy
 from kvferry.testing.engines import oracle
 from kvferry.testing.transports.far_device import FAR_ADDRESS, FarDevice, far_mover
@@ -45,18 +45,18 @@ class FarRank:
         }
         self.memory, self.notices = oracle.Memory(self.layout, buffers), queue.SimpleQueue()
         opened = open_transports(transport)
-        host = Host((self.layout,), (), self.notices.put, lambda near, ring: far_mover(self.device, near, ring))
+        cache = Cache((self.layout,), (), lambda near, ring: far_mover(self.device, near, ring))
         agent_config = AgentConfig(name, transport=transport, timing=TIMING, **{"staging": POLICY, **config})
-        self.agent = Agent(agent_config, host, opened.transports, opened.unavailable)
+        self.agent = Agent(agent_config, cache, self.notices.put, opened.transports, opened.unavailable)
         self.agent.start()
 
     def leased(self):
         oracle.fill(self.memory, TABLES["p0"], TokenRange(0, NUM_TOKENS))
-        return self.agent.lease(LeaseWanted("r1", new_lease_id(), TABLES["p0"], NUM_TOKENS))
+        return self.agent.lease(LeaseRequest("r1", new_lease_id(), TABLES["p0"], NUM_TOKENS))
 
     def fetch(self, source, reference):
         ranges = (TokenRange(0, NUM_TOKENS),)
-        self.agent.fetch(FetchWanted("q1", reference, (source.agent.address,), TABLES["d0"], ranges))
+        self.agent.fetch(FetchRequest("q1", reference, (source.agent.address,), TABLES["d0"], ranges))
 
     def next_notice(self, kind):
         notice = self.notices.get(timeout=DEADLINE_S)
@@ -89,7 +89,7 @@ def test_both_engines_are_far(make_far, transport):
     report = target.next_notice(Fetched).report
     target.check()
     assert (report.strategy, report.transport, report.verified) == ("pack", transport, "unreadable")
-    assert source.next_notice(SourceFree) == SourceFree("r1", "done")
+    assert source.next_notice(LeaseEnded) == LeaseEnded("r1", "done")
     assert source.agent.num_slots == target.agent.num_slots == 0
 
 
@@ -107,7 +107,7 @@ def test_only_the_target_is_far(make_far, make_rank, strategy):
     near = make_rank("p0", SHAPE, "tcp")
     target = make_far("d0", staging=StagingPolicy((strategy,), POLICY.slot_bytes))
     oracle.fill(near.memory, TABLES["p0"], TokenRange(0, NUM_TOKENS))
-    reference = near.agent.lease(LeaseWanted("r1", new_lease_id(), TABLES["p0"], NUM_TOKENS))
+    reference = near.agent.lease(LeaseRequest("r1", new_lease_id(), TABLES["p0"], NUM_TOKENS))
     target.fetch(near, reference)
     assert target.next_notice(Fetched).report.strategy == strategy
     target.check()
@@ -119,15 +119,15 @@ def test_only_the_source_is_far(make_far, make_rank, direction):
     near.agent.fetch(near.wanted(source, source.leased(), TABLES["d0"], NUM_TOKENS))
     assert near.next_notice(Fetched).report.strategy == "pack"
     agent_support.check(near, tables=TABLES["d0"])
-    assert source.next_notice(SourceFree) == SourceFree("r1", "done")
+    assert source.next_notice(LeaseEnded) == LeaseEnded("r1", "done")
 
 
 def test_a_far_source_cannot_be_read_straight(make_far, make_rank):
     source = make_far("p0")
     near = make_rank("d0", SHAPE, "tcp", staging=StagingPolicy((Strategy.DIRECT,), 0))
     near.agent.fetch(near.wanted(source, source.leased(), TABLES["d0"], NUM_TOKENS))
-    assert "only be reached through its staging memory" in str(near.next_notice(Failed).error)
-    near.next_notice(TargetFree)
+    assert "only be reached through its staging memory" in str(near.next_notice(FetchFailed).error)
+    near.next_notice(BlocksReleased)
 
 
 def test_an_engine_that_is_far_cannot_be_set_up_to_move_straight(make_far):
@@ -136,7 +136,7 @@ def test_an_engine_that_is_far_cannot_be_set_up_to_move_straight(make_far):
 
 
 def test_a_full_digest_of_what_the_processor_cannot_read_is_refused(make_far):
-    source, target = make_far("p0"), make_far("d0", digest=Policy.FULL)
+    source, target = make_far("p0"), make_far("d0", digest=DigestPolicy.FULL)
     target.fetch(source, source.leased())
-    assert "memory that the CPU can read" in str(target.next_notice(Failed).error)
-    target.next_notice(TargetFree)
+    assert "memory that the CPU can read" in str(target.next_notice(FetchFailed).error)
+    target.next_notice(BlocksReleased)

@@ -9,7 +9,7 @@ from math import inf
 import pytest
 from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, check, leased, wire_only
 
-from kvferry.agent.config import near_mover
+from kvferry.agent.cache import near_mover
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.events import Fetched, Timing
 from kvferry.session.target.read_strategy import StagingPolicy

@@ -16,7 +16,7 @@ from kvferry.agent import new_lease_id
 from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import Failed, Fetched, FetchWanted, SourceFree, TargetFree, Timing
+from kvferry.session.events import BlocksReleased, Fetched, FetchFailed, FetchRequest, LeaseEnded, Timing
 
 SOON = Timing(lease_s=20.0, heartbeat_s=0.2, resend_s=0.1, handshake_s=5.0, transfer_s=20.0, fence_s=0.3)
 
@@ -34,7 +34,7 @@ def test_a_source_writes_into_another_layout(make_rank, transport):
         check(target)
         assert (report.num_bytes, report.verified) == (NUM_TOKENS * BYTES_PER_TOKEN, "sampled")
         assert transport in (report.transport, "auto")
-        assert source.next_notice(SourceFree) == SourceFree(f"r{number}", "done")
+        assert source.next_notice(LeaseEnded) == LeaseEnded(f"r{number}", "done")
 
 
 @pytest.mark.parametrize(("wide", "narrow"), [(1, 2), (2, 1), (4, 2), (1, 4)])
@@ -45,21 +45,21 @@ def test_ranks_of_another_parallelism_write_what_each_target_rank_needs(make_eng
     reference, *_ = [leased(source, lease_id=lease_id) for source in sources]
     addresses = tuple(source.agent.address for source in sources)
     for target in targets:
-        target.agent.fetch(FetchWanted("q1", reference, addresses, TARGET_TABLES, (TokenRange(0, NUM_TOKENS),)))
+        target.agent.fetch(FetchRequest("q1", reference, addresses, TARGET_TABLES, (TokenRange(0, NUM_TOKENS),)))
     for target in targets:
         assert target.next_notice(Fetched).report.verified == "sampled"
         check(target)
-    assert [source.next_notice(SourceFree).reason for source in sources] == ["done"] * wide
+    assert [source.next_notice(LeaseEnded).reason for source in sources] == ["done"] * wide
 
 
 @pytest.mark.parametrize("tables", [((7,),), ((8, 0, 5, 99),)], ids=["too few", "out of range"])
 def test_blocks_that_do_not_fit_fail_only_that_request(make_rank, tables):
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, direction=Direction.WRITE)
     target.agent.fetch(target.wanted(source, leased(source), tables, NUM_TOKENS))
-    assert target.next_notice(Failed).error.reason == "out_of_range"
-    target.next_notice(TargetFree)
+    assert target.next_notice(FetchFailed).error.reason == "out_of_range"
+    target.next_notice(BlocksReleased)
     check(target, num_tokens=0)
-    source.next_notice(SourceFree)
+    source.next_notice(LeaseEnded)
     target.agent.fetch(target.wanted(source, leased(source, "r2"), TARGET_TABLES, NUM_TOKENS, "q2"))
     target.next_notice(Fetched)
 
@@ -72,7 +72,7 @@ def gated(make_rank, tmp_path):
     target = make_rank("d0", TARGET, timing=SOON, direction=Direction.WRITE)
     target.agent.fetch(target.wanted(source, leased(source, "r0"), TARGET_TABLES, NUM_TOKENS, "q0"))
     target.next_notice(Fetched)
-    source.next_notice(SourceFree)
+    source.next_notice(LeaseEnded)
     gate.shut()
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
     gate.wait_for_post()
@@ -82,9 +82,9 @@ def gated(make_rank, tmp_path):
 def test_both_sides_keep_their_blocks_until_the_ticket_of_an_aborted_push_has_ended(gated):
     source, target, gate = gated
     target.agent.abort("q1")
-    assert target.next_notice(Failed).error.reason == "aborted"
-    assert source.next_notice(SourceFree).reason == "aborted"
-    assert target.next_notice(TargetFree) == TargetFree("q1")
+    assert target.next_notice(FetchFailed).error.reason == "aborted"
+    assert source.next_notice(LeaseEnded).reason == "aborted"
+    assert target.next_notice(BlocksReleased) == BlocksReleased("q1")
     assert source.agent.num_open_reads == 0
     gate.open()
     target.agent.fetch(target.wanted(source, leased(source, "r2"), TARGET_TABLES, NUM_TOKENS, "q2"))
@@ -95,6 +95,6 @@ def test_both_sides_keep_their_blocks_until_the_ticket_of_an_aborted_push_has_en
 def test_a_source_that_has_gone_is_noticed_at_its_address(gated):
     source, target, _ = gated
     source.agent.close()
-    assert target.next_notice(Failed).error.reason == "peer_lost"
-    assert target.next_notice(TargetFree) == TargetFree("q1")
+    assert target.next_notice(FetchFailed).error.reason == "peer_lost"
+    assert target.next_notice(BlocksReleased) == BlocksReleased("q1")
     check(target, num_tokens=NUM_TOKENS)

@@ -6,9 +6,9 @@ from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, TARGET_TA
 from kvferry.agent import new_lease_id
 from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.plan.digests.subject import Policy
+from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import Failed, Fetched, FetchWanted, SourceFree, TargetFree, Timing
+from kvferry.session.events import BlocksReleased, Fetched, FetchFailed, FetchRequest, LeaseEnded, Timing
 from kvferry.session.target.read_strategy import NO_STAGING
 
 SOON = Timing(lease_s=20.0, heartbeat_s=0.2, resend_s=0.1, handshake_s=5.0, transfer_s=20.0, fence_s=0.3)
@@ -34,7 +34,7 @@ def test_both_sides_move_a_part_where_both_copy(make_rank, transport):
     if transport == "nixl":
         pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
     source = make_rank("p0", SOURCE, transport)
-    target = make_rank("d0", TARGET, transport, may_turn=True, digest=Policy.FULL, staging=NO_STAGING)
+    target = make_rank("d0", TARGET, transport, may_turn=True, digest=DigestPolicy.FULL, staging=NO_STAGING)
     num_bytes = NUM_TOKENS * BYTES_PER_TOKEN
     for number in (1, 2):
         reference = leased(source, f"r{number}")
@@ -42,7 +42,7 @@ def test_both_sides_move_a_part_where_both_copy(make_rank, transport):
         report = target.next_notice(Fetched).report
         check(target)
         assert (report.num_bytes, report.verified, report.strategy) == (num_bytes, "full", "direct")
-        assert source.next_notice(SourceFree) == SourceFree(f"r{number}", "done")
+        assert source.next_notice(LeaseEnded) == LeaseEnded(f"r{number}", "done")
     written, read = moved([source], [target])
     assert written + read == 2 * num_bytes
     assert 0 < written < 2 * num_bytes or (transport == "tcp" and written == 0)
@@ -52,17 +52,21 @@ def test_both_sides_move_a_part_where_both_copy(make_rank, transport):
 def test_ranks_of_another_parallelism_share_what_each_target_rank_needs(make_engine, wide, narrow):
     sources = make_engine("p0", EngineShape(wide, 1, 4, 16, "token-major"))
     targets = make_engine(
-        "d0", EngineShape(narrow, 1, 6, 9, "block-head-major"), may_turn=True, staging=NO_STAGING, digest=Policy.FULL
+        "d0",
+        EngineShape(narrow, 1, 6, 9, "block-head-major"),
+        may_turn=True,
+        staging=NO_STAGING,
+        digest=DigestPolicy.FULL,
     )
     lease_id = new_lease_id()
     reference, *_ = [leased(source, lease_id=lease_id) for source in sources]
     addresses = tuple(source.agent.address for source in sources)
     for target in targets:
-        target.agent.fetch(FetchWanted("q1", reference, addresses, TARGET_TABLES, (TokenRange(0, NUM_TOKENS),)))
+        target.agent.fetch(FetchRequest("q1", reference, addresses, TARGET_TABLES, (TokenRange(0, NUM_TOKENS),)))
     for target in targets:
         assert target.next_notice(Fetched).report.verified == "full"
         check(target)
-    assert [source.next_notice(SourceFree).reason for source in sources] == ["done"] * wide
+    assert [source.next_notice(LeaseEnded).reason for source in sources] == ["done"] * wide
     assert min(moved(sources, targets)) > 0
 
 
@@ -80,13 +84,13 @@ def test_blocks_wait_for_the_part_that_is_written(make_rank, tmp_path):
     target = make_rank("d0", TARGET, timing=SOON, may_turn=True, staging=NO_STAGING)
     target.agent.fetch(target.wanted(source, leased(source, "r0"), TARGET_TABLES, NUM_TOKENS, "q0"))
     target.next_notice(Fetched)
-    source.next_notice(SourceFree)
+    source.next_notice(LeaseEnded)
     gate.shut()
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
     gate.wait_for_post()
     target.agent.abort("q1")
-    assert target.next_notice(Failed).error.reason == "aborted"
+    assert target.next_notice(FetchFailed).error.reason == "aborted"
     assert target.notices.empty()
     gate.open()
-    assert target.next_notice(TargetFree) == TargetFree("q1")
-    assert source.next_notice(SourceFree) == SourceFree("r1", "aborted")
+    assert target.next_notice(BlocksReleased) == BlocksReleased("q1")
+    assert source.next_notice(LeaseEnded) == LeaseEnded("r1", "aborted")

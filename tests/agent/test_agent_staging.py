@@ -22,7 +22,16 @@ from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import Ahead, Failed, Fetched, FetchWanted, LeaseGrown, LeaseWanted, SourceFree, TargetFree
+from kvferry.session.events import (
+    Ahead,
+    BlocksReleased,
+    Fetched,
+    FetchFailed,
+    FetchRequest,
+    LeaseEnded,
+    LeaseProgress,
+    LeaseRequest,
+)
 from kvferry.session.source import writes
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.testing.engines import oracle
@@ -49,7 +58,7 @@ def test_bytes_arrive_through_staging_memory(make_rank, transport, strategy):
         report = target.next_notice(Fetched).report
         check(target)
         assert (report.num_bytes, report.strategy) == (NUM_TOKENS * BYTES_PER_TOKEN, strategy)
-        assert source.next_notice(SourceFree) == SourceFree(f"r{number}", "done")
+        assert source.next_notice(LeaseEnded) == LeaseEnded(f"r{number}", "done")
         assert target.agent.num_slots == source.agent.num_slots == 0
     num_bytes = 2 * NUM_TOKENS * BYTES_PER_TOKEN if strategy is Strategy.PACK else 0
     assert source.agent.moved_bytes[Direction.WRITE] == num_bytes
@@ -110,7 +119,7 @@ def test_unequal_parallelism_by_tokens_is_one_row_per_peer_and_chunk(
     reference, *_ = [leased(source, "r1", lease_id) for source in sources]
     for rank in targets:
         ranges = (TokenRange(0, NUM_TOKENS),)
-        rank.agent.fetch(FetchWanted("q1", reference, addresses, SOURCE_TABLES, ranges))
+        rank.agent.fetch(FetchRequest("q1", reference, addresses, SOURCE_TABLES, ranges))
     for rank in targets:
         assert rank.next_notice(Fetched).report.num_rows == num_peers * num_chunks
         check(rank, tables=SOURCE_TABLES)
@@ -132,9 +141,9 @@ def test_slots_that_staging_memory_can_never_have_are_an_error(make_rank, monkey
     source = make_rank("p0", SOURCE, mover=wire_only, **small)
     target = make_rank("d0", TARGET, staging=only(Strategy.PACK, 1 << 20))
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
-    assert "the slot is larger than staging memory" in str(target.next_notice(Failed).error)
-    target.next_notice(TargetFree)
-    assert source.next_notice(SourceFree).reason == "aborted"
+    assert "the slot is larger than staging memory" in str(target.next_notice(FetchFailed).error)
+    target.next_notice(BlocksReleased)
+    assert source.next_notice(LeaseEnded).reason == "aborted"
     assert target.agent.num_slots == source.agent.num_slots == 0
 
 
@@ -151,16 +160,16 @@ def test_tokens_are_sent_while_others_are_still_computed(make_rank, way, cuts, m
     """The source's cache is filled up to where the lease has grown, and not further."""
     monkeypatch.setattr(writes, "STRETCH_BYTES", SLOT_BYTES)
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, **GROWING[way])
-    wanted = LeaseWanted("r1", new_lease_id(), ((),), NUM_TOKENS, is_growing=True)
+    wanted = LeaseRequest("r1", new_lease_id(), ((),), NUM_TOKENS, is_growing=True)
     reference = source.agent.lease(wanted)
     target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
     for last in cuts:
         oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, last))
         num_blocks = -(-last // SOURCE.block_tokens)
-        source.agent.grow(LeaseGrown("r1", (SOURCE_TABLES[0][:num_blocks],), last))
+        source.agent.grow(LeaseProgress("r1", (SOURCE_TABLES[0][:num_blocks],), last))
     assert target.next_notice(Fetched).report.num_bytes == NUM_TOKENS * BYTES_PER_TOKEN
     check(target)
-    assert source.next_notice(SourceFree) == SourceFree("r1", "done")
+    assert source.next_notice(LeaseEnded) == LeaseEnded("r1", "done")
     assert target.agent.num_slots == source.agent.num_slots == 0
 
 
@@ -173,15 +182,15 @@ def test_states_are_sent_while_others_are_still_computed(make_rank, way, monkeyp
     whole = {start: buffer.copy() for start, buffer in source.memory.buffers.items()}
     for buffer in source.memory.buffers.values():
         buffer[:] = 0
-    reference = source.agent.lease(LeaseWanted("r1", new_lease_id(), ((),), NUM_TOKENS, is_growing=True))
+    reference = source.agent.lease(LeaseRequest("r1", new_lease_id(), ((),), NUM_TOKENS, is_growing=True))
     target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
     for number in range(len(source.memory.layout.states)):
         fill_state(source.memory, number, whole)
-        source.agent.grow(LeaseGrown("r1", SOURCE_TABLES, 0, Ahead(NUM_TOKENS, number + 1)))
-    source.agent.grow(LeaseGrown("r1", SOURCE_TABLES, NUM_TOKENS))
+        source.agent.grow(LeaseProgress("r1", SOURCE_TABLES, 0, Ahead(NUM_TOKENS, number + 1)))
+    source.agent.grow(LeaseProgress("r1", SOURCE_TABLES, NUM_TOKENS))
     assert target.next_notice(Fetched).report.num_bytes == NUM_TOKENS * BYTES_PER_TOKEN
     check(target)
-    assert source.next_notice(SourceFree) == SourceFree("r1", "done")
+    assert source.next_notice(LeaseEnded) == LeaseEnded("r1", "done")
 
 
 def fill_state(memory, number, whole):
@@ -197,14 +206,14 @@ def fill_state(memory, number, whole):
 @pytest.mark.parametrize("way", GROWING)
 def test_a_prefill_that_comes_to_nothing_ends_the_fetches_of_it(make_rank, way):
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, **GROWING[way])
-    reference = source.agent.lease(LeaseWanted("r1", new_lease_id(), ((),), NUM_TOKENS, is_growing=True))
+    reference = source.agent.lease(LeaseRequest("r1", new_lease_id(), ((),), NUM_TOKENS, is_growing=True))
     target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
     oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, 8))
-    source.agent.grow(LeaseGrown("r1", ((3, 9),), 8))
+    source.agent.grow(LeaseProgress("r1", ((3, 9),), 8))
     source.agent.withdraw("r1")
-    assert target.next_notice(Failed).error.reason == "expired"
-    target.next_notice(TargetFree)
-    assert source.next_notice(SourceFree) == SourceFree("r1", "withdrawn")
+    assert target.next_notice(FetchFailed).error.reason == "expired"
+    target.next_notice(BlocksReleased)
+    assert source.next_notice(LeaseEnded) == LeaseEnded("r1", "withdrawn")
     assert target.agent.num_slots == source.agent.num_slots == 0
 
 
@@ -213,17 +222,17 @@ def test_prompts_that_are_still_computed_keep_no_staging_memory_from_others(make
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, staging_bytes=4 << 12, **GROWING["pack"])
     growing = [f"r{number}" for number in range(5)]
     for request_id in growing:
-        reference = source.agent.lease(LeaseWanted(request_id, new_lease_id(), ((),), NUM_TOKENS, is_growing=True))
+        reference = source.agent.lease(LeaseRequest(request_id, new_lease_id(), ((),), NUM_TOKENS, is_growing=True))
         target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, f"q of {request_id}"))
     target.agent.fetch(target.wanted(source, leased(source, "computed"), TARGET_TABLES, NUM_TOKENS, "q of computed"))
     assert target.next_notice(Fetched).request_id == "q of computed"
     check(target)
     assert target.agent.num_slots == 0
     for request_id in growing:
-        source.agent.grow(LeaseGrown(request_id, SOURCE_TABLES, NUM_TOKENS))
+        source.agent.grow(LeaseProgress(request_id, SOURCE_TABLES, NUM_TOKENS))
     assert {target.next_notice(Fetched).request_id for _ in growing} == {f"q of {each}" for each in growing}
     check(target)
-    assert {source.next_notice(SourceFree).reason for _ in range(6)} == {"done"}
+    assert {source.next_notice(LeaseEnded).reason for _ in range(6)} == {"done"}
 
 
 def test_far_more_than_staging_memory_holds_waits_for_its_turn(make_rank, tmp_path):
@@ -236,7 +245,7 @@ def test_far_more_than_staging_memory_holds_waits_for_its_turn(make_rank, tmp_pa
         reference = leased(source, f"first of {number}")
         target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS, "first"))
         target.next_notice(Fetched)
-        source.next_notice(SourceFree)
+        source.next_notice(LeaseEnded)
     gate.shut()
     for number in range(30):
         target, request_id = targets[number % 3], f"q{number}"
@@ -249,7 +258,7 @@ def test_far_more_than_staging_memory_holds_waits_for_its_turn(make_rank, tmp_pa
         reports = [target.next_notice(Fetched).report for _ in range(10)]
         assert {report.num_bytes for report in reports} == {NUM_TOKENS * BYTES_PER_TOKEN}
         check(target)
-    assert {source.next_notice(SourceFree).reason for _ in range(30)} == {"done"}
+    assert {source.next_notice(LeaseEnded).reason for _ in range(30)} == {"done"}
     assert [rank.agent.num_slots for rank in (source, *targets)] == [0, 0, 0, 0]
 
 
@@ -265,7 +274,7 @@ def test_a_source_that_hangs_leaves_staging_memory_to_others(make_engine, make_r
     def fetch_from_hanging(request_id):
         lease_id = new_lease_id()
         reference, *_ = [leased(rank, f"of {request_id}", lease_id) for rank in hanging]
-        target.agent.fetch(FetchWanted(request_id, reference, addresses, TARGET_TABLES, (TokenRange(0, NUM_TOKENS),)))
+        target.agent.fetch(FetchRequest(request_id, reference, addresses, TARGET_TABLES, (TokenRange(0, NUM_TOKENS),)))
 
     fetch_from_hanging("first")
     target.next_notice(Fetched)
@@ -294,10 +303,10 @@ def test_targets_of_different_parallelism_share_one_source(make_engine, strategy
         lease_id = new_lease_id()
         reference, *_ = [leased(source, f"r{number}", lease_id) for source in sources]
         for rank in ranks:
-            rank.agent.fetch(FetchWanted(f"q{number}", reference, addresses, TARGET_TABLES, ranges))
+            rank.agent.fetch(FetchRequest(f"q{number}", reference, addresses, TARGET_TABLES, ranges))
     for ranks in engines:
         for rank in ranks:
             assert rank.next_notice(Fetched).report.strategy == strategy
             check(rank)
     for source in sources:
-        assert {source.next_notice(SourceFree).reason for _ in engines} == {"done"}
+        assert {source.next_notice(LeaseEnded).reason for _ in engines} == {"done"}

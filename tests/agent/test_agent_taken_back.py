@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, leased, wire_only
 
-from kvferry.agent.config import near_mover
-from kvferry.plan.digests.subject import Policy
+from kvferry.agent.cache import near_mover
+from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import Failed, SourceFree, Staged, TargetFree, TicketEnded
+from kvferry.session.events import BlocksReleased, FetchFailed, LeaseEnded, Staged, TicketEnded
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.wire.codec import decode
 from kvferry.wire.messages import Landed
@@ -118,7 +118,7 @@ WAYS = {
     "packed": ({"staging": PACKED}, take_back_while_copying, wire_only),
     "packed in place": ({"staging": PACKED}, take_back_while_gathering, near_mover),
     "packed in place, seen late": ({"staging": PACKED}, LateEnd, near_mover),
-    "digested": ({"digest": Policy.FULL}, take_back_while_digesting, near_mover),
+    "digested": ({"digest": DigestPolicy.FULL}, take_back_while_digesting, near_mover),
 }
 
 
@@ -131,10 +131,10 @@ def test_what_may_have_been_read_later_is_refused_whenever_the_word_comes(make_r
     monkeypatch.setattr("kvferry.agent.transports.costs.MUCH_SLOWER", 1e9)
     options, meddle, mover = WAYS[way]
     source = make_rank("p0", SOURCE, mover=mover)
-    target = make_rank("d0", TARGET, **({"digest": Policy.OFF} | options))
+    target = make_rank("d0", TARGET, **({"digest": DigestPolicy.OFF} | options))
     reference = leased(source)
     meddle(source.agent, lambda: source.agent.withdraw("r1"))
     target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
-    assert target.next_notice(Failed).error.reason == "expired"
-    target.next_notice(TargetFree)
-    assert source.next_notice(SourceFree) == SourceFree("r1", "withdrawn")
+    assert target.next_notice(FetchFailed).error.reason == "expired"
+    target.next_notice(BlocksReleased)
+    assert source.next_notice(LeaseEnded) == LeaseEnded("r1", "withdrawn")

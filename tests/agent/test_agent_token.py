@@ -4,9 +4,9 @@ import secrets
 
 import pytest
 
-from kvferry.agent import NO_TOKEN, Agent, AgentConfig, Host, SharedToken, new_lease_id
+from kvferry.agent import NO_TOKEN, Agent, AgentConfig, Cache, SharedToken, new_lease_id
 from kvferry.plan.description.describe import EngineShape
-from kvferry.session.events import Failed, Fetched, LeaseWanted, SourceFree, TargetFree, Timing
+from kvferry.session.events import BlocksReleased, Fetched, FetchFailed, LeaseEnded, LeaseRequest, Timing
 from kvferry.transport.opening import open_transports
 
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
@@ -25,9 +25,9 @@ def with_token(make_rank):
         rank.agent.close()
         rank.notices.get(timeout=30)  # it has stopped
         opened = open_transports(transport)
-        host = Host((rank.memory.layout,), (), rank.notices.put)
+        cache = Cache((rank.memory.layout,), ())
         config = AgentConfig(engine_id, transport=transport, token=token, timing=timing or Timing(handshake_s=2.0))
-        rank.agent = Agent(config, host, opened.transports, opened.unavailable)
+        rank.agent = Agent(config, cache, rank.notices.put, opened.transports, opened.unavailable)
         rank.agent.start()
         made.append(rank.agent)
         return rank
@@ -38,14 +38,14 @@ def with_token(make_rank):
 
 
 def leased(source):
-    return source.agent.lease(LeaseWanted("r1", new_lease_id(), TABLES, NUM_TOKENS))
+    return source.agent.lease(LeaseRequest("r1", new_lease_id(), TABLES, NUM_TOKENS))
 
 
 def test_a_claim_is_valid_between_holders_of_one_token(with_token):
     source, target = with_token("p0", OURS), with_token("d0", OURS)
     target.agent.fetch(target.wanted(source, leased(source), TABLES, 0))
     target.next_notice(Fetched)
-    assert source.next_notice(SourceFree) == SourceFree("r1", "done")
+    assert source.next_notice(LeaseEnded) == LeaseEnded("r1", "done")
     assert not source.agent.counts
 
 
@@ -53,10 +53,10 @@ def test_a_claim_is_valid_between_holders_of_one_token(with_token):
 def test_without_the_same_token_there_is_a_typed_failure_with_a_hint(with_token, tokens):
     source, target = (with_token(name, token) for name, token in zip(("p0", "d0"), tokens, strict=True))
     target.agent.fetch(target.wanted(source, leased(source), TABLES, 0))
-    error = target.next_notice(Failed).error
+    error = target.next_notice(FetchFailed).error
     assert error.reason == "deadline"
     assert "--token-file" in error.hint
-    target.next_notice(TargetFree)
+    target.next_notice(BlocksReleased)
     # Where only one side has a token, it depends on who notices first.
     assert {what for what, _ in source.agent.counts} == {"connections_refused"}
     assert source.agent.counts.keys() <= {("connections_refused", reason) for reason in ("stranger", "unfinished")}

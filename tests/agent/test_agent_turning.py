@@ -7,9 +7,9 @@ import pytest
 from kvferry.agent import new_lease_id
 from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.plan.digests.subject import Policy
+from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import Fetched, LeaseWanted, SourceFree
+from kvferry.session.events import Fetched, LeaseEnded, LeaseRequest
 from kvferry.session.target.read_strategy import NO_STAGING
 from kvferry.testing.engines import oracle
 from kvferry.transport.faulty import FaultyTransport
@@ -42,16 +42,16 @@ class Crawling(FaultyTransport):
 def test_a_source_writes_where_reading_crawls(make_rank, may_turn):
     source, target = (
         make_rank("p0", SHAPE),
-        make_rank("d0", SHAPE, wrap=Crawling, may_turn=may_turn, digest=Policy.FULL, staging=NO_STAGING),
+        make_rank("d0", SHAPE, wrap=Crawling, may_turn=may_turn, digest=DigestPolicy.FULL, staging=NO_STAGING),
     )
     oracle.fill(source.memory, SOURCE_TABLES, TokenRange(0, NUM_TOKENS))
-    reference = source.agent.lease(LeaseWanted("r1", new_lease_id(), SOURCE_TABLES, NUM_TOKENS))
+    reference = source.agent.lease(LeaseRequest("r1", new_lease_id(), SOURCE_TABLES, NUM_TOKENS))
     target.agent.fetch(target.wanted(source, reference, TARGET_TABLES, NUM_TOKENS))
     # Every byte was compared with the source's own.
     report = target.next_notice(Fetched).report
-    assert report.verified == Policy.FULL
-    source.next_notice(SourceFree)
-    (met,) = target.agent.met
+    assert report.verified == DigestPolicy.FULL
+    source.next_notice(LeaseEnded)
+    (met,) = target.agent.peers
     (finding,) = met.findings
     assert "reading over shm is" in finding.what
     # Said loudly in any case: something is wrong with these reads, though with `may_turn` nothing suffers from it.
@@ -59,4 +59,4 @@ def test_a_source_writes_where_reading_crawls(make_rank, may_turn):
     written, read = source.agent.moved_bytes[Direction.WRITE], target.agent.moved_bytes[Direction.READ]
     assert (written, read) == ((report.num_bytes, 0) if may_turn else (0, report.num_bytes))
     # Who writes has met whom it writes to.
-    assert len(source.agent.met) == int(may_turn)
+    assert len(source.agent.peers) == int(may_turn)

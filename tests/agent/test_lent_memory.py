@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, Gate, leased, wire_only
 
-from kvferry.agent import Agent, AgentConfig, Host
+from kvferry.agent import Agent, AgentConfig, Cache
 from kvferry.agent.config import SLOT_BYTES
 from kvferry.agent.memory.shared_regions import LentMemory
 from kvferry.errors import ConfigurationError
@@ -16,7 +16,7 @@ from kvferry.plan.description.describe import describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import Failed, Fetched, SourceFree
+from kvferry.session.events import Fetched, FetchFailed, LeaseEnded
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.transport.base import Memory
 from kvferry.transport.cma.transport import CrossMemoryTransport
@@ -124,7 +124,7 @@ def test_agents_whose_transfers_are_over_keep_nothing(kept, make_rank, strategy)
     source, target = make_rank("p0", SOURCE), make_rank("d0", TARGET, staging=StagingPolicy((strategy,), 1 << 12))
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
     target.next_notice(Fetched)
-    source.next_notice(SourceFree)
+    source.next_notice(LeaseEnded)
     for rank in (source, target):
         rank.agent.close()
     assert kept == []
@@ -136,7 +136,7 @@ def test_slots_that_a_source_may_still_write_to_stay_in_place(kept, make_rank, t
     target = make_rank("d0", TARGET, staging=PACK, staging_bytes=STAGING)
     target.agent.fetch(target.wanted(source, leased(source, "first"), TARGET_TABLES, NUM_TOKENS, "first"))
     target.next_notice(Fetched)
-    source.next_notice(SourceFree)
+    source.next_notice(LeaseEnded)
     gate.shut()
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
     gate.wait_for_post()
@@ -154,7 +154,7 @@ def test_the_probe_stays_in_place_while_a_target_may_test(kept, make_rank, tmp_p
     source.agent.close()
     assert sizes(kept) == [PROBE]
     gate.open()
-    target.next_notice(Failed)
+    target.next_notice(FetchFailed)
 
 
 def test_the_probe_stays_in_place_while_a_source_may_test(kept, make_rank, tmp_path):
@@ -205,8 +205,8 @@ def test_the_mover_ends_before_the_memory_does(is_started):
         return movers[-1]
 
     (layout,) = describe(MODEL, SOURCE, 1 << 20)
-    host, opened = Host((layout,), (), lambda _notice: None, mover), open_transports("tcp")
-    agent = Agent(AgentConfig("p0", transport="tcp"), host, opened.transports, opened.unavailable)
+    cache, opened = Cache((layout,), (), mover), open_transports("tcp")
+    agent = Agent(AgentConfig("p0", transport="tcp"), cache, print, opened.transports, opened.unavailable)
     (watched,) = movers
     if is_started:
         agent.start()
@@ -227,8 +227,8 @@ def test_a_mover_is_closed_when_the_agent_comes_to_nothing():
     # A part of the regions can be registered, and the others cannot: that is seen after the mover was made.
     (layout,) = describe(MODEL, SOURCE, 1 << 20)
     region = layout.regions[0]
-    host = Host((layout,), (Memory(region.address, region.size_bytes, -1),), lambda _notice: None, mover)
+    cache = Cache((layout,), (Memory(region.address, region.size_bytes, -1),), mover)
     opened = open_transports("tcp")
     with pytest.raises(ConfigurationError, match="others cannot"):
-        Agent(AgentConfig("p0", transport="tcp"), host, opened.transports, opened.unavailable)
+        Agent(AgentConfig("p0", transport="tcp"), cache, print, opened.transports, opened.unavailable)
     assert movers[0].was_there[0]

@@ -4,10 +4,10 @@ import pytest
 
 from kvferry.agent.requests.names import MAX_NAME_LENGTH, RequestNames
 from kvferry.errors import RequestError, TransferError
-from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, Stopped, TargetFree
+from kvferry.session.events import AgentStopped, BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded
 
 REPORT = FetchReport(39, 4096, 1, "tcp", "tcp 1 GB/s", "direct", {"wire": 0.1})
-FAILED = Failed("r", TransferError("aborted", "late"))
+FAILED = FetchFailed("r", TransferError("aborted", "late"))
 
 
 @pytest.fixture
@@ -23,16 +23,16 @@ def requests(heard) -> RequestNames:
 def test_a_lease_is_open_until_its_blocks_are_free(requests, heard):
     requests.lease("r")
     for _ in range(2):
-        with pytest.raises(RequestError, match="has a lease already; found: r; expected: SourceFree"):
+        with pytest.raises(RequestError, match="has a lease already; found: r; expected: LeaseEnded"):
             requests.lease("r")
     requests.fetch("r")
     requests.lease("s")
-    requests.notify(SourceFree("r", "done"))
+    requests.notify(LeaseEnded("r", "done"))
     requests.lease("r")
-    assert heard == [SourceFree("r", "done")]
+    assert heard == [LeaseEnded("r", "done")]
 
 
-@pytest.mark.parametrize("end", [[Fetched("r", REPORT)], [FAILED, TargetFree("r")]])
+@pytest.mark.parametrize("end", [[Fetched("r", REPORT)], [FAILED, BlocksReleased("r")]])
 def test_a_fetch_is_open_until_its_blocks_are_free(requests, heard, end):
     requests.fetch("r")
     requests.lease("r")
@@ -50,7 +50,7 @@ def test_no_attempt_is_called_like_another(requests):
     for _ in range(3):
         for request_id in ("r", "r" * MAX_NAME_LENGTH):
             names.append(requests.fetch(request_id))
-            requests.notify(TargetFree(request_id))
+            requests.notify(BlocksReleased(request_id))
     assert len(set(names)) == 6
     assert max(map(len, names)) == MAX_NAME_LENGTH
 
@@ -58,11 +58,11 @@ def test_no_attempt_is_called_like_another(requests):
 def test_the_engine_may_ask_again_as_soon_as_it_hears():
     requests = RequestNames(lambda notice: requests.lease("r"))
     requests.lease("r")
-    requests.notify(SourceFree("r", "done"))
+    requests.notify(LeaseEnded("r", "done"))
     with pytest.raises(RequestError):
         requests.lease("r")
 
 
 def test_the_last_word_passes(requests, heard):
-    requests.notify(Stopped())
-    assert heard == [Stopped()]
+    requests.notify(AgentStopped())
+    assert heard == [AgentStopped()]

@@ -9,10 +9,10 @@ from agent_support import NUM_TOKENS, SOURCE, SOURCE_TABLES, TARGET, TARGET_TABL
 
 from kvferry.errors import RequestError
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import Fetched, HoldWanted, LeaseGrown, LeaseWanted
+from kvferry.session.events import Fetched, HoldRequest, LeaseProgress, LeaseRequest
 from kvferry.wire.messages import Reference
 
-LEASE = LeaseWanted("r9", "l9", SOURCE_TABLES, NUM_TOKENS)
+LEASE = LeaseRequest("r9", "l9", SOURCE_TABLES, NUM_TOKENS)
 HALF = "\ud800"
 LONG = "x" * 257
 LEASES = {
@@ -61,7 +61,11 @@ def test_a_lease_that_cannot_travel_is_refused_where_it_is_asked_for(pair):
 def test_growth_that_cannot_travel_is_refused_where_it_is_told(pair):
     source, _ = pair
     source.agent.lease(replace(LEASE, is_growing=True))
-    for wrong in (LeaseGrown("r9", ((-1,),), 4), LeaseGrown("r9", ((1 << 70,),), 4), LeaseGrown("r9", ((1,),), -4)):
+    for wrong in (
+        LeaseProgress("r9", ((-1,),), 4),
+        LeaseProgress("r9", ((1 << 70,),), 4),
+        LeaseProgress("r9", ((1,),), -4),
+    ):
         with pytest.raises(RequestError, match="cannot be sent"):
             source.agent.grow(wrong)
     source.agent.withdraw("r9")
@@ -85,5 +89,5 @@ def test_a_fetch_that_cannot_travel_is_refused_where_it_is_asked_for(pair):
 def test_a_hold_that_cannot_travel_is_refused_where_it_is_asked_for(pair):
     source, target = pair
     with pytest.raises(RequestError, match="a name cannot be sent"):
-        target.agent.hold(HoldWanted(Reference("p0", HALF, "r9", "l9"), (source.agent.address,)))
+        target.agent.hold(HoldRequest(Reference("p0", HALF, "r9", "l9"), (source.agent.address,)))
     expect_unharmed(*pair)

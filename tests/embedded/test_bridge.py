@@ -13,7 +13,7 @@ from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.prompt import Prompt
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import Failed, Fetched, FetchReport, Timing
+from kvferry.session.events import Fetched, FetchFailed, FetchReport, Timing
 from kvferry.transport.shm.shared_memory import allocate_shared
 
 MODEL = attention(num_layers=1, num_heads=2, head_dim=4, dtype="float32", item_bytes=4)
@@ -219,7 +219,7 @@ def test_a_dead_agent_keeps_only_blocks_that_a_source_may_write_to(direction, fr
 
 def test_late_notices_are_harmless():
     async def scenario(source, target):
-        target.transfer._settle(Failed("q1", TransferError("aborted", "late")))
+        target.transfer._settle(FetchFailed("q1", TransferError("aborted", "late")))
 
     with_two_sides(scenario)
 

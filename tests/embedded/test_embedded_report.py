@@ -10,7 +10,7 @@ from embedded_loopback import Loopback
 from embedded_server import Served, serve
 from embedded_support import Loop
 
-from kvferry.agent.transports.negotiation import Met
+from kvferry.agent.transports.negotiation import PeerReport
 from kvferry.embedded.answers.service import ServeInfo
 from kvferry.embedded.http.app import create_app
 from kvferry.embedded.transfer.peers import peers_json
@@ -108,7 +108,7 @@ def test_operators_are_told_how_each_peer_is_reached(decoder: Served) -> None:
     assert decoder.ask("/kvferry/info")[1]["peers"] == [{"peer": "e"}]
     finding = Finding(Severity.WARNING, "slow", "tcp", "shm", "look")
     measured = Measurement("tcp", 2.0, 0.5, 1e-4, "")
-    met = Met(
+    met = PeerReport(
         PeerKey(ADDRESS, "p0", "1"), Place.OTHER_HOST, Direction.READ, "tcp", (measured,), (finding,), "tcp 2.0 GB/s"
     )
     (told,) = peers_json([met])

@@ -10,11 +10,11 @@ import sys
 
 import numpy as np
 
-from kvferry.agent import Agent, AgentConfig, Host, new_lease_id, read_token
+from kvferry.agent import Agent, AgentConfig, Cache, new_lease_id, read_token
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import LeaseWanted
+from kvferry.session.events import LeaseRequest
 from kvferry.testing.engines import oracle
 from kvferry.transport.opening import open_transports
 from kvferry.transport.shm.shared_memory import allocate_shared
@@ -44,8 +44,8 @@ class Rank:
         self.notices: queue.SimpleQueue = queue.SimpleQueue()
         opened = open_transports(TRANSPORT)
         config = AgentConfig(engine_id, transport=TRANSPORT, token=read_token(token_file))
-        host = Host((layout,), (self._shared.memory,), self.notices.put)
-        self.agent = Agent(config, host, opened.transports, opened.unavailable)
+        cache = Cache((layout,), (self._shared.memory,))
+        self.agent = Agent(config, cache, self.notices.put, opened.transports, opened.unavailable)
         self.agent.start()
 
     def poison(self):
@@ -64,7 +64,7 @@ def main(token_file: str) -> None:
     print(json.dumps({"address": rank.agent.address}), flush=True)
     for number, line in enumerate(sys.stdin):
         if line.strip() == "lease":
-            wanted = LeaseWanted(f"r{number}", new_lease_id(), SOURCE_TABLES, NUM_TOKENS + 1)
+            wanted = LeaseRequest(f"r{number}", new_lease_id(), SOURCE_TABLES, NUM_TOKENS + 1)
             reference = rank.agent.lease(wanted)
             answer = {name: getattr(reference, name) for name in reference.__struct_fields__}
         else:

@@ -27,7 +27,7 @@ from rank_process import NUM_TOKENS, TARGET, TARGET_TABLES, Rank
 from kvferry.agent import SharedToken, read_token
 from kvferry.agent.control.curve import secure_connecting
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import Fetched, FetchWanted
+from kvferry.session.events import Fetched, FetchRequest
 from kvferry.testing.engines import oracle
 from kvferry.wire.messages import Reference
 
@@ -110,7 +110,7 @@ class Peer(threading.Thread):
             self._rank.poison()
             began = time.monotonic()
             reference = Reference(**self._victim.ask("lease"))
-            wanted = FetchWanted(
+            wanted = FetchRequest(
                 f"q{number}", reference, (self._victim.address,), TARGET_TABLES, (TokenRange(0, NUM_TOKENS),)
             )
             self._rank.agent.fetch(wanted)

@@ -17,8 +17,8 @@ from kvferry.plan.description.model import attention, latent
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import (
     AnswerArrived,
-    Failed,
-    FetchWanted,
+    FetchFailed,
+    FetchRequest,
     PeerConnected,
     PeerKey,
     Post,
@@ -104,7 +104,7 @@ def meet(target: TargetSession, layouts: list[Layout], hostile: Hostile) -> list
     """A whole conversation; returns all commands."""
     keys = [PeerKey(f"tcp://127.0.0.1:{rank + 1}", THEM, "e1") for rank in range(len(layouts))]
     addresses = tuple(key.address for key in keys)
-    wanted = FetchWanted("q1", m.Reference(THEM, "e1", "r1", "l1"), addresses, TABLES, RANGES)
+    wanted = FetchRequest("q1", m.Reference(THEM, "e1", "r1", "l1"), addresses, TABLES, RANGES)
     said = list(target.handle(wanted, 0.0))
     for rank, (key, layout) in enumerate(zip(keys, layouts, strict=True)):
         party = m.Party(THEM, "e1", rank)
@@ -147,5 +147,5 @@ def test_a_hostile_source_harms_only_its_own_request(model, seed):
         posts = [command for command in said if isinstance(command, Post)]
         expect_inside(posts, ours[0])
         outcomes["posted" if posts else "failed"] += 1
-        assert posts or any(isinstance(command, Failed) for command in said)
+        assert posts or any(isinstance(command, FetchFailed) for command in said)
     assert min(outcomes.values()) > OFFERS / 200, outcomes

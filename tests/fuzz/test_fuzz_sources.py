@@ -14,7 +14,7 @@ from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.layout import fingerprint
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.plan.digests.subject import Policy
+from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.programs.tiles import rows_of
 from kvferry.plan.strategy.strategies import Strategy
@@ -52,7 +52,7 @@ class Engine(UnderWay):
 
     def __init__(self, seed: int) -> None:
         direction, allowed = WAYS[seed % len(WAYS)]
-        policy = (Policy.OFF, Policy.SAMPLED, Policy.FULL)[seed % 3]
+        policy = (DigestPolicy.OFF, DigestPolicy.SAMPLED, DigestPolicy.FULL)[seed % 3]
         staging = StagingPolicy(allowed, SLOT_BYTES)
         ours = Ourselves(US, "0.1.0", TARGETS, policy, direction=direction, may_turn=seed % 5 == 0, staging=staging)
         super().__init__(seed, TargetSession(ours, TIMING))
@@ -69,10 +69,10 @@ class Engine(UnderWay):
         blocks = tuple(self.free.pop(self.random.randrange(len(self.free))) for _ in range(2))
         reference = m.Reference("p0", epoch, f"r{number}", f"l{number}")
         last = self.random.choice((13, 13, 13, 0, 1, 16))
-        wanted = e.FetchWanted(f"q{number}", reference, ADDRESSES, (blocks,), (TokenRange(min(last, 2), last),))
+        wanted = e.FetchRequest(f"q{number}", reference, ADDRESSES, (blocks,), (TokenRange(min(last, 2), last),))
         self.fetches[wanted.request_id] = Fetch(blocks)
         if self.random.random() < 0.2:
-            self.feed(e.HoldWanted(reference, ADDRESSES))
+            self.feed(e.HoldRequest(reference, ADDRESSES))
         self.feed(wanted)
 
     def abort(self) -> None:
@@ -89,10 +89,10 @@ class Engine(UnderWay):
             case e.Connect(peer, _):
                 is_slow = self.random.random() < 0.2
                 self.feed(e.PeerConnected(peer, "shm", "", is_slow=is_slow))
-            case e.Failed(request_id, _):
+            case e.FetchFailed(request_id, _):
                 assert not self.fetches[request_id].has_failed
                 self.fetches[request_id].has_failed = True
-            case e.TargetFree(request_id):
+            case e.BlocksReleased(request_id):
                 assert self.fetches[request_id].has_failed
                 self.end(request_id)
             case e.Fetched(request_id, _):
@@ -245,5 +245,5 @@ def test_hostile_sources_harm_only_fetches_from_them(seed):
     counts: Counter[str] = Counter()
     for run in range(RUNS):
         counts += play(seed * RUNS + run)
-    for what in ("Post", "Stage", "Release", "Fetched", "Failed", "TargetFree", "Digest", "Disconnect"):
+    for what in ("Post", "Stage", "Release", "Fetched", "FetchFailed", "BlocksReleased", "Digest", "Disconnect"):
         assert counts[what] > RUNS / 10, counts

@@ -14,7 +14,7 @@ from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange
-from kvferry.plan.digests.subject import NOTHING, Part, Policy, Subject
+from kvferry.plan.digests.subject import NOTHING, DigestPolicy, Part, Subject
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.programs.tiles import rows_of
 from kvferry.plan.strategy.strategies import Strategy
@@ -52,7 +52,7 @@ class Engine(UnderWay):
         table = tuple(self.free.pop(self.random.randrange(len(self.free))) for _ in range(4))
         self.lent[f"l{number}"] = table, is_growing
         tables = ((),) if is_growing else (table,)
-        self.feed(e.LeaseWanted(f"r{number}", f"l{number}", tables, NUM_TOKENS, is_growing))
+        self.feed(e.LeaseRequest(f"r{number}", f"l{number}", tables, NUM_TOKENS, is_growing))
 
     def grow(self) -> None:
         growing = [lease_id for lease_id, (_, grows) in self.lent.items() if grows]
@@ -60,7 +60,7 @@ class Engine(UnderWay):
             lease_id = self.random.choice(growing)
             num_ready = self.random.randint(0, NUM_TOKENS)
             table = self.lent[lease_id][0][: -(-num_ready // 4)]
-            self.feed(e.LeaseGrown(f"r{lease_id[1:]}", (table,), num_ready))
+            self.feed(e.LeaseProgress(f"r{lease_id[1:]}", (table,), num_ready))
 
     def withdraw(self) -> None:
         if self.lent:
@@ -76,7 +76,7 @@ class Engine(UnderWay):
         match command:
             case e.Connect(party, _):
                 self.feed(e.PeerConnected(party, "shm", ""))
-            case e.SourceFree(request_id, _):
+            case e.LeaseEnded(request_id, _):
                 self.take_back(f"l{request_id[1:]}")
             case e.Reply(_, message):
                 self.counts[type(message).__name__] += 1
@@ -105,12 +105,12 @@ class Engine(UnderWay):
 OF_BLOCKS = bytes_of_blocks(SOURCES[0], NUM_BLOCKS, 4)
 
 
-def _subject(policy: Policy, states: tuple[str, ...], box: tuple[Span, ...], last: int) -> Subject:
+def _subject(policy: DigestPolicy, states: tuple[str, ...], box: tuple[Span, ...], last: int) -> Subject:
     return Subject(policy, 3, (Part(states, box, ALL_TOKENS, TokenRange(0, last)),))
 
 
 BOX = Span(0, 2), Span(0, 4)
-SUBJECT = _subject(Policy.FULL, STATES, BOX, 6)
+SUBJECT = _subject(DigestPolicy.FULL, STATES, BOX, 6)
 WRONG = {
     "num_tokens": (0, 5, NUM_TOKENS + 1, 1 << 40),
     "readers": ((0,), (1,), (7,)),
@@ -125,10 +125,10 @@ WRONG = {
     "strategy": tuple(Strategy),
     "slot_bytes": (0, 1, 7, 1 << 20, 1 << 32),
     "subject": (
-        _subject(Policy.SAMPLED, STATES[:1], (Span(0, 9),), 6),
-        _subject(Policy.SAMPLED, STATES, BOX, 99),
-        _subject(Policy.FULL, ("none",), BOX, 6),
-        _subject(Policy.FULL, STATES * 2, BOX, 6),
+        _subject(DigestPolicy.SAMPLED, STATES[:1], (Span(0, 9),), 6),
+        _subject(DigestPolicy.SAMPLED, STATES, BOX, 99),
+        _subject(DigestPolicy.FULL, ("none",), BOX, 6),
+        _subject(DigestPolicy.FULL, STATES * 2, BOX, 6),
     ),
 }
 
@@ -244,5 +244,5 @@ def test_hostile_targets_harm_only_their_own_requests(seed):
     counts: Counter[str] = Counter()
     for run in range(RUNS):
         counts += play(seed * RUNS + run)
-    for what in ("Grant", "Packed", "Written", "Valid", "Refusal", "Aborted", "Queued", "Stage", "SourceFree"):
+    for what in ("Grant", "Packed", "Written", "Valid", "Refusal", "Aborted", "Queued", "Stage", "LeaseEnded"):
         assert counts[what] > RUNS / 10, counts

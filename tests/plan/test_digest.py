@@ -22,10 +22,10 @@ from kvferry.plan.digests.sampling import STRATUM_TOKENS, chosen
 from kvferry.plan.digests.subject import (
     NO_TOKENS,
     NOTHING,
+    DigestPolicy,
     Part,
-    Policy,
     Subject,
-    policy_named,
+    digest_policy_named,
     portions_of,
     seed_of,
     subject_of,
@@ -39,7 +39,7 @@ from kvferry.transport.base import Memory
 
 many = settings(max_examples=60)
 engines = st.one_of(scenarios(), handmade())
-policies = st.sampled_from([Policy.SAMPLED, Policy.FULL])
+policies = st.sampled_from([DigestPolicy.SAMPLED, DigestPolicy.FULL])
 
 
 class Rank:
@@ -117,7 +117,7 @@ def addresses_of(layout, subject, tables):
 @given(engines, st.data())
 def test_any_wrong_byte_changes_the_full_digest_of_its_state_and_of_no_other(scenario, data):
     for pair in pairs_of(scenario)[:3]:
-        moved = Pair(scenario, pair, Policy.FULL, 0)
+        moved = Pair(scenario, pair, DigestPolicy.FULL, 0)
         found = addresses_of(moved.target.layout, moved.subject, moved.target.tables)
         if not found:
             assert moved.subject.parts == ()
@@ -152,7 +152,9 @@ LONG = TokenRange(0, 1000)
 MODEL = attention(num_layers=6, num_heads=4, head_dim=8, dtype="float16", item_bytes=2)
 
 
-def long_pair(policy=Policy.SAMPLED, seed=1, ranges=(LONG,), formats=("token-major", "head-major"), blocks=(16, 48)):
+def long_pair(
+    policy=DigestPolicy.SAMPLED, seed=1, ranges=(LONG,), formats=("token-major", "head-major"), blocks=(16, 48)
+):
     """A thousand tokens between two formats and block sizes, after they have moved."""
     layouts = [
         describe(MODEL, EngineShape(1, 1, size, 1200 // size + 1, name), 1 << 41)
@@ -236,11 +238,11 @@ def test_a_seed_is_that_of_its_name():
 
 
 def test_policies_have_names():
-    assert policy_named("full") is Policy.FULL
+    assert digest_policy_named("full") is DigestPolicy.FULL
     with pytest.raises(
         ConfigurationError, match="unknown digest policy; found: some; expected: off or sampled or full"
     ):
-        policy_named("some")
+        digest_policy_named("some")
 
 
 def fixed(item_bytes, *extents):
@@ -251,7 +253,9 @@ def fixed(item_bytes, *extents):
     state = State("s", "any", item_bytes, axes, per_token=False)
     placement = Placement("s", 0, 0, 0, tuple(Span(0, extent) for extent in extents), strides, total, 0)
     layout = Layout((state,), (Region(1 << 20, total * 3, "dram", 0),), (CacheGroup(1, 3, 0),), (placement,))
-    return Rank(layout, [[2]]), Subject(Policy.SAMPLED, 9, (Part(("s",), placement.spans, ALL_TOKENS, NO_TOKENS),))
+    return Rank(layout, [[2]]), Subject(
+        DigestPolicy.SAMPLED, 9, (Part(("s",), placement.spans, ALL_TOKENS, NO_TOKENS),)
+    )
 
 
 @pytest.mark.parametrize("extents", [(4,), (3, 5), (40, 64, 128), (2000, 3), (1, 1), (7, 4096)])
@@ -274,13 +278,13 @@ def test_what_was_worked_out_once_is_used_again():
 
 
 def test_off_is_nothing():
-    assert subject_of(portions_of((), fixed(4, 1)[0].layout), (), Policy.OFF, 0) == NOTHING
+    assert subject_of(portions_of((), fixed(4, 1)[0].layout), (), DigestPolicy.OFF, 0) == NOTHING
 
 
 def test_the_value_of_some_bytes_is_part_of_the_protocol():
     rank, subject = fixed(4, 2)
     rank.bytes[:] = np.arange(len(rank.bytes))
-    (value,) = rank.digest(replace(subject, policy=Policy.FULL), "target", 0)
+    (value,) = rank.digest(replace(subject, policy=DigestPolicy.FULL), "target", 0)
     assert value == xxhash.xxh3_64_digest(bytes(range(16, 24)))
     assert value.hex() == "b7c621c6fce19fdc"
 
@@ -305,5 +309,5 @@ def test_states_that_lie_differently_on_one_side_only_are_still_looked_at_in_the
             where = oracle.element_addresses(rank.layout, placement, rank.tables, TokenRange(0, 64))
             for token, _, address in where:
                 rank.memory.at(address, 4)[:] = token
-        values.add(rank.digest(Subject(Policy.SAMPLED, 1, (part,)), "target", 64))
+        values.add(rank.digest(Subject(DigestPolicy.SAMPLED, 1, (part,)), "target", 64))
     assert len(values) == 1

@@ -10,7 +10,7 @@ from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange, TokenSet
 from kvferry.plan.digests import extract
 from kvferry.plan.digests.extract import Extractor
-from kvferry.plan.digests.subject import MAX_PARTS, NO_TOKENS, NOTHING, Part, Policy, Subject
+from kvferry.plan.digests.subject import MAX_PARTS, NO_TOKENS, NOTHING, DigestPolicy, Part, Subject
 
 SEEN = TokenRange(0, 6)
 BOX = (Span(0, 2), Span(0, 4))
@@ -36,10 +36,10 @@ def part(states=GOOD.states, box=BOX, tokens=ALL_TOKENS, seen=SEEN):
         lambda: part(tokens=TokenSet(4, (Span(2, 5),))),
         lambda: part(tokens=TokenSet(1 << 40, (Span(0, 1),))),
         lambda: part(tokens=TokenSet(0, (Span(0, 1),))),
-        lambda: Subject(Policy.OFF, 0, (GOOD,)),
-        lambda: Subject(Policy.FULL, 0, (GOOD,) * (MAX_PARTS + 1)),
-        lambda: Subject(Policy.SAMPLED, -1, ()),
-        lambda: Subject(Policy.SAMPLED, 1 << 63, ()),
+        lambda: Subject(DigestPolicy.OFF, 0, (GOOD,)),
+        lambda: Subject(DigestPolicy.FULL, 0, (GOOD,) * (MAX_PARTS + 1)),
+        lambda: Subject(DigestPolicy.SAMPLED, -1, ()),
+        lambda: Subject(DigestPolicy.SAMPLED, 1 << 63, ()),
     ],
 )
 def test_what_makes_no_sense_cannot_be_built(made):
@@ -65,7 +65,7 @@ def test_what_makes_no_sense_cannot_be_built(made):
 def test_what_is_not_there_is_refused(wrong, says):
     layout = LAYOUT if wrong.states[0].startswith("model") else MIXED
     with pytest.raises(FerryError, match=says):
-        Extractor(layout, "source").extracts(Subject(Policy.FULL, 0, (wrong,)), TABLES, 7)
+        Extractor(layout, "source").extracts(Subject(DigestPolicy.FULL, 0, (wrong,)), TABLES, 7)
 
 
 def one(name, per_token, offset):
@@ -80,17 +80,17 @@ MIXED = Layout(STATES, (Region(1 << 20, 1024, "dram", 0),), (CacheGroup(4, 8, 0)
 @pytest.mark.parametrize("tables", [(), ((3,),), ((3, 99),), ((3, 3),)])
 def test_block_tables_must_reach_as_far(tables):
     with pytest.raises(FerryError, match="source"):
-        Extractor(LAYOUT, "source").extracts(Subject(Policy.SAMPLED, 0, (GOOD,)), tables, 6)
+        Extractor(LAYOUT, "source").extracts(Subject(DigestPolicy.SAMPLED, 0, (GOOD,)), tables, 6)
 
 
 def test_tokens_of_another_share_are_refused():
     shape = EngineShape(1, 1, 4, 8, "token-major", context_parallel=2, run_tokens=2)
     extractor = Extractor(describe(MODEL, shape, 1 << 20)[0], "source")
     ours, theirs = (part(tokens=TokenSet(4, (Span(at, at + 2),))) for at in (0, 2))
-    extractor.extracts(Subject(Policy.FULL, 0, (ours,)), TABLES, 6)
+    extractor.extracts(Subject(DigestPolicy.FULL, 0, (ours,)), TABLES, 6)
     for wrong in (theirs, GOOD):
         with pytest.raises(FerryError, match="that this rank does not hold"):
-            extractor.extracts(Subject(Policy.FULL, 0, (wrong,)), TABLES, 6)
+            extractor.extracts(Subject(DigestPolicy.FULL, 0, (wrong,)), TABLES, 6)
 
 
 def test_nothing_is_nothing():
@@ -104,5 +104,5 @@ def test_only_so_much_is_remembered(monkeypatch):
     extractor = Extractor(LAYOUT, "source")
     for start in (0, 1, 2, 3):
         box = (Span(0, 2), Span(start, 4))
-        extractor.extracts(Subject(Policy.FULL, 0, (part(box=box),)), TABLES, 6)
+        extractor.extracts(Subject(DigestPolicy.FULL, 0, (part(box=box),)), TABLES, 6)
     assert len(extractor._known) <= 2

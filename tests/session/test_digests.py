@@ -10,11 +10,12 @@ from kvferry.plan.description.layout import fingerprint
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange, TokenSet
-from kvferry.plan.digests.subject import NO_TOKENS, Part, Policy, Subject
+from kvferry.plan.digests.subject import NO_TOKENS, DigestPolicy, Part, Subject
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import (
     AbortWanted,
     AnswerArrived,
+    BlocksReleased,
     ClaimKey,
     Connect,
     Count,
@@ -22,12 +23,13 @@ from kvferry.session.events import (
     Digested,
     Disconnect,
     DropDigest,
-    Failed,
     Fetched,
-    FetchWanted,
+    FetchFailed,
+    FetchRequest,
     FrameArrived,
-    LeaseGrown,
-    LeaseWanted,
+    LeaseEnded,
+    LeaseProgress,
+    LeaseRequest,
     LeaseWithdrawn,
     PeerConnected,
     PeerKey,
@@ -36,8 +38,6 @@ from kvferry.session.events import (
     ReadKey,
     Reply,
     Send,
-    SourceFree,
-    TargetFree,
     Tick,
     TicketEnded,
     Timing,
@@ -55,19 +55,19 @@ SOURCE_LAYOUT = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)
 TARGET_LAYOUTS = describe(MODEL, EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
 STATES = ("model.layers.0.k", "model.layers.0.v", "model.layers.1.k", "model.layers.1.v")
 PART = Part(STATES, (Span(0, 2), Span(0, 4)), ALL_TOKENS, TokenRange(0, 6))
-SUBJECT = Subject(Policy.SAMPLED, 3, (PART,))
+SUBJECT = Subject(DigestPolicy.SAMPLED, 3, (PART,))
 VALUES = tuple(bytes([number] * 8) for number in range(4))
 SOURCE, TARGET, OTHER = m.Party("p0", "e1", 0), m.Party("d0", "e9", 0), m.Party("d0", "e9", 1)
 REFERENCE = m.Reference("p0", "e1", "r1", "l1")
 
 # --- source ---
 
-LEASE = LeaseWanted("r1", "l1", ((3, 5),), 7)
+LEASE = LeaseRequest("r1", "l1", ((3, 5),), 7)
 CLAIM = FrameArrived("x", m.Claim(TARGET, "c1", REFERENCE, 6, (0,), subject=SUBJECT))
 LANDED = FrameArrived("x", m.Landed(TARGET, "c1", "l1"))
 KEY = ClaimKey("l1", TARGET, "c1")
 VALID = Reply("x", m.Valid("c1", VALUES))
-DONE = SourceFree("r1", "done")
+DONE = LeaseEnded("r1", "done")
 
 
 def source() -> SourceSession:
@@ -93,7 +93,7 @@ def test_a_repeated_question_is_told_that_somebody_is_here_and_answered_at_its_l
 def test_a_lease_that_ends_while_it_is_digested_is_not_valid():
     """Its blocks may be another request's by then."""
     session = source()
-    told = [SourceFree("r1", "expired"), Count, DropDigest(KEY), Reply, Count]
+    told = [LeaseEnded("r1", "expired"), Count, DropDigest(KEY), Reply, Count]
     commands = play(session, [*DIGESTING, (12.5, Tick(), told)])
     assert [c.message.reason for c in commands if isinstance(c, Reply)] == [m.Reason.EXPIRED]
     play(session, [(12.6, Digested(KEY, VALUES), []), (13, LANDED, [Reply, Count])])
@@ -131,7 +131,7 @@ def test_a_lease_is_renewed_by_its_bytes_having_landed():
 def test_a_digest_ends_with_its_lease(event, freed):
     session = source_after(DIGESTING)
     commands = session.handle(event, 3)
-    assert SourceFree("r1", freed) in commands
+    assert LeaseEnded("r1", freed) in commands
     assert DropDigest(KEY) in commands
     play(session, [(4, Digested(KEY, VALUES), [])])
 
@@ -173,13 +173,13 @@ def test_memory_that_cannot_be_read_is_a_refusal():
     ],
 )
 def test_a_subject_that_does_not_fit_the_record_is_refused_and_the_lease_goes_on(part):
-    wrong = msgspec.structs.replace(CLAIM.message, subject=Subject(Policy.FULL, 0, (part,)))
+    wrong = msgspec.structs.replace(CLAIM.message, subject=Subject(DigestPolicy.FULL, 0, (part,)))
     session = source_after([(0, LEASE, []), (1, FrameArrived("x", wrong), [Reply])])
     for now in (2, 3):
         assert not session.handle(Tick(), now)
         commands = session.handle(LANDED, now)
         assert [c.message.reason for c in commands if isinstance(c, Reply)] == [m.Reason.OUT_OF_RANGE]
-    play(session, [(4, FrameArrived("x", m.Abort(TARGET, "c1", "l1")), [Reply, SourceFree("r1", "aborted")])])
+    play(session, [(4, FrameArrived("x", m.Abort(TARGET, "c1", "l1")), [Reply, LeaseEnded("r1", "aborted")])])
 
 
 def test_a_digest_that_nobody_asked_for_changes_nothing():
@@ -205,7 +205,7 @@ def test_a_source_digests_while_the_bytes_move_and_answers_at_once():
 
 def test_all_bytes_are_looked_at_only_when_somebody_asks():
     """That is as much work as to move them, and those that are asked for go first."""
-    claim = msgspec.structs.replace(CLAIM.message, subject=replace(SUBJECT, policy=Policy.FULL))
+    claim = msgspec.structs.replace(CLAIM.message, subject=replace(SUBJECT, policy=DigestPolicy.FULL))
     play(source(), [(0, LEASE, []), (1, FrameArrived("x", claim), [Reply]), (SOON, Tick(), []), (2, LANDED, [Digest])])
 
 
@@ -254,24 +254,24 @@ def test_a_claim_said_again_changes_nothing_about_its_digest():
 
 def test_an_early_digest_ends_with_its_lease_and_nobody_is_refused_who_has_not_asked():
     withdrawn = LeaseWithdrawn("r1")
-    play(source(), [*LOOKING, (2, withdrawn, [SourceFree, DropDigest(KEY)]), (2, Digested(KEY, VALUES), [])])
-    play(source(), [*DIGESTING[:2], (1, withdrawn, [SourceFree]), (2, Tick(), [])])
+    play(source(), [*LOOKING, (2, withdrawn, [LeaseEnded, DropDigest(KEY)]), (2, Digested(KEY, VALUES), [])])
+    play(source(), [*DIGESTING[:2], (1, withdrawn, [LeaseEnded]), (2, Tick(), [])])
 
 
 def test_what_was_digested_before_a_lease_ended_makes_nothing_valid():
-    session = source_after([*LOOKING, (2, Digested(KEY, VALUES), []), (3, LeaseWithdrawn("r1"), [SourceFree])])
+    session = source_after([*LOOKING, (2, Digested(KEY, VALUES), []), (3, LeaseWithdrawn("r1"), [LeaseEnded])])
     assert [c.message.reason for c in session.handle(LANDED, 4) if isinstance(c, Reply)] == [m.Reason.EXPIRED]
 
 
-@pytest.mark.parametrize("policy", [Policy.SAMPLED, Policy.OFF])
+@pytest.mark.parametrize("policy", [DigestPolicy.SAMPLED, DigestPolicy.OFF])
 def test_nothing_is_looked_at_of_what_is_not_asked_for(policy):
     claim = msgspec.structs.replace(CLAIM.message, subject=Subject(policy, 0, ()))
     play(source(), [(0, LEASE, []), (1, FrameArrived("x", claim), [Reply]), (SOON, Tick(), [])])
 
 
 def test_nothing_is_looked_at_that_is_still_computed():
-    growing, all_of_it = replace(LEASE, is_growing=True), LeaseGrown("r1", ((3, 5),), 7)
-    some = [(0, growing, []), (0, LeaseGrown("r1", ((3, 5),), 6), []), (1, CLAIM, [Reply]), (SOON, Tick(), [])]
+    growing, all_of_it = replace(LEASE, is_growing=True), LeaseProgress("r1", ((3, 5),), 7)
+    some = [(0, growing, []), (0, LeaseProgress("r1", ((3, 5),), 6), []), (1, CLAIM, [Reply]), (SOON, Tick(), [])]
     play(source(), [*some, (2, LANDED, [Digest])])
     play(source(), [(0, growing, []), (0, CLAIM, [Reply]), (1, all_of_it, [Reply]), (SOON, Tick(), [Digest])])
 
@@ -279,12 +279,12 @@ def test_nothing_is_looked_at_that_is_still_computed():
 # --- target ---
 
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "e1")
-WANTED = FetchWanted("q1", REFERENCE, (PEER.address,), ((0,),), (TokenRange(0, 6),))
+WANTED = FetchRequest("q1", REFERENCE, (PEER.address,), ((0,),), (TokenRange(0, 6),))
 READ = ReadKey("q1", PEER)
 ABORT = Send(PEER, m.Abort(TARGET, "q1", "l1"))
 
 
-def target(policy=Policy.SAMPLED, layouts=TARGET_LAYOUTS) -> TargetSession:
+def target(policy=DigestPolicy.SAMPLED, layouts=TARGET_LAYOUTS) -> TargetSession:
     return TargetSession(Ourselves(TARGET, "0.1.0", layouts, policy), TIMING)
 
 
@@ -307,20 +307,20 @@ THEIRS = answer(m.Valid("q1", VALUES))
 OURS = Digested(READ, VALUES)
 
 
-def claim_and_digest(policy=Policy.SAMPLED):
+def claim_and_digest(policy=DigestPolicy.SAMPLED):
     session = target(policy)
     (claim,), (_, digest) = play(session, meeting()), play(session, ENDED[len(meeting()) :])
     return claim.message, digest
 
 
-@pytest.mark.parametrize("policy", [Policy.SAMPLED, Policy.FULL])
+@pytest.mark.parametrize("policy", [DigestPolicy.SAMPLED, DigestPolicy.FULL])
 def test_what_is_asked_for_is_what_has_landed(policy):
     claim, digest = claim_and_digest(policy)
     assert claim.subject.policy is policy
     assert claim.subject.parts == (PART,)
     assert digest.key == READ
     full = MODEL.bytes_per_token * 6
-    assert (sum(extract.num_bytes for extract in digest.extracts) == full) == (policy is Policy.FULL)
+    assert (sum(extract.num_bytes for extract in digest.extracts) == full) == (policy is DigestPolicy.FULL)
 
 
 @pytest.mark.parametrize("order", [(OURS, THEIRS), (THEIRS, OURS)], ids=["ours first", "theirs first"])
@@ -335,50 +335,52 @@ def test_a_difference_names_the_states_and_fails_the_fetch(ours_first):
     order = [Digested(READ, wrong), THEIRS] if ours_first else [THEIRS, Digested(READ, wrong)]
     commands = play(
         target(),
-        [*ENDED, (0.7, order[0], []), (0.8, order[1], [Count("fetches_failed", "digest"), Failed, Send, Free])],
+        [*ENDED, (0.7, order[0], []), (0.8, order[1], [Count("fetches_failed", "digest"), FetchFailed, Send, Free])],
     )
     error = commands[1].error
     assert error.reason is m.Reason.DIGEST
     assert "1 of 4 states differ: model.layers.1.k" in str(error)
 
 
-Free = TargetFree
+Free = BlocksReleased
 
 
 @pytest.mark.parametrize("theirs", [(), VALUES[:3], (*VALUES, VALUES[0])])
 def test_too_few_or_too_many_values_are_no_proof(theirs):
     commands = play(
-        target(), [*ENDED, (0.7, OURS, []), (0.8, answer(m.Valid("q1", theirs)), [Count, Failed, Send, Free])]
+        target(), [*ENDED, (0.7, OURS, []), (0.8, answer(m.Valid("q1", theirs)), [Count, FetchFailed, Send, Free])]
     )
     assert "4 of 4 states differ" in str(commands[1].error)
 
 
 def test_values_that_were_not_asked_for_are_no_proof_either():
-    steps = [*POSTED, (0.6, TicketEnded(READ, ""), [Send]), (0.7, THEIRS, [Count, Failed, Send, Free])]
-    play(target(Policy.OFF), steps)
+    steps = [*POSTED, (0.6, TicketEnded(READ, ""), [Send]), (0.7, THEIRS, [Count, FetchFailed, Send, Free])]
+    play(target(DigestPolicy.OFF), steps)
 
 
 def test_without_a_digest_the_lease_alone_decides():
     steps = [*POSTED, (0.6, TicketEnded(READ, ""), [Send]), (0.7, answer(m.Valid("q1")), [Fetched])]
-    (fetched,) = play(target(Policy.OFF), steps)
+    (fetched,) = play(target(DigestPolicy.OFF), steps)
     assert fetched.report.verified == "off"
 
 
 def test_what_cannot_be_told_ends_the_fetch_before_it_is_claimed(monkeypatch):
     monkeypatch.setattr("kvferry.plan.digests.subject.MAX_PARTS", 0)
-    commands = play(target(), meeting(claim=[Count("fetches_failed", "digest"), Failed, ABORT, TargetFree]))
+    commands = play(target(), meeting(claim=[Count("fetches_failed", "digest"), FetchFailed, ABORT, BlocksReleased]))
     assert "too many parts" in str(commands[1].error)
 
 
 @pytest.mark.parametrize("values", [VALUES, VALUES[::-1]], ids=["equal", "different"])
 def test_what_the_source_says_before_its_bytes_are_there_is_compared_all_the_same(values):
     """It writes, so it knows before we do."""
-    session = TargetSession(Ourselves(TARGET, "0.1.0", TARGET_LAYOUTS, Policy.FULL, direction=Direction.WRITE), TIMING)
+    session = TargetSession(
+        Ourselves(TARGET, "0.1.0", TARGET_LAYOUTS, DigestPolicy.FULL, direction=Direction.WRITE), TIMING
+    )
     play(session, [*meeting()[:2], (0.2, meeting()[2][1], [Send]), (0.3, answer(m.Reached("shm", "")), [Send])])
     play(session, [(0.4, THEIRS, []), (0.5, answer(m.Written("q1", 768, 12)), [Digest])])
     commands = session.handle(Digested(READ, values), 0.6)
     assert isinstance(commands[0], Fetched) == (values == VALUES)
-    assert any(isinstance(each, Failed) for each in commands) == (values != VALUES)
+    assert any(isinstance(each, FetchFailed) for each in commands) == (values != VALUES)
 
 
 def test_an_unanswered_question_is_repeated():
@@ -403,22 +405,25 @@ def test_the_lease_is_renewed_until_the_source_has_spoken():
 
 @pytest.mark.parametrize("heard", [[], [(0.65, THEIRS, [])]])
 def test_a_fetch_that_fails_drops_its_digest(heard):
-    failing = [Count, Failed, DropDigest(READ), ABORT, TargetFree]
+    failing = [Count, FetchFailed, DropDigest(READ), ABORT, BlocksReleased]
     play(target(), [*ENDED, *heard, (0.7, AbortWanted("q1"), failing), (0.8, OURS, [])])
 
 
 def test_a_fetch_that_fails_after_its_digest_has_nothing_to_drop():
-    play(target(), [*ENDED, (0.65, OURS, []), (0.7, AbortWanted("q1"), [Count, Failed, ABORT, TargetFree])])
+    play(target(), [*ENDED, (0.65, OURS, []), (0.7, AbortWanted("q1"), [Count, FetchFailed, ABORT, BlocksReleased])])
 
 
 def test_a_lost_peer_ends_a_digest():
-    play(target(), [*ENDED, (0.7, PeerUnreachable(PEER, "gone"), [Count, Failed, DropDigest, TargetFree, Disconnect])])
+    play(
+        target(),
+        [*ENDED, (0.7, PeerUnreachable(PEER, "gone"), [Count, FetchFailed, DropDigest, BlocksReleased, Disconnect])],
+    )
 
 
 def test_memory_of_ours_that_cannot_be_read_fails_the_fetch():
     session = target()
     commands = play(
-        session, [*ENDED, (0.7, Digested(READ, (), "no such memory"), [Count, Failed, DropDigest, Send, Free])]
+        session, [*ENDED, (0.7, Digested(READ, (), "no such memory"), [Count, FetchFailed, DropDigest, Send, Free])]
     )
     assert "no such memory" in str(commands[1].error)
 
@@ -448,12 +453,14 @@ def test_device_memory_is_not_sampled_and_the_report_says_so(side):
 
 
 def test_device_memory_is_never_digested_in_full():
-    commands = play(target(Policy.FULL), meeting(on_device(SOURCE_LAYOUT), [Count, Failed, Send, TargetFree]))
+    commands = play(
+        target(DigestPolicy.FULL), meeting(on_device(SOURCE_LAYOUT), [Count, FetchFailed, Send, BlocksReleased])
+    )
     assert "digest policy full needs memory that the CPU can read; found: memory of kind vram" in str(commands[1].error)
 
 
 def test_a_rank_without_any_work_says_what_its_engine_does():
     nothing = replace(TARGET_LAYOUTS[0], states=(), placements=())
-    session = TargetSession(Ourselves(OTHER, "0.1.0", (TARGET_LAYOUTS[0], nothing), Policy.FULL), TIMING)
+    session = TargetSession(Ourselves(OTHER, "0.1.0", (TARGET_LAYOUTS[0], nothing), DigestPolicy.FULL), TIMING)
     _, fetched = play(session, meeting(claim=[Send, Fetched]))
     assert fetched.report.verified == "full"

@@ -8,21 +8,21 @@ from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.layout import Axis, State, fingerprint
 from kvferry.plan.description.model import CacheModel, Kept, LayerCache, attention
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.plan.digests.subject import Policy
+from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.session.events import (
     AbortWanted,
     AnswerArrived,
+    BlocksReleased,
     Connect,
     Count,
     Disconnect,
-    Failed,
-    FetchWanted,
-    HoldWanted,
+    FetchFailed,
+    FetchRequest,
+    HoldRequest,
     PeerConnected,
     PeerKey,
     Post,
     Send,
-    TargetFree,
     Tick,
     TicketEnded,
     Timing,
@@ -36,11 +36,11 @@ US = m.Party("d0", "epoch-9", 0)
 SOURCE = m.Party("p0", "epoch-1", 0)
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "epoch-1")
 REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
-WANTED = FetchWanted("q1", REFERENCE, (PEER.address,), ((0,),), (TokenRange(0, 3),))
+WANTED = FetchRequest("q1", REFERENCE, (PEER.address,), ((0,),), (TokenRange(0, 3),))
 MODEL = attention(1, 2, 4, "float32", 4)
 
 
-def session(model=MODEL, digest=Policy.OFF) -> TargetSession:
+def session(model=MODEL, digest=DigestPolicy.OFF) -> TargetSession:
     layouts = describe(model, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)
     return TargetSession(Ourselves(US, "0.1.0", layouts, digest), TIMING)
 
@@ -65,7 +65,7 @@ def test_a_handshake_that_nobody_waits_for_any_more_does_not_end_the_next_fetch(
         target,
         [
             (0.0, WANTED, [Send]),
-            (0.1, AbortWanted("q1"), [Count, Failed, Send, TargetFree]),
+            (0.1, AbortWanted("q1"), [Count, FetchFailed, Send, BlocksReleased]),
             (0.2, AnswerArrived(PEER, m.Aborted("q1", PEER.epoch)), []),
         ],
     )
@@ -82,7 +82,7 @@ def test_an_offer_that_answers_an_earlier_handshake_does_not_end_the_next_one():
     (late,) = [
         event for _, event, _ in steps if isinstance(event, AnswerArrived) and isinstance(event.message, m.Offer)
     ]
-    play(target, [*steps[:2], (5.0, Tick(), [Count, Failed, TargetFree, Disconnect])])
+    play(target, [*steps[:2], (5.0, Tick(), [Count, FetchFailed, BlocksReleased, Disconnect])])
     play(target, [(5.1, replace(WANTED, request_id="q2"), [Send]), (5.2, late, [])])
     assert target.num_open() == 1
 
@@ -91,7 +91,7 @@ def test_an_offer_that_answers_an_earlier_handshake_does_not_end_the_next_one():
 def test_whoever_answers_at_an_address_replaces_who_was_there(renamed):
     """Engines that take a new id at every start left a peer behind each time, with its memory mapped."""
     target = session()
-    play(target, [*handshake(WANTED), (0.4, AbortWanted("q1"), [Count, Failed, Send, TargetFree])])
+    play(target, [*handshake(WANTED), (0.4, AbortWanted("q1"), [Count, FetchFailed, Send, BlocksReleased])])
     newer = m.Party(renamed, "epoch-2", 0)
     wanted = replace(WANTED, request_id="q2", reference=m.Reference(renamed, "epoch-2", "r1", "l1"))
     (_, (_, welcome, _), *_) = handshake(wanted, newer)
@@ -101,7 +101,7 @@ def test_whoever_answers_at_an_address_replaces_who_was_there(renamed):
 def test_a_peer_that_nothing_is_fetched_from_is_forgotten_one_day():
     """Engines that are gone for good, as after every change of a fleet's size, stayed peers, their memory mapped."""
     target = session()
-    play(target, [*handshake(WANTED), (0.4, AbortWanted("q1"), [Count, Failed, Send, TargetFree])])
+    play(target, [*handshake(WANTED), (0.4, AbortWanted("q1"), [Count, FetchFailed, Send, BlocksReleased])])
     play(target, [(0.5, AnswerArrived(PEER, m.Aborted("q1", PEER.epoch)), []), (600.4, Tick(), [])])
     due = target.next_deadline(600.4)
     assert due == 0.5 + TIMING.idle_peer_s
@@ -114,7 +114,7 @@ def test_two_sources_may_have_leases_of_the_same_id():
     other = m.Party("p1", "epoch-1", 0)
     reference = m.Reference("p1", "epoch-1", "r1", "l1")
     met = [*handshake(WANTED)[1:3], (0.3, PeerConnected(PEER, "shm", "shm"), [])]
-    play(target, [(0.0, HoldWanted(REFERENCE, (PEER.address,)), [Send]), *met])
+    play(target, [(0.0, HoldRequest(REFERENCE, (PEER.address,)), [Send]), *met])
     address = "tcp://127.0.0.1:2"
     peer = PeerKey(address, "p1", "epoch-1")
     layout = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
@@ -122,7 +122,7 @@ def test_two_sources_may_have_leases_of_the_same_id():
     play(
         target,
         [
-            (0.4, HoldWanted(reference, (address,)), [Send]),
+            (0.4, HoldRequest(reference, (address,)), [Send]),
             (0.4, AnswerArrived(peer, welcome), [Send]),
             (0.4, AnswerArrived(peer, m.Offer(other, layout, (), m.Probe(0, 0, 0))), [Connect]),
             (0.4, PeerConnected(peer, "shm", "shm"), []),
@@ -132,7 +132,7 @@ def test_two_sources_may_have_leases_of_the_same_id():
     assert renewed == {PEER, peer}
 
 
-@pytest.mark.parametrize("digest", Policy)
+@pytest.mark.parametrize("digest", DigestPolicy)
 def test_a_cache_of_fixed_size_that_is_not_wanted_is_released_without_a_failure(digest):
     """Nothing is wanted, so there are no blocks for the state either."""
     state = State("ssm", "any", 4, (Axis("channel", 2),), per_token=False)

@@ -36,12 +36,12 @@ from kvferry.session.events import (
     Ahead,
     Cancel,
     Connect,
-    Failed,
-    LeaseGrown,
+    FetchFailed,
+    LeaseEnded,
+    LeaseProgress,
     Post,
     Reply,
     SlotKey,
-    SourceFree,
     Tick,
     TicketEnded,
 )
@@ -55,11 +55,11 @@ GROWING = type(LEASE)(LEASE.request_id, LEASE.lease_id, NOWHERE, LEASE.num_token
 BEGUN = [(0, GROWING, []), *MET[1:], (1, said(CLAIM), [GRANT])]
 QUEUED = m.Queued("c1")
 STRETCH = SlotKey(KEY, 0, 0)
-VALID, FREE = Reply("x", m.Valid("c1")), SourceFree("r1", "done")
+VALID, FREE = Reply("x", m.Valid("c1")), LeaseEnded("r1", "done")
 
 
 def grown(num_ready, tables=LEASE.block_tables, ahead=NOT_AHEAD):
-    return LeaseGrown("r1", tables, num_ready, ahead)
+    return LeaseProgress("r1", tables, num_ready, ahead)
 
 
 def test_a_lease_is_done_once_all_is_computed_and_not_when_all_readers_are(source):
@@ -101,7 +101,7 @@ def test_a_target_does_not_wait_for_a_write_that_does_not_end(target):
     commands = []
     for now in range(1, int(TARGET_TIMING.transfer_s) + 2):
         commands = target.handle(Tick(), now)
-        if any(isinstance(command, Failed) for command in commands):
+        if any(isinstance(command, FetchFailed) for command in commands):
             break
         target.handle(answer(m.Grant("q1", ())), now)
     assert failure(commands).reason == "deadline"

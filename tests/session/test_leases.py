@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
-from kvferry.session.events import FrameArrived, LeaseWanted, LeaseWithdrawn, SourceFree, Tick, Timing
+from kvferry.session.events import FrameArrived, LeaseEnded, LeaseRequest, LeaseWithdrawn, Tick, Timing
 from kvferry.session.source.introduction import Identity
 from kvferry.session.source.lease import Lease
 from kvferry.session.source.session import SourceSession
@@ -21,8 +21,8 @@ def session() -> SourceSession:
     return SourceSession(Identity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
 
 
-def opened(number: int) -> LeaseWanted:
-    return LeaseWanted(f"r{number}", f"l{number}", ((number % 8,),), 4)
+def opened(number: int) -> LeaseRequest:
+    return LeaseRequest(f"r{number}", f"l{number}", ((number % 8,),), 4)
 
 
 def claimed(number: int) -> FrameArrived:
@@ -55,7 +55,7 @@ def test_the_next_deadline_is_that_of_the_first_to_end_or_to_be_forgotten(steps)
         if make is opened and (f"l{number}" in known or f"r{number}" in source._leases._by_request):
             continue
         for command in source.handle(make(number), now):
-            if isinstance(command, SourceFree) and command.reason == m.Reason.EXPIRED:
+            if isinstance(command, LeaseEnded) and command.reason == m.Reason.EXPIRED:
                 assert open_until[command.request_id] <= now
         assert source._leases.next_deadline() == min((lease.deadline for lease in known.values()), default=float("inf"))
         assert all(lease.deadline > now for lease in known.values())

@@ -9,7 +9,7 @@ from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement,
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.prompt import UNKNOWN_PROMPT, Prompt
 from kvferry.plan.description.span import Span
-from kvferry.session.events import Count, FrameArrived, LeaseWanted, LeaseWithdrawn, Reply, SourceFree, Tick, Timing
+from kvferry.session.events import Count, FrameArrived, LeaseEnded, LeaseRequest, LeaseWithdrawn, Reply, Tick, Timing
 from kvferry.session.source.early_messages import MAX_EARLY, MAX_EARLY_OF_ONE
 from kvferry.session.source.introduction import Identity
 from kvferry.session.source.lease import LEASE_TABLE, LeaseState
@@ -25,7 +25,7 @@ OTHER_READER = m.Party("d0", "epoch-9", 1)
 STRANGER = m.Party("d1", "epoch-5", 0)
 LAYOUT = describe(attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
 IDENTITY = Identity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0))
-LEASE = LeaseWanted("r1", "l1", ((3, 5),), 7)
+LEASE = LeaseRequest("r1", "l1", ((3, 5),), 7)
 REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
 CLAIM = m.Claim(READER, "c1", REFERENCE, 6, (0,))
 GRANT = Reply("x", m.Grant("c1", ((3, 5),)))
@@ -51,7 +51,7 @@ def test_a_cache_is_claimed_read_validated_and_freed():
             (0, LEASE, []),
             (1, from_peer(CLAIM), [GRANT]),
             (2, from_peer(m.Renew(READER, ("l1",))), [Reply("x", m.Renewed(()))]),
-            (3, from_peer(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), SourceFree("r1", "done")]),
+            (3, from_peer(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), LeaseEnded("r1", "done")]),
         ],
     )
 
@@ -133,13 +133,13 @@ def test_a_second_attempt_of_the_same_reader_is_not_the_first_one_repeated():
     assert refusal(source.handle(from_peer(m.Claim(READER, "c2", REFERENCE, 6, (0,))), 1), m.Reason.ALREADY_CLAIMED)
     play(source, [(2, from_peer(m.Abort(READER, "c2", "l1")), [Reply("x", m.Aborted("c2", US.epoch))])])
     assert refusal(source.handle(from_peer(m.Landed(READER, "c2", "l1")), 2), m.Reason.NOT_CLAIMED)
-    play(source, [(3, from_peer(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), SourceFree("r1", "done")])])
+    play(source, [(3, from_peer(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), LeaseEnded("r1", "done")])])
     assert refusal(source.handle(from_peer(m.Landed(READER, "c2", "l1")), 4), m.Reason.NOT_CLAIMED)
 
 
 def test_an_expired_lease_frees_its_blocks_once_and_is_never_valid_again():
     source = session()
-    expired = [SourceFree("r1", "expired"), Count("leases_expired", m.Reason.EXPIRED)]
+    expired = [LeaseEnded("r1", "expired"), Count("leases_expired", m.Reason.EXPIRED)]
     play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT]), (11.5, Tick(), expired), (12, Tick(), [])])
     assert refusal(source.handle(from_peer(m.Landed(READER, "c1", "l1")), 13), m.Reason.EXPIRED)
     assert refusal(source.handle(from_peer(CLAIM), 13), m.Reason.EXPIRED)
@@ -150,7 +150,7 @@ def test_expiry_is_noticed_before_the_message_that_comes_too_late():
     source = session()
     play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT])])
     commands = source.handle(from_peer(m.Landed(READER, "c1", "l1")), 11.5)
-    assert commands[0] == SourceFree("r1", "expired")
+    assert commands[0] == LeaseEnded("r1", "expired")
     assert refusal(commands, m.Reason.EXPIRED)
 
 
@@ -163,7 +163,7 @@ def test_heartbeats_keep_a_lease_and_say_which_are_gone():
             (1, from_peer(CLAIM), [GRANT]),
             (9, from_peer(m.Renew(READER, ("l1", "l0"))), [Reply("x", m.Renewed(("l0",)))]),
             (18, from_peer(m.Renew(STRANGER, ("l1",))), [Reply("x", m.Renewed(("l1",)))]),
-            (18.5, from_peer(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), SourceFree("r1", "done")]),
+            (18.5, from_peer(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), LeaseEnded("r1", "done")]),
         ],
     )
 
@@ -207,7 +207,7 @@ def test_completions_are_identified_and_idempotent():
             (1, from_peer(m.Landed(READER, "c1", "l1")), [valid]),
             (2, from_peer(m.Landed(READER, "c1", "l1")), [valid]),
             (3, from_peer(m.Claim(OTHER_READER, "c2", REFERENCE, 6, (0, 1))), [Reply]),
-            (4, from_peer(m.Landed(OTHER_READER, "c2", "l1")), [Reply, SourceFree("r1", "done")]),
+            (4, from_peer(m.Landed(OTHER_READER, "c2", "l1")), [Reply, LeaseEnded("r1", "done")]),
             (5, from_peer(m.Landed(READER, "c1", "l1")), [valid]),
         ],
     )
@@ -245,7 +245,7 @@ def test_an_abort_that_is_faster_than_the_engine_ends_the_lease_as_it_opens():
     source.handle(from_peer(EARLY), 1)
     source.handle(from_peer(m.Abort(READER, "c1", "l1")), 2)
     commands = source.handle(LEASE, 3)
-    assert [type(command) for command in commands] == [Reply, SourceFree]
+    assert [type(command) for command in commands] == [Reply, LeaseEnded]
     assert source.num_live() == 0
 
 
@@ -286,7 +286,7 @@ def test_an_abort_frees_the_blocks_and_is_acknowledged_every_time():
             (0, LEASE, []),
             (1, from_peer(CLAIM), [GRANT]),
             (2, from_peer(m.Abort(STRANGER, "c1", "l1")), [aborted]),
-            (2, from_peer(m.Abort(READER, "c1", "l1")), [aborted, SourceFree("r1", m.Reason.ABORTED)]),
+            (2, from_peer(m.Abort(READER, "c1", "l1")), [aborted, LeaseEnded("r1", m.Reason.ABORTED)]),
             (3, from_peer(m.Abort(READER, "c1", "l1")), [aborted]),
         ],
     )
@@ -294,14 +294,14 @@ def test_an_abort_frees_the_blocks_and_is_acknowledged_every_time():
 
 def test_a_withdrawn_lease_is_over():
     source = session()
-    freed = SourceFree("r1", "withdrawn")
+    freed = LeaseEnded("r1", "withdrawn")
     play(source, [(0, LEASE, []), (1, LeaseWithdrawn("r1"), [freed]), (2, LeaseWithdrawn("r1"), [])])
     assert refusal(source.handle(from_peer(CLAIM), 3), m.Reason.EXPIRED)
 
 
 def test_tombstones_are_forgotten():
     source = session()
-    play(source, [(0, LEASE, []), (1, LeaseWithdrawn("r1"), [SourceFree]), (100, Tick(), [])])
+    play(source, [(0, LEASE, []), (1, LeaseWithdrawn("r1"), [LeaseEnded]), (100, Tick(), [])])
     assert source.next_deadline() == float("inf")
 
 
@@ -332,7 +332,7 @@ def test_every_claim_adds_its_readers_and_keeps_the_lease():
     play(source, [(0, LEASE, []), (9, from_peer(CLAIM), [GRANT]), (12, Tick(), [])])
     play(source, [(18, from_peer(m.Claim(OTHER_READER, "c2", REFERENCE, 6, (1,))), [Reply]), (27, Tick(), [])])
     play(source, [(27, from_peer(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1"))]), (36, Tick(), [])])
-    play(source, [(36, from_peer(m.Landed(OTHER_READER, "c2", "l1")), [Reply, SourceFree("r1", "done")])])
+    play(source, [(36, from_peer(m.Landed(OTHER_READER, "c2", "l1")), [Reply, LeaseEnded("r1", "done")])])
 
 
 def test_a_later_claim_does_not_take_readers_away():
@@ -353,7 +353,7 @@ def test_before_any_claim_whoever_knows_the_lease_may_end_it():
     abort = from_peer(m.Abort(READER, "c1", "l1"))
     play(
         session(),
-        [(0, LEASE, []), (1, abort, [Reply("x", m.Aborted("c1", US.epoch)), SourceFree("r1", m.Reason.ABORTED)])],
+        [(0, LEASE, []), (1, abort, [Reply("x", m.Aborted("c1", US.epoch)), LeaseEnded("r1", m.Reason.ABORTED)])],
     )
 
 
@@ -364,7 +364,7 @@ def test_before_any_claim_whoever_knows_the_lease_keeps_it_alive():
     play(source, [(0, LEASE, []), (8, renew, alive), (16, renew, alive), (24, from_peer(CLAIM), [GRANT])])
     stranger = from_peer(m.Renew(STRANGER, ("l1",)))
     assert source.handle(stranger, 33.0) == [Reply("x", m.Renewed(("l1",)))]
-    assert SourceFree("r1", m.Reason.EXPIRED) in source.handle(Tick(), 34.1)
+    assert LeaseEnded("r1", m.Reason.EXPIRED) in source.handle(Tick(), 34.1)
 
 
 def test_memory_may_be_read_from_an_offer_to_the_end_of_the_claims():

@@ -7,7 +7,7 @@ from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange
-from kvferry.plan.digests.subject import NOTHING, Part, Policy, Subject
+from kvferry.plan.digests.subject import NOTHING, DigestPolicy, Part, Subject
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import (
     Cancel,
@@ -19,13 +19,13 @@ from kvferry.session.events import (
     Disconnect,
     DropDigest,
     FrameArrived,
-    LeaseWanted,
+    LeaseEnded,
+    LeaseRequest,
     LeaseWithdrawn,
     PeerConnected,
     PeerUnreachable,
     Post,
     Reply,
-    SourceFree,
     Tick,
     TicketEnded,
     Timing,
@@ -42,7 +42,7 @@ MODEL = attention(2, 2, 4, "float32", 4)
 LAYOUT = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
 TARGETS = describe(MODEL, EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
 US, THEM = m.Party("p0", "epoch-1", 0), m.Party("d0", "epoch-9", 0)
-LEASE = LeaseWanted("r1", "l1", ((3, 5),), 7)
+LEASE = LeaseRequest("r1", "l1", ((3, 5),), 7)
 REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
 OFFER = m.TargetOffer(THEM, TARGETS, (m.TransportOffer("shm", b"there", ""),), m.Probe(4096, 64, 7))
 CLAIM = m.Claim(THEM, "c1", REFERENCE, 6, (0,), Direction.WRITE, ((2,),), (TokenRange(0, 6),))
@@ -69,10 +69,10 @@ MET = [
     (0, PeerConnected(THEM, "shm", "shm 9 GB/s"), [Reply("x", m.Reached("shm", "shm 9 GB/s"))]),
 ]
 WRITING = [*MET, (1, said(CLAIM), [GRANT, Post])]
-FREE, VALID = SourceFree("r1", "done"), Reply("x", m.Valid("c1"))
+FREE, VALID = LeaseEnded("r1", "done"), Reply("x", m.Valid("c1"))
 ENDED = [Reply, VALID]
 STATES = tuple(state.name for state in LAYOUT.states[:2])
-SUBJECT = Subject(Policy.FULL, 0, (Part(STATES, (Span(0, 2), Span(0, 4)), ALL_TOKENS, TokenRange(0, 6)),))
+SUBJECT = Subject(DigestPolicy.FULL, 0, (Part(STATES, (Span(0, 2), Span(0, 4)), ALL_TOKENS, TokenRange(0, 6)),))
 TWO = describe(MODEL, EngineShape(2, 1, 8, 4, "head-major"), 1 << 30)
 
 
@@ -135,7 +135,7 @@ def test_what_is_written_is_digested_at_once_and_the_reader_told(source):
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["before its end", "after it"])
 def test_what_is_written_is_digested_meanwhile(source, is_there):
-    sampled, values = Subject(Policy.SAMPLED, 1, SUBJECT.parts), (b"12345678", b"abcdefgh")
+    sampled, values = Subject(DigestPolicy.SAMPLED, 1, SUBJECT.parts), (b"12345678", b"abcdefgh")
     claim = msgspec.structs.replace(CLAIM, subject=sampled)
     play(source, [*MET, (1, said(claim), [GRANT, Post]), (1 + LOOK_AFTER_S, Tick(), [Digest])])
     valid, digested = [Reply("x", m.Valid("c1", values)), FREE], Digested(KEY, values)
@@ -149,14 +149,14 @@ def test_the_end_of_one_write_says_nothing_of_another_that_is_digested(source):
     """Neither while the lease lives nor afterwards, when its blocks may be another request's."""
     both = two_readers(source, SUBJECT)
     play(source, [(2, TicketEnded(KEY, ""), [Reply, Digest]), (3, TicketEnded(both[1], ""), [Reply, Digest])])
-    play(source, [(4, LeaseWithdrawn("r1"), [SourceFree, DropDigest, Reply, Count, DropDigest, Reply, Count])])
+    play(source, [(4, LeaseWithdrawn("r1"), [LeaseEnded, DropDigest, Reply, Count, DropDigest, Reply, Count])])
 
 
 def test_a_write_that_ends_after_its_lease_begins_no_digest_of_another(source):
     both = two_readers(source, SUBJECT)
     play(source, [(2, TicketEnded(KEY, ""), [Reply, Digest])])
     told = [Cancel(both[1]), Reply, Count, DropDigest(KEY), Reply, Count]
-    play(source, [(3, LeaseWithdrawn("r1"), told), (4, TicketEnded(both[1], ""), [SourceFree("r1", "withdrawn")])])
+    play(source, [(3, LeaseWithdrawn("r1"), told), (4, TicketEnded(both[1], ""), [LeaseEnded("r1", "withdrawn")])])
 
 
 def test_a_claim_said_again_after_the_end_of_its_lease_is_told_of_that(source):
@@ -167,7 +167,7 @@ def test_a_claim_said_again_after_the_end_of_its_lease_is_told_of_that(source):
 def test_what_is_written_for_a_reader_that_has_left_is_not_digested(source):
     claim = msgspec.structs.replace(CLAIM, subject=SUBJECT)
     play(source, [*MET, (1, said(claim), [GRANT, Post]), (2, said(ABORT), [CANCEL])])
-    play(source, [(3, TicketEnded(KEY, ""), [CLEAN, SourceFree("r1", m.Reason.ABORTED)])])
+    play(source, [(3, TicketEnded(KEY, ""), [CLEAN, LeaseEnded("r1", m.Reason.ABORTED)])])
 
 
 def test_of_two_readers_the_last_that_is_written_to_frees_the_blocks(source):
@@ -206,7 +206,7 @@ def test_a_target_that_cannot_be_reached_is_told_and_forgotten(source):
 def test_a_failed_write_is_told_again_and_again(source):
     failed = [(2, TicketEnded(KEY, "peer reset"), [Reply, Count]), (3, said(CLAIM), [Reply])]
     assert reason(play(source, [*WRITING, *failed])) == "transport"
-    play(source, [(4, said(ABORT), [UNCLEAN, SourceFree("r1", m.Reason.ABORTED)])])
+    play(source, [(4, said(ABORT), [UNCLEAN, LeaseEnded("r1", m.Reason.ABORTED)])])
 
 
 @pytest.mark.parametrize("error", ["", "cancelled"])
@@ -214,7 +214,7 @@ def test_an_abort_is_acknowledged_and_the_blocks_come_back_when_the_ticket_has_e
     play(source, [*WRITING, (2, said(ABORT), [CANCEL]), (3, said(ABORT), []), (4, said(CLAIM), [Reply, Count])])
     assert source.num_live() == 1
     word = UNCLEAN if error else CLEAN
-    play(source, [(5, TicketEnded(KEY, error), [word, SourceFree("r1", m.Reason.ABORTED)]), (6, said(ABORT), [word])])
+    play(source, [(5, TicketEnded(KEY, error), [word, LeaseEnded("r1", m.Reason.ABORTED)]), (6, said(ABORT), [word])])
     assert source.num_live() == 0
 
 
@@ -234,7 +234,7 @@ def test_a_lease_that_ends_while_it_is_written_keeps_its_blocks_and_is_never_val
     play(source, [(100, Tick(), []), (200, Tick(), [])])
     assert source.num_live() == 1
     freed, *counted = source.handle(TicketEnded(KEY, ""), 201)
-    assert freed == SourceFree("r1", how)
+    assert freed == LeaseEnded("r1", how)
     assert counted == ([Count("leases_expired", "expired")] if how == "expired" else [])
     play(source, [(202, said(ABORT), [CLEAN]), (203, said(CLAIM), [Reply, Count])])
     # Its record is forgotten: a claim waits for a lease that is not known yet.
@@ -250,7 +250,7 @@ def test_a_claim_that_arrives_after_its_abort_is_never_written(source):
 
 def test_an_abort_that_arrives_before_the_lease_is_known_is_remembered(source):
     play(source, [*MET[1:], (1, said(ABORT), [CLEAN]), (2, said(CLAIM), [Reply, Count])])
-    play(source, [(3, LEASE, [CLEAN, SourceFree("r1", m.Reason.ABORTED)]), (4, said(CLAIM), [Reply, Count])])
+    play(source, [(3, LEASE, [CLEAN, LeaseEnded("r1", m.Reason.ABORTED)]), (4, said(CLAIM), [Reply, Count])])
 
 
 def test_no_abort_is_acknowledged_that_cannot_be_remembered(source):
@@ -324,7 +324,7 @@ def test_the_next_start_of_a_target_takes_its_place(source):
 
 
 def test_an_idle_target_is_forgotten_but_not_while_it_is_written_to(source):
-    play(source, [*MET, (150, Tick(), [SourceFree, Count]), (201, Tick(), [Disconnect(THEM)])])
+    play(source, [*MET, (150, Tick(), [LeaseEnded, Count]), (201, Tick(), [Disconnect(THEM)])])
     play(source, [(211, Tick(), [])])
     assert source.next_deadline() == float("inf")
 
@@ -335,7 +335,7 @@ def test_a_target_that_is_written_to_is_not_idle(source):
 
 def test_a_target_that_has_just_been_written_to_is_not_idle(source):
     """It has heard of us, and does not forget us either."""
-    play(source, [*WRITING, (12, Tick(), [CANCEL, Reply, Count]), (70, TicketEnded(KEY, ""), [SourceFree, Count])])
+    play(source, [*WRITING, (12, Tick(), [CANCEL, Reply, Count]), (70, TicketEnded(KEY, ""), [LeaseEnded, Count])])
     play(source, [(269, Tick(), []), (271, Tick(), [Disconnect(THEM)])])
 
 

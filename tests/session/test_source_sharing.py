@@ -7,7 +7,7 @@ from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange
-from kvferry.plan.digests.subject import Part, Policy, Subject
+from kvferry.plan.digests.subject import DigestPolicy, Part, Subject
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.programs.stretch import parted
@@ -20,13 +20,13 @@ from kvferry.session.events import (
     Digest,
     Digested,
     FrameArrived,
-    LeaseGrown,
-    LeaseWanted,
+    LeaseEnded,
+    LeaseProgress,
+    LeaseRequest,
     LeaseWithdrawn,
     PeerConnected,
     Post,
     Reply,
-    SourceFree,
     Tick,
     TicketEnded,
     Timing,
@@ -43,7 +43,7 @@ LAYOUT = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
 TARGETS = describe(MODEL, EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
 US, THEM = m.Party("p0", "epoch-1", 0), m.Party("d0", "epoch-9", 0)
 TABLES = ((3, 5, 6),)
-LEASE, GROWING = LeaseWanted("r1", "l1", TABLES, 12), LeaseWanted("r1", "l1", ((),), 12, is_growing=True)
+LEASE, GROWING = LeaseRequest("r1", "l1", TABLES, 12), LeaseRequest("r1", "l1", ((),), 12, is_growing=True)
 REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
 OFFER = m.TargetOffer(THEM, TARGETS, (m.TransportOffer("cma", b"there", ""),), m.Probe(4096, 64, 7))
 CLAIM = m.Claim(THEM, "c1", REFERENCE, 12, (0,), Direction.READ, ((2, 0),), (TokenRange(0, 12),), read_from=8)
@@ -51,9 +51,9 @@ KEY = ClaimKey("l1", THEM, "c1")
 GRANT, CANCEL = Reply("x", m.Grant("c1", TABLES)), Cancel(KEY)
 ABORT, LANDED = m.Abort(THEM, "c1", "l1"), m.Landed(THEM, "c1", "l1")
 CLEAN, UNCLEAN = Reply("x", m.Aborted("c1", "epoch-1")), Reply("x", m.Aborted("c1", "epoch-1", is_clean=False))
-FREE, VALID, WITHDRAWN = SourceFree("r1", "done"), Reply("x", m.Valid("c1")), SourceFree("r1", "withdrawn")
+FREE, VALID, WITHDRAWN = LeaseEnded("r1", "done"), Reply("x", m.Valid("c1")), LeaseEnded("r1", "withdrawn")
 STATES = tuple(state.name for state in LAYOUT.states[:2])
-SUBJECT = Subject(Policy.SAMPLED, 0, (Part(STATES, (Span(0, 2), Span(0, 4)), ALL_TOKENS, TokenRange(0, 12)),))
+SUBJECT = Subject(DigestPolicy.SAMPLED, 0, (Part(STATES, (Span(0, 2), Span(0, 4)), ALL_TOKENS, TokenRange(0, 12)),))
 
 
 def said(message, peer="x"):
@@ -124,7 +124,8 @@ def test_who_has_not_heard_of_its_grant_hears_when_the_lease_is_over(source):
 def test_what_the_source_has_not_computed_waits(source):
     play(source, [(0, GROWING, []), *REACHED, (1, said(CLAIM), [Reply("x", m.Queued("c1"))]), (1, Tick(), [])])
     play(
-        source, [(2, LeaseGrown("r1", ((3,),), 4), []), (3, LeaseGrown("r1", TABLES, 12), [GRANT]), (3, Tick(), [Post])]
+        source,
+        [(2, LeaseProgress("r1", ((3,),), 4), []), (3, LeaseProgress("r1", TABLES, 12), [GRANT]), (3, Tick(), [Post])],
     )
 
 
@@ -132,11 +133,11 @@ def test_a_write_that_fails_is_told_and_told_again(source):
     play(source, WRITING)
     assert reason(play(source, [(2, TicketEnded(KEY, "gone"), [Reply, Count])])) == "transport"
     assert reason(source.handle(said(CLAIM), 3.0)) == "transport"
-    play(source, [(4, said(ABORT), [UNCLEAN, SourceFree("r1", "aborted")])])
+    play(source, [(4, said(ABORT), [UNCLEAN, LeaseEnded("r1", "aborted")])])
 
 
 @pytest.mark.parametrize(
-    ("event", "ends"), [(LeaseWithdrawn("r1"), [WITHDRAWN]), (said(ABORT), [CLEAN, SourceFree("r1", "aborted")])]
+    ("event", "ends"), [(LeaseWithdrawn("r1"), [WITHDRAWN]), (said(ABORT), [CLEAN, LeaseEnded("r1", "aborted")])]
 )
 def test_what_ends_before_it_is_written_is_not_written(source, event, ends):
     """An abort is acknowledged at once; who waits for a part hears when the lease has ended."""
@@ -154,7 +155,7 @@ def test_what_ends_while_it_is_written_waits_for_its_ticket(source):
 
 def test_an_abort_waits_for_its_ticket(source):
     play(
-        source, [*WRITING, (2, said(ABORT), [CANCEL]), (3, TicketEnded(KEY, ""), [CLEAN, SourceFree("r1", "aborted")])]
+        source, [*WRITING, (2, said(ABORT), [CANCEL]), (3, TicketEnded(KEY, ""), [CLEAN, LeaseEnded("r1", "aborted")])]
     )
 
 
@@ -170,7 +171,7 @@ def test_blocks_that_cannot_be_are_told_when_it_is_planned(source):
     play(source, [*GRANTED[:-1], (1, said(wrong), [GRANT])])
     assert reason(play(source, [(1, Tick(), [Reply, Count])])) == "out_of_range"
     assert reason(source.handle(said(wrong), 2.0)) == "transport"
-    play(source, [(3, said(ABORT), [CLEAN, SourceFree("r1", "aborted")])])
+    play(source, [(3, said(ABORT), [CLEAN, LeaseEnded("r1", "aborted")])])
 
 
 @pytest.mark.parametrize(

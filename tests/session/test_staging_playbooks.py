@@ -14,7 +14,7 @@ from kvferry.plan.description.layout import fingerprint
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange
-from kvferry.plan.digests.subject import Part, Policy, Subject
+from kvferry.plan.digests.subject import DigestPolicy, Part, Subject
 from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
@@ -29,18 +29,20 @@ from kvferry.session.events import (
     Acquire,
     Acquired,
     AnswerArrived,
+    BlocksReleased,
     Cancel,
     ClaimKey,
     Connect,
     Count,
     Digest,
     Digested,
-    Failed,
     Fetched,
-    FetchWanted,
+    FetchFailed,
+    FetchRequest,
     FrameArrived,
-    LeaseGrown,
-    LeaseWanted,
+    LeaseEnded,
+    LeaseProgress,
+    LeaseRequest,
     LeaseWithdrawn,
     PeerConnected,
     PeerKey,
@@ -50,10 +52,8 @@ from kvferry.session.events import (
     Reply,
     Send,
     SlotKey,
-    SourceFree,
     Stage,
     Staged,
-    TargetFree,
     Tick,
     TicketEnded,
     Timing,
@@ -80,7 +80,7 @@ US, SOURCE = m.Party("d0", "epoch-9", 0), m.Party("p0", "epoch-1", 0)
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "epoch-1")
 REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
 SOURCE_TABLES, TABLES, RANGES = ((6, 1, 4, 3),), ((0, 5, 2, 7),), (TokenRange(0, NUM_TOKENS),)
-WANTED = FetchWanted("q1", REFERENCE, (PEER.address,), TABLES, RANGES)
+WANTED = FetchRequest("q1", REFERENCE, (PEER.address,), TABLES, RANGES)
 TRANSPORTS, PROBE = (m.TransportOffer("shm", b"here", ""),), m.Probe(4096, 64, 7)
 TARGET_OFFER = m.TargetOffer(US, TARGET_LAYOUTS, TRANSPORTS, PROBE)
 CLAIM = m.Claim(US, "q1", REFERENCE, NUM_TOKENS, (0,), Direction.WRITE, TABLES, RANGES, Strategy.PACK, STRETCH_BYTES)
@@ -117,7 +117,7 @@ def packed(stretch, num_missing=0):
 
 
 def failure(commands):
-    return next(command.error for command in commands if isinstance(command, Failed))
+    return next(command.error for command in commands if isinstance(command, FetchFailed))
 
 
 def target(*allowed, direction=Direction.READ):
@@ -184,7 +184,7 @@ def test_a_cancelled_read_keeps_its_slot_until_it_has_ended():
     commands = session.handle(AbortWanted("q1"), 3.0)
     assert commands[2:] == [Cancel(key(0)), Release(key(2)), ABORT]
     play(session, [(4, Staged(key(1), ""), [Release(key(1))]), (5, packed(0), [])])
-    play(session, [(6, TicketEnded(key(0), "cancelled"), [Release(key(0)), TargetFree("q1")])])
+    play(session, [(6, TicketEnded(key(0), "cancelled"), [Release(key(0)), BlocksReleased("q1")])])
     play(session, [(7, acquired(2), [Release(key(2))]), (7, Staged(key(1), ""), []), (7, TicketEnded(key(0), ""), [])])
 
 
@@ -194,9 +194,9 @@ def test_a_slot_that_cannot_be_filled_fails_the_fetch(event):
     commands = play(session, [*SCATTERING, (1, acquired(0), [Post])]) and session.handle(event, 2.0)
     assert failure(commands).reason == m.Reason.TRANSPORT
     if event.key == key(1):
-        assert TargetFree("q1") not in commands
+        assert BlocksReleased("q1") not in commands
         commands = session.handle(TicketEnded(key(0), ""), 3.0)
-    assert commands[-2:] == [Release(key(0)), TargetFree("q1")]
+    assert commands[-2:] == [Release(key(0)), BlocksReleased("q1")]
 
 
 def test_a_scatter_that_fails_fails_the_fetch():
@@ -204,7 +204,7 @@ def test_a_scatter_that_fails_fails_the_fetch():
     play(session, [*SCATTERING, (1, acquired(0), [Post]), (2, TicketEnded(key(0), ""), [Stage])])
     commands = session.handle(Staged(key(0), "no such memory"), 3.0)
     assert "scatter failed" in str(failure(commands))
-    assert commands[-2:] == [Release(key(0)), TargetFree("q1")]
+    assert commands[-2:] == [Release(key(0)), BlocksReleased("q1")]
 
 
 def test_source_tables_that_cannot_be_are_the_end_of_the_fetch():
@@ -212,7 +212,7 @@ def test_source_tables_that_cannot_be_are_the_end_of_the_fetch():
     session = target(Strategy.SCATTER)
     commands = play(session, SCATTERING[:-1]) and session.handle(answer(m.Grant("q1", ((99,),))), 0.4)
     assert failure(commands).reason == m.Reason.OUT_OF_RANGE
-    assert commands[-1] == TargetFree("q1")
+    assert commands[-1] == BlocksReleased("q1")
 
 
 # --- a target whose source fills its slots
@@ -261,7 +261,7 @@ def test_a_word_that_is_repeated_does_not_end_the_scatter_of_a_failed_read():
     play(session, [*PACKING, (1, acquired(0), [pack(0)]), (2, packed(0), [Stage])])
     commands = session.handle(AbortWanted("q1"), 3.0)
     assert commands[2:] == [Release(key(1)), Release(key(2)), ABORT]
-    play(session, [(4, packed(0), []), (5, Staged(key(0), ""), [Release(key(0)), TargetFree("q1")])])
+    play(session, [(4, packed(0), []), (5, Staged(key(0), ""), [Release(key(0)), BlocksReleased("q1")])])
 
 
 def test_own_blocks_that_cannot_be_are_found_when_their_slot_is_planned(monkeypatch):
@@ -274,7 +274,7 @@ def test_own_blocks_that_cannot_be_are_found_when_their_slot_is_planned(monkeypa
     commands = session.handle(Staged(key(0), ""), 3.0)
     assert failure(commands).reason == m.Reason.OUT_OF_RANGE
     assert [command for command in commands if isinstance(command, Release)] == [Release(key(0)), Release(key(2))]
-    play(session, [(4, packed(1), [Release(key(1)), TargetFree("q1")])])
+    play(session, [(4, packed(1), [Release(key(1)), BlocksReleased("q1")])])
 
 
 @pytest.fixture
@@ -314,7 +314,7 @@ def test_a_slot_of_a_failed_read_waits_for_the_word_of_its_source():
     assert session.handle(AbortWanted("q1"), 2.0)[2:] == [Release(key(2)), ABORT]
     assert session.may_be_written()
     play(session, [(3, packed(1), [Release(key(1))]), (4, Tick(), [ABORT])])
-    play(session, [(5, answer(CLEAN), [Release(key(0)), TargetFree("q1")])])
+    play(session, [(5, answer(CLEAN), [Release(key(0)), BlocksReleased("q1")])])
     assert not session.may_be_written()
 
 
@@ -322,7 +322,10 @@ def test_the_word_of_a_source_does_not_end_the_scatter_of_a_failed_read():
     session = target(Strategy.PACK)
     play(session, [*PACKING, (1, acquired(0), [pack(0)]), (1, acquired(1), [pack(1)]), (2, packed(0), [Stage])])
     session.handle(AbortWanted("q1"), 2.0)
-    play(session, [(3, answer(CLEAN), [Release(key(1))]), (4, Staged(key(0), ""), [Release(key(0)), TargetFree("q1")])])
+    play(
+        session,
+        [(3, answer(CLEAN), [Release(key(1))]), (4, Staged(key(0), ""), [Release(key(0)), BlocksReleased("q1")])],
+    )
 
 
 def test_after_a_write_that_ended_badly_a_slot_waits_a_while_longer():
@@ -332,7 +335,7 @@ def test_after_a_write_that_ended_badly_a_slot_waits_a_while_longer():
     play(session, [(3, answer(UNCLEAN), [])])
     for tick in range(1, 10):
         play(session, [(3 + tick * 0.44, Tick(), [])])
-    play(session, [(7.1, Tick(), [Release(key(0)), TargetFree("q1")])])
+    play(session, [(7.1, Tick(), [Release(key(0)), BlocksReleased("q1")])])
 
 
 def test_whoever_waits_for_slots_has_patience_as_long_as_others_get_on():
@@ -346,7 +349,7 @@ def test_whoever_waits_for_slots_has_patience_as_long_as_others_get_on():
     # Somebody else who gets in line is no reason: nobody gets on by that.
     third = replace(WANTED, request_id="q3", reference=m.Reference("p0", "epoch-1", "r3", "l3"))
     play(session, [(40.6, third, [Send]), (40.7, answer(m.Grant("q3", ())), [Acquire, Acquire, Acquire])])
-    failed = [command.request_id for command in session.handle(Tick(), 41.0) if isinstance(command, Failed)]
+    failed = [command.request_id for command in session.handle(Tick(), 41.0) if isinstance(command, FetchFailed)]
     assert failed == ["q1", "q2"]
 
 
@@ -359,7 +362,7 @@ def test_a_source_that_only_says_queued_keeps_slots_from_others_for_so_long_and_
     for now in range(3, 1000):
         play(session, [(now, answer(m.Queued("q1")), [])] if "q1" not in failed_at else [])
         commands = session.handle(Tick(), now + 0.5)
-        failed_at |= {command.request_id: now for command in commands if isinstance(command, Failed)}
+        failed_at |= {command.request_id: now for command in commands if isinstance(command, FetchFailed)}
     latest = TIMING.hold_s + TIMING.transfer_s + 2
     assert TIMING.hold_s < failed_at["q1"] <= latest
     # Who waited for the slots fails with it: while their source may write to them nobody gets them.
@@ -396,7 +399,7 @@ def own(stretch, number=0):
 
 
 OWN = 1 << 35
-LEASE = LeaseWanted("r1", "l1", SOURCE_TABLES, NUM_TOKENS)
+LEASE = LeaseRequest("r1", "l1", SOURCE_TABLES, NUM_TOKENS)
 CLAIMED = [
     (0, LEASE, []),
     (0, said(TARGET_OFFER), [Connect]),
@@ -424,7 +427,7 @@ def test_a_source_does_not_plan_what_is_not_computed_or_not_wanted_any_more(plan
     growing, withdrawn = source(), source()
     play(growing, [(0, replace(LEASE, is_growing=True), []), *CLAIMED[1:3]])
     play(growing, [(0, said(CLAIM), [Reply("x", m.Grant("q1", (), NUM_TOKENS))]), (0, Tick(), [])])
-    play(withdrawn, [*CLAIMED, (0, LeaseWithdrawn("r1"), [SourceFree, Reply, Count]), (0, Tick(), [])])
+    play(withdrawn, [*CLAIMED, (0, LeaseWithdrawn("r1"), [LeaseEnded, Reply, Count]), (0, Tick(), [])])
     assert planned == []
 
 
@@ -544,7 +547,7 @@ def test_an_abort_is_acknowledged_when_nothing_is_gathered_or_written_any_more()
     play(session, [*WRITING, (2, said(asked(1)), [Acquire]), (2, Acquired(own(1), OWN + 4096), [Stage])])
     play(session, [(3, ABORT_SAID, [Cancel(own(0))])])
     play(session, [(4, Staged(own(1), ""), [Release(own(1))])])
-    free = SourceFree("r1", "aborted")
+    free = LeaseEnded("r1", "aborted")
     play(session, [(5, TicketEnded(own(0), "cancelled"), [Release(own(0)), Reply("x", UNCLEAN), free])])
     assert reasons(session.handle(said(asked(2)), 6.0)) == ["expired"]
     play(session, [(7, TicketEnded(own(0), ""), []), (7, Acquired(own(2), OWN), []), (7, Staged(own(0), ""), [])])
@@ -552,7 +555,7 @@ def test_an_abort_is_acknowledged_when_nothing_is_gathered_or_written_any_more()
 
 def test_an_abort_leaves_the_line_for_a_slot():
     waiting = [*CLAIMED, (1, said(asked(0)), [OWN_ACQUIRE])]
-    ended = [Release(own(0)), Reply("x", CLEAN), SourceFree("r1", m.Reason.ABORTED)]
+    ended = [Release(own(0)), Reply("x", CLEAN), LeaseEnded("r1", m.Reason.ABORTED)]
     play(source(), [*waiting, (2, ABORT_SAID, ended)])
 
 
@@ -562,7 +565,7 @@ def test_a_pack_that_arrives_after_the_abort_is_not_carried_out():
     two_readers = m.Claim(*fields_with(readers=(0, 1), party=m.Party("d0", "epoch-9", 1), claim_id="q1"))
     play(session, CLAIMED)
     session.handle(said(two_readers), 0.0)
-    play(session, [(3, ABORT_SAID, [Reply, SourceFree])])
+    play(session, [(3, ABORT_SAID, [Reply, LeaseEnded])])
     assert reasons(session.handle(said(asked(0)), 4.0)) == ["expired"]
 
 
@@ -574,7 +577,7 @@ def test_the_blocks_of_a_lease_that_ends_wait_for_its_slots(steps):
     assert reasons(commands) == ["expired"]
     assert (Cancel(own(0)) in commands) == (steps is WRITING)
     event = TicketEnded(own(0), "") if steps is WRITING else Staged(own(0), "")
-    play(session, [(4, event, [Release(own(0)), SourceFree("r1", "withdrawn")])])
+    play(session, [(4, event, [Release(own(0)), LeaseEnded("r1", "withdrawn")])])
 
 
 # --- gathered into the target's own slots ---
@@ -601,7 +604,7 @@ def test_when_the_last_slot_is_gathered_in_place_all_of_it_is_valid():
         if stretch < 3:
             play(session, [(4, Staged(own(stretch), ""), [Release, Reply])])
     last = Reply("x", m.Packed("q1", 3, 0))
-    play(session, [(5, Staged(own(3), ""), [Release, last, VALID, SourceFree("r1", "done")])])
+    play(session, [(5, Staged(own(3), ""), [Release, last, VALID, LeaseEnded("r1", "done")])])
 
 
 @pytest.mark.parametrize(
@@ -620,33 +623,33 @@ def test_a_gather_in_place_that_fails_leaves_nothing_under_way():
     session = source()
     play(session, FILLING)
     assert reasons(session.handle(Staged(own(0), "no such memory"), 2.0)) == ["transport"]
-    play(session, [(3, ABORT_SAID, [Reply("x", CLEAN), SourceFree("r1", "aborted")])])
+    play(session, [(3, ABORT_SAID, [Reply("x", CLEAN), LeaseEnded("r1", "aborted")])])
 
 
 def test_who_gives_up_hears_of_it_when_nothing_is_gathered_into_its_slots_any_more():
     session = source()
     play(session, [*FILLING, (2, ABORT_SAID, [])])
-    play(session, [(3, Staged(own(0), ""), [Release(own(0)), Reply("x", CLEAN), SourceFree("r1", "aborted")])])
+    play(session, [(3, Staged(own(0), ""), [Release(own(0)), Reply("x", CLEAN), LeaseEnded("r1", "aborted")])])
 
 
 def test_a_claim_that_has_failed_is_not_refused_again_when_its_lease_ends():
     session = source()
     play(session, GATHERING)
     assert reasons(session.handle(Staged(own(0), "a bad row"), 3.0)) == ["transport"]
-    play(session, [(4, LeaseWithdrawn("r1"), [SourceFree("r1", "withdrawn")])])
+    play(session, [(4, LeaseWithdrawn("r1"), [LeaseEnded("r1", "withdrawn")])])
 
 
 def test_a_lease_that_ends_between_two_slots_leaves_nothing_open():
     session = source()
     play(session, [*WRITING, (3, TicketEnded(own(0), ""), [Release, Reply])])
-    play(session, [(4, LeaseWithdrawn("r1"), [SourceFree("r1", "withdrawn"), Reply, Count])])
+    play(session, [(4, LeaseWithdrawn("r1"), [LeaseEnded("r1", "withdrawn"), Reply, Count])])
     assert reasons(session.handle(said(asked(1)), 5.0)) == ["expired"]
 
 
 GROWING = replace(LEASE, block_tables=((),), is_growing=True)
 DIRECT_CLAIM = m.Claim(US, "q1", REFERENCE, NUM_TOKENS, (0,), Direction.WRITE, TABLES, RANGES)
 PART = Part(("model.layers.0.k",), (Span(0, 2), Span(0, 4)), ALL_TOKENS, RANGES[0])
-DIGESTED_CLAIM = structs.replace(CLAIM, subject=Subject(Policy.SAMPLED, 3, (PART,)))
+DIGESTED_CLAIM = structs.replace(CLAIM, subject=Subject(DigestPolicy.SAMPLED, 3, (PART,)))
 
 
 def written(stretch):
@@ -664,7 +667,7 @@ def test_when_the_last_slot_is_written_all_of_it_is_valid_and_the_blocks_are_fre
     (write,) = (write for lease in session._leases for write in lease.writes.values())
     assert write.plan._planned.cache_info().currsize
     last = Reply("x", m.Packed("q1", 3, 0))
-    play(session, [*written(3), (5, TicketEnded(own(3), ""), [Release, last, VALID, SourceFree("r1", "done")])])
+    play(session, [*written(3), (5, TicketEnded(own(3), ""), [Release, last, VALID, LeaseEnded("r1", "done")])])
     # Its record is kept for a while, but not what was planned.
     assert not write.plan._planned.cache_info().currsize
     play(session, [(6, said(asked(3)), [last]), (6, said(CLAIM), [Reply("x", m.Grant("q1", ()))])])
@@ -684,7 +687,7 @@ def test_what_is_packed_is_digested_once_a_slot_is_asked_for_and_valid_with_its_
     for stretch in (0, 1, 2):
         play(session, [(4, TicketEnded(own(stretch), ""), [Release, Reply]), *written(stretch + 1)])
     valid = Reply("x", m.Valid("q1", values))
-    play(session, [(5, TicketEnded(own(3), ""), [Release, Reply, valid, SourceFree("r1", "done")])])
+    play(session, [(5, TicketEnded(own(3), ""), [Release, Reply, valid, LeaseEnded("r1", "done")])])
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
@@ -703,7 +706,7 @@ def test_what_is_written_of_a_prompt_that_grows_on_is_not_granted_again():
     for stretch in (0, 1, 2):
         valid = [VALID] if stretch == 2 else []
         play(session, [*written(stretch), (4, TicketEnded(own(stretch), ""), [Release, Reply, *valid])])
-    play(session, [(5, grown(14), []), (6, grown(16), [SourceFree("r1", "done")])])
+    play(session, [(5, grown(14), []), (6, grown(16), [LeaseEnded("r1", "done")])])
 
 
 def test_what_was_planned_is_forgotten_with_its_lease():
@@ -711,7 +714,7 @@ def test_what_was_planned_is_forgotten_with_its_lease():
     play(session, [*CLAIMED, (1, Tick(), [])])
     (write,) = (write for lease in session._leases for write in lease.writes.values())
     assert write.plan._planned.cache_info().currsize
-    play(session, [(2, LeaseWithdrawn("r1"), [SourceFree, Reply, Count])])
+    play(session, [(2, LeaseWithdrawn("r1"), [LeaseEnded, Reply, Count])])
     assert not write.plan._planned.cache_info().currsize
 
 
@@ -733,7 +736,7 @@ def test_ranges_that_cannot_be_are_refused_when_they_are_claimed(num_tokens, ran
     play(session, [(0, replace(LEASE, is_growing=is_growing), []), *CLAIMED[1:3]])
     commands = play(session, [(1, said(wrong), [Reply, Count])])
     assert reasons(commands) == ["out_of_range"]
-    play(session, [(2, said(CLAIM), [Reply]), (3, LeaseWithdrawn("r1"), [SourceFree, Reply, Count])])
+    play(session, [(2, said(CLAIM), [Reply]), (3, LeaseWithdrawn("r1"), [LeaseEnded, Reply, Count])])
 
 
 def test_a_packed_claim_without_ranges_is_refused():
@@ -751,7 +754,7 @@ def test_blocks_that_cannot_be_are_refused_by_a_push_of_what_is_still_computed(t
     play(session, [(0, GROWING, []), (0, grown(9), []), *CLAIMED[1:3]])
     commands = play(session, [(1, said(wrong), [Reply, Count])])
     assert reasons(commands) == ["out_of_range"]
-    play(session, [(2, LeaseWithdrawn("r1"), [SourceFree("r1", "withdrawn")])])
+    play(session, [(2, LeaseWithdrawn("r1"), [LeaseEnded("r1", "withdrawn")])])
 
 
 @pytest.mark.parametrize("claim", [CLAIM, DIRECT_CLAIM], ids=["packed", "direct"])
@@ -763,14 +766,14 @@ def test_who_has_read_all_of_it_has_nothing_written(claim):
     play(session, [(1, said(nothing), [Reply("x", m.Grant("q1", ((),)))]), (1, LANDED_SAID, [VALID])])
     assert reasons(session.handle(said(claim), 2.0)) == ["already_claimed"]
     assert reasons(session.handle(said(asked(0)), 2.0)) == ["not_claimed"]
-    play(session, [(3, LeaseWithdrawn("r1"), [SourceFree("r1", "withdrawn")])])
+    play(session, [(3, LeaseWithdrawn("r1"), [LeaseEnded("r1", "withdrawn")])])
     assert reasons(session.handle(said(asked(0)), 4.0)) == ["expired"]
 
 
 def test_a_claim_of_which_nothing_moves_is_valid_at_once():
     session = source()
     empty = structs.replace(CLAIM, num_tokens=0, ranges=(TokenRange(0, 0),))
-    play(session, [*CLAIMED[:-1], (0, said(empty), [Reply("x", m.Grant("q1", ())), VALID, SourceFree("r1", "done")])])
+    play(session, [*CLAIMED[:-1], (0, said(empty), [Reply("x", m.Grant("q1", ())), VALID, LeaseEnded("r1", "done")])])
 
 
 # --- which way
@@ -808,7 +811,7 @@ def missing(num_tokens):
 
 
 def grown(num_ready):
-    return LeaseGrown("r1", (SOURCE_TABLES[0][: -(-num_ready // 4)],), num_ready)
+    return LeaseProgress("r1", (SOURCE_TABLES[0][: -(-num_ready // 4)],), num_ready)
 
 
 def test_a_target_holds_no_slot_for_tokens_that_are_not_computed():
@@ -895,7 +898,7 @@ def test_a_slot_that_is_asked_for_before_its_tokens_are_computed_has_to_be_asked
     told = Reply("x", m.Packed("q1", 0, 0, NUM_TOKENS - 9))
     play(session, [(5, grown(9), [missing(7)]), (5, said(asked(0)), [told]), (5, said(asked(1)), [Acquire])])
     commands = session.handle(LeaseWithdrawn("r1"), 6.0)
-    assert SourceFree("r1", "withdrawn") in commands
+    assert LeaseEnded("r1", "withdrawn") in commands
 
 
 def test_a_source_says_how_many_tokens_are_missing_as_often_as_it_is_asked():
@@ -922,7 +925,7 @@ def test_a_push_of_what_is_still_computed_goes_stretch_by_stretch(monkeypatch):
     play(session, [(3, said(DIRECT_CLAIM), [Reply("x", m.Queued("q1"))])])
     play(session, [(3, said(DIRECT_CLAIM), [Reply("x", m.Grant("q1", ()))])])
     play(session, [(4, grown(16), [Post, Post]), (5, TicketEnded(own(0), ""), []), (5, TicketEnded(own(3), ""), [])])
-    done = [Reply, VALID, SourceFree("r1", "done")]
+    done = [Reply, VALID, LeaseEnded("r1", "done")]
     said_written, *_ = play(session, [(6, TicketEnded(own(2), ""), done)])
     assert said_written.message.num_bytes == 4 * STRETCH_BYTES
 
@@ -937,14 +940,14 @@ def test_a_stretch_that_cannot_be_written_fails_the_claim(monkeypatch):
     assert reasons(session.handle(said(DIRECT_CLAIM), 4.0)) == ["transport"]
     play(session, [(4, grown(12), []), (5, ABORT_SAID, [])])
     play(session, [(6, Staged(own(1), ""), []), (6, Acquired(own(1), OWN), [])])
-    (acknowledged, _) = play(session, [(7, TicketEnded(own(1), "cancelled"), [Reply, SourceFree])])
+    (acknowledged, _) = play(session, [(7, TicketEnded(own(1), "cancelled"), [Reply, LeaseEnded])])
     assert acknowledged.message == UNCLEAN
 
 
 def test_blocks_that_an_engine_does_not_have_fail_what_waits_for_them():
     session = source()
     play(session, [*GROWING_CLAIMED[:3], (0, said(DIRECT_CLAIM), [Reply])])
-    assert reasons(session.handle(LeaseGrown("r1", ((99,) * 4,), 16), 1.0)) == ["transport"]
+    assert reasons(session.handle(LeaseProgress("r1", ((99,) * 4,), 16), 1.0)) == ["transport"]
 
 
 def test_a_read_waits_for_the_last_token():
@@ -952,7 +955,7 @@ def test_a_read_waits_for_the_last_token():
     claim = READ_CLAIM.message
     queued, grant = Reply("x", m.Queued("q1")), Reply("x", m.Grant("q1", SOURCE_TABLES))
     play(session, [(0, GROWING, []), (1, said(claim), [queued]), (2, grown(8), []), (3, grown(16), [grant])])
-    play(session, [(4, grown(7), []), (4, LeaseGrown("r9", ((),), 1), [])])
+    play(session, [(4, grown(7), []), (4, LeaseProgress("r9", ((),), 1), [])])
     session = source()
     play(session, [(0, GROWING, []), (1, said(claim), [queued])])
     assert reasons(session.handle(LeaseWithdrawn("r1"), 2.0)) == ["expired"]

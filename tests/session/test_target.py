@@ -18,14 +18,15 @@ from kvferry.session.events import (
     AbortWanted,
     Acquire,
     AnswerArrived,
+    BlocksReleased,
     Cancel,
     Connect,
     Count,
     Disconnect,
-    Failed,
     Fetched,
-    FetchWanted,
-    HoldWanted,
+    FetchFailed,
+    FetchRequest,
+    HoldRequest,
     Knock,
     PeerConnected,
     PeerGone,
@@ -34,7 +35,6 @@ from kvferry.session.events import (
     Post,
     ReadKey,
     Send,
-    TargetFree,
     Tick,
     TicketEnded,
     Timing,
@@ -52,7 +52,7 @@ US = m.Party("d0", "epoch-9", 0)
 SOURCE = m.Party("p0", "epoch-1", 0)
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "epoch-1")
 REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
-WANTED = FetchWanted("q1", REFERENCE, (PEER.address,), ((0,),), (TokenRange(0, 6),))
+WANTED = FetchRequest("q1", REFERENCE, (PEER.address,), ((0,),), (TokenRange(0, 6),))
 KEY = ReadKey("q1", PEER)
 OFFER = m.Offer(SOURCE, SOURCE_LAYOUT, (), m.Probe(0, 0, 0))
 HELLO = Send(PEER, m.Hello(m.WIRE_VERSION, "0.1.0", US, "p0", "epoch-1"))
@@ -81,11 +81,11 @@ HANDSHAKE = [
     (0.3, PeerConnected(PEER, "shm", "shm 9 GB/s"), [CLAIM]),
 ]
 POSTED = [*HANDSHAKE, (0.4, answer(GRANT), [Post])]
-FAILED = [Count, Failed, Cancel(KEY), ABORT]
+FAILED = [Count, FetchFailed, Cancel(KEY), ABORT]
 
 
 def failure(commands):
-    return next(command.error for command in commands if isinstance(command, Failed))
+    return next(command.error for command in commands if isinstance(command, FetchFailed))
 
 
 def test_a_fetch_from_the_first_hello_to_the_decoded_request():
@@ -152,8 +152,8 @@ def test_an_abort_ends_every_attempt_of_its_request():
     play(target, HANDSHAKE)
     again = replace(WANTED, attempt="2:q1")
     play(target, [(1.0, again, [Send(PEER, m.Claim(US, "2:q1", REFERENCE, 6, (0,)))])])
-    commands = play(target, [(1.1, AbortWanted("q1"), [Count, Failed, Send, TargetFree] * 2)])
-    assert [command.request_id for command in commands if isinstance(command, TargetFree)] == ["q1", "q1"]
+    commands = play(target, [(1.1, AbortWanted("q1"), [Count, FetchFailed, Send, BlocksReleased] * 2)])
+    assert [command.request_id for command in commands if isinstance(command, BlocksReleased)] == ["q1", "q1"]
     assert target.num_open() == 0
 
 
@@ -173,13 +173,19 @@ def test_valid_is_the_only_way_to_a_decoded_request():
     refused = m.Refusal(m.Reason.EXPIRED, "the lease ended", "expired", "live", "q1")
     commands = play(
         target,
-        [*POSTED, (0.6, TicketEnded(KEY, ""), [LANDED]), (0.7, answer(refused), [Count, Failed, ABORT, TargetFree])],
+        [
+            *POSTED,
+            (0.6, TicketEnded(KEY, ""), [LANDED]),
+            (0.7, answer(refused), [Count, FetchFailed, ABORT, BlocksReleased]),
+        ],
     )
     assert failure(commands).reason == "expired"
 
 
 def test_a_failed_read_frees_its_blocks_because_the_ticket_has_ended():
-    commands = play(session(), [*POSTED, (0.6, TicketEnded(KEY, "peer reset"), [Count, Failed, ABORT, TargetFree])])
+    commands = play(
+        session(), [*POSTED, (0.6, TicketEnded(KEY, "peer reset"), [Count, FetchFailed, ABORT, BlocksReleased])]
+    )
     assert failure(commands).reason == "transport"
     assert "peer reset" in str(failure(commands))
 
@@ -195,20 +201,20 @@ def test_a_word_about_slots_does_not_end_a_read_without_any():
     """Found by fuzzing: it freed the blocks, into which our ticket still went."""
     target = session()
     play(target, [*POSTED, (0.5, AbortWanted("q1"), FAILED), (0.6, answer(m.Packed("q1", 0, 0)), [])])
-    play(target, [(0.7, answer(m.Aborted("q1", "epoch-1")), []), (0.8, TicketEnded(KEY, ""), [TargetFree("q1")])])
+    play(target, [(0.7, answer(m.Aborted("q1", "epoch-1")), []), (0.8, TicketEnded(KEY, ""), [BlocksReleased("q1")])])
 
 
 def test_blocks_stay_in_quarantine_while_a_ticket_is_open():
     target = session()
     play(target, [*POSTED, (0.5, AbortWanted("q1"), FAILED)])
     assert target.num_open() == 1
-    play(target, [(5.0, TicketEnded(KEY, ""), [TargetFree("q1")])])
+    play(target, [(5.0, TicketEnded(KEY, ""), [BlocksReleased("q1")])])
     assert target.num_open() == 0
 
 
 def test_blocks_that_nobody_has_been_told_to_write_to_are_free_at_once():
     target = session()
-    play(target, [*HANDSHAKE, (0.4, AbortWanted("q1"), [Count, Failed, ABORT, TargetFree("q1")])])
+    play(target, [*HANDSHAKE, (0.4, AbortWanted("q1"), [Count, FetchFailed, ABORT, BlocksReleased("q1")])])
     assert target.num_open() == 0
 
 
@@ -221,7 +227,7 @@ def test_a_repeated_abort_and_late_answers_change_nothing():
             (0.6, AbortWanted("q1"), []),
             (0.6, answer(GRANT), []),
             (0.6, answer(m.Valid("q1")), []),
-            (0.7, TicketEnded(KEY, "cancelled"), [TargetFree("q1")]),
+            (0.7, TicketEnded(KEY, "cancelled"), [BlocksReleased("q1")]),
             (0.8, AbortWanted("q1"), []),
         ],
     )
@@ -233,7 +239,7 @@ def test_an_abort_is_repeated_until_the_source_has_noted_it():
         [
             *POSTED,
             (2.0, AbortWanted("q1"), FAILED),
-            (2.0, TicketEnded(KEY, ""), [TargetFree]),
+            (2.0, TicketEnded(KEY, ""), [BlocksReleased]),
             (2.4, Tick(), []),
             (2.6, Tick(), [ABORT]),
             (2.9, Tick(), []),
@@ -250,7 +256,7 @@ def test_a_silent_peer_is_lost_within_three_heartbeats():
     commands = target.handle(Tick(), 3.5)
     assert failure(commands).reason == "peer_lost"
     assert Disconnect(PEER) in commands
-    play(target, [(3.6, TicketEnded(KEY, "disconnected"), [TargetFree("q1")])])
+    play(target, [(3.6, TicketEnded(KEY, "disconnected"), [BlocksReleased("q1")])])
 
 
 def test_a_peer_that_answers_heartbeats_is_not_lost_until_the_transfer_deadline():
@@ -302,7 +308,7 @@ def test_unanswered_messages_are_repeated():
 def test_a_source_whose_process_has_ended_is_not_waited_for():
     target = session()
     play(target, [(0.0, WANTED, [HELLO]), (0.6, Tick(), [HELLO, Knock(PEER)])])
-    commands = play(target, [(0.7, PeerGone(PEER), [Count, Failed, TargetFree, Disconnect(PEER)])])
+    commands = play(target, [(0.7, PeerGone(PEER), [Count, FetchFailed, BlocksReleased, Disconnect(PEER)])])
     assert failure(commands).reason == "peer_lost"
     play(target, [(0.8, PeerGone(PEER), []), (1.0, replace(WANTED, request_id="q2"), [HELLO])])
 
@@ -327,14 +333,16 @@ def test_a_handshake_has_a_deadline():
     target.handle(WANTED, 0.0)
     commands = target.handle(Tick(), 5.0)
     assert failure(commands).reason == "deadline"
-    assert TargetFree("q1") in commands
+    assert BlocksReleased("q1") in commands
     play(target, [(6.0, replace(WANTED, request_id="q2"), [HELLO])])
 
 
 def test_a_restarted_source_is_refused_and_met_anew():
     target = session()
     refused = m.Refusal(m.Reason.WRONG_EPOCH, "the engine has restarted", "epoch-1", "epoch-2", "")
-    commands = play(target, [(0.0, WANTED, [HELLO]), (0.1, answer(refused), [Count, Failed, TargetFree, Disconnect])])
+    commands = play(
+        target, [(0.0, WANTED, [HELLO]), (0.1, answer(refused), [Count, FetchFailed, BlocksReleased, Disconnect])]
+    )
     assert failure(commands).reason == "wrong_epoch"
     newer = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-2", "r2", "l2"))
     (hello,) = play(target, [(0.2, newer, [Send])])
@@ -344,7 +352,10 @@ def test_a_restarted_source_is_refused_and_met_anew():
 def test_no_transport_is_a_typed_failure():
     commands = play(
         session(),
-        [*HANDSHAKE[:3], (0.3, PeerUnreachable(PEER, "shm: other host"), [Count, Failed, TargetFree, Disconnect])],
+        [
+            *HANDSHAKE[:3],
+            (0.3, PeerUnreachable(PEER, "shm: other host"), [Count, FetchFailed, BlocksReleased, Disconnect]),
+        ],
     )
     assert failure(commands).reason == "unreachable"
 
@@ -360,14 +371,15 @@ def test_no_transport_is_a_typed_failure():
     ids=["too few blocks", "out of range", "twice", "no table"],
 )
 def test_a_grant_that_does_not_fit_the_layout_is_not_read(grant):
-    commands = play(session(), [*HANDSHAKE, (0.4, answer(grant), [Count, Failed, ABORT, TargetFree])])
+    commands = play(session(), [*HANDSHAKE, (0.4, answer(grant), [Count, FetchFailed, ABORT, BlocksReleased])])
     assert failure(commands).reason == "out_of_range"
 
 
 def test_another_model_is_refused_with_every_difference():
     other = describe(attention(2, 4, 4, "float16", 4), EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
     commands = play(
-        session(other), [*HANDSHAKE[:3], (0.3, PeerConnected(PEER, "shm", ""), [Count, Failed, ABORT, TargetFree])]
+        session(other),
+        [*HANDSHAKE[:3], (0.3, PeerConnected(PEER, "shm", ""), [Count, FetchFailed, ABORT, BlocksReleased])],
     )
     assert failure(commands).reason == "incompatible"
     assert "float32 at the source, float16 at the target" in str(failure(commands))
@@ -417,7 +429,7 @@ def test_a_source_that_grants_late_has_its_own_time_to_move():
     play(target, [(1.0, AnswerArrived(first, m.Valid("q1")), []), (4.0, AnswerArrived(second, GRANT), [Post])])
     for now in (0.4 + TIMING.transfer_s, 4.0 + TIMING.transfer_s, 4.1 + TIMING.transfer_s):
         target.handle(AnswerArrived(second, m.Renewed(())), now)
-        failed = [command for command in target.handle(Tick(), now) if isinstance(command, Failed)]
+        failed = [command for command in target.handle(Tick(), now) if isinstance(command, FetchFailed)]
         assert bool(failed) == (now > 4.0 + TIMING.transfer_s)
 
 
@@ -451,7 +463,7 @@ def test_a_read_that_is_valid_waits_for_the_others_as_long_as_they_get_on():
 
 
 def _fails(target, event, now):
-    return any(isinstance(each, Failed) for step in (event, Tick()) for each in target.handle(step, float(now)))
+    return any(isinstance(each, FetchFailed) for step in (event, Tick()) for each in target.handle(step, float(now)))
 
 
 def test_what_pays_for_two_sources_need_not_pay_for_each():
@@ -553,7 +565,7 @@ def test_a_rank_without_any_work_is_done_at_once():
 
 def test_a_fetch_that_fails_before_its_claim_tells_the_source():
     target = session()
-    play(target, [*HANDSHAKE[:2], (0.2, AbortWanted("q1"), [Count, Failed, ABORT, TargetFree])])
+    play(target, [*HANDSHAKE[:2], (0.2, AbortWanted("q1"), [Count, FetchFailed, ABORT, BlocksReleased])])
 
 
 def test_a_peer_that_answers_anything_but_what_it_should_is_a_deadline():
@@ -563,7 +575,7 @@ def test_a_peer_that_answers_anything_but_what_it_should_is_a_deadline():
     for second in range(1, 26):
         target.handle(answer(m.Renewed(())), float(second))
         commands = target.handle(Tick(), float(second))
-        assert not any(isinstance(command, Failed) for command in commands)
+        assert not any(isinstance(command, FetchFailed) for command in commands)
     target.handle(answer(m.Renewed(())), 25.1)
     assert failure(target.handle(Tick(), 25.2)).reason == "deadline"
 
@@ -584,13 +596,13 @@ def test_a_lease_of_somebody_else_that_is_gone_changes_nothing():
 
 def test_losing_a_peer_twice_fails_a_fetch_once():
     target = session()
-    play(target, [*POSTED, (0.5, PeerUnreachable(PEER, "gone"), [Count, Failed, Cancel(KEY), Disconnect])])
+    play(target, [*POSTED, (0.5, PeerUnreachable(PEER, "gone"), [Count, FetchFailed, Cancel(KEY), Disconnect])])
     play(target, [(0.6, PeerUnreachable(PEER, "gone"), [Disconnect])])
 
 
 def test_a_farewell_ends_with_the_silence_of_its_peer():
     target = session()
-    play(target, [*POSTED, (0.5, AbortWanted("q1"), FAILED), (0.5, TicketEnded(KEY, ""), [TargetFree])])
+    play(target, [*POSTED, (0.5, AbortWanted("q1"), FAILED), (0.5, TicketEnded(KEY, ""), [BlocksReleased])])
     assert target.next_deadline(0.5) < 2.0
     assert ABORT in target.handle(Tick(), 1.5)
     play(target, [(4.0, Tick(), []), (9.0, Tick(), [])])
@@ -611,7 +623,7 @@ def test_a_repeated_welcome_and_a_repeated_offer_change_nothing():
 )
 def test_somebody_else_who_answers_is_not_the_source(message):
     commands = play(
-        session(), [(0.0, WANTED, [HELLO]), (0.1, answer(message), [Count, Failed, TargetFree, Disconnect])]
+        session(), [(0.0, WANTED, [HELLO]), (0.1, answer(message), [Count, FetchFailed, BlocksReleased, Disconnect])]
     )
     assert failure(commands).reason == "wrong_engine"
 
@@ -619,7 +631,7 @@ def test_somebody_else_who_answers_is_not_the_source(message):
 def test_another_layout_than_announced_is_refused():
     (other,) = describe(MODEL, EngineShape(1, 1, 4, 9, "token-major"), 1 << 20)
     offer = m.Offer(SOURCE, other, (), m.Probe(0, 0, 0))
-    commands = play(session(), [*HANDSHAKE[:2], (0.2, answer(offer), [Count, Failed, TargetFree, Disconnect])])
+    commands = play(session(), [*HANDSHAKE[:2], (0.2, answer(offer), [Count, FetchFailed, BlocksReleased, Disconnect])])
     assert failure(commands).reason == "malformed"
 
 
@@ -633,7 +645,7 @@ def test_a_new_incarnation_replaces_the_old_one():
     play(target, [(1.0, wanted, [Send]), (1.1, AnswerArrived(newer, welcome), [Send, Disconnect(PEER)])])
 
 
-HOLD = HoldWanted(REFERENCE, (PEER.address,))
+HOLD = HoldRequest(REFERENCE, (PEER.address,))
 RENEW = Send(PEER, m.Renew(US, ("l1",)))
 
 

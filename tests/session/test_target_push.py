@@ -12,16 +12,16 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import (
     AbortWanted,
     AnswerArrived,
+    BlocksReleased,
     Count,
     Disconnect,
-    Failed,
     Fetched,
-    FetchWanted,
+    FetchFailed,
+    FetchRequest,
     Knock,
     PeerGone,
     PeerKey,
     Send,
-    TargetFree,
     Tick,
     Timing,
 )
@@ -39,7 +39,7 @@ US, SOURCE = m.Party("d0", "epoch-9", 0), m.Party("p0", "epoch-1", 0)
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "epoch-1")
 REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
 TABLES, RANGES = ((0,),), (TokenRange(0, 6),)
-WANTED = FetchWanted("q1", REFERENCE, (PEER.address,), TABLES, RANGES)
+WANTED = FetchRequest("q1", REFERENCE, (PEER.address,), TABLES, RANGES)
 TRANSPORTS, PROBE = (m.TransportOffer("shm", b"here", ""),), m.Probe(4096, 64, 7)
 OFFER = m.Offer(SOURCE, SOURCE_LAYOUT, (), m.Probe(0, 0, 0))
 HELLO = Send(PEER, m.Hello(m.WIRE_VERSION, "0.1.0", US, "p0", "epoch-1"))
@@ -68,7 +68,7 @@ HANDSHAKE = [
     (0.3, answer(m.Reached("shm", "shm 9 GB/s")), [CLAIM]),
 ]
 GRANTED = [*HANDSHAKE, (0.4, GRANT, [])]
-FAILED = [Count, Failed, ABORT]
+FAILED = [Count, FetchFailed, ABORT]
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def target() -> TargetSession:
 
 
 def failure(commands):
-    return next(command.error for command in commands if isinstance(command, Failed))
+    return next(command.error for command in commands if isinstance(command, FetchFailed))
 
 
 def test_a_push_from_the_first_hello_to_the_decoded_request(target):
@@ -100,7 +100,7 @@ def test_the_offer_is_repeated_and_a_source_that_cannot_connect_ends_the_fetch(t
     steps = [
         *HANDSHAKE[:3],
         (0.8, Tick(), [OURS, Knock(PEER)]),
-        (0.9, refusal, [Count, Failed, TargetFree, Disconnect]),
+        (0.9, refusal, [Count, FetchFailed, BlocksReleased, Disconnect]),
     ]
     assert failure(play(target, steps)).reason == "unreachable"
 
@@ -132,7 +132,7 @@ def test_an_aborted_push_waits_for_the_word_of_the_source(target, steps):
     assert target.num_open() == 1
     assert target.may_be_written()
     play(target, [(0.9, Tick(), [])])
-    play(target, [(1.1, Tick(), [ABORT]), (1.2, GRANT, []), (1.3, WRITTEN, []), (1.4, CLEAN, [TargetFree("q1")])])
+    play(target, [(1.1, Tick(), [ABORT]), (1.2, GRANT, []), (1.3, WRITTEN, []), (1.4, CLEAN, [BlocksReleased("q1")])])
     play(target, [(1.5, CLEAN, []), (1.6, AbortWanted("q1"), []), (9.0, Tick(), [])])
     assert target.num_open() == 0
 
@@ -149,7 +149,7 @@ def test_a_failed_write_is_a_failure_that_still_waits(target):
 @pytest.mark.parametrize("reason", [m.Reason.EXPIRED, m.Reason.OUT_OF_RANGE, m.Reason.ALREADY_CLAIMED])
 def test_a_refusal_is_not_the_end_of_a_ticket(target, reason):
     refused = answer(m.Refusal(reason, "no", "", "", "q1"))
-    play(target, [*HANDSHAKE, (0.5, refused, FAILED), (0.6, CLEAN, [TargetFree("q1")])])
+    play(target, [*HANDSHAKE, (0.5, refused, FAILED), (0.6, CLEAN, [BlocksReleased("q1")])])
 
 
 def silent(target):
@@ -159,7 +159,7 @@ def silent(target):
     commands = [command for each in said for command in each]
     assert failure(commands).reason == "peer_lost"
     assert Disconnect(PEER) in commands
-    assert TargetFree("q1") not in commands
+    assert BlocksReleased("q1") not in commands
     return commands
 
 
@@ -167,7 +167,7 @@ def test_a_silent_source_is_asked_for_ever_and_never_taken_for_dead(target):
     assert Knock(PEER) in silent(target)
     for now in range(8, 2000):
         assert target.handle(Tick(), float(now)) == [ABORT, Knock(PEER)]
-    play(target, [(2000.5, CLEAN, [TargetFree("q1"), Disconnect(PEER)])])
+    play(target, [(2000.5, CLEAN, [BlocksReleased("q1"), Disconnect(PEER)])])
     assert target.next_deadline(2001.0) == float("inf")
 
 
@@ -175,7 +175,7 @@ def test_a_silent_source_is_asked_for_ever_and_never_taken_for_dead(target):
 def test_what_a_dead_source_had_sent_is_waited_for(target, word):
     silent(target)
     play(target, [(10.0, word, [])])
-    first = next(now for now in range(1, 100) if TargetFree("q1") in target.handle(Tick(), 10.0 + now / 10))
+    first = next(now for now in range(1, 100) if BlocksReleased("q1") in target.handle(Tick(), 10.0 + now / 10))
     assert first >= 10 * TIMING.fence_s
 
 
@@ -184,7 +184,7 @@ def test_an_end_that_is_told_twice_counts_from_the_first_time(target):
     play(target, [(10.0, PeerGone(PEER), [])])
     for tenth in range(1, 100):
         again = [*target.handle(PeerGone(PEER), 12.0)] if tenth == 20 else []
-        if TargetFree("q1") in [*again, *target.handle(Tick(), 10.0 + tenth / 10)]:
+        if BlocksReleased("q1") in [*again, *target.handle(Tick(), 10.0 + tenth / 10)]:
             break
     assert tenth == pytest.approx(10 * TIMING.fence_s, abs=1)
 
@@ -195,14 +195,14 @@ def test_a_lost_source_is_known_until_its_last_word(target):
     play(target, [*GRANTED, (0.5, other, [Send]), (0.6, answer(m.Grant("q2", ())), [])])
     for now in range(1, 8):
         target.handle(Tick(), float(now))
-    play(target, [(9.0, CLEAN, [TargetFree("q1")])])
-    play(target, [(9.1, answer(m.Aborted("q2", "epoch-1")), [TargetFree("q2"), Disconnect(PEER)])])
+    play(target, [(9.0, CLEAN, [BlocksReleased("q1")])])
+    play(target, [(9.1, answer(m.Aborted("q2", "epoch-1")), [BlocksReleased("q2"), Disconnect(PEER)])])
 
 
 def test_a_source_that_ends_while_it_writes_is_not_asked_for_its_word(target):
     """Nobody is left to give it: what it had sent is all that is waited for, from now on."""
-    play(target, [*GRANTED, (0.6, PeerGone(PEER), [Count, Failed, ABORT, Disconnect(PEER)])])
-    first = next(now for now in range(1, 100) if TargetFree("q1") in target.handle(Tick(), 0.6 + now / 10))
+    play(target, [*GRANTED, (0.6, PeerGone(PEER), [Count, FetchFailed, ABORT, Disconnect(PEER)])])
+    first = next(now for now in range(1, 100) if BlocksReleased("q1") in target.handle(Tick(), 0.6 + now / 10))
     assert first == pytest.approx(10 * TIMING.fence_s, abs=1)
 
 
@@ -215,7 +215,7 @@ def test_it_is_known_to_whose_blocks_a_source_may_write(target):
     assert target.written_ids() == {"q1"}
     play(target, [(0.5, AbortWanted("q1"), FAILED)])
     assert target.written_ids() == {"q1"}
-    play(target, [(0.6, CLEAN, [TargetFree("q1")])])
+    play(target, [(0.6, CLEAN, [BlocksReleased("q1")])])
     assert target.written_ids() == frozenset()
 
 
@@ -242,8 +242,8 @@ def test_a_source_that_has_restarted_elsewhere_may_still_write_from_where_it_was
     welcome = m.Welcome(m.WIRE_VERSION, "0.1.0", m.Party("p0", "epoch-2", 0), 1, fingerprint(SOURCE_LAYOUT))
     commands = target.handle(AnswerArrived(newer, welcome), 0.6)
     assert failure(commands).reason == "peer_lost"
-    assert TargetFree("q1") not in commands
-    assert TargetFree("q1") in target.handle(CLEAN, 0.7)
+    assert BlocksReleased("q1") not in commands
+    assert BlocksReleased("q1") in target.handle(CLEAN, 0.7)
 
 
 def test_a_push_has_the_deadline_of_a_pull(target):
@@ -296,5 +296,5 @@ def test_sources_hear_of_the_attempt_and_the_engine_of_its_request(target):
     assert target.written_ids() == {"q1", "q2"}
     commands = target.handle(AbortWanted("q2"), 0.6)
     assert Send(PEER, m.Abort(US, "7:q2", "l1")) in commands
-    assert [command.request_id for command in commands if isinstance(command, Failed)] == ["q2"]
-    assert target.handle(answer(m.Aborted("7:q2", "epoch-1")), 0.7) == [TargetFree("q2")]
+    assert [command.request_id for command in commands if isinstance(command, FetchFailed)] == ["q2"]
+    assert target.handle(answer(m.Aborted("7:q2", "epoch-1")), 0.7) == [BlocksReleased("q2")]

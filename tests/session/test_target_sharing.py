@@ -22,20 +22,20 @@ from kvferry.session.events import (
     AbortWanted,
     Acquire,
     AnswerArrived,
+    BlocksReleased,
     Cancel,
     Connect,
     Count,
     Disconnect,
-    Failed,
     Fetched,
-    FetchWanted,
+    FetchFailed,
+    FetchRequest,
     Knock,
     PeerConnected,
     PeerKey,
     Post,
     ReadKey,
     Send,
-    TargetFree,
     Tick,
     TicketEnded,
     Timing,
@@ -54,7 +54,7 @@ US, SOURCE = m.Party("d0", "epoch-9", 0), m.Party("p0", "epoch-1", 0)
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "epoch-1")
 REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
 SOURCE_TABLES, TABLES, RANGES = ((3, 5, 6),), ((0, 2),), (TokenRange(0, 12),)
-WANTED, KEY = FetchWanted("q1", REFERENCE, (PEER.address,), TABLES, RANGES), ReadKey("q1", PEER)
+WANTED, KEY = FetchRequest("q1", REFERENCE, (PEER.address,), TABLES, RANGES), ReadKey("q1", PEER)
 TRANSPORTS, PROBE = (m.TransportOffer("cma", b"here", ""),), m.Probe(4096, 64, 7)
 OFFER = m.Offer(SOURCE, SOURCE_LAYOUT, (), m.Probe(0, 0, 0))
 OURS = Send(PEER, m.TargetOffer(US, LAYOUTS, TRANSPORTS, PROBE))
@@ -75,7 +75,7 @@ GRANT, VALID = answer(m.Grant("q1", SOURCE_TABLES)), answer(m.Valid("q1"))
 WRITTEN, READ = answer(m.Written("q1", 1024, 16)), TicketEnded(KEY, "")
 CLEAN = answer(m.Aborted("q1", "epoch-1"))
 REFUSED = answer(m.Refusal(m.Reason.TRANSPORT, "the write failed", "peer reset", "", "q1"))
-FAILED = [Count, Failed, ABORT]
+FAILED = [Count, FetchFailed, ABORT]
 
 
 def target(*, costs=COSTS, wanted=WANTED, may_turn=True, staging=NO_STAGING):
@@ -191,50 +191,52 @@ def test_one_that_is_not_granted_waits_for_the_source_alone():
     play(session, [(0.5, AbortWanted("q1"), FAILED), (0.6, GRANT, []), (0.6, WRITTEN, [])])
     assert session.may_be_written()
     assert session.written_ids() == {"q1"}
-    play(session, [(0.7, CLEAN, [TargetFree("q1")])])
+    play(session, [(0.7, CLEAN, [BlocksReleased("q1")])])
 
 
 def test_one_that_is_written_and_not_granted_waits_for_nobody():
-    play(claimed(), [(0.5, WRITTEN, []), (0.6, AbortWanted("q1"), [*FAILED, TargetFree("q1")])])
+    play(claimed(), [(0.5, WRITTEN, []), (0.6, AbortWanted("q1"), [*FAILED, BlocksReleased("q1")])])
 
 
 @pytest.mark.parametrize("first", ["read", "source"])
 def test_one_that_moves_waits_for_both(first):
     session = moving()
-    play(session, [(0.6, AbortWanted("q1"), [Count, Failed, Cancel(KEY), ABORT])])
+    play(session, [(0.6, AbortWanted("q1"), [Count, FetchFailed, Cancel(KEY), ABORT])])
     ends = [TicketEnded(KEY, "cancelled"), CLEAN]
     ends = ends if first == "read" else ends[::-1]
     play(session, [(0.7, ends[0], [])])
     assert session.num_open() == 1
     assert session.may_be_written() == (first == "read")
-    play(session, [(0.8, ends[1], [TargetFree("q1")])])
+    play(session, [(0.8, ends[1], [BlocksReleased("q1")])])
 
 
 def test_one_of_which_one_part_has_ended_waits_for_the_other():
-    play(moving(), [(0.6, READ, []), (0.7, AbortWanted("q1"), FAILED), (0.8, CLEAN, [TargetFree("q1")])])
+    play(moving(), [(0.6, READ, []), (0.7, AbortWanted("q1"), FAILED), (0.8, CLEAN, [BlocksReleased("q1")])])
     session = moving()
-    play(session, [(0.6, WRITTEN, []), (0.7, AbortWanted("q1"), [Count, Failed, Cancel(KEY), ABORT])])
-    play(session, [(0.7, CLEAN, []), (0.8, READ, [TargetFree("q1")])])
+    play(session, [(0.6, WRITTEN, []), (0.7, AbortWanted("q1"), [Count, FetchFailed, Cancel(KEY), ABORT])])
+    play(session, [(0.7, CLEAN, []), (0.8, READ, [BlocksReleased("q1")])])
 
 
 @pytest.mark.parametrize(
     ("event", "said", "reason"),
-    [(REFUSED, [Count, Failed, Cancel(KEY), ABORT], "transport"), (TicketEnded(KEY, "gone"), FAILED, "transport")],
+    [(REFUSED, [Count, FetchFailed, Cancel(KEY), ABORT], "transport"), (TicketEnded(KEY, "gone"), FAILED, "transport")],
 )
 def test_what_goes_wrong_on_either_side_ends_it(event, said, reason):
     session = moving()
     commands = play(session, [(0.6, event, said)])
-    assert next(each.error.reason for each in commands if isinstance(each, Failed)) == reason
+    assert next(each.error.reason for each in commands if isinstance(each, FetchFailed)) == reason
     assert session.num_open() == 1
     ends = (
-        [(0.7, CLEAN, []), (0.8, READ, [TargetFree("q1")])] if event is REFUSED else [(0.8, CLEAN, [TargetFree("q1")])]
+        [(0.7, CLEAN, []), (0.8, READ, [BlocksReleased("q1")])]
+        if event is REFUSED
+        else [(0.8, CLEAN, [BlocksReleased("q1")])]
     )
     play(session, ends)
 
 
 def test_a_grant_that_cannot_be_leaves_it_to_the_source():
     session = claimed()
-    play(session, [(0.5, answer(m.Grant("q1", ((3, 3, 99),))), FAILED), (0.6, CLEAN, [TargetFree("q1")])])
+    play(session, [(0.5, answer(m.Grant("q1", ((3, 3, 99),))), FAILED), (0.6, CLEAN, [BlocksReleased("q1")])])
 
 
 def test_a_source_that_cannot_reach_us_is_read():
@@ -247,10 +249,10 @@ def test_a_source_that_is_lost_may_still_write():
     session = moving()
     play(session, [(1.4, Tick(), [CLAIM, RENEW]), (2.6, Tick(), [Knock, CLAIM, RENEW])])
     commands = session.handle(Tick(), 4.6)
-    assert {type(each) for each in commands} >= {Failed, Cancel, Disconnect}
+    assert {type(each) for each in commands} >= {FetchFailed, Cancel, Disconnect}
     play(session, [(4.7, TicketEnded(KEY, "disconnected"), [])])
     assert session.written_ids() == {"q1"}
-    play(session, [(4.8, CLEAN, [TargetFree("q1"), Disconnect])])
+    play(session, [(4.8, CLEAN, [BlocksReleased("q1"), Disconnect])])
 
 
 @pytest.mark.parametrize(

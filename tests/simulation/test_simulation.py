@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from kvferry.plan.digests.subject import Policy
+from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.testing.simulation.__main__ import main
 from kvferry.testing.simulation.faults import Faults
 from kvferry.testing.simulation.many import first_violation, play_all
@@ -44,7 +44,7 @@ def test_a_byte_that_is_spoiled_on_the_way_is_found_by_a_full_digest():
     spoiled = Faults(corrupt=1.0)
     outcomes = Counter[str]()
     for seed in range(40):
-        outcome = simulate_with(seed, spoiled, Policy.FULL)
+        outcome = simulate_with(seed, spoiled, DigestPolicy.FULL)
         assert outcome.violation == ""
         outcomes += outcome.outcomes
     assert outcomes["failed: digest"] > 100
@@ -53,7 +53,7 @@ def test_a_byte_that_is_spoiled_on_the_way_is_found_by_a_full_digest():
 
 def test_nothing_fails_where_nothing_goes_wrong():
     for seed in range(40):
-        for digest in Policy:
+        for digest in DigestPolicy:
             outcome = simulate_with(seed, Faults(), digest)
             assert outcome.violation == ""
             assert set(outcome.outcomes) <= {"fetched", "no prefill", "no room to decode", "failed: expired"}

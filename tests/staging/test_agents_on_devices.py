@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.agent import Agent, AgentConfig, Host, new_lease_id
+from kvferry.agent import Agent, AgentConfig, Cache, new_lease_id
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import Fetched, FetchWanted, LeaseWanted, SourceFree, Timing
+from kvferry.session.events import Fetched, FetchRequest, LeaseEnded, LeaseRequest, Timing
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.staging.device import patterns
 from kvferry.staging.device.mover import DeviceMover
@@ -83,8 +83,8 @@ class DeviceRank:
         config = AgentConfig(
             name, transport="tcp", timing=TIMING, may_turn=False, staging=policy, staging_bytes=1 << 20
         )
-        host = Host((layout,), (), self.notices.put, mover)
-        self.agent = Agent(config, host, opened.transports, opened.unavailable)
+        cache = Cache((layout,), (), mover)
+        self.agent = Agent(config, cache, self.notices.put, opened.transports, opened.unavailable)
         self.agent.start()
 
     def next_notice(self, kind: type) -> Any:
@@ -125,10 +125,10 @@ def test_a_cache_moves_from_device_to_device(make_rank):
     tokens = TokenRange(0, NUM_TOKENS)
     oracle.fill(source.memory, TABLES["p0"], tokens)
     source.cache.copy_(torch.from_numpy(source.picture))
-    reference = source.agent.lease(LeaseWanted("r1", new_lease_id(), TABLES["p0"], NUM_TOKENS))
-    target.agent.fetch(FetchWanted("q1", reference, (source.agent.address,), TABLES["d0"], (tokens,)))
+    reference = source.agent.lease(LeaseRequest("r1", new_lease_id(), TABLES["p0"], NUM_TOKENS))
+    target.agent.fetch(FetchRequest("q1", reference, (source.agent.address,), TABLES["d0"], (tokens,)))
     assert target.next_notice(Fetched).report.strategy == "pack"
-    assert source.next_notice(SourceFree) == SourceFree("r1", "done")
+    assert source.next_notice(LeaseEnded) == LeaseEnded("r1", "done")
     target.picture[:] = target.cache.cpu().numpy()
     wanted = {start: np.zeros(len(buffer), np.uint8) for start, buffer in target.memory.buffers.items()}
     layout = target.memory.layout

@@ -99,7 +99,7 @@ def launched(monkeypatch):
 
 def host_of(wanted, staging):
     buffers = buffers_of({"layer": Cache("cuda:1")}, wanted, staging)
-    return buffers.host(SimpleNamespace(memories=CACHES), (), lambda _notice: None)
+    return buffers.cache(SimpleNamespace(memories=CACHES), ())
 
 
 def copies(source, target):

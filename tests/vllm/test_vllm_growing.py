@@ -29,7 +29,7 @@ from kvferry.connectors.vllm.worker.layer_progress import LayerProgress
 from kvferry.connectors.vllm.worker.worker import _Started
 from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.plan.description.layout import Layout
-from kvferry.session.events import LeaseGrown, LeaseWanted, SourceFree, Stopped
+from kvferry.session.events import AgentStopped, LeaseEnded, LeaseProgress, LeaseRequest
 from kvferry.wire.messages import Reference
 
 NAME, PROMPT = "early-1", 40
@@ -78,7 +78,7 @@ def told(rank):
 
 def test_a_promise_leases_blocks_that_are_not_known(rank):
     rank.worker.obey(Orders(promises=[PROMISE]))
-    assert rank.agent.wanted == [LeaseWanted(NAME, "lease", ((),), PROMPT, is_growing=True)]
+    assert rank.agent.wanted == [LeaseRequest(NAME, "lease", ((),), PROMPT, is_growing=True)]
 
 
 def test_what_a_step_computes_is_told_when_the_next_begins(rank):
@@ -117,8 +117,8 @@ def test_the_end_is_told_and_vllm_hears_of_it_when_the_lease_ends(rank):
     rank.worker.obey(Orders(ended=[KEPT]))
     assert [num_ready for _, _, num_ready in told(rank)] == [16, PROMPT]
     assert rank.told() == NOTHING
-    assert rank.says(SourceFree(NAME, "done")) == ({"cmpl-here"}, set(), set())
-    assert rank.says(SourceFree(NAME, "done"), Stopped()) == NOTHING
+    assert rank.says(LeaseEnded(NAME, "done")) == ({"cmpl-here"}, set(), set())
+    assert rank.says(LeaseEnded(NAME, "done"), AgentStopped()) == NOTHING
     assert rank.agent.withdrawn == []
 
 
@@ -126,11 +126,11 @@ def test_the_end_is_told_and_vllm_hears_of_it_when_the_lease_ends(rank):
 def test_a_lease_that_ends_before_its_request_frees_nothing_before_that(rank, reason):
     """vLLM still writes to these blocks; it does not know the id of a lease, and an unknown word ends it."""
     rank.worker.obey(Orders(promises=[PROMISE], growths=[grows(16)]))
-    assert rank.says(SourceFree(NAME, reason)) == NOTHING
+    assert rank.says(LeaseEnded(NAME, reason)) == NOTHING
     rank.worker.obey(Orders(ended=[KEPT]))
     assert rank.told() == ({"cmpl-here"}, set(), set())
     assert nothing_is_left(rank)
-    assert rank.says(SourceFree(NAME, reason), Stopped()) == NOTHING
+    assert rank.says(LeaseEnded(NAME, reason), AgentStopped()) == NOTHING
 
 
 def test_what_is_taken_back_at_the_end_waits_for_the_agent(rank):
@@ -138,7 +138,7 @@ def test_what_is_taken_back_at_the_end_waits_for_the_agent(rank):
     rank.worker.obey(Orders(ended=[TAKEN]))
     assert rank.agent.withdrawn == [NAME]
     assert rank.told() == NOTHING
-    assert rank.says(SourceFree(NAME, "withdrawn")) == ({"cmpl-here"}, set(), set())
+    assert rank.says(LeaseEnded(NAME, "withdrawn")) == ({"cmpl-here"}, set(), set())
     assert nothing_is_left(rank)
     assert [num_ready for _, _, num_ready in told(rank)] == [16]
 
@@ -150,7 +150,7 @@ def test_what_vllm_takes_away_is_withdrawn_at_the_first_word_of_a_step_once_and_
     rank.worker.obey(Orders(withdrawn=[NAME, "unknown"]))
     rank.worker.obey(Orders())
     assert (rank.agent.withdrawn, told(rank)) == ([NAME], [])
-    assert rank.says(SourceFree(NAME, "withdrawn"), Stopped()) == NOTHING
+    assert rank.says(LeaseEnded(NAME, "withdrawn"), AgentStopped()) == NOTHING
 
 
 def test_what_is_promised_and_taken_back_in_one_step_is_both(rank):
@@ -162,7 +162,7 @@ def test_what_is_promised_and_taken_back_in_one_step_is_both(rank):
 
 def test_a_request_that_was_forsaken_and_then_preempted_leaves_nothing(rank):
     rank.worker.obey(Orders(promises=[PROMISE]))
-    rank.says(SourceFree(NAME, "aborted"))
+    rank.says(LeaseEnded(NAME, "aborted"))
     rank.worker.obey(Orders(withdrawn=[NAME]))
     assert rank.agent.withdrawn == []
     assert nothing_is_left(rank)
@@ -173,11 +173,11 @@ def test_an_agent_that_has_stopped_keeps_no_blocks(rank, is_known):
     """It may have stopped before the promise, or between the two."""
     rank.worker.obey(Orders(promises=[PROMISE]))
     if is_known:
-        assert rank.says(Stopped()) == NOTHING
+        assert rank.says(AgentStopped()) == NOTHING
     rank.agent.alive = False
     rank.worker.obey(Orders(promises=[replace(PROMISE, name="early-2")]))
     rank.worker.obey(Orders(ended=[KEPT, replace(KEPT, request_id="cmpl-there", name="early-2")]))
-    found = [rank.told(), rank.told() if is_known else rank.says(Stopped())]
+    found = [rank.told(), rank.told() if is_known else rank.says(AgentStopped())]
     assert set().union(*(sending for sending, _, _ in found)) == {"cmpl-here", "cmpl-there"}
     assert rank.told() == NOTHING
 
@@ -189,7 +189,7 @@ def test_a_promise_may_be_released_before_and_after_it_is_known(rank):
     assert rank.agent.withdrawn == [NAME]
     assert rank.worker.release(Reference("prefill_dp0", "epoch", NAME, "guess")) == "unknown_lease"
     assert rank.worker.release(reference) == "released"
-    rank.says(SourceFree(NAME, "withdrawn"))
+    rank.says(LeaseEnded(NAME, "withdrawn"))
     assert rank.worker.release(reference) == "unknown_lease"
 
 
@@ -295,16 +295,16 @@ def test_a_prompt_that_waits_is_mentioned_until_it_has_waited_too_long():
     growing.open(NAME)
     for clock.now in range(100):
         growing.step(())
-    assert words == [LeaseGrown(NAME, (), 0)] * 9
-    growing.step([LeaseGrown(NAME, ((1,),), 16)])
+    assert words == [LeaseProgress(NAME, (), 0)] * 9
+    growing.step([LeaseProgress(NAME, ((1,),), 16)])
     words.clear()
     growing.step(())
-    assert words == [LeaseGrown(NAME, ((1,),), 16)]
+    assert words == [LeaseProgress(NAME, ((1,),), 16)]
     for clock.now in range(100, 100 + 10 * (MAX_SILENT_WORDS + 5)):
         growing.step(())
     assert len(words) == 1 + MAX_SILENT_WORDS
     growing.close(NAME)
-    growing.step([LeaseGrown(NAME, ((1,),), 32)])
+    growing.step([LeaseProgress(NAME, ((1,),), 32)])
     growing.step(())
     assert len(words) == 1 + MAX_SILENT_WORDS
 
@@ -313,7 +313,7 @@ def test_nothing_is_said_of_a_prompt_after_its_end():
     words, clock = [], Clock()
     growing = Growing(words.append, lambda: lambda: True, 30.0, clock)
     growing.open(NAME)
-    growing.end(LeaseGrown(NAME, ((1,),), PROMPT))
+    growing.end(LeaseProgress(NAME, ((1,),), PROMPT))
     clock.now = 1000.0
     growing.step(())
     assert [word.num_ready for word in words] == [PROMPT]

@@ -27,7 +27,7 @@ from kvferry.errors import TransferError
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.description.prompt import Prompt, PromptInput
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, Stopped, TargetFree
+from kvferry.session.events import AgentStopped, BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded
 from kvferry.wire.messages import Party, Reason, Reference
 
 SETTINGS = Settings("ours", "127.0.0.1", 0, "auto", 30.0, "", is_loss_fatal=True)
@@ -108,25 +108,27 @@ def test_a_fetched_cache_is_reported_once(rank, request_id):
     assert rank.told() == NOTHING
     name = rank.agent.wanted[0].request_id
     assert rank.says(Fetched(name, REPORT)) == (set(), {request_id}, set())
-    assert rank.says(Fetched(name, REPORT), TargetFree(name), Stopped()) == NOTHING
+    assert rank.says(Fetched(name, REPORT), BlocksReleased(name), AgentStopped()) == NOTHING
 
 
 def test_a_failed_fetch_is_reported_when_its_blocks_are_free(rank):
     rank.worker.obey(Orders(fetches=[fetch()]))
-    assert rank.says(Failed("a", LOST)) == NOTHING
-    assert rank.says(TargetFree("a")) == (set(), {"a"}, {"a"})
-    assert rank.says(TargetFree("a"), Failed("a", LOST), Stopped()) == NOTHING
+    assert rank.says(FetchFailed("a", LOST)) == NOTHING
+    assert rank.says(BlocksReleased("a")) == (set(), {"a"}, {"a"})
+    assert rank.says(BlocksReleased("a"), FetchFailed("a", LOST), AgentStopped()) == NOTHING
 
 
 def test_a_failure_does_not_stick_to_an_id_that_is_used_again(rank):
     rank.worker.obey(Orders(fetches=[fetch()]))
-    rank.says(Failed("a", LOST), TargetFree("a"))
+    rank.says(FetchFailed("a", LOST), BlocksReleased("a"))
     rank.worker.obey(Orders(fetches=[fetch()]))
     assert rank.says(Fetched("a", REPORT)) == (set(), {"a"}, set())
 
 
 @pytest.mark.parametrize(
-    "ending", [(Fetched("a", REPORT),), (Failed("a", LOST), TargetFree("a")), (Stopped(),)], ids=["well", "ill", "end"]
+    "ending",
+    [(Fetched("a", REPORT),), (FetchFailed("a", LOST), BlocksReleased("a")), (AgentStopped(),)],
+    ids=["well", "ill", "end"],
 )
 def test_a_release_is_never_reported_logged_or_counted(rank, ending, caplog):
     rank.worker.obey(Orders(fetches=[fetch(is_waited_for=False)]))
@@ -148,7 +150,7 @@ def test_only_what_is_still_being_fetched_is_aborted(rank):
     rank.says(Fetched("b", REPORT))
     rank.worker.obey(Orders(aborted=["b"]))
     assert rank.agent.aborted == ["a", agent_name(LONG)]
-    assert rank.says(Failed("a", LOST), TargetFree("a")) == (set(), {"a"}, {"a"})
+    assert rank.says(FetchFailed("a", LOST), BlocksReleased("a")) == (set(), {"a"}, {"a"})
 
 
 def test_agents_are_told_which_prompt_it_is(rank):
@@ -163,20 +165,20 @@ def test_agents_are_told_which_prompt_it_is(rank):
 def test_leased_blocks_are_given_back_once(rank, request_id):
     rank.worker.obey(Orders(leases=[LeaseOrder(request_id, "lease", ((1,),), 40)]))
     name = rank.agent.wanted[0].request_id
-    assert rank.says(SourceFree(name, "done")) == ({request_id}, set(), set())
-    assert rank.says(SourceFree(name, "done"), SourceFree("b", "done"), Stopped()) == NOTHING
+    assert rank.says(LeaseEnded(name, "done")) == ({request_id}, set(), set())
+    assert rank.says(LeaseEnded(name, "done"), LeaseEnded("b", "done"), AgentStopped()) == NOTHING
 
 
 def test_everything_open_ends_with_the_agent(rank):
     rank.worker.obey(Orders(leases=[LEASE], fetches=[fetch()]))
-    assert rank.says(Stopped()) == ({"l"}, {"a"}, {"a"})
-    assert rank.says(TargetFree("a"), SourceFree("l", "done")) == NOTHING
+    assert rank.says(AgentStopped()) == ({"l"}, {"a"}, {"a"})
+    assert rank.says(BlocksReleased("a"), LeaseEnded("l", "done")) == NOTHING
 
 
 def test_blocks_that_a_source_may_still_write_to_are_not_given_back(rank, caplog):
     rank.worker.obey(Orders(fetches=[fetch(), fetch("b"), fetch(LONG)]))
     rank.agent.written_ids = frozenset({"b", agent_name(LONG)})
-    assert rank.says(Failed("b", LOST), Stopped()) == (set(), {"a"}, {"a"})
+    assert rank.says(FetchFailed("b", LOST), AgentStopped()) == (set(), {"a"}, {"a"})
     kept = [record.args[0] for record in caplog.records if record.levelname == "ERROR"]
     assert kept == ["b", LONG]
     assert rank.told() == NOTHING
@@ -184,7 +186,7 @@ def test_blocks_that_a_source_may_still_write_to_are_not_given_back(rank, caplog
 
 @pytest.mark.parametrize("alive", [True, False], ids=["ending", "ended"])
 def test_orders_to_an_agent_that_has_stopped_end_at_once(rank, alive):
-    rank.says(Stopped())
+    rank.says(AgentStopped())
     rank.agent.alive = alive
     rank.worker.obey(Orders(leases=[LEASE], fetches=[fetch()]))
     assert rank.agent.wanted == []
@@ -196,7 +198,7 @@ def test_orders_before_the_last_word_of_an_agent_that_has_died_end_once(rank):
     rank.worker.obey(Orders(leases=[LEASE], fetches=[fetch()]))
     rank.agent.alive = False
     rank.worker.obey(Orders(leases=[LeaseOrder("m", "lease", ((1,),), 40)], fetches=[fetch("b")]))
-    assert rank.says(Stopped()) == ({"l", "m"}, {"a", "b"}, {"a", "b"})
+    assert rank.says(AgentStopped()) == ({"l", "m"}, {"a", "b"}, {"a", "b"})
     assert rank.told() == NOTHING
 
 
@@ -204,7 +206,7 @@ def test_one_rank_that_fails_fails_the_request_when_both_are_done(rank):
     both, aggregator = (rank, Rank()), KVOutputAggregator(2)
     for each in both:
         each.worker.obey(Orders(fetches=[fetch()]))
-    first = aggregate(aggregator, both[0].says(Failed("a", LOST), TargetFree("a")), NOTHING)
+    first = aggregate(aggregator, both[0].says(FetchFailed("a", LOST), BlocksReleased("a")), NOTHING)
     assert not first.finished_recving
     second = aggregate(aggregator, NOTHING, both[1].says(Fetched("a", REPORT)))
     assert (set(second.finished_recving), set(second.failed_recving)) == ({"a"}, {"a"})
@@ -252,7 +254,7 @@ class LateNotices(queue.SimpleQueue):
     ("orders", "notice", "told"),
     [
         (Orders(fetches=[fetch()], is_idle=True), Fetched("a", REPORT), (set(), {"a"}, set())),
-        (Orders(leases=[LEASE], is_idle=True), SourceFree("l", "done"), ({"l"}, set(), set())),
+        (Orders(leases=[LEASE], is_idle=True), LeaseEnded("l", "done"), ({"l"}, set(), set())),
     ],
     ids=["fetch", "lease"],
 )
@@ -281,9 +283,9 @@ def test_a_lease_is_ended_by_whoever_knows_its_id_and_vllm_hears_of_it_once(rank
     rank.worker.obey(Orders(leases=[LEASE]))
     assert rank.worker.release(reference()) == "released"
     assert rank.agent.withdrawn == ["l"]
-    assert rank.says(SourceFree("l", "withdrawn")) == ({"l"}, set(), set())
+    assert rank.says(LeaseEnded("l", "withdrawn")) == ({"l"}, set(), set())
     assert rank.worker.release(reference()) == "unknown_lease"
-    assert rank.says(SourceFree("l", "withdrawn")) == NOTHING
+    assert rank.says(LeaseEnded("l", "withdrawn")) == NOTHING
 
 
 @pytest.mark.parametrize(
@@ -309,7 +311,7 @@ def test_a_release_that_comes_before_its_lease_ends_it_when_it_comes(rank):
     assert rank.worker.release(reference()) == "unknown_lease"
     rank.worker.obey(Orders(leases=[LEASE]))
     assert rank.agent.withdrawn == ["l"]
-    assert rank.says(SourceFree("l", "withdrawn")) == ({"l"}, set(), set())
+    assert rank.says(LeaseEnded("l", "withdrawn")) == ({"l"}, set(), set())
 
 
 NAMED = LeaseOrder("cmpl-r-0-12345678", "lease", ((1,),), 40)
@@ -319,7 +321,7 @@ def test_a_lease_whose_answer_nobody_got_is_ended_by_its_callers_name(rank):
     rank.worker.obey(Orders(leases=[NAMED, LEASE]))
     assert rank.worker.forsake("cmpl-r-0")
     assert rank.agent.withdrawn == [NAMED.request_id]
-    assert rank.says(SourceFree(NAMED.request_id, "withdrawn")) == ({NAMED.request_id}, set(), set())
+    assert rank.says(LeaseEnded(NAMED.request_id, "withdrawn")) == ({NAMED.request_id}, set(), set())
     assert not rank.worker.forsake("cmpl-r-0")
 
 
@@ -333,7 +335,7 @@ def test_other_names_forsake_no_lease(rank, name):
 def test_every_end_of_a_fetch_is_told_by_vllms_name_and_a_reason(rank):
     orders = [fetch("well"), fetch(LONG), fetch("ill", error="nonsense"), fetch("nothing", is_waited_for=False)]
     rank.worker.obey(Orders(fetches=orders))
-    rank.says(Fetched("well", REPORT), Failed(agent_name(LONG), LOST), Failed("nothing", LOST))
+    rank.says(Fetched("well", REPORT), FetchFailed(agent_name(LONG), LOST), FetchFailed("nothing", LOST))
     assert sorted(rank.worker.take_stats().data["fetches"]) == [
         ["ill", "malformed", "nonsense", True, {}],
         ["well", "", "", False, {"wire": 0.1}],

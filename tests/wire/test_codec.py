@@ -11,7 +11,7 @@ from kvferry.plan.description.model import attention
 from kvferry.plan.description.prompt import Prompt
 from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import TokenRange, TokenSet
-from kvferry.plan.digests.subject import Part, Policy, Subject
+from kvferry.plan.digests.subject import DigestPolicy, Part, Subject
 from kvferry.plan.programs.copies import Direction
 from kvferry.wire import messages as m
 from kvferry.wire.codec import MAX_FRAME_BYTES, decode, encode, frame_of
@@ -20,7 +20,7 @@ VERSION = bytes([m.WIRE_VERSION])
 PARTY = m.Party("prefill-0", "e1", 0)
 LAYOUT = describe(attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
 PART = Part(("s", "t"), (Span(0, 2), Span(1, 4)), TokenSet(4, (Span(0, 2),)), TokenRange(3, 9))
-SUBJECT = Subject(Policy.SAMPLED, 11, (PART, PART))
+SUBJECT = Subject(DigestPolicy.SAMPLED, 11, (PART, PART))
 EXAMPLES = [
     m.Hello(1, "0.1.0", PARTY, "decode-0", "e2"),
     m.Welcome(1, "0.1.0", PARTY, 1, "abc"),

@@ -7,25 +7,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvferry.agent.config import STAGING_BYTES, AgentConfig, Host, Notice, new_epoch, new_lease_id, staging_named
+    from kvferry.agent.cache import Cache
+    from kvferry.agent.config import STAGING_BYTES, AgentConfig, Notice, new_epoch, new_lease_id, staging_named
     from kvferry.agent.control.shared_token import NO_TOKEN, SharedToken, read_token
     from kvferry.agent.loop.agent import Agent
+    from kvferry.agent.opening import open_agent
 
 __all__ = [
     "NO_TOKEN",
     "STAGING_BYTES",
     "Agent",
     "AgentConfig",
-    "Host",
+    "Cache",
     "Notice",
     "SharedToken",
     "new_epoch",
     "new_lease_id",
+    "open_agent",
     "read_token",
     "staging_named",
 ]
 
-_FILES = {"Agent": "loop.agent"} | dict.fromkeys(("NO_TOKEN", "SharedToken", "read_token"), "control.shared_token")
+_FILES = {
+    "Agent": "loop.agent",
+    "Cache": "cache",
+    "open_agent": "opening",
+    **dict.fromkeys(("NO_TOKEN", "SharedToken", "read_token"), "control.shared_token"),
+}
 
 
 def __getattr__(name: str) -> Any:

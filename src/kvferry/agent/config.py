@@ -1,27 +1,20 @@
-"""What an agent is told at its start: which rank of which engine it serves, and what the engine brings."""
+"""What an agent is told at its start: which rank of which engine it serves, and how."""
 
 from __future__ import annotations
 
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.agent.control.listen_addresses import listening_address
 from kvferry.agent.control.shared_token import NO_TOKEN, SharedToken
-from kvferry.agent.memory.digests import lies_in
-from kvferry.agent.memory.shared_regions import Arena, host_arena
 from kvferry.errors import ConfigurationError
-from kvferry.plan.description.layout import Layout
-from kvferry.plan.digests.subject import Policy
+from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.session import events as e
 from kvferry.session.target.read_strategy import AUTO, StagingPolicy, allowed_by
-from kvferry.staging.host_mover import HostMover, host_pieces
-from kvferry.staging.mover import Mover
 from kvferry.staging.pool import ALIGNMENT_BYTES
-from kvferry.transport.base import Memory
 from kvferry.wire.messages import MAX_SLOT_BYTES
 
 # Two ranks of an engine that pack for one target at once have three slots each then, of the four that each could use.
@@ -34,7 +27,7 @@ MIN_STAGING_BYTES = 1 << 20
 # take a tenth less time with this than with 16 MiB, and with 32 hardly less.
 SLOT_BYTES = 24 << 20
 
-Notice = e.Fetched | e.Failed | e.TargetFree | e.SourceFree | e.Stopped
+Notice = e.Fetched | e.FetchFailed | e.BlocksReleased | e.LeaseEnded | e.AgentStopped
 """What an engine is told, on the agent's thread."""
 
 
@@ -92,7 +85,7 @@ class AgentConfig:
     transport: str = "auto"
     timing: e.Timing = field(default_factory=e.Timing)
     token: SharedToken = NO_TOKEN
-    digest: Policy = Policy.SAMPLED
+    digest: DigestPolicy = DigestPolicy.SAMPLED
     direction: Direction = Direction.READ
     may_turn: bool = True
     staging_bytes: int = STAGING_BYTES
@@ -115,41 +108,3 @@ class AgentConfig:
                 found=f"{self.staging_bytes:,} bytes, slots of {self.staging.slot_bytes:,}",
                 expected="room for two slots that come in and two that go out",
             )
-
-
-def near_mover(memories: Sequence[Memory], ring: Callable[[], None]) -> Mover:
-    """For engines whose blocks lie in memory that the CPU reaches."""
-    return HostMover(host_pieces(memories), ring)
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """What an engine brings: the layouts of all its ranks, the memory of this rank that transports may register, and
-    where notices go. `notify` is called on the agent's thread and must return at once.
-
-    Regions that lie in none of `memories` are reached through staging memory only. `mover` makes what copies between
-    them, the memories and staging memory: it is given all registered memory, and what to call when a copy has ended.
-    `arena` makes staging memory of so many bytes: the host's, or that of the device where transports register it.
-
-    An engine that computes on a device tells of leases and their growth when it has written them there, and of fetches
-    when it has done with their blocks: nothing here waits for its streams.
-    """
-
-    layouts: tuple[Layout, ...]
-    memories: tuple[Memory, ...]
-    notify: Callable[[Notice], None]
-    mover: Callable[[Sequence[Memory], Callable[[], None]], Mover] = near_mover
-    arena: Callable[[int], Arena] = host_arena
-
-    def is_staged(self, rank: int) -> bool:
-        """Whether a region of this rank is no registered memory. Raises ConfigurationError when only a part is."""
-        extents = [(memory.address, memory.address + memory.size_bytes) for memory in self.memories]
-        regions = self.layouts[rank].regions
-        outside = [region for region in regions if not lies_in(region, extents)]
-        if outside and len(outside) < len(regions):
-            raise ConfigurationError(
-                "some regions of a layout can be registered and others cannot",
-                found=f"{len(outside)} of {len(regions)} lie elsewhere, such as {outside[0]}",
-                expected="all of them in registered memory, or none",
-            )
-        return bool(outside)

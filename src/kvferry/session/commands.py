@@ -137,22 +137,22 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """The cache did not arrive. Its blocks stay in quarantine until TargetFree."""
+class FetchFailed:
+    """The cache did not arrive. Its blocks stay in quarantine until BlocksReleased."""
 
     request_id: str
     error: TransferError
 
 
 @dataclass(frozen=True, slots=True)
-class TargetFree:
+class BlocksReleased:
     """No ticket, ours or the source's, touches the blocks of a failed fetch any more: they may be used again."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class SourceFree:
+class LeaseEnded:
     """Nobody will read the blocks of a leased request any more, nor do we; `reason` says how it ended."""
 
     request_id: str
@@ -160,7 +160,7 @@ class SourceFree:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class AgentStopped:
     """Not from a session but from its owner: we move nothing any more, and no further notice will come.
 
     A source that was writing when this happened may still do so: the blocks of such fetches stay in quarantine for
@@ -190,8 +190,8 @@ Command = (
     | Digest
     | DropDigest
     | Fetched
-    | Failed
-    | TargetFree
-    | SourceFree
+    | FetchFailed
+    | BlocksReleased
+    | LeaseEnded
     | Count
 )

@@ -14,6 +14,8 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.strategy.choice import TYPICAL_AGENTS, Costs
 from kvferry.session.commands import (
     Acquire,
+    AgentStopped,
+    BlocksReleased,
     Cancel,
     Command,
     Connect,
@@ -21,18 +23,16 @@ from kvferry.session.commands import (
     Digest,
     Disconnect,
     DropDigest,
-    Failed,
     Fetched,
+    FetchFailed,
     FetchReport,
     Knock,
+    LeaseEnded,
     Post,
     Release,
     Reply,
     Send,
-    SourceFree,
     Stage,
-    Stopped,
-    TargetFree,
 )
 from kvferry.session.keys import ClaimKey, PeerKey, ReadKey, Remote, SlotKey, WorkKey, peers_of
 from kvferry.session.timeouts import Timing
@@ -54,15 +54,15 @@ __all__ = [
     "Digested",
     "Disconnect",
     "DropDigest",
-    "Failed",
+    "FetchFailed",
     "FetchReport",
-    "FetchWanted",
+    "FetchRequest",
     "Fetched",
     "FrameArrived",
-    "HoldWanted",
+    "HoldRequest",
     "Knock",
-    "LeaseGrown",
-    "LeaseWanted",
+    "LeaseProgress",
+    "LeaseRequest",
     "LeaseWithdrawn",
     "PeerConnected",
     "PeerGone",
@@ -75,11 +75,11 @@ __all__ = [
     "Reply",
     "Send",
     "SlotKey",
-    "SourceFree",
+    "LeaseEnded",
     "Stage",
     "Staged",
-    "Stopped",
-    "TargetFree",
+    "AgentStopped",
+    "BlocksReleased",
     "Tick",
     "TicketEnded",
     "Timing",
@@ -110,10 +110,11 @@ class AnswerArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseWanted:
-    """The engine has computed a request and keeps its blocks until `SourceFree`.
+class LeaseRequest:
+    """The engine has computed a request and keeps its blocks until `LeaseEnded`.
 
-    With `is_growing` it computes the request still, and will have `num_tokens` tokens: `LeaseGrown` says how far it is.
+    With `is_growing` it computes the request still, and will have `num_tokens` tokens: `LeaseProgress` says how many of
+    them are there.
     Claims for another `prompt` are refused, and all claims if it `is_unnamed`.
     """
 
@@ -138,11 +139,11 @@ NOT_AHEAD = Ahead(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseGrown:
+class LeaseProgress:
     """The first `num_ready` tokens of a growing lease are computed, and will not change any more.
 
     Of the tokens that follow, the states that the engine computes first may be there before the others: see `Ahead`.
-    `block_tables` are those of all these tokens at least; what lies there must stay until `SourceFree`.
+    `block_tables` are those of all these tokens at least; what lies there must stay until `LeaseEnded`.
     """
 
     request_id: str
@@ -159,10 +160,10 @@ class LeaseWithdrawn:
 
 
 @dataclass(frozen=True, slots=True)
-class HoldWanted:
+class HoldRequest:
     """The engine will fetch this cache when the request's turn comes: meet the source, and keep the lease alive.
 
-    It ends with any `FetchWanted` of the same lease, also one of nothing.
+    It ends with any `FetchRequest` of the same lease, also one of nothing.
     """
 
     reference: Reference
@@ -170,7 +171,7 @@ class HoldWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchWanted:
+class FetchRequest:
     """The engine wants a remote cache in its own blocks. `addresses` has one control address per source rank.
 
     `block_tables` and `ranges` have one entry per cache group of this rank: where the tokens go, and which are wanted.

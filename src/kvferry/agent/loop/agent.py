@@ -9,13 +9,14 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from kvferry import __version__
-from kvferry.agent.config import AgentConfig, Host, slot_bytes_in
+from kvferry.agent.cache import Cache
+from kvferry.agent.config import AgentConfig, Notice, slot_bytes_in
 from kvferry.agent.control.liveness import Knocks
 from kvferry.agent.control.sockets import ControlChannel
 from kvferry.agent.loop.turns import Turns, Wish
@@ -29,7 +30,7 @@ from kvferry.agent.requests.checks import check_fetch, check_growth, check_hold,
 from kvferry.agent.requests.identity import ourselves_of
 from kvferry.agent.requests.names import RequestNames
 from kvferry.agent.transports.carrier import Carrier
-from kvferry.agent.transports.negotiation import Met
+from kvferry.agent.transports.negotiation import PeerReport
 from kvferry.agent.transports.surroundings import surroundings_here
 from kvferry.plan.programs.copies import Direction
 from kvferry.session import events as e
@@ -52,9 +53,15 @@ class Agent:
     """Moves caches for one rank. Its methods may be called from any thread and never wait for the network."""
 
     def __init__(
-        self, config: AgentConfig, host: Host, transports: Sequence[Transport], unavailable: Mapping[str, str]
+        self,
+        config: AgentConfig,
+        cache: Cache,
+        notify: Callable[[Notice], None],
+        transports: Sequence[Transport],
+        unavailable: Mapping[str, str],
     ) -> None:
-        """Take over the transports and listen; nothing moves before `start`.
+        """Take over the transports and listen; nothing moves before `start`. `notify` is called on the agent's thread
+        and must return at once.
 
         Raises ConfigurationError when the port or the wanted transport cannot be had, TransportError when shared
         memory cannot.
@@ -63,7 +70,7 @@ class Agent:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-agent", daemon=True)
         self._still_written: tuple[Arena, ...] = ()
-        self._names = RequestNames(host.notify)
+        self._names = RequestNames(notify)
         with ExitStack() as undo:
             for transport in transports:
                 # The carrier closes them at its turn; this is for when there is none yet.
@@ -71,20 +78,20 @@ class Agent:
             # Closed last: whoever finds nobody at the address knows that nothing of ours moves any more.
             control = undo.enter_context(closing(ControlChannel(config.host, config.port, config.token)))
             # Closed after everything that copies.
-            self._arena = self._lent(host.arena(config.staging_bytes), undo)
+            self._arena = self._lent(cache.arena(config.staging_bytes), undo)
             self._probe = self._lent(allocate_probe(), undo)
             wake = undo.enter_context(closing(Wake()))
             control.watch(wake.fileno())
             # The stager closes it before what it copies to is given up.
-            mover = undo.enter_context(closing(host.mover([*host.memories, self._arena.memory], wake.ring)))
+            mover = undo.enter_context(closing(cache.mover([*cache.memories, self._arena.memory], wake.ring)))
             far = undo.enter_context(closing(FarSlots(self._arena.memory)))
             reached = far if mover.reaches_far else None
             carrier = undo.enter_context(closing(_carrier(config, transports, unavailable, reached)))
-            carrier.register([*host.memories, self._probe.memory, self._arena.memory])
+            carrier.register([*cache.memories, self._probe.memory, self._arena.memory])
             carrier.check_requested()
             knocks = undo.enter_context(closing(Knocks()))
-            identity = self._identity(config, host, carrier)
-            readable = [memory for memory in host.memories if memory.device == HOST]
+            identity = self._identity(config, cache, carrier)
+            readable = [memory for memory in cache.memories if memory.device == HOST]
             self._turns = Turns(
                 source=SourceSession(identity, config.timing),
                 target=TargetSession(ourselves_of(identity, config, far.descriptor), config.timing),
@@ -99,16 +106,23 @@ class Agent:
             self.address = control.address
             self._resources = undo.pop_all()
 
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _lent(self, memory: _Lent, undo: ExitStack) -> _Lent:
         """Have memory closed by what is known then of those that may still write to it."""
         undo.callback(lambda: memory.close(may_be_written=memory in self._still_written))
         return memory
 
-    def _identity(self, config: AgentConfig, host: Host, carrier: Carrier) -> Identity:
+    def _identity(self, config: AgentConfig, cache: Cache, carrier: Carrier) -> Identity:
         """What peers are told; the probe is filled for them."""
         offers, probe = carrier.offers(), describe_probe(self._probe)
-        is_staged, slot_bytes = host.is_staged(self.party.rank), slot_bytes_in(config.staging_bytes)
-        return Identity(self.party, __version__, host.layouts, offers, probe, is_staged, slot_bytes)
+        is_staged, slot_bytes = cache.is_staged(self.party.rank), slot_bytes_in(config.staging_bytes)
+        return Identity(self.party, __version__, cache.layouts, offers, probe, is_staged, slot_bytes)
 
     @property
     def alive(self) -> bool:
@@ -138,11 +152,12 @@ class Agent:
 
     @property
     def written_ids(self) -> frozenset[str]:
-        """Requests to whose blocks a source may be writing, also after our end. For whoever has heard `Stopped`."""
+        """Requests to whose blocks a source may be writing, also after our end. For whoever has heard
+        `AgentStopped`."""
         return self._turns.target.written_ids()
 
     @property
-    def met(self) -> tuple[Met, ...]:
+    def peers(self) -> tuple[PeerReport, ...]:
         """How each peer is reached that is connected now. May be asked from any thread."""
         return tuple(self._turns.carrier.met.copy().values())
 
@@ -152,8 +167,8 @@ class Agent:
         """Begin to answer and to move."""
         self._thread.start()
 
-    def lease(self, wanted: e.LeaseWanted) -> Reference:
-        """Let a target read a finished request's cache. The blocks stay the lease's until `SourceFree`.
+    def lease(self, wanted: e.LeaseRequest) -> Reference:
+        """Let a target read a finished request's cache. The blocks stay the lease's until `LeaseEnded`.
 
         Raises RequestError for what cannot travel, and for a request whose lease has not ended.
         """
@@ -162,7 +177,7 @@ class Agent:
         self._submit(wanted)
         return Reference(self.party.engine_id, self.party.epoch, wanted.request_id, wanted.lease_id)
 
-    def grow(self, event: e.LeaseGrown) -> None:
+    def grow(self, event: e.LeaseProgress) -> None:
         """More tokens of a growing lease are computed: what has been claimed of them can be sent.
 
         Raises RequestError for what cannot travel.
@@ -171,10 +186,10 @@ class Agent:
         self._submit(event)
 
     def withdraw(self, request_id: str) -> None:
-        """End a request's lease early; `SourceFree` follows."""
+        """End a request's lease early; `LeaseEnded` follows."""
         self._submit(e.LeaseWithdrawn(request_id))
 
-    def hold(self, wanted: e.HoldWanted) -> None:
+    def hold(self, wanted: e.HoldRequest) -> None:
         """Keep a remote lease alive until its request's turn comes, and meet its source meanwhile.
 
         Raises RequestError for what cannot travel.
@@ -182,8 +197,8 @@ class Agent:
         check_hold(wanted)
         self._submit(wanted)
 
-    def fetch(self, wanted: e.FetchWanted) -> None:
-        """Bring a remote cache into own blocks; `Fetched`, or `Failed` and later `TargetFree`, follow.
+    def fetch(self, wanted: e.FetchRequest) -> None:
+        """Bring a remote cache into own blocks; `Fetched`, or `FetchFailed` and later `BlocksReleased`, follow.
 
         Raises RequestError for what cannot travel, for ranges that run backwards, and for a request that is being
         fetched.
@@ -192,7 +207,7 @@ class Agent:
         self._submit(replace(wanted, attempt=self._names.fetch(wanted.request_id)))
 
     def abort(self, request_id: str) -> None:
-        """End a fetch early; `Failed` and `TargetFree` follow unless it is over already."""
+        """End a fetch early; `FetchFailed` and `BlocksReleased` follow unless it is over already."""
         self._submit(e.AbortWanted(request_id))
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -225,7 +240,7 @@ class Agent:
                 self._still_written = tuple(self._written_by_peers())
                 self._resources.close()
             finally:
-                self._turns.notify(e.Stopped())
+                self._turns.notify(e.AgentStopped())
 
     def _written_by_peers(self) -> Iterator[Arena]:
         """Memory of ours into which bytes may still come when nothing of ours runs any more."""

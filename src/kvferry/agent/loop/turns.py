@@ -36,8 +36,8 @@ QUIET_S = 0.1
 # A turn digests about this much: a few milliseconds.
 DIGEST_BYTES = 16 << 20
 
-_SourceEvent = e.LeaseWanted | e.LeaseGrown | e.LeaseWithdrawn
-_TargetEvent = e.HoldWanted | e.FetchWanted | e.AbortWanted
+_SourceEvent = e.LeaseRequest | e.LeaseProgress | e.LeaseWithdrawn
+_TargetEvent = e.HoldRequest | e.FetchRequest | e.AbortWanted
 _Work = e.Post | e.Cancel | e.Digest | e.DropDigest | e.Knock | e.Acquire | e.Release | e.Stage
 _CommonEvent = e.PeerConnected | e.PeerUnreachable | e.TicketEnded | e.Digested | e.Acquired | e.Staged
 
@@ -205,7 +205,7 @@ class Turns:
                     self.knocks.forget(peer)
             case e.Count(what, reason):
                 self.counts[what, reason] += 1
-            case e.Fetched() | e.Failed() | e.TargetFree() | e.SourceFree():
+            case e.Fetched() | e.FetchFailed() | e.BlocksReleased() | e.LeaseEnded():
                 self.notify(command)
             case _:
                 self._work(command)

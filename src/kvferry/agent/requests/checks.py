@@ -13,32 +13,32 @@ import msgspec
 
 from kvferry.errors import RequestError
 from kvferry.plan.programs.request import check_ranges
-from kvferry.session.events import FetchWanted, HoldWanted, LeaseGrown, LeaseWanted
+from kvferry.session.events import FetchRequest, HoldRequest, LeaseProgress, LeaseRequest
 from kvferry.wire.messages import AnyBlockId, BlockId, Count, Name, Reference
 
 OWN_TABLES = tuple[tuple[BlockId, ...], ...]
 TARGET_TABLES = tuple[tuple[AnyBlockId, ...], ...]
 
 
-def check_lease(wanted: LeaseWanted) -> None:
+def check_lease(wanted: LeaseRequest) -> None:
     """Raises RequestError for names, block ids or a number of tokens that cannot travel."""
     _check_names(wanted.request_id, wanted.lease_id)
     _check("block ids of a lease", wanted.block_tables, OWN_TABLES)
     _check("the number of tokens of a lease", wanted.num_tokens, Count)
 
 
-def check_growth(grown: LeaseGrown) -> None:
+def check_growth(grown: LeaseProgress) -> None:
     """Raises RequestError for block ids or a number of tokens that cannot travel."""
     _check("block ids of a lease", grown.block_tables, OWN_TABLES)
     _check("the number of tokens of a lease", grown.num_ready, Count)
 
 
-def check_hold(wanted: HoldWanted) -> None:
+def check_hold(wanted: HoldRequest) -> None:
     """Raises RequestError for names that cannot travel."""
     _check_reference(wanted.reference, wanted.addresses)
 
 
-def check_fetch(wanted: FetchWanted) -> None:
+def check_fetch(wanted: FetchRequest) -> None:
     """Raises RequestError for names, block ids or ranges that cannot travel, and for ranges that run backwards."""
     _check_names(wanted.request_id)
     _check_reference(wanted.reference, wanted.addresses)

@@ -7,7 +7,7 @@ from itertools import count
 
 from kvferry.agent.config import Notice
 from kvferry.errors import RequestError
-from kvferry.session.events import Failed, Fetched, SourceFree, Stopped, TargetFree
+from kvferry.session.events import AgentStopped, BlocksReleased, Fetched, FetchFailed, LeaseEnded
 
 MAX_NAME_LENGTH = 256
 
@@ -25,22 +25,22 @@ class RequestNames:
         self._numbers = count(1)
 
     def lease(self, request_id: str) -> None:
-        """Until `SourceFree`. Raises RequestError."""
-        _open(self._leased, request_id, "a lease", "SourceFree")
+        """Until `LeaseEnded`. Raises RequestError."""
+        _open(self._leased, request_id, "a lease", "LeaseEnded")
 
     def fetch(self, request_id: str) -> str:
-        """Until `Fetched` or `TargetFree`; returns a name that no other attempt has. Raises RequestError."""
-        _open(self._fetched, request_id, "a fetch", "Fetched or TargetFree")
+        """Until `Fetched` or `BlocksReleased`; returns a name that no other attempt has. Raises RequestError."""
+        _open(self._fetched, request_id, "a fetch", "Fetched or BlocksReleased")
         return f"{next(self._numbers)}:{request_id}"[:MAX_NAME_LENGTH]
 
     def notify(self, notice: Notice) -> None:
         """The engine may ask for the same again as soon as it hears."""
         match notice:
-            case SourceFree(request_id):
+            case LeaseEnded(request_id):
                 self._leased.discard(request_id)
-            case Fetched(request_id) | TargetFree(request_id):
+            case Fetched(request_id) | BlocksReleased(request_id):
                 self._fetched.discard(request_id)
-            case Failed() | Stopped():
+            case FetchFailed() | AgentStopped():
                 """Its blocks are not free yet, or nothing is any more."""
         self._notify(notice)
 

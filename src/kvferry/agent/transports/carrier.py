@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.agent.memory.peer_slots import FarSlots
-from kvferry.agent.transports.negotiation import Meeting, Met, name_of
+from kvferry.agent.transports.negotiation import Meeting, PeerReport, name_of
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import PeerConnected, PeerUnreachable, Post, Remote, TicketEnded, WorkKey
@@ -55,7 +55,7 @@ class Carrier:
         surroundings: Surroundings = NOWHERE,
         far: FarSlots | None = None,
     ) -> None:
-        self.met: dict[Remote, Met] = {}
+        self.met: dict[Remote, PeerReport] = {}
         self.moved_bytes = dict.fromkeys(Direction, 0)
         self._counts: Counter[tuple[str, str]] = Counter()
         self._surroundings = surroundings
@@ -191,7 +191,7 @@ class Carrier:
             return outcome
         return replace(outcome, reaches_staging=self._far.reaches(outcome.peer))
 
-    def _take_note(self, met: Met) -> None:
+    def _take_note(self, met: PeerReport) -> None:
         """Keep what was found about a peer. What is wrong is said at once, by log and by counter."""
         self.met[met.peer] = met
         for finding in met.findings:

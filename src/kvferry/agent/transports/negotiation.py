@@ -23,7 +23,7 @@ MAX_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class PeerReport:
     """How a peer is reached: everything that was measured, the transport that was chosen, what is wrong with it.
 
     `choice` says why that one; `direction` is the one in which this process moves bytes.
@@ -62,7 +62,7 @@ class Meeting:
         """All tests together may take `tests_s`; what one does not need is for the others."""
         self.peer = peer
         self.chosen: tuple[Transport, ...] = ()
-        self.met: tuple[Met, ...] = ()
+        self.met: tuple[PeerReport, ...] = ()
         self._surroundings = surroundings
         self._place = surroundings.place_of(offer.probe.host)
         # Who is offered a target's memory writes.
@@ -158,7 +158,9 @@ class Meeting:
         (measured,) = [each for each in self._measured if each.name == choice.name]
         findings = judge(measured, self._direction, self._place, self._surroundings)
         everything = (*self._measured, *self._unconnected)
-        self.met = (Met(self.peer, self._place, self._direction, choice.name, everything, findings, choice.reason),)
+        self.met = (
+            PeerReport(self.peer, self._place, self._direction, choice.name, everything, findings, choice.reason),
+        )
         is_slow = is_far_slower(measured, self._direction)
         # Where the source will write instead, our own writes are the best guess at what that costs.
         is_turning = is_slow and self._surroundings.may_turn

@@ -94,12 +94,12 @@ def serve(
     """
     with friendly(extras_of(engine)):
         from kvferry.cli.models import resolve
-        from kvferry.plan.digests.subject import policy_named
+        from kvferry.plan.digests.subject import digest_policy_named
         from kvferry.plan.programs.copies import direction_named, may_turn
         from kvferry.transport.opening import check_name
 
         check_name(transport)
-        policy, direction = policy_named(digest), direction_named(transfer_direction)
+        policy, direction = digest_policy_named(digest), direction_named(transfer_direction)
         check_engine(engine, context)
         join = JoinOptions(tuple(register), tuple(role), advertise_url)
         if engine == "vllm":

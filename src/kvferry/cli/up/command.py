@@ -54,13 +54,13 @@ def up(
     with friendly(extras_of(engine)):
         from kvferry.cli.up.job import UpOptions
         from kvferry.cli.up.job import up as run
-        from kvferry.plan.digests.subject import policy_named
+        from kvferry.plan.digests.subject import digest_policy_named
         from kvferry.plan.programs.copies import direction_named
         from kvferry.session.target.read_strategy import allowed_by
         from kvferry.transport.opening import check_name
 
         check_name(transport)
-        policy_named(digest)
+        digest_policy_named(digest)
         direction_named(transfer_direction)
         allowed_by(strategy)
         check_engine(engine, context)

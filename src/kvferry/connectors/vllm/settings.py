@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 
 from kvferry.agent import STAGING_BYTES, staging_named
 from kvferry.errors import ConfigurationError
-from kvferry.plan.digests.subject import Policy, policy_named
+from kvferry.plan.digests.subject import DigestPolicy, digest_policy_named
 from kvferry.plan.programs.copies import Direction, direction_named, may_turn
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.staging.device.table import StagingMemory, staging_memory_named
@@ -54,7 +54,7 @@ class Settings:
     lease_s: float
     token_file: str
     buffer_device: str = "cpu"
-    digest: Policy = Policy.SAMPLED
+    digest: DigestPolicy = DigestPolicy.SAMPLED
     staging: StagingPolicy = field(default_factory=lambda: staging_named("auto"))
     staging_bytes: int = STAGING_BYTES
     staging_memory: StagingMemory = StagingMemory.HOST
@@ -106,7 +106,7 @@ def settings_of(config: VllmConfig) -> Settings:
         lease_s=float(lease_s),
         token_file=_token_file(extra),
         buffer_device=transfer.kv_buffer_device or "cpu",
-        digest=policy_named(str(extra.get("digest", Policy.SAMPLED))),
+        digest=digest_policy_named(str(extra.get("digest", DigestPolicy.SAMPLED))),
         staging=staging_named(str(extra.get("strategy", "auto")), staging_bytes),
         staging_bytes=staging_bytes,
         staging_memory=staging_memory_named(str(extra.get("staging_memory", StagingMemory.HOST))),

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.agent import Agent, AgentConfig, Host, Notice, new_lease_id
+from kvferry.agent import AgentConfig, Cache, Notice, new_lease_id, open_agent
 from kvferry.connectors.params import Reach, Remote, from_params, to_params
 from kvferry.embedded.engine.entry import Grown
 from kvferry.embedded.transfer.collector import AgentCollector
@@ -19,24 +19,23 @@ from kvferry.plan.description.layout import Layout
 from kvferry.plan.description.prompt import UNKNOWN_PROMPT, Prompt
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import (
-    Failed,
+    AgentStopped,
+    BlocksReleased,
     Fetched,
-    FetchWanted,
-    LeaseGrown,
-    LeaseWanted,
-    SourceFree,
-    Stopped,
-    TargetFree,
+    FetchFailed,
+    FetchRequest,
+    LeaseEnded,
+    LeaseProgress,
+    LeaseRequest,
 )
 from kvferry.transport.base import Memory
-from kvferry.transport.opening import open_transports
 from kvferry.wire.messages import Reason
 
 __all__ = ["AgentCollector", "AgentTransfer"]
 
 logger = logging.getLogger(__name__)
 
-Settled = Fetched | Failed
+Settled = Fetched | FetchFailed
 
 # So often within a lease its agent hears that a prompt is still being computed.
 WORDS_PER_LEASE = 3
@@ -59,10 +58,8 @@ class AgentTransfer:
     """
 
     def __init__(self, config: AgentConfig, layout: Layout, memory: Memory, release: Callable[[str], None]) -> None:
-        opened = open_transports(config.transport, config.host)
         self._reach = Reach.ANY_HOST if config.token else Reach.THIS_HOST
-        host = Host((layout,), (memory,), self._on_notice)
-        self.agent = Agent(config, host, opened.transports, opened.unavailable)
+        self.agent = open_agent(config, Cache((layout,), (memory,)), self._on_notice)
         self._num_groups = len(layout.groups)
         self._release = release
         self._waiting: dict[str, asyncio.Future[Settled]] = {}
@@ -98,12 +95,12 @@ class AgentTransfer:
     async def offer(self, request_id: str, block_tables: list[list[int]], prompt: Prompt) -> dict[str, object]:
         """Lease a computed prompt's blocks; the answer goes through the HTTP layer. Raises TransferError."""
         tables, num_tokens = _tables(block_tables), prompt.num_tokens
-        return self._lease(LeaseWanted(request_id, new_lease_id(), tables, num_tokens, prompt=prompt))
+        return self._lease(LeaseRequest(request_id, new_lease_id(), tables, num_tokens, prompt=prompt))
 
     async def promise(self, request_id: str, prompt: Prompt) -> dict[str, object]:
         """Lease a prompt's blocks before they are computed. Raises TransferError."""
         nowhere, num_tokens = ((),) * self._num_groups, prompt.num_tokens
-        wanted = LeaseWanted(request_id, new_lease_id(), nowhere, num_tokens, is_growing=True, prompt=prompt)
+        wanted = LeaseRequest(request_id, new_lease_id(), nowhere, num_tokens, is_growing=True, prompt=prompt)
         params = self._lease(wanted)
         self._growing[request_id] = _Promise(num_tokens)
         self._loop.call_later(self._word_s, self._keep_promise, request_id)
@@ -117,7 +114,7 @@ class AgentTransfer:
         promise.num_words = 0
         if grown.num_tokens == promise.num_tokens:
             del self._growing[request_id]
-        self.agent.grow(LeaseGrown(request_id, _tables(grown.block_tables), grown.num_tokens, grown.ahead))
+        self.agent.grow(LeaseProgress(request_id, _tables(grown.block_tables), grown.num_tokens, grown.ahead))
 
     def _keep_promise(self, request_id: str) -> None:
         """A prompt may wait for its turn, or a step may take, longer than a lease lives: no news is news as well. Of an
@@ -125,10 +122,10 @@ class AgentTransfer:
         promise = self._growing.get(request_id)
         if promise is not None and promise.num_words < MAX_SILENT_WORDS:
             promise.num_words += 1
-            self.agent.grow(LeaseGrown(request_id, ((),) * self._num_groups, 0))
+            self.agent.grow(LeaseProgress(request_id, ((),) * self._num_groups, 0))
             self._loop.call_later(self._word_s, self._keep_promise, request_id)
 
-    def _lease(self, wanted: LeaseWanted) -> dict[str, object]:
+    def _lease(self, wanted: LeaseRequest) -> dict[str, object]:
         if self.failure:
             raise _gone()
         self._owed.add(wanted.request_id)
@@ -159,7 +156,7 @@ class AgentTransfer:
             self._let_go(request_id, future)
             raise
         self._waiting.pop(request_id, None)
-        if isinstance(settled, Failed):
+        if isinstance(settled, FetchFailed):
             self._log_failure(wanted, settled.error)
             raise settled.error
         report = settled.report
@@ -176,7 +173,7 @@ class AgentTransfer:
 
     def peers(self) -> list[dict[str, object]]:
         """How each connected peer is reached."""
-        return peers_json(self.agent.met)
+        return peers_json(self.agent.peers)
 
     def _let_go(self, request_id: str, future: asyncio.Future[Settled]) -> None:
         """The caller is gone. A fetch that is over frees no blocks by itself any more, so that is done here."""
@@ -209,7 +206,7 @@ class AgentTransfer:
         self.agent.withdraw(reference.request_id)
         return True
 
-    def _log_failure(self, wanted: FetchWanted, error: TransferError) -> None:
+    def _log_failure(self, wanted: FetchRequest, error: TransferError) -> None:
         """One line per failure. What came from a client is quoted: it may hold anything."""
         source, party = wanted.reference, self.agent.party
         logger.warning(
@@ -226,11 +223,11 @@ class AgentTransfer:
     def _on_notice(self, notice: Notice) -> None:
         """On the agent's thread."""
         match notice:
-            case SourceFree(request_id, how):
+            case LeaseEnded(request_id, how):
                 self._loop.call_soon_threadsafe(self._lease_ended, request_id, how)
-            case TargetFree(request_id):
+            case BlocksReleased(request_id):
                 self._loop.call_soon_threadsafe(self._free, request_id)
-            case Stopped():
+            case AgentStopped():
                 self._loop.call_soon_threadsafe(self._stopped)
             case _:
                 self._loop.call_soon_threadsafe(self._settle, notice)
@@ -240,7 +237,7 @@ class AgentTransfer:
         self._over.set()
         self._growing.clear()
         for request_id in list(self._waiting):
-            self._settle(Failed(request_id, _gone()))
+            self._settle(FetchFailed(request_id, _gone()))
         for request_id in self._owed - self.agent.written_ids:
             self._free(request_id)
 
@@ -274,11 +271,11 @@ class AgentTransfer:
             self._release(notice.request_id)
 
 
-def _wanted(request_id: str, remote: Remote, block_tables: Sequence[Sequence[int]], prompt: Prompt) -> FetchWanted:
+def _wanted(request_id: str, remote: Remote, block_tables: Sequence[Sequence[int]], prompt: Prompt) -> FetchRequest:
     tables = _tables(block_tables)
     ranges = (TokenRange(0, prompt.num_tokens),) * len(tables)
     name = prompt.name(remote.reference.lease_id)
-    return FetchWanted(request_id, remote.reference, remote.addresses, tables, ranges, prompt=name)
+    return FetchRequest(request_id, remote.reference, remote.addresses, tables, ranges, prompt=name)
 
 
 def _tables(block_tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

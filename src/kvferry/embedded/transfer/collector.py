@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvferry.agent import Agent
-from kvferry.agent.transports.negotiation import Met
+from kvferry.agent.transports.negotiation import PeerReport
 from kvferry.embedded.transfer.peers import label
 from kvferry.plan.programs.copies import Direction
 
@@ -55,10 +55,10 @@ class AgentCollector(Collector):
         for direction in Direction:
             moved.add_metric((direction,), agent.moved_bytes[direction])
         yield moved
-        yield from _of_peers(agent.met)
+        yield from _of_peers(agent.peers)
 
 
-def _of_peers(everyone: tuple[Met, ...]) -> Iterator[Metric]:
+def _of_peers(everyone: tuple[PeerReport, ...]) -> Iterator[Metric]:
     """The self-test's figures of the transport that was chosen for each peer."""
     rates = GaugeMetricFamily(
         "kvferry_agent_peer_bytes_per_second",

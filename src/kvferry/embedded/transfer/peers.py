@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvferry.agent.transports.negotiation import Met
+from kvferry.agent.transports.negotiation import PeerReport
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import PeerKey, Remote
 from kvferry.transport.selection.measurement import Measurement, Rates
 
 
-def peers_json(everyone: Iterable[Met]) -> list[dict[str, object]]:
+def peers_json(everyone: Iterable[PeerReport]) -> list[dict[str, object]]:
     """One entry per connected peer."""
     return [
         {

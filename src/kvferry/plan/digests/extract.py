@@ -17,7 +17,7 @@ from kvferry.errors import RequestError
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.digests.parts import BoundPart, Grid, Lot, Shape, bind_part, box_bytes
 from kvferry.plan.digests.sampling import STRATUM_TOKENS, chosen
-from kvferry.plan.digests.subject import Part, Policy, Subject
+from kvferry.plan.digests.subject import DigestPolicy, Part, Subject
 from kvferry.plan.programs.blocks import BlockTables, Owner, checked
 from kvferry.plan.programs.copies import Column
 from kvferry.plan.routing.selection import Indices
@@ -139,7 +139,7 @@ def _picks(subject: Subject, part: Part, lot: Lot, numbers: range) -> Indices:
     if not numbers:
         numbers = range(prod(lot.shape.pieces[0]))
         stratum = -(-len(numbers) // MAX_PIECES)
-    if subject.policy is Policy.FULL:
+    if subject.policy is DigestPolicy.FULL:
         return np.arange(numbers.start, numbers.stop, dtype=np.int64)[np.newaxis]
     return chosen(numbers, stratum, len(part.states), subject.seed)[lot.places]
 

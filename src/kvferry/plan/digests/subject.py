@@ -25,7 +25,7 @@ MAX_PARTS = 1 << 12
 NO_TOKENS = TokenRange(0, 0)
 
 
-class Policy(StrEnum):
+class DigestPolicy(StrEnum):
     """How much of what has landed is digested: none, a sample of every state (see `sampling`), or every byte."""
 
     OFF = "off"
@@ -33,11 +33,11 @@ class Policy(StrEnum):
     FULL = "full"
 
 
-def policy_named(name: str) -> Policy:
+def digest_policy_named(name: str) -> DigestPolicy:
     """Raises ConfigurationError for a policy that does not exist."""
-    if name not in [policy.value for policy in Policy]:
-        raise ConfigurationError("unknown digest policy", found=name, expected=" or ".join(Policy))
-    return Policy(name)
+    if name not in [policy.value for policy in DigestPolicy]:
+        raise ConfigurationError("unknown digest policy", found=name, expected=" or ".join(DigestPolicy))
+    return DigestPolicy(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,12 @@ class Subject:
     `seed` chooses the sample. Comes from peers: raises LayoutError for what makes no sense by itself.
     """
 
-    policy: Policy
+    policy: DigestPolicy
     seed: int
     parts: tuple[Part, ...]
 
     def __post_init__(self) -> None:
-        most = 0 if self.policy is Policy.OFF else MAX_PARTS
+        most = 0 if self.policy is DigestPolicy.OFF else MAX_PARTS
         if len(self.parts) > most:
             found, expected = f"{len(self.parts)} parts with policy {self.policy}", f"at most {most}"
             raise LayoutError("the digest has too many parts", found=found, expected=expected)
@@ -89,7 +89,7 @@ class Subject:
         return tuple(name for part in self.parts for name in part.states)
 
 
-NOTHING = Subject(Policy.OFF, 0, ())
+NOTHING = Subject(DigestPolicy.OFF, 0, ())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,12 +129,12 @@ def portions_of(legs: Sequence[Leg], target: Layout) -> tuple[Portion, ...]:
     )
 
 
-def subject_of(portions: Sequence[Portion], ranges: Sequence[TokenRange], policy: Policy, seed: int) -> Subject:
+def subject_of(portions: Sequence[Portion], ranges: Sequence[TokenRange], policy: DigestPolicy, seed: int) -> Subject:
     """What a digest of one request covers: all that has moved, but for free tails, which are not the request's.
 
     `ranges` has one range per cache group of the target. Raises LayoutError when there are too many parts.
     """
-    if policy is Policy.OFF:
+    if policy is DigestPolicy.OFF:
         return NOTHING
     parts = []
     for portion in portions:

@@ -12,7 +12,7 @@ from math import inf
 
 from kvferry.errors import FerryError
 from kvferry.plan.digests.extract import Extractor
-from kvferry.plan.digests.subject import Policy
+from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import ClaimKey, Command, Digest, Digested, Reply
 from kvferry.session.refusals import refuse, unknown_lease
@@ -41,7 +41,7 @@ class Landings:
         """
         granted = lease.claims[party]
         key = ClaimKey(lease.wanted.lease_id, party, granted.claim_id)
-        is_sampled = granted.subject.policy is Policy.SAMPLED and granted.subject.parts
+        is_sampled = granted.subject.policy is DigestPolicy.SAMPLED and granted.subject.parts
         if is_sampled and lease.is_computed and key not in lease.digests:
             self._begun.setdefault(key, now + LOOK_AFTER_S)
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from kvferry.plan.digests.subject import NOTHING, Subject
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import NOT_AHEAD, Ahead, ClaimKey, LeaseGrown, LeaseWanted
+from kvferry.session.events import NOT_AHEAD, Ahead, ClaimKey, LeaseProgress, LeaseRequest
 from kvferry.session.source.direct_write import StretchWrites
 from kvferry.session.source.packing import Packing
 from kvferry.session.source.write import Write
@@ -68,7 +68,7 @@ class Lease:
     says how it ended; the engine has its blocks back (`is_freed`) once we write nothing out of them any more.
     """
 
-    wanted: LeaseWanted
+    wanted: LeaseRequest
     machine: Machine
     deadline: float
     num_ready: int
@@ -83,7 +83,7 @@ class Lease:
     is_freed: bool = False
 
     @classmethod
-    def opened(cls, wanted: LeaseWanted, deadline: float) -> Lease:
+    def opened(cls, wanted: LeaseRequest, deadline: float) -> Lease:
         """A lease that nobody has claimed yet."""
         machine = Machine(f"lease {wanted.lease_id}", LEASE_TABLE, LeaseState.OPEN)
         return cls(wanted, machine, deadline, 0 if wanted.is_growing else wanted.num_tokens)
@@ -138,7 +138,7 @@ class Lease:
         self.completed[party] = digests
         self.claims[party] = replace(self.claims[party], subject=NOTHING)
 
-    def grow(self, event: LeaseGrown) -> None:
+    def grow(self, event: LeaseProgress) -> None:
         """More is there. What goes backwards or too far is the engine's mistake, and changes nothing."""
         before = self.num_ready, self.ahead.num_tokens, self.ahead.num_states
         after = event.num_ready, event.ahead.num_tokens, event.ahead.num_states

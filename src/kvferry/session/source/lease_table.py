@@ -8,7 +8,7 @@ from heapq import heappop, heappush, heapreplace
 from math import inf
 
 from kvferry.plan.description.prompt import UNKNOWN_PROMPT
-from kvferry.session.events import Command, Count, DropDigest, LeaseWanted, SourceFree, Timing
+from kvferry.session.events import Command, Count, DropDigest, LeaseEnded, LeaseRequest, Timing
 from kvferry.session.refusals import refuse
 from kvferry.session.source.lease import Lease
 from kvferry.session.source.writes import Carrying
@@ -71,7 +71,7 @@ class Leases:
                 return deadline
         return inf
 
-    def open(self, wanted: LeaseWanted, now: float) -> None:
+    def open(self, wanted: LeaseRequest, now: float) -> None:
         """Nobody has claimed it yet."""
         lease = Lease.opened(wanted, now + self._timing.lease_s)
         self._by_id[wanted.lease_id] = self._by_request[wanted.request_id] = lease
@@ -125,7 +125,7 @@ class Leases:
             return []
         lease.is_freed = True
         del self._by_request[lease.wanted.request_id]
-        freed = SourceFree(lease.wanted.request_id, lease.ended_as)
+        freed = LeaseEnded(lease.wanted.request_id, lease.ended_as)
         return [freed, *([Count("leases_expired", Reason.EXPIRED)] if lease.ended_as == Reason.EXPIRED else [])]
 
     def _note_deadline(self, lease: Lease) -> None:

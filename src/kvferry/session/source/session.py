@@ -18,8 +18,8 @@ from kvferry.session.events import (
     Command,
     Digested,
     FrameArrived,
-    LeaseGrown,
-    LeaseWanted,
+    LeaseProgress,
+    LeaseRequest,
     LeaseWithdrawn,
     PeerConnected,
     PeerUnreachable,
@@ -57,8 +57,8 @@ from kvferry.wire.messages import (
 )
 
 SourceEvent = (
-    LeaseWanted
-    | LeaseGrown
+    LeaseRequest
+    | LeaseProgress
     | LeaseWithdrawn
     | FrameArrived
     | PeerConnected
@@ -85,8 +85,8 @@ class SourceSession:
         self._leases = Leases(self._carrying, timing)
         self._landings = Landings(self._leases, Extractor(identity.layout, "source"))
         self._handlers: dict[type, Callable[..., list[Command]]] = {
-            LeaseWanted: self._lease,
-            LeaseGrown: self._grow,
+            LeaseRequest: self._lease,
+            LeaseProgress: self._grow,
             LeaseWithdrawn: self._withdraw,
             FrameArrived: self._answer,
             PeerConnected: self._connected,
@@ -129,12 +129,12 @@ class SourceSession:
 
     # --- how leases begin and end ---
 
-    def _lease(self, event: LeaseWanted, now: float) -> list[Command]:
+    def _lease(self, event: LeaseRequest, now: float) -> list[Command]:
         self._leases.open(event, now)
         early = self._early.opened(event.lease_id)
         return [command for each in early for command in self._answer(FrameArrived(each.peer, each.message), now)]
 
-    def _grow(self, event: LeaseGrown, now: float) -> list[Command]:
+    def _grow(self, event: LeaseProgress, now: float) -> list[Command]:
         """More tokens of a request are computed: write them, and let those read that wait for the last one."""
         lease = self._leases.of_request(event.request_id)
         if lease is None or not lease.live:

@@ -21,7 +21,7 @@ from kvferry.session.events import (
     Command,
     Connect,
     Disconnect,
-    LeaseWanted,
+    LeaseRequest,
     PeerConnected,
     PeerUnreachable,
     Reply,
@@ -102,7 +102,7 @@ class Targets:
         """Raises TransferError, or BlockTableError for its ranges, when a claim cannot or must not be carried out."""
         self._program_of(claim)
 
-    def copies(self, claim: Claim, lease: LeaseWanted) -> Copies:
+    def copies(self, claim: Claim, lease: LeaseRequest) -> Copies:
         """The rows to write for a claim, or our share. Raises TransferError, or BlockTableError for its ranges, when
         it cannot or must not be carried out."""
         program = self._program_of(claim)
@@ -114,7 +114,7 @@ class Targets:
         except RequestError as error:
             raise TransferError(Reason.OUT_OF_RANGE, error.what, found=error.found, expected=error.expected) from error
 
-    def request(self, claim: Claim, lease: LeaseWanted) -> StagedRequest:
+    def request(self, claim: Claim, lease: LeaseRequest) -> StagedRequest:
         """What moves for a claim through staging memory. Raises TransferError, or BlockTableError for its ranges, when
         it must not be carried out."""
         program, starts = self._program_of(claim), self._known[claim.party].starts

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from kvferry.errors import TransferError
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import FetchWanted, Timing
+from kvferry.session.events import FetchRequest, Timing
 from kvferry.session.target.fetch import Fetch, Read, ReadState
 from kvferry.wire.messages import Claim, Party, Reason
 
@@ -17,7 +17,7 @@ ASKING = (ReadState.LANDED, ReadState.DIGESTED)
 """States in which it wants to hear whether its bytes are valid."""
 
 
-def claim_of(ours: Party, wanted: FetchWanted, readers: tuple[int, ...], read: Read, slot_bytes: int) -> Claim:
+def claim_of(ours: Party, wanted: FetchRequest, readers: tuple[int, ...], read: Read, slot_bytes: int) -> Claim:
     """The claim of a read. A source that writes has to know where; one that packs, how it is cut."""
     way = read.way
     names = ours, wanted.claim_id, wanted.reference

@@ -14,7 +14,7 @@ from kvferry.plan.digests.subject import NOTHING, Subject
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.slots.partition import SlotPlan
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import Command, FetchReport, FetchWanted, PeerKey, ReadKey
+from kvferry.session.events import Command, FetchReport, FetchRequest, PeerKey, ReadKey
 from kvferry.session.state import Machine, Table
 from kvferry.session.target.read_strategy import Way
 from kvferry.session.target.unpacking import Unpacking
@@ -161,7 +161,7 @@ class Fetch:
     A failed fetch is forgotten when no ticket of it is open any more: until then its blocks are in quarantine.
     """
 
-    wanted: FetchWanted
+    wanted: FetchRequest
     peers: tuple[PeerKey, ...]
     began: float
     failed: bool = False

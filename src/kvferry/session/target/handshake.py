@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from kvferry.errors import TransferError
 from kvferry.plan.description.layout import Layout, fingerprint
-from kvferry.plan.digests.subject import Policy
+from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.choice import TYPICAL_AGENTS, Costs
 from kvferry.session.events import Command, Connect, Count, Knock, PeerConnected, PeerKey, Send, Timing
@@ -50,7 +50,7 @@ class Ourselves:
     party: Party
     product_version: str
     layouts: tuple[Layout, ...]
-    digest: Policy = Policy.OFF
+    digest: DigestPolicy = DigestPolicy.OFF
     direction: Direction = Direction.READ
     transports: tuple[TransportOffer, ...] = ()
     probe: Probe = NO_PROBE

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from kvferry.session.events import FetchWanted, Knock, PeerKey, ReadKey, Send, Timing
+from kvferry.session.events import FetchRequest, Knock, PeerKey, ReadKey, Send, Timing
 from kvferry.session.target.handshake import Handshakes
 from kvferry.wire.messages import Abort, Aborted, Party
 
@@ -52,7 +52,7 @@ class Farewells:
     def __len__(self) -> int:
         return len(self._open)
 
-    def say(self, wanted: FetchWanted, key: PeerKey, is_exposed: bool, now: float) -> Iterator[Send]:
+    def say(self, wanted: FetchRequest, key: PeerKey, is_exposed: bool, now: float) -> Iterator[Send]:
         """Tell a source that its blocks are not wanted any more; one that has been lost only if it may still write."""
         if is_exposed or key in self._peers:
             abort = Abort(self._ours, wanted.claim_id, wanted.reference.lease_id)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from kvferry.errors import RequestError
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.plan.digests.subject import NOTHING, Policy, Portion, Subject, portions_of, seed_of, subject_of
+from kvferry.plan.digests.subject import NOTHING, DigestPolicy, Portion, Subject, portions_of, seed_of, subject_of
 from kvferry.plan.programs.program import Program, bind
 from kvferry.plan.programs.request import volume
 from kvferry.plan.routing.route import Route, route
 from kvferry.plan.slots.partition import region_starts
 from kvferry.plan.strategy.strategies import RegionStarts
-from kvferry.session.events import FetchWanted, PeerKey
+from kvferry.session.events import FetchRequest, PeerKey
 from kvferry.session.target.handshake import Handshakes
 
 READABLE_KINDS = frozenset(["dram"])
@@ -41,11 +41,11 @@ class Binding:
     fan_in: dict[PeerKey, float] = field(default_factory=dict)
     unreadable: str = ""
 
-    def verified_by(self, policy: Policy) -> str:
+    def verified_by(self, policy: DigestPolicy) -> str:
         """What is said of how a fetch was verified."""
-        return "unreadable" if self.unreadable and policy is not Policy.OFF else str(policy)
+        return "unreadable" if self.unreadable and policy is not DigestPolicy.OFF else str(policy)
 
-    def subject(self, peer: PeerKey, wanted: FetchWanted, policy: Policy) -> Subject:
+    def subject(self, peer: PeerKey, wanted: FetchRequest, policy: DigestPolicy) -> Subject:
         """What is digested of one read. Raises LayoutError when that falls into too many parts."""
         seed = seed_of(f"{wanted.reference.lease_id}/{wanted.request_id}")
         # Without tokens nothing has been read, no state of fixed size either.

@@ -8,15 +8,15 @@ from kvferry.errors import TransferError
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.events import (
+    BlocksReleased,
     Cancel,
     ClaimKey,
     Command,
     Count,
     Disconnect,
     DropDigest,
-    Failed,
+    FetchFailed,
     ReadKey,
-    TargetFree,
 )
 from kvferry.session.target.fetch import Fetch, ReadState
 from kvferry.session.target.handshake import Handshakes
@@ -35,7 +35,7 @@ class Quarantine:
         """End a fetch: tell the engine, tell every source, and keep the blocks until nothing can write to them."""
         fetch.failed = True
         yield Count("fetches_failed", error.reason)
-        yield Failed(fetch.wanted.request_id, error)
+        yield FetchFailed(fetch.wanted.request_id, error)
         for key, read in fetch.reads.items():
             if read.state is ReadState.MOVING and Direction.READ in read.movers:
                 yield Cancel(fetch.key(key))
@@ -69,7 +69,7 @@ class Quarantine:
         """Give the blocks of a failed fetch back when no ticket of it is open."""
         if not fetch.has_open_tickets and self._fetches.get(fetch.wanted.claim_id) is fetch:
             del self._fetches[fetch.wanted.claim_id]
-            yield TargetFree(fetch.wanted.request_id)
+            yield BlocksReleased(fetch.wanted.request_id)
 
     def end_farewells(self, now: float) -> Iterator[Command]:
         """What sources have acknowledged, or cannot do any more, is over; so is the quarantine that waited for it."""

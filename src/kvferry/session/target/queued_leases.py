@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvferry.session.events import HoldWanted, PeerKey, peers_of
+from kvferry.session.events import HoldRequest, PeerKey, peers_of
 from kvferry.wire.messages import Reference
 
 
@@ -26,7 +26,7 @@ class Holds:
     def __bool__(self) -> bool:
         return bool(self._holds)
 
-    def add(self, wanted: HoldWanted, now: float) -> None:
+    def add(self, wanted: HoldRequest, now: float) -> None:
         """Hold a lease from now on; again changes nothing."""
         hold = _Hold(peers_of(wanted.reference, wanted.addresses), now + self._hold_s)
         self._holds.setdefault(wanted.reference, hold)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from kvferry.errors import FerryError, RequestError, TransferError
-from kvferry.plan.digests.subject import Policy
+from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.blocks import BlockTables
 from kvferry.plan.programs.copies import NOTHING, Direction
 from kvferry.plan.programs.request import copies_for
@@ -14,7 +14,7 @@ from kvferry.plan.programs.stretch import parted
 from kvferry.plan.slots.partition import SlotPlan, StagedRequest, any_tables
 from kvferry.plan.strategy.choice import Costs
 from kvferry.plan.strategy.strategies import Side, Strategy
-from kvferry.session.events import Digested, Fetched, FetchWanted, PeerKey, Post, ReadKey, Send, SlotKey, Timing
+from kvferry.session.events import Digested, Fetched, FetchRequest, PeerKey, Post, ReadKey, Send, SlotKey, Timing
 from kvferry.session.refusals import as_transfer_error
 from kvferry.session.target.claim_retry import ASKING, WAITING, claim_of, overdue
 from kvferry.session.target.fetch import Broken, Fetch, Read, ReadState, Step
@@ -68,7 +68,7 @@ class Reads:
             binding = self.bindings.to(fetch.peers, self._peers)
         except FerryError as error:
             raise TransferError(Reason.INCOMPATIBLE, str(error)) from error
-        if binding.unreadable and self._verifier.policy is Policy.FULL:
+        if binding.unreadable and self._verifier.policy is DigestPolicy.FULL:
             raise cannot_digest(binding.unreadable)
         return binding
 
@@ -90,7 +90,7 @@ class Reads:
             verified = binding.verified_by(self._verifier.policy)
             yield Fetched(fetch.wanted.request_id, fetch.report("", "", verified, now))
 
-    def _way(self, wanted: FetchWanted, peer: Peer, binding: Binding) -> Way:
+    def _way(self, wanted: FetchRequest, peer: Peer, binding: Binding) -> Way:
         """Who moves the bytes from one source, and how. Raises TransferError when it cannot be as it has to be."""
         way = Way(peer.direction)
         if wanted.num_tokens:

@@ -21,8 +21,8 @@ from kvferry.session.events import (
     Count,
     Digested,
     Disconnect,
-    FetchWanted,
-    HoldWanted,
+    FetchRequest,
+    HoldRequest,
     Knock,
     PeerConnected,
     PeerGone,
@@ -65,8 +65,8 @@ __all__ = ["Ourselves", "TargetSession"]
 QUIET_HEARTBEATS = 2
 
 TargetEvent = (
-    HoldWanted
-    | FetchWanted
+    HoldRequest
+    | FetchRequest
     | AbortWanted
     | AnswerArrived
     | PeerConnected
@@ -93,8 +93,8 @@ class TargetSession:
         self._heartbeats = Heartbeats(ourselves.party, self._peers, self._fetches, self._holds, timing)
         self._quarantine = Quarantine(self._fetches, self._farewells, self._peers)
         self._handlers: dict[type, Callable[..., Iterator[Step | Lost]]] = {
-            HoldWanted: self._hold,
-            FetchWanted: self._fetch,
+            HoldRequest: self._hold,
+            FetchRequest: self._fetch,
             AbortWanted: self._abort,
             AnswerArrived: self._answer,
             PeerConnected: self._connected,
@@ -170,12 +170,12 @@ class TargetSession:
 
     # --- the engine's side ---
 
-    def _hold(self, event: HoldWanted, now: float) -> Iterator[Step | Lost]:
+    def _hold(self, event: HoldRequest, now: float) -> Iterator[Step | Lost]:
         self._holds.add(event, now)
         for key in peers_of(event.reference, event.addresses):
             yield from self._peers.meet(key, now)
 
-    def _fetch(self, event: FetchWanted, now: float) -> Iterator[Step | Lost]:
+    def _fetch(self, event: FetchRequest, now: float) -> Iterator[Step | Lost]:
         self._holds.end(event.reference)
         peers = peers_of(event.reference, event.addresses)
         fetch = Fetch(event, peers, began=now)

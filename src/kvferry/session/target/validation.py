@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from kvferry.errors import MAX_LISTED, FerryError, TransferError
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.digests.extract import Extractor
-from kvferry.plan.digests.subject import Policy, Subject
+from kvferry.plan.digests.subject import DigestPolicy, Subject
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import Command, Digest, FetchWanted, PeerKey, Send
+from kvferry.session.events import Command, Digest, FetchRequest, PeerKey, Send
 from kvferry.session.target.fetch import Fetch, Read
 from kvferry.session.target.programs import Binding
 from kvferry.wire.messages import Landed, Party, Reason
@@ -18,7 +18,7 @@ from kvferry.wire.messages import Landed, Party, Reason
 class Verifier:
     """What is asked of the source, and digested here meanwhile."""
 
-    def __init__(self, ours: Party, layout: Layout, policy: Policy) -> None:
+    def __init__(self, ours: Party, layout: Layout, policy: DigestPolicy) -> None:
         self.policy = policy
         self._ours = ours
         self._extractor = Extractor(layout, "target")
@@ -28,7 +28,7 @@ class Verifier:
         wanted = fetch.wanted
         return Landed(self._ours, wanted.claim_id, wanted.reference.lease_id)
 
-    def subjects(self, wanted: FetchWanted, binding: Binding) -> dict[PeerKey, Subject]:
+    def subjects(self, wanted: FetchRequest, binding: Binding) -> dict[PeerKey, Subject]:
         """What is to be digested of each read. Raises TransferError when it cannot be told."""
         try:
             return {peer: binding.subject(peer, wanted, self.policy) for peer in binding.programs}

@@ -22,13 +22,21 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvferry.agent import Agent, AgentConfig, Host, Notice, new_lease_id
+from kvferry.agent import AgentConfig, Cache, Notice, new_lease_id, open_agent
 from kvferry.errors import TransportError
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import Failed, Fetched, FetchWanted, LeaseWanted, SourceFree, Stopped, TargetFree, Timing
-from kvferry.transport.opening import open_transports
+from kvferry.session.events import (
+    AgentStopped,
+    BlocksReleased,
+    Fetched,
+    FetchFailed,
+    FetchRequest,
+    LeaseEnded,
+    LeaseRequest,
+    Timing,
+)
 from kvferry.transport.shm.shared_memory import allocate_shared
 from kvferry.wire.messages import Reference
 
@@ -128,11 +136,10 @@ class Served:
         shared = allocate_shared(NUM_BLOCKS * BLOCK_BYTES, "kvferry-process-engine")
         self._blocks = np.frombuffer(shared.buffer, np.uint8).reshape(NUM_BLOCKS, BLOCK_BYTES)
         shape = EngineShape(1, 1, block_tokens=BLOCK_TOKENS, num_blocks=NUM_BLOCKS, format="block-major")
-        opened = open_transports(transport)
-        host = Host(describe(MODEL, shape, shared.memory.address), (shared.memory,), self._on_notice)
+        cache = Cache(describe(MODEL, shape, shared.memory.address), (shared.memory,))
         # Always read: what a busy machine makes of a self-test must not decide what is tested.
         config = AgentConfig(engine_id, transport=transport, timing=Timing(lease_s=lease_s), may_turn=False)
-        self._agent = Agent(config, host, opened.transports, opened.unavailable)
+        self._agent = open_agent(config, cache, self._on_notice)
         self._lock = threading.Lock()
         self._free = deque(range(NUM_BLOCKS))
         self._tables: dict[str, tuple[int, ...]] = {}
@@ -144,7 +151,7 @@ class Served:
         for block in table:
             self._blocks[block] = dice.integers(0, 256, BLOCK_BYTES, np.uint8)
         num_tokens, digest = len(table) * BLOCK_TOKENS, self._digest(table)
-        reference = self._agent.lease(LeaseWanted(command["request"], new_lease_id(), (table,), num_tokens))
+        reference = self._agent.lease(LeaseRequest(command["request"], new_lease_id(), (table,), num_tokens))
         return {
             "reference": msgspec.to_builtins(reference),
             "address": self._agent.address,
@@ -157,7 +164,7 @@ class Served:
         table = self._take(command["request"], offer["num_blocks"])
         self._blocks[list(table)] = 0
         reference, tokens = msgspec.convert(offer["reference"], Reference), TokenRange(0, len(table) * BLOCK_TOKENS)
-        self._agent.fetch(FetchWanted(command["request"], reference, (offer["address"],), (table,), (tokens,)))
+        self._agent.fetch(FetchRequest(command["request"], reference, (offer["address"],), (table,), (tokens,)))
         return {}
 
     def usage(self, command: Facts) -> Facts:
@@ -187,13 +194,13 @@ class Served:
                 digest = self._digest(self._tables[request_id])
                 self._give_back(request_id)
                 say({"notice": "fetched", "request": request_id, "digest": digest, "transport": report.transport})
-            case Failed(request_id, error):
+            case FetchFailed(request_id, error):
                 say({"notice": "failed", "request": request_id, "reason": error.reason, "error": str(error)})
-            case TargetFree(request_id) | SourceFree(request_id):
+            case BlocksReleased(request_id) | LeaseEnded(request_id):
                 self._give_back(request_id)
-                how = notice.reason if isinstance(notice, SourceFree) else ""
+                how = notice.reason if isinstance(notice, LeaseEnded) else ""
                 say({"notice": "free", "request": request_id, "how": how})
-            case Stopped():
+            case AgentStopped():
                 say({"notice": "stopped", "request": ""})
 
     def _give_back(self, request_id: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.plan.description.prompt import PromptName
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import AbortWanted, Failed, Fetched, FetchWanted, TargetFree
+from kvferry.session.events import AbortWanted, BlocksReleased, Fetched, FetchFailed, FetchRequest
 from kvferry.testing.simulation.checks import Violation
 from kvferry.testing.simulation.memory import Tables
 from kvferry.testing.simulation.naming import attempt_of
@@ -64,7 +64,7 @@ class Fetching:
     def ranges(self) -> tuple[TokenRange, ...]:
         return self.wish.ranges
 
-    def handle(self, node: Node, command: Fetched | Failed | TargetFree) -> None:
+    def handle(self, node: Node, command: Fetched | FetchFailed | BlocksReleased) -> None:
         """What a session says about it."""
         match command:
             case Fetched():
@@ -73,12 +73,12 @@ class Fetching:
                 node.site.checks.fetched(node, self)
                 self.status = "fetched"
                 self.attempt.rank_ended(node)
-            case Failed():
+            case FetchFailed():
                 if self.status != "waiting":
                     raise Violation(f"{node.name}: {self.request_id} fails after it has {self.status}")
                 self.status = "failed"
                 self.attempt.rank_failed(node, command.error.reason)
-            case TargetFree():
+            case BlocksReleased():
                 del node.fetching[self.request_id]
                 node.prefix_cache.ended(node.memory, self)
                 node.free(self.tables)
@@ -161,7 +161,7 @@ class Attempt:
         tables = fetching.tables or ((),) * len(wish.ranges)
         world.after(self._limit_s(), partial(self._check_deadline, node, fetching))
         names = wish.request_id, wish.reference, wish.addresses
-        node.handle_target(FetchWanted(*names, tables, wish.ranges, attempt_of(wish.request_id), prompt=wish.prompt))
+        node.handle_target(FetchRequest(*names, tables, wish.ranges, attempt_of(wish.request_id), prompt=wish.prompt))
 
     def _limit_s(self) -> float:
         return self.site.timing.handshake_s + self.site.timing.transfer_s + GRACE_S

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.plan.programs.request import volume
-from kvferry.session.events import ClaimKey, Command, Count, Failed, PeerKey, ReadKey, SlotKey, SourceFree
+from kvferry.session.events import ClaimKey, Command, Count, FetchFailed, LeaseEnded, PeerKey, ReadKey, SlotKey
 from kvferry.testing.simulation.naming import request_of
 from kvferry.testing.simulation.programs import programs_between
 from kvferry.testing.simulation.staging_checks import slot_lands, slot_leaves
@@ -194,8 +194,8 @@ def _keeps(ticket: Ticket) -> bool:
 
 def _labels(command: Command) -> list[tuple[str, str]]:
     """The counter that a command must come with."""
-    if isinstance(command, Failed):
+    if isinstance(command, FetchFailed):
         return [("fetches_failed", str(command.error.reason))]
-    if isinstance(command, SourceFree) and command.reason == Reason.EXPIRED:
+    if isinstance(command, LeaseEnded) and command.reason == Reason.EXPIRED:
         return [("leases_expired", str(Reason.EXPIRED))]
     return []

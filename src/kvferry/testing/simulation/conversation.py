@@ -7,7 +7,7 @@ from functools import partial
 
 from kvferry.plan.description.prompt import Prompt
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import Ahead, HoldWanted, LeaseWithdrawn
+from kvferry.session.events import Ahead, HoldRequest, LeaseWithdrawn
 from kvferry.testing.simulation.attempt import Attempt, Wish
 from kvferry.testing.simulation.client import Client
 from kvferry.testing.simulation.engine import Engine
@@ -92,7 +92,7 @@ class Conversation:
         self._is_held = True
         self._site.story.fault("waiting request", self._name, reference)
         for node in self._target.nodes:
-            node.wish(partial(node.handle_target, HoldWanted(reference, self._source.addresses)))
+            node.wish(partial(node.handle_target, HoldRequest(reference, self._source.addresses)))
         self._world.after(self._world.between(0.0, MAX_HOLD_S), self._fetch)
 
     def _withdraw(self, nodes: tuple[Node, ...]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import LeaseWanted
+from kvferry.session.events import LeaseRequest
 from kvferry.testing.simulation.memory import Tables
 from kvferry.testing.simulation.node import Habits, Lent, Node, Wiring
 from kvferry.testing.simulation.prompts import Asked
@@ -81,7 +81,7 @@ class Engine:
         self._leases[lease_id] = request_id
         for node, own in zip(self.nodes, tables, strict=True):
             told = ((),) * len(own) if is_growing else own
-            wanted = LeaseWanted(request_id, lease_id, told, asked.num_tokens, is_growing, prompt=asked.prompt)
+            wanted = LeaseRequest(request_id, lease_id, told, asked.num_tokens, is_growing, prompt=asked.prompt)
             node.lend(Lent(wanted, own), asked.salt)
         party = self.nodes[0].party
         return Reference(party.engine_id, party.epoch, request_id, lease_id)

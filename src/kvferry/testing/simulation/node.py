@@ -55,9 +55,9 @@ class Habits:
 
 @dataclass(slots=True)
 class Lent:
-    """Blocks that the engine keeps until `SourceFree`; who has said that they read them."""
+    """Blocks that the engine keeps until `LeaseEnded`; who has said that they read them."""
 
-    wanted: e.LeaseWanted
+    wanted: e.LeaseRequest
     tables: Tables
     readers: set[int] = field(default_factory=set)
     claims: set[tuple[Party, str]] = field(default_factory=set)
@@ -195,7 +195,7 @@ class Node:
             is_last = num_ready == wanted.num_tokens
             self.memory.write(salt, lent.tables, num_ready, is_last)
             tables = lent.tables if is_last else self.pool.cut(lent.tables, num_ready)
-            self.wish(partial(self._grown, lent, e.LeaseGrown(wanted.request_id, tables, num_ready)))
+            self.wish(partial(self._grown, lent, e.LeaseProgress(wanted.request_id, tables, num_ready)))
 
     def get_ahead(self, lent: Lent, salt: int, num_ready: int, ahead: e.Ahead) -> None:
         """Some states of the tokens behind the first `num_ready` are computed, unless the lease has ended."""
@@ -204,9 +204,9 @@ class Node:
             is_last = ahead.num_tokens == wanted.num_tokens
             self.memory.write_states(salt, lent.tables, ahead, is_last)
             tables = lent.tables if is_last else self.pool.cut(lent.tables, ahead.num_tokens)
-            self.wish(partial(self._grown, lent, e.LeaseGrown(wanted.request_id, tables, num_ready, ahead)))
+            self.wish(partial(self._grown, lent, e.LeaseProgress(wanted.request_id, tables, num_ready, ahead)))
 
-    def _grown(self, lent: Lent, event: e.LeaseGrown) -> None:
+    def _grown(self, lent: Lent, event: e.LeaseProgress) -> None:
         if self.lent.get(event.request_id) is lent:
             self.handle_source(event)
 
@@ -260,9 +260,9 @@ class Node:
                 self._slot(command)
             case e.Count(what, reason):
                 self.counts[what, reason] += 1
-            case e.SourceFree(request_id, reason):
+            case e.LeaseEnded(request_id, reason):
                 self._source_freed(request_id, reason)
-            case e.Fetched() | e.Failed() | e.TargetFree():
+            case e.Fetched() | e.FetchFailed() | e.BlocksReleased():
                 self._fetch_moved_on(command)
 
     def _slot(self, command: e.Acquire | e.Release | e.Stage) -> None:
@@ -281,8 +281,8 @@ class Node:
         self.freed_at[lent.wanted.lease_id] = self.site.world.now
         self.free(lent.tables)
 
-    def _fetch_moved_on(self, command: e.Fetched | e.Failed | e.TargetFree) -> None:
-        if isinstance(command, e.TargetFree):
+    def _fetch_moved_on(self, command: e.Fetched | e.FetchFailed | e.BlocksReleased) -> None:
+        if isinstance(command, e.BlocksReleased):
             self.site.checks.target_freed(self, command.request_id)
         fetching = self.fetching.get(command.request_id)
         if fetching is None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from kvferry.session.events import Command, DropDigest, FrameArrived, LeaseGrown, Reply, SourceFree, Timing
+from kvferry.session.events import Command, DropDigest, FrameArrived, LeaseEnded, LeaseProgress, Reply, Timing
 from kvferry.session.source.introduction import Identity
 from kvferry.session.source.session import SourceEvent, SourceSession
 from kvferry.wire.messages import Abort, Aborted, Claim, Hello, Landed, Message, Party, Valid
@@ -37,7 +37,7 @@ class HastyStates(SourceSession):
     """Takes a state for all of them."""
 
     def handle(self, event: SourceEvent, now: float) -> list[Command]:
-        if isinstance(event, LeaseGrown) and event.ahead.num_states:
+        if isinstance(event, LeaseProgress) and event.ahead.num_states:
             every = len(self._identity.layout.states)
             event = replace(event, ahead=replace(event.ahead, num_states=every))
         return super().handle(event, now)
@@ -138,9 +138,9 @@ class TwiceFreed(SourceSession):
         commands = super().handle(event, now)
         if isinstance(event, FrameArrived) and isinstance(event.message, Landed):
             lease = self._leases.get(event.message.lease_id)
-            freed = any(isinstance(command, SourceFree) for command in commands)
+            freed = any(isinstance(command, LeaseEnded) for command in commands)
             if lease is not None and not lease.live and not freed:
-                commands.append(SourceFree(lease.wanted.request_id, "done"))
+                commands.append(LeaseEnded(lease.wanted.request_id, "done"))
         return commands
 
 

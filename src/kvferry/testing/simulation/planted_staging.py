@@ -12,7 +12,7 @@ from kvferry.session.events import (
     Cancel,
     ClaimKey,
     Command,
-    Failed,
+    FetchFailed,
     FrameArrived,
     Post,
     ReadKey,
@@ -58,7 +58,7 @@ class ForgetSlots(TargetSession):
 
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
         commands = super().handle(event, now)
-        for command in [each for each in commands if isinstance(each, Failed)]:
+        for command in [each for each in commands if isinstance(each, FetchFailed)]:
             fetch = self._fetches.get(attempt_of(command.request_id))
             for key, read in fetch.reads.items() if fetch is not None else ():
                 for unpacking in read.unpacking:

@@ -8,14 +8,14 @@ from msgspec import structs
 
 from kvferry.session.events import (
     AnswerArrived,
+    BlocksReleased,
     Command,
     Count,
     Digested,
-    Failed,
     Fetched,
+    FetchFailed,
     ReadKey,
     Send,
-    TargetFree,
     TicketEnded,
     Timing,
 )
@@ -29,12 +29,12 @@ ANY_VALUE = bytes(8)
 
 
 class NoFence(TargetSession):
-    """`Failed` is followed by `TargetFree` at once, and never again."""
+    """`FetchFailed` is followed by `BlocksReleased` at once, and never again."""
 
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
-        commands = [command for command in super().handle(event, now) if not isinstance(command, TargetFree)]
-        failed = [command.request_id for command in commands if isinstance(command, Failed)]
-        return commands + [TargetFree(request_id) for request_id in failed]
+        commands = [command for command in super().handle(event, now) if not isinstance(command, BlocksReleased)]
+        failed = [command.request_id for command in commands if isinstance(command, FetchFailed)]
+        return commands + [BlocksReleased(request_id) for request_id in failed]
 
 
 class NoWord(TargetSession):
@@ -42,11 +42,11 @@ class NoWord(TargetSession):
 
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
         commands = super().handle(event, now)
-        for command in [each for each in commands if isinstance(each, Failed)]:
+        for command in [each for each in commands if isinstance(each, FetchFailed)]:
             fetch = self._fetches.get(attempt_of(command.request_id))
             if fetch is not None and any(read.is_exposed for read in fetch.reads.values()):
                 del self._fetches[fetch.wanted.claim_id]
-                commands.append(TargetFree(command.request_id))
+                commands.append(BlocksReleased(command.request_id))
         return commands
 
 
@@ -75,7 +75,7 @@ class FirstError(TargetSession):
         if not (isinstance(event, TicketEnded) and isinstance(event.key, ReadKey) and event.error):
             return commands
         freed = self._fetches.pop(event.key.claim_id, None) is not None
-        return [*commands, TargetFree(request_of(event.key.claim_id))] if freed else commands
+        return [*commands, BlocksReleased(request_of(event.key.claim_id))] if freed else commands
 
 
 class SkipValid(TargetSession):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 
 from kvferry.errors import FerryError
-from kvferry.plan.digests.subject import Policy
+from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.testing.simulation.checks import Checks, Violation
 from kvferry.testing.simulation.client import Client
 from kvferry.testing.simulation.clock import World
@@ -45,14 +45,14 @@ class Outcome:
 def simulate(seed: int, plant: Plant = NO_PLANT, told: bool = False) -> Outcome:
     """Play the run of a seed; the same seed gives the same run. With `told`, the outcome has its story."""
     world = World(seed)
-    faults, digest = Faults.drawn(world.dice), world.dice.choice(list(Policy))
+    faults, digest = Faults.drawn(world.dice), world.dice.choice(list(DigestPolicy))
     story, shape = Story(world, told), shape_of(seed % NUM_SHAPES)
     staging = StagingSetup.drawn(world.dice, shape.request_bytes)
     has_names = world.chance(0.5)
     return _outcome(seed, Site(world, faults, shape, Checks(), story, plant, digest, staging, has_names))
 
 
-def simulate_with(seed: int, faults: Faults, digest: Policy) -> Outcome:
+def simulate_with(seed: int, faults: Faults, digest: DigestPolicy) -> Outcome:
     """Play a run with certain faults and a certain digest."""
     world = World(seed)
     shape, story = shape_of(seed % NUM_SHAPES), Story(world, told=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvferry.plan.digests.subject import Policy
+from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.session.events import Timing
 from kvferry.testing.simulation.checks import Checks
 from kvferry.testing.simulation.clock import World
@@ -44,7 +44,7 @@ class Site:
     checks: Checks
     story: Story
     plant: Plant
-    digest: Policy
+    digest: DigestPolicy
     staging: StagingSetup
     has_names: bool = True
     timing: Timing = TIMING

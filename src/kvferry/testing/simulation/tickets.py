@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.plan.digests.subject import Policy
+from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import (
     PeerConnected,
@@ -190,7 +190,11 @@ class TicketFabric:
         part = slice(ticket.moved, end)
         site.checks.moves(ticket)
         node.memory.bytes[ticket.target[part]] = remote.memory.bytes[ticket.source[part]]
-        if end > ticket.moved and site.digest is Policy.FULL and site.world.chance(site.faults.corrupt / NUM_STEPS):
+        if (
+            end > ticket.moved
+            and site.digest is DigestPolicy.FULL
+            and site.world.chance(site.faults.corrupt / NUM_STEPS)
+        ):
             site.story.fault("corrupted byte", node.name, ticket.request_id)
             node.memory.bytes[ticket.target[site.world.dice.randrange(ticket.moved, end)]] ^= (
                 1 << site.world.dice.randrange(8)

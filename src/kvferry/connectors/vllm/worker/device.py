@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvferry.agent import Host, Notice
+from kvferry.agent import Cache
 from kvferry.agent.memory.shared_regions import Arena, host_arena
 from kvferry.connectors.vllm.description.describe import Described
 from kvferry.connectors.vllm.worker.early_legs import at_once
@@ -36,10 +36,10 @@ class Buffers:
     buffer_device: str
     staging: StagingMemory = StagingMemory.HOST
 
-    def host(self, described: Described, layouts: tuple[Layout, ...], notify: Callable[[Notice], None]) -> Host:
+    def cache(self, described: Described, layouts: tuple[Layout, ...]) -> Cache:
         """How the agent gets at the caches."""
         if self.name == "cpu":
-            return Host(layouts, described.memories, notify)
+            return Cache(layouts, described.memories)
         on_device = tuple(
             replace(memory, device=self.name, device_id=self.device.index or 0) for memory in described.memories
         )
@@ -52,7 +52,7 @@ class Buffers:
             return DeviceMover(stream, pieces, [Pinned(CudaRuntime(self.device), in_host)])
 
         registered = on_device if self.buffer_device == self.name else ()
-        return Host(layouts, registered, notify, mover, self._arena)
+        return Cache(layouts, registered, mover, self._arena, self.name, self.buffer_device)
 
     def milestone(self) -> Callable[[], bool]:
         """Mark what the engine has put on its stream so far, on the engine's thread; what comes back says whether that

@@ -12,7 +12,7 @@ from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, PromiseOrder
 from kvferry.connectors.vllm.worker.growing import Growing, Milestone
 from kvferry.connectors.vllm.worker.layer_progress import LayerProgress
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
-from kvferry.session.events import LeaseGrown, LeaseWanted
+from kvferry.session.events import LeaseProgress, LeaseRequest
 
 
 def at_once() -> Callable[[], bool]:
@@ -50,7 +50,7 @@ class EarlyLegs:
         """Lease blocks that are not known yet."""
         described = self._described
         names, num_counted = (order.name, order.lease_id), described.num_counted(order.num_tokens)
-        wanted = LeaseWanted(*names, described.nowhere, num_counted, True, order.prompt, order.is_unnamed)
+        wanted = LeaseRequest(*names, described.nowhere, num_counted, True, order.prompt, order.is_unnamed)
         self._open.promise(order)
         self._agent.lease(wanted)
         self._growing.open(order.name)
@@ -91,5 +91,5 @@ class EarlyLegs:
             self._growing.close(order.name)
             self._agent.withdraw(order.name)
 
-    def _grown(self, order: GrowthOrder | EndOrder, num_ready: int) -> LeaseGrown:
-        return LeaseGrown(order.name, self._described.tables(order.block_tables), num_ready)
+    def _grown(self, order: GrowthOrder | EndOrder, num_ready: int) -> LeaseProgress:
+        return LeaseProgress(order.name, self._described.tables(order.block_tables), num_ready)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvferry.session.events import Ahead, LeaseGrown
+from kvferry.session.events import Ahead, LeaseProgress
 
 # So often within a lease the agent hears that a prompt is still being computed, or waits for its turn.
 WORDS_PER_LEASE = 3
@@ -31,7 +31,7 @@ class _Begun:
     """To be told when it is done; with `is_last` there is nothing more to come of these prefills."""
 
     is_done: Callable[[], bool]
-    growths: Sequence[LeaseGrown]
+    growths: Sequence[LeaseProgress]
     is_last: bool
 
 
@@ -45,7 +45,7 @@ class Growing:
 
     def __init__(
         self,
-        tell: Callable[[LeaseGrown], None],
+        tell: Callable[[LeaseProgress], None],
         milestone: Milestone,
         lease_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -57,7 +57,7 @@ class Growing:
         self._promises: dict[str, _Promise] = {}
         # How many tokens the steps before this one have computed.
         self._num_before: dict[str, int] = {}
-        self._computing: Sequence[LeaseGrown] = ()
+        self._computing: Sequence[LeaseProgress] = ()
         self._begun: deque[_Begun] = deque()
 
     def open(self, name: str) -> None:
@@ -69,7 +69,7 @@ class Growing:
         self._promises.pop(name, None)
         self._num_before.pop(name, None)
 
-    def step(self, growths: Sequence[LeaseGrown]) -> None:
+    def step(self, growths: Sequence[LeaseProgress]) -> None:
         """A step begins, which computes `growths`; all that the steps before it compute has been begun."""
         if self._computing:
             self._begun.append(_Begun(self._milestone(), self._computing, is_last=False))
@@ -87,11 +87,11 @@ class Growing:
             self._begun.append(_Begun(self._milestone(), ahead, is_last=False))
             self.look()
 
-    def _ahead(self, grown: LeaseGrown, num_states: int) -> LeaseGrown:
+    def _ahead(self, grown: LeaseProgress, num_states: int) -> LeaseProgress:
         num_before = self._num_before.get(grown.request_id, 0)
         return replace(grown, num_ready=num_before, ahead=Ahead(grown.num_ready, num_states))
 
-    def end(self, grown: LeaseGrown) -> None:
+    def end(self, grown: LeaseProgress) -> None:
         """All of a prefill has been begun."""
         self._begun.append(_Begun(self._milestone(), (grown,), is_last=True))
         self.look()
@@ -103,7 +103,7 @@ class Growing:
             for grown in begun.growths:
                 self._tell_of(grown, begun.is_last)
 
-    def _tell_of(self, grown: LeaseGrown, is_last: bool) -> None:
+    def _tell_of(self, grown: LeaseProgress, is_last: bool) -> None:
         name = grown.request_id
         if name in self._promises:
             self._promises[name] = _Promise(self._clock())
@@ -117,4 +117,4 @@ class Growing:
         for name, promise in self._promises.items():
             if now - promise.last_word >= self._word_s and promise.num_silent < MAX_SILENT_WORDS:
                 self._promises[name] = _Promise(now, promise.num_silent + 1)
-                self._tell(LeaseGrown(name, (), 0))
+                self._tell(LeaseProgress(name, (), 0))

@@ -15,7 +15,7 @@ from kvferry.connectors.vllm.metadata import EndOrder, FetchOrder, LeaseOrder, P
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.connectors.vllm_middleware.arrivals import Arrival, names_of
 from kvferry.errors import TransferError
-from kvferry.session.events import Failed, Fetched, FetchReport, SourceFree, TargetFree
+from kvferry.session.events import BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +112,11 @@ class OpenRequests:
             case Fetched(name, report):
                 self._fetched(name, report)
                 self._end_fetch(name)
-            case Failed(name, error):
+            case FetchFailed(name, error):
                 self._note_failure(name, error)
-            case TargetFree(name):
+            case BlocksReleased(name):
                 self._end_fetch(name)
-            case SourceFree(name, reason):
+            case LeaseEnded(name, reason):
                 self._stats.freed(reason)
                 self._end_lease(name)
 

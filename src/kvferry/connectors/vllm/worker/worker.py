@@ -22,7 +22,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvferry.agent import Agent, AgentConfig, Notice, new_epoch, read_token
+from kvferry.agent import Agent, AgentConfig, Notice, new_epoch, open_agent, read_token
 from kvferry.connectors.promise import new_key
 from kvferry.connectors.vllm.description.describe import Described, describe, engine_facts
 from kvferry.connectors.vllm.description.groups import may_grow
@@ -37,8 +37,7 @@ from kvferry.connectors.vllm.worker.ranks import Introduction, meet
 from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.errors import ConfigurationError
 from kvferry.plan.description.layout import contents
-from kvferry.session.events import FetchWanted, HoldWanted, LeaseWanted, SourceFree, Stopped, Timing
-from kvferry.transport.opening import open_transports
+from kvferry.session.events import AgentStopped, FetchRequest, HoldRequest, LeaseEnded, LeaseRequest, Timing
 from kvferry.wire.messages import Reason, Reference
 
 logger = logging.getLogger(__name__)
@@ -94,7 +93,6 @@ class Worker:
         everyone, rank = meet(Introduction(new_epoch(), described.layout), self._config.parallel_config.world_size)
         layouts = tuple(introduction.layout for introduction in everyone)
         buffers = buffers_of(kv_caches, self._settings.buffer_device, self._settings.staging_memory)
-        place = buffers.name, buffers.buffer_device
         agent_config = AgentConfig(
             engine_id=self._settings.engine_id,
             epoch=everyone[0].epoch,
@@ -110,10 +108,7 @@ class Worker:
             staging=self._settings.staging,
             token=read_token(self._settings.token_file),
         )
-        host = buffers.host(described, layouts, self._notices.put)
-        # The agent takes them over, and closes them whatever happens: between the two nothing may fail.
-        opened = open_transports(self._settings.transport, self._settings.host, *place)
-        agent = Agent(agent_config, host, opened.transports, opened.unavailable)
+        agent = open_agent(agent_config, buffers.cache(described, layouts), self._notices.put)
         # At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.
         sys.setswitchinterval(SWITCH_S)
         agent.start()
@@ -146,7 +141,7 @@ class Worker:
         for lease in orders.leases:
             self._lease(lease)
         for hold in orders.holds:
-            self._ours().agent.hold(HoldWanted(hold.reference, hold.addresses))
+            self._ours().agent.hold(HoldRequest(hold.reference, hold.addresses))
         for fetch in orders.fetches:
             self._fetch(fetch)
         for request_id in orders.aborted:
@@ -162,14 +157,14 @@ class Worker:
     def _lease(self, order: LeaseOrder) -> None:
         name = self._open.lease(order)
         if self._is_over():
-            self._notices.put(SourceFree(name, "withdrawn"))
+            self._notices.put(LeaseEnded(name, "withdrawn"))
             return
         ours = self._ours()
         tables = ours.described.tables(order.block_tables)
-        wanted = LeaseWanted(name, order.lease_id, tables, order.num_tokens, prompt=order.prompt)
+        wanted = LeaseRequest(name, order.lease_id, tables, order.num_tokens, prompt=order.prompt)
         ours.late_orders.give(partial(self._tell_lease, wanted))
 
-    def _tell_lease(self, wanted: LeaseWanted) -> None:
+    def _tell_lease(self, wanted: LeaseRequest) -> None:
         agent = self._ours().agent
         agent.lease(wanted)
         if (wanted.request_id, wanted.lease_id) in self._released:
@@ -204,7 +199,7 @@ class Worker:
         name = self._open.fetch(order)
         ours = self._ours()
         tables, ranges = ours.described.tables(order.block_tables), ours.described.ranges(order.ranges)
-        wanted = FetchWanted(name, order.reference, order.addresses, tables, ranges, prompt=order.prompt)
+        wanted = FetchRequest(name, order.reference, order.addresses, tables, ranges, prompt=order.prompt)
         ours.late_orders.give(partial(ours.agent.fetch, wanted))
 
     def _is_over(self) -> bool:
@@ -231,7 +226,7 @@ class Worker:
     def release(self, reference: Reference) -> str:
         """End a lease that nobody will read: `released`, or the reason why there is none.
 
-        vLLM hears of its end as of any other's: `SourceFree` follows.
+        vLLM hears of its end as of any other's: `LeaseEnded` follows.
         """
         agent = self._ours().agent
         if _without_replica(reference.engine_id) != _without_replica(agent.party.engine_id):
@@ -277,7 +272,7 @@ class Worker:
         return self._open.take_results()
 
     def _note(self, notice: Notice) -> None:
-        if isinstance(notice, Stopped):
+        if isinstance(notice, AgentStopped):
             self._open.stopped(self._ours().agent.written_ids)
         else:
             self._open.note(notice)

@@ -1,0 +1,54 @@
+"""What an engine brings to its agent: where every element of its cache lies, and how to get at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.agent.memory.digests import lies_in
+from kvferry.agent.memory.shared_regions import Arena, host_arena
+from kvferry.errors import ConfigurationError
+from kvferry.plan.description.layout import Layout
+from kvferry.staging.host_mover import HostMover, host_pieces
+from kvferry.staging.mover import Mover
+from kvferry.transport.base import Memory
+from kvferry.transport.memory_kind import HOST
+
+
+def near_mover(memories: Sequence[Memory], ring: Callable[[], None]) -> Mover:
+    """For engines whose blocks lie in memory that the CPU reaches."""
+    return HostMover(host_pieces(memories), ring)
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The cache of one rank: the layouts of all ranks of its engine, and the memory of this one that transports may
+    register. The engine computes on `device`; `buffer_device` is the one whose memory is registered.
+
+    Regions that lie in none of `memories` are reached through staging memory only. `mover` makes what copies between
+    them, the memories and staging memory: it is given all registered memory, and what to call when a copy has ended.
+    `arena` makes staging memory of so many bytes: the host's, or that of the device where transports register it.
+
+    An engine that computes on a device tells of leases and their growth when it has written them there, and of fetches
+    when it has done with their blocks: nothing here waits for its streams.
+    """
+
+    layouts: tuple[Layout, ...]
+    memories: tuple[Memory, ...]
+    mover: Callable[[Sequence[Memory], Callable[[], None]], Mover] = near_mover
+    arena: Callable[[int], Arena] = host_arena
+    device: str = HOST
+    buffer_device: str = HOST
+
+    def is_staged(self, rank: int) -> bool:
+        """Whether a region of this rank is no registered memory. Raises ConfigurationError when only a part is."""
+        extents = [(memory.address, memory.address + memory.size_bytes) for memory in self.memories]
+        regions = self.layouts[rank].regions
+        outside = [region for region in regions if not lies_in(region, extents)]
+        if outside and len(outside) < len(regions):
+            raise ConfigurationError(
+                "some regions of a layout can be registered and others cannot",
+                found=f"{len(outside)} of {len(regions)} lie elsewhere, such as {outside[0]}",
+                expected="all of them in registered memory, or none",
+            )
+        return bool(outside)
