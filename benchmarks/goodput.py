@@ -29,8 +29,8 @@ from kvferry.bench.load.generator import run_load
 from kvferry.bench.load.lengths import Lengths
 from kvferry.bench.load.target import Target
 from kvferry.bench.load.workload import Planned, Synthetic, synthetic
+from kvferry.bench.report.figures import Report, report_of
 from kvferry.bench.report.record import Record
-from kvferry.bench.report.report import Report, report_of
 from kvferry.bench.report.slo import ItlBy, Slo, slo_named
 from kvferry.bench.report.sweep import best_of, rates_named
 from kvferry.cli.up.fleet import Fleet, FleetOptions

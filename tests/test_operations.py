@@ -18,14 +18,14 @@ GAUGE = r'(?:Gauge|_gauge|GaugeMetricFamily|Histogram|_histogram)\(\s*"(\w+)"'
 def families():
     """The names of all metrics of the engine and the router, as they are shown."""
     files = (
-        "embedded/answers/report.py",
+        "embedded/serving/metrics.py",
         "embedded/transfer/collector.py",
         "embedded/transfer/histograms.py",
         "router/telemetry/metrics.py",
     )
     source = {name: (ROOT / "src/kvferry" / name).read_text() for name in files}
     for name, text in source.items():
-        prefix = "kvferry_engine_" if name == "embedded/answers/report.py" else ""
+        prefix = "kvferry_engine_" if name == "embedded/serving/metrics.py" else ""
         yield from (f"{prefix}{counter}_total" for counter in re.findall(COUNTER, text) if "{" not in counter)
         yield from re.findall(GAUGE, text)
 

@@ -17,9 +17,9 @@ from kvferry.bench.load.prompts import Piece, Prompt
 from kvferry.bench.load.trace import read_trace
 from kvferry.bench.load.workload import Synthetic, synthetic
 from kvferry.bench.report.drawing import histogram
+from kvferry.bench.report.figures import report_of
 from kvferry.bench.report.page import page
 from kvferry.bench.report.record import Record
-from kvferry.bench.report.report import report_of
 from kvferry.bench.report.slo import ItlBy, Slo, slo_named
 from kvferry.bench.report.summary import percentile, summary
 from kvferry.bench.report.sweep import best_of, rates_named

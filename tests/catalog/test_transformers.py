@@ -14,7 +14,7 @@ from transformers.configuration_utils import remap_legacy_layer_types
 
 from kvferry import catalog
 from kvferry.catalog.config.defaults import _DEFAULTS, language_fields
-from kvferry.catalog.layers.kinds import layers_of
+from kvferry.catalog.layers.layer_types import layers_of
 
 TINY = {
     "vocab_size": 64,

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from kvferry.cli.server import http, listening
 from kvferry.errors import ConfigurationError
-from kvferry.http_access import Access, Told, guarded
+from kvferry.http.access import Access, Told, guarded
 
 KEYS = ("first-key", "second-key")
 PAGE = "https://chat.example"

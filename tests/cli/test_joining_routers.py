@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.cli.serve.joining import NOWHERE, JoinOptions, joined
 from kvferry.errors import ConfigurationError
-from kvferry.registration import MEMBERS_PATH, SIGNATURE, Side
+from kvferry.http.registration import MEMBERS_PATH, SIGNATURE, Side
 
 DEADLINE_S = 30.0
 

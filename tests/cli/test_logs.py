@@ -15,7 +15,7 @@ import pytest
 from kvferry.cli import console
 from kvferry.cli.server.logs import JsonLines, LogFormat, log_to_stderr
 from kvferry.errors import ConfigurationError
-from kvferry.request_ids import is_usable
+from kvferry.http.request_ids import is_usable
 from kvferry.router.fleet.membership import Membership
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "router"))

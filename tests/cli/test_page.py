@@ -13,7 +13,7 @@ from kvferry.cli.plan.page.blocks import strips
 from kvferry.cli.plan.page.drawing import draw
 from kvferry.cli.plan.page.html import page
 from kvferry.cli.plan.page.spans import ALL, Tokens, boxes_of, tokens_of
-from kvferry.cli.words import bytes_words, count_words, seconds_words
+from kvferry.cli.units import format_bytes, format_count, format_seconds
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 SVG = "{http://www.w3.org/2000/svg}"
@@ -153,7 +153,7 @@ def test_a_row_is_what_follows_without_a_gap_on_both_sides():
 def test_the_row_that_is_drawn_is_the_row_that_is_counted(name):
     facts = SAMPLES[name]()
     first = facts["pairs"][0]
-    assert strips(facts)[0][0].row_words == f"one row: {bytes_words(first['bytes'] / first['rows_before_merge'])}"
+    assert strips(facts)[0][0].row_words == f"one row: {format_bytes(first['bytes'] / first['rows_before_merge'])}"
 
 
 @given(
@@ -214,16 +214,16 @@ def test_boxes_are_read_from_their_words():
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [
-        (bytes_words(512), "512 B"),
-        (bytes_words(1023), "1,023 B"),
-        (bytes_words(8192), "8 KiB"),
-        (bytes_words(2684354560), "2.50 GiB"),
-        (bytes_words(1000 * 2**20), "0.98 GiB"),
-        (seconds_words(0.0537), "53.7 ms"),
-        (seconds_words(0.0000004), "0.40 µs"),
-        (seconds_words(2), "2 s"),
-        (count_words(655360), "655,360"),
-        (count_words(5242880), "5.24 million"),
+        (format_bytes(512), "512 B"),
+        (format_bytes(1023), "1,023 B"),
+        (format_bytes(8192), "8 KiB"),
+        (format_bytes(2684354560), "2.50 GiB"),
+        (format_bytes(1000 * 2**20), "0.98 GiB"),
+        (format_seconds(0.0537), "53.7 ms"),
+        (format_seconds(0.0000004), "0.40 µs"),
+        (format_seconds(2), "2 s"),
+        (format_count(655360), "655,360"),
+        (format_count(5242880), "5.24 million"),
     ],
 )
 def test_numbers_are_short(shown, expected):

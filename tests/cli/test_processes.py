@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kvferry.cli.processes import Child, Command
+from kvferry.cli.up.processes import Child, Command
 from kvferry.errors import ConfigurationError
 
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import DEADLINE_S, eventually
 from test_main_job import prompt_of
 
-from kvferry.cli.processes import Child, Command
+from kvferry.cli.up.processes import Child, Command
 
 READY_S = 240.0
 

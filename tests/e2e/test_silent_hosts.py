@@ -16,7 +16,7 @@ import pytest
 from conftest import eventually
 from hosts import WHY_NOT, Host, Network
 
-from kvferry.cli.processes import Child, Command
+from kvferry.cli.up.processes import Child, Command
 
 pytestmark = [
     pytest.mark.slow,

@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 from conftest import DEADLINE_S
 
-from kvferry.cli.processes import Child, Command
+from kvferry.cli.up.processes import Child, Command
 
 READY_S = 240.0
 

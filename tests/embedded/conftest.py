@@ -13,10 +13,10 @@ from embedded_server import Served, serve
 from embedded_support import Loop, expect_empty
 
 from kvferry.connectors.jobs import Settings
-from kvferry.embedded.answers.service import ServeInfo
-from kvferry.embedded.engine.engine import Engine
+from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.http.app import create_app
 from kvferry.embedded.model.tiny import ensure_tiny_model
+from kvferry.embedded.serving.service import ServeInfo
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.embedded.engine.engine import Engine
-from kvferry.embedded.engine.entry import Grown
+from kvferry.embedded.engine.async_engine import Engine
+from kvferry.embedded.engine.records import Grown
 from kvferry.embedded.transfer.transfer import TransferReport
 from kvferry.errors import TransferError
 from kvferry.plan.description.layout import Layout

@@ -16,7 +16,7 @@ from embedded_loopback import Loopback
 from embedded_support import DEADLINE_S
 from starlette.applications import Starlette
 
-from kvferry.embedded.engine.engine import Engine
+from kvferry.embedded.engine.async_engine import Engine
 
 REPORT = {"x-kvferry-report": "true"}
 

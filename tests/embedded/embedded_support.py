@@ -7,8 +7,8 @@ import threading
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
-from kvferry.embedded.engine.engine import Engine
-from kvferry.embedded.engine.entry import Request, Token
+from kvferry.embedded.engine.async_engine import Engine
+from kvferry.embedded.engine.records import Request, Token
 
 Result = TypeVar("Result")
 DEADLINE_S = 30.0

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvferry.agent import AgentConfig
-from kvferry.embedded.engine.entry import Grown
+from kvferry.embedded.engine.records import Grown
 from kvferry.embedded.transfer import bridge
 from kvferry.embedded.transfer.bridge import AgentCollector, AgentTransfer
 from kvferry.errors import TransferError

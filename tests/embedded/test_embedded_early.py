@@ -17,8 +17,8 @@ from embedded_server import REPORT, Served
 from embedded_support import DEADLINE_S, Loop, request
 
 from kvferry.connectors.jobs import Event, Produced, Progressed, Settings
-from kvferry.embedded.engine.engine import Engine
-from kvferry.embedded.engine.entry import Grown
+from kvferry.embedded.engine.async_engine import Engine
+from kvferry.embedded.engine.records import Grown
 from kvferry.errors import RequestError
 from kvferry.session.events import Ahead
 

@@ -12,7 +12,7 @@ from embedded_server import Served
 from kvferry.embedded.request.fields import SUPPORT, Support, Verdict
 from kvferry.embedded.request.requests import decode_chat, decode_completion
 from kvferry.errors import RequestError
-from kvferry.request_fields import Api, Endpoint, fields_of
+from kvferry.http.request_fields import Api, Endpoint, fields_of
 
 CASES = [(row, endpoint) for row in SUPPORT for endpoint in row.endpoints]
 IDS = [f"{endpoint.value.split('/')[2]}-{row.name}" for row, endpoint in CASES]

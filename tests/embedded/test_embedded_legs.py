@@ -12,10 +12,10 @@ from embedded_server import Served, serve
 from embedded_support import Loop, request
 
 from kvferry.connectors.jobs import Settings
-from kvferry.embedded.answers.service import ServeInfo
-from kvferry.embedded.answers.shapes import CompletionShape
-from kvferry.embedded.engine.engine import Engine
+from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.http.app import create_app
+from kvferry.embedded.serving.openai_objects import CompletionShape
+from kvferry.embedded.serving.service import ServeInfo
 from kvferry.embedded.transfer.transfer import NoTransfer
 from kvferry.errors import ConfigurationError, FerryError
 

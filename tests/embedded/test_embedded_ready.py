@@ -11,8 +11,8 @@ from embedded_loopback import Loopback
 from embedded_server import Served, serve
 from embedded_support import Loop
 
-from kvferry.embedded.answers.service import ServeInfo
 from kvferry.embedded.http.app import create_app
+from kvferry.embedded.serving.service import ServeInfo
 from kvferry.errors import TransferError
 from kvferry.wire.messages import Reason
 

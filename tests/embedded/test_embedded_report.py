@@ -11,11 +11,11 @@ from embedded_server import Served, serve
 from embedded_support import Loop
 
 from kvferry.agent.transports.negotiation import PeerReport
-from kvferry.embedded.answers.service import ServeInfo
 from kvferry.embedded.http.app import create_app
+from kvferry.embedded.serving.service import ServeInfo
 from kvferry.embedded.transfer.peers import peers_json
 from kvferry.errors import TransferError
-from kvferry.openai import LOST_CACHE, error_of
+from kvferry.http.openai import LOST_CACHE, error_of
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import PeerKey
 from kvferry.transport.machine.facts import Place

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from kvferry.connectors.jobs import Settings
 from kvferry.connectors.sampling import GREEDY, Sampling
 from kvferry.connectors.transformers import Core
-from kvferry.embedded.engine.engine import Engine
-from kvferry.embedded.engine.entry import Request
+from kvferry.embedded.engine.async_engine import Engine
+from kvferry.embedded.engine.records import Request
 from kvferry.errors import RequestError
 
 DRAWN = Sampling(temperature=1.0, seed=7)

@@ -13,7 +13,7 @@ from embedded_support import Loop, collect, expect_empty, ids_of, request
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
 
 from kvferry.connectors.jobs import Settings
-from kvferry.embedded.engine.engine import Engine
+from kvferry.embedded.engine.async_engine import Engine
 
 COMMON = {
     "vocab_size": 1024,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from kvferry.embedded.text import Detokenizer, StopFilter, TextOptions, TextStream
+from kvferry.embedded.engine.detokenizer import Detokenizer, StopFilter, TextOptions, TextStream
 
 TEXTS = st.text(st.sampled_from("ab €ä漢🚢\n"), max_size=40)
 

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.cache_allocators import (
     SlidingAttentionCacheAllocator,
 )
 
-from kvferry.embedded.engine.engine import Engine
+from kvferry.embedded.engine.async_engine import Engine
 
 MANAGER = continuous_api.ContinuousBatchingManager
 SIGNATURES = {

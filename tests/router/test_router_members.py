@@ -14,7 +14,7 @@ from router_harness import answer, cluster, decode_engine, decoding, open_stream
 
 from kvferry.embedded.http.registrar import Registrar, RegistrarConfig
 from kvferry.errors import ConfigurationError, RequestError
-from kvferry.registration import MEMBERS_PATH, SIGNATURE, Side, decode_announcement, sign, unbelieved
+from kvferry.http.registration import MEMBERS_PATH, SIGNATURE, Side, decode_announcement, sign, unbelieved
 from kvferry.router.config import Registration, RouterConfig
 from kvferry.router.fleet.compatibility import Facts
 from kvferry.router.fleet.discovery import MembersFile, Registry

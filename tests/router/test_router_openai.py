@@ -15,7 +15,7 @@ from kvferry.errors import (
     TransferError,
     WireError,
 )
-from kvferry.openai import error_body, error_event, error_of, sse
+from kvferry.http.openai import error_body, error_event, error_of, sse
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from models import MODELS, model_folder
 from proxy import REMOTE_DECODE
 from servers import ENVIRONMENT
 
-from kvferry.cli.processes import Child, Command
+from kvferry.cli.up.processes import Child, Command
 
 __all__ = [
     "Crossing",

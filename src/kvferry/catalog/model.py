@@ -10,8 +10,8 @@ from kvferry.catalog.config.dtypes import PACKED_LATENT, Item, cache_item, model
 from kvferry.catalog.config.fields import Fields
 from kvferry.catalog.layers import linear, mamba
 from kvferry.catalog.layers.attention import attention_of, attention_parameters, keep_attention, reach_of
-from kvferry.catalog.layers.kinds import Layer, draft_layers, layers_of
 from kvferry.catalog.layers.latent import indexer_layers, keep_latent, latent_of, latent_parameters
+from kvferry.catalog.layers.layer_types import Layer, draft_layers, layers_of
 from kvferry.catalog.layers.mlp import mlp_parameters
 from kvferry.catalog.records import Entry, Options
 from kvferry.errors import ConfigurationError

@@ -13,7 +13,7 @@ from kvferry.catalog.hub_names import SHIPPED_AS
 from kvferry.catalog.model import of_config
 from kvferry.catalog.records import Entry, Options
 from kvferry.errors import ConfigurationError
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 
 _MAX_FILE_BYTES = 4 * 2**20
 
@@ -47,7 +47,7 @@ def read(source: str | Path, options: Options) -> Entry:
             content = opened.read(_MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{source}: cannot be read", found=system_words(error), expected="a config.json"
+            f"{source}: cannot be read", found=os_error_text(error), expected="a config.json"
         ) from error
     return of_config(_decoded(str(path), content), str(path), options)
 

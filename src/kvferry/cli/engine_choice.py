@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import typer
 
-from kvferry.cli.typed import is_given
+from kvferry.cli.options import is_given
 from kvferry.errors import ConfigurationError
 from kvferry.extras import how_to_install
 

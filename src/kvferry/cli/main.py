@@ -19,7 +19,7 @@ from kvferry.cli.serve.command import serve
 from kvferry.cli.top.command import top
 from kvferry.cli.up.command import up
 from kvferry.errors import ConfigurationError
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 
 UTF8 = "set PYTHONIOENCODING=utf-8, or a locale with UTF-8"
 
@@ -63,7 +63,7 @@ def main() -> None:
             raise
         # What is left in its buffer would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        tell(ConfigurationError("the output cannot be written", found=system_words(error)))
+        tell(ConfigurationError("the output cannot be written", found=os_error_text(error)))
         raise SystemExit(2) from None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from kvferry.cli import console
 from kvferry.cli.environment import cache_directory
 from kvferry.errors import ConfigurationError
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 
 TINY = "tiny"
 
@@ -36,6 +36,6 @@ def resolve(model: str) -> tuple[str, str]:
     except OSError as error:
         raise ConfigurationError(
             f"cannot make the tiny model in {directory}",
-            found=system_words(error),
+            found=os_error_text(error),
             hint="set KVFERRY_CACHE to a folder that can be written",
         ) from error

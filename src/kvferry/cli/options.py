@@ -1,12 +1,15 @@
-"""Options that several commands have, and the panels in which `--help` shows options together."""
+"""Options that several commands have, the panels in which `--help` shows them, and what of a command line was typed."""
 
 from __future__ import annotations
 
+import shlex
 from enum import StrEnum
 from functools import partial
 from typing import Annotated
 
 import typer
+
+from kvferry.errors import ConfigurationError
 
 HERE = "127.0.0.1"
 
@@ -45,3 +48,27 @@ AllowCredentials = Annotated[bool, access("--allow-credentials", help="Those ori
 Drain = Annotated[float, times(min=0.0, max=86400.0, help="Limit for open requests and leases after SIGTERM.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Child = Annotated[bool, typer.Option("--as-child", hidden=True, help="Exit when standard input closes.")]
+
+
+def check_unused(context: typer.Context, names: tuple[str, ...], beside: str) -> None:
+    """Raises ConfigurationError for an option that would do nothing beside another."""
+    given = [f"--{name.replace('_', '-')}" for name in names if is_given(context, name)]
+    if given:
+        hint = "leave one of them out"
+        raise ConfigurationError(f"these options have no effect {beside}", found=", ".join(given), hint=hint)
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command line has an option, or its default counts."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def typed_words(context: typer.Context, without: tuple[str, ...]) -> str:
+    """The command line as it was typed, but for some options: what a shell would take for the same."""
+    words = ["kvferry", str(context.info_name)]
+    for name, value in context.params.items():
+        if name not in without and is_given(context, name):
+            option = f"--{name.replace('_', '-')}"
+            words += [option] if value is True else [option, str(value)]
+    return shlex.join(words)

@@ -1,0 +1,1 @@
+"""Hugging Face transformers with continuous batching as a kept engine with an OpenAI server: runs on any CPU."""

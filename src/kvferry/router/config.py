@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigurationError
-from kvferry.http_access import check_key
+from kvferry.http.access import check_key
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.policy.settings import DEFAULT_JUDGEMENT, Judgement, PrefillFallback
 

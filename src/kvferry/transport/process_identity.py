@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.errors import TransportError
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 from kvferry.transport.descriptors import Natural
 
 
@@ -30,7 +30,7 @@ def origin_here() -> Origin:
             boot_id = file.read().strip()
         return Origin(boot_id, os.stat("/proc/self/ns/pid").st_ino)
     except OSError as error:
-        raise TransportError("memory of other processes needs Linux with /proc", found=system_words(error)) from error
+        raise TransportError("memory of other processes needs Linux with /proc", found=os_error_text(error)) from error
 
 
 def host_here() -> str:

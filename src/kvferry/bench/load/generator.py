@@ -16,7 +16,7 @@ from kvferry.bench.load.answer import Answer, message_of
 from kvferry.bench.load.target import Target
 from kvferry.bench.load.workload import Planned
 from kvferry.bench.report.record import Record
-from kvferry.http_words import words_of
+from kvferry.http.client_errors import client_error_text
 
 Progress = Callable[[Record], None]
 
@@ -94,7 +94,7 @@ class Load:
         except TimeoutError:
             record = replace(record, error=f"no complete answer within {self._timeout_s:g} s (--timeout)")
         except (aiohttp.ClientError, OSError) as error:
-            record = replace(record, error=words_of(error))
+            record = replace(record, error=client_error_text(error))
         finally:
             self._num_open -= 1
         self.records[number] = record

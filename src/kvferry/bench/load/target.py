@@ -12,7 +12,7 @@ from kvferry.bench.load.endpoint import Endpoint
 from kvferry.bench.load.prompts import Prompt
 from kvferry.bench.load.workload import Planned
 from kvferry.errors import ConfigurationError
-from kvferry.http_words import words_of
+from kvferry.http.client_errors import client_error_text
 
 LOOK_S = 10.0
 
@@ -82,7 +82,7 @@ async def _models(url: str, headers: dict[str, str]) -> list[str]:
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
         raise ConfigurationError(
             "cannot reach the server",
-            found=words_of(error),
+            found=client_error_text(error),
             expected="an OpenAI server, at a URL such as http://127.0.0.1:8000, without /v1",
             hint="start one with: kvferry up",
         ) from None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from kvferry.bench.report.drawing import Axis, Dots, bars, dots
-from kvferry.bench.report.report import Report
+from kvferry.bench.report.figures import Report
 
 STYLE = """
 body{font:14px/1.4 system-ui,sans-serif;max-width:1340px;margin:24px auto;padding:0 16px;color:#1b2733;background:#fff}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.bench.report.report import Report
+from kvferry.bench.report.figures import Report
 from kvferry.errors import ConfigurationError
 
 

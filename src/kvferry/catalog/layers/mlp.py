@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.catalog.config.defaults import PLAIN_MLP
 from kvferry.catalog.config.fields import Fields
-from kvferry.catalog.layers.kinds import Layer
+from kvferry.catalog.layers.layer_types import Layer
 
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")

@@ -10,8 +10,7 @@ import typer
 from kvferry.bench.load.endpoint import Endpoint
 from kvferry.bench.report.slo import ItlBy
 from kvferry.cli.console import friendly
-from kvferry.cli.options import Json, common
-from kvferry.cli.typed import is_given
+from kvferry.cli.options import Json, common, is_given
 from kvferry.errors import ConfigurationError
 
 server = partial(typer.Option, rich_help_panel="Server")

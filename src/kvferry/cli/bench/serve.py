@@ -17,16 +17,16 @@ from kvferry.bench.load.generator import run_load
 from kvferry.bench.load.target import Target, served_model
 from kvferry.bench.load.trace import read_trace
 from kvferry.bench.load.workload import Planned, Synthetic, synthetic
+from kvferry.bench.report.figures import Report, report_of
 from kvferry.bench.report.page import page
 from kvferry.bench.report.record import Record
-from kvferry.bench.report.report import Report, report_of
 from kvferry.bench.report.slo import Slo
 from kvferry.bench.report.sweep import best_of
 from kvferry.cli import console, environment
 from kvferry.cli.bench.table import show
 from kvferry.cli.page_file import page_file
 from kvferry.errors import ConfigurationError
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 
 # A load generator that is later than this measures itself.
 LATE_MS = 50.0
@@ -121,7 +121,7 @@ def _read(path: str, speed: float) -> tuple[Planned, ...]:
         with open(path, encoding="utf-8") as lines:
             return read_trace(lines, speed)
     except (OSError, UnicodeDecodeError) as error:
-        found = f"{path}: {system_words(error)}"
+        found = f"{path}: {os_error_text(error)}"
         raise ConfigurationError("cannot read the trace", found=found, expected="a JSONL file") from None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.bench.report.report import Report
+from kvferry.bench.report.figures import Report
 from kvferry.bench.report.slo import Slo
 from kvferry.bench.report.summary import Summary
 from kvferry.bench.report.sweep import best_of

@@ -12,7 +12,7 @@ from typing import Final
 from kvferry import __version__
 from kvferry.agent import read_token
 from kvferry.cli import environment
-from kvferry.cli.words import bytes_words
+from kvferry.cli.units import format_bytes
 from kvferry.errors import FerryError
 from kvferry.extras import EXTRAS, how_to_install, missing_modules
 from kvferry.transport.machine.accelerators import accelerators
@@ -82,8 +82,8 @@ def _extras() -> Iterator[Fact]:
 def _limits(situation: Situation) -> Iterator[Fact]:
     confinement = situation.confinement
     locked = confinement.locked_bytes
-    yield Fact("limits", "locked memory", "unlimited" if locked == UNLIMITED else bytes_words(locked))
-    yield Fact("limits", "/dev/shm", bytes_words(confinement.shm_bytes))
+    yield Fact("limits", "locked memory", "unlimited" if locked == UNLIMITED else format_bytes(locked))
+    yield Fact("limits", "/dev/shm", format_bytes(confinement.shm_bytes))
     scope = f"kernel.yama.ptrace_scope = {confinement.ptrace_scope}"
     capability = "with CAP_SYS_PTRACE" if confinement.may_trace else "without CAP_SYS_PTRACE"
     yield Fact("limits", "reading other processes", f"{scope}, {capability}")
@@ -134,7 +134,7 @@ def machine_findings(situation: Situation, token_file: str) -> Iterator[Finding]
     if shm <= SMALL_SHM_BYTES:
         hint = "start the container with --shm-size=8g (Kubernetes: an emptyDir with medium Memory at /dev/shm)"
         what = "/dev/shm is small: vLLM and torch put what their processes share there (kvferry does not)"
-        yield Finding(Severity.NOTE, what, bytes_words(shm), "some GiB", hint)
+        yield Finding(Severity.NOTE, what, format_bytes(shm), "some GiB", hint)
 
 
 def _copies() -> Iterator[Finding]:

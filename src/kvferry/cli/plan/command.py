@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.console import friendly
-from kvferry.cli.options import Json, common
-from kvferry.cli.typed import check_unused, is_given, typed_words
+from kvferry.cli.options import Json, check_unused, common, is_given, typed_words
 
 engines = partial(typer.Option, rich_help_panel="Engines")
 prompt = partial(typer.Option, rich_help_panel="Prompt")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvferry.cli.plan.page.spans import boxes_of
-from kvferry.cli.words import many_words
+from kvferry.cli.units import format_count_of
 
 MAX_RUNS = 3
 
@@ -30,7 +30,7 @@ class Row:
         first = self.first
         if len(self.pairs) == 1:
             return [*first["boxes"]] + ([first["tokens"]] if first["tokens"] != "all" else [])
-        boxes = [f"{many_words(last - start, axis)} each" for axis, start, last in boxes_of(first["boxes"])]
+        boxes = [f"{format_count_of(last - start, axis)} each" for axis, start, last in boxes_of(first["boxes"])]
         same_tokens = len({pair["tokens"] for pair in self.pairs}) == 1
         tokens = first["tokens"] if same_tokens else "its own tokens"
         return [f"{len(self.pairs)} pairs", *boxes, *([tokens] if tokens != "all" else [])]

@@ -19,14 +19,14 @@ from kvferry.cli.plan.facts import Side, group_facts, layout_facts, pair_facts, 
 from kvferry.cli.plan.folding import rows_of
 from kvferry.cli.plan.shape import link_of, shape_of
 from kvferry.cli.plan.verdict import prefill_of, verdict_of
-from kvferry.cli.words import bytes_words, seconds_words
+from kvferry.cli.units import format_bytes, format_seconds
 from kvferry.errors import ConfigurationError, LayoutError
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import CacheModel, attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.strategy.choice import typical_device
 from kvferry.plan.strategy.quote import quote
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 MAX_WIDTH = 1000
@@ -195,7 +195,7 @@ def _write(path: Path, facts: dict[str, Any]) -> None:
     try:
         path.write_text(page(facts), encoding="utf-8")
     except OSError as error:
-        found = f"{path}: {system_words(error)}"
+        found = f"{path}: {os_error_text(error)}"
         raise ConfigurationError("cannot write the page", found=found, hint="name a file in a folder") from error
     console.say(f"wrote {path}")
 
@@ -208,10 +208,10 @@ def _table(facts: dict[str, Any], *, is_narrow: bool = False) -> Table:
         ("from → to", "all"),
         ("layers", ""),
         ("what", ""),
-        ("size", bytes_words(facts["bytes"])),
+        ("size", format_bytes(facts["bytes"])),
         ("rows", _rows_words(facts)),
         ("strategy", ""),
-        ("time", seconds_words(facts["predicted_s"])),
+        ("time", format_seconds(facts["predicted_s"])),
     ]
     for name, footer in columns:
         justify: Literal["left", "right"] = "right" if name in ("size", "rows", "time") else "left"
@@ -235,10 +235,10 @@ def _figures(pair: dict[str, Any], num_alike: int) -> list[str | Text]:
     each = "\neach" if num_alike > 1 else ""
     others = {name: price for name, price in pair["prices"].items() if name != pair["strategy"]}
     return [
-        bytes_words(pair["bytes"]) + each,
+        format_bytes(pair["bytes"]) + each,
         _rows_words(pair) + each,
         _above(pair["strategy"], [f"({name})" for name in others]),
-        _above(seconds_words(pair["predicted_s"]), [seconds_words(price) for price in others.values()]),
+        _above(format_seconds(pair["predicted_s"]), [format_seconds(price) for price in others.values()]),
     ]
 
 

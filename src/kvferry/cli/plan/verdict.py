@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.cli.words import seconds_words
+from kvferry.cli.units import format_seconds
 
 EFFECTIVE_FLOP_PER_S = 400e12
 """What one rank computes while it prefills, unless the user says how many tokens it does: about 40 % of the dense
@@ -56,7 +56,7 @@ def verdict_of(num_tokens: int, predicted_s: float, prefill: Prefill) -> Verdict
         return Verdict(None, f"Break-even: {limit}. Pass --prefill-speed for a verdict.", break_even, 0.0)
     compute_s = num_tokens / prefill.tokens_per_s
     speed = f"{prefill.tokens_per_s:,.0f} tokens/s ({prefill.source})"
-    moving, computing = seconds_words(predicted_s), seconds_words(compute_s)
+    moving, computing = format_seconds(predicted_s), format_seconds(compute_s)
     if predicted_s >= compute_s:
         text = (
             f"Disaggregation will not pay here: moving takes {moving}, computing the prompt again only {computing} at "

@@ -13,8 +13,8 @@ from kvferry.cli import console, environment
 from kvferry.cli.server import http, listening
 from kvferry.cli.server.logs import LogFormat, log_to_stderr
 from kvferry.errors import ConfigurationError
-from kvferry.http_access import Access, guarded
-from kvferry.registration import KEY_PURPOSE
+from kvferry.http.access import Access, guarded
+from kvferry.http.registration import KEY_PURPOSE
 from kvferry.router.config import NO_REGISTRATION, Registration, RouterConfig
 from kvferry.router.http.app import Front, create_app
 from kvferry.router.policy.records import Limits

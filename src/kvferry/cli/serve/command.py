@@ -30,13 +30,13 @@ from kvferry.cli.options import (
     addresses,
     cache,
     common,
+    is_given,
     moving,
     times,
 )
 from kvferry.cli.serve.joining import JoinOptions
-from kvferry.cli.typed import is_given
 from kvferry.errors import ConfigurationError
-from kvferry.registration import Side
+from kvferry.http.registration import Side
 
 
 def serve(

@@ -18,15 +18,15 @@ from kvferry.cli.server import http, listening
 from kvferry.cli.server.logs import log_to_stderr
 from kvferry.connectors.jobs import Settings
 from kvferry.connectors.step_cost import NO_COST
-from kvferry.embedded.answers.service import ServeInfo
-from kvferry.embedded.engine.engine import Engine
+from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.http.app import create_app
 from kvferry.embedded.http.registrar import Registrar, RegistrarConfig
+from kvferry.embedded.serving.service import ServeInfo
 from kvferry.embedded.transfer.bridge import AgentCollector, AgentTransfer
 from kvferry.errors import FerryError
-from kvferry.http_access import UNAUTHORIZED, Access, guarded
+from kvferry.http.access import UNAUTHORIZED, Access, guarded
+from kvferry.http.registration import KEY_PURPOSE
 from kvferry.plan.description.layout import contents
-from kvferry.registration import KEY_PURPOSE
 
 EVERYBODY = Access()
 

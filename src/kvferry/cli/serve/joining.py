@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigurationError
-from kvferry.registration import KEY_PURPOSE, Side
+from kvferry.http.registration import KEY_PURPOSE, Side
 
 
 @dataclass(frozen=True, slots=True)

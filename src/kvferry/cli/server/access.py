@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvferry.cli import environment
-from kvferry.http_access import Access
+from kvferry.http.access import Access
 
 
 def access_of(given: Mapping[str, Any]) -> Access:

@@ -8,7 +8,7 @@ import math
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvferry.openai import SERVER_ERROR, SSE_MEDIA_TYPE, error_body, error_event
+from kvferry.http.openai import SERVER_ERROR, SSE_MEDIA_TYPE, error_body, error_event
 
 WORDS = "the server is shutting down"
 CODE = "server_ended"

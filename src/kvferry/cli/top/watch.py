@@ -18,7 +18,7 @@ from kvferry.cli import console
 from kvferry.cli.top.scrape import START, Look, look_at
 from kvferry.cli.top.view import Frame, summary, view
 from kvferry.errors import ConfigurationError
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 
 TIMEOUT_S = 5.0
 
@@ -92,4 +92,4 @@ def _get(url: str, path: str) -> bytes:
             return body
     except (OSError, ValueError) as error:
         hint = "give the URL of `kvferry route`, such as http://127.0.0.1:8000"
-        raise ConfigurationError(f"no router answers at {url}", found=system_words(error), hint=hint) from error
+        raise ConfigurationError(f"no router answers at {url}", found=os_error_text(error), hint=hint) from error

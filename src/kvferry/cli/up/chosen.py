@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvferry.errors import RequestError
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 
 ANSWER_S = 30.0
 
@@ -28,4 +28,4 @@ def _info(url: str) -> dict[str, Any]:
             found: dict[str, Any] = json.load(answer)
             return found
     except (OSError, ValueError) as error:
-        raise RequestError(f"{url} does not report its peers", found=system_words(error)) from error
+        raise RequestError(f"{url} does not report its peers", found=os_error_text(error)) from error

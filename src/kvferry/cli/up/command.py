@@ -18,9 +18,9 @@ from kvferry.cli.options import (
     Transport,
     cache,
     common,
+    is_given,
     output,
 )
-from kvferry.cli.typed import is_given
 from kvferry.errors import ConfigurationError
 
 

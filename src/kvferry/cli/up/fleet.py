@@ -8,8 +8,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvferry.cli import console
-from kvferry.cli.processes import Child, Command
 from kvferry.cli.server import listening
+from kvferry.cli.up.processes import Child, Command
 from kvferry.errors import ConfigurationError
 
 HOST = "127.0.0.1"

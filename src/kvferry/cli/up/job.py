@@ -22,7 +22,7 @@ from kvferry.cli.up.fleet import READY_S, Fleet, FleetOptions
 from kvferry.cli.up.proof import Answer, Question, ask
 from kvferry.cli.up.vllm_counters import read, report_between
 from kvferry.errors import ConfigurationError, FerryError
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 
 EXAMPLE = (
     "The ferry leaves the harbour at dawn. On the other side of the river a train is waiting, and whoever wants to "
@@ -111,7 +111,7 @@ def _log_folder(path: str) -> Path:
         hint = "--log-dir takes a folder and creates it if needed"
         raise ConfigurationError(
             "cannot create the log folder",
-            found=f"{path or tempfile.gettempdir()}: {system_words(error)}",
+            found=f"{path or tempfile.gettempdir()}: {os_error_text(error)}",
             expected="a folder",
             hint=hint,
         ) from error

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from kvferry.cli import environment
 from kvferry.errors import RequestError
-from kvferry.openai import REPORT_HEADER
-from kvferry.system_words import system_words
+from kvferry.http.openai import REPORT_HEADER
+from kvferry.system.os_errors import os_error_text
 
 SILENCE_S = 300.0
 HEADERS = {"content-type": "application/json", REPORT_HEADER: "true"}
@@ -93,7 +93,7 @@ def _chunks(url: str, body: bytes, paths: list[str]) -> Iterator[dict[str, Any]]
             if line.startswith(b"data: {"):
                 yield json.loads(line[len(b"data: ") :])
     except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-        raise RequestError(f"no answer from {url}", found=system_words(error)) from error
+        raise RequestError(f"no answer from {url}", found=os_error_text(error)) from error
     finally:
         connection.close()
 

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.errors import RequestError
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 
 Labels = tuple[tuple[str, str], ...]
 Reading = Mapping[tuple[str, Labels], float]
@@ -61,4 +61,4 @@ def _metrics(url: str) -> str:
             text: str = answer.read().decode()
             return text
     except OSError as error:
-        raise RequestError(f"no metrics from {url}", found=system_words(error)) from error
+        raise RequestError(f"no metrics from {url}", found=os_error_text(error)) from error

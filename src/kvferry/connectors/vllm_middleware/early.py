@@ -13,7 +13,7 @@ from kvferry.connectors.promise import Promise, new_promise, sealed
 from kvferry.connectors.vllm_middleware.asgi import Message, header
 from kvferry.connectors.vllm_middleware.workers import EarlyFacts
 from kvferry.errors import RequestError
-from kvferry.openai import SSE_MEDIA_TYPE, sse
+from kvferry.http.openai import SSE_MEDIA_TYPE, sse
 from kvferry.wire.messages import Reference
 
 _KINDS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat.completion.chunk"}

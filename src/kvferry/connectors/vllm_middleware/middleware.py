@@ -26,7 +26,7 @@ from kvferry.connectors.vllm_middleware.legs import ANSWER_PATHS, is_local, leg_
 from kvferry.connectors.vllm_middleware.passage import EarlyPassage, Passage
 from kvferry.connectors.vllm_middleware.workers import Workers, is_draining, num_replicas
 from kvferry.errors import ConfigurationError, FerryError, RequestError, TransferError
-from kvferry.openai import error_body, error_of
+from kvferry.http.openai import error_body, error_of
 from kvferry.wire.messages import WIRE_VERSION, Reason
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvferry.connectors.vllm_middleware.arrivals import Arrival
 from kvferry.connectors.vllm_middleware.asgi import Headers, Message, json_messages
 from kvferry.errors import TransferError
-from kvferry.openai import error_of
+from kvferry.http.openai import error_of
 
 CACHE, CACHE_REASON, TIMING = b"x-kvferry-cache", b"x-kvferry-cache-reason", b"server-timing"
 # What of a head belongs to its body.

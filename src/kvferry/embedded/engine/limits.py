@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.embedded.engine.entry import Request
+from kvferry.embedded.engine.records import Request
 from kvferry.errors import PromptTooLongError, RequestError
 
 

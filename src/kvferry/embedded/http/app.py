@@ -9,17 +9,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvferry import __version__
-from kvferry.embedded.answers.service import ServeInfo, Service
-from kvferry.embedded.answers.shapes import ChatShape, CompletionShape
-from kvferry.embedded.engine.engine import Engine
+from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.http.caller import caller_of
 from kvferry.embedded.http.responder import Responder, error_response, json_response
 from kvferry.embedded.request.requests import decode_chat, decode_completion, decode_release
 from kvferry.embedded.request.tokenize import DETOKENIZE, TOKENIZE, decode_detokenize, decode_tokenize
+from kvferry.embedded.serving.openai_objects import ChatShape, CompletionShape
+from kvferry.embedded.serving.service import ServeInfo, Service
 from kvferry.embedded.transfer.transfer import Transfer
 from kvferry.errors import FerryError, RequestError
-from kvferry.openai import HTTP_CODES, error_body
-from kvferry.request_ids import id_of_refusal
+from kvferry.http.openai import HTTP_CODES, error_body
+from kvferry.http.request_ids import id_of_refusal
 from kvferry.wire.messages import WIRE_VERSION
 
 MAX_BODY_BYTES = 32 << 20

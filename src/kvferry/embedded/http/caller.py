@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.errors import RequestError
-from kvferry.openai import REPORT_HEADER
-from kvferry.request_ids import is_usable
+from kvferry.http.openai import REPORT_HEADER
+from kvferry.http.request_ids import is_usable
 
 YES_OR_NO = {"true": True, "false": False}
 

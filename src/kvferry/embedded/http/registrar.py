@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from kvferry.http_words import words_of
-from kvferry.registration import MEMBERS_PATH, SIGNATURE, Announcement, Side, sign
+from kvferry.http.client_errors import client_error_text
+from kvferry.http.registration import MEMBERS_PATH, SIGNATURE, Announcement, Side, sign
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Registrar:
                 text = await response.text()
                 trouble = "" if response.status == 200 else f"it answered {response.status}: {text[:500]}"
         except (aiohttp.ClientError, OSError) as error:
-            trouble = words_of(error)
+            trouble = client_error_text(error)
         if trouble and self._trouble.get(router) != trouble:
             logger.warning("the router at %s does not know this engine: %s", router, trouble)
         self._trouble[router] = trouble

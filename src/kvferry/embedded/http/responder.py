@@ -13,13 +13,13 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvferry.embedded.answers.pieces import Piece, joined
-from kvferry.embedded.answers.report import Report, summed
-from kvferry.embedded.answers.service import Call, Service
-from kvferry.embedded.answers.shapes import Envelope, Shape, usage
 from kvferry.embedded.http.caller import Caller
+from kvferry.embedded.serving.metrics import Report, summed
+from kvferry.embedded.serving.openai_objects import Envelope, Shape, usage
+from kvferry.embedded.serving.pieces import Piece, joined
+from kvferry.embedded.serving.service import Call, Service
 from kvferry.errors import FerryError, TransferError
-from kvferry.openai import SSE_DONE, SSE_MEDIA_TYPE, error_event, error_of, sse
+from kvferry.http.openai import SSE_DONE, SSE_MEDIA_TYPE, error_event, error_of, sse
 
 OK, CLIENT_LEFT = 200, 499
 # How the cache of this answer came to be.

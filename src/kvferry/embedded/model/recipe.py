@@ -41,7 +41,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    corpus = resources.files("kvferry.embedded").joinpath("corpus.txt").read_text(encoding="utf-8")
+    corpus = resources.files("kvferry.embedded.model").joinpath("corpus.txt").read_text(encoding="utf-8")
     bpe.train_from_iterator(corpus.splitlines(keepends=True), trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token="<|pad|>", bos_token="<|begin|>", eos_token="<|end|>"

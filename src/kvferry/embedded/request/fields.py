@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from kvferry.errors import RequestError
-from kvferry.request_fields import Endpoint
+from kvferry.http.request_fields import Endpoint
 
 
 class Verdict(StrEnum):

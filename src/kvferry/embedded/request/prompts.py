@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import jinja2
 
-from kvferry.embedded.engine.engine import Engine
+from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.request.messages import WatchedMessage, refuse_unread
 from kvferry.errors import RequestError
 

@@ -10,13 +10,13 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from kvferry.connectors.params import wants_early
+from kvferry.embedded.engine.detokenizer import TextOptions
 from kvferry.embedded.request.chat_fields import chat_prompt
 from kvferry.embedded.request.fields import Support, Verdict, refuse_unsupported, support_of
 from kvferry.embedded.request.prompts import PromptInput, TextPrompt
 from kvferry.embedded.request.sampling_fields import SamplingBody, SamplingFields, sampling_fields
-from kvferry.embedded.text import TextOptions
 from kvferry.errors import RequestError
-from kvferry.request_fields import Endpoint
+from kvferry.http.request_fields import Endpoint
 
 Body = TypeVar("Body")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvferry.agent import AgentConfig, Cache, Notice, new_lease_id, open_agent
 from kvferry.connectors.params import Reach, Remote, from_params, to_params
-from kvferry.embedded.engine.entry import Grown
+from kvferry.embedded.engine.records import Grown
 from kvferry.embedded.transfer.collector import AgentCollector
 from kvferry.embedded.transfer.peers import peers_json
 from kvferry.embedded.transfer.transfer import TransferReport

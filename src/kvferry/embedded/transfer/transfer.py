@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.embedded.engine.entry import Grown
+from kvferry.embedded.engine.records import Grown
 from kvferry.errors import TransferError
 from kvferry.plan.description.prompt import Prompt
 

@@ -13,14 +13,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvferry.errors import ConfigurationError, RequestError
-from kvferry.openai import INVALID_REQUEST, error_body
-from kvferry.registration import SIGNATURE, decode_announcement, unbelieved
+from kvferry.http.openai import INVALID_REQUEST, error_body
+from kvferry.http.registration import SIGNATURE, decode_announcement, unbelieved
 from kvferry.router.config import RouterConfig, check_urls
 from kvferry.router.fleet.instance import Origin
 from kvferry.router.fleet.membership import Membership
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.telemetry.metrics import Metrics
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 
 REFUSED_WORDS = {
     "closed": "this router does not accept registrations; hint: start it with --accept-registrations",
@@ -125,7 +125,7 @@ class MembersFile:
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigurationError(
                 "invalid members file",
-                found=f"{self._path}: {system_words(error)}",
+                found=f"{self._path}: {os_error_text(error)}",
                 expected='{"prefill": ["http://host:port"], "decode": ["http://host:port"]}',
             ) from error
         check_urls(Role.PREFILL, listed.prefill)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from starlette.types import Receive, Send
 
-from kvferry.openai import error_event
+from kvferry.http.openai import error_event
 from kvferry.router.request.headers import Headers
 
 # The status that counts a client who did not wait for one.

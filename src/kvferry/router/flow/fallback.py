@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.openai import SERVER_ERROR, error_body
+from kvferry.http.openai import SERVER_ERROR, error_body
 from kvferry.router.events import PREFILL_FAILS, Refuse
 
 CODE = "prefill_unavailable"

@@ -26,7 +26,7 @@ from enum import StrEnum
 from typing import Any
 
 from kvferry.errors import IllegalEventError
-from kvferry.openai import SERVER_ERROR, error_body
+from kvferry.http.openai import SERVER_ERROR, error_body
 from kvferry.router.events import (
     PREFILL_LOST,
     TOO_LATE,

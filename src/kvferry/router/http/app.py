@@ -20,10 +20,10 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry import __version__
 from kvferry.errors import FerryError, RequestError
-from kvferry.http_access import INVALID_KEY, UNAUTHORIZED
-from kvferry.openai import HTTP_CODES, INVALID_REQUEST, SERVER_ERROR, error_body, error_of
-from kvferry.registration import MEMBERS_PATH
-from kvferry.request_ids import id_of_refusal
+from kvferry.http.access import INVALID_KEY, UNAUTHORIZED
+from kvferry.http.openai import HTTP_CODES, INVALID_REQUEST, SERVER_ERROR, error_body, error_of
+from kvferry.http.registration import MEMBERS_PATH
+from kvferry.http.request_ids import id_of_refusal
 from kvferry.router.config import RouterConfig
 from kvferry.router.fleet.discovery import MembersFile, Registry
 from kvferry.router.fleet.membership import Membership

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.openai import INVALID_REQUEST, SERVER_ERROR, error_body
+from kvferry.http.openai import INVALID_REQUEST, SERVER_ERROR, error_body
 from kvferry.router.policy.records import Role
 from kvferry.router.request.headers import Headers
 from kvferry.router.services import Services

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvferry.openai import SERVER_ERROR, error_body
+from kvferry.http.openai import SERVER_ERROR, error_body
 from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Count, Counted
 from kvferry.router.policy.records import Instance
 from kvferry.router.request.headers import Headers, response_headers, with_length

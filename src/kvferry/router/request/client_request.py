@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import msgspec
 
 from kvferry.errors import RequestError
-from kvferry.request_fields import Endpoint, dropped
-from kvferry.undividable import DECISIVE, undividable_reason
+from kvferry.http.request_fields import Endpoint, dropped
+from kvferry.http.undividable import DECISIVE, undividable_reason
 
 __all__ = ["ClientRequest", "Endpoint", "decode_body", "parse_request", "prefill_body"]
 

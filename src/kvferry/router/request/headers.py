@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterable
 
 from kvferry.errors import RequestError
-from kvferry.request_ids import NAME, is_usable
+from kvferry.http.request_ids import NAME, is_usable
 
 Headers = list[tuple[bytes, bytes]]
 

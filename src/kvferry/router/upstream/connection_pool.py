@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from kvferry.errors import TransportError
-from kvferry.http_access import bearer
+from kvferry.http.access import bearer
 from kvferry.router.upstream.connection import Connection
-from kvferry.system_words import system_words
-from kvferry.tcp_keepalive import keep_alive
+from kvferry.system.os_errors import os_error_text
+from kvferry.system.tcp_keepalive import keep_alive
 
 # Less than servers keep theirs (vLLM: 5 s): one that the upstream closes in the moment of its next use looks like a
 # broken engine.
@@ -81,7 +81,7 @@ class Pool:
                 expected = f"a connection within {self._connect_timeout_s:g} s"
                 raise TransportError("an upstream does not accept connections", expected=expected) from error
             kind = UnreachableError if isinstance(error, OSError) and error.errno in SILENT else ConnectionRefusedError
-            raise kind(f"no connection to {origin.host}:{origin.port}: {system_words(error)}") from error
+            raise kind(f"no connection to {origin.host}:{origin.port}: {os_error_text(error)}") from error
         return connection
 
     def give_back(self, origin: Origin, connection: Connection) -> None:

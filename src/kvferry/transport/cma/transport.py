@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies, split
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptors import Natural, check_size, decode
 from kvferry.transport.process_identity import Origin, check_same, origin_here
@@ -266,7 +266,7 @@ def _started(pid: int) -> int:
             # The command's name comes in parentheses and may hold anything.
             return int(file.read().rpartition(")")[2].split()[START_FIELD])
     except OSError as error:
-        raise TransportError(f"process {pid} cannot be found", found=system_words(error)) from error
+        raise TransportError(f"process {pid} cannot be found", found=os_error_text(error)) from error
 
 
 def _hold(name: str, known: CrossMemoryDescriptor) -> int:

@@ -9,7 +9,7 @@ import os
 import numpy as np
 
 from kvferry.errors import TransportError
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 from kvferry.transport.base import Memory
 
 
@@ -77,7 +77,7 @@ def allocate_shared(num_bytes: int, name: str) -> SharedMemory:
         os.close(fd)
         raise TransportError(
             f"cannot allocate {num_bytes} bytes of shared memory for {name!r}",
-            found=system_words(error),
+            found=os_error_text(error),
             hint="ask for less (a smaller cache, --staging-mib) or give the process more memory",
         ) from error
     address = int(np.frombuffer(mapping, np.uint8).ctypes.data)
@@ -89,7 +89,7 @@ def check_sealed(fd: int) -> None:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise TransportError("this descriptor is not a memfd", found=system_words(error)) from error
+        raise TransportError("this descriptor is not a memfd", found=os_error_text(error)) from error
     if not seals & fcntl.F_SEAL_SHRINK:
         raise TransportError(
             "shared memory whose size is not sealed",

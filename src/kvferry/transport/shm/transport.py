@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptors import Natural, check_size, decode
 from kvferry.transport.process_identity import Origin, check_same, origin_here
@@ -208,7 +208,7 @@ def _attach(peer: str, pid: int, piece: SharedPiece) -> View:
         check_sealed(fd)
         return np.frombuffer(mmap.mmap(fd, piece.size_bytes), np.uint8)
     except (OSError, ValueError) as error:
-        raise TransportError(f"cannot map the memory of peer {peer!r}", found=system_words(error)) from error
+        raise TransportError(f"cannot map the memory of peer {peer!r}", found=os_error_text(error)) from error
     finally:
         os.close(fd)
 

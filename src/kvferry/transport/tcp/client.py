@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 
 from kvferry.errors import FerryError, TransportError
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 from kvferry.transport.base import Completion, Direction, Ticket
 from kvferry.transport.registered_memory import Column, Offsets, Side
 from kvferry.transport.rowcopy.rows import gather, scatter, stream_chunks
@@ -111,7 +111,7 @@ class Lane:
         except TransportError as error:
             return str(error)  # A refusal. The connection is in step, others can use it.
         except (OSError, FerryError) as error:
-            reason = self._stopped or f"connection to {self._far.host}:{self._far.port}: {system_words(error)}"
+            reason = self._stopped or f"connection to {self._far.host}:{self._far.port}: {os_error_text(error)}"
         except Exception as error:  # noqa: BLE001 - the top of a thread: the ticket must end whatever happens
             reason = f"{type(error).__name__}: {error}"
         self._hang_up(reason)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvferry.errors import ConfigurationError, FerryError, TransportError, WireError
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 from kvferry.transport.base import Direction
 from kvferry.transport.machine.addresses import family_of, resolve
 from kvferry.transport.registered_memory import Column, Offsets, Registry, View
@@ -91,7 +91,7 @@ class Server:
             address = resolve(host)
             self._listener = socket.create_server((str(address), 0), family=family_of(address), backlog=64)
         except (OSError, ConfigurationError) as error:
-            raise TransportError(f"cannot listen on {host!r}", found=system_words(error)) from error
+            raise TransportError(f"cannot listen on {host!r}", found=os_error_text(error)) from error
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._accept, name="kvferry-tcp-accept", daemon=True)
         self._thread.start()

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvferry.cli.plan.page.matrix import COLOURS
 from kvferry.cli.plan.page.memory import Axis, Leaf, Painter, axes_of, drawn_axes, leaves, row_bytes
-from kvferry.cli.words import TIMES, bytes_words, many_words
+from kvferry.cli.units import TIMES, format_bytes, format_count_of
 
 WIDTH, GUTTER = 560.0, 104.0
 LEVEL_PITCH, BLOCK = 34.0, 34.0
@@ -88,9 +88,9 @@ def _strip(side: str, layout: Mapping[str, Any], facts: Mapping[str, Any], row: 
     y = 8 + LEVEL_PITCH * len(levels) + 14
     cells = _cells(pieces, painter)
     end, is_open = _row_end(pieces, cells, row)
-    block = bytes_words(layout["block_stride"])
+    block = format_bytes(layout["block_stride"])
     paler = " Paler cells go to other target ranks." if any(cell.tone for cell in cells) else ""
-    words = f" {TIMES} ".join(many_words(axis.size, axis.name) for axis in inner)
+    words = f" {TIMES} ".join(format_count_of(axis.size, axis.name) for axis in inner)
     return Strip(
         side=side,
         group=layout["group"],
@@ -100,10 +100,10 @@ def _strip(side: str, layout: Mapping[str, Any], facts: Mapping[str, Any], row: 
         groups=_groups(drawn, cells),
         cells=tuple(cells),
         row_end=end,
-        row_words=f"one row: {bytes_words(row)}",
+        row_words=f"one row: {format_bytes(row)}",
         row_open=is_open,
         words=f"{side} block: {words}, {block}",
-        note=f"A block is {words} = {block}; a cell here is {bytes_words(pieces[0].num_bytes)}.{paler}",
+        note=f"A block is {words} = {block}; a cell here is {format_bytes(pieces[0].num_bytes)}.{paler}",
     )
 
 
@@ -112,7 +112,7 @@ def _levels(outer: list[Axis]) -> list[Level]:
     for index, axis in enumerate(outer):
         more = axis.size > MAX_ITEMS
         items = min(axis.size, MAX_ITEMS)
-        note = f"{bytes_words(axis.stride)} each"
+        note = f"{format_bytes(axis.stride)} each"
         width = (WIDTH - GUTTER) / (items + (1 if more else 0))
         levels.append(Level(8 + LEVEL_PITCH * index, f"{axis.name} {TIMES} {axis.size:,}", note, width, items, more))
     return levels

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvferry.cli.plan.page.matrix import COLOURS, Area, Box, Panel, Region, Stripes, Whole
 from kvferry.cli.plan.page.spans import ALL, Tokens
-from kvferry.cli.words import axis_words, bytes_words
+from kvferry.cli.units import format_bytes, format_span
 
 CARD, WORDS, PAD = 232.0, 124.0, 7.0
 LINE, DIGIT, CHIP = 13.0, 8.0, 16.0
@@ -108,10 +108,10 @@ def _region(pair: tuple[int, int], areas: list[Area], fill: str, place: tuple[in
 
 def _lines(rank: Mapping[str, Any]) -> tuple[str, ...]:
     """The most telling first: what does not fit is left out."""
-    spans = [axis_words(axis, *span) for axis, span in rank["axes"].items()] or ["not divided"]
+    spans = [format_span(axis, *span) for axis, span in rank["axes"].items()] or ["not divided"]
     tokens = [] if rank["tokens"] == "all" else [rank["tokens"]]
-    layers = axis_words("layer", *rank["layers"])
-    return (f"rank {rank['rank']}", bytes_words(rank["bytes"]), *tokens, *spans, layers)
+    layers = format_span("layer", *rank["layers"])
+    return (f"rank {rank['rank']}", format_bytes(rank["bytes"]), *tokens, *spans, layers)
 
 
 def _path(areas: list[Area]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from kvferry.cli.plan.page.cards import CARD, Card, Pen, card
 from kvferry.cli.plan.page.matrix import Area, Box, Stripes, Whole, pattern_name
 from kvferry.cli.plan.page.ribbons import Ribbon, ribbons
-from kvferry.cli.words import axis_words
+from kvferry.cli.units import format_span
 
 WIDTH = 760.0
 HEAD, FOOT = 58.0, 10.0
@@ -93,6 +93,6 @@ def _stages(side: str, ranks: list[Mapping[str, Any]], places: Mapping[int, Area
         top, bottom = min(area.y for area in areas), max(area.y + area.height for area in areas)
         x = 2.0 if side == "source" else WIDTH - BAND + 4
         room = bottom - top
-        label = f"stage {number} · {axis_words('layer', *held[0]['layers'])}" if room > 130 else f"stage {number}"
+        label = f"stage {number} · {format_span('layer', *held[0]['layers'])}" if room > 130 else f"stage {number}"
         bands.append(Stage(Area(x, top, BAND - 6, room), label))
     return bands

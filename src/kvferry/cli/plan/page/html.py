@@ -16,7 +16,7 @@ from markupsafe import Markup
 from kvferry.cli.plan.page.blocks import strips
 from kvferry.cli.plan.page.drawing import draw
 from kvferry.cli.plan.page.matrix import COLOURS
-from kvferry.cli.words import TIMES, axis_words, bytes_words, count_words, seconds_words
+from kvferry.cli.units import TIMES, format_bytes, format_count, format_seconds, format_span
 
 
 def page(facts: Mapping[str, Any]) -> str:
@@ -49,10 +49,10 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["size"] = bytes_words
-    environment.filters["time"] = seconds_words
-    environment.filters["count"] = count_words
-    environment.globals["axis_words"] = axis_words
+    environment.filters["size"] = format_bytes
+    environment.filters["time"] = format_seconds
+    environment.filters["count"] = format_count
+    environment.globals["format_span"] = format_span
     return environment
 
 
@@ -79,8 +79,8 @@ def _groups(facts: Mapping[str, Any]) -> list[_Group]:
     groups = []
     for group in facts["groups"]:
         moved, per_token, fixed = group["moved_tokens"], group["bytes_per_token"], group["fixed_bytes"]
-        parts = [f"{moved:,} tokens {TIMES} {bytes_words(per_token)}"] if moved and per_token else []
-        parts += [f"{bytes_words(fixed)} that do not depend on the length"] if fixed else []
+        parts = [f"{moved:,} tokens {TIMES} {format_bytes(per_token)}"] if moved and per_token else []
+        parts += [f"{format_bytes(fixed)} that do not depend on the length"] if fixed else []
         tail = 100 * min(1.0, moved / tokens) if per_token else 0.0
         num_bytes = moved * per_token + fixed
         groups.append(_Group(group["name"], group["layers"], num_bytes, 0.0, tail, " + ".join(parts) or "nothing"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.cli.plan.page.matrix import COLOURS, Area
-from kvferry.cli.words import bytes_words
+from kvferry.cli.units import format_bytes
 
 MIN_RIBBON = 1.2
 ROOMY_RIBBON = 12.0
@@ -81,7 +81,7 @@ def _ribbon(pair: Mapping[str, Any], scale: float, start: Point, end: Point) -> 
     left, right = left + width / 2, right + width / 2
     path = f"M{x0:.0f} {left:.1f}C{middle:.0f} {left:.1f} {middle:.0f} {right:.1f} {x1:.0f} {right:.1f}"
     source, target = pair["source_rank"], pair["target_rank"]
-    size, strategy = bytes_words(pair["bytes"]), pair["strategy"]
+    size, strategy = format_bytes(pair["bytes"]), pair["strategy"]
     words = f"source rank {source} to target rank {target}: {size}, {strategy}"
     roomy = width >= ROOMY_RIBBON
     # At its ends a ribbon is level and hidden by no other.

@@ -8,9 +8,9 @@ from vllm.v1.request import Request
 from kvferry.connectors.vllm.scheduler.declined import Declined
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
 from kvferry.errors import RequestError
+from kvferry.http.request_fields import Undividable
+from kvferry.http.undividable import needs_prompt_logits
 from kvferry.plan.description.prompt import Prompt
-from kvferry.request_fields import Undividable
-from kvferry.undividable import needs_prompt_logits
 from kvferry.wire.messages import Reason
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connectors.jobs import Scored, TokenLogprob
-from kvferry.embedded.text import Tokenizer
+from kvferry.embedded.engine.detokenizer import Tokenizer
 
 # JSON has no infinity; the number is vLLM's.
 LEAST = -9999.0

@@ -6,7 +6,7 @@ from urllib.error import URLError
 
 import pytest
 
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 
 
 @pytest.mark.parametrize(
@@ -24,5 +24,5 @@ from kvferry.system_words import system_words
     ],
 )
 def test_only_the_systems_own_words_are_left(error, words):
-    assert words in system_words(error)
-    assert "Errno" not in system_words(error)
+    assert words in os_error_text(error)
+    assert "Errno" not in os_error_text(error)

@@ -15,8 +15,8 @@ from kvferry.connectors.jobs import Event, Freed, Job, Produced, Settings, Stopp
 from kvferry.connectors.sampling import Sampling
 from kvferry.connectors.transformers import Core
 from kvferry.embedded.engine.admission import Admission, Ledger, blocks_for, longest, quotas
-from kvferry.embedded.engine.entry import Entry, Grown, Prefilled, Request, Token
 from kvferry.embedded.engine.limits import Limits
+from kvferry.embedded.engine.records import Entry, Grown, Prefilled, Request, Token
 from kvferry.errors import FerryError, RequestError
 from kvferry.plan.description.layout import Layout
 from kvferry.transport.base import Memory

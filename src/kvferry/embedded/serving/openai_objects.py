@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvferry.embedded.answers.logprobs import chat_logprobs, completion_logprobs
-from kvferry.embedded.answers.pieces import Piece
+from kvferry.embedded.serving.logprobs import chat_logprobs, completion_logprobs
+from kvferry.embedded.serving.pieces import Piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.errors import ConfigurationError
-from kvferry.openai import INVALID_REQUEST, error_body
-from kvferry.request_ids import NAME, id_of_refusal
+from kvferry.http.openai import INVALID_REQUEST, error_body
+from kvferry.http.request_ids import NAME, id_of_refusal
 
 # As in vLLM: health, readiness and metrics are for whoever runs the server.
 GUARDED = ("/v1", "/tokenize", "/detokenize")

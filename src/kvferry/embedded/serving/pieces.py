@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from kvferry.embedded.answers.logprobs import ScoredToken
-from kvferry.embedded.answers.report import Report
+from kvferry.embedded.serving.logprobs import ScoredToken
+from kvferry.embedded.serving.metrics import Report
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
-def axis_words(axis: str, first: int, last: int) -> str:
+def format_span(axis: str, first: int, last: int) -> str:
     """`heads 0-1`, `layer 3`: both ends are held."""
     return f"{axis.replace('.', ' ')} {first}" if last - first == 1 else f"{_many(axis)} {first}–{last - 1}"  # noqa: RUF001
 
 
-def many_words(number: int, axis: str) -> str:
+def format_count_of(number: int, axis: str) -> str:
     """`16 tokens`, `1 head`, `128 dim`."""
     return f"{number:,} {axis.replace('.', ' ') if number == 1 else _many(axis)}"
 
@@ -21,7 +21,7 @@ def _many(axis: str) -> str:
     return words + "s" if axis.rsplit(".", 1)[-1] in ("token", "head", "channel", "layer", "group", "state") else words
 
 
-def bytes_words(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Binary units, three digits."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
@@ -31,7 +31,7 @@ def bytes_words(num_bytes: float) -> str:
     return f"{_digits(size)} {unit}"
 
 
-def seconds_words(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """The largest unit with a digit before the point."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if seconds * factor >= 1 or unit == "µs":
@@ -39,7 +39,7 @@ def seconds_words(seconds: float) -> str:
     return ""
 
 
-def count_words(number: float) -> str:
+def format_count(number: float) -> str:
     """Thousands apart; millions in words, since nobody reads their digits."""
     for unit, factor in (("billion", 1e9), ("million", 1e6)):
         if number >= factor:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
-from kvferry.http_words import words_of
+from kvferry.http.client_errors import client_error_text
 
 WHERE = SimpleNamespace(host="here", port=1, ssl=True)
 
@@ -22,5 +22,5 @@ WHERE = SimpleNamespace(host="here", port=1, ssl=True)
     ],
 )
 def test_the_reason_is_named(error, words):
-    assert words in words_of(error)
-    assert len(words_of(error)) <= 200
+    assert words in client_error_text(error)
+    assert len(client_error_text(error)) <= 200

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvferry.connectors.sampling import Sampling
-from kvferry.embedded.answers.logprobs import ScoredToken, scored_token
-from kvferry.embedded.answers.pieces import Piece, interleaved
-from kvferry.embedded.answers.report import Metrics, Report
-from kvferry.embedded.engine.engine import Engine
-from kvferry.embedded.engine.entry import Grown, Prefilled, Request, Token
+from kvferry.embedded.engine.async_engine import Engine
+from kvferry.embedded.engine.detokenizer import TextStream
+from kvferry.embedded.engine.records import Grown, Prefilled, Request, Token
 from kvferry.embedded.request.prompts import Prompts
 from kvferry.embedded.request.requests import Ask
-from kvferry.embedded.text import TextStream
+from kvferry.embedded.serving.logprobs import ScoredToken, scored_token
+from kvferry.embedded.serving.metrics import Metrics, Report
+from kvferry.embedded.serving.pieces import Piece, interleaved
 from kvferry.embedded.transfer.readiness import Readiness
 from kvferry.embedded.transfer.transfer import Transfer
 from kvferry.errors import ConfigurationError, PromptTooLongError, RequestError, TransferError

@@ -6,7 +6,7 @@ import os
 import ssl
 
 
-def system_words(error: Exception) -> str:
+def os_error_text(error: Exception) -> str:
     """`Connection refused`, not `<urlopen error [Errno 111] …>`: callers name the file or the address themselves.
 
     Of another error than the system's, what it says of itself.

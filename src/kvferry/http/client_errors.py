@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import aiohttp
 
-from kvferry.system_words import system_words
+from kvferry.system.os_errors import os_error_text
 
 
-def words_of(error: Exception) -> str:
+def client_error_text(error: Exception) -> str:
     """Of an error of aiohttp's, or of the sockets below it."""
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f"cannot connect to {error.host}:{error.port}: {system_words(error.os_error)}"
+        return f"cannot connect to {error.host}:{error.port}: {os_error_text(error.os_error)}"
     return f"{type(error).__name__}: {error}"[:200].rstrip(": ")
