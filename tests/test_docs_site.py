@@ -23,7 +23,7 @@ MARKDOWN = [path.relative_to(DOCS).as_posix() for path in sorted(DOCS.rglob("*.m
 PROBE = """
 <script>
 addEventListener("load", () => {
-  const scrolls = (e) => e && (["auto", "scroll", "hidden"].includes(getComputedStyle(e).overflowX)
+  const scrolls = (e) => !e.matches(".md-content") && (["auto", "scroll"].includes(getComputedStyle(e).overflowX)
     || scrolls(e.parentElement));
   const out = [...document.querySelectorAll(".md-content *")].filter((e) => {
     const box = e.getBoundingClientRect();
