@@ -10,19 +10,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/kvferry"
 PAGE = ROOT / "docs/design/structure.md"
-HEAD = """# Where things are
-
-The packages in the order of their layers, the highest first: each may import those below it. What a package is for is
-the beginning of its docstring; this page is generated from them.
-
-| package | what it is for |
-|---|---|
-"""
+TABLE = "| package | what it is for |\n|---|---|\n"
 
 
 def page() -> str:
-    """The page as it should be."""
-    return HEAD + "".join(f"| `{name}` | {_purpose(SOURCE / name)} |\n" for name in _packages())
+    """The page as it should be: what people have written, and the table of packages at its end."""
+    written = PAGE.read_text().partition(TABLE)[0]
+    return written + TABLE + "".join(f"| `{name}` | {_purpose(SOURCE / name)} |\n" for name in _packages())
 
 
 def _packages() -> list[str]:

@@ -45,6 +45,13 @@ def test_the_page_of_the_packages_is_what_their_docstrings_say():
     assert PAGE.read_text() == page(), "write it again: python tests/docs_structure.py"
 
 
+def test_every_folder_that_the_page_of_the_packages_names_exists():
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*)`", PAGE.read_text()))
+    folders = {name for name in named if "/" in name}
+    assert len(folders) > 40
+    assert [name for name in sorted(folders) if not (ROOT / "src/kvferry" / name).is_dir()] == []
+
+
 def kinds_of_cache():
     """The rows of the design's table that name a model: its states, its cache group, the model and options."""
     row = r"^\| ([^|]+) \| (`[^|]+) \| `([\w-]+)` \| `([\w.-]+)`([^|]*) \|$"
