@@ -12,7 +12,7 @@ from uuid import uuid4
 import numpy as np
 
 from kvferry.plan.programs.copies import Copies, Direction
-from kvferry.transport.machine.preparation import PACKAGES, prepare
+from kvferry.transport.ucx.environment import PACKAGES, prepare
 
 __all__ = ["PROGRESS_S", "PlainNixl", "Prepared"]
 

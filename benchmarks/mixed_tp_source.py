@@ -26,7 +26,7 @@ from kvferry.agent import Agent, AgentConfig, Cache
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import LeaseEnded, LeaseRequest, Timing
 from kvferry.transport.opening import open_transports
-from kvferry.transport.rowcopy.choice import prepared
+from kvferry.transport.rowcopy.copier import wait_until_compiled
 from kvferry.transport.shm.shared_memory import allocate_shared
 
 __all__ = ["TIMING", "SourceProcess"]
@@ -111,7 +111,7 @@ class Served:
         self._alone = None if rig.transport == "nixl" else Alone(rig.transport, memory)
         self._is_helping = False
         self._writes: list[Prepared] = []
-        prepared(60.0)
+        wait_until_compiled(60.0)
 
     def facts(self) -> Facts:
         metadata = base64.b64encode(self._nixl.metadata()).decode()
@@ -139,7 +139,7 @@ class Served:
         by_token = self._rig.source_parallel != self._rig.target_parallel
         addresses = self._shared.memory.address, target
         copies = self._rig.rows(self._rank, addresses, Request(**what), by_token=by_token)
-        self._writes = [self._nixl.prepare(self._peer, copies, Direction.WRITE)]
+        self._writes = [self._nixl.compile_in_background(self._peer, copies, Direction.WRITE)]
         return len(copies)
 
     def write(self) -> tuple[float, float]:
@@ -153,7 +153,7 @@ class Served:
         self._is_helping = on
 
     def prepare_stages(self, what: Facts, ring: int) -> int:
-        return self._stages.prepare(Request(**what), ring)
+        return self._stages.compile_in_background(Request(**what), ring)
 
     def stages(self, which: list[str], begin_at: float) -> Facts:
         chains: dict[str, Chain] = {}

@@ -28,7 +28,7 @@ from kvferry.session.target.unpacking import WINDOW
 from kvferry.staging.host_mover import HostMover, host_pieces
 from kvferry.transport.base import Memory
 from kvferry.transport.registered_memory import Pieces
-from kvferry.transport.rowcopy.rows import copy_tiles
+from kvferry.transport.rowcopy.gather_scatter import copy_tiles
 from kvferry.transport.shm.shared_memory import allocate_shared
 
 __all__ = ["Chain", "Signals", "SourceStages", "TargetStages", "mover_runs", "run_chains"]

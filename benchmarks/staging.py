@@ -32,9 +32,9 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.tiles import Tile
 from kvferry.transport.base import Direction
 from kvferry.transport.registered_memory import Offsets, Pieces, Side, View
-from kvferry.transport.rowcopy import choice, numpy_rows
-from kvferry.transport.rowcopy.queue import CopyQueue, Posting
-from kvferry.transport.rowcopy.rows import copy_tiles
+from kvferry.transport.rowcopy import copier, with_numpy
+from kvferry.transport.rowcopy.copy_queue import CopyQueue, Posting
+from kvferry.transport.rowcopy.gather_scatter import copy_tiles
 
 ROW_BYTES = (64, 256, 1 << 10, 4 << 10, 64 << 10)
 BLOCK_ROWS = 16
@@ -108,11 +108,11 @@ def cases(lengths: Sequence[int]) -> Iterator[Case]:
 
 def contestants() -> dict[str, Copy]:
     """What copies: ours with numba and without, and torch where it is installed."""
-    choice.prepare()
-    choice.prepared(120)
-    ours = choice.current()
+    copier.compile_in_background()
+    copier.wait_until_compiled(120)
+    ours = copier.current()
     found: dict[str, Copy] = {ours.name: lambda *rows: sum(ours.copy(*rows))}
-    found["numpy"] = lambda *rows: sum(numpy_rows.copy(*rows))
+    found["numpy"] = lambda *rows: sum(with_numpy.copy(*rows))
     try:
         import torch
     except ImportError:

@@ -27,7 +27,7 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.peer import PeerProcess, make_transport
 from kvferry.transport.base import Direction, Transport
 from kvferry.transport.registered_memory import View
-from kvferry.transport.rowcopy import choice
+from kvferry.transport.rowcopy import copier
 from kvferry.transport.selection.self_test import fill_probe
 from kvferry.transport.shm.transport import allocate_shared
 
@@ -124,7 +124,7 @@ def report(seconds: dict[tuple[str, str, int], float], total_bytes: int, num_rep
     ]
     machine = {"processors": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
     head: dict[str, object] = {"total_bytes": total_bytes, "repeats": num_repeats, "numpy": np.__version__, **machine}
-    head["rows_copied_by"] = choice.current().name
+    head["rows_copied_by"] = copier.current().name
     head["load_average"] = os.getloadavg()[0]
     return {**head, "memcpy_ms": round(base * 1e3, 2), "results": results}
 
@@ -136,8 +136,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     total_bytes = arguments.mebibytes << 20
-    choice.prepare()
-    choice.prepared(120)
+    copier.compile_in_background()
+    copier.wait_until_compiled(120)
     shared = allocate_shared(2 * total_bytes, "benchmark")
     near = np.frombuffer(shared.buffer, np.uint8)
     pattern = np.empty(2 * total_bytes, np.uint8)

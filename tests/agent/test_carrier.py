@@ -13,8 +13,8 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, Post, ReadKey, TicketEnded
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.machine.facts import Place
-from kvferry.transport.selection.expectation import Surroundings
-from kvferry.transport.selection.probe_memory import fill_probe
+from kvferry.transport.selection.local_context import LocalContext
+from kvferry.transport.selection.probe import fill_probe
 from kvferry.transport.shm.shared_memory import allocate_shared
 from kvferry.wire.messages import Offer, Party, Probe, TargetOffer, TransportOffer
 
@@ -266,7 +266,7 @@ def test_a_transport_that_cannot_take_the_memory_is_not_offered():
 def test_a_slow_way_between_engines_of_one_host_is_told_by_log_and_counter(caplog):
     slow = Scripted("nixl")
     slow.carrier = "tcp/lo"
-    carrier = Carrier("auto", [slow], {}, TESTS_S, Surroundings("this host"))
+    carrier = Carrier("auto", [slow], {}, TESTS_S, LocalContext("this host"))
     offered = offer("nixl")
     host = structs.replace(offered, probe=structs.replace(offered.probe, host="this host"))
     carrier.connect(PEER, host)

@@ -21,13 +21,13 @@ from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.transport.base import Memory
 from kvferry.transport.cma.transport import CrossMemoryTransport
 from kvferry.transport.opening import open_transports
-from kvferry.transport.selection.probe_memory import room_bytes
+from kvferry.transport.selection.probe import allocation_bytes
 from kvferry.transport.shm.shared_memory import SharedMemory
 
 NUM_BYTES = 1 << 16
 MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)
 PACK = StagingPolicy((Strategy.PACK,), 1 << 12)
-STAGING, PROBE = 4 * SLOT_BYTES, room_bytes()
+STAGING, PROBE = 4 * SLOT_BYTES, allocation_bytes()
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from kvferry.cli.doctor import report as command
 from kvferry.cli.doctor.peer import try_peer
 from kvferry.cli.doctor.trials import verdict
 from kvferry.errors import ConfigurationError, TransportError
-from kvferry.transport.machine.facts import Accelerator, Confinement, Nic, NicKind, Situation, UcxBuild
+from kvferry.transport.machine.facts import Accelerator, Nic, NicKind, ProcessLimits, SystemFacts, UcxBuild
 from kvferry.transport.machine.finding import Finding, Severity, finding_of, worst
 from kvferry.transport.selection.measurement import Measurement
 
@@ -278,24 +278,24 @@ def test_a_small_machine_with_two_copies_of_ucx(monkeypatch):
     monkeypatch.setattr(doctor_facts, "installed_builds", lambda: builds)
     monkeypatch.setattr(doctor_facts, "loaded_directories", tuple)
     nics = (Nic("mlx5_0:1", NicKind.ROCE, False, "down", 1, (), 100.0), Nic("eth1", NicKind.ETHERNET, False, "down"))
-    limits = Confinement(container="docker", shm_bytes=64 << 20, locked_bytes=8 << 20)
-    situation = Situation("cpu", "cpu", nics=nics, build=builds[1], confinement=limits)
+    limits = ProcessLimits(container="docker", shm_bytes=64 << 20, locked_bytes=8 << 20)
+    system = SystemFacts("cpu", "cpu", nics=nics, build=builds[1], limits=limits)
     findings = {
-        finding.what.split(":")[0].split(";")[0]: finding for finding in doctor_facts.machine_findings(situation, "")
+        finding.what.split(":")[0].split(";")[0]: finding for finding in doctor_facts.machine_findings(system, "")
     }
     assert "/site/nixl_cu12.libs, /site/nixl_cu13.libs" in findings["there are several copies of UCX"].found
     assert findings["/dev/shm is small"].severity is Severity.NOTE
-    facts = {fact.name: fact.value for fact in doctor_facts.machine_facts(situation)}
+    facts = {fact.name: fact.value for fact in doctor_facts.machine_facts(system)}
     assert facts["mlx5_0:1"] == "roce, down, 100 Gbit/s, memory node 1"
     assert "eth1" not in facts
     assert facts["locked memory"] == "8 MiB"
     monkeypatch.setattr(doctor_facts, "loaded_directories", lambda: ("/a", "/b"))
-    (both,) = [each for each in doctor_facts.machine_findings(situation, "") if "loaded into one process" in each.what]
+    (both,) = [each for each in doctor_facts.machine_findings(system, "") if "loaded into one process" in each.what]
     assert both.severity is Severity.WARNING
 
 
 def test_an_error_is_a_finding(tmp_path):
-    (finding, *_) = doctor_facts.machine_findings(Situation("cpu", "cpu"), str(tmp_path / "none"))
+    (finding, *_) = doctor_facts.machine_findings(SystemFacts("cpu", "cpu"), str(tmp_path / "none"))
     assert finding.severity is Severity.ERROR
     assert finding_of(ConfigurationError("w", found="f", hint="h")) == Finding(Severity.ERROR, "w", "f", "", "h")
 

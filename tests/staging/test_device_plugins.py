@@ -8,8 +8,7 @@ import pytest
 
 from kvferry.errors import ConfigurationError
 from kvferry.staging.device import table as table
-from kvferry.staging.device.plugins import load_devices
-from kvferry.staging.device.table import check_pair, devices, register_device
+from kvferry.staging.device.table import check_pair, devices, load_devices, register_device
 from kvferry.transport import memory_kind
 from kvferry.transport.memory_kind import MemoryKind, kind_of, register_kind
 

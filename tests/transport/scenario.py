@@ -1,4 +1,4 @@
-"""One scenario of the matrix: test transports to a peer that may live elsewhere, and judge what was found.
+"""One scenario of the matrix: test transports to a peer that may live elsewhere, and diagnose what was found.
 
 `python scenario.py JSON` prints JSON: per transport its error, its carriers and the findings about it, and where the
 peer is. `prefix` is the command that runs the peer, `host` where its sockets are. Without `may_trace` there can be only
@@ -11,11 +11,11 @@ import ctypes
 import json
 import sys
 
-from kvferry.agent.transports.surroundings import surroundings_here
 from kvferry.errors import FerryError
 from kvferry.plan.programs.copies import Direction
 from kvferry.testing.transports.peer import PeerProcess, make_transport
-from kvferry.transport.selection.expectation import judge
+from kvferry.transport.selection.diagnosis import diagnose
+from kvferry.transport.selection.local_context import local_context
 from kvferry.transport.selection.self_test import measure
 
 VERSION_3 = 0x20080522
@@ -39,15 +39,15 @@ def main(names: list[str], prefix: list[str], host: str, may_trace: bool) -> Non
         with PeerProcess(name, 1 << 20, 5, prefix, host) as peer:
             if not may_trace:
                 give_up_tracing()
-            surroundings, transport = surroundings_here("auto"), make_transport(name)
-            place = surroundings.place_of(peer.host)
+            context, transport = local_context("auto"), make_transport(name)
+            place = context.place_of(peer.host)
             try:
                 transport.connect("peer", peer.descriptor)
             except FerryError as error:
                 rows[name] = {"error": str(error), "carriers": [], "findings": []}
                 continue
             found = measure(transport, "peer", peer.probe)
-            findings = [str(finding) for finding in judge(found, Direction.READ, place, surroundings)]
+            findings = [str(finding) for finding in diagnose(found, Direction.READ, place, context)]
             error = found.error or found.writing.error
             rows[name] = {"error": error, "carriers": found.carriers, "findings": findings}
         transport.close()

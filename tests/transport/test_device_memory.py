@@ -20,7 +20,7 @@ from kvferry.transport.base import Direction, Memory, Transport
 from kvferry.transport.cma.transport import CrossMemoryTransport
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
 from kvferry.transport.memory_kind import MemoryKind, kind_of, register_kind
-from kvferry.transport.nixl.descriptors import Devices, cut_by_kind, describe
+from kvferry.transport.nixl.descriptor_lists import Devices, cut_by_kind, describe
 from kvferry.transport.registered_memory import Pieces
 from kvferry.transport.shm.transport import SharedMemoryTransport
 from kvferry.transport.tcp.transport import TcpTransport

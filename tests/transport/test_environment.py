@@ -1,4 +1,4 @@
-"""Which settings UCX gets in which situation: the whole table. No hardware of these kinds is needed, or used."""
+"""Which settings UCX gets in which system: the whole table. No hardware of these kinds is needed, or used."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from kvferry.errors import ConfigurationError
-from kvferry.transport.machine.affinity import nearest
-from kvferry.transport.machine.facts import Accelerator, Confinement, Nic, NicKind, Place, Situation, UcxBuild
+from kvferry.transport.machine.facts import Accelerator, Nic, NicKind, Place, ProcessLimits, SystemFacts, UcxBuild
 from kvferry.transport.machine.finding import Severity
-from kvferry.transport.machine.ucx_settings import Environment, Origin, choose_environment
+from kvferry.transport.ucx.settings import Environment, Origin, choose_environment
 
 CORE = frozenset({"self", "tcp", "posix", "sysv"})
 WHEEL = UcxBuild("nixl_cu13", "/w", CORE | {"cma", "cuda_copy", "cuda_ipc", "rc_verbs", "rc_mlx5", "ud_verbs", "srd"})
@@ -30,16 +29,16 @@ GPU = Accelerator("0000:03:00.0", "cuda", 0, (*SWITCH, "0000:03:00.0"))
 SAME, OTHER, ANY = Place.SAME_HOST, Place.OTHER_HOST, Place.UNKNOWN
 
 
-def xpu(build: UcxBuild, place: Place, *nics: Nic, **user: str) -> Situation:
-    return Situation("xpu", "xpu", place, nics, Accelerator("0000:03:00.0", "xpu"), build, user=user)
+def xpu(build: UcxBuild, place: Place, *nics: Nic, **user: str) -> SystemFacts:
+    return SystemFacts("xpu", "xpu", place, nics, Accelerator("0000:03:00.0", "xpu"), build, user=user)
 
 
-def cuda(build: UcxBuild, place: Place, *nics: Nic, **user: str) -> Situation:
-    return Situation("cuda", "cuda", place, nics, GPU, build, user=user)
+def cuda(build: UcxBuild, place: Place, *nics: Nic, **user: str) -> SystemFacts:
+    return SystemFacts("cuda", "cuda", place, nics, GPU, build, user=user)
 
 
-def host(device: str, place: Place, *nics: Nic, **user: str) -> Situation:
-    return Situation(device, "cpu", place, nics, build=WHEEL, user=user)
+def host(device: str, place: Place, *nics: Nic, **user: str) -> SystemFacts:
+    return SystemFacts(device, "cpu", place, nics, build=WHEEL, user=user)
 
 
 def value(environment: Environment, name: str) -> str:
@@ -47,7 +46,7 @@ def value(environment: Environment, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("situation", "transports"),
+    ("system", "transports"),
     [
         (xpu(ZE, SAME, ETHERNET), "ze_ipc,ze_copy,tcp"),
         (xpu(ZE, ANY, ETHERNET), "ze_ipc,ze_copy,tcp"),
@@ -64,18 +63,18 @@ def value(environment: Environment, name: str) -> str:
         (xpu(ZE_TCP, SAME, UP), "ze_ipc,ze_copy,tcp"),
         (cuda(WHEEL, SAME), ""),
         (cuda(WHEEL, OTHER, UP), ""),
-        (Situation("rocm", "rocm", SAME, build=ROCM), ""),
+        (SystemFacts("rocm", "rocm", SAME, build=ROCM), ""),
         *[(host(device, place), "") for device in ("cpu", "cuda", "rocm", "xpu", "tpu") for place in Place],
     ],
 )
-def test_the_set_of_transports(situation: Situation, transports: str) -> None:
-    environment = choose_environment(situation)
+def test_the_set_of_transports(system: SystemFacts, transports: str) -> None:
+    environment = choose_environment(system)
     assert value(environment, "UCX_TLS") == transports
     assert environment.chosen.get("UCX_TLS", "") == transports
 
 
 @pytest.mark.parametrize(
-    ("situation", "memory_types", "reads"),
+    ("system", "memory_types", "reads"),
     [
         (xpu(ZE, SAME), "n", "absent"),
         (host("xpu", SAME), "absent", "absent"),
@@ -87,16 +86,16 @@ def test_the_set_of_transports(situation: Situation, transports: str) -> None:
     ],
 )
 def test_settings_of_one_kind_of_device_are_for_that_one_only(
-    situation: Situation, memory_types: str, reads: str
+    system: SystemFacts, memory_types: str, reads: str
 ) -> None:
-    environment = choose_environment(situation)
+    environment = choose_environment(system)
     assert value(environment, "UCX_MEMTYPE_CACHE") == memory_types
     assert value(environment, "UCX_CUDA_IPC_ENABLE_GET_ZCOPY") == reads
     assert value(environment, "UCX_RCACHE_MAX_UNRELEASED") == "1024"
 
 
 @pytest.mark.parametrize(
-    ("situation", "cards"),
+    ("system", "cards"),
     [
         (cuda(WHEEL, OTHER, UP, FAR, ETHERNET), "mlx5_0:1"),
         (cuda(WHEEL, ANY, UP, FAR), "mlx5_0:1"),
@@ -119,22 +118,22 @@ def test_settings_of_one_kind_of_device_are_for_that_one_only(
         (host("cpu", SAME, ETHERNET, UCX_NET_DEVICES="eth0"), "eth0"),
     ],
 )
-def test_device_memory_gets_the_nearest_cards_and_one_host_its_loopback(situation: Situation, cards: str) -> None:
-    assert value(choose_environment(situation), "UCX_NET_DEVICES") == cards
+def test_device_memory_gets_the_nearest_cards_and_one_host_its_loopback(system: SystemFacts, cards: str) -> None:
+    assert value(choose_environment(system), "UCX_NET_DEVICES") == cards
 
 
 def test_nearness_is_bridges_in_common_then_memory_nodes() -> None:
     same_root = replace(FAR, bus=("pci0000:00", "0000:00:09.0"))
-    assert nearest(GPU, [FAR, same_root, UP]) == (UP,)
-    assert nearest(GPU, [FAR, same_root]) == (same_root,)
-    assert nearest(GPU, [FAR]) == (FAR,)
-    assert nearest(GPU, []) == ()
-    assert nearest(Accelerator("", ""), [FAR, UP]) == (FAR, UP)
+    assert GPU.nearest([FAR, same_root, UP]) == (UP,)
+    assert GPU.nearest([FAR, same_root]) == (same_root,)
+    assert GPU.nearest([FAR]) == (FAR,)
+    assert GPU.nearest([]) == ()
+    assert Accelerator("", "").nearest([FAR, UP]) == (FAR, UP)
 
 
 def test_what_the_user_has_set_stays_and_is_told() -> None:
-    situation = xpu(ZE, SAME, UCX_TLS="tcp,ze_copy", UCX_MEMTYPE_CACHE="n", UCX_LOG_LEVEL="info")
-    environment = choose_environment(situation)
+    system = xpu(ZE, SAME, UCX_TLS="tcp,ze_copy", UCX_MEMTYPE_CACHE="n", UCX_LOG_LEVEL="info")
+    environment = choose_environment(system)
     settings = {each.name: each for each in environment.settings}
     assert settings["UCX_TLS"].value == "tcp,ze_copy"
     assert settings["UCX_TLS"].origin is Origin.USER
@@ -163,25 +162,25 @@ def test_a_set_with_active_messages_is_not(value_set: str) -> None:
     choose_environment(xpu(ZE, SAME, UP, UCX_TLS=value_set))
 
 
-LOCKED = Confinement(ptrace_scope=1, may_trace=False)
-CONTAINER = Confinement(container="docker", pid_namespace="7", ipc_namespace="8")
-SMALL_LOCK = Confinement(locked_bytes=8 << 20)
+LOCKED = ProcessLimits(ptrace_scope=1, may_trace=False)
+CONTAINER = ProcessLimits(container="docker", pid_namespace="7", ipc_namespace="8")
+SMALL_LOCK = ProcessLimits(locked_bytes=8 << 20)
 
 
 @pytest.mark.parametrize(
-    ("situation", "severity", "part"),
+    ("system", "severity", "part"),
     [
         (xpu(WHEEL, SAME), Severity.ERROR, "cannot reach xpu memory"),
         (xpu(ZE_COPY, SAME), Severity.WARNING, "goes through host memory"),
         (cuda(ZE, SAME), Severity.ERROR, "cannot reach cuda memory"),
-        (Situation("rocm", "rocm", SAME, build=WHEEL), Severity.ERROR, "--with-rocm"),
-        (replace(cuda(WHEEL, SAME), confinement=CONTAINER), Severity.NOTE, "silently fall back to tcp"),
-        (replace(host("cpu", SAME), confinement=LOCKED), Severity.WARNING, "ptrace_scope = 1"),
+        (SystemFacts("rocm", "rocm", SAME, build=WHEEL), Severity.ERROR, "--with-rocm"),
+        (replace(cuda(WHEEL, SAME), limits=CONTAINER), Severity.NOTE, "silently fall back to tcp"),
+        (replace(host("cpu", SAME), limits=LOCKED), Severity.WARNING, "ptrace_scope = 1"),
         (replace(host("cpu", SAME), build=UcxBuild("old", "/o", CORE)), Severity.WARNING, "nixl goes through tcp"),
         (host("cpu", OTHER, DOWN, ETHERNET), Severity.WARNING, "mlx5_0:1 down"),
         (cuda(WHEEL, OTHER, ETHERNET), Severity.NOTE, "there is no RDMA card"),
         (cuda(WHEEL, OTHER, DOWN, FAR), Severity.WARNING, "a farther one is used"),
-        (replace(host("cpu", OTHER, UP), confinement=SMALL_LOCK), Severity.ERROR, "ulimit -l unlimited"),
+        (replace(host("cpu", OTHER, UP), limits=SMALL_LOCK), Severity.ERROR, "ulimit -l unlimited"),
         (xpu(ZE_COPY, SAME, UCX_TLS="ze_ipc,ze_copy,tcp"), Severity.WARNING, "does not have"),
         (host("cpu", SAME, UCX_TLS="rc"), Severity.ERROR, "need an RDMA port"),
         (xpu(ZE, SAME, UCX_MEMTYPE_CACHE="y"), Severity.WARNING, "UCX_MEMTYPE_CACHE=y"),
@@ -189,14 +188,14 @@ SMALL_LOCK = Confinement(locked_bytes=8 << 20)
         (host("cpu", SAME, ETHERNET, UCX_NET_DEVICES="all"), Severity.WARNING, "UCX_NET_DEVICES=all"),
     ],
 )
-def test_what_would_go_wrong_silently_is_said(situation: Situation, severity: Severity, part: str) -> None:
-    found = [each for each in choose_environment(situation).warnings if part in str(each)]
+def test_what_would_go_wrong_silently_is_said(system: SystemFacts, severity: Severity, part: str) -> None:
+    found = [each for each in choose_environment(system).warnings if part in str(each)]
     assert [each.severity for each in found] == [severity]
     assert all(each.hint for each in found)
 
 
 @pytest.mark.parametrize(
-    "situation",
+    "system",
     [
         host("cpu", SAME),
         host("cpu", SAME, ETHERNET, UCX_NET_DEVICES="lo"),
@@ -208,10 +207,10 @@ def test_what_would_go_wrong_silently_is_said(situation: Situation, severity: Se
         xpu(ZE, OTHER, UP),
         cuda(WHEEL, SAME),
         cuda(WHEEL, OTHER, UP, FAR),
-        replace(host("cpu", SAME), confinement=replace(LOCKED, may_trace=True)),
-        replace(host("cpu", OTHER), confinement=LOCKED),
-        replace(host("cpu", SAME), confinement=CONTAINER),
+        replace(host("cpu", SAME), limits=replace(LOCKED, may_trace=True)),
+        replace(host("cpu", OTHER), limits=LOCKED),
+        replace(host("cpu", SAME), limits=CONTAINER),
     ],
 )
-def test_nothing_is_said_about_what_is_fine(situation: Situation) -> None:
-    assert choose_environment(situation).warnings == ()
+def test_nothing_is_said_about_what_is_fine(system: SystemFacts) -> None:
+    assert choose_environment(system).warnings == ()

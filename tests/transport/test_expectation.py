@@ -8,10 +8,11 @@ import pytest
 
 from kvferry.plan.programs.copies import Direction
 from kvferry.transport.machine.facts import Place
-from kvferry.transport.selection.expectation import Surroundings, is_far_slower, judge
+from kvferry.transport.selection.diagnosis import diagnose, is_far_slower
+from kvferry.transport.selection.local_context import LocalContext
 from kvferry.transport.selection.measurement import UNMEASURED, Measurement, Rates
 
-HERE, RDMA = Surroundings("a", False), Surroundings("a", True)
+HERE, RDMA = LocalContext("a", False), LocalContext("a", True)
 READ, WRITE = Direction.READ, Direction.WRITE
 
 
@@ -24,11 +25,11 @@ def measured(name: str, *carriers: str, writing: Rates = UNMEASURED) -> Measurem
     [("a", "a", Place.SAME_HOST), ("a", "b", Place.OTHER_HOST), ("", "b", Place.UNKNOWN), ("a", "", Place.UNKNOWN)],
 )
 def test_where_a_peer_is(ours: str, theirs: str, place: Place) -> None:
-    assert Surroundings(ours).place_of(theirs) is place
+    assert LocalContext(ours).place_of(theirs) is place
 
 
 @pytest.mark.parametrize(
-    ("found", "place", "surroundings", "part"),
+    ("found", "place", "context", "part"),
     [
         (measured("nixl", "tcp/lo"), Place.SAME_HOST, HERE, "a transport within the host"),
         (measured("nixl", "tcp/lo", "tcp/eth0"), Place.SAME_HOST, RDMA, "tcp/lo and tcp/eth0"),
@@ -38,15 +39,15 @@ def test_where_a_peer_is(ours: str, theirs: str, place: Place) -> None:
         (measured("nixl", "tcp/eth0"), Place.UNKNOWN, RDMA, "RDMA"),
     ],
 )
-def test_a_silent_fallback_is_told(found: Measurement, place: Place, surroundings: Surroundings, part: str) -> None:
-    (finding,) = judge(found, READ, place, surroundings)
+def test_a_silent_fallback_is_told(found: Measurement, place: Place, context: LocalContext, part: str) -> None:
+    (finding,) = diagnose(found, READ, place, context)
     assert part in str(finding)
     assert finding.severity == "warning"
     assert finding.hint
 
 
 @pytest.mark.parametrize(
-    ("found", "place", "surroundings"),
+    ("found", "place", "context"),
     [
         (measured("shm", "shm"), Place.SAME_HOST, HERE),
         (measured("nixl", "cma/memory"), Place.SAME_HOST, HERE),
@@ -58,11 +59,11 @@ def test_a_silent_fallback_is_told(found: Measurement, place: Place, surrounding
         (measured("tcp", "tcp"), Place.OTHER_HOST, HERE),
         (measured("nixl", "tcp/eth0"), Place.UNKNOWN, HERE),
         (measured("nixl"), Place.SAME_HOST, RDMA),
-        (measured("tcp", "tcp"), Place.SAME_HOST, Surroundings("a", True, "tcp")),
+        (measured("tcp", "tcp"), Place.SAME_HOST, LocalContext("a", True, "tcp")),
     ],
 )
-def test_what_is_as_it_should_be_is_not(found: Measurement, place: Place, surroundings: Surroundings) -> None:
-    assert judge(found, READ, place, surroundings) == ()
+def test_what_is_as_it_should_be_is_not(found: Measurement, place: Place, context: LocalContext) -> None:
+    assert diagnose(found, READ, place, context) == ()
 
 
 @pytest.mark.parametrize(
@@ -80,17 +81,17 @@ def test_a_direction_that_is_far_slower_is_told_where_it_is_used(
     rates = {slow: Rates(0.5, 0.4, 1e-4), fast: Rates(49.0, 40.0, 1e-5)}
     reading = rates[READ]
     found = Measurement("shm", reading.gigabytes_per_s, reading.row_gigabytes_per_s, 1e-4, "", rates[WRITE], ("shm",))
-    (finding,) = judge(found, slow, Place.SAME_HOST, replace(HERE, may_turn=may_turn))
+    (finding,) = diagnose(found, slow, Place.SAME_HOST, replace(HERE, may_turn=may_turn))
     assert "99 times slower" in finding.what
     assert finding.severity == "warning"
     assert hint in finding.hint
     assert is_far_slower(found, slow)
     assert not is_far_slower(found, fast)
-    assert found.is_lopsided
-    assert judge(found, fast, Place.SAME_HOST, HERE) == ()
+    assert found.is_asymmetric
+    assert diagnose(found, fast, Place.SAME_HOST, HERE) == ()
 
 
 def test_directions_that_were_not_measured_cannot_be_compared() -> None:
-    assert judge(measured("shm", "shm"), READ, Place.SAME_HOST, HERE) == ()
+    assert diagnose(measured("shm", "shm"), READ, Place.SAME_HOST, HERE) == ()
     failed = Rates(0.0, 0.0, float("inf"), "no answer")
-    assert judge(measured("shm", "shm", writing=failed), READ, Place.SAME_HOST, HERE) == ()
+    assert diagnose(measured("shm", "shm", writing=failed), READ, Place.SAME_HOST, HERE) == ()

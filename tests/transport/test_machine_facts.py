@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.transport.machine.accelerators import accelerators
-from kvferry.transport.machine.affinity import nearest
 from kvferry.transport.machine.facts import UNLIMITED, NicKind, UcxBuild
-from kvferry.transport.machine.nics import nics
-from kvferry.transport.machine.process_limits import confinement
-from kvferry.transport.machine.ucx_builds import build_at, build_to_load, installed_builds, loaded_directories
+from kvferry.transport.machine.hardware import accelerators, nics
+from kvferry.transport.machine.process_limits import process_limits
+from kvferry.transport.ucx.builds import build_at, build_to_load, installed_builds, loaded_directories
 
 GPU_BUS = "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0/0000:03:00.0"
 NIC_BUS = "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0"
@@ -64,13 +62,13 @@ def test_cards_with_their_state_speed_and_place(machine: Path) -> None:
 def test_a_device_and_the_card_next_to_it(machine: Path) -> None:
     (gpu,) = accelerators(machine)
     assert (gpu.name, gpu.kind, gpu.numa_node) == ("0000:03:00.0", "cuda", 0)
-    assert [nic.name for nic in nearest(gpu, [nic for nic in nics(machine) if nic.is_rdma])] == ["mlx5_0:1"]
+    assert [nic.name for nic in gpu.nearest([nic for nic in nics(machine) if nic.is_rdma])] == ["mlx5_0:1"]
 
 
 def test_a_machine_that_shows_nothing(tmp_path: Path) -> None:
     assert nics(tmp_path) == ()
     assert accelerators(tmp_path) == ()
-    found = confinement(tmp_path)
+    found = process_limits(tmp_path)
     assert (found.container, found.ptrace_scope, found.may_trace, found.shm_bytes) == ("", 0, False, 0)
     assert found.may_attach
 
@@ -79,16 +77,16 @@ def test_a_machine_that_shows_nothing(tmp_path: Path) -> None:
 def test_containers_and_what_they_forbid(tmp_path: Path, mark: tuple[str, str]) -> None:
     write(tmp_path, **{mark[0]: "", "proc/sys/kernel/yama/ptrace_scope": "1"})
     write(tmp_path, **{"proc/self/status": "Name:\tx\nCapEff:\t00000000a80425fb"})
-    found = confinement(tmp_path)
+    found = process_limits(tmp_path)
     assert (found.container, found.ptrace_scope, found.may_attach) == (mark[1], 1, False)
     (tmp_path / "var/run/secrets/kubernetes.io").mkdir(parents=True)
     write(tmp_path, **{"proc/self/status": "CapEff:\t000001ffffffffff"})
-    found = confinement(tmp_path)
+    found = process_limits(tmp_path)
     assert (found.container, found.may_attach, found.locked_bytes) == ("kubernetes", True, UNLIMITED)
 
 
 def test_this_machine_can_be_read() -> None:
-    found = confinement()
+    found = process_limits()
     assert found.pid_namespace.isdecimal()
     assert found.shm_bytes > 0
     assert any(nic.name == "lo" for nic in nics())

@@ -13,7 +13,7 @@ from kvferry.testing.transports.world import PIECE_BYTES, Row, World, copies_of
 from kvferry.transport.base import Completion, Direction
 from kvferry.transport.memory import SLICE_BYTES, MemoryFabric, MemoryTransport
 from kvferry.transport.registered_memory import Pieces
-from kvferry.transport.rowcopy.queue import TURN_BYTES, CopyQueue, Posting
+from kvferry.transport.rowcopy.copy_queue import TURN_BYTES, CopyQueue, Posting
 
 
 @pytest.fixture

@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 from kvferry.errors import TransportError
 from kvferry.plan.programs.tiles import Tile
 from kvferry.transport.registered_memory import Pieces, Side
-from kvferry.transport.rowcopy import numpy_rows
-from kvferry.transport.rowcopy.choice import Copier, Preparation, current, prepare, prepared
-from kvferry.transport.rowcopy.rows import copy_tiles
+from kvferry.transport.rowcopy import with_numpy
+from kvferry.transport.rowcopy.copier import (
+    BackgroundCompilation,
+    Copier,
+    compile_in_background,
+    current,
+    wait_until_compiled,
+)
+from kvferry.transport.rowcopy.gather_scatter import copy_tiles
 
-native_rows = pytest.importorskip("kvferry.transport.rowcopy.native_rows", reason="numba is not installed")
+native_rows = pytest.importorskip("kvferry.transport.rowcopy.with_numba", reason="numba is not installed")
 ROWS = native_rows.compile_rows(on_disk=False)
 LARGE = native_rows.IN_CACHE_BYTES + 1
 SMALL = 20_000
@@ -62,7 +68,7 @@ def address(view: np.ndarray) -> int:
 @given(rows())
 def test_machine_code_and_numpy_leave_the_same_bytes(drawn: tuple[Side, Side, np.ndarray]) -> None:
     found, num_bytes = copied(ROWS.copy, *drawn)
-    wanted, _ = copied(numpy_rows.copy, *drawn)
+    wanted, _ = copied(with_numpy.copy, *drawn)
     assert all(map(np.array_equal, found, wanted))
     assert num_bytes == int(drawn[2].sum())
 
@@ -169,7 +175,7 @@ def test_a_tile_leaves_what_its_rows_leave(drawn: tuple[Tile, np.ndarray, np.nda
         begins = int(start) - address(source), int(goal) - address(target)
         wanted[begins[1] : begins[1] + int(length)] = source[begins[0] : begins[0] + int(length)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvferry.transport.rowcopy.rows.current", lambda: COPIERS[name])
+        patch.setattr("kvferry.transport.rowcopy.gather_scatter.current", lambda: COPIERS[name])
         for _ in copy_tiles(memory(source, target), [tile]):
             pass
     assert np.array_equal(target, wanted)
@@ -177,13 +183,13 @@ def test_a_tile_leaves_what_its_rows_leave(drawn: tuple[Tile, np.ndarray, np.nda
 
 COPIERS = {
     "numba": Copier("numba", "", ROWS.copy, ROWS.copy_tile),
-    "numpy": Copier("numpy", "", numpy_rows.copy),
+    "numpy": Copier("numpy", "", with_numpy.copy),
 }
 
 
 @pytest.fixture(params=COPIERS)
 def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("kvferry.transport.rowcopy.rows.current", lambda: COPIERS[request.param])
+    monkeypatch.setattr("kvferry.transport.rowcopy.gather_scatter.current", lambda: COPIERS[request.param])
     return request.param
 
 
@@ -253,10 +259,10 @@ def test_columns_of_another_kind(num_rows: int) -> None:
 
 
 def test_prepared_once_and_for_all() -> None:
-    prepare()
-    assert prepared(60)
+    compile_in_background()
+    assert wait_until_compiled(60)
     assert (current().name, current().reason) == ("numba", "")
-    prepare()
+    compile_in_background()
     assert current().name == "numba"
 
 
@@ -268,7 +274,7 @@ def test_numpy_copies_until_then_and_nobody_waits() -> None:
         go.wait(60)
         return Copier("numba", "", ROWS.copy)
 
-    preparation = Preparation(make)
+    preparation = BackgroundCompilation(make)
     preparation.start()
     preparation.start()
     assert preparation.copier.name == "numpy"
@@ -287,7 +293,7 @@ def test_a_cache_that_cannot_be_used_is_done_without() -> None:
             raise RuntimeError("cannot cache function: no locator available")
         return Copier("numba", "", ROWS.copy)
 
-    preparation = Preparation(make)
+    preparation = BackgroundCompilation(make)
     preparation.start()
     assert preparation.wait(60)
     assert (preparation.copier.name, asked) == ("numba", [True, False])
@@ -297,9 +303,9 @@ def test_without_numba_numpy_stays_and_says_why() -> None:
     def make(on_disk: bool) -> Copier:
         raise ModuleNotFoundError("No module named 'numba'")
 
-    preparation = Preparation(make)
+    preparation = BackgroundCompilation(make)
     preparation.start()
     assert preparation.wait(60)
     assert preparation.copier.name == "numpy"
     assert "No module named 'numba'" in preparation.copier.reason
-    assert preparation.copier.copy is numpy_rows.copy
+    assert preparation.copier.copy is with_numpy.copy

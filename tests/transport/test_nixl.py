@@ -15,7 +15,7 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.world import World
 from kvferry.transport.base import Direction, Ticket
 from kvferry.transport.nixl import transport as adapter
-from kvferry.transport.nixl.descriptors import (
+from kvferry.transport.nixl.descriptor_lists import (
     PART_BYTES,
     PART_ROWS,
     NixlDescriptor,

@@ -11,14 +11,14 @@ import pytest
 
 from kvferry.errors import ConfigurationError
 from kvferry.transport.machine.facts import Place
-from kvferry.transport.machine.preparation import prepare, silence
-from kvferry.transport.machine.ucx_settings import Origin
 from kvferry.transport.opening import open_transports
+from kvferry.transport.ucx.environment import prepare, silence_libraries
+from kvferry.transport.ucx.settings import Origin
 
 LATE = """
 import json, sys
 from kvferry.transport.nixl.transport import NixlTransport
-from kvferry.transport.machine.preparation import prepare
+from kvferry.transport.ucx.environment import prepare
 if sys.argv[1] == "loaded":
     NixlTransport().close()
 prepared = prepare()
@@ -44,8 +44,8 @@ def test_what_was_chosen_is_set_and_stays_ours() -> None:
 
 CHILD = """
 import json, os
-from kvferry.transport.machine.preparation import prepare, users_settings
-users = users_settings()
+from kvferry.transport.ucx.environment import prepare, user_variables
+users = user_variables()
 prepare()
 print(json.dumps([users, os.environ.get("UCX_NET_DEVICES", "")]))
 """
@@ -53,7 +53,7 @@ print(json.dumps([users, os.environ.get("UCX_NET_DEVICES", "")]))
 
 def test_what_a_process_inherits_from_an_engine_is_no_wish_of_the_users() -> None:
     """An engine whose peers are all here has child processes that start one with peers on other hosts."""
-    silence()
+    silence_libraries()
     os.environ["UCX_TLS"] = "all"
     prepare(place=Place.SAME_HOST)
     assert os.environ["UCX_NET_DEVICES"] == "lo"

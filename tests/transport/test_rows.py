@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvferry.errors import TransportError
 from kvferry.transport.registered_memory import Pieces, Side
-from kvferry.transport.rowcopy.numpy_rows import BIT_BYTES, LONG_ROW_BYTES, MAX_NUM_LENGTHS
-from kvferry.transport.rowcopy.numpy_rows import copy as copy_rows
-from kvferry.transport.rowcopy.rows import gather, scatter, stream_chunks
+from kvferry.transport.rowcopy.gather_scatter import gather, scatter, stream_chunks
+from kvferry.transport.rowcopy.with_numpy import BIT_BYTES, LONG_ROW_BYTES, MAX_NUM_LENGTHS
+from kvferry.transport.rowcopy.with_numpy import copy as copy_rows
 
 SIZE = 3 * LONG_ROW_BYTES
 LENGTHS = st.one_of(st.integers(0, 40), st.integers(0, 3000), st.integers(LONG_ROW_BYTES - 2, LONG_ROW_BYTES + 2))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.transport.machine.process_limits import confinement
+from kvferry.transport.machine.process_limits import process_limits
 
 pytestmark = pytest.mark.e2e
 
@@ -59,7 +59,7 @@ def fallbacks(rows: Outcome) -> set[str]:
 
 
 def may_trace() -> bool:
-    return confinement().may_trace
+    return process_limits().may_trace
 
 
 def test_one_host_with_everything() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.plan.programs.copies import Direction
-from kvferry.transport.selection.choice import TRANSPORTS, Choice, candidates, choose, is_worth_testing
+from kvferry.transport.selection.candidates import TRANSPORTS, Choice, candidates, choose, is_worth_testing
 from kvferry.transport.selection.measurement import Measurement, Rates
 
 ALL = dict.fromkeys(TRANSPORTS, "")

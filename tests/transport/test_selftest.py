@@ -17,9 +17,9 @@ from kvferry.transport.faulty import Fault, FaultKind, FaultyTransport
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
 from kvferry.transport.selection import self_test
 from kvferry.transport.selection.measurement import Measurement
-from kvferry.transport.selection.probe_memory import MARK_BYTES, pattern
+from kvferry.transport.selection.probe import MARK_BYTES, pattern
 from kvferry.transport.selection.self_test import HUNG_S, PROBE_BYTES, Probe, SelfTest, fill_probe, measure
-from kvferry.transport.selection.self_test_copies import Kind
+from kvferry.transport.selection.self_test_steps import StepKind
 
 
 def ticking(step_s: float) -> Callable[[], float]:
@@ -69,7 +69,7 @@ def test_what_counts_is_the_time_of_copies_alone(worlds: Callable[..., World]) -
         test.advance([], now)
         assert test.is_fresh
         now += {1: 0.25, probe.size_bytes // 8192: 2.25}[len(test._steps[0].copies)]
-        now += 1.0 if test._steps[0].kind is Kind.WHOLE else 0.0
+        now += 1.0 if test._steps[0].kind is StepKind.WHOLE else 0.0
         test.advance(world.near.transport.poll(), now)
         assert test.is_fresh == (test.result is None)
     found = test.result
@@ -297,7 +297,7 @@ class Slices:
 
 
 COPY_S, LOST_SLICE_S = 0.001, 0.1
-# Nine reads, eight writes and what is read back, as `rounds` has them.
+# Nine reads, eight writes and what is read back, as `all_steps` has them.
 NUM_COPIES = 20
 
 
@@ -311,9 +311,9 @@ def measured_with(world: World, lost: Container[int]) -> tuple[Measurement, int]
 
 @pytest.mark.parametrize("first", range(NUM_COPIES - 5))
 def test_what_a_busy_machine_takes_for_a_while_is_no_verdict(worlds: Callable[..., World], first: int) -> None:
-    """Six copies in a row: whole rounds of either direction."""
+    """Six copies in a row: whole all_steps of either direction."""
     found, num_copies = measured_with(worlds(), range(first, first + 6))
-    assert not found.is_lopsided
+    assert not found.is_asymmetric
     assert num_copies == NUM_COPIES
     assert found.gigabytes_per_s == pytest.approx(found.writing.gigabytes_per_s)
 
@@ -323,7 +323,7 @@ READ_COPIES = (0, 1, 2, 6, 7, 8, 12, 13, 14)
 
 def test_a_direction_that_seems_far_slower_is_looked_at_again(worlds: Callable[..., World]) -> None:
     found, num_copies = measured_with(worlds(), READ_COPIES)
-    assert not found.is_lopsided
+    assert not found.is_asymmetric
     assert num_copies > NUM_COPIES
 
 
@@ -359,7 +359,7 @@ def test_the_time_for_a_second_look_is_no_reason_to_fail(worlds: Callable[..., W
         test.advance([], slices.now + 0.05 * turn)
     assert test.result is not None
     assert (test.result.error, test.result.writing.error) == ("", "")
-    assert test.result.is_lopsided
+    assert test.result.is_asymmetric
 
 
 @pytest.mark.parametrize("name", ["shm", "cma", "tcp", "nixl"])

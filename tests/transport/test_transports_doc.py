@@ -9,7 +9,7 @@ import pytest
 from test_environment import ZE, ZE_COPY, xpu
 
 from kvferry.transport.machine.facts import Place
-from kvferry.transport.machine.ucx_settings import choose_environment
+from kvferry.transport.ucx.settings import choose_environment
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs/transports.md").read_text()
@@ -23,15 +23,15 @@ def test_every_test_that_it_names_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("situation", "transports"),
+    ("system", "transports"),
     [(xpu(ZE, Place.SAME_HOST), "ze_ipc,ze_copy,tcp"), (xpu(ZE_COPY, Place.SAME_HOST), "ze_copy,tcp")],
 )
-def test_its_sets_are_those_that_are_chosen(situation, transports: str) -> None:
+def test_its_sets_are_those_that_are_chosen(system, transports: str) -> None:
     assert f"`{transports}`" in DOCUMENT
-    assert choose_environment(situation).chosen["UCX_TLS"] == transports
+    assert choose_environment(system).chosen["UCX_TLS"] == transports
 
 
 def test_every_variable_that_is_set_is_in_it() -> None:
-    rules = (ROOT / "src/kvferry/transport/machine/ucx_settings.py").read_text()
+    rules = (ROOT / "src/kvferry/transport/ucx/settings.py").read_text()
     for name in set(re.findall(r'"(UCX_\w+)"', rules)):
         assert f"`{name}`" in DOCUMENT

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.transport.machine.ucx_report import UcxReport, carriers_in
+from kvferry.transport.ucx.introspection import UcxIntrospection, carriers_in
 
 BOTH = """
 #               peer: <no debug data>
@@ -34,12 +34,12 @@ from kvferry.testing.transports.peer import PeerProcess
 from kvferry.transport.base import Memory
 from kvferry.transport.nixl.transport import NixlTransport
 from kvferry.transport.selection.self_test import measure
-from kvferry.transport.machine.ucx_report import UcxReport
+from kvferry.transport.ucx.introspection import UcxIntrospection
 transport = NixlTransport()
 with PeerProcess("nixl", 1 << 20, 3) as peer:
     transport.connect("peer", peer.descriptor)
     found = measure(transport, "peer", peer.probe)
-    carriers, report = transport.carriers("peer"), UcxReport()
+    carriers, report = transport.carriers("peer"), UcxIntrospection()
     num_endpoints = len(report.endpoints())
     transport.disconnect("peer")
     print(json.dumps([found.error, carriers, report.version, report.carriers(1 << 20), num_endpoints]))
@@ -55,7 +55,7 @@ def test_lanes_for_remote_memory_carry_the_bytes_and_else_those_for_messages() -
 
 
 def test_a_process_without_ucx_has_nothing_to_report(tmp_path: Path) -> None:
-    report = UcxReport(tmp_path / "maps")
+    report = UcxIntrospection(tmp_path / "maps")
     assert (report.version, report.endpoints(), report.carriers(4096)) == ("", frozenset(), ())
 
 

@@ -12,7 +12,7 @@ from kvferry.plan.programs.tiles import Tile
 from kvferry.staging.mover import CLOSED, Moved
 from kvferry.transport.base import Memory
 from kvferry.transport.registered_memory import Pieces, View, view_of
-from kvferry.transport.rowcopy.rows import copy_tiles
+from kvferry.transport.rowcopy.gather_scatter import copy_tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,7 +31,7 @@ from math import inf
 from typing import Any, Final
 
 from kvferry.errors import ConfigurationError, IllegalEventError, TransferError
-from kvferry.staging.room import NOWHERE, Room, Stretch
+from kvferry.staging.free_list import NOWHERE, Room, Stretch
 
 ALIGNMENT_BYTES = 4096
 ENGINE_SHARE = 3 / 4

@@ -9,7 +9,7 @@ from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.registered_memory import Registry
-from kvferry.transport.rowcopy.queue import CopyQueue, Posting
+from kvferry.transport.rowcopy.copy_queue import CopyQueue, Posting
 
 # One poll copies about this much: a few milliseconds.
 SLICE_BYTES = 16 << 20

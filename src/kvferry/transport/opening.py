@@ -12,12 +12,12 @@ from kvferry.transport.cma.transport import CrossMemoryTransport
 from kvferry.transport.machine.addresses import place_of_peers
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.machine.finding import Finding
-from kvferry.transport.machine.preparation import prepare
 from kvferry.transport.nixl.transport import NixlTransport
-from kvferry.transport.rowcopy import choice
-from kvferry.transport.selection.choice import AUTO
+from kvferry.transport.rowcopy import copier
+from kvferry.transport.selection.candidates import AUTO
 from kvferry.transport.shm.transport import SharedMemoryTransport
 from kvferry.transport.tcp.transport import TcpTransport
+from kvferry.transport.ucx.environment import prepare
 
 OPENERS: dict[str, Callable[[str], Transport]] = {
     "shm": lambda host: SharedMemoryTransport(),
@@ -57,7 +57,7 @@ def open_transports(requested: str, host: str = "127.0.0.1", device: str = "cpu"
     Raises ConfigurationError for an unknown name, and for settings of the user's with which `requested` cannot work.
     """
     check_name(requested)
-    choice.prepare()
+    copier.compile_in_background()
     transports: list[Transport] = []
     unavailable: dict[str, str] = {}
     for name, opener in OPENERS.items():

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from kvferry.errors import TransportError
 from kvferry.system.os_errors import os_error_text
-from kvferry.transport.descriptors import Natural
+from kvferry.transport.descriptor_codec import Natural
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):

@@ -31,7 +31,6 @@ from kvferry.agent.requests.identity import ourselves_of
 from kvferry.agent.requests.names import RequestNames
 from kvferry.agent.transports.carrier import Carrier
 from kvferry.agent.transports.negotiation import PeerReport
-from kvferry.agent.transports.surroundings import surroundings_here
 from kvferry.plan.programs.copies import Direction
 from kvferry.session import events as e
 from kvferry.session.source.introduction import Identity
@@ -39,6 +38,7 @@ from kvferry.session.source.session import SourceSession
 from kvferry.session.target.session import TargetSession
 from kvferry.transport.base import Transport
 from kvferry.transport.memory_kind import HOST
+from kvferry.transport.selection.local_context import local_context
 from kvferry.wire.messages import Party, Reference
 
 # Of a handshake, for finding a transport: those that hang one after the other still leave room for the rest.
@@ -255,5 +255,5 @@ def _carrier(
     config: AgentConfig, transports: Sequence[Transport], unavailable: Mapping[str, str], far: FarSlots | None
 ) -> Carrier:
     tests_s = TESTS_SHARE * config.timing.handshake_s
-    surroundings = surroundings_here(config.transport, config.may_turn)
-    return Carrier(config.transport, transports, unavailable, tests_s, surroundings, far)
+    context = local_context(config.transport, config.may_turn)
+    return Carrier(config.transport, transports, unavailable, tests_s, context, far)

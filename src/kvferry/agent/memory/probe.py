@@ -8,13 +8,13 @@ import numpy as np
 
 from kvferry.agent.memory.shared_regions import LentMemory
 from kvferry.transport.process_identity import host_here
-from kvferry.transport.selection.probe_memory import NUM_MARKS, PROBE_BYTES, fill_probe, room_bytes
+from kvferry.transport.selection.probe import NUM_MARKS, PROBE_BYTES, allocation_bytes, fill_probe
 from kvferry.wire.messages import Probe
 
 
 def allocate_probe() -> LentMemory:
     """Memory for a probe. Raises TransportError when there is not enough."""
-    return LentMemory(room_bytes(), "kvferry-probe")
+    return LentMemory(allocation_bytes(), "kvferry-probe")
 
 
 def describe_probe(memory: LentMemory) -> Probe:

@@ -15,11 +15,11 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import PeerConnected, PeerUnreachable, Post, Remote, TicketEnded, WorkKey
 from kvferry.transport.base import Completion, Memory, Ticket, Transport
 from kvferry.transport.machine.finding import Severity
-from kvferry.transport.selection.choice import candidates
-from kvferry.transport.selection.expectation import Surroundings
+from kvferry.transport.selection.candidates import candidates
+from kvferry.transport.selection.local_context import LocalContext
 from kvferry.wire.messages import Offer, TargetOffer, TransportOffer
 
-NOWHERE = Surroundings()
+NOWHERE = LocalContext()
 logger = logging.getLogger(__name__)
 
 CarrierEvent = TicketEnded | PeerConnected | PeerUnreachable
@@ -52,13 +52,13 @@ class Carrier:
         transports: Sequence[Transport],
         unavailable: Mapping[str, str],
         tests_s: float,
-        surroundings: Surroundings = NOWHERE,
+        context: LocalContext = NOWHERE,
         far: FarSlots | None = None,
     ) -> None:
         self.met: dict[Remote, PeerReport] = {}
         self.moved_bytes = dict.fromkeys(Direction, 0)
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._surroundings = surroundings
+        self._context = context
         self._requested = requested
         self._tests_s = tests_s
         self._transports = {transport.name: transport for transport in transports}
@@ -123,7 +123,7 @@ class Carrier:
         transports = [self._transports[name] for name in names]
         if isinstance(offer, TargetOffer) and self._far is not None:
             self._far.attach(peer, offer.staging)
-        self._meetings.append(Meeting(peer, offer, transports, self._tests_s, self._surroundings))
+        self._meetings.append(Meeting(peer, offer, transports, self._tests_s, self._context))
 
     def disconnect(self, peer: Remote) -> None:
         """Forget a peer; its open tickets end with an error in a later `poll`."""

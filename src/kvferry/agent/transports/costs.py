@@ -9,7 +9,7 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.choice import NUM_STAGES, TYPICAL_AGENTS, Costs
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.selection.measurement import FAR_SLOWER, Measurement
-from kvferry.transport.selection.self_test_copies import ROW_BYTES
+from kvferry.transport.selection.self_test_steps import ROW_BYTES
 
 LEAST_ROW_S = 1e-9
 # Copying on one host is memory's business, whoever does it. Measured against the wire, on 2 cores over NIXL's cma.

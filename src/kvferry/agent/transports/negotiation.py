@@ -13,9 +13,10 @@ from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, Remo
 from kvferry.transport.base import Completion, Transport
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.machine.finding import Finding
-from kvferry.transport.selection.awake_timeout import Patience
-from kvferry.transport.selection.choice import choose, is_worth_testing
-from kvferry.transport.selection.expectation import Surroundings, is_far_slower, judge
+from kvferry.transport.selection.awake_timeout import AwakeTimeout
+from kvferry.transport.selection.candidates import choose, is_worth_testing
+from kvferry.transport.selection.diagnosis import diagnose, is_far_slower
+from kvferry.transport.selection.local_context import LocalContext
 from kvferry.transport.selection.self_test import Measurement, Probe, SelfTest
 from kvferry.wire.messages import Offer, TargetOffer
 
@@ -57,14 +58,14 @@ class Meeting:
         offer: Offer | TargetOffer,
         transports: Sequence[Transport],
         tests_s: float,
-        surroundings: Surroundings,
+        context: LocalContext,
     ) -> None:
         """All tests together may take `tests_s`; what one does not need is for the others."""
         self.peer = peer
         self.chosen: tuple[Transport, ...] = ()
         self.met: tuple[PeerReport, ...] = ()
-        self._surroundings = surroundings
-        self._place = surroundings.place_of(offer.probe.host)
+        self._context = context
+        self._place = context.place_of(offer.probe.host)
         # Who is offered a target's memory writes.
         self._direction = Direction.WRITE if isinstance(offer, TargetOffer) else Direction.READ
         probe = offer.probe
@@ -78,7 +79,7 @@ class Meeting:
         self._is_over = False
         self._tests_s = tests_s
         # Empty before the first test.
-        self._patience: list[Patience] = []
+        self._timeout: list[AwakeTimeout] = []
 
     @property
     def is_settled(self) -> bool:
@@ -96,7 +97,7 @@ class Meeting:
     def may_wait(self) -> bool:
         """Whether there is time to let others' copies go first. Not for long: where many are met at once, or some are
         silent, figures that are too low are better than none."""
-        spent_s = sum(self._tests_s - patience.left_s for patience in self._patience)
+        spent_s = sum(self._tests_s - patience.left_s for patience in self._timeout)
         return spent_s < min(MAX_WAIT_S, self._tests_s / 4)
 
     def is_copying(self, now: float) -> bool:
@@ -107,7 +108,7 @@ class Meeting:
         self, completions: Mapping[str, Sequence[Completion]], now: float, may_post: bool
     ) -> tuple[PeerConnected | PeerUnreachable, ...]:
         """Go on with what has completed, by transport name; returns the outcome once, when it is known."""
-        for patience in self._patience:
+        for patience in self._timeout:
             patience.spend(now)
         for name, test in self._tests:
             test.advance(completions.get(name, ()), now, may_post=may_post)
@@ -140,8 +141,8 @@ class Meeting:
         except TransportError as error:
             self._unconnected.append(Measurement(transport.name, 0.0, 0.0, 0.0, str(error)))
             return
-        self._patience = self._patience or [Patience(self._tests_s, now)]
-        fair_s = self._patience[0].left_s / (1 + len(self._waiting))
+        self._timeout = self._timeout or [AwakeTimeout(self._tests_s, now)]
+        fair_s = self._timeout[0].left_s / (1 + len(self._waiting))
         test = SelfTest(transport, name_of(self.peer), self._probe, max(fair_s, 0.0))
         self._tests.append((transport.name, test))
         test.start(now)
@@ -156,13 +157,13 @@ class Meeting:
             if transport not in self.chosen:
                 transport.disconnect(name_of(self.peer))
         (measured,) = [each for each in self._measured if each.name == choice.name]
-        findings = judge(measured, self._direction, self._place, self._surroundings)
+        findings = diagnose(measured, self._direction, self._place, self._context)
         everything = (*self._measured, *self._unconnected)
         self.met = (
             PeerReport(self.peer, self._place, self._direction, choice.name, everything, findings, choice.reason),
         )
         is_slow = is_far_slower(measured, self._direction)
         # Where the source will write instead, our own writes are the best guess at what that costs.
-        is_turning = is_slow and self._surroundings.may_turn
+        is_turning = is_slow and self._context.may_turn
         costs = costs_of(measured, self._place, Direction.WRITE if is_turning else self._direction)
         return PeerConnected(self.peer, choice.name, choice.reason, costs, is_slow)

@@ -15,11 +15,11 @@ from kvferry.cli import environment
 from kvferry.cli.units import format_bytes
 from kvferry.errors import FerryError
 from kvferry.extras import EXTRAS, how_to_install, missing_modules
-from kvferry.transport.machine.accelerators import accelerators
-from kvferry.transport.machine.facts import UNKNOWN_NODE, UNLIMITED, Nic, Situation
+from kvferry.transport.machine.facts import UNKNOWN_NODE, UNLIMITED, Nic, SystemFacts
 from kvferry.transport.machine.finding import Finding, Severity, finding_of
-from kvferry.transport.machine.ucx_builds import installed_builds, loaded_directories
-from kvferry.transport.machine.ucx_settings import Environment
+from kvferry.transport.machine.hardware import accelerators
+from kvferry.transport.ucx.builds import installed_builds, loaded_directories
+from kvferry.transport.ucx.settings import Environment
 
 PACKAGES: Final = ("nixl", "nixl-cu12", "nixl-cu13", "torch", "numpy", "pyzmq", "transformers", "vllm")
 NIXL: Final = ("nixl", "nixl-cu12", "nixl-cu13")
@@ -49,7 +49,7 @@ class Fact:
     origin: str = FOUND
 
 
-def machine_facts(situation: Situation) -> Iterator[Fact]:
+def machine_facts(system: SystemFacts) -> Iterator[Fact]:
     """Versions, devices, cards and limits."""
     yield Fact("versions", "kvferry", __version__)
     yield Fact("versions", "python", f"{platform.python_version()} on {platform.system()} {platform.release()}")
@@ -63,12 +63,12 @@ def machine_facts(situation: Situation) -> Iterator[Fact]:
         yield Fact("devices", device.name, f"{device.kind}{_node(device.numa_node)}")
     if not devices:
         yield Fact("devices", "accelerators", "none on the PCI bus")
-    for nic in situation.nics:
+    for nic in system.nics:
         if nic.is_rdma or nic.is_up:
             yield Fact("network", nic.name, _nic_words(nic))
-    if not any(nic.is_rdma for nic in situation.nics):
+    if not any(nic.is_rdma for nic in system.nics):
         yield Fact("network", "RDMA", "no card in /sys/class/infiniband")
-    yield from _limits(situation)
+    yield from _limits(system)
 
 
 def _extras() -> Iterator[Fact]:
@@ -79,36 +79,36 @@ def _extras() -> Iterator[Fact]:
         yield Fact("extras", extra, f"{value}; for {USED_BY[extra]}")
 
 
-def _limits(situation: Situation) -> Iterator[Fact]:
-    confinement = situation.confinement
-    locked = confinement.locked_bytes
+def _limits(system: SystemFacts) -> Iterator[Fact]:
+    limits = system.limits
+    locked = limits.locked_bytes
     yield Fact("limits", "locked memory", "unlimited" if locked == UNLIMITED else format_bytes(locked))
-    yield Fact("limits", "/dev/shm", format_bytes(confinement.shm_bytes))
-    scope = f"kernel.yama.ptrace_scope = {confinement.ptrace_scope}"
-    capability = "with CAP_SYS_PTRACE" if confinement.may_trace else "without CAP_SYS_PTRACE"
+    yield Fact("limits", "/dev/shm", format_bytes(limits.shm_bytes))
+    scope = f"kernel.yama.ptrace_scope = {limits.ptrace_scope}"
+    capability = "with CAP_SYS_PTRACE" if limits.may_trace else "without CAP_SYS_PTRACE"
     yield Fact("limits", "reading other processes", f"{scope}, {capability}")
-    spaces = f"pid namespace {confinement.pid_namespace}, ipc namespace {confinement.ipc_namespace}"
-    yield Fact("limits", "container", f"{confinement.container or 'none'}; {spaces}")
+    spaces = f"pid namespace {limits.pid_namespace}, ipc namespace {limits.ipc_namespace}"
+    yield Fact("limits", "container", f"{limits.container or 'none'}; {spaces}")
 
 
-def ucx_facts(situation: Situation, ucx_version: str) -> Iterator[Fact]:
+def ucx_facts(system: SystemFacts, ucx_version: str) -> Iterator[Fact]:
     """Every copy of UCX; the modules of the one that is loaded, or would be."""
     loaded = tuple(map(str, loaded_directories()))
     for build in installed_builds():
         state = f"loaded, version {ucx_version or 'unknown'}" if build.directory in loaded else "not loaded"
         yield Fact("ucx", build.owner, f"{build.directory} ({state})")
-    if situation.build.is_known:
-        yield Fact("ucx", "transports in it", ", ".join(sorted(situation.build.transports)))
+    if system.build.is_known:
+        yield Fact("ucx", "transports in it", ", ".join(sorted(system.build.transports)))
     else:
         yield Fact("ucx", "copies", "none found")
 
 
-def setting_facts(chosen: Sequence[Environment], situation: Situation, token_file: str) -> Iterator[Fact]:
+def setting_facts(chosen: Sequence[Environment], system: SystemFacts, token_file: str) -> Iterator[Fact]:
     """Settings of UCX, chosen or (where that was impossible) only the user's own, and of kvferry."""
     for setting in (setting for each in chosen for setting in each.settings):
         yield Fact("settings", str(setting), setting.reason, str(setting.origin))
     if not chosen:
-        for name, value in sorted(situation.user.items()):
+        for name, value in sorted(system.user.items()):
             yield Fact("settings", f"{name}={value}", "set by you", "environment")
     yield Fact("settings", "cache folder", str(environment.cache_directory()), environment.cache_origin())
     if token_file:
@@ -117,7 +117,7 @@ def setting_facts(chosen: Sequence[Environment], situation: Situation, token_fil
         yield Fact("settings", "token file", "none: engines accept peers on this host only", "default")
 
 
-def machine_findings(situation: Situation, token_file: str) -> Iterator[Finding]:
+def machine_findings(system: SystemFacts, token_file: str) -> Iterator[Finding]:
     """What is wrong with the machine whatever is tried on it. The choice of UCX's settings has findings of its own."""
     try:
         read_token(token_file)
@@ -130,7 +130,7 @@ def machine_findings(situation: Situation, token_file: str) -> Iterator[Finding]
     if not any(map(_version, NIXL)):
         hint = f"for RDMA and device memory: {how_to_install('nixl')}"
         yield Finding(Severity.NOTE, "NIXL is not installed; shm, cma and tcp work without", "no package", "", hint)
-    shm = situation.confinement.shm_bytes
+    shm = system.limits.shm_bytes
     if shm <= SMALL_SHM_BYTES:
         hint = "start the container with --shm-size=8g (Kubernetes: an emptyDir with medium Memory at /dev/shm)"
         what = "/dev/shm is small: vLLM and torch put what their processes share there (kvferry does not)"

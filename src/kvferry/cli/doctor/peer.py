@@ -13,15 +13,15 @@ from urllib.parse import urlsplit
 from kvferry.agent import new_epoch
 from kvferry.agent.control.shared_token import SharedToken
 from kvferry.agent.control.sockets import ControlChannel
-from kvferry.agent.transports.surroundings import surroundings_here
 from kvferry.cli.doctor.trials import Trials, verdict
 from kvferry.errors import ConfigurationError, FerryError, TransportError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import PeerKey
 from kvferry.transport.machine.finding import Finding, Severity
 from kvferry.transport.opening import Opened, open_transports
-from kvferry.transport.selection.choice import AUTO, candidates
-from kvferry.transport.selection.expectation import Surroundings, judge
+from kvferry.transport.selection.candidates import AUTO, candidates
+from kvferry.transport.selection.diagnosis import diagnose
+from kvferry.transport.selection.local_context import LocalContext, local_context
 from kvferry.transport.selection.measurement import Measurement
 from kvferry.transport.selection.self_test import Probe, measure
 from kvferry.wire.codec import decode, encode
@@ -49,15 +49,15 @@ def try_peer(address: str, token: SharedToken, say: Callable[[str], None]) -> Tr
     with closing(ControlChannel("127.0.0.1", 0, token)) as channel:
         asking = _Asking(channel, PeerKey(endpoint, "", ""), party)
         offer = asking.offer()
-        surroundings = surroundings_here(AUTO)
+        context = local_context(AUTO)
         opened = open_transports(AUTO, here)
         try:
             measurements = tuple(_measurements(asking, offer, opened, say))
         finally:
             for transport in opened.transports:
                 transport.close()
-    findings = tuple(_findings(measurements, surroundings, offer))
-    return Trials(surroundings.place_of(offer.probe.host), measurements, findings)
+    findings = tuple(_findings(measurements, context, offer))
+    return Trials(context.place_of(offer.probe.host), measurements, findings)
 
 
 class _Asking:
@@ -111,17 +111,17 @@ def _measurements(asking: _Asking, offer: Offer, opened: Opened, say: Callable[[
         yield Measurement(name, 0.0, 0.0, 0.0, reason)
 
 
-def _findings(measurements: tuple[Measurement, ...], surroundings: Surroundings, offer: Offer) -> Iterator[Finding]:
+def _findings(measurements: tuple[Measurement, ...], context: LocalContext, offer: Offer) -> Iterator[Finding]:
     """About the transport that an engine here would take; nixl is told of in any case, as others may ask for it."""
     if all(found.error for found in measurements):
         found = "; ".join(f"{each.name}: {each.error}" for each in measurements)
         hint = "start both engines with --transport tcp, which needs nothing but sockets"
         yield Finding(Severity.ERROR, "no transport reaches the peer", found, "a transport that does", hint)
         return
-    chosen, place = verdict(measurements), surroundings.place_of(offer.probe.host)
+    chosen, place = verdict(measurements), context.place_of(offer.probe.host)
     for each in measurements:
         if not each.error and each.name in (chosen, "nixl"):
-            for finding in judge(each, Direction.READ, place, surroundings):
+            for finding in diagnose(each, Direction.READ, place, context):
                 severity = finding.severity if each.name == chosen else Severity.NOTE
                 yield Finding(severity, finding.what, finding.found, finding.expected, finding.hint)
 

@@ -18,15 +18,14 @@ from kvferry.cli.doctor.trials import Trials, loopback, verdict
 from kvferry.errors import ConfigurationError, FerryError
 from kvferry.extras import missing_modules
 from kvferry.plan.programs.copies import Direction
-from kvferry.staging.device.plugins import load_devices
-from kvferry.staging.device.table import check_pair, devices
-from kvferry.transport.machine.accelerators import KINDS, accelerators
+from kvferry.staging.device.table import check_pair, devices, load_devices
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.machine.finding import Finding, Severity, finding_of, worst
-from kvferry.transport.machine.preparation import prepare, silence, situation_here
-from kvferry.transport.machine.ucx_report import UcxReport
-from kvferry.transport.machine.ucx_settings import Environment
+from kvferry.transport.machine.hardware import KINDS, accelerators
 from kvferry.transport.selection.measurement import UNMEASURED, Measurement
+from kvferry.transport.ucx.environment import prepare, silence_libraries, system_facts
+from kvferry.transport.ucx.introspection import UcxIntrospection
+from kvferry.transport.ucx.settings import Environment
 
 EXIT_CODES: Final = {Severity.OK: 0, Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}
 STYLES: Final = {Severity.NOTE: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
@@ -69,7 +68,7 @@ def doctor(options: DoctorOptions) -> int:
 
     Raises what is wrong with the options themselves, before anything is tried.
     """
-    silence()
+    silence_libraries()
     load_devices()
     _check(options)
     report = _examine(options)
@@ -114,14 +113,14 @@ def _examine(options: DoctorOptions) -> _Report:
             trials["peer"] = try_peer(options.peer, read_token(options.token_file), say)
         except FerryError as error:
             findings.append(finding_of(error))
-    situation = situation_here(device, buffer_device, place)
+    system = system_facts(device, buffer_device, place)
     facts = (
-        *machine_facts(situation),
-        *ucx_facts(situation, UcxReport().version),
+        *machine_facts(system),
+        *ucx_facts(system, UcxIntrospection().version),
         *(Fact("settings", name, value, origin) for name, value, origin in origins),
-        *setting_facts(environment, situation, options.token_file),
+        *setting_facts(environment, system, options.token_file),
     )
-    findings += machine_findings(situation, options.token_file)
+    findings += machine_findings(system, options.token_file)
     findings += _missing(device)
     findings += [finding for each in trials.values() for finding in each.findings]
     return _Report(facts, trials, tuple(dict.fromkeys(findings)))

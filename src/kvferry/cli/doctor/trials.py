@@ -6,17 +6,17 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from kvferry.agent.transports.surroundings import surroundings_here
 from kvferry.errors import FerryError, TransportError
 from kvferry.plan.programs.copies import Direction
 from kvferry.testing.transports.peer import PeerProcess
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.machine.finding import Finding, Severity
 from kvferry.transport.opening import OPENERS
-from kvferry.transport.selection.choice import TRANSPORTS, choose, is_worth_testing
-from kvferry.transport.selection.expectation import judge
+from kvferry.transport.selection.candidates import TRANSPORTS, choose, is_worth_testing
+from kvferry.transport.selection.diagnosis import diagnose
+from kvferry.transport.selection.local_context import local_context
 from kvferry.transport.selection.measurement import Measurement
-from kvferry.transport.selection.probe_memory import PROBE_BYTES
+from kvferry.transport.selection.probe import PROBE_BYTES
 from kvferry.transport.selection.self_test import measure
 
 SEED = 7
@@ -70,7 +70,7 @@ def _of_one(found: Measurement, place: Place) -> Iterator[Finding]:
                 hint += "; UCX_LOG_LEVEL=info kvferry doctor shows UCX's own messages"
             yield Finding(Severity.WARNING, f"{found.name} does not work here", found.error, "a successful copy", hint)
         return
-    yield from judge(found, Direction.READ, place, surroundings_here(found.name))
+    yield from diagnose(found, Direction.READ, place, local_context(found.name))
     if found.writing.error:
         what = f"{found.name} cannot write, so it cannot be used with --transfer-direction push"
         yield Finding(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from importlib.metadata import entry_points
 
-from kvferry.errors import ConfigurationError
+from kvferry.errors import ConfigurationError, FerryError
 
 
 class StagingMemory(StrEnum):
@@ -26,6 +27,10 @@ BUILT_IN = {
     "tpu": ("cpu",),
     "xpu": ("xpu", "cpu"),
 }
+
+GROUP = "kvferry.devices"
+"""The entry point of devices that other packages bring: a function without arguments that calls `register_device`, and
+where the device's own memory can be registered `kvferry.transport.memory_kind.register_kind`."""
 
 _registered: dict[str, tuple[str, ...]] = {}
 
@@ -57,6 +62,23 @@ def register_device(device: str, buffer_devices: Sequence[str]) -> None:
             hint="another name",
         )
     _registered[device] = pairs
+
+
+def load_devices() -> tuple[str, ...]:
+    """Make them known; their names. Doing it again is fine. Raises ConfigurationError naming the one that fails."""
+    names = []
+    for point in entry_points(group=GROUP):
+        try:
+            point.load()()
+        except (ImportError, AttributeError, TypeError, FerryError) as error:
+            raise ConfigurationError(
+                f"the device {point.name!r} of another package cannot be loaded",
+                found=f"{point.value}: {error}",
+                expected=f"a function without arguments under the entry point {GROUP}",
+                hint="update or uninstall that package",
+            ) from error
+        names.append(point.name)
+    return tuple(names)
 
 
 def check_pair(device: str, buffer_device: str) -> None:

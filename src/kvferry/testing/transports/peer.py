@@ -26,7 +26,7 @@ from kvferry.transport.cma.transport import CrossMemoryTransport
 from kvferry.transport.nixl.transport import NixlTransport
 from kvferry.transport.process_identity import host_here
 from kvferry.transport.registered_memory import View
-from kvferry.transport.selection.probe_memory import NUM_MARKS, Probe, fill_probe, room_bytes
+from kvferry.transport.selection.probe import NUM_MARKS, Probe, allocation_bytes, fill_probe
 from kvferry.transport.shm.transport import SharedMemoryTransport, allocate_shared
 from kvferry.transport.tcp.transport import TcpTransport
 
@@ -106,7 +106,7 @@ class PeerProcess:
 def main(arguments: list[str]) -> None:
     """Serve until standard input ends."""
     name, size_bytes, seed, host = arguments[0], int(arguments[1]), int(arguments[2]), arguments[3]
-    shared = allocate_shared(room_bytes(size_bytes), "kvferry-peer")
+    shared = allocate_shared(allocation_bytes(size_bytes), "kvferry-peer")
     view = np.frombuffer(shared.buffer, np.uint8)[:size_bytes]
     fill_probe(view, seed)
     transport = make_transport(name, host)

@@ -29,10 +29,10 @@ from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies, split
 from kvferry.system.os_errors import os_error_text
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.descriptors import Natural, check_size, decode
+from kvferry.transport.descriptor_codec import Natural, check_size, decode
 from kvferry.transport.process_identity import Origin, check_same, origin_here
 from kvferry.transport.registered_memory import Pieces, Registry
-from kvferry.transport.rowcopy.queue import TURN_BYTES
+from kvferry.transport.rowcopy.copy_queue import TURN_BYTES
 
 # One poll copies about this much: a few milliseconds.
 SLICE_BYTES: Final = 16 << 20

@@ -1,5 +1,4 @@
-"""What this machine and this process are: network cards, accelerators, limits, copies of UCX, and the settings
-that follow from them.
+"""What this machine and this process are: network ports, accelerators, limits, addresses.
 
-Enters: `/proc`, `/sys` and the environment. Leaves: facts, settings, findings with hints. It opens no transport.
+Enters: `/proc` and `/sys`. Leaves: facts. It opens no transport and does not know UCX.
 """

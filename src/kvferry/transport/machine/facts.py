@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import takewhile
 
 UNLIMITED = -1
 UNKNOWN_NODE = -1
@@ -59,6 +60,16 @@ class Accelerator:
     numa_node: int = UNKNOWN_NODE
     bus: tuple[str, ...] = ()
 
+    def nearest(self, nics: Sequence[Nic]) -> tuple[Nic, ...]:
+        """The ports that share the most PCI bridges with this device, else its NUMA node; all where nothing tells."""
+        closeness = [self._closeness(nic) for nic in nics]
+        return tuple(nic for nic, close in zip(nics, closeness, strict=True) if close == max(closeness))
+
+    def _closeness(self, nic: Nic) -> tuple[int, bool]:
+        """The number of common bridges from the root of the bus on, then whether both belong to one NUMA node."""
+        num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.bus, nic.bus, strict=False)))
+        return num_shared, UNKNOWN_NODE != self.numa_node == nic.numa_node
+
 
 @dataclass(frozen=True, slots=True)
 class UcxBuild:
@@ -78,7 +89,7 @@ class UcxBuild:
 
 
 @dataclass(frozen=True, slots=True)
-class Confinement:
+class ProcessLimits:
     """What this process may do, and what it shares with its peers.
 
     `container` names the kind of container, empty outside one. `ptrace_scope` is the value of
@@ -102,7 +113,7 @@ class Confinement:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class SystemFacts:
     """Everything at once.
 
     `device` is where the engine computes and `buffer_device` what its registered memory belongs to: `cpu`, or the
@@ -115,7 +126,7 @@ class Situation:
     nics: tuple[Nic, ...] = ()
     accelerator: Accelerator = field(default_factory=lambda: Accelerator("", ""))
     build: UcxBuild = field(default_factory=UcxBuild)
-    confinement: Confinement = field(default_factory=Confinement)
+    limits: ProcessLimits = field(default_factory=ProcessLimits)
     user: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -129,11 +140,11 @@ class Situation:
         return tuple(nic for nic in self.nics if nic.is_rdma and nic.is_up)
 
     @property
-    def may_be_here(self) -> bool:
+    def may_be_local(self) -> bool:
         """Whether a peer may be on this host."""
         return self.place is not Place.OTHER_HOST
 
     @property
-    def may_be_elsewhere(self) -> bool:
+    def may_be_remote(self) -> bool:
         """Whether a peer may be on another host."""
         return self.place is not Place.SAME_HOST

@@ -7,8 +7,8 @@ import resource
 from pathlib import Path
 from typing import Final
 
-from kvferry.transport.machine.facts import UNLIMITED, Confinement
-from kvferry.transport.machine.nics import ROOT, word
+from kvferry.transport.machine.facts import UNLIMITED, ProcessLimits
+from kvferry.transport.machine.hardware import ROOT, word
 
 CAP_IPC_LOCK: Final = 1 << 14
 CAP_SYS_PTRACE: Final = 1 << 19
@@ -16,11 +16,11 @@ MARKS: Final = {".dockerenv": "docker", "run/.containerenv": "podman"}
 SERVICE: Final = "var/run/secrets/kubernetes.io"
 
 
-def confinement(root: Path = ROOT) -> Confinement:
+def process_limits(root: Path = ROOT) -> ProcessLimits:
     """This process's. `root` is for tests."""
     capabilities = _capabilities(root)
     scope = word(root / "proc/sys/kernel/yama/ptrace_scope")
-    return Confinement(
+    return ProcessLimits(
         container=_container(root),
         ptrace_scope=int(scope) if scope.isdecimal() else 0,
         may_trace=bool(capabilities & CAP_SYS_PTRACE),

@@ -30,11 +30,9 @@ from kvferry.errors import TransportError
 from kvferry.extras import MissingExtraError, how_to_install
 from kvferry.plan.programs.copies import Copies, split
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.descriptors import decode
-from kvferry.transport.machine.preparation import PACKAGES
-from kvferry.transport.machine.ucx_report import UcxReport
+from kvferry.transport.descriptor_codec import decode
 from kvferry.transport.memory_kind import MemoryKind, kind_of
-from kvferry.transport.nixl.descriptors import (
+from kvferry.transport.nixl.descriptor_lists import (
     PART_BYTES,
     PART_ROWS,
     Devices,
@@ -47,6 +45,8 @@ from kvferry.transport.nixl.descriptors import (
     unseal,
 )
 from kvferry.transport.registered_memory import Pieces, Registry
+from kvferry.transport.ucx.environment import PACKAGES
+from kvferry.transport.ucx.introspection import UcxIntrospection
 
 _ERROR_NAMES: Final = (
     "nixlBackendError",
@@ -123,7 +123,7 @@ class NixlTransport:
         self._registered: dict[Memory, Any] = {}
         self._peers: dict[str, Peer] = {}
         self._loaded: dict[str, bytes] = {}
-        self._report = UcxReport()
+        self._report = UcxIntrospection()
         self._endpoints: dict[str, frozenset[int]] = {}
         self._jobs: list[Job] = []
         self._is_closed = False

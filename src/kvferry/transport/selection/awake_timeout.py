@@ -7,7 +7,7 @@ from __future__ import annotations
 MOST_GAP_S = 0.05
 
 
-class Patience:
+class AwakeTimeout:
     """`left_s` shrinks by the time between two calls of `spend`, by a twentieth of a second at most each time."""
 
     def __init__(self, limit_s: float, now: float) -> None:

@@ -73,6 +73,6 @@ class Measurement:
         return 0.0 if ours.error or others.error else ours.seconds_per_gigabyte / others.seconds_per_gigabyte
 
     @property
-    def is_lopsided(self) -> bool:
+    def is_asymmetric(self) -> bool:
         """Whether one direction is far slower than the other."""
         return any(self.times_slower(direction) >= FAR_SLOWER for direction in Direction)

@@ -12,9 +12,9 @@ import numpy as np
 from kvferry.errors import FerryError
 from kvferry.transport.base import Completion, Direction, Memory, Ticket, Transport
 from kvferry.transport.registered_memory import View
-from kvferry.transport.selection.awake_timeout import Patience
+from kvferry.transport.selection.awake_timeout import AwakeTimeout
 from kvferry.transport.selection.measurement import UNMEASURED, Measurement, Rates
-from kvferry.transport.selection.probe_memory import (
+from kvferry.transport.selection.probe import (
     MARK_BYTES,
     MAX_PROBE_BYTES,
     PROBE_BYTES,
@@ -22,16 +22,16 @@ from kvferry.transport.selection.probe_memory import (
     fill_probe,
     pattern,
 )
-from kvferry.transport.selection.self_test_copies import (
+from kvferry.transport.selection.self_test_steps import (
     READS,
     ROW_BYTES,
     WRITES,
-    Kind,
-    Scratch,
+    ScratchBuffer,
     Step,
-    marking,
+    StepKind,
+    all_steps,
+    mark_steps,
     num_row_bytes,
-    rounds,
 )
 
 __all__ = ["PROBE_BYTES", "ROW_BYTES", "Measurement", "Probe", "SelfTest", "fill_probe", "measure"]
@@ -63,14 +63,14 @@ class SelfTest:
         self._peer = peer
         self._probe = probe
         self._room: View = np.empty(0, np.uint8)
-        self._scratch = Scratch(0, probe)
+        self._scratch = ScratchBuffer(0, probe)
         self._memory: Memory | None = None
         self._ticket: Ticket | None = None
-        self._patience = Patience(deadline_s, 0.0)
+        self._timeout = AwakeTimeout(deadline_s, 0.0)
         self._posted_at = 0.0
         self._steps: list[Step] = []
         self._draws_left = MAX_DRAWS
-        self._best_s: dict[Kind, float] = {}
+        self._best_s: dict[StepKind, float] = {}
         self._writing_error = ""
         self._is_repeated = False
         self.is_fresh = False
@@ -78,19 +78,19 @@ class SelfTest:
 
     def start(self, now: float) -> None:
         """Get ready for the first read; `now` is in seconds of any clock. Failures are in `result`."""
-        self._patience = Patience(self._deadline_s, now)
+        self._timeout = AwakeTimeout(self._deadline_s, now)
         if not 2 * ROW_BYTES <= self._probe.size_bytes <= MAX_PROBE_BYTES:
             self._end(f"a probe of {self._probe.size_bytes} bytes")
             return
-        self._room = np.zeros(Scratch(0, self._probe).size_bytes, np.uint8)
-        self._scratch = Scratch(int(self._room.ctypes.data), self._probe)
+        self._room = np.zeros(ScratchBuffer(0, self._probe).size_bytes, np.uint8)
+        self._scratch = ScratchBuffer(int(self._room.ctypes.data), self._probe)
         memory = Memory(self._scratch.address, self._room.size, -1)
         try:
             self._transport.register(memory)
             self._memory = memory
             if self._probe.is_writable:
                 self._written[:] = self._held
-            self._steps = rounds(self._scratch, [self._draw()] if self._probe.is_writable else [])
+            self._steps = all_steps(self._scratch, [self._draw()] if self._probe.is_writable else [])
         except FerryError as error:
             self._end(str(error))
 
@@ -130,8 +130,8 @@ class SelfTest:
             if completion.ticket == self._ticket:
                 self._ticket = None
                 self._take(completion, now)
-        self._patience.spend(now)
-        if self.result is None and self._patience.is_over:
+        self._timeout.spend(now)
+        if self.result is None and self._timeout.is_over:
             # What is measured once more has passed already.
             self._end("" if self._is_repeated else f"no answer within {self._deadline_s:.2g} s")
 
@@ -154,8 +154,8 @@ class SelfTest:
         done = self._steps[0]
         self._best_s[done.kind] = min(self._best_s.get(done.kind, elapsed), elapsed)
         num_wrong = self._num_wrong(done)
-        if num_wrong and done.kind is Kind.MARK_BACK and self._draws_left:
-            self._steps[:1] = marking(self._scratch, self._draw())
+        if num_wrong and done.kind is StepKind.MARK_BACK and self._draws_left:
+            self._steps[:1] = mark_steps(self._scratch, self._draw())
         elif num_wrong:
             self._fail(f"{num_wrong} of {done.copies.num_bytes} bytes are wrong", now)
             return
@@ -175,7 +175,7 @@ class SelfTest:
     def _go_on(self, now: float) -> None:
         if not self._steps and self._is_doubtful:
             self._is_repeated = True
-            self._steps = rounds(self._scratch, [])
+            self._steps = all_steps(self._scratch, [])
         if not self._steps:
             self._end("")
             return
@@ -187,8 +187,8 @@ class SelfTest:
     @property
     def _is_doubtful(self) -> bool:
         """Whether one direction seems far slower, which a busy machine may have feigned, and is worth another look."""
-        has_time = self._patience.left_s > self._deadline_s / 2
-        return has_time and not self._is_repeated and self._measured("").is_lopsided
+        has_time = self._timeout.left_s > self._deadline_s / 2
+        return has_time and not self._is_repeated and self._measured("").is_asymmetric
 
     def _draw(self) -> int:
         """Something new to write, and the address of a mark that was drawn by lot."""
@@ -200,7 +200,7 @@ class SelfTest:
         """How many bytes are not what they should be; what was written is seen when it is read back."""
         if done.direction is Direction.WRITE:
             return 0
-        if done.kind is Kind.MARK_BACK:
+        if done.kind is StepKind.MARK_BACK:
             return int(np.count_nonzero(self._read[:MARK_BYTES] != self._mark))
         num_rows, num_bytes = len(done.copies), int(done.copies.length[0])
         found, wanted = self._read[:num_bytes], self._held[:num_bytes]
@@ -229,7 +229,7 @@ class SelfTest:
             self._transport.cancel(self._ticket)
 
     def _measured(self, error: str) -> Measurement:
-        failed = Rates(0.0, 0.0, self._best_s.get(Kind.LATENCY, float("inf")), error)
+        failed = Rates(0.0, 0.0, self._best_s.get(StepKind.LATENCY, float("inf")), error)
         read, written = failed if error else self._rates(*READS), UNMEASURED
         if self._writing_error:
             written = Rates(0.0, 0.0, float("inf"), self._writing_error)
@@ -238,7 +238,7 @@ class SelfTest:
         figures = (read.gigabytes_per_s, read.row_gigabytes_per_s, read.latency_s, read.error)
         return Measurement(self._transport.name, *figures, written, self._transport.carriers(self._peer))
 
-    def _rates(self, small: Kind, whole: Kind, rows: Kind) -> Rates:
+    def _rates(self, small: StepKind, whole: StepKind, rows: StepKind) -> Rates:
         size_bytes, small_s = self._probe.size_bytes, self._best_s[small]
         return Rates(
             gigabytes_per_s=size_bytes / _beside(small_s, self._best_s[whole]) / 1e9,

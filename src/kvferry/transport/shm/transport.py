@@ -24,10 +24,10 @@ from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
 from kvferry.system.os_errors import os_error_text
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.descriptors import Natural, check_size, decode
+from kvferry.transport.descriptor_codec import Natural, check_size, decode
 from kvferry.transport.process_identity import Origin, check_same, origin_here
 from kvferry.transport.registered_memory import Pieces, Registry, View
-from kvferry.transport.rowcopy.queue import CopyQueue, Posting
+from kvferry.transport.rowcopy.copy_queue import CopyQueue, Posting
 from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared, check_sealed
 
 __all__ = ["SharedMemory", "SharedMemoryTransport", "allocate_shared"]

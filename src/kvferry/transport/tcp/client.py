@@ -13,7 +13,7 @@ from kvferry.errors import FerryError, TransportError
 from kvferry.system.os_errors import os_error_text
 from kvferry.transport.base import Completion, Direction, Ticket
 from kvferry.transport.registered_memory import Column, Offsets, Side
-from kvferry.transport.rowcopy.rows import gather, scatter, stream_chunks
+from kvferry.transport.rowcopy.gather_scatter import gather, scatter, stream_chunks
 from kvferry.transport.tcp.connection import (
     CHUNK_BYTES,
     MAX_ROWS,

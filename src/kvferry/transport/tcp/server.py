@@ -21,7 +21,7 @@ from kvferry.system.os_errors import os_error_text
 from kvferry.transport.base import Direction
 from kvferry.transport.machine.addresses import family_of, resolve
 from kvferry.transport.registered_memory import Column, Offsets, Registry, View
-from kvferry.transport.rowcopy.rows import gather, scatter, stream_chunks
+from kvferry.transport.rowcopy.gather_scatter import gather, scatter, stream_chunks
 from kvferry.transport.tcp.connection import (
     CHALLENGE_BYTES,
     CHUNK_BYTES,

@@ -19,7 +19,7 @@ from msgspec import Meta
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies, split
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
-from kvferry.transport.descriptors import Natural, check_size, decode
+from kvferry.transport.descriptor_codec import Natural, check_size, decode
 from kvferry.transport.registered_memory import Column, Pieces, Registry
 from kvferry.transport.tcp.client import Far, Lane, Order
 from kvferry.transport.tcp.connection import CHUNK_BYTES, KEY_BYTES

@@ -19,9 +19,8 @@ from kvferry.plan.description.layout import Layout
 from kvferry.staging.device.arena import DeviceArena
 from kvferry.staging.device.mover import DeviceMover
 from kvferry.staging.device.pinned import CudaRuntime, Pinned
-from kvferry.staging.device.plugins import load_devices
 from kvferry.staging.device.side_stream import SideStream
-from kvferry.staging.device.table import StagingMemory, check_pair, check_staging
+from kvferry.staging.device.table import StagingMemory, check_pair, check_staging, load_devices
 from kvferry.transport.base import Memory
 from kvferry.transport.memory_kind import HOST
 from kvferry.transport.registered_memory import Pieces

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.plan.programs.copies import Copies, Direction
-from kvferry.transport.selection.probe_memory import MARK_BYTES, Probe
+from kvferry.transport.selection.probe import MARK_BYTES, Probe
 
 LATENCY_BYTES = 4096
 ROW_BYTES = 4096
@@ -19,7 +19,7 @@ ROW_BYTES = 4096
 NUM_ROUNDS = 3
 
 
-class Kind(StrEnum):
+class StepKind(StrEnum):
     """What a copy of the self-test is for."""
 
     LATENCY = "latency"
@@ -34,12 +34,12 @@ class Kind(StrEnum):
 
 WHOLE = np.zeros(1, np.uint64)
 """Where the only row of a copy starts."""
-READS = (Kind.LATENCY, Kind.WHOLE, Kind.ROWS)
-WRITES = (Kind.MARK, Kind.WRITE_WHOLE, Kind.WRITE_ROWS)
+READS = (StepKind.LATENCY, StepKind.WHOLE, StepKind.ROWS)
+WRITES = (StepKind.MARK, StepKind.WRITE_WHOLE, StepKind.WRITE_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
+class ScratchBuffer:
     """Memory of a self-test, from `address` on. What is read comes first; what is written, behind it, is never read
     into, so that no wrong byte ever goes back to the peer; a mark of our own comes last."""
 
@@ -66,7 +66,7 @@ class Scratch:
 class Step:
     """One copy of the self-test; `copies.target` or `copies.source` is its scratch memory."""
 
-    kind: Kind
+    kind: StepKind
     copies: Copies
 
     @property
@@ -83,7 +83,7 @@ def num_row_bytes(size_bytes: int) -> int:
     return size_bytes // (2 * ROW_BYTES) * ROW_BYTES
 
 
-def rounds(scratch: Scratch, marks: Sequence[int]) -> list[Step]:
+def all_steps(scratch: ScratchBuffer, marks: Sequence[int]) -> list[Step]:
     """Reads and writes in turn, several times: whatever slows one direction down for a moment meets the other, too.
 
     `marks` are the addresses there of the mark to write: one, or none where that writes arrive is already registered.
@@ -93,34 +93,34 @@ def rounds(scratch: Scratch, marks: Sequence[int]) -> list[Step]:
         steps += _reads(scratch)
         if scratch.probe.is_writable:
             is_last = number == NUM_ROUNDS - 1
-            steps += [step for mark in marks for step in marking(scratch, mark)[: 2 if is_last else 1]]
+            steps += [step for mark in marks for step in mark_steps(scratch, mark)[: 2 if is_last else 1]]
             steps += _writes(scratch)
     back = _copies(scratch.probe.address, scratch.address, WHOLE, scratch.probe.size_bytes)
-    return [*steps, Step(Kind.WHOLE_BACK, back)] if scratch.probe.is_writable else steps
+    return [*steps, Step(StepKind.WHOLE_BACK, back)] if scratch.probe.is_writable else steps
 
 
-def marking(scratch: Scratch, mark: int) -> tuple[Step, Step]:
+def mark_steps(scratch: ScratchBuffer, mark: int) -> tuple[Step, Step]:
     """Write the mark to the address `mark` there, and read it back."""
     write, back = (_copies(mark, near, WHOLE, MARK_BYTES) for near in (scratch.mark, scratch.address))
-    return Step(Kind.MARK, _swapped(write)), Step(Kind.MARK_BACK, back)
+    return Step(StepKind.MARK, _swapped(write)), Step(StepKind.MARK_BACK, back)
 
 
-def _reads(scratch: Scratch) -> list[Step]:
+def _reads(scratch: ScratchBuffer) -> list[Step]:
     """A small one, every other page of the probe in rows of their own, and all of it in one row."""
     far, near, size_bytes = scratch.probe.address, scratch.address, scratch.probe.size_bytes
     return [
-        Step(Kind.LATENCY, _copies(far, near, WHOLE, LATENCY_BYTES)),
-        Step(Kind.ROWS, _copies(far, near, _starts(size_bytes), ROW_BYTES)),
-        Step(Kind.WHOLE, _copies(far, near, WHOLE, size_bytes)),
+        Step(StepKind.LATENCY, _copies(far, near, WHOLE, LATENCY_BYTES)),
+        Step(StepKind.ROWS, _copies(far, near, _starts(size_bytes), ROW_BYTES)),
+        Step(StepKind.WHOLE, _copies(far, near, WHOLE, size_bytes)),
     ]
 
 
-def _writes(scratch: Scratch) -> list[Step]:
+def _writes(scratch: ScratchBuffer) -> list[Step]:
     """The same to the peer; its small one is the mark."""
     far, near, size_bytes = scratch.probe.address, scratch.written, scratch.probe.size_bytes
     return [
-        Step(Kind.WRITE_ROWS, _swapped(_copies(far, near, _starts(size_bytes), ROW_BYTES))),
-        Step(Kind.WRITE_WHOLE, _swapped(_copies(far, near, WHOLE, size_bytes))),
+        Step(StepKind.WRITE_ROWS, _swapped(_copies(far, near, _starts(size_bytes), ROW_BYTES))),
+        Step(StepKind.WRITE_WHOLE, _swapped(_copies(far, near, WHOLE, size_bytes))),
     ]
 
 

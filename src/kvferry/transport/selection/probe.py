@@ -43,7 +43,7 @@ class Probe:
         return self.address + self.size_bytes + number * MARK_BYTES
 
 
-def room_bytes(size_bytes: int = PROBE_BYTES, num_marks: int = NUM_MARKS) -> int:
+def allocation_bytes(size_bytes: int = PROBE_BYTES, num_marks: int = NUM_MARKS) -> int:
     """What a probe takes in memory."""
     return size_bytes + num_marks * MARK_BYTES
 

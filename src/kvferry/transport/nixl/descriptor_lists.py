@@ -14,7 +14,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
-from kvferry.transport.descriptors import Natural, check_size
+from kvferry.transport.descriptor_codec import Natural, check_size
 from kvferry.transport.memory_kind import HOST, MemoryKind, kind_of
 from kvferry.transport.registered_memory import Column, Pieces
 

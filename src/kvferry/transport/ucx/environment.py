@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import parse_qsl, urlencode
 
-from kvferry.transport.machine.accelerators import accelerators
-from kvferry.transport.machine.facts import Accelerator, Place, Situation, UcxBuild
+from kvferry.transport.machine.facts import Accelerator, Place, SystemFacts, UcxBuild
 from kvferry.transport.machine.finding import Finding, Severity
-from kvferry.transport.machine.nics import nics
-from kvferry.transport.machine.process_limits import confinement
-from kvferry.transport.machine.ucx_builds import build_at, build_to_load, installed_builds, loaded_directories
-from kvferry.transport.machine.ucx_settings import Environment, choose_environment
+from kvferry.transport.machine.hardware import accelerators, nics
+from kvferry.transport.machine.process_limits import process_limits
+from kvferry.transport.ucx.builds import build_at, build_to_load, installed_builds, loaded_directories
+from kvferry.transport.ucx.settings import Environment, choose_environment
 
 PACKAGES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
 """NIXL's Python packages, in the order in which they are tried."""
@@ -37,15 +36,15 @@ SILENCED: Final = "KVFERRY_SILENCED"
 class Prepared:
     """What was found, what was chosen, and what cannot have any effect any more."""
 
-    situation: Situation
+    system: SystemFacts
     environment: Environment
     late: tuple[Finding, ...]
 
 
-def situation_here(device: str = "cpu", buffer_device: str = "cpu", place: Place = Place.UNKNOWN) -> Situation:
+def system_facts(device: str = "cpu", buffer_device: str = "cpu", place: Place = Place.UNKNOWN) -> SystemFacts:
     """This machine and process, for an engine on `device` whose registered memory is `buffer_device`'s."""
     matching = [each for each in accelerators() if each.kind == device]
-    return Situation(
+    return SystemFacts(
         device=device,
         buffer_device=buffer_device,
         place=place,
@@ -53,8 +52,8 @@ def situation_here(device: str = "cpu", buffer_device: str = "cpu", place: Place
         # Where there are several, only the engine knows which one is its own.
         accelerator=matching[0] if len(matching) == 1 else Accelerator("", device),
         build=_build(),
-        confinement=confinement(),
-        user=users_settings(),
+        limits=process_limits(),
+        user=user_variables(),
     )
 
 
@@ -63,8 +62,8 @@ def prepare(device: str = "cpu", buffer_device: str = "cpu", place: Place = Plac
 
     Raises ConfigurationError when the user's own list of transports cannot work.
     """
-    situation = situation_here(device, buffer_device, place)
-    environment = choose_environment(situation)
+    system = system_facts(device, buffer_device, place)
+    environment = choose_environment(system)
     new = {name: value for name, value in environment.chosen.items() if os.environ.get(name) != value}
     late = _too_late(new) if loaded_directories() else ()
     kept = _forget_what_is_not_chosen(environment)
@@ -72,10 +71,10 @@ def prepare(device: str = "cpu", buffer_device: str = "cpu", place: Place = Plac
     _note(CHOSEN, kept | new)
     for setting in environment.settings:
         logger.info("%s (%s): %s", setting, setting.origin, setting.reason)
-    return Prepared(situation, environment, late)
+    return Prepared(system, environment, late)
 
 
-def silence() -> None:
+def silence_libraries() -> None:
     """Have UCX and NIXL write no messages of their own, unless the user has set how much they write. Before they are
     loaded; child processes inherit it."""
     new = {name: level for name, level in QUIET.items() if name not in os.environ}
@@ -83,7 +82,7 @@ def silence() -> None:
     _note(SILENCED, _noted(SILENCED) | new)
 
 
-def users_settings() -> dict[str, str]:
+def user_variables() -> dict[str, str]:
     """UCX's variables in this process's environment that we have not put there."""
     return {name: value for name, value in os.environ.items() if _is_users(name, value)}
 

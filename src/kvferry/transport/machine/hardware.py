@@ -1,4 +1,4 @@
-"""The network cards of this machine, as the kernel shows them below /sys/class."""
+"""Network ports and accelerators, as the kernel shows them below /sys: no driver and no library is asked."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from kvferry.transport.machine.facts import UNKNOWN_NODE, Nic, NicKind
+from kvferry.transport.machine.facts import UNKNOWN_NODE, Accelerator, Nic, NicKind
 
 ROOT: Final = Path("/")
+VENDORS: Final = {"0x10de": "cuda", "0x1002": "rocm", "0x8086": "xpu", "0x1ae0": "tpu"}
+KINDS: Final = frozenset(VENDORS.values())
+"""The names of all kinds of accelerators."""
+# PCI classes: display controllers, 3D controllers, and processing accelerators.
+CLASSES: Final = ("0x0300", "0x0302", "0x0380", "0x1200")
 ADDRESS: Final = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]|pci[0-9a-f]{4,}:[0-9a-f]{2}")
 
 
 def nics(root: Path = ROOT) -> tuple[Nic, ...]:
     """Every port of every card, RDMA first. What cannot be read is left out; `root` is for tests."""
     return (*_rdma_ports(root / "sys/class/infiniband"), *_interfaces(root / "sys/class/net"))
+
+
+def accelerators(root: Path = ROOT) -> tuple[Accelerator, ...]:
+    """All of them, by PCI address. `root` is for tests."""
+    return tuple(_accelerators(root / "sys/bus/pci/devices"))
 
 
 def word(path: Path) -> str:
@@ -76,3 +86,10 @@ def _leading_number(text: str) -> float:
         return float(first[0]) if first else 0.0
     except ValueError:
         return 0.0
+
+
+def _accelerators(folder: Path) -> Iterator[Accelerator]:
+    for device in _entries(folder):
+        kind = VENDORS.get(word(device / "vendor"), "")
+        if kind and word(device / "class").startswith(CLASSES):
+            yield Accelerator(device.name, kind, node_of(device), bus_of(device))

@@ -4,14 +4,14 @@ without a word."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from kvferry.plan.programs.copies import Direction
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.machine.finding import Finding, Severity
-from kvferry.transport.machine.ucx_transports import RDMA
+from kvferry.transport.selection.local_context import LocalContext
 from kvferry.transport.selection.measurement import FAR_SLOWER, OTHER, Measurement
+from kvferry.transport.ucx.tls import RDMA
 
 ON_ONE_HOST: Final = frozenset(
     {"memory", "shm", "cma", "posix", "sysv", "xpmem", "knem", "cuda_ipc", "rocm_ipc", "ze_ipc", *RDMA}
@@ -19,49 +19,25 @@ ON_ONE_HOST: Final = frozenset(
 WORDS: Final = {Direction.READ: "reading", Direction.WRITE: "writing"}
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """Of this process: the host's name (empty: not known), whether an RDMA port is up, and the transport asked for.
-
-    `user_transports` is the user's own UCX_TLS, `may_attach` whether the kernel lets processes read each other, and
-    `may_turn` whether a peer that can only be read far slower than written to is asked to write.
-    """
-
-    host: str = ""
-    has_rdma: bool = False
-    requested: str = "auto"
-    user_transports: str = ""
-    may_attach: bool = True
-    may_turn: bool = False
-
-    def place_of(self, host: str) -> Place:
-        """Where a peer is that says it runs on `host`."""
-        if not self.host or not host:
-            return Place.UNKNOWN
-        return Place.SAME_HOST if host == self.host else Place.OTHER_HOST
-
-
-def judge(measured: Measurement, direction: Direction, place: Place, surroundings: Surroundings) -> tuple[Finding, ...]:
+def diagnose(measured: Measurement, direction: Direction, place: Place, context: LocalContext) -> tuple[Finding, ...]:
     """What is wrong with a transport that was chosen for a peer and moves bytes in this direction."""
     return (
-        *_fallback(measured, direction, place, surroundings),
-        *_lopsided(measured, direction, surroundings.may_turn),
+        *_fallback(measured, direction, place, context),
+        *_lopsided(measured, direction, context.may_turn),
     )
 
 
-def _fallback(
-    measured: Measurement, direction: Direction, place: Place, surroundings: Surroundings
-) -> Iterator[Finding]:
-    if measured.name == surroundings.requested == "tcp":
+def _fallback(measured: Measurement, direction: Direction, place: Place, context: LocalContext) -> Iterator[Finding]:
+    if measured.name == context.requested == "tcp":
         # Asked for by name: that is no fallback.
         return
     families = {carrier.split("/")[0] for carrier in measured.carriers}
-    fine, words = _expected(place, surroundings.has_rdma)
+    fine, words = _expected(place, context.has_rdma)
     if families and families.isdisjoint(fine):
         ways = " and ".join(measured.carriers)
         what = "transfers use a slower transport than these engines could"
         found = f"{measured.name} over {ways}, {measured.rates(direction)}"
-        yield Finding(Severity.WARNING, what, found, words, _hint(place, surroundings))
+        yield Finding(Severity.WARNING, what, found, words, _hint(place, context))
 
 
 def _expected(place: Place, has_rdma: bool) -> tuple[frozenset[str], str]:
@@ -73,13 +49,13 @@ def _expected(place: Place, has_rdma: bool) -> tuple[frozenset[str], str]:
     return frozenset({"tcp", *ON_ONE_HOST}), ""
 
 
-def _hint(place: Place, surroundings: Surroundings) -> str:
+def _hint(place: Place, context: LocalContext) -> str:
     """The likeliest cause first: what the user has set, then what the kernel forbids, then what differs at the peer."""
-    if surroundings.user_transports:
-        return f"UCX_TLS={surroundings.user_transports} is set: unset it, or add what is missing"
+    if context.user_transports:
+        return f"UCX_TLS={context.user_transports} is set: unset it, or add what is missing"
     if place is not Place.SAME_HOST:
         return "is the peer's RDMA port up, too, and UCX_NET_DEVICES right on both hosts? kvferry doctor shows both"
-    if not surroundings.may_attach:
+    if not context.may_attach:
         return "sysctl kernel.yama.ptrace_scope=0, or give both engines CAP_SYS_PTRACE; shm needs neither"
     return "run both engines as one user in one pid and ipc namespace (containers: --pid=host --ipc=host)"
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvferry.errors import TransportError
 from kvferry.plan.programs.tiles import Tile, rows_of
 from kvferry.transport.registered_memory import Offsets, Pieces, Side, View
-from kvferry.transport.rowcopy.choice import current
+from kvferry.transport.rowcopy.copier import current
 
 _HERE_SOURCE, _HERE_TARGET = "this process (source)", "this process (target)"
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvferry.transport.machine.nics import ROOT
-from kvferry.transport.machine.ucx_builds import loaded_files
+from kvferry.transport.machine.hardware import ROOT
+from kvferry.transport.ucx.builds import loaded_files
 
 LANE: Final = re.compile(r"lane\[\d+\]:\s+\d+:([\w-]+/[\w.:-]+?)\.\d+\s.*?->\s*\S+(?:\s+seg\s+\d+)?(.*)$")
 """Such as `lane[1]:  5:cma/memory.0 md[4] -> md[4]/cma/sysdev[255] seg 42 rma_bw#0`: transport, device, uses."""
@@ -48,7 +48,7 @@ class _Libraries:
     system: Any
 
 
-class UcxReport:
+class UcxIntrospection:
     """Asks the loaded UCX. Everything is empty where it cannot be asked."""
 
     def __init__(self, maps: Path = ROOT / "proc/self/maps") -> None:

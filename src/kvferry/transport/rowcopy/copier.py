@@ -15,7 +15,7 @@ from typing import TypeAlias
 from kvferry.extras import how_to_install
 from kvferry.plan.programs.tiles import Tile
 from kvferry.transport.registered_memory import Offsets, Side
-from kvferry.transport.rowcopy import numpy_rows
+from kvferry.transport.rowcopy import with_numpy
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Copier:
     copy_tile: CopyTile | None = None
 
 
-class Preparation:
+class BackgroundCompilation:
     """Has a thread of its own make the faster copier, once; `copier` is the one to use at any time.
 
     `make` is called with whether the translation may be kept on disk. If it raises, it is called again without.
@@ -47,7 +47,7 @@ class Preparation:
         self._lock = threading.Lock()
         self._started = False
         self._over = threading.Event()
-        self.copier = Copier("numpy", "nothing faster is prepared yet", numpy_rows.copy)
+        self.copier = Copier("numpy", "nothing faster is wait_until_compiled yet", with_numpy.copy)
 
     def start(self) -> None:
         """Return at once, also when it has been started before."""
@@ -56,7 +56,7 @@ class Preparation:
                 return
             self._started = True
         # Not a daemon: a process must not end in the middle of LLVM.
-        threading.Thread(target=self._run, name="kvferry-prepare-rows").start()
+        threading.Thread(target=self._run, name="kvferry-compile_in_background-rows").start()
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it was over within that time, well or not. For tests and benchmarks."""
@@ -71,29 +71,29 @@ class Preparation:
             except Exception as error:  # noqa: BLE001 - the top of a thread: whatever is wrong, numpy does it
                 reason = f"{type(error).__name__}: {error}"
         else:
-            self.copier = Copier("numpy", reason, numpy_rows.copy)
+            self.copier = Copier("numpy", reason, with_numpy.copy)
         hint = f"; short rows take longer ({reason}); hint: {how_to_install('native')}"
         logger.info("rows are copied by %s%s", self.copier.name, hint if self.copier.reason else "")
         self._over.set()
 
 
 def _make_native(on_disk: bool) -> Copier:
-    from kvferry.transport.rowcopy.native_rows import compile_rows
+    from kvferry.transport.rowcopy.with_numba import compile_rows
 
     rows = compile_rows(on_disk)
     return Copier("numba", "", rows.copy, rows.copy_tile)
 
 
-_preparation = Preparation(_make_native)
+_preparation = BackgroundCompilation(_make_native)
 
 
-def prepare() -> None:
+def compile_in_background() -> None:
     """Begin to make the faster copier in a thread of its own, once per process. Returns at once."""
     _preparation.start()
 
 
-def prepared(timeout_s: float) -> bool:
-    """Wait for what `prepare` has begun; whether it is over, well or not."""
+def wait_until_compiled(timeout_s: float) -> bool:
+    """Wait for what `compile_in_background` has begun; whether it is over, well or not."""
     return _preparation.wait(timeout_s)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from kvferry.transport.machine.facts import UcxBuild
-from kvferry.transport.machine.nics import ROOT
+from kvferry.transport.machine.hardware import ROOT
 
 MAPS: Final = ROOT / "proc/self/maps"
 BUILT_IN: Final = frozenset({"self", "tcp", "posix", "sysv"})

@@ -12,7 +12,7 @@ import numpy as np
 from kvferry.plan.programs.copies import Copies
 from kvferry.transport.base import Completion, Direction, Ticket
 from kvferry.transport.registered_memory import Pieces
-from kvferry.transport.rowcopy.rows import copy_rows
+from kvferry.transport.rowcopy.gather_scatter import copy_rows
 
 TURN_BYTES = 64 << 20
 """Whoever waits behind a long ticket waits for no more than this, ten milliseconds or so. If tickets of about one size
