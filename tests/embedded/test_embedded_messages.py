@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from embedded_server import Served
 
-from kvferry.embedded.request.fields import Support, Verdict
-from kvferry.embedded.request.messages import MESSAGE_SUPPORT, PART_SUPPORT, WatchedMessage, plain_messages
+from kvferry.embedded.request.bodies import ChatMessage, ContentPart
+from kvferry.embedded.request.chat import WatchedMessage, plain_messages
+from kvferry.embedded.request.support import SUPPORT, Support, Verdict
 from kvferry.errors import RequestError
 
 CHAT = "/v1/chat/completions"
@@ -32,7 +33,7 @@ def part(**fields: Any) -> dict[str, Any]:
     return plain(content=[{"type": "text", "text": "a"} | fields])
 
 
-@pytest.mark.parametrize("row", MESSAGE_SUPPORT, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", SUPPORT[ChatMessage].values(), ids=lambda row: row.name)
 def test_every_field_of_a_message_is_what_happens(row: Support) -> None:
     match row.verdict:
         case Verdict.HONOURED:
@@ -47,7 +48,7 @@ def test_every_field_of_a_message_is_what_happens(row: Support) -> None:
                 assert plain(**{row.name: harmless}) == plain()
 
 
-@pytest.mark.parametrize("row", PART_SUPPORT, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", SUPPORT[ContentPart].values(), ids=lambda row: row.name)
 def test_every_field_of_a_part_is_what_happens(row: Support) -> None:
     match row.verdict:
         case Verdict.HONOURED:
@@ -123,4 +124,4 @@ def test_what_the_template_reads_is_honoured(decoder: Served, monkeypatch: pytes
 def test_the_documentation_names_every_field_of_messages() -> None:
     page = (Path(__file__).parents[2] / "docs" / "embedded.md").read_text()
     section = page.split("## Fields of messages\n")[1].split("\n## ")[0]
-    assert [row.name for row in MESSAGE_SUPPORT + PART_SUPPORT if f"`{row.name}`" not in section] == []
+    assert [name for body in (ChatMessage, ContentPart) for name in SUPPORT[body] if f"`{name}`" not in section] == []

@@ -12,8 +12,13 @@ from kvferry import __version__
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.http.caller import caller_of
 from kvferry.embedded.http.responder import Responder, error_response, json_response
-from kvferry.embedded.request.requests import decode_chat, decode_completion, decode_release
-from kvferry.embedded.request.tokenize import DETOKENIZE, TOKENIZE, decode_detokenize, decode_tokenize
+from kvferry.embedded.request.parse import (
+    decode_chat,
+    decode_completion,
+    decode_detokenize,
+    decode_release,
+    decode_tokenize,
+)
 from kvferry.embedded.serving.openai_objects import ChatShape, CompletionShape
 from kvferry.embedded.serving.service import ServeInfo, Service
 from kvferry.embedded.transfer.transfer import Transfer
@@ -155,8 +160,8 @@ def create_app(engine: Engine, transfer: Transfer, info: ServeInfo) -> Starlette
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
-            Route(TOKENIZE, endpoints.tokenize, methods=["POST"]),
-            Route(DETOKENIZE, endpoints.detokenize, methods=["POST"]),
+            Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+            Route("/detokenize", endpoints.detokenize, methods=["POST"]),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{name:path}", endpoints.model),
             Route("/version", endpoints.version),

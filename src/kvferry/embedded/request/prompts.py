@@ -6,13 +6,13 @@ import asyncio
 import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jinja2
 
 from kvferry.embedded.engine.async_engine import Engine
-from kvferry.embedded.request.messages import WatchedMessage, refuse_unread
+from kvferry.embedded.request.chat import ChatPrompt, WatchedMessage, refuse_unread
+from kvferry.embedded.request.parse import PromptInput, TextPrompt
 from kvferry.errors import RequestError
 
 Result = TypeVar("Result")
@@ -20,31 +20,6 @@ Result = TypeVar("Result")
 # Characters, or tokens. What is shorter is tokenised sooner than a thread is asked to.
 SHORT_TEXT = 1 << 16
 MIN_SIZE = 64
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """Messages for the model's chat template, which writes the special tokens itself. It ends with the beginning of an
-    answer (`add_generation_prompt`), or amid the last message (`continue_final_message`). `template_values` are values
-    of the template's own names, such as `enable_thinking`."""
-
-    messages: list[dict[str, Any]]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
-    template_values: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    """Text with or without the tokenizer's special tokens; a plain string is one with them."""
-
-    text: str
-    add_special_tokens: bool
-
-
-PromptInput = str | tuple[int, ...] | ChatPrompt | TextPrompt
-"""A prompt as it comes: text, token ids, or chat messages."""
 
 
 class Prompts:

@@ -13,8 +13,8 @@ from kvferry.connectors.sampling import Sampling
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.engine.detokenizer import TextStream
 from kvferry.embedded.engine.records import Grown, Prefilled, Request, Token
+from kvferry.embedded.request.parse import GenerationRequest
 from kvferry.embedded.request.prompts import Prompts
-from kvferry.embedded.request.requests import Ask
 from kvferry.embedded.serving.logprobs import ScoredToken, scored_token
 from kvferry.embedded.serving.metrics import Metrics, Report
 from kvferry.embedded.serving.pieces import Piece, interleaved
@@ -56,7 +56,7 @@ class Call:
     """
 
     requests: tuple[Request, ...]
-    ask: Ask
+    ask: GenerationRequest
     echoes: tuple[str, ...] = ()
 
     @property
@@ -117,7 +117,7 @@ class Service:
         if call.ask.leg.kind == "prefill":
             self._transfer.abort(call.requests[0].request_id)
 
-    async def call(self, request_id: str, ask: Ask) -> Call:
+    async def call(self, request_id: str, ask: GenerationRequest) -> Call:
         """Tokenise the prompts. Raises RequestError, PromptTooLongError."""
         prompts = [await self.prompts.token_ids(prompt) for prompt in ask.prompts]
         bad_words_ids = await self.prompts.bad_words_ids(ask.sampling.bad_words)
@@ -128,7 +128,7 @@ class Service:
         texts = [await self.prompts.text_of(prompt) for prompt in ask.prompts] if ask.echoes else []
         return Call(tuple(requests), ask, tuple(text for text in texts for _ in samplings))
 
-    def _request(self, request_id: str, prompt: tuple[int, ...], ask: Ask, sampling: Sampling) -> Request:
+    def _request(self, request_id: str, prompt: tuple[int, ...], ask: GenerationRequest, sampling: Sampling) -> Request:
         max_new_tokens = self._max_new_tokens(ask, len(prompt))
         if sampling.min_tokens > max_new_tokens and ask.leg.kind != "prefill":
             raise RequestError(
@@ -294,7 +294,7 @@ class Service:
     def _scored(self, token: Token, text_offset: int) -> tuple[ScoredToken, ...]:
         return () if token.scored is None else (scored_token(self.engine.tokenizer, token.scored, text_offset),)
 
-    def _max_new_tokens(self, ask: Ask, num_prompt_tokens: int) -> int:
+    def _max_new_tokens(self, ask: GenerationRequest, num_prompt_tokens: int) -> int:
         if ask.max_new_tokens > 0:
             return ask.max_new_tokens
         room = self.engine.max_tokens - num_prompt_tokens

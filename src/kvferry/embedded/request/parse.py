@@ -1,85 +1,67 @@
-"""Request bodies of the OpenAI dialect: decoded, checked, and told in one record what the engine can do with them."""
+"""From a request body to one record of what it asks for, once every field is known to be honoured or without effect."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import secrets
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvferry.connectors.params import wants_early
+from kvferry.connectors.sampling import Sampling
 from kvferry.embedded.engine.detokenizer import TextOptions
-from kvferry.embedded.request.chat_fields import chat_prompt
-from kvferry.embedded.request.fields import Support, Verdict, refuse_unsupported, support_of
-from kvferry.embedded.request.prompts import PromptInput, TextPrompt
-from kvferry.embedded.request.sampling_fields import SamplingBody, SamplingFields, sampling_fields
+from kvferry.embedded.request.bodies import (
+    MAX_CHOICES,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ReleaseBody,
+    TokenizeChatBody,
+    TokenizeTextBody,
+    cut,
+    decode_body,
+    fields_of_body,
+)
+from kvferry.embedded.request.chat import ChatPrompt, chat_prompt
+from kvferry.embedded.request.support import SUPPORT, Verdict, refuse_unsupported
 from kvferry.errors import RequestError
-from kvferry.http.request_fields import Endpoint
 
-Body = TypeVar("Body")
+Body = TypeVar("Body", bound=msgspec.Struct)
 
-MAX_CHOICES = 2048  # of one request, over all its prompts
-MAX_STOPS = 16  # OpenAI takes 4, vLLM any number; each is looked for after each token
-MAX_TOP_LOGPROBS = 20  # as OpenAI and vLLM
-MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_COMPLETION = 16
 UNLIMITED = 2**62  # a chat may take what the context leaves
+# Fields that are values of `Sampling` as they are.
+AS_GIVEN = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 PROMPT_KINDS = {int: "token ids", str: "strings", list: "lists"}
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_usage: bool | None = False
-    continuous_usage_stats: Literal[False] | None = False
-    include_obfuscation: Literal[False] | None = False
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text with or without the tokenizer's special tokens; a plain string is one with them."""
+
+    text: str
+    add_special_tokens: bool
 
 
-class _Common(SamplingBody, frozen=True, kw_only=True):
-    """The fields that both endpoints know and honour; `kvferry.embedded.request.fields` has the others."""
-
-    model: str | None = None
-    max_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = False
-    skip_special_tokens: bool | None = True
-    ignore_eos: bool | None = False
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = False
-    kv_transfer_params: dict[str, Any] | None = None
-    cache_salt: str | None = None
-    n: int | None = None
-    best_of: int | None = None
+PromptInput = str | tuple[int, ...] | ChatPrompt | TextPrompt
+"""A prompt as it comes: text, token ids, or chat messages."""
 
 
-class CompletionBody(_Common, frozen=True, kw_only=True):
-    """`POST /v1/completions`."""
+@dataclass(frozen=True, slots=True)
+class SamplingOverrides:
+    """What one request says; `given` are values of `Sampling` by name. `bad_words` are still text."""
 
-    prompt: str | list[int | str | list[int]]
-    add_special_tokens: bool | None = True
-    logprobs: int | None = None
-    echo: bool | None = False
+    given: dict[str, Any]
+    bad_words: tuple[str, ...]
 
-
-class ChatBody(_Common, frozen=True, kw_only=True):
-    """`POST /v1/chat/completions`."""
-
-    messages: list[dict[str, Any]]
-    add_generation_prompt: bool | None = True
-    continue_final_message: bool | None = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool | None = False
-    logprobs: bool | None = False
-    top_logprobs: int | None = None
-    max_completion_tokens: int | None = None
-
-
-class ReleaseBody(msgspec.Struct, frozen=True):
-    """`POST /kvferry/release`: a prefill's `kv_transfer_params` that will not be used."""
-
-    kv_transfer_params: dict[str, Any]
+    def over(self, defaults: Sampling, bad_words_ids: tuple[tuple[int, ...], ...]) -> Sampling:
+        """How this request's tokens are chosen. One that names no seed gets one that nobody can guess."""
+        seed = self.given.get("seed", secrets.randbits(63))
+        return replace(defaults, **self.given | {"seed": seed, "bad_words_ids": bad_words_ids})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +77,7 @@ class Leg:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class StopConditions:
     """Where an answer ends, and how much of its end is shown."""
 
     stop_token_ids: frozenset[int]
@@ -104,7 +86,7 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GenerationRequest:
     """What a request wants: `num_choices` answers to each of `prompts`. `max_new_tokens` is -1 when the caller left it
     to us. Only a leg with the same `cache_salt` may use the cache. With `echoes` the prompt's text goes before answers.
     """
@@ -113,8 +95,8 @@ class Ask:
     num_choices: int
     max_new_tokens: int
     default_new_tokens: int
-    ending: Ending
-    sampling: SamplingFields
+    ending: StopConditions
+    sampling: SamplingOverrides
     stream: bool
     include_usage: bool
     return_token_ids: bool
@@ -123,9 +105,18 @@ class Ask:
     echoes: bool = False
 
 
-def decode_completion(body: bytes) -> tuple[CompletionBody, Ask]:
+@dataclass(frozen=True, slots=True)
+class TokenizeRequest:
+    """The prompt whose tokens are asked for, and whether each is to be told as text as well."""
+
+    model: str | None
+    prompt: PromptInput
+    return_token_strs: bool
+
+
+def decode_completion(body: bytes) -> tuple[CompletionBody, GenerationRequest]:
     """The body, and what it asks for. Raises RequestError naming the field, what was found and what to do."""
-    completion = decode_fields(support_of(Endpoint.COMPLETIONS), body, CompletionBody)
+    completion = _decode_supported(body, CompletionBody)
     if completion.echo and completion.logprobs is not None:
         raise RequestError(
             "echo is not supported together with logprobs: the engine has no logits of the prompt",
@@ -139,71 +130,69 @@ def decode_completion(body: bytes) -> tuple[CompletionBody, Ask]:
     return completion, replace(ask, echoes=bool(completion.echo))
 
 
-def decode_chat(body: bytes) -> tuple[ChatBody, Ask]:
+def decode_chat(body: bytes) -> tuple[ChatBody, GenerationRequest]:
     """The body, and what it asks for. Raises RequestError naming the field, what was found and what to do."""
-    chat = decode_fields(support_of(Endpoint.CHAT), body, ChatBody)
+    chat = _decode_supported(body, ChatBody)
     return chat, _ask(chat, (chat_prompt(chat),))
+
+
+def decode_tokenize(body: bytes) -> TokenizeRequest:
+    """Raises RequestError naming the field, what was found and what to do."""
+    fields = fields_of_body(body)
+    given = [name for name in ("prompt", "messages") if bytes(fields.get(name, b"null")) != b"null"]
+    if len(given) != 1:
+        raise RequestError(
+            "a prompt or messages are needed, and not both",
+            found=" and ".join(given) or "neither",
+            expected="prompt: a string, or messages: a list of messages",
+        )
+    if given == ["prompt"]:
+        text = _decode_supported(body, TokenizeTextBody)
+        special = text.add_special_tokens is not False
+        return TokenizeRequest(text.model, TextPrompt(text.prompt, special), bool(text.return_token_strs))
+    chat = _decode_supported(body, TokenizeChatBody)
+    return TokenizeRequest(chat.model, chat_prompt(chat), bool(chat.return_token_strs))
+
+
+def decode_detokenize(body: bytes) -> DetokenizeBody:
+    """Raises RequestError naming the field, what was found and what to do."""
+    return _decode_supported(body, DetokenizeBody)
 
 
 def decode_release(body: bytes) -> dict[str, Any]:
     """The reference that a release names. Raises RequestError."""
-    return _decode(body, ReleaseBody).kv_transfer_params
+    return decode_body(body, ReleaseBody).kv_transfer_params
 
 
-def field_values(body: bytes) -> dict[str, msgspec.Raw]:
-    """The top level of a body, as it came. Raises RequestError."""
-    return _decode(body, dict[str, msgspec.Raw])
+def _decode_supported(body: bytes, kind: type[Body]) -> Body:
+    """No honoured value is built twice."""
+    rows = SUPPORT[kind]
+    raw = fields_of_body(body)
+    others = {name: value for name, value in raw.items() if name not in rows or rows[name].verdict is Verdict.REFUSED}
+    refuse_unsupported(rows, {name: msgspec.json.decode(value) for name, value in others.items()})
+    return decode_body(body, kind)
 
 
-def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> Ask:
+def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> GenerationRequest:
     leg = _leg(body.kv_transfer_params or {})
     if leg.kind == "prefill" and body.stream and not leg.is_early:
         raise RequestError("a prefill request cannot be streamed", found="stream", hint="set stream to false")
     if leg.is_early and not body.stream:
         raise RequestError("an early prefill request must be streamed", found="no stream", hint="set stream to true")
     num_choices = _num_choices(body, len(prompts), leg)
-    return Ask(
+    return GenerationRequest(
         prompts=prompts,
         num_choices=num_choices,
         max_new_tokens=_max_new_tokens(body),
         default_new_tokens=UNLIMITED if isinstance(body, ChatBody) else MAX_TOKENS_COMPLETION,
-        ending=_ending(body),
-        sampling=sampling_fields(body).scored(_num_top_logprobs(body)),
+        ending=_stop_conditions(body),
+        sampling=_sampling(body),
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         return_token_ids=bool(body.return_token_ids),
         leg=leg,
         cache_salt=body.cache_salt or "",
     )
-
-
-def decode_fields(rows: Mapping[str, Support], body: bytes, kind: type[Body]) -> Body:
-    """Typed, once every field is known to be honoured or without effect. No honoured value is built twice.
-
-    Raises RequestError naming the field, what was found and what to do.
-    """
-    raw = field_values(body)
-    others = {name: value for name, value in raw.items() if name not in rows or rows[name].verdict is Verdict.REFUSED}
-    refuse_unsupported(rows, {name: msgspec.json.decode(value) for name, value in others.items()})
-    return _decode(body, kind)
-
-
-def _decode(body: bytes, kind: type[Body]) -> Body:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(
-            "invalid request body",
-            found=str(error),
-            expected="a JSON object as the OpenAI API defines it",
-            param=_field_of(error),
-        ) from None
-
-
-def _field_of(error: Exception) -> str:
-    """msgspec tells the place in words only: ` - at `$.stop[0]``, or the name of what is missing."""
-    found = re.search(r" - at `\$\.(\w+)|^Object missing required field `(\w+)`$", str(error))
-    return (found[1] or found[2]) if found else ""
 
 
 def _as_text(prompt: str | tuple[int, ...], with_special: bool) -> PromptInput:
@@ -220,8 +209,6 @@ def _prompts(prompt: str | list[int | str | list[int]]) -> tuple[str | tuple[int
     if kinds == {int}:
         return (_token_ids(prompt),)
     expected = "a string, a list of token ids, a list of strings, or a list of lists of token ids"
-    if not prompt:
-        raise RequestError("prompt is empty", found="a list of 0 items", expected=expected, param="prompt")
     found = " and ".join(word for kind, word in PROMPT_KINDS.items() if kind in kinds)
     what = "the items of prompt are of different types"
     raise RequestError(what, found=f"a list of {found}", expected=expected, param="prompt")
@@ -233,11 +220,11 @@ def _token_ids(items: object) -> tuple[int, ...]:
 
 def _num_choices(body: CompletionBody | ChatBody, num_prompts: int, leg: Leg) -> int:
     num_choices = 1 if body.n is None else body.n
-    if not 1 <= num_choices <= MAX_CHOICES // num_prompts:
+    if num_choices * num_prompts > MAX_CHOICES:
         raise RequestError(
-            "n cannot be used",
+            "too many answers",
             found=f"{num_choices} answers to {num_prompts} prompts",
-            expected=f"at least 1 answer to each, and at most {MAX_CHOICES} together",
+            expected=f"at most {MAX_CHOICES} together",
             param="n",
         )
     if body.best_of not in (None, num_choices):
@@ -265,7 +252,7 @@ def _leg(params: dict[str, Any]) -> Leg:
     early = {"kvferry.early": ours.get("early")} if isinstance(ours, dict) else {}
     for key, mark in (marks | early).items():
         if mark is not None and not isinstance(mark, bool):
-            raise RequestError(f"invalid {key} in kv_transfer_params", found=_short(mark), expected="true or false")
+            raise RequestError(f"invalid {key} in kv_transfer_params", found=cut(repr(mark)), expected="true or false")
     source, target = (mark is True for mark in marks.values())
     if source and target:
         raise RequestError(
@@ -278,50 +265,40 @@ def _leg(params: dict[str, Any]) -> Leg:
 
 def _max_new_tokens(body: CompletionBody | ChatBody) -> int:
     newer = body.max_completion_tokens if isinstance(body, ChatBody) else None
-    name, wanted = ("max_tokens", body.max_tokens) if newer is None else ("max_completion_tokens", newer)
-    if wanted is not None and wanted < 1:
-        raise RequestError(f"{name} must be positive", found=str(wanted), expected=">= 1", param=name)
+    wanted = body.max_tokens if newer is None else newer
     return -1 if wanted is None else wanted
+
+
+def _sampling(body: CompletionBody | ChatBody) -> SamplingOverrides:
+    given = {name: value for name in AS_GIVEN if (value := getattr(body, name)) is not None}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    if body.logit_bias:
+        given["logit_bias"] = tuple(body.logit_bias.items())
+    if body.allowed_token_ids is not None:
+        given["allowed_token_ids"] = tuple(body.allowed_token_ids)
+    num_top_logprobs = _num_top_logprobs(body)
+    if num_top_logprobs is not None:
+        given |= {"logprobs": True, "num_top_logprobs": num_top_logprobs}
+    return SamplingOverrides(given, tuple(body.bad_words or ()))
 
 
 def _num_top_logprobs(body: CompletionBody | ChatBody) -> int | None:
     """How many of the likeliest tokens are told beside each token; None when not even its own is."""
     if isinstance(body, CompletionBody):
-        name, number = "logprobs", body.logprobs
-    else:
-        name, number = "top_logprobs", body.top_logprobs or (0 if body.logprobs else None)
-        if number and not body.logprobs:
-            raise RequestError(
-                "top_logprobs needs logprobs", found="no logprobs", expected="logprobs: true", param=name
-            )
-    if number is not None and not 0 <= number <= MAX_TOP_LOGPROBS:
-        expected = f"0 to {MAX_TOP_LOGPROBS}"
-        raise RequestError(f"{name} is out of range", found=str(number), expected=expected, param=name)
-    return number
+        return body.logprobs
+    if body.top_logprobs and not body.logprobs:
+        expected = "logprobs: true"
+        raise RequestError("top_logprobs needs logprobs", found="no logprobs", expected=expected, param="top_logprobs")
+    return body.top_logprobs or (0 if body.logprobs else None)
 
 
-def _ending(body: CompletionBody | ChatBody) -> Ending:
+def _stop_conditions(body: CompletionBody | ChatBody) -> StopConditions:
+    stop = body.stop or ()
     text = TextOptions(
-        stops=_stops(body.stop),
+        stops=(stop,) if isinstance(stop, str) else tuple(stop),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         min_tokens=body.min_tokens or 0,
     )
-    return Ending(frozenset(body.stop_token_ids or ()), bool(body.ignore_eos), text)
-
-
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > MAX_STOPS or not all(0 < len(one) <= MAX_STOP_CHARACTERS for one in stops):
-        raise RequestError(
-            "stop cannot be used",
-            found=_short(list(stops)),
-            expected=f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARACTERS} characters",
-            param="stop",
-        )
-    return stops
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return StopConditions(frozenset(body.stop_token_ids or ()), bool(body.ignore_eos), text)

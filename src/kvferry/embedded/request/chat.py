@@ -1,4 +1,4 @@
-"""The messages of a chat: every field of a message and of a part of its content, and what becomes of it; pure.
+"""The messages of a chat as chat templates take them: checked, and what templates do not read is refused; pure.
 
 Optional fields go to the model's chat template. One that the template does not look at would be ignored: it is refused.
 """
@@ -6,71 +6,63 @@ Optional fields go to the model's chat template. One that the template does not 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
 
-from kvferry.embedded.request.fields import CHAT, NO_MEDIA, NO_PREFIX_CACHE, Support, Verdict, refuse_unsupported
+from kvferry.embedded.request.bodies import (
+    ChatBody,
+    ChatMessage,
+    ContentPart,
+    TokenizeChatBody,
+    ToolCall,
+    invalid_value,
+)
+from kvferry.embedded.request.support import SUPPORT, refuse_unsupported
 from kvferry.errors import RequestError
 
 Kind = TypeVar("Kind")
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-IF_READ = "when the chat template reads it"
+OPTIONAL = tuple(name for name in ChatMessage.__struct_fields__ if name not in ("role", "content"))
 
 
-def _rows(verdict: Verdict, reason: str, names: str, *harmless: Any) -> tuple[Support, ...]:
-    return tuple(Support(name, CHAT, verdict, reason, harmless) for name in names.split())
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages for the model's chat template, which writes the special tokens itself. It ends with the beginning of an
+    answer (`add_generation_prompt`), or amid the last message (`continue_final_message`). `template_values` are values
+    of the template's own names, such as `enable_thinking`."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    template_values: dict[str, Any] = field(default_factory=dict)
 
 
-MESSAGE_SUPPORT: tuple[Support, ...] = (
-    *_rows(Verdict.HONOURED, "", "role content"),
-    *_rows(Verdict.HONOURED, IF_READ, "name tool_calls tool_call_id reasoning_content reasoning"),
-    *_rows(Verdict.REFUSED, "send it as tool_calls", "function_call"),
-    *_rows(Verdict.REFUSED, "send it as content", "refusal"),
-    *_rows(Verdict.REFUSED, "the engine does not search the web", "annotations", []),
-    *_rows(Verdict.REFUSED, NO_MEDIA, "audio"),
-)
-PART_SUPPORT: tuple[Support, ...] = (
-    *_rows(Verdict.HONOURED, "", "type text"),
-    *_rows(Verdict.REFUSED, NO_MEDIA, "image_url input_audio audio_url video_url file"),
-    *_rows(Verdict.REFUSED, "the engine does not search the web", "annotations", []),
-    *_rows(Verdict.NO_EFFECT, NO_PREFIX_CACHE, "cache_control"),
-)
-OPTIONAL = tuple(row.name for row in MESSAGE_SUPPORT if row.reason == IF_READ)
-MESSAGE_ROWS, PART_ROWS = ({row.name: row for row in rows} for rows in (MESSAGE_SUPPORT, PART_SUPPORT))
-
-
-class _Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
-    arguments: str | dict[str, Any] = "{}"
-
-
-class _ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    function: _Function
-    id: str | None = None
-    type: Literal["function"] = "function"
-
-
-class _Part(msgspec.Struct, frozen=True):
-    type: str
-    text: str = ""
-
-
-class _Message(msgspec.Struct, frozen=True):
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    tool_calls: list[_ToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
+def chat_prompt(body: ChatBody | TokenizeChatBody) -> ChatPrompt:
+    """Raises RequestError for messages that are none, and for fields that exclude each other."""
+    generates, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
+    if generates and continues:
+        raise RequestError(
+            "add_generation_prompt and continue_final_message exclude each other",
+            found="both",
+            expected="one of them",
+            hint="set add_generation_prompt to false; it is true by default",
+            param="add_generation_prompt",
+        )
+    return ChatPrompt(
+        messages=plain_messages(body.messages),
+        add_generation_prompt=generates,
+        continue_final_message=continues,
+        add_special_tokens=bool(body.add_special_tokens),
+        template_values=body.chat_template_kwargs or {},
+    )
 
 
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As chat templates take them. Raises RequestError for what is not text, and for fields that nobody would read."""
-    if not messages:
-        raise RequestError("messages is empty", expected="at least one message", param="messages")
     return [_plain(message, f"messages[{index}].") for index, message in enumerate(messages)]
 
 
@@ -127,8 +119,8 @@ def refuse_unread(messages: list[WatchedMessage]) -> None:
 
 
 def _plain(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    refuse_unsupported(MESSAGE_ROWS, fields, where)
-    message = _converted(fields, _Message, where)
+    refuse_unsupported(SUPPORT[ChatMessage], fields, where)
+    message = _converted(fields, ChatMessage, where)
     if message.role not in ROLES:
         found, param = f"role {message.role!r}", f"{where}role"
         raise RequestError("unknown role of a message", found=found, expected=", ".join(ROLES), param=param)
@@ -138,7 +130,7 @@ def _plain(fields: dict[str, Any], where: str) -> dict[str, Any]:
     return {"role": message.role, "content": _text(message, where), **optional}
 
 
-def _text(message: _Message, where: str) -> str:
+def _text(message: ChatMessage, where: str) -> str:
     if message.content is None and message.role != "assistant":
         found, param = f"role {message.role!r}", f"{where}content"
         raise RequestError("a message has no content", found=found, expected="content: a string", param=param)
@@ -148,15 +140,15 @@ def _text(message: _Message, where: str) -> str:
 
 
 def _part(fields: dict[str, Any], where: str) -> str:
-    part = _converted(fields, _Part, where)
+    part = _converted(fields, ContentPart, where)
     if part.type != "text":
         what = f"only text content is supported in {where.rstrip('.')}"
         raise RequestError(what, found=part.type, expected="text", param=f"{where}type")
-    refuse_unsupported(PART_ROWS, fields, where)
+    refuse_unsupported(SUPPORT[ContentPart], fields, where)
     return part.text
 
 
-def _call(call: _ToolCall, where: str) -> dict[str, Any]:
+def _call(call: ToolCall, where: str) -> dict[str, Any]:
     """Chat templates take arguments as an object, clients send them as its JSON text."""
     arguments = call.function.arguments
     if isinstance(arguments, str):
@@ -177,6 +169,4 @@ def _converted(fields: dict[str, Any], kind: type[Kind], where: str) -> Kind:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        expected = "a message as the OpenAI API defines it"
-        name = where.rstrip(".")
-        raise RequestError(f"{name} is invalid", found=str(error), expected=expected, param=name) from None
+        raise invalid_value(error, {name: repr(value) for name, value in fields.items()}, where) from None

@@ -1,0 +1,194 @@
+"""The bodies that the embedded engine reads: every honoured field with its type and its range.
+
+The names and defaults are vLLM's; null is the default. `support` has the fields that are not honoured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.errors import RequestError
+
+Body = TypeVar("Body")
+
+MAX_CHOICES = 2048  # of one request, over all its prompts
+MAX_STOPS = 16  # OpenAI takes 4, vLLM any number; each is looked for after each token
+MAX_TOP_LOGPROBS = 20  # as OpenAI and vLLM
+
+Positive = Annotated[int, Meta(ge=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
+TokenId = Annotated[int, Meta(ge=0)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Messages = Annotated[list[dict[str, Any]], Meta(min_length=1)]
+Word = Annotated[str, Meta(pattern=r"\S")]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = False
+    continuous_usage_stats: Literal[False] | None = False
+    include_obfuscation: Literal[False] | None = False
+
+
+class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What both endpoints honour. null leaves a value of sampling to the model."""
+
+    model: str | None = None
+    max_tokens: Positive | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: int | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = False
+    skip_special_tokens: bool | None = True
+    ignore_eos: bool | None = False
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = False
+    kv_transfer_params: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    logit_bias: dict[TokenId, Bias] | None = None
+    allowed_token_ids: Annotated[list[int], Meta(min_length=1)] | None = None
+    bad_words: list[Word] | None = None
+
+
+class CompletionBody(GenerationBody, frozen=True, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | Annotated[list[int | str | list[int]], Meta(min_length=1)]
+    add_special_tokens: bool | None = True
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = False
+
+
+class ChatBody(GenerationBody, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Messages
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = False
+    logprobs: bool | None = False
+    top_logprobs: NumLogprobs | None = None
+    max_completion_tokens: Positive | None = None
+
+
+class ToolFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    function: ToolFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """A part of a message's content."""
+
+    type: str
+    text: str = ""
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One of `messages`."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class TokenizeTextBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /tokenize` with a text."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = True
+    return_token_strs: bool | None = False
+
+
+class TokenizeChatBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /tokenize` with messages."""
+
+    messages: Messages
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = False
+    model: str | None = None
+    return_token_strs: bool | None = False
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class ReleaseBody(msgspec.Struct, frozen=True):
+    """`POST /kvferry/release`: a prefill's `kv_transfer_params` that will not be used."""
+
+    kv_transfer_params: dict[str, Any]
+
+
+def fields_of_body(body: bytes) -> dict[str, msgspec.Raw]:
+    """The top level of a body, each value as it came. Raises RequestError."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        expected = "a JSON object as the OpenAI API defines it"
+        raise RequestError("invalid request body", found=str(error), expected=expected) from None
+
+
+def decode_body(body: bytes, kind: type[Body]) -> Body:
+    """Raises RequestError naming the field, what was found in it and what was expected."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        values = {name: bytes(value).decode(errors="replace") for name, value in fields_of_body(body).items()}
+        raise invalid_value(error, values) from None
+
+
+def invalid_value(error: Exception, values: Mapping[str, str], where: str = "") -> RequestError:
+    """What msgspec says of a value, told as one of our errors. `where` goes before the name of the field; `values` are
+    shown as they are."""
+    problem, _, place = str(error).partition(" - at ")
+    path = re.sub(r"`key` in |`|\$\.?", "", place)
+    missing = re.search(r"missing required field `(\w+)`", problem)
+    if missing:
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return RequestError(f"{where}{path} is missing", param=where + _field(path))
+    what = f"{where}{path} is invalid" if path else "invalid request body"
+    found, expected = cut(values.get(_field(path), problem)), problem.removeprefix("Expected ")
+    return RequestError(what, found=found, expected=expected, param=where + _field(path))
+
+
+def _field(path: str) -> str:
+    return re.split(r"[.\[]", path)[0]
+
+
+def cut(text: str) -> str:
+    """What was found, short enough for a message."""
+    return text if len(text) <= 80 else text[:77] + "..."
