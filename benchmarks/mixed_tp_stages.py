@@ -25,9 +25,9 @@ from mixed_tp_nixl import PROGRESS_S, PlainNixl
 from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.plan.programs.tiles import Tile
 from kvferry.session.target.unpacking import WINDOW
-from kvferry.staging.host_mover import HostMover, host_pieces
+from kvferry.staging.host_mover import HostMover, host_regions
 from kvferry.transport.base import Memory
-from kvferry.transport.registered_memory import Pieces
+from kvferry.transport.registered_memory import Regions
 from kvferry.transport.rowcopy.gather_scatter import copy_tiles
 from kvferry.transport.shm.shared_memory import allocate_shared
 
@@ -57,7 +57,7 @@ class Signals:
         os.close(self.emptied)
 
 
-def copy_now(pieces: Pieces, tiles: Sequence[Tile]) -> None:
+def copy_now(pieces: Regions, tiles: Sequence[Tile]) -> None:
     """What a mover does for a slot, on this thread."""
     for _ in copy_tiles(pieces, tiles):
         pass
@@ -108,8 +108,8 @@ class SourceStages:
         self._rig, self._rank, self._memory = rig, rank, memory
         self.arena = allocate_shared(WINDOW * rig.slot_bytes, "benchmark-arena")
         self._rang = Event()
-        self._pieces = host_pieces([memory, self.arena.memory])
-        self._mover = HostMover(self._pieces, self._rang.set)
+        self._regions = host_regions([memory, self.arena.memory])
+        self._mover = HostMover(self._regions, self._rang.set)
         self._gathers: list[list[Tile]] = []
         self._writes: list[Copies] = []
         self.run = run_chains
@@ -145,7 +145,7 @@ class SourceStages:
         def gather() -> None:
             for tiles in self._gathers:
                 wait_for(written)
-                copy_now(self._pieces, tiles)
+                copy_now(self._regions, tiles)
                 gathered.release()
 
         with ThreadPoolExecutor(1) as pool:
@@ -170,8 +170,8 @@ class TargetStages:
         self.arena = allocate_shared(len(rig.readable) * WINDOW * rig.slot_bytes, "benchmark-arena")
         np.frombuffer(self.arena.buffer, np.uint8)[:] = 1
         self._rang = Event()
-        self._pieces = host_pieces([memory, self.arena.memory])
-        self._mover = HostMover(self._pieces, self._rang.set)
+        self._regions = host_regions([memory, self.arena.memory])
+        self._mover = HostMover(self._regions, self._rang.set)
         self._scatters: dict[int, list[list[Tile]]] = {}
 
     def ring(self, rank: int) -> int:
@@ -208,7 +208,7 @@ class TargetStages:
             for filled in ready:
                 read_byte(filled)
                 emptied, slots = todo[filled]
-                copy_now(self._pieces, next(slots))
+                copy_now(self._regions, next(slots))
                 os.write(emptied, b".")
                 left -= 1
 

@@ -31,9 +31,10 @@ from numpy.typing import NDArray
 from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.tiles import Tile
 from kvferry.transport.base import Direction
-from kvferry.transport.registered_memory import Offsets, Pieces, Side, View
+from kvferry.transport.posting import Posting
+from kvferry.transport.registered_memory import LocatedRows, Offsets, Regions, View
 from kvferry.transport.rowcopy import copier, with_numpy
-from kvferry.transport.rowcopy.copy_queue import CopyQueue, Posting
+from kvferry.transport.rowcopy.copy_queue import CopyQueue
 from kvferry.transport.rowcopy.gather_scatter import copy_tiles
 
 ROW_BYTES = (64, 256, 1 << 10, 4 << 10, 64 << 10)
@@ -41,7 +42,7 @@ BLOCK_ROWS = 16
 LINE_BYTES = 64
 SEED = 11
 
-Copy = Callable[[Side, Side, Offsets], object]
+Copy = Callable[[LocatedRows, LocatedRows, Offsets], object]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +67,7 @@ class Case:
     order: str
     way: str
 
-    def rows(self, memory: Memory) -> tuple[Side, Side, Offsets]:
+    def rows(self, memory: Memory) -> tuple[LocatedRows, LocatedRows, Offsets]:
         """Source, target and lengths."""
         num_rows = memory.total_bytes // self.row_bytes
         sparse = places(self.order, num_rows) * self.row_bytes
@@ -87,8 +88,8 @@ def _touched(num_bytes: int) -> View:
     return view
 
 
-def _side(view: View, offset: Offsets) -> Side:
-    return Side((view,), np.zeros(len(offset), np.int64), offset)
+def _side(view: View, offset: Offsets) -> LocatedRows:
+    return LocatedRows((view,), np.zeros(len(offset), np.int64), offset)
 
 
 def places(order: str, num_rows: int) -> Offsets:
@@ -122,7 +123,7 @@ def contestants() -> dict[str, Copy]:
     return found | {"torch": _copy_with_torch}
 
 
-def _copy_with_torch(source: Side, target: Side, length: Offsets) -> None:
+def _copy_with_torch(source: LocatedRows, target: LocatedRows, length: Offsets) -> None:
     """`index_select` and `index_copy_` on rows of one length that begin at multiples of it."""
     import torch
 
@@ -137,25 +138,25 @@ def _copy_with_torch(source: Side, target: Side, length: Offsets) -> None:
         here.index_copy_(0, put, torch.index_select(there, 0, picked))
 
 
-def posted(source: Side, target: Side, length: Offsets) -> Work:
+def posted(source: LocatedRows, target: LocatedRows, length: Offsets) -> Work:
     """What the shm transport does from a post to its completion, the checks of every row included."""
-    there, here = (Pieces.of([(_address(side.views[0]), side.views[0].size)], side.views) for side in (source, target))
+    there, here = (Regions.of([(_address(side.views[0]), side.views[0].size)], side.views) for side in (source, target))
     columns = ((side.offset + _address(side.views[0])).astype(np.uint64) for side in (source, target))
     copies = Copies(*columns, length.astype(np.uint64), len(length))
 
     def work() -> None:
         queue = CopyQueue()
         queue.add(Posting("peer", here, there, copies, Direction.READ))
-        while not queue.run(16 << 20):
+        while not queue.run():
             pass
 
     return work
 
 
-def tiles(source: Side, target: Side, length: Offsets) -> Work:
+def tiles(source: LocatedRows, target: LocatedRows, length: Offsets) -> Work:
     """What a mover does with a planned slot, checks included: its rows repeat from block to block."""
     sides = source, target
-    pieces = Pieces.of([(_address(side.views[0]), side.views[0].size) for side in sides], [s.views[0] for s in sides])
+    pieces = Regions.of([(_address(side.views[0]), side.views[0].size) for side in sides], [s.views[0] for s in sides])
     starts = [(side.offset[::BLOCK_ROWS] + _address(side.views[0])).astype(np.uint64) for side in sides]
     shifts = [(side.offset[:BLOCK_ROWS] - side.offset[0]).astype(np.uint64) for side in sides]
     tile = Tile(*starts, *shifts, length[:BLOCK_ROWS].astype(np.uint64))
@@ -167,7 +168,7 @@ def tiles(source: Side, target: Side, length: Offsets) -> Work:
     return work
 
 
-def reading(source: Side, length: Offsets) -> Work:
+def reading(source: LocatedRows, length: Offsets) -> Work:
     """Load every cache line of the rows, and do nothing with it. All rows have one length, a multiple of a line's."""
     words, row_words = source.views[0].view(np.uint64), int(length[0]) // 8
     first = source.offset // 8
@@ -224,7 +225,7 @@ def processor_ms(work: Mapping[str, Work], repeats: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def check(copy: Work, rows: tuple[Side, Side, Offsets]) -> None:
+def check(copy: Work, rows: tuple[LocatedRows, LocatedRows, Offsets]) -> None:
     """A thousand rows, wherever they are, bring what is at their source."""
     source, target, length = rows
     row_bytes, some = int(length[0]), np.random.default_rng(SEED).integers(0, len(length), 1000)

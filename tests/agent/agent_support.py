@@ -12,7 +12,7 @@ from kvferry.agent import new_lease_id
 from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import LeaseRequest
-from kvferry.staging.host_mover import HostMover, host_pieces
+from kvferry.staging.host_mover import HostMover, host_regions
 from kvferry.testing.engines import oracle
 from kvferry.testing.transports.gated import GatedTransport
 from kvferry.testing.transports.world import wait_for_unmapping
@@ -52,7 +52,7 @@ class WireOnly(HostMover):
 
 def wire_only(memories, ring):
     """What makes such a mover."""
-    return WireOnly(host_pieces(memories), ring)
+    return WireOnly(host_regions(memories), ring)
 
 
 def num_mappings(memory):

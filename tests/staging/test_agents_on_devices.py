@@ -29,7 +29,7 @@ from kvferry.staging.device.pinned import CudaRuntime, Pinned
 from kvferry.testing.engines import oracle
 from kvferry.transport.base import Memory
 from kvferry.transport.opening import open_transports
-from kvferry.transport.registered_memory import Pieces
+from kvferry.transport.registered_memory import Regions
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -76,7 +76,7 @@ class DeviceRank:
         def mover(near: Sequence[Memory], _ring: Callable[[], None]) -> DeviceMover:
             pins = [Pinned(CudaRuntime(where), near)] if where.type == "cuda" else []
             extents = [(memory.address, memory.size_bytes) for memory in near]
-            return DeviceMover(launcher, Pieces.of([(self.cache.data_ptr(), size_bytes), *extents]), pins)
+            return DeviceMover(launcher, Regions.of([(self.cache.data_ptr(), size_bytes), *extents]), pins)
 
         opened = open_transports("tcp")
         policy = StagingPolicy((Strategy.PACK,), 5 * MODEL.bytes_per_token)

@@ -20,7 +20,7 @@ from kvferry.staging import host_mover
 from kvferry.staging.device.launches import MAX_ROW_BYTES
 from kvferry.staging.device.mover import DeviceMover
 from kvferry.staging.device.reference import Bytes, copy
-from kvferry.staging.host_mover import HostMover, host_pieces
+from kvferry.staging.host_mover import HostMover, host_regions
 from kvferry.staging.mover import CLOSED, Moved, Mover
 from kvferry.testing.transports.far_device import FAR_ADDRESS, FarDevice, far_mover
 from kvferry.transport.base import Memory
@@ -84,7 +84,7 @@ class Case:
             device.contents[:] = self.cache
             self.cache, self.address = device.contents, device.memory.address
             return far_mover(device, [memory_of(self.arena)], self.rung.set)
-        pieces = host_pieces([memory_of(self.cache), memory_of(self.arena)])
+        pieces = host_regions([memory_of(self.cache), memory_of(self.arena)])
         if kind == "host":
             return HostMover(pieces, self.rung.set)
         self.rung.set()
@@ -254,7 +254,7 @@ def test_a_defect_in_a_copy_ends_that_copy_alone(monkeypatch):
 def test_memories_that_overlap_are_refused():
     array = np.zeros(100, np.uint8)
     with pytest.raises(TransportError, match="overlap"):
-        host_pieces([memory_of(array), memory_of(array[50:])])
+        host_regions([memory_of(array), memory_of(array[50:])])
 
 
 def test_a_device_ends_copies_when_it_is_done_and_not_before():

@@ -22,7 +22,7 @@ from kvferry.staging.device.patterns import tiles_of
 from kvferry.staging.device.pinned import CudaRuntime, Pinned
 from kvferry.staging.mover import Moved
 from kvferry.transport.base import Memory
-from kvferry.transport.registered_memory import Pieces
+from kvferry.transport.registered_memory import Regions
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -44,7 +44,7 @@ class Rig:
         is_pinned = arena.memory.device != where.type
         pins = [Pinned(CudaRuntime(where), [arena.memory])] if is_pinned else []
         side = side_streams.SideStream(where)
-        self.mover = DeviceMover(side, Pieces.of([(memory.address, memory.size_bytes) for memory in memories]), pins)
+        self.mover = DeviceMover(side, Regions.of([(memory.address, memory.size_bytes) for memory in memories]), pins)
 
     @property
     def rows(self) -> np.ndarray:

@@ -12,7 +12,7 @@ from kvferry.errors import ConfigurationError
 from kvferry.staging.device.mover import DeviceMover
 from kvferry.staging.device.pinned import CudaRuntime, Pinned
 from kvferry.transport.base import Memory
-from kvferry.transport.registered_memory import Pieces
+from kvferry.transport.registered_memory import Regions
 
 MEMORIES = [Memory(1 << 20, 4096, -1), Memory(1 << 21, 8192, -1)]
 
@@ -77,7 +77,7 @@ def test_a_mover_lets_go_when_nothing_runs_any_more(fails):
 
     array = np.zeros(4096, np.uint8)
     memory = Memory(array.ctypes.data, 4096, -1)
-    mover = DeviceMover(Launcher(), Pieces.of([(memory.address, 4096)]), [Pinned(driver, [memory])])
+    mover = DeviceMover(Launcher(), Regions.of([(memory.address, 4096)]), [Pinned(driver, [memory])])
     mover.close()
     mover.close()
     assert driver.story == ["finish", ("unregister", memory.address)]
@@ -93,7 +93,7 @@ def test_what_a_device_may_still_copy_to_stays_pinned():
 
     array = np.zeros(4096, np.uint8)
     memory = Memory(array.ctypes.data, 4096, -1)
-    DeviceMover(Stuck(), Pieces.of([(memory.address, 4096)]), [Pinned(driver, [memory])]).close()
+    DeviceMover(Stuck(), Regions.of([(memory.address, 4096)]), [Pinned(driver, [memory])]).close()
     assert driver.story == []
 
 

@@ -12,7 +12,7 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.tiles import plain, tile_of
 from kvferry.staging.device.mover import DeviceMover
 from kvferry.staging.mover import Moved
-from kvferry.transport.registered_memory import Pieces
+from kvferry.transport.registered_memory import Regions
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -163,7 +163,7 @@ def test_a_mover_on_a_device(device, side_streams):
     arena = torch.zeros(64, 4, 256, dtype=torch.uint8, device=where)
     memories = [(each.data_ptr(), each.numel()) for each in (cache, arena)]
     side = side_streams.SideStream(where)
-    mover = DeviceMover(side, Pieces.of(memories))
+    mover = DeviceMover(side, Regions.of(memories))
     numbers = np.arange(256, dtype=np.uint64)
     rows = (
         numbers * np.uint64(256),

@@ -19,8 +19,9 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.peer import PeerProcess, digest
 from kvferry.testing.transports.world import finish
 from kvferry.transport.base import Completion, Direction, Memory
-from kvferry.transport.cma.transport import CALL_BYTES, SLICE_BYTES, CrossMemoryDescriptor, CrossMemoryTransport
+from kvferry.transport.cma.transport import CALL_BYTES, CrossMemoryDescriptor, CrossMemoryTransport
 from kvferry.transport.process_identity import Origin
+from kvferry.transport.rowcopy.copy_queue import SLICE_BYTES
 from kvferry.transport.selection.self_test import fill_probe
 
 SIZE_BYTES = 24 << 20
@@ -81,7 +82,7 @@ def test_memory_that_is_not_there_is_refused(transport):
     # The first page of a process is never mapped.
     known = descriptor_of(memory_of(np.zeros(100, np.uint8)))
     expect_refusal(
-        transport, msgspec.structs.replace(known, pieces=((8, 8),)), "does not let this process.*Bad address"
+        transport, msgspec.structs.replace(known, regions=((8, 8),)), "does not let this process.*Bad address"
     )
 
 
@@ -134,26 +135,26 @@ def test_a_long_ticket_is_copied_in_slices_and_does_not_hold_up_a_short_one(tran
         long = transport.post("peer", one_row(far, near, SIZE_BYTES), Direction.READ)
         short = transport.post("peer", one_row(far, near + SIZE_BYTES, 8), Direction.READ)
         assert SIZE_BYTES > SLICE_BYTES > CALL_BYTES
-        monkeypatch.setattr(transport._jobs[0], "turn_bytes", 1)
+        monkeypatch.setattr(transport._queue._jobs[0], "quantum_bytes", 1)
         assert transport.poll() == [Completion(short, "")]
         assert transport.poll() == [Completion(long, "")]
         assert digest(buffer[:SIZE_BYTES]) == peer.digest()
 
 
 def test_tickets_of_one_size_end_one_after_the_other(transport, monkeypatch):
-    """A poll copies half of a ticket, and a call a quarter."""
+    """A poll copies half of a ticket, and a call a quarter. The end of a ticket is noticed by the poll after its last."""
     page = mmap.PAGESIZE
     monkeypatch.setattr("kvferry.transport.cma.transport.CALL_BYTES", page)
-    monkeypatch.setattr("kvferry.transport.cma.transport.SLICE_BYTES", 2 * page)
+    monkeypatch.setattr("kvferry.transport.rowcopy.copy_queue.SLICE_BYTES", 2 * page)
     source, buffer = np.arange(4 * page, dtype=np.uint8), np.zeros(4 * page, np.uint8)
     known = descriptor_of(memory_of(source))
     transport.register(memory_of(buffer))
     transport.connect("peer", msgspec.msgpack.encode(known))
     copies = one_row(int(source.ctypes.data), int(buffer.ctypes.data), 4 * page)
     tickets = [transport.post("peer", copies, Direction.READ) for _ in range(3)]
-    ended = [transport.poll() for _ in range(6)]
+    ended = [transport.poll() for _ in range(7)]
     assert [completion.ticket for some in ended for completion in some] == tickets
-    assert [len(some) for some in ended] == [0, 1, 0, 1, 0, 1]
+    assert [len(some) for some in ended] == [0, 0, 1, 0, 1, 0, 1]
     assert np.array_equal(source, buffer)
 
 

@@ -20,8 +20,8 @@ from kvferry.transport.base import Direction, Memory, Transport
 from kvferry.transport.cma.transport import CrossMemoryTransport
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
 from kvferry.transport.memory_kind import MemoryKind, kind_of, register_kind
-from kvferry.transport.nixl.descriptor_lists import Devices, cut_by_kind, describe
-from kvferry.transport.registered_memory import Pieces
+from kvferry.transport.nixl.descriptor_lists import Devices, cut_by_kind, descriptor_list
+from kvferry.transport.registered_memory import Regions
 from kvferry.transport.shm.transport import SharedMemoryTransport
 from kvferry.transport.tcp.transport import TcpTransport
 
@@ -61,18 +61,18 @@ def test_who_copies_with_the_processor_takes_no_device_memory(make: Callable[[],
 def test_devices_are_marked_in_rows_by_the_piece_that_they_lie_in() -> None:
     extents = [(3000, 100), (1000, 100), (2000, 100)]
     devices = Devices.of(extents, [("cuda", 5), ("cpu", 0), ("cuda", 3)])
-    rows = describe(np.array([1000, 2010, 3020, 1050], np.uint64), np.full(4, 10, np.uint64))
-    assert devices.mark(rows, Pieces.of(extents)).tolist() == [False, True, True, False]
+    rows = descriptor_list(np.array([1000, 2010, 3020, 1050], np.uint64), np.full(4, 10, np.uint64))
+    assert devices.mark(rows, Regions.of(extents)).tolist() == [False, True, True, False]
     assert rows[:, 2].tolist() == [0, 3, 5, 0]
     assert Devices.of(extents, [("cpu", 0)] * 3).kinds == Devices.of(extents, ()).kinds == ()
-    with pytest.raises(TransportError, match="devices of other pieces"):
+    with pytest.raises(TransportError, match="another number of regions"):
         Devices.of(extents, [("cuda", 0)])
     with pytest.raises(TransportError, match="cannot be registered"):
         Devices.of(extents[:1], [("abacus", 0)])
 
 
 def test_a_part_has_one_kind_of_memory_on_each_side() -> None:
-    local = describe(np.arange(8, dtype=np.uint64) * 100 + 1, np.full(8, 10, np.uint64))
+    local = descriptor_list(np.arange(8, dtype=np.uint64) * 100 + 1, np.full(8, 10, np.uint64))
     marks = np.array([0, 0, 1, 1, 0, 0, 1, 1], bool), np.array([0, 1, 0, 1, 0, 1, 0, 1], bool)
     parts = cut_by_kind(local, local + 7, marks)
     assert [(part.local_kind, part.remote_kind) for part in parts] == [

@@ -11,9 +11,10 @@ from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.world import PIECE_BYTES, Row, World, copies_of
 from kvferry.transport.base import Completion, Direction
-from kvferry.transport.memory import SLICE_BYTES, MemoryFabric, MemoryTransport
-from kvferry.transport.registered_memory import Pieces
-from kvferry.transport.rowcopy.copy_queue import TURN_BYTES, CopyQueue, Posting
+from kvferry.transport.memory import MemoryFabric, MemoryTransport
+from kvferry.transport.posting import Posting
+from kvferry.transport.registered_memory import Regions
+from kvferry.transport.rowcopy.copy_queue import QUANTUM_BYTES, SLICE_BYTES, CopyQueue
 
 
 @pytest.fixture
@@ -35,7 +36,10 @@ def test_only_tickets_that_touch_memory_end_when_it_is_taken_back(world: World) 
 
 def test_a_ticket_touches_the_pieces_in_which_it_has_rows() -> None:
     view = np.zeros(100, np.uint8)
-    far, near = Pieces.of([(start, 100) for start in (1000, 2000, 3000)], [view] * 3), Pieces.of([(9000, 100)], [view])
+    far, near = (
+        Regions.of([(start, 100) for start in (1000, 2000, 3000)], [view] * 3),
+        Regions.of([(9000, 100)], [view]),
+    )
     queue, found = CopyQueue(), []
     for sources in ([1000, 3000], [2000, 2050]):
         columns = [np.array(values, np.uint64) for values in (sources, [9000, 9010], [10, 10])]
@@ -56,13 +60,13 @@ def test_a_closed_peer_ends_tickets_and_is_not_found_again(world: World) -> None
 
 
 def test_a_poll_is_bounded_and_tickets_take_turns(world: World) -> None:
-    num_rows = (TURN_BYTES + 2 * SLICE_BYTES) // PIECE_BYTES
+    num_rows = (QUANTUM_BYTES + 2 * SLICE_BYTES) // PIECE_BYTES
     columns = [
         np.full(num_rows, n, np.uint64) for n in (world.far.address(0, 0), world.near.address(0, 0), PIECE_BYTES)
     ]
     long = world.post(Copies(columns[0], columns[1], columns[2], num_rows), Direction.READ)
     short = world.post(copies_of(world, [Row((1, 0), (1, 0), 100)], Direction.READ), Direction.READ)
-    polls = [world.near.transport.poll() for _ in range(TURN_BYTES // SLICE_BYTES + 1)]
+    polls = [world.near.transport.poll() for _ in range(QUANTUM_BYTES // SLICE_BYTES + 1)]
     assert polls[:-2] == [[]] * (len(polls) - 2)
     assert polls[-2] + polls[-1] == [Completion(short, "")]
     assert world.finish([long])[long].error == ""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.tiles import Tile
-from kvferry.transport.registered_memory import Pieces, Side
+from kvferry.transport.registered_memory import LocatedRows, Regions
 from kvferry.transport.rowcopy import with_numpy
 from kvferry.transport.rowcopy.copier import (
     BackgroundCompilation,
@@ -30,7 +30,7 @@ LENGTHS = st.one_of(st.integers(0, 70), st.sampled_from([64, 128, 192, 256, 4096
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> tuple[Side, Side, np.ndarray]:
+def rows(draw: st.DrawFn) -> tuple[LocatedRows, LocatedRows, np.ndarray]:
     """Rows between three source and two target views at any alignment; targets of a size for either way to write."""
     lengths = np.array(draw(st.lists(LENGTHS, max_size=60)), np.int64)
     dice = np.random.default_rng(draw(st.integers(0, 1000)))
@@ -44,11 +44,11 @@ def rows(draw: st.DrawFn) -> tuple[Side, Side, np.ndarray]:
     offset = (dice.random(len(length)) * (SMALL - 64 - length)).astype(np.int64)
     pieces = dice.integers(0, 3, len(length)), dice.integers(0, 2, len(length))
     starts = draw(st.sampled_from([(), (3, 10**12, 1 << 40)]))
-    source = Side(sources, pieces[0], offset + np.array(starts or (0, 0, 0))[pieces[0]], starts)
-    return source, Side(targets, pieces[1], start[order]), length
+    source = LocatedRows(sources, pieces[0], offset + np.array(starts or (0, 0, 0))[pieces[0]], starts)
+    return source, LocatedRows(targets, pieces[1], start[order]), length
 
 
-def copied(copy, source: Side, target: Side, length: np.ndarray) -> tuple[list[np.ndarray], int]:
+def copied(copy, source: LocatedRows, target: LocatedRows, length: np.ndarray) -> tuple[list[np.ndarray], int]:
     """What lies in copies of the target's views afterwards, and the bytes that were reported."""
     # Aligned as they were: an array of numpy's own begins wherever it likes.
     views = []
@@ -56,7 +56,7 @@ def copied(copy, source: Side, target: Side, length: np.ndarray) -> tuple[list[n
         room = np.full(view.size + 128, 0xEE, np.uint8)
         first = (address(view) - address(room)) % 64
         views.append(room[first : first + view.size])
-    num_bytes = sum(copy(source, Side(tuple(views), target.piece, target.offset), length))
+    num_bytes = sum(copy(source, LocatedRows(tuple(views), target.view_index, target.offset), length))
     return views, num_bytes
 
 
@@ -66,15 +66,15 @@ def address(view: np.ndarray) -> int:
 
 @settings(max_examples=150, deadline=None)
 @given(rows())
-def test_machine_code_and_numpy_leave_the_same_bytes(drawn: tuple[Side, Side, np.ndarray]) -> None:
+def test_machine_code_and_numpy_leave_the_same_bytes(drawn: tuple[LocatedRows, LocatedRows, np.ndarray]) -> None:
     found, num_bytes = copied(ROWS.copy, *drawn)
     wanted, _ = copied(with_numpy.copy, *drawn)
     assert all(map(np.array_equal, found, wanted))
     assert num_bytes == int(drawn[2].sum())
 
 
-def side(view: np.ndarray, *offsets: int) -> Side:
-    return Side((view,), np.zeros(len(offsets), np.int64), np.array(offsets, np.int64))
+def side(view: np.ndarray, *offsets: int) -> LocatedRows:
+    return LocatedRows((view,), np.zeros(len(offsets), np.int64), np.array(offsets, np.int64))
 
 
 def test_a_long_row_gives_control_back_and_short_ones_take_few_steps() -> None:
@@ -123,7 +123,7 @@ def aligned(num_bytes: int) -> np.ndarray:
 @pytest.mark.parametrize("num_rows", [0, 3])
 def test_rows_of_nothing(num_rows: int) -> None:
     view, zeros = np.zeros(4, np.uint8), np.zeros(num_rows, np.int64)
-    assert sum(ROWS.copy(Side((view,), zeros, zeros + 4), Side((view,), zeros, zeros), zeros)) == 0
+    assert sum(ROWS.copy(LocatedRows((view,), zeros, zeros + 4), LocatedRows((view,), zeros, zeros), zeros)) == 0
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_a_row_outside_its_view_is_refused(
     """Whoever calls has checked it; but machine code would write anywhere."""
     views = (np.zeros(100, np.uint8), np.zeros(100, np.uint8))
     first = starts[0] if starts else 0
-    bad = Side(views, np.array([0, piece]), np.array([first, first + offset]), starts)
-    good = Side((np.zeros(1000, np.uint8),), np.zeros(2, np.int64), np.array([0, 0]))
+    bad = LocatedRows(views, np.array([0, piece]), np.array([first, first + offset]), starts)
+    good = LocatedRows((np.zeros(1000, np.uint8),), np.zeros(2, np.int64), np.array([0, 0]))
     with pytest.raises((TransportError, ValueError, IndexError)):
         sum(ROWS.copy(*((good, bad) if is_target else (bad, good)), np.array([1, length])))
     assert not views[0].any()
@@ -162,8 +162,8 @@ def tiles(draw: st.DrawFn) -> tuple[Tile, np.ndarray, np.ndarray]:
     return Tile(*columns, length).shifted(address(source), address(target)), source, target
 
 
-def memory(*views: np.ndarray) -> Pieces:
-    return Pieces.of([(address(view), view.size) for view in views], views)
+def memory(*views: np.ndarray) -> Regions:
+    return Regions.of([(address(view), view.size) for view in views], views)
 
 
 @settings(max_examples=150, deadline=None)
@@ -228,7 +228,7 @@ def test_a_tile_that_leaves_memory_is_refused_and_none_is_copied(copier: str, is
 def test_memory_that_is_shown_elsewhere_is_copied_where_it_is() -> None:
     """Addresses of a device that the host cannot use: its pieces are seen in other places."""
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
-    far = Pieces.of([(1 << 55, 100), (1 << 56, 100)], [source, target])
+    far = Regions.of([(1 << 55, 100), (1 << 56, 100)], [source, target])
     assert not far.is_in_place
     assert memory(source, target).is_in_place
     zero = np.zeros(1, np.uint64)
@@ -250,7 +250,7 @@ def test_columns_of_another_kind(num_rows: int) -> None:
     source, target = np.arange(200, dtype=np.uint8), np.zeros(200, np.uint8)
     offsets = np.arange(0, 2 * num_rows, dtype=np.int64)[::2]
     zeros = np.broadcast_to(np.int64(0), (num_rows,))
-    one, other = Side((source,), zeros, odd(offsets)), Side((target,), odd(zeros), offsets)
+    one, other = LocatedRows((source,), zeros, odd(offsets)), LocatedRows((target,), odd(zeros), offsets)
     for length in (np.full(num_rows, 2, np.int32), odd(np.full(num_rows, 2))):
         target.fill(0)
         sum(ROWS.copy(one, other, length))

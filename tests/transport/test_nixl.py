@@ -15,15 +15,8 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.testing.transports.world import World
 from kvferry.transport.base import Direction, Ticket
 from kvferry.transport.nixl import transport as adapter
-from kvferry.transport.nixl.descriptor_lists import (
-    PART_BYTES,
-    PART_ROWS,
-    NixlDescriptor,
-    Part,
-    cut,
-    describe,
-    seal,
-)
+from kvferry.transport.nixl.descriptor_lists import PART_BYTES, PART_ROWS, Part, cut, descriptor_list
+from kvferry.transport.nixl.metadata import NixlDescriptor, seal
 from kvferry.transport.nixl.transport import NixlTransport
 
 pytest.importorskip("nixl_cu13")
@@ -86,7 +79,7 @@ def test_a_ticket_that_has_ended_is_told_before_the_next_is_copied(
 def test_parts_are_bounded_in_rows_and_bytes() -> None:
     length = np.array([1] * (PART_ROWS + 3) + [PART_BYTES] * 2 + [PART_BYTES // 2] * 4, np.uint64)
     address = np.cumsum(length)
-    rows = describe(address, length)
+    rows = descriptor_list(address, length)
     parts = cut(rows, rows)
     assert np.array_equal(np.concatenate([near for near, _ in parts]), rows)
     assert all(len(near) <= PART_ROWS and int(near[:, 1].sum()) <= PART_BYTES for near, _ in parts)

@@ -23,7 +23,7 @@ from kvferry.transport.shm import transport as shm
 from kvferry.transport.shm.transport import (
     SharedDescriptor,
     SharedMemoryTransport,
-    SharedPiece,
+    SharedRegion,
     allocate_shared,
 )
 
@@ -57,15 +57,15 @@ def test_another_kernel_or_namespace_is_named(descriptor: SharedDescriptor) -> N
 
 def test_a_process_or_file_that_is_not_there_is_named(descriptor: SharedDescriptor) -> None:
     expect_refusal(msgspec.structs.replace(descriptor, pid=2**31 - 1), "No such file")
-    (piece,) = descriptor.pieces
-    expect_refusal(with_piece(descriptor, msgspec.structs.replace(piece, fd=9999)), "fd/9999: No such file")
+    (piece,) = descriptor.regions
+    expect_refusal(with_region(descriptor, msgspec.structs.replace(piece, fd=9999)), "fd/9999: No such file")
 
 
 def test_a_reused_process_id_is_noticed(descriptor: SharedDescriptor) -> None:
-    (piece,) = descriptor.pieces
+    (piece,) = descriptor.regions
     for changed in ({"inode": piece.inode + 1}, {"device": piece.device + 1}, {"size_bytes": 20_000}):
         other = msgspec.structs.replace(piece, **changed)
-        expect_refusal(with_piece(descriptor, other), "not what it described")
+        expect_refusal(with_region(descriptor, other), "not what it described")
 
 
 def test_memory_that_could_shrink_is_refused(descriptor: SharedDescriptor) -> None:
@@ -76,8 +76,8 @@ def test_memory_that_could_shrink_is_refused(descriptor: SharedDescriptor) -> No
     with pytest.raises(TransportError, match="not sealed"):
         transport.register(Memory(1 << 20, 4096, fd))
     transport.close()
-    piece = SharedPiece(fd, status.st_ino, status.st_dev, 1 << 20, 4096)
-    expect_refusal(with_piece(descriptor, piece), "not sealed")
+    piece = SharedRegion(fd, status.st_ino, status.st_dev, 1 << 20, 4096)
+    expect_refusal(with_region(descriptor, piece), "not sealed")
     os.close(fd)
 
 
@@ -86,8 +86,8 @@ def test_a_file_that_is_no_memfd_is_refused(tmp_path: Path, descriptor: SharedDe
     path.write_bytes(b"x" * 4096)
     fd = os.open(path, os.O_RDWR)
     status = os.fstat(fd)
-    piece = SharedPiece(fd, status.st_ino, status.st_dev, 1 << 20, 4096)
-    expect_refusal(with_piece(descriptor, piece), r"not a memfd|not sealed")
+    piece = SharedRegion(fd, status.st_ino, status.st_dev, 1 << 20, 4096)
+    expect_refusal(with_region(descriptor, piece), r"not a memfd|not sealed")
     os.close(fd)
 
 
@@ -136,7 +136,7 @@ def num_mapped(name: str) -> int:
 
 
 def test_memory_of_a_process_that_has_ended_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "LOOK_S", 0.0)
+    monkeypatch.setattr(shm, "CHECK_INTERVAL_S", 0.0)
     transport = SharedMemoryTransport()
     with PeerProcess("shm", 4096, 1) as peer:
         transport.connect("peer", peer.descriptor)
@@ -180,7 +180,7 @@ def test_to_unmap_memory_keeps_nobody_waiting_while_there_are_threads(monkeypatc
 
 
 def test_memory_of_a_living_peer_stays_as_long_as_any_of_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "LOOK_S", 0.0)
+    monkeypatch.setattr(shm, "CHECK_INTERVAL_S", 0.0)
     transport, owner = SharedMemoryTransport(), SharedMemoryTransport()
     pieces = [allocate_shared(4096, name) for name in ("first", "second")]
     for piece in pieces:
@@ -196,7 +196,7 @@ def test_memory_of_a_living_peer_stays_as_long_as_any_of_it_is_there(monkeypatch
 
 
 def test_a_peer_without_memory_is_not_taken_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "LOOK_S", 0.0)
+    monkeypatch.setattr(shm, "CHECK_INTERVAL_S", 0.0)
     transport, owner = SharedMemoryTransport(), SharedMemoryTransport()
     transport.connect("peer", owner.descriptor())
     assert transport.poll() == []
@@ -208,7 +208,7 @@ def test_a_peer_without_memory_is_not_taken_for_one_that_has_ended(monkeypatch: 
 
 @pytest.mark.parametrize("what", ["another file", "nothing that is seen"])
 def test_what_is_behind_a_descriptor_now_is_looked_at(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "LOOK_S", 0.0)
+    monkeypatch.setattr(shm, "CHECK_INTERVAL_S", 0.0)
     transport, owner, shared = SharedMemoryTransport(), SharedMemoryTransport(), allocate_shared(4096, "test")
     owner.register(shared.memory)
     transport.connect("peer", owner.descriptor())
@@ -227,7 +227,7 @@ def test_what_is_behind_a_descriptor_now_is_looked_at(what: str, monkeypatch: py
 
 
 def test_peers_are_not_looked_for_at_every_poll(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "LOOK_S", 3600.0)
+    monkeypatch.setattr(shm, "CHECK_INTERVAL_S", 3600.0)
     transport, owner = SharedMemoryTransport(), SharedMemoryTransport()
     transport.poll()
     shared = allocate_shared(4096, "test")
@@ -241,8 +241,8 @@ def test_peers_are_not_looked_for_at_every_poll(monkeypatch: pytest.MonkeyPatch)
     owner.close()
 
 
-def with_piece(descriptor: SharedDescriptor, piece: SharedPiece) -> SharedDescriptor:
-    return msgspec.structs.replace(descriptor, pieces=(piece,))
+def with_region(descriptor: SharedDescriptor, piece: SharedRegion) -> SharedDescriptor:
+    return msgspec.structs.replace(descriptor, regions=(piece,))
 
 
 def test_memory_of_a_peer_is_seen_where_it_is_and_nowhere_else() -> None:

@@ -20,7 +20,7 @@ from kvferry.testing.transports.peer import PeerProcess
 from kvferry.testing.transports.world import Row, World, expect_copied, finish
 from kvferry.transport.base import Direction, Memory
 from kvferry.transport.tcp.connection import CHUNK_BYTES, MAX_ROWS, Challenge, Request, proof_of
-from kvferry.transport.tcp.server import Gate
+from kvferry.transport.tcp.server import RegistrationLock
 from kvferry.transport.tcp.transport import TcpDescriptor, TcpTransport
 
 STALL_S = 0.3
@@ -242,16 +242,16 @@ def test_no_thread_outlives_its_transport() -> None:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry-tcp")]
 
 
-def test_the_gate_lets_change_wait_for_use() -> None:
-    gate, order = Gate(), []
+def test_a_change_of_the_registration_waits_for_copies() -> None:
+    lock, order = RegistrationLock(), []
     changing = threading.Event()
 
     def change() -> None:
         changing.set()
-        with gate.changing():
+        with lock.exclusive():
             order.append("changed")
 
-    with gate.using():
+    with lock.shared():
         thread = threading.Thread(target=change)
         thread.start()
         assert changing.wait(20)

@@ -82,7 +82,7 @@ def launched(monkeypatch):
     """What was launched on the side of a device that is not there."""
     tiles = []
 
-    class Side:
+    class LocatedRows:
         def __init__(self, device):
             assert device == torch.device("cuda:1")
             self.finish = lambda: None
@@ -91,7 +91,7 @@ def launched(monkeypatch):
             tiles.extend(found)
             return lambda: True
 
-    monkeypatch.setattr(module, "SideStream", Side)
+    monkeypatch.setattr(module, "SideStream", LocatedRows)
     monkeypatch.setattr(module, "CudaRuntime", Driver)
     Driver.pinned = {}
     return tiles

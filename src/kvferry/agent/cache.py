@@ -9,7 +9,7 @@ from kvferry.agent.memory.digests import lies_in
 from kvferry.agent.memory.shared_regions import Arena, host_arena
 from kvferry.errors import ConfigurationError
 from kvferry.plan.description.layout import Layout
-from kvferry.staging.host_mover import HostMover, host_pieces
+from kvferry.staging.host_mover import HostMover, host_regions
 from kvferry.staging.mover import Mover
 from kvferry.transport.base import Memory
 from kvferry.transport.memory_kind import HOST
@@ -17,7 +17,7 @@ from kvferry.transport.memory_kind import HOST
 
 def near_mover(memories: Sequence[Memory], ring: Callable[[], None]) -> Mover:
     """For engines whose blocks lie in memory that the CPU reaches."""
-    return HostMover(host_pieces(memories), ring)
+    return HostMover(host_regions(memories), ring)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from kvferry.errors import FerryError, IllegalEventError
 from kvferry.plan.programs.tiles import Tile
 from kvferry.staging.mover import CLOSED, Moved
 from kvferry.transport.base import Memory
-from kvferry.transport.registered_memory import Pieces, View, view_of
+from kvferry.transport.registered_memory import Regions, View, view_of
 from kvferry.transport.rowcopy.gather_scatter import copy_tiles
 
 
@@ -24,22 +24,22 @@ class _Job:
     lent: View | None
 
 
-def host_pieces(memories: Sequence[Memory]) -> Pieces:
+def host_regions(memories: Sequence[Memory]) -> Regions:
     """Memories of this process, with views of them. Raises TransportError when one cannot exist or two overlap."""
     extents = [(memory.address, memory.size_bytes) for memory in memories]
-    Pieces.of(extents)  # refuses before anything is looked at
-    return Pieces.of(extents, map(view_of, memories))
+    Regions.of(extents)  # refuses before anything is looked at
+    return Regions.of(extents, map(view_of, memories))
 
 
 class HostMover:
     """A `Mover` for memory that this process can read: one thread, one copy after another.
 
-    `pieces` are all memories that rows may touch; they must stay until `close`. `ring` is called from that thread
+    `regions` are all memories that rows may touch; they must stay until `close`. `ring` is called from that thread
     whenever `poll` has something to report.
     """
 
-    def __init__(self, pieces: Pieces, ring: Callable[[], None]) -> None:
-        self._pieces = pieces
+    def __init__(self, regions: Regions, ring: Callable[[], None]) -> None:
+        self._regions = regions
         self._ring = ring
         self._open: set[Hashable] = set()
         # The condition guards these.
@@ -110,8 +110,8 @@ class HostMover:
     def _copy(self, job: _Job) -> str:
         """Copy the rows; why that went wrong, or nothing."""
         try:
-            pieces = self._pieces if job.lent is None else self._pieces.beside(job.lent)
-            for _ in copy_tiles(pieces, job.tiles):
+            regions = self._regions if job.lent is None else self._regions.with_view(job.lent)
+            for _ in copy_tiles(regions, job.tiles):
                 if self._is_closed:
                     return CLOSED
         except FerryError as error:

@@ -8,11 +8,9 @@ from uuid import uuid4
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
+from kvferry.transport.posting import Posting
 from kvferry.transport.registered_memory import Registry
-from kvferry.transport.rowcopy.copy_queue import CopyQueue, Posting
-
-# One poll copies about this much: a few milliseconds.
-SLICE_BYTES = 16 << 20
+from kvferry.transport.rowcopy.copy_queue import CopyQueue
 
 
 class MemoryFabric:
@@ -24,7 +22,7 @@ class MemoryFabric:
         self.members: dict[bytes, MemoryTransport] = {}
 
     def withdraw(self, owner: bytes, addresses: frozenset[int], error: str) -> None:
-        """End all tickets that touch these pieces of `owner`, wherever they were posted. Call with the lock held."""
+        """End all tickets that touch these regions of `owner`, wherever they were posted. Call with the lock held."""
         for member in self.members.values():
             member.forget_pieces(owner, addresses, error)
 
@@ -89,8 +87,8 @@ class MemoryTransport:
             remote = self._fabric.members.get(self._peers.get(peer, b""))
             if remote is None:
                 raise TransportError(f"peer {peer!r} is not connected")
-            pieces = remote._registry.pieces
-            return self._queue.add(Posting(peer, self._registry.pieces, pieces, copies, direction))
+            local, there = self._registry.regions, remote._registry.regions
+            return self._queue.add(Posting(peer, local, there, copies, direction))
 
     def cancel(self, ticket: Ticket) -> None:
         with self._fabric.lock:
@@ -98,19 +96,19 @@ class MemoryTransport:
 
     def poll(self) -> list[Completion]:
         with self._fabric.lock:
-            return self._queue.run(SLICE_BYTES)
+            return self._queue.run()
 
     def close(self) -> None:
         with self._fabric.lock:
             self._queue.drop(lambda job: True, "this transport was closed")
             self._fabric.withdraw(
-                self._token, frozenset(self._registry.pieces.address.tolist()), "the peer closed its transport"
+                self._token, frozenset(self._registry.regions.address.tolist()), "the peer closed its transport"
             )
             self._fabric.members.pop(self._token, None)
             self._registry.clear()
             self._peers.clear()
 
     def forget_pieces(self, owner: bytes, addresses: frozenset[int], error: str) -> None:
-        """The fabric says that these pieces of `owner` are gone. Called with the fabric's lock held."""
+        """The fabric says that these regions of `owner` are gone. Called with the fabric's lock held."""
         peers = {peer for peer, token in self._peers.items() if token == owner}
         self._queue.drop(lambda job: job.peer in peers and not job.remote_addresses.isdisjoint(addresses), error)

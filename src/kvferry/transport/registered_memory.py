@@ -1,4 +1,4 @@
-"""Registered memory of one process, as disjoint pieces: where in them a row lies, and whether it lies in one."""
+"""Registered memory of one process, as disjoint regions: whether rows lie in them, and where."""
 
 from __future__ import annotations
 
@@ -14,56 +14,54 @@ from kvferry.plan.programs.copies import Column
 from kvferry.transport.base import Memory
 from kvferry.transport.memory_kind import HOST
 
-__all__ = ["Column", "Offsets", "Pieces", "Registry", "Side", "View", "view_of"]
-
 View = NDArray[np.uint8]
 
 Offsets = NDArray[np.int64]
 
-# So many rows are checked at once that what is computed for them stays in the cache.
+# The columns of this many rows stay in the processor's cache while they are checked.
 ROWS_AT_ONCE = 16 << 10
 
 _ADDRESS_LIMIT = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Side:
-    """One side of rows: row i lies in `views[piece[i]]`, and `offset[i]` is where it begins. Two int64 columns.
+class LocatedRows:
+    """Rows on one side of a copy: row i lies in `views[view_index[i]]`, and `offset[i]` says where. Two int64 columns.
 
-    Offsets count from `starts[piece[i]]`, or from the beginning of the view where `starts` is empty: addresses can be
-    used as they are, without a column of differences.
+    Offsets count from `starts[view_index[i]]`, or from the beginning of the view where `starts` is empty: addresses can
+    be used as they are, without a column of differences.
     """
 
     views: tuple[View, ...]
-    piece: Offsets
+    view_index: Offsets
     offset: Offsets
     starts: tuple[int, ...] = ()
 
-    def rows(self, which: slice | NDArray[np.intp]) -> Side:
+    def subset(self, which: slice | NDArray[np.intp]) -> LocatedRows:
         """Only some of the rows."""
-        return Side(self.views, self.piece[which], self.offset[which], self.starts)
+        return LocatedRows(self.views, self.view_index[which], self.offset[which], self.starts)
 
     @property
-    def begins(self) -> Offsets:
-        """At which byte of its view each row begins."""
+    def view_offsets(self) -> Offsets:
+        """The byte of its view at which each row begins."""
         if not self.starts:
             return self.offset
-        return self.offset - (self.starts[0] if len(self.starts) == 1 else np.array(self.starts)[self.piece])
+        return self.offset - (self.starts[0] if len(self.starts) == 1 else np.array(self.starts)[self.view_index])
 
     @property
-    def used(self) -> list[int]:
-        """The numbers of the views in which rows lie, ascending."""
+    def used_views(self) -> list[int]:
+        """The indices of the views in which rows lie, ascending."""
         if len(self.views) == 1:
-            return [0] if len(self.piece) else []
-        return np.flatnonzero(np.bincount(self.piece)).tolist()
+            return [0] if len(self.view_index) else []
+        return np.flatnonzero(np.bincount(self.view_index)).tolist()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """Disjoint pieces of one process's memory, ascending by address; two uint64 columns.
+class Regions:
+    """Disjoint regions of one process's registered memory, ascending by address; two uint64 columns.
 
-    `views[i]` shows piece i where it can be reached from here; `views` is empty where it cannot. With `is_in_place`
-    every view has the address of its piece: this process can use addresses as they are.
+    `views[i]` shows region i in this process's address space; `views` is empty where the memory is not mapped here.
+    With `is_in_place` every view has the address of its region: this process can use addresses as they are.
     """
 
     address: Column
@@ -72,10 +70,10 @@ class Pieces:
     is_in_place: bool
 
     @classmethod
-    def of(cls, extents: Iterable[tuple[int, int]], views: Iterable[View] = ()) -> Pieces:
-        """From (address, size in bytes) and, if reachable, a view of each.
+    def of(cls, extents: Iterable[tuple[int, int]], views: Iterable[View] = ()) -> Regions:
+        """From (address, size in bytes) and, if the memory is mapped here, a view of each.
 
-        Raises TransportError when a piece is empty, leaves the address space, or overlaps another.
+        Raises TransportError when a region is empty, leaves the address space, or overlaps another.
         """
         found = list(extents)
         for start, size_bytes in found:
@@ -85,84 +83,84 @@ class Pieces:
         address = np.array([found[i][0] for i in order], np.uint64)
         size = np.array([found[i][1] for i in order], np.uint64)
         if (address[:-1] + size[:-1] > address[1:]).any():
-            raise TransportError("two pieces of memory overlap", expected="every byte registered once")
+            raise TransportError("two regions of memory overlap", expected="every byte registered once")
         shown = tuple(views)
         ordered = tuple(shown[i] for i in order) if shown else ()
         is_in_place = bool(ordered) and [_address_of(view) for view in ordered] == address.tolist()
         return cls(address, size, ordered, is_in_place)
 
-    def beside(self, view: View) -> Pieces:
-        """These and what a view shows, at the address where it is here. Raises TransportError when they overlap."""
+    def with_view(self, view: View) -> Regions:
+        """These and one more, which lies at the address of its view. Raises TransportError when they overlap."""
         extents = [*zip(self.address.tolist(), self.size_bytes.tolist(), strict=True), (_address_of(view), view.size)]
-        return Pieces.of(extents, (*self.views, view))
+        return Regions.of(extents, (*self.views, view))
 
     def check(self, address: Column, length: Column, owner: str) -> None:
-        """Raises TransportError naming the first row that does not lie within one piece of `owner`."""
-        if self._holder(address, length) is None:
+        """Raises TransportError naming the first row that does not lie within one region of `owner`."""
+        if self._common_region(address, length) is None:
             self.locate(address, length, owner)
 
-    def check_sums(self, start: Column, shift: Column, length: Column, owner: str) -> None:
-        """`check` the rows that begin at `start[i] + shift[j]`, modulo 2**64, and have `length[j]` bytes: for all i
-        and j, without listing them where what begins at each start lies in one piece."""
+    def check_tile(self, start: Column, shift: Column, length: Column, owner: str) -> None:
+        """`check` the rows of a tile: for all i and j, one begins at `start[i] + shift[j]`, modulo 2**64, and has
+        `length[j]` bytes. They are listed only where the rows of one start do not lie in one region."""
         if not len(start) or not len(shift):
             return
         signed = shift.view(np.int64)
         below, above = int(signed.min()), int(signed.max()) + int(length.max())
         first, stop = int(start.min()) + below, int(start.max()) + above
-        if self._holds(first, stop) is not None:
+        if self._region_of(first, stop) is not None:
             return
         if len(self.address) and first >= 0 and stop < _ADDRESS_LIMIT:
             spans = np.full(len(start), above - below, np.uint64)
-            if self._look(start + np.uint64(below % (1 << 64)), spans)[1] < 0:
+            if self._search(start + np.uint64(below % (1 << 64)), spans)[1] < 0:
                 return
         self.locate(np.add.outer(start, shift).ravel(), np.tile(length, len(start)), owner)
 
     def locate(self, address: Column, length: Column, owner: str) -> Offsets:
-        """For each row the index of its piece. Raises TransportError like `check`."""
+        """For each row the index of its region. Raises TransportError like `check`."""
         if not len(self.address):
             if len(address):
                 raise TransportError(f"{owner} has no registered memory", expected="register() before post()")
             return np.empty(0, np.int64)
-        piece, row = self._look(address, length)
+        region, row = self._search(address, length)
         if row >= 0:
             self._refuse(row, (address, length), owner)
-        return piece
+        return region
 
-    def _look(self, address: Column, length: Column) -> tuple[Offsets, int]:
-        """For each row the index of its piece, and the first row that does not lie in one, or -1."""
-        piece = np.empty(len(address), np.int64)
+    def _search(self, address: Column, length: Column) -> tuple[Offsets, int]:
+        """For each row the index of its region, and the first row that does not lie in one, or -1."""
+        region = np.empty(len(address), np.int64)
         for first in range(0, len(address), ROWS_AT_ONCE):
             part = slice(first, first + ROWS_AT_ONCE)
-            piece[part] = np.maximum(np.searchsorted(self.address, address[part], side="right") - 1, 0)
-            start, size = self.address[piece[part]], self.size_bytes[piece[part]]
-            # Below the first piece the difference wraps around to a huge offset, which is outside as well.
+            region[part] = np.maximum(np.searchsorted(self.address, address[part], side="right") - 1, 0)
+            start, size = self.address[region[part]], self.size_bytes[region[part]]
+            # Below the first region the difference wraps around to a huge offset, which is outside as well.
             offset = address[part] - start
             outside = (offset > size) | (length[part] > size - offset)
             if outside.any():
-                return piece, first + int(outside.argmax())
-        return piece, -1
+                return region, first + int(outside.argmax())
+        return region, -1
 
-    def side(self, address: Column, length: Column, owner: str) -> Side:
-        """The rows as places in `views`. Raises TransportError like `check`."""
-        offset, holder = address.view(np.int64), self._holder(address, length)
-        if holder is None:
-            return Side(self.views, self.locate(address, length, owner), offset, tuple(self.address.tolist()))
-        start, zeros = (int(self.address[holder]),), np.broadcast_to(np.int64(0), address.shape)
-        return Side(self.views[holder : holder + 1], zeros, offset, start)
+    def located(self, address: Column, length: Column, owner: str) -> LocatedRows:
+        """The rows as offsets in `views`. Raises TransportError like `check`."""
+        offset, region = address.view(np.int64), self._common_region(address, length)
+        if region is None:
+            return LocatedRows(self.views, self.locate(address, length, owner), offset, tuple(self.address.tolist()))
+        start, zeros = (int(self.address[region]),), np.broadcast_to(np.int64(0), address.shape)
+        return LocatedRows(self.views[region : region + 1], zeros, offset, start)
 
-    def _holder(self, address: Column, length: Column) -> int | None:
-        """The piece that surely holds every row, if one does: their extremes tell, in a fifth of a look at each row."""
+    def _common_region(self, address: Column, length: Column) -> int | None:
+        """The region that holds every row, if one does. Only the extremes are compared: a fifth of the time."""
         if not len(address):
             return None
-        return self._holds(int(address.min()), int(address.max()) + int(length.max()))
+        return self._region_of(int(address.min()), int(address.max()) + int(length.max()))
 
-    def _holds(self, first: int, stop: int) -> int | None:
-        """The piece in which all of these bytes lie, if there is one."""
+    def _region_of(self, first: int, stop: int) -> int | None:
+        """The region that holds the bytes from address `first` up to `stop`, if there is one."""
         if not 0 <= first < _ADDRESS_LIMIT or not len(self.address):
             return None
-        piece = int(np.searchsorted(self.address, np.uint64(first), side="right")) - 1
-        is_inside = piece >= 0 and stop <= int(self.address[piece]) + int(self.size_bytes[piece])
-        return piece if is_inside else None
+        region = int(np.searchsorted(self.address, np.uint64(first), side="right")) - 1
+        is_inside = region >= 0 and stop <= int(self.address[region]) + int(self.size_bytes[region])
+        return region if is_inside else None
 
     def _refuse(self, row: int, columns: tuple[Column, Column], owner: str) -> None:
         start, length = int(columns[0][row]), int(columns[1][row])
@@ -170,7 +168,7 @@ class Pieces:
         raise TransportError(
             f"row {row} is outside the registered memory of {owner}",
             found=f"{length} bytes at {start:#x}",
-            expected=f"within one of {len(self.address)} pieces between {first:#x} and {last:#x}",
+            expected=f"within one of {len(self.address)} regions between {first:#x} and {last:#x}",
         )
 
 
@@ -186,15 +184,15 @@ def view_of(memory: Memory) -> View:
 
 
 class Registry:
-    """The memory registered with one transport; that of devices only where it `takes_devices`."""
+    """The memory registered with one transport; memory of devices only with `takes_devices`."""
 
     def __init__(self, *, takes_devices: bool = False) -> None:
         self._takes_devices = takes_devices
         self._views: dict[Memory, View] = {}
-        self.pieces = Pieces.of(())
+        self.regions = Regions.of(())
 
     def add(self, memory: Memory) -> None:
-        """Raises TransportError when the memory cannot exist, is a device's, or overlaps registered memory."""
+        """Raises TransportError for an invalid range, memory of a device, and an overlap with registered memory."""
         if memory.device != HOST and not self._takes_devices:
             raise TransportError(
                 "this transport reaches host memory only",
@@ -202,7 +200,7 @@ class Registry:
                 expected="memory of cpu",
                 hint="use nixl, or the buffer device 'cpu': the cache then goes through staging memory in the host",
             )
-        Pieces.of([(known.address, known.size_bytes) for known in (*self._views, memory)])
+        Regions.of([(known.address, known.size_bytes) for known in (*self._views, memory)])
         self._views[memory] = view_of(memory)
         self._refresh()
 
@@ -229,4 +227,4 @@ class Registry:
 
     def _refresh(self) -> None:
         # One assignment of a new value: threads that serve peers see the old set or the new one, nothing between.
-        self.pieces = Pieces.of(self.extents, self._views.values())
+        self.regions = Regions.of(self.extents, self._views.values())

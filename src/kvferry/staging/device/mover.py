@@ -9,7 +9,7 @@ from kvferry.errors import FerryError, IllegalEventError
 from kvferry.plan.programs.tiles import Tile
 from kvferry.staging.device.patterns import for_device
 from kvferry.staging.mover import CLOSED, Moved
-from kvferry.transport.registered_memory import Pieces, View
+from kvferry.transport.registered_memory import Regions, View
 
 
 class Pins(Protocol):
@@ -39,13 +39,13 @@ class Launcher(Protocol):
 class DeviceMover:
     """A `Mover` whose copies run on a device: nothing here waits for it, except `close`.
 
-    `pieces` are all memories that rows may touch, of the device and pinned ones of the host: a kernel that leaves them
+    `regions` are all memories that rows may touch, of the device and pinned ones of the host: a kernel that leaves them
     would end the engine's process. They must stay until `close`, which lets go of `pins` when nothing runs any more.
     """
 
-    def __init__(self, launcher: Launcher, pieces: Pieces, pins: Sequence[Pins] = ()) -> None:
+    def __init__(self, launcher: Launcher, regions: Regions, pins: Sequence[Pins] = ()) -> None:
         self._launcher = launcher
-        self._pieces = pieces
+        self._regions = regions
         self._pins = tuple(pins)
         self._running: dict[Hashable, Callable[[], bool]] = {}
         self._ended: dict[Hashable, str] = {}
@@ -109,8 +109,8 @@ class DeviceMover:
             self._ended[key] = CLOSED
             return
         for tile in tiles:
-            self._pieces.check_sums(tile.source_start, tile.source_shift, tile.length, "this process (source)")
-            self._pieces.check_sums(tile.target_start, tile.target_shift, tile.length, "this process (target)")
+            self._regions.check_tile(tile.source_start, tile.source_shift, tile.length, "this process (source)")
+            self._regions.check_tile(tile.target_start, tile.target_shift, tile.length, "this process (target)")
         if short := for_device(tiles):
             self._running[key] = self._launcher.launch(short)
         else:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvferry.staging.host_mover import HostMover
 from kvferry.transport.base import Memory
-from kvferry.transport.registered_memory import Pieces, View, view_of
+from kvferry.transport.registered_memory import Regions, View, view_of
 
 # No processor of ours has so wide an address space for programs: every access is an error.
 FAR_ADDRESS = 0x00F0 << 48
@@ -33,4 +33,4 @@ def far_mover(device: FarDevice, near: Sequence[Memory], ring: Callable[[], None
     """
     memories = (device.memory, *near)
     extents = [(memory.address, memory.size_bytes) for memory in memories]
-    return HostMover(Pieces.of(extents, [device.contents, *map(view_of, near)]), ring)
+    return HostMover(Regions.of(extents, [device.contents, *map(view_of, near)]), ring)

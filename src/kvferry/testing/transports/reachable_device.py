@@ -18,7 +18,7 @@ from kvferry.staging.host_mover import HostMover
 from kvferry.testing.transports.far_device import FAR_ADDRESS
 from kvferry.transport.base import Completion, Memory, Ticket, Transport
 from kvferry.transport.memory_kind import HOST
-from kvferry.transport.registered_memory import Pieces, View, view_of
+from kvferry.transport.registered_memory import Regions, View, view_of
 
 
 class DeviceMemory:
@@ -41,7 +41,7 @@ def device_mover(memories: Sequence[Memory], ring: Callable[[], None]) -> HostMo
     """What the device copies with, between memories of its own and of the host. Raises TransportError when some
     overlap."""
     extents = [(memory.address, memory.size_bytes) for memory in memories]
-    return HostMover(Pieces.of(extents, [view_of(_in_host(memory)) for memory in memories]), ring)
+    return HostMover(Regions.of(extents, [view_of(_in_host(memory)) for memory in memories]), ring)
 
 
 class DeviceTransport:

@@ -15,20 +15,17 @@ What had to be learned about NIXL 1.5 and is relied on here:
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
-from types import ModuleType
-from typing import Any, Final
+from typing import Any
 from uuid import uuid4
 
 import msgspec
 
 from kvferry.errors import TransportError
-from kvferry.extras import MissingExtraError, how_to_install
-from kvferry.plan.programs.copies import Copies, split
+from kvferry.plan.programs.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptor_codec import decode
 from kvferry.transport.memory_kind import MemoryKind, kind_of
@@ -36,31 +33,15 @@ from kvferry.transport.nixl.descriptor_lists import (
     PART_BYTES,
     PART_ROWS,
     Devices,
-    NixlDescriptor,
     Part,
     cut_by_kind,
-    describe,
-    digest_of,
-    seal,
-    unseal,
+    descriptor_list,
 )
-from kvferry.transport.registered_memory import Pieces, Registry
-from kvferry.transport.ucx.environment import PACKAGES
+from kvferry.transport.nixl.library import load_nixl
+from kvferry.transport.nixl.metadata import NixlDescriptor, digest_of, seal, unseal
+from kvferry.transport.posting import Posting, connected
+from kvferry.transport.registered_memory import Regions, Registry
 from kvferry.transport.ucx.introspection import UcxIntrospection
-
-_ERROR_NAMES: Final = (
-    "nixlBackendError",
-    "nixlCancelledError",
-    "nixlInvalidParamError",
-    "nixlMismatchError",
-    "nixlNotAllowedError",
-    "nixlNotFoundError",
-    "nixlNotPostedError",
-    "nixlNotSupportedError",
-    "nixlRemoteDisconnectError",
-    "nixlRepostActiveError",
-    "nixlUnknownError",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +50,7 @@ class Peer:
 
     agent: str
     digest: bytes
-    pieces: Pieces
+    regions: Regions
     devices: Devices
 
 
@@ -87,7 +68,7 @@ class Job:
     active: list[Any] = field(default_factory=list)
     error: str = ""
 
-    def give_up(self, error: str) -> None:
+    def stop_posting(self, error: str) -> None:
         """Post no more. Parts in progress stay active: their bytes still move."""
         self.waiting.clear()
         self.error = self.error or error
@@ -100,11 +81,7 @@ class NixlTransport:
     """
 
     def __init__(self) -> None:
-        api, bindings = _load()
-        self._errors: tuple[type[Exception], ...] = (
-            RuntimeError,
-            *(vars(bindings)[name] for name in _ERROR_NAMES),
-        )
+        api, self._errors = load_nixl()
         self._name = f"kvferry-{uuid4().hex}"
         config = api.nixl_agent_config(
             enable_prog_thread=False, enable_listen_thread=False, backends=["UCX"], num_threads=0
@@ -162,9 +139,11 @@ class NixlTransport:
         self._devices = self._own_devices()
 
     def descriptor(self) -> bytes:
-        """Raises TransportError when there are so many pieces that it would be longer than a peer accepts."""
+        """Raises TransportError when there are so many regions that it would be longer than a peer accepts."""
         metadata = bytes(self._agent.get_agent_metadata())
-        body = msgspec.msgpack.encode(NixlDescriptor(self._name, self._registry.extents, metadata, self._whose()))
+        body = msgspec.msgpack.encode(
+            NixlDescriptor(self._name, self._registry.extents, metadata, self._device_of_each())
+        )
         return seal(body)
 
     def connect(self, peer: str, descriptor: bytes) -> None:
@@ -173,10 +152,10 @@ class NixlTransport:
         known = decode(peer, unseal(peer, descriptor), NixlDescriptor)
         if known.agent == self._name:
             raise TransportError(f"peer {peer!r} is this transport itself")
-        pieces, devices = Pieces.of(known.pieces), Devices.of(known.pieces, known.devices)
+        regions, devices = Regions.of(known.regions), Devices.of(known.regions, known.devices)
         digest = digest_of(known.metadata)
         self._load_agent(known, digest)
-        self._peers[peer] = Peer(known.agent, digest, pieces, devices)
+        self._peers[peer] = Peer(known.agent, digest, regions, devices)
 
     def carriers(self, peer: str) -> tuple[str, ...]:
         """By UCX's own report on the endpoints of this peer; UCX settles them with the first copy."""
@@ -190,23 +169,16 @@ class NixlTransport:
             return
         for job in self._jobs:
             if job.peer == peer:
-                job.give_up(f"peer {peer!r} was disconnected")
+                job.stop_posting(f"peer {peer!r} was disconnected")
         self._unload_idle_agents()
 
     def post(self, peer: str, copies: Copies, direction: Direction) -> Ticket:
         """Raises TransportError when the peer is not connected or a row leaves registered memory."""
-        known = self._peers.get(peer)
-        if known is None:
-            raise TransportError(f"peer {peer!r} is not connected")
-        is_read = direction is Direction.READ
-        near, far = (copies.target, copies.source) if is_read else (copies.source, copies.target)
-        # Checked before it is split: a row of nonsense length would be split into very many.
-        self._registry.pieces.check(near, copies.length, f"this process ({direction})")
-        known.pieces.check(far, copies.length, f"peer {peer!r} ({direction})")
-        rows = split(copies, PART_BYTES)
-        source, target = describe(rows.source, rows.length), describe(rows.target, rows.length)
-        local, remote = (target, source) if is_read else (source, target)
-        on_device = self._devices.mark(local, self._registry.pieces), known.devices.mark(remote, known.pieces)
+        known = connected(self._peers, peer)
+        posting = Posting(peer, self._registry.regions, known.regions, copies, direction)
+        local_address, remote_address, length = posting.columns(PART_BYTES)
+        local, remote = descriptor_list(local_address, length), descriptor_list(remote_address, length)
+        on_device = self._devices.mark(local, self._registry.regions), known.devices.mark(remote, known.regions)
         parts = cut_by_kind(local, remote, on_device)
         job = Job(Ticket(next(self._numbers)), peer, known.agent, direction.name, parts)
         self._jobs.append(job)
@@ -215,7 +187,7 @@ class NixlTransport:
     def cancel(self, ticket: Ticket) -> None:
         for job in self._jobs:
             if job.ticket == ticket:
-                job.give_up("cancelled")
+                job.stop_posting("cancelled")
 
     def poll(self) -> list[Completion]:
         if not self._is_closed:
@@ -232,7 +204,7 @@ class NixlTransport:
             return
         self._is_closed = True
         for job in self._jobs:
-            job.give_up("this transport was closed")
+            job.stop_posting("this transport was closed")
             for handle in job.active:
                 self._quietly(self._agent.release_xfer_handle, handle)
             job.active.clear()
@@ -246,12 +218,12 @@ class NixlTransport:
         self._registry.clear()
         del self._agent
 
-    def _whose(self) -> tuple[tuple[str, int], ...]:
-        """The device of each registered piece, oldest first like their extents."""
+    def _device_of_each(self) -> tuple[tuple[str, int], ...]:
+        """The device of each registered region, in the order of registration, like their extents."""
         return tuple((memory.device, memory.device_id) for memory in self._registry.memories)
 
     def _own_devices(self) -> Devices:
-        return Devices.of(self._registry.extents, self._whose())
+        return Devices.of(self._registry.extents, self._device_of_each())
 
     def _make_progress(self) -> None:
         # Notifications are not used; asking for them is what makes progress for peers.
@@ -266,7 +238,7 @@ class NixlTransport:
                 job.num_posted += 1
                 self._post_part(job, part)
             if job.num_posted and not (job.waiting or job.active):
-                # Posting was copying, and it is over: whoever waits for it goes on while the next is copied.
+                # Posting has copied everything: its completion is reported before the next job is copied.
                 return
 
     def _is_active(self, job: Job, handle: Any) -> bool:
@@ -279,11 +251,11 @@ class NixlTransport:
     def _post_part(self, job: Job, part: Part) -> None:
         agent = self._agent
         try:
-            near = agent.get_xfer_descs(part.local, part.local_kind)
-            far = agent.get_xfer_descs(part.remote, part.remote_kind)
-            handle = agent.initialize_xfer(job.operation, near, far, job.agent)
+            local = agent.get_xfer_descs(part.local, part.local_kind)
+            remote = agent.get_xfer_descs(part.remote, part.remote_kind)
+            handle = agent.initialize_xfer(job.operation, local, remote, job.agent)
         except self._errors as error:
-            job.give_up(f"NIXL refused the transfer: {error!r}")
+            job.stop_posting(f"NIXL refused the transfer: {error!r}")
             return
         try:
             state = agent.transfer(handle)
@@ -296,13 +268,13 @@ class NixlTransport:
         if state == "PROC":
             return False
         if state != "DONE":
-            job.give_up(f"NIXL: {state}")
+            job.stop_posting(f"NIXL: {state}")
         self._quietly(self._agent.release_xfer_handle, handle)
         return True
 
     def _load_agent(self, known: NixlDescriptor, digest: bytes) -> None:
         if self._loaded.get(known.agent) == digest:
-            return  # It left while transfers were in progress, and is back unchanged.
+            return  # The peer was disconnected while transfers were in progress, and is back unchanged.
         if known.agent in self._loaded:
             self._unload(known.agent)
         before = self._report.endpoints()
@@ -333,31 +305,8 @@ class NixlTransport:
             self._unload(agent)
 
     def _quietly(self, call: Any, *arguments: Any) -> None:
-        """For clearing up: that NIXL has forgotten the thing already is as good."""
+        """For clean-up: it is fine when NIXL does not know the thing any more."""
         try:
             call(*arguments)
         except self._errors as error:
             logging.getLogger(__name__).debug("%s: %r", call, error)
-
-
-def _load() -> tuple[ModuleType, ModuleType]:
-    """NIXL's Python interface and its bindings.
-
-    Raises MissingExtraError where no package has them, TransportError where one cannot be loaded.
-    """
-    reasons = []
-    for package in PACKAGES:
-        try:
-            api = importlib.import_module(f"{package}._api")
-            bindings = importlib.import_module(f"{package}._bindings")
-        except ImportError as error:
-            if error.name != package:
-                reasons.append(str(error))
-            continue
-        # It prints its own progress to our standard output otherwise.
-        logging.getLogger("nixl").setLevel(logging.WARNING)
-        return api, bindings
-    if reasons:
-        hint = f"install it again: {how_to_install('nixl')}"
-        raise TransportError("NIXL is installed but cannot be loaded", found="; ".join(reasons), hint=hint)
-    raise MissingExtraError(f"NIXL is not installed: {how_to_install('nixl')}")

@@ -14,12 +14,12 @@ from typing import TypeAlias
 
 from kvferry.extras import how_to_install
 from kvferry.plan.programs.tiles import Tile
-from kvferry.transport.registered_memory import Offsets, Side
+from kvferry.transport.registered_memory import LocatedRows, Offsets
 from kvferry.transport.rowcopy import with_numpy
 
 logger = logging.getLogger(__name__)
 
-Copy: TypeAlias = Callable[[Side, Side, Offsets], Iterator[int]]
+Copy: TypeAlias = Callable[[LocatedRows, LocatedRows, Offsets], Iterator[int]]
 CopyTile: TypeAlias = Callable[[Tile], Iterator[None]]
 
 

@@ -1,4 +1,4 @@
-"""A queue of copies inside one address space, worked off in bounded slices by whoever polls."""
+"""A queue of copies that the calling thread makes, in bounded slices, whenever it polls."""
 
 from __future__ import annotations
 
@@ -9,41 +9,32 @@ from itertools import count
 
 import numpy as np
 
-from kvferry.plan.programs.copies import Copies
+from kvferry.errors import TransportError
 from kvferry.transport.base import Completion, Direction, Ticket
-from kvferry.transport.registered_memory import Pieces
+from kvferry.transport.posting import Posting
 from kvferry.transport.rowcopy.gather_scatter import copy_rows
 
-TURN_BYTES = 64 << 20
-"""Whoever waits behind a long ticket waits for no more than this, ten milliseconds or so. If tickets of about one size
-took turns more often, all would end when the last does, instead of one after the other."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Posting:
-    """What to copy, between this process's pieces and a peer's, both of which have views."""
-
-    peer: str
-    local: Pieces
-    remote: Pieces
-    copies: Copies
-    direction: Direction
+SLICE_BYTES = 16 << 20
+"""One poll copies about this much: a few milliseconds."""
+QUANTUM_BYTES = 64 << 20
+"""A ticket copies this much, ten milliseconds or so, before the next one goes on. With a smaller quantum, tickets of
+about one size would all end when the last one does, instead of one after the other."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A posted copy: `work` copies when iterated; `remote_addresses` are the peer's pieces that it touches. So much is
-    left of its turn."""
+    """An open ticket. `work` copies when iterated and yields how many bytes; `remote_addresses` are the peer's regions
+    that it touches; `quantum_bytes` is what is left of its quantum."""
 
     ticket: Ticket
     peer: str
     work: Iterator[int]
     remote_addresses: frozenset[int]
-    turn_bytes: int = TURN_BYTES
+    quantum_bytes: int = QUANTUM_BYTES
 
 
 class CopyQueue:
-    """Tickets in their order, and in turns where they are long, so that a long one does not hold up a short one."""
+    """Tickets in their order, a long one by quanta, so that it does not hold up a short one."""
 
     def __init__(self) -> None:
         self._numbers = count(1)
@@ -51,47 +42,45 @@ class CopyQueue:
         self._ended: list[Completion] = []
 
     def add(self, posting: Posting) -> Ticket:
-        """Check every row and queue the copy. Raises TransportError when a row leaves the pieces of either side."""
-        copies = posting.copies
-        local, remote = f"this process ({posting.direction})", f"peer {posting.peer!r} ({posting.direction})"
-        if posting.direction is Direction.READ:
-            source = posting.remote.side(copies.source, copies.length, remote)
-            target = posting.local.side(copies.target, copies.length, local)
-            far = source
-        else:
-            source = posting.local.side(copies.source, copies.length, local)
-            target = posting.remote.side(copies.target, copies.length, remote)
-            far = target
-        work = copy_rows(source, target, copies.length.view(np.int64))
-        touched = frozenset(far.starts[number] for number in far.used)
-        job = Job(Ticket(next(self._numbers)), posting.peer, work, touched)
+        """Queue a copy in memory. Raises TransportError when a row leaves the regions of either side."""
+        local, remote = posting.located()
+        source, target = (remote, local) if posting.direction is Direction.READ else (local, remote)
+        work = copy_rows(source, target, posting.copies.length.view(np.int64))
+        return self.submit(posting.peer, work, frozenset(remote.starts[index] for index in remote.used_views))
+
+    def submit(self, peer: str, work: Iterator[int], remote_addresses: frozenset[int] = frozenset()) -> Ticket:
+        """Queue any work. A TransportError that it raises ends its ticket."""
+        job = Job(Ticket(next(self._numbers)), peer, work, remote_addresses)
         self._jobs.append(job)
         return job.ticket
 
     def drop(self, where: Callable[[Job], bool], error: str) -> None:
         """End these tickets with an error; nothing of them is copied any more."""
-        dropped = [job for job in self._jobs if where(job)]
+        self._ended += [Completion(job.ticket, error) for job in self._jobs if where(job)]
         self._jobs = deque(job for job in self._jobs if not where(job))
-        self._ended += [Completion(job.ticket, error) for job in dropped]
 
-    def run(self, max_bytes: int) -> list[Completion]:
-        """Copy about `max_bytes` at most and return the tickets that ended since the last call."""
+    def run(self) -> list[Completion]:
+        """Copy about `SLICE_BYTES` at most and return the tickets that ended since the last call."""
+        max_bytes = SLICE_BYTES
         while self._jobs and max_bytes > 0:
             max_bytes -= self._advance(self._jobs.popleft(), max_bytes)
         ended, self._ended = self._ended, []
         return ended
 
     def _advance(self, job: Job, max_bytes: int) -> int:
-        copied = 0
-        for num_bytes in job.work:
-            copied += num_bytes
-            job.turn_bytes -= num_bytes
-            if job.turn_bytes <= 0:
-                job.turn_bytes = TURN_BYTES
-                self._jobs.append(job)
-                return copied
-            if copied >= max_bytes:
-                self._jobs.appendleft(job)
-                return copied
-        self._ended.append(Completion(job.ticket, ""))
+        copied, error = 0, ""
+        try:
+            for num_bytes in job.work:
+                copied += num_bytes
+                job.quantum_bytes -= num_bytes
+                if job.quantum_bytes <= 0:
+                    job.quantum_bytes = QUANTUM_BYTES
+                    self._jobs.append(job)
+                    return copied
+                if copied >= max_bytes:
+                    self._jobs.appendleft(job)
+                    return copied
+        except TransportError as failure:
+            error = str(failure)
+        self._ended.append(Completion(job.ticket, error))
         return copied

@@ -9,13 +9,13 @@ import numpy as np
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.tiles import Tile, rows_of
-from kvferry.transport.registered_memory import Offsets, Pieces, Side, View
+from kvferry.transport.registered_memory import LocatedRows, Offsets, Regions, View
 from kvferry.transport.rowcopy.copier import current
 
 _HERE_SOURCE, _HERE_TARGET = "this process (source)", "this process (target)"
 
 
-def copy_rows(source: Side, target: Side, length: Offsets) -> Iterator[int]:
+def copy_rows(source: LocatedRows, target: LocatedRows, length: Offsets) -> Iterator[int]:
     """Copy every row when iterated; yields the bytes copied since the last step, a few MiB at most.
 
     `length` is an int64 column. Rows must lie inside their views and their targets must not overlap.
@@ -23,33 +23,33 @@ def copy_rows(source: Side, target: Side, length: Offsets) -> Iterator[int]:
     return current().copy(source, target, length)
 
 
-def copy_tiles(pieces: Pieces, tiles: Sequence[Tile]) -> Iterator[None]:
+def copy_tiles(regions: Regions, tiles: Sequence[Tile]) -> Iterator[None]:
     """Copy the rows of tiles between memories of this process when iterated; yields after every few MiB.
 
-    Raises TransportError when a row leaves `pieces`: nothing is copied then. Targets must not overlap.
+    Raises TransportError when a row leaves `regions`: nothing is copied then. Targets must not overlap.
     """
     copier = current()
-    if copier.copy_tile is not None and pieces.is_in_place:
+    if copier.copy_tile is not None and regions.is_in_place:
         for tile in tiles:
-            pieces.check_sums(tile.source_start, tile.source_shift, tile.length, _HERE_SOURCE)
-            pieces.check_sums(tile.target_start, tile.target_shift, tile.length, _HERE_TARGET)
+            regions.check_tile(tile.source_start, tile.source_shift, tile.length, _HERE_SOURCE)
+            regions.check_tile(tile.target_start, tile.target_shift, tile.length, _HERE_TARGET)
         for tile in tiles:
             yield from copier.copy_tile(tile)
     else:
         rows = rows_of(tiles)
-        source = pieces.side(rows.source, rows.length, _HERE_SOURCE)
-        target = pieces.side(rows.target, rows.length, _HERE_TARGET)
+        source = regions.located(rows.source, rows.length, _HERE_SOURCE)
+        target = regions.located(rows.target, rows.length, _HERE_TARGET)
         for _ in copier.copy(source, target, rows.length.astype(np.int64)):
             yield
 
 
-def gather(source: Side, length: Offsets, buffer: View) -> None:
+def gather(source: LocatedRows, length: Offsets, buffer: View) -> None:
     """Copy the rows one after another into the beginning of `buffer`. Raises TransportError when they do not fit."""
     for _ in copy_rows(source, _dense(buffer, length), length):
         pass
 
 
-def scatter(buffer: View, target: Side, length: Offsets) -> None:
+def scatter(buffer: View, target: LocatedRows, length: Offsets) -> None:
     """Copy the beginning of `buffer`, row after row, to where the rows lie.
 
     Raises TransportError when `buffer` holds fewer bytes.
@@ -68,10 +68,10 @@ def stream_chunks(length: Offsets, chunk_bytes: int) -> Iterator[slice]:
         yield slice(first, last)
 
 
-def _dense(buffer: View, length: Offsets) -> Side:
+def _dense(buffer: View, length: Offsets) -> LocatedRows:
     end = np.cumsum(length)
     if len(end) and int(end[-1]) > buffer.size:
         raise TransportError(
             "rows do not fit the staging buffer", found=f"{end[-1]:,} bytes", expected=f"at most {buffer.size:,}"
         )
-    return Side((buffer,), np.zeros(len(length), np.int64), end - length)
+    return LocatedRows((buffer,), np.zeros(len(length), np.int64), end - length)

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.tiles import Tile
-from kvferry.transport.registered_memory import Offsets, Side
+from kvferry.transport.registered_memory import LocatedRows, Offsets
 
 LINE_BYTES = 64
 # One step copies this much and takes about a millisecond: the caller gets control back, and long rows are cut.
@@ -35,7 +35,7 @@ _COLUMN = types.Array(types.int64, 1, "C")
 class Resolve(Protocol):
     """Write the addresses where rows begin to `found`. Returns the first row outside its view, or -1.
 
-    Row i begins `offset[i] - start[piece[i]]` bytes behind `address[piece[i]]`; no `piece` stands for zeros.
+    Row i begins `offset[i] - start[region[i]]` bytes behind `address[region[i]]`; no `region` stands for zeros.
     """
 
     # Few and plain arguments, here and below: with the columns in tuples the loop took a third longer.
@@ -44,7 +44,7 @@ class Resolve(Protocol):
         address: Offsets,
         size: Offsets,
         start: Offsets,
-        piece: Offsets,
+        region: Offsets,
         offset: Offsets,
         length: Offsets,
         found: Offsets,
@@ -79,7 +79,7 @@ class NativeRows:
     advance: Advance
     advance_tile: AdvanceTile
 
-    def copy(self, source: Side, target: Side, length: Offsets) -> Iterator[int]:
+    def copy(self, source: LocatedRows, target: LocatedRows, length: Offsets) -> Iterator[int]:
         """Copy every row when iterated; yields the bytes copied since the last step, twice `STEP_BYTES` at most.
 
         `length` is an int64 column. Targets must not overlap. Raises TransportError when a row leaves its view.
@@ -102,13 +102,13 @@ class NativeRows:
             yield
 
     def _addresses(self, places: _Places, part: slice, sizes: Offsets) -> Offsets:
-        piece, offset, length = places.pieces(part), _column(places.side.offset[part]), sizes[part]
+        region, offset, length = places.regions(part), _column(places.side.offset[part]), sizes[part]
         found = np.empty(len(length), np.int64)
-        row = self.resolve(places.address, places.size_bytes, places.start, piece, offset, length, found)
+        row = self.resolve(places.address, places.size_bytes, places.start, region, offset, length, found)
         if row >= 0:
             raise TransportError(
                 f"row {part.start + row} leaves its memory, and was not refused: an internal error",
-                found=f"{length[row]} bytes at {offset[row]} of view {places.side.piece[part.start + row]}",
+                found=f"{length[row]} bytes at {offset[row]} of view {places.side.view_index[part.start + row]}",
                 expected=f"{len(places.address)} views of {places.size_bytes.min()} to {places.size_bytes.max()} bytes",
             )
         return found
@@ -129,25 +129,25 @@ _Rows: TypeAlias = tuple[Offsets, Offsets, Offsets]
 class _Places:
     """A side, and of each of its views the address, the size, and what offsets count from."""
 
-    side: Side
+    side: LocatedRows
     address: Offsets
     size_bytes: Offsets
     start: Offsets
 
     @classmethod
-    def of(cls, side: Side) -> _Places:
+    def of(cls, side: LocatedRows) -> _Places:
         address, size_bytes = np.zeros(len(side.views), np.int64), np.zeros(len(side.views), np.int64)
         # Asking for an address takes a microsecond, and a few rows may lie in a few of hundreds of views. The others
         # keep the size 0, so that no row fits into them.
-        for number in side.used:
+        for number in side.used_views:
             view = side.views[number]
             address[number], size_bytes[number] = view.__array_interface__["data"][0], view.size
         start = np.array(side.starts or [0] * len(side.views), np.int64)
         return cls(side, address, size_bytes, start)
 
-    def pieces(self, part: slice) -> Offsets:
+    def regions(self, part: slice) -> Offsets:
         """In which view each row lies; nothing where there is only one."""
-        return NO_PIECES if len(self.side.views) == 1 else _column(self.side.piece[part])
+        return NO_PIECES if len(self.side.views) == 1 else _column(self.side.view_index[part])
 
 
 def _column(values: Offsets) -> Offsets:
@@ -157,10 +157,10 @@ def _column(values: Offsets) -> Offsets:
 
 def _cut(goal: Offsets, start: Offsets, length: Offsets) -> _Rows:
     """The same bytes in rows of at most `STEP_BYTES`."""
-    pieces = np.maximum(-(-length // STEP_BYTES), 1)
-    skip = (np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * STEP_BYTES
-    rest = np.repeat(length, pieces) - skip
-    return np.repeat(goal, pieces) + skip, np.repeat(start, pieces) + skip, np.minimum(rest, STEP_BYTES)
+    regions = np.maximum(-(-length // STEP_BYTES), 1)
+    skip = (np.arange(int(regions.sum())) - np.repeat(np.cumsum(regions) - regions, regions)) * STEP_BYTES
+    rest = np.repeat(length, regions) - skip
+    return np.repeat(goal, regions) + skip, np.repeat(start, regions) + skip, np.minimum(rest, STEP_BYTES)
 
 
 def compile_rows(on_disk: bool) -> NativeRows:
@@ -258,16 +258,16 @@ def _resolve(
     address: Offsets,
     size: Offsets,
     start: Offsets,
-    piece: Offsets,
+    region: Offsets,
     offset: Offsets,
     length: Offsets,
     found: Offsets,
 ) -> int:
-    in_many = len(piece) > 0
+    in_many = len(region) > 0
     if not in_many and _resolve_in_one(address[0], size[0], start[0], offset, length, found):
         return -1
     for row in range(len(length)):
-        number, num_bytes = piece[row] if in_many else 0, length[row]
+        number, num_bytes = region[row] if in_many else 0, length[row]
         if number < 0 or number >= len(size):
             return row
         skip = offset[row] - start[number]

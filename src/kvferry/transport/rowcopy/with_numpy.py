@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.transport.registered_memory import Offsets, Side, View
+from kvferry.transport.registered_memory import LocatedRows, Offsets, View
 
 # From here on one memmove per row costs no more than its share of a vectorised step (measured: equal at 4 to 16 KiB).
 LONG_ROW_BYTES = 16 << 10
@@ -32,23 +32,23 @@ class _Rows:
         return _Rows(self.source[which], self.target[which], self.length[which])
 
 
-def copy(source: Side, target: Side, length: Offsets) -> Iterator[int]:
+def copy(source: LocatedRows, target: LocatedRows, length: Offsets) -> Iterator[int]:
     """Copy every row when iterated; yields the bytes copied since the last step, a few MiB at most.
 
     `length` is an int64 column. Rows must lie inside their views and their targets must not overlap.
     """
-    rows = _Rows(source.begins, target.begins, length)
-    pair = source.piece * len(target.views) + target.piece
+    rows = _Rows(source.view_offsets, target.view_offsets, length)
+    pair = source.view_index * len(target.views) + target.view_index
     for members in _groups(pair.astype(np.uint16) if _fits_uint16(source, target) else pair):
         first = int(members[0])
         yield from _copy_between(
-            source.views[int(source.piece[first])],
-            target.views[int(target.piece[first])],
+            source.views[int(source.view_index[first])],
+            target.views[int(target.view_index[first])],
             rows if len(members) == len(length) else rows.take(members),
         )
 
 
-def _fits_uint16(source: Side, target: Side) -> bool:
+def _fits_uint16(source: LocatedRows, target: LocatedRows) -> bool:
     return len(source.views) * len(target.views) <= 1 << 16
 
 

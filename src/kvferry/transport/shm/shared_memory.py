@@ -14,7 +14,7 @@ from kvferry.transport.base import Memory
 
 
 class SharedMemory:
-    """A piece of shared memory: `memory` is what transports register, `buffer` its bytes, writable.
+    """A region of shared memory: `memory` is what transports register, `buffer` its bytes, writable.
 
     `close` is safe to call twice and while arrays still show the buffer: the pages go when the last array goes. It can
     follow `abandon`, and changes nothing then.

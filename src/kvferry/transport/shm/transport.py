@@ -1,9 +1,9 @@
 """Transport between processes of one host: attach the peer's memory and copy in `poll`, without a daemon.
 
 The peer's memory is reached through /proc/<pid>/fd/<fd>, so nothing has a name in a file system and nothing is left
-behind when a process is killed. What has been attached can be touched after the peer died or unregistered it, like
-memory reached over RDMA: that bytes are current is for the lease to say, not for the transport. A peer that has closed
-all of it, or has died, is found out in `poll`, and the system gets its memory back: another start of it needs that.
+behind when a process is killed. Attached memory can be touched after the peer has died or unregistered it, like memory
+reached over RDMA: the lease says whether its bytes are current, not the transport. `poll` finds out that a peer has
+closed all of it or has died, and unmaps it: a restarted peer needs that memory.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.system.os_errors import os_error_text
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptor_codec import Natural, check_size, decode
+from kvferry.transport.posting import Posting, connected
 from kvferry.transport.process_identity import Origin, check_same, origin_here
-from kvferry.transport.registered_memory import Pieces, Registry, View
-from kvferry.transport.rowcopy.copy_queue import CopyQueue, Posting
+from kvferry.transport.registered_memory import Regions, Registry, View
+from kvferry.transport.rowcopy.copy_queue import CopyQueue
 from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared, check_sealed
 
 __all__ = ["SharedMemory", "SharedMemoryTransport", "allocate_shared"]
 
-# One poll copies about this much: a few milliseconds.
-SLICE_BYTES = 16 << 20
-# So often, peers are looked for at most.
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
+"""How often `poll` looks whether peers are still alive."""
 
 
-class SharedPiece(msgspec.Struct, frozen=True, array_like=True):
-    """One attachable piece: the descriptor number in the owner's process and what must be found behind it."""
+class SharedRegion(msgspec.Struct, frozen=True, array_like=True):
+    """One attachable region: the descriptor number in the owner's process and what must be found behind it."""
 
     fd: Natural
     inode: Natural
@@ -53,7 +52,7 @@ class SharedDescriptor(msgspec.Struct, frozen=True, tag="shm-1"):
 
     origin: Origin
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    pieces: Annotated[tuple[SharedPiece, ...], Meta(max_length=4096)]
+    regions: Annotated[tuple[SharedRegion, ...], Meta(max_length=4096)] = msgspec.field(name="pieces")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,13 +60,13 @@ class _Attached:
     """A peer's memory, as it was described and as it is seen here."""
 
     shared: SharedDescriptor
-    pieces: Pieces
+    regions: Regions
 
     @property
-    def is_there(self) -> bool:
-        """Whether the peer still has any of it, as far as can be told."""
-        pieces = self.shared.pieces
-        return not pieces or any(_is_there(self.shared.pid, piece) for piece in pieces)
+    def exists(self) -> bool:
+        """Whether the peer still has any of it open, as far as can be told."""
+        regions = self.shared.regions
+        return not regions or any(_exists(self.shared.pid, region) for region in regions)
 
 
 class SharedMemoryTransport:
@@ -82,7 +81,7 @@ class SharedMemoryTransport:
         self._registry = Registry()
         self._peers: dict[str, _Attached] = {}
         self._queue = CopyQueue()
-        self._look_at = 0.0
+        self._check_at = 0.0
         self._unmapping: list[threading.Thread] = []
 
     @property
@@ -112,31 +111,29 @@ class SharedMemoryTransport:
                 found=f"{sum(memory.size_bytes for memory in private):,} private bytes",
                 expected="memory that was allocated to be shared",
             )
-        pieces = tuple(_describe(memory) for memory in self._registry.memories)
-        return check_size(msgspec.msgpack.encode(SharedDescriptor(self._origin, os.getpid(), pieces)))
+        regions = tuple(_describe(memory) for memory in self._registry.memories)
+        return check_size(msgspec.msgpack.encode(SharedDescriptor(self._origin, os.getpid(), regions)))
 
     def connect(self, peer: str, descriptor: bytes) -> None:
         """Attach the peer's memory. Raises TransportError with the reason when that is impossible."""
         self.disconnect(peer)
         shared = decode(peer, descriptor, SharedDescriptor)
         check_same(peer, shared.origin, self._origin)
-        views = [_attach(peer, shared.pid, piece) for piece in shared.pieces]
-        pieces = Pieces.of([(piece.address, piece.size_bytes) for piece in shared.pieces], views)
-        self._peers[peer] = _Attached(shared, pieces)
+        views = [_attach(peer, shared.pid, region) for region in shared.regions]
+        regions = Regions.of([(region.address, region.size_bytes) for region in shared.regions], views)
+        self._peers[peer] = _Attached(shared, regions)
 
     def carriers(self, peer: str) -> tuple[str, ...]:
         return (self.name,)
 
     def disconnect(self, peer: str) -> None:
         self._queue.drop(lambda job: job.peer == peer, f"peer {peer!r} was disconnected")
-        self._let_go([peer] if peer in self._peers else [])
+        self._unmap([peer] if peer in self._peers else [])
 
     def post(self, peer: str, copies: Copies, direction: Direction) -> Ticket:
         """Raises TransportError when the peer is not connected or a row leaves registered memory."""
-        remote = self._peers.get(peer)
-        if remote is None:
-            raise TransportError(f"peer {peer!r} is not connected", hint="has its process exited?")
-        return self._queue.add(Posting(peer, self._registry.pieces, remote.pieces, copies, direction))
+        remote = connected(self._peers, peer).regions
+        return self._queue.add(Posting(peer, self._registry.regions, remote, copies, direction))
 
     def view(self, peer: str, address: int, num_bytes: int) -> View | None:
         """The bytes of a connected peer at one of its addresses, mapped as long as the view lives; None where it has
@@ -145,23 +142,23 @@ class SharedMemoryTransport:
         if attached is None or not num_bytes:
             return None
         try:
-            side = attached.pieces.side(
+            side = attached.regions.located(
                 np.array([address], np.uint64), np.array([num_bytes], np.uint64), f"peer {peer!r}"
             )
         except TransportError:
             return None
-        (view,), (first,) = side.views, side.begins.tolist()
+        (view,), (first,) = side.views, side.view_offsets.tolist()
         return view[first : first + num_bytes]
 
     def cancel(self, ticket: Ticket) -> None:
         self._queue.drop(lambda job: job.ticket == ticket, "cancelled")
 
     def poll(self) -> list[Completion]:
-        if self._look_at <= (now := time.monotonic()):
-            self._look_at = now + LOOK_S
-            # What is being copied keeps its views, and ends well.
-            self._let_go([peer for peer, attached in self._peers.items() if not attached.is_there])
-        return self._queue.run(SLICE_BYTES)
+        if self._check_at <= (now := time.monotonic()):
+            self._check_at = now + CHECK_INTERVAL_S
+            # Copies that are under way keep their views, and end well.
+            self._unmap([peer for peer, attached in self._peers.items() if not attached.exists])
+        return self._queue.run()
 
     def close(self) -> None:
         self._queue.drop(lambda job: True, "this transport was closed")
@@ -170,11 +167,11 @@ class SharedMemoryTransport:
         for thread in self._unmapping:
             thread.join()
 
-    def _let_go(self, peers: Sequence[str]) -> None:
-        """Unmap the memory of peers, as soon as no copy uses it; closing a mapping with views would raise.
+    def _unmap(self, peers: Sequence[str]) -> None:
+        """Unmap the memory of peers once no copy uses it. Closing a mapping with views would raise.
 
-        To unmap gigabytes, and to free them when their owner is gone, takes as long as to copy them: others would take
-        this process for lost. So a thread does it, which must be the last to hold them.
+        Unmapping gigabytes takes as long as copying them, and peers would miss this process's heartbeats. So a thread
+        does it, which must hold the last reference.
         """
         if not peers:
             return
@@ -188,13 +185,13 @@ class SharedMemoryTransport:
             self._unmapping = [thread, *(each for each in self._unmapping if each.is_alive())]
 
 
-def _describe(memory: Memory) -> SharedPiece:
+def _describe(memory: Memory) -> SharedRegion:
     status = os.fstat(memory.shared_fd)
-    return SharedPiece(memory.shared_fd, status.st_ino, status.st_dev, memory.address, memory.size_bytes)
+    return SharedRegion(memory.shared_fd, status.st_ino, status.st_dev, memory.address, memory.size_bytes)
 
 
-def _attach(peer: str, pid: int, piece: SharedPiece) -> View:
-    path = f"/proc/{pid}/fd/{piece.fd}"
+def _attach(peer: str, pid: int, region: SharedRegion) -> View:
+    path = f"/proc/{pid}/fd/{region.fd}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -204,32 +201,32 @@ def _attach(peer: str, pid: int, piece: SharedPiece) -> View:
             hint="run both processes as the same user; use tcp if that is not possible",
         ) from error
     try:
-        _check_identity(peer, os.fstat(fd), piece)
+        _check_identity(peer, os.fstat(fd), region)
         check_sealed(fd)
-        return np.frombuffer(mmap.mmap(fd, piece.size_bytes), np.uint8)
+        return np.frombuffer(mmap.mmap(fd, region.size_bytes), np.uint8)
     except (OSError, ValueError) as error:
         raise TransportError(f"cannot map the memory of peer {peer!r}", found=os_error_text(error)) from error
     finally:
         os.close(fd)
 
 
-def _is_there(pid: int, piece: SharedPiece) -> bool:
+def _exists(pid: int, region: SharedRegion) -> bool:
     try:
-        status = os.stat(f"/proc/{pid}/fd/{piece.fd}")
+        status = os.stat(f"/proc/{pid}/fd/{region.fd}")
     except (FileNotFoundError, ProcessLookupError):
         return False
     except OSError:
         return True
-    return (status.st_ino, status.st_dev) == (piece.inode, piece.device)
+    return (status.st_ino, status.st_dev) == (region.inode, region.device)
 
 
-def _check_identity(peer: str, status: os.stat_result, piece: SharedPiece) -> None:
+def _check_identity(peer: str, status: os.stat_result, region: SharedRegion) -> None:
     """A process id can be taken by another process: what is behind it must be the very file that was described."""
     found: Sequence[int] = (status.st_ino, status.st_dev)
-    if tuple(found) != (piece.inode, piece.device) or status.st_size < piece.size_bytes:
+    if tuple(found) != (region.inode, region.device) or status.st_size < region.size_bytes:
         raise TransportError(
             f"the memory of peer {peer!r} is not what it described",
             found=f"inode {status.st_ino}, device {status.st_dev}, {status.st_size} bytes",
-            expected=f"inode {piece.inode}, device {piece.device}, at least {piece.size_bytes} bytes",
+            expected=f"inode {region.inode}, device {region.device}, at least {region.size_bytes} bytes",
             hint="the peer has ended or restarted: connect with its new descriptor",
         )

@@ -1,4 +1,4 @@
 """Plain sockets: works everywhere and needs nothing.
 
-A thread and a connection per peer ask (`client`); the other side serves registered memory (`server`).
+`client` requests rows with a thread and a connection per peer; `server` serves registered memory.
 """

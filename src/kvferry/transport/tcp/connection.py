@@ -21,7 +21,7 @@ CHALLENGE_BYTES = 16
 PROOF_BYTES = 32
 # One request may name this many rows; a longer ticket is several requests.
 MAX_ROWS = 64 << 10
-# Bytes are sent and received in pieces of about this size, and no row of a request is longer.
+# Bytes are sent and received in regions of about this size, and no row of a request is longer.
 CHUNK_BYTES = 1 << 20
 
 _MAGIC = b"KVF1"

@@ -17,10 +17,11 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvferry.errors import ConfigurationError, FerryError, TransportError, WireError
+from kvferry.plan.programs.copies import Column
 from kvferry.system.os_errors import os_error_text
 from kvferry.transport.base import Direction
 from kvferry.transport.machine.addresses import family_of, resolve
-from kvferry.transport.registered_memory import Column, Offsets, Registry, View
+from kvferry.transport.registered_memory import Offsets, Registry, View
 from kvferry.transport.rowcopy.gather_scatter import gather, scatter, stream_chunks
 from kvferry.transport.tcp.connection import (
     CHALLENGE_BYTES,
@@ -37,38 +38,38 @@ MAX_CONNECTIONS = 512
 THIS = "the serving process"
 
 
-class Gate:
-    """Lets many threads use registered memory and one change what is registered, which waits for the others."""
+class RegistrationLock:
+    """A readers-writer lock: many threads copy to and from registered memory, one changes what is registered."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._inside = 0
-        self._closed = False
+        self._num_shared = 0
+        self._is_exclusive = False
 
     @contextmanager
-    def using(self) -> Iterator[None]:
+    def shared(self) -> Iterator[None]:
         """Hold this only while bytes are copied, never while waiting for a peer."""
         with self._condition:
-            self._condition.wait_for(lambda: not self._closed)
-            self._inside += 1
+            self._condition.wait_for(lambda: not self._is_exclusive)
+            self._num_shared += 1
         try:
             yield
         finally:
             with self._condition:
-                self._inside -= 1
+                self._num_shared -= 1
                 self._condition.notify_all()
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Nobody uses registered memory inside."""
+    def exclusive(self) -> Iterator[None]:
+        """Wait for those who copy; nobody copies meanwhile."""
         with self._condition:
-            self._closed = True
-            self._condition.wait_for(lambda: not self._inside)
+            self._is_exclusive = True
+            self._condition.wait_for(lambda: not self._num_shared)
         try:
             yield
         finally:
             with self._condition:
-                self._closed = False
+                self._is_exclusive = False
                 self._condition.notify_all()
 
 
@@ -85,7 +86,7 @@ class Server:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._connections: dict[threading.Thread, Connection] = {}
-        self.gate = Gate()
+        self.registration = RegistrationLock()
         self.num_rejected = 0
         try:
             address = resolve(host)
@@ -146,7 +147,7 @@ class Server:
 
     def _serve(self, connection: Connection) -> None:
         try:
-            self._converse(connection)
+            self._serve_requests(connection)
         except OSError:
             pass  # The peer went away or stalled. Its tickets are its own business.
         except Exception:  # noqa: BLE001 - the top of a thread: whatever a peer sent, only its connection ends
@@ -154,17 +155,17 @@ class Server:
         finally:
             self._forget(threading.current_thread(), connection)
 
-    def _converse(self, connection: Connection) -> None:
+    def _serve_requests(self, connection: Connection) -> None:
         staging = np.empty(2 * CHUNK_BYTES, np.uint8)
-        known = False
+        has_requested = False
         challenge = Challenge(secrets.token_bytes(CHALLENGE_BYTES))
         connection.send_message(challenge)
         proof = proof_of(self._key, challenge)
         while not self._stopped.is_set():
             if connection.wait_readable():
                 self._answer(connection, staging, proof)
-                known = True
-            elif not known:
+                has_requested = True
+            elif not has_requested:
                 raise WireError("a connection without a request")
 
     def _answer(self, connection: Connection, staging: View, proof: bytes) -> None:
@@ -189,20 +190,20 @@ class Server:
                 found=f"{int(length.min())} to {int(length.max())} bytes",
                 expected=f"1 to {CHUNK_BYTES}",
             )
-        self._registry.pieces.check(address, length, THIS)
+        self._registry.regions.check(address, length, THIS)
 
     def _send(self, connection: Connection, rows: tuple[Column, Column], staging: View) -> None:
         for address, length, sizes in _chunks(rows):
             # Memory may have been unregistered since the last chunk, so that is looked at again each time.
-            with self.gate.using():
-                gather(self._registry.pieces.side(address, length, THIS), sizes, staging)
+            with self.registration.shared():
+                gather(self._registry.regions.located(address, length, THIS), sizes, staging)
             connection.send(staging.data[: int(sizes.sum())])
 
     def _receive(self, connection: Connection, rows: tuple[Column, Column], staging: View) -> None:
         for address, length, sizes in _chunks(rows):
             connection.receive_into(staging.data[: int(sizes.sum())])
-            with self.gate.using():
-                scatter(staging, self._registry.pieces.side(address, length, THIS), sizes)
+            with self.registration.shared():
+                scatter(staging, self._registry.regions.located(address, length, THIS), sizes)
         connection.send_message(Reply(""))
 
     def _count_rejected(self) -> None:

@@ -1,15 +1,14 @@
 """Transport over plain sockets: works everywhere, needs nothing.
 
-Who has not been told the key in the descriptor gets nothing, and the key itself is never sent: every connection proves
-that it knows it. What moves is neither encrypted nor signed: bind to an address that only the engines can reach.
+The descriptor has a key that a peer must know. The key itself is never sent: every connection proves that it knows it.
+The bytes are neither encrypted nor signed: bind to an address that only the engines can reach.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from itertools import count
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Annotated
 
 import msgspec
@@ -17,22 +16,23 @@ import numpy as np
 from msgspec import Meta
 
 from kvferry.errors import TransportError
-from kvferry.plan.programs.copies import Copies, split
+from kvferry.plan.programs.copies import Copies
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.descriptor_codec import Natural, check_size, decode
-from kvferry.transport.registered_memory import Column, Pieces, Registry
-from kvferry.transport.tcp.client import Far, Lane, Order
+from kvferry.transport.posting import Posting, connected
+from kvferry.transport.registered_memory import Regions, Registry
+from kvferry.transport.tcp.client import PeerAddress, PeerClient, Transfer
 from kvferry.transport.tcp.connection import CHUNK_BYTES, KEY_BYTES
 from kvferry.transport.tcp.server import Server
 
 
 class TcpDescriptor(msgspec.Struct, frozen=True, tag="tcp-2"):
-    """What a peer needs: where to connect, the key to know, and (address, size in bytes) of each piece."""
+    """What a peer needs: where to connect, the key to know, and (address, size in bytes) of each region."""
 
     host: Annotated[str, Meta(min_length=1, max_length=255)]
     port: Annotated[int, Meta(ge=1, le=65535)]
     key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-    pieces: Annotated[tuple[tuple[Natural, Natural], ...], Meta(max_length=4096)]
+    regions: Annotated[tuple[tuple[Natural, Natural], ...], Meta(max_length=4096)] = msgspec.field(name="pieces")
 
 
 class TcpTransport:
@@ -51,9 +51,9 @@ class TcpTransport:
         self._host = advertised_host or self._server.address[0]
         self._numbers = count(1)
         self._ended: SimpleQueue[Completion] = SimpleQueue()
-        self._peers: dict[str, tuple[Lane, Pieces]] = {}
-        self._stopped_lanes: list[Lane] = []
-        self._open: dict[Ticket, Lane] = {}
+        self._peers: dict[str, tuple[PeerClient, Regions]] = {}
+        self._stopped: list[PeerClient] = []
+        self._open: dict[Ticket, PeerClient] = {}
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ class TcpTransport:
 
     def unregister(self, memory: Memory) -> None:
         """Waits until no peer's bytes are being copied from or to it. Raises TransportError when not registered."""
-        with self._server.gate.changing():
+        with self._server.registration.exclusive():
             self._registry.remove(memory)
 
     def descriptor(self) -> bytes:
@@ -90,13 +90,14 @@ class TcpTransport:
         """
         self.disconnect(peer)
         known = decode(peer, descriptor, TcpDescriptor)
-        pieces = Pieces.of(known.pieces)
+        regions = Regions.of(known.regions)
         try:
-            lane = Lane(Far(known.host, known.port, known.key), self._ended, self._stall_timeout_s)
+            address = PeerAddress(known.host, known.port, known.key)
+            client = PeerClient(address, self._ended, self._stall_timeout_s)
         except RuntimeError as error:
             hint = "the limit is ulimit -u, or pids.max of a container"
             raise TransportError("no thread can be started for tcp", found=str(error), hint=hint) from error
-        self._peers[peer] = (lane, pieces)
+        self._peers[peer] = (client, regions)
 
     def carriers(self, peer: str) -> tuple[str, ...]:
         return (self.name,)
@@ -104,25 +105,18 @@ class TcpTransport:
     def disconnect(self, peer: str) -> None:
         known = self._peers.pop(peer, None)
         if known is not None:
-            lane, _ = known
-            lane.stop(f"peer {peer!r} was disconnected")
-            self._stopped_lanes = [old for old in self._stopped_lanes if not old.is_over] + [lane]
+            client, _ = known
+            client.stop(f"peer {peer!r} was disconnected")
+            self._stopped = [old for old in self._stopped if not old.is_over] + [client]
 
     def post(self, peer: str, copies: Copies, direction: Direction) -> Ticket:
         """Raises TransportError when the peer is not connected or a row leaves registered memory."""
-        known = self._peers.get(peer)
-        if known is None:
-            raise TransportError(f"peer {peer!r} is not connected")
-        lane, pieces = known
-        here = f"this process ({direction})"
-        # Checked before it is split: a row of nonsense length would be split into very many.
-        self._registry.pieces.check(_near(copies, direction), copies.length, here)
-        pieces.check(_far(copies, direction), copies.length, f"peer {peer!r} ({direction})")
-        rows = split(copies, CHUNK_BYTES)
-        local = self._registry.pieces.side(_near(rows, direction), rows.length, here)
+        client, regions = connected(self._peers, peer)
+        local, remote, length = Posting(peer, self._registry.regions, regions, copies, direction).columns(CHUNK_BYTES)
+        located = self._registry.regions.located(local, length, f"this process ({direction})")
         ticket = Ticket(next(self._numbers))
-        self._open[ticket] = lane
-        lane.submit(Order(ticket, direction, local, _far(rows, direction), rows.length.astype(np.int64)))
+        self._open[ticket] = client
+        client.submit(Transfer(ticket, direction, located, remote, length.astype(np.int64)))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -130,9 +124,10 @@ class TcpTransport:
             self._open[ticket].cancel(ticket)
 
     def poll(self) -> list[Completion]:
-        ended = list(self._take_ended())
-        for completion in ended:
-            del self._open[completion.ticket]
+        ended: list[Completion] = []
+        while not self._ended.empty():
+            ended.append(self._ended.get())
+            del self._open[ended[-1].ticket]
         return ended
 
     def close(self) -> None:
@@ -140,22 +135,7 @@ class TcpTransport:
         for peer in list(self._peers):
             self.disconnect(peer)
         self._server.close(self._stall_timeout_s + 1)
-        for lane in self._stopped_lanes:
-            lane.join(self._stall_timeout_s + 1)
-        self._stopped_lanes.clear()
+        for client in self._stopped:
+            client.join(self._stall_timeout_s + 1)
+        self._stopped.clear()
         self._registry.clear()
-
-    def _take_ended(self) -> Iterator[Completion]:
-        while True:
-            try:
-                yield self._ended.get_nowait()
-            except Empty:
-                return
-
-
-def _near(copies: Copies, direction: Direction) -> Column:
-    return copies.target if direction is Direction.READ else copies.source
-
-
-def _far(copies: Copies, direction: Direction) -> Column:
-    return copies.source if direction is Direction.READ else copies.target

@@ -23,7 +23,7 @@ from kvferry.staging.device.side_stream import SideStream
 from kvferry.staging.device.table import StagingMemory, check_pair, check_staging, load_devices
 from kvferry.transport.base import Memory
 from kvferry.transport.memory_kind import HOST
-from kvferry.transport.registered_memory import Pieces
+from kvferry.transport.registered_memory import Regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Buffers:
 
         def mover(near: Sequence[Memory], ring: Callable[[], None]) -> DeviceMover:
             known = dict.fromkeys((*on_device, *near))
-            pieces = Pieces.of([(memory.address, memory.size_bytes) for memory in known])
+            pieces = Regions.of([(memory.address, memory.size_bytes) for memory in known])
             in_host = [memory for memory in near if memory.device == HOST]
             return DeviceMover(stream, pieces, [Pinned(CudaRuntime(self.device), in_host)])
 
