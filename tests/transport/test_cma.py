@@ -142,7 +142,7 @@ def test_a_long_ticket_is_copied_in_slices_and_does_not_hold_up_a_short_one(tran
 
 
 def test_tickets_of_one_size_end_one_after_the_other(transport, monkeypatch):
-    """A poll copies half of a ticket, and a call a quarter. The end of a ticket is noticed by the poll after its last."""
+    """A poll copies half of a ticket, a call a quarter; the poll after the last copy notices the end."""
     page = mmap.PAGESIZE
     monkeypatch.setattr("kvferry.transport.cma.transport.CALL_BYTES", page)
     monkeypatch.setattr("kvferry.transport.rowcopy.copy_queue.SLICE_BYTES", 2 * page)
