@@ -22,6 +22,7 @@ check: .venv/dev
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	cd tests/simulation && $(CURDIR)/$(BIN)/lint-imports .importlinter
 
 unit: .venv/dev
 	$(BIN)/coverage erase
@@ -42,11 +43,13 @@ slow: .venv/dev
 chaos: .venv/dev
 	$(BIN)/pytest -s tests/e2e/test_chaos*.py $(ARGS)
 
-# Engines under faults on a virtual clock: RUNS of them, or one with its story: `SEED=7 make simulate`.
+# Engines under faults on a virtual clock: RUNS of them, or one with its log: `SEED=7 make simulate`.
+# With DEFECTS=1: how many runs it takes to find each planted defect.
 RUNS ?= 10000
 SEED ?=
+DEFECTS ?=
 simulate: .venv/dev
-	@$(BIN)/python -m kvferry.testing.simulation $(if $(SEED),--seed $(SEED) --runs 1 --story,--runs $(RUNS)) $(ARGS)
+	@PYTHONPATH=tests/simulation $(BIN)/python -m simulator $(if $(DEFECTS),--defects,$(if $(SEED),--seed $(SEED) --runs 1 --log,--runs $(RUNS))) $(ARGS)
 
 # Nonsense for the control channel while a real peer is served: make fuzz FRAMES=1000000 takes some minutes.
 fuzz: .venv/dev

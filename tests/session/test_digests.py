@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from playbook import play
 
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.layout import fingerprint
@@ -46,7 +47,6 @@ from kvferry.session.source.completed_reads import LOOK_AFTER_S
 from kvferry.session.source.introduction import Identity
 from kvferry.session.source.session import SourceSession
 from kvferry.session.target.session import Ourselves, TargetSession
-from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, heartbeat_s=1.0, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, tombstone_s=60.0)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from playbook import play
 from test_source_push import (
     ABORT,
     CLAIM,
@@ -47,7 +48,6 @@ from kvferry.session.events import (
 )
 from kvferry.session.source.introduction import Identity
 from kvferry.session.source.session import SourceSession
-from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
 NOWHERE = ((),)

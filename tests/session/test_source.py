@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from playbook import play
 
 from kvferry.errors import IllegalEventError
 from kvferry.plan.description.describe import EngineShape, describe
@@ -15,7 +16,6 @@ from kvferry.session.source.introduction import Identity
 from kvferry.session.source.lease import LEASE_TABLE, LeaseState
 from kvferry.session.source.session import SourceSession
 from kvferry.session.state import Machine, diagram
-from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, handshake_s=5.0, tombstone_s=60.0)

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from playbook import play
 
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
@@ -34,7 +35,6 @@ from kvferry.session.source.aborted_claims import MAX_ABORTED
 from kvferry.session.source.completed_reads import LOOK_AFTER_S
 from kvferry.session.source.introduction import Identity
 from kvferry.session.source.session import SourceSession
-from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, tombstone_s=60.0, idle_peer_s=100.0)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from msgspec import structs
+from playbook import play
 
 from kvferry.errors import ConfigurationError, TransferError
 from kvferry.plan.description.describe import EngineShape, describe
@@ -67,7 +68,6 @@ from kvferry.session.target import unpacking
 from kvferry.session.target.handshake import Ourselves
 from kvferry.session.target.read_strategy import AUTO, NO_STAGING, StagingPolicy, Way, allowed_by
 from kvferry.session.target.session import TargetSession
-from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
 TIMING = Timing(heartbeat_s=1e6, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, fence_s=4.0)

@@ -5,6 +5,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+from playbook import play
 
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.layout import fingerprint
@@ -43,7 +44,6 @@ from kvferry.session.events import (
 from kvferry.session.target.handshake import Ourselves
 from kvferry.session.target.read_strategy import AUTO, NO_STAGING, StagingPolicy
 from kvferry.session.target.session import TargetSession
-from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
 TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, fence_s=4.0)

@@ -1,6 +1,7 @@
 """A target that may turn: where reading is far slower than writing, the source writes, if it can."""
 
 import pytest
+from playbook import play
 from test_target_push import (
     CLAIM,
     GRANT,
@@ -22,7 +23,6 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import Connect, Count, Fetched, PeerConnected, Send, Tick
 from kvferry.session.target.handshake import Ourselves
 from kvferry.session.target.session import TargetSession
-from kvferry.testing.playbook import play
 from kvferry.wire import messages as m
 
 SLOW, FAST = PeerConnected(PEER, "nixl", "reads crawl", is_slow=True), PeerConnected(PEER, "nixl", "reads fly")

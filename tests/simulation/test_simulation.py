@@ -1,20 +1,18 @@
 import json
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
+from simulator.__main__ import main
+from simulator.defects.defect import DEFECTS
+from simulator.faults import Faults
+from simulator.many import first_violation, play_all
+from simulator.report.summary import Summary
+from simulator.run import simulate, simulate_with
 
 from kvferry.plan.digests.subject import DigestPolicy
-from kvferry.testing.simulation.__main__ import main
-from kvferry.testing.simulation.faults import Faults
-from kvferry.testing.simulation.many import first_violation, play_all
-from kvferry.testing.simulation.plants import PLANTS
-from kvferry.testing.simulation.run import simulate, simulate_with
-from kvferry.testing.simulation.summary import Summary
 
 NUM_RUNS = 600
-MAX_PLANT_RUNS = 1500
+MAX_DEFECT_RUNS = 1500
 # They take hundreds of runs to be found, each as long as all the others together.
 MAX_HIDDEN_RUNS = 3000
 HIDDEN = ("late-share", "hasty-states", "share-again", "ignore-expiry", "no-compare", "no-epoch")
@@ -29,15 +27,15 @@ def test_nothing_is_wrong_whatever_goes_wrong():
     assert len(summary.injected) > 15
 
 
-@pytest.mark.parametrize("name", [name for name in PLANTS if name not in HIDDEN])
+@pytest.mark.parametrize("name", [name for name in DEFECTS if name not in HIDDEN])
 def test_a_planted_defect_is_found(name):
-    assert first_violation(PLANTS[name], range(MAX_PLANT_RUNS))
+    assert first_violation(DEFECTS[name], range(MAX_DEFECT_RUNS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HIDDEN)
 def test_a_hidden_defect_is_found(name):
-    assert first_violation(PLANTS[name], range(MAX_HIDDEN_RUNS))
+    assert first_violation(DEFECTS[name], range(MAX_HIDDEN_RUNS))
 
 
 def test_a_byte_that_is_spoiled_on_the_way_is_found_by_a_full_digest():
@@ -59,25 +57,21 @@ def test_nothing_fails_where_nothing_goes_wrong():
             assert set(outcome.outcomes) <= {"fetched", "no prefill", "no room to decode", "failed: expired"}
 
 
-def test_a_seed_gives_the_same_run_with_and_without_its_story():
+def test_a_seed_gives_the_same_run_with_and_without_its_log():
     for seed in range(20):
-        told, silent = simulate(seed, told=True), simulate(seed)
-        assert (told.outcomes, told.injected, told.virtual_s) == (silent.outcomes, silent.injected, silent.virtual_s)
-        assert simulate(seed, told=True).story == told.story
+        logged, silent = simulate(seed, is_logged=True), simulate(seed)
+        assert (logged.outcomes, logged.injected, logged.virtual_s) == (
+            silent.outcomes,
+            silent.injected,
+            silent.virtual_s,
+        )
+        assert simulate(seed, is_logged=True).log == logged.log
 
 
 def test_the_command_prints_a_table_and_fails_on_a_violation(capsys):
     assert main(["--runs", "3", "--processes", "1"]) == 0
     assert "no violation" in capsys.readouterr().out
-    assert main(["--runs", "9", "--processes", "1", "--plant", "uncounted", "--json"]) == 1
+    assert main(["--runs", "9", "--processes", "1", "--defect", "uncounted", "--json"]) == 1
     seed, *_ = json.loads(capsys.readouterr().out)["violations"]
-    assert main(["--runs", "1", "--seed", seed, "--story", "--plant", "uncounted"]) == 1
+    assert main(["--runs", "1", "--seed", seed, "--log", "--defect", "uncounted"]) == 1
     assert "VIOLATION" in capsys.readouterr().out
-
-
-def test_it_needs_nothing_but_the_core():
-    """It ships: whoever has the package can replay a run, without the extras."""
-    extras = "torch", "zmq", "hypothesis", "rich", "typer", "xxhash"
-    program = f"import sys, kvferry.testing.simulation.__main__; print([m for m in {extras} if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
