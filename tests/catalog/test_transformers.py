@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import remap_legacy_layer_types
 
 from kvferry import catalog
-from kvferry.catalog.config.defaults import _DEFAULTS, language_fields
+from kvferry.catalog.config.families import _FAMILIES, language_fields
 from kvferry.catalog.layers.layer_types import layers_of
 
 TINY = {
@@ -146,14 +146,14 @@ def _first(states: dict[int, torch.Tensor | None] | None) -> tuple[int, ...]:
     return (1, 0) if state is None else tuple(state.shape)
 
 
-@pytest.mark.parametrize("family", _DEFAULTS)
+@pytest.mark.parametrize("family", [name for name, family in _FAMILIES.items() if family.defaults])
 def test_defaults_are_those_of_the_configuration_class(family):
     """A field that the class does not have is about the arrangement of the layers, which must then be the class's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = AutoConfig.for_model(family)
     declared = {field.name: field.default for field in dataclasses.fields(theirs)}
-    for name, value in _DEFAULTS[family].items():
+    for name, value in _FAMILIES[family].defaults.items():
         if name in declared:
             assert declared[name] == value, name
     config = {"model_type": family, "num_hidden_layers": theirs.num_hidden_layers, "num_attention_heads": 8}

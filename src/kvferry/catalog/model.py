@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvferry.catalog.config.defaults import language_fields
 from kvferry.catalog.config.dtypes import PACKED_LATENT, Item, cache_item, model_item, recurrent_item
+from kvferry.catalog.config.families import language_fields
 from kvferry.catalog.config.fields import Fields
 from kvferry.catalog.layers import linear, mamba
 from kvferry.catalog.layers.attention import attention_of, attention_parameters, keep_attention, reach_of

@@ -1,4 +1,4 @@
-"""The one file of the catalog that reads files: a config given by path, or one that we ship, by name."""
+"""The one file of the catalog that reads what users name: a config given by path, or one that we ship, by name."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.catalog.config.defaults import EVERY_LAYER
+from kvferry.catalog.config.families import family_of
 from kvferry.catalog.config.fields import MAX_LAYERS, Fields
 
 
@@ -118,7 +118,7 @@ def _limited(fields: Fields, num_layers: int) -> tuple[str, ...]:
         return _where(num_layers, _without_positions(fields, num_layers), "full_attention", "chunked_attention")
     if fields.count("sliding_window") and fields.flag("use_sliding_window", True):
         return _windowed(fields, num_layers)
-    word = EVERY_LAYER.get(fields.word("model_type"), "")
+    word = family_of(fields.word("model_type")).every_layer
     if not word and fields.has(*_RECURRENT):
         raise fields.missing("layer_types", "layers_block_type", "hybrid_override_pattern", "attn_layer_indices")
     return (word or "full_attention",) * num_layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.catalog.config.defaults import PLAIN_MLP
+from kvferry.catalog.config.families import family_of
 from kvferry.catalog.config.fields import Fields
 from kvferry.catalog.layers.layer_types import Layer
 
@@ -86,5 +86,5 @@ def _shared_size(fields: Fields, expert_size: int) -> int:
 def _size(fields: Fields, intermediate_size: int, hidden_size: int = 0) -> int:
     """Weights of one MLP: three matrices when it is gated, otherwise two."""
     activation = fields.word("mlp_hidden_act", "hidden_act", "hidden_activation")
-    plain = activation == "relu2" or fields.word("model_type") in PLAIN_MLP
+    plain = activation == "relu2" or family_of(fields.word("model_type")).plain_mlp
     return (2 if plain else 3) * intermediate_size * (hidden_size or fields.number("hidden_size"))
