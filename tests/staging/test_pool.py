@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.errors import ConfigurationError, IllegalEventError, TransferError
-from kvferry.staging.free_list import Room, Stretch
+from kvferry.staging.free_list import Extent, FreeList
 from kvferry.staging.pool import Pool, Slot
 
 MIB = 1 << 20
@@ -62,7 +62,7 @@ class Model(RuleBasedStateMachine):
             self.line.remove(owner)
             self.line += [owner] if self.wishes_of(owner) else []
         assert self.pool.grants() == []
-        self.check_room_is_used()
+        self.check_memory_is_used()
 
     def wishes_of(self, owner: str) -> list[int]:
         """What an owner waits for, in the order in which it was asked for."""
@@ -74,7 +74,7 @@ class Model(RuleBasedStateMachine):
             rounded(slot.num_bytes, self.alignment) for key, slot in self.held.items() if self.owner_of[key] == owner
         ]
 
-    def check_room_is_used(self) -> None:
+    def check_memory_is_used(self) -> None:
         """The bound on fragmentation: who waits, and may have more, wants more than any hole can have to have; but for
         the first in line one stretch is kept, which may be all that is free, and cut a hole in two."""
         wanted_of = {owner: self.wishes_of(owner)[0] for owner in self.line}
@@ -291,7 +291,7 @@ def test_a_promise_is_kept_when_another_stretch_gets_emptier():
     assert pool.grants() == [Slot("large", 0, 4)]
 
 
-def test_who_never_gives_back_leaves_room_to_others():
+def test_who_never_gives_back_leaves_memory_to_others():
     pool = Pool(8, 1, most_bytes=4)
     for number in range(6):
         pool.ask(("silent", number), "silent", 2)
@@ -404,11 +404,11 @@ def test_a_key_is_asked_once_and_released_once():
 @settings(deadline=None)
 @given(cuts=st.sets(st.integers(1, 39)), taken=st.sets(st.integers(0, 39)), num_bytes=st.integers(1, 40))
 def test_the_emptiest_stretch_is_the_emptiest(cuts, taken, num_bytes):
-    room = Room(40)
+    room = FreeList(40)
     edges = [0, *sorted(cuts), 40]
-    used = [Stretch(a, b) for i, (a, b) in enumerate(pairwise(edges)) if i in taken]
+    used = [Extent(a, b) for i, (a, b) in enumerate(pairwise(edges)) if i in taken]
     for stretch in used:
-        room.take(stretch)
+        room.allocate(stretch)
     bitmap = [any(a <= i < b for a, b in used) for i in range(40)]
     best = min(sum(bitmap[start : start + num_bytes]) for start in range(41 - num_bytes))
     start, stop = room.emptiest(num_bytes)

@@ -1,25 +1,24 @@
 """Who may have which bytes of one arena of staging memory: slots on request, in turns. Pure integers.
 
-Nothing fails for lack of room: a wish waits until there is a place for it. What is promised about that:
+No request fails for lack of memory: it waits until a slot fits. The pool promises:
 
-* **Turns.** Owners (peers) take turns, one wish at a time, each owner's wishes in the order in which they were made.
-  Whose wish finds a place goes to the end of the line. So of owners that always wait, with wishes of one size, none
-  gets more than one slot ahead of another.
-* **No starvation.** The first in line whose wish does not fit is promised a stretch of the arena: the one that needs
-  the fewest bytes to be given back. Wishes behind it may pass, but never into that stretch. So it is served at the
-  latest when the slots that lie there have been released, whatever else is asked meanwhile. Nobody gets in front of it:
-  an owner with n others before it has at most n such waits ahead of it.
-* **Shares.** Owners that may fall silent together (the ranks of one engine) have a share in common. Who of them has a
-  slot gets no other one with which they would have more than `most_bytes`, and is passed until one has been given back:
-  slots can stay with them for as long as they are silent, and others need some meanwhile. Their turn is kept. "In line"
-  means those that may have more.
-* **Fragmentation.** A slot is the beginning of the smallest hole that holds it, and released neighbours are joined at
-  once. Wishes of one size therefore fill the arena without gaps; and the first in line, with n bytes (rounded up to the
-  alignment), fits in any case when more than (slots held + 1) * (n - alignment) bytes are free, because there is at
-  most one hole more than there are slots. Another owner's next wish fits when more than (slots held + 2) *
-  (n - alignment) bytes are free beside those of the first: the stretch that is kept for it may cut one hole in two.
+* **Turns.** Owners (peers) are served round robin, one request at a time, and each owner's requests in their order. So
+  of owners that always wait, with requests of one size, none gets more than one slot ahead of another.
+* **No starvation.** When the first owner's request does not fit, an extent of the arena is reserved for it: the one
+  that needs the fewest bytes to be freed. Later requests may be served before it, but never from that extent. So it is
+  served at the latest when the slots that lie there have been released, whatever else is requested meanwhile. No owner
+  overtakes it: an owner behind n others waits for n such reservations at most.
+* **Shares.** Owners that may stop responding together (the ranks of one engine) have a share in common. Owners that
+  have a slot get no other one with which their share would exceed `most_bytes`; they are skipped, and keep their turn,
+  until one of their slots is released: an engine that hangs keeps its slots, and others need some meanwhile. "First"
+  above means the first owner that may have more.
+* **Fragmentation.** Slots are allocated best fit, and released neighbours are joined at once. So requests of one size
+  fill the arena without gaps. The first owner's request of n bytes (rounded up to the alignment) fits in any case when
+  more than (slots held + 1) * (n - alignment) bytes are free, because there is at most one free extent more than there
+  are slots. The next owner's request fits when more than (slots held + 2) * (n - alignment) bytes are free beside those
+  of the first: the reserved extent may cut one free extent in two.
 
-A released slot may be given away by the next call of `grants`: release it only when nothing can touch it any more.
+A released slot may be granted again by the next call of `grants`: release it only when nothing can touch it any more.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from math import inf
 from typing import Any, Final
 
 from kvferry.errors import ConfigurationError, IllegalEventError, TransferError
-from kvferry.staging.free_list import NOWHERE, Room, Stretch
+from kvferry.staging.free_list import EMPTY, Extent, FreeList
 
 ALIGNMENT_BYTES = 4096
 ENGINE_SHARE = 3 / 4
-"""Of a pool, for all ranks of one engine: two that pack for one target at once have three slots of the default size
-each, and others two when that engine hangs."""
+"""The part of a pool that all ranks of one engine may have. Two ranks that pack for one target at once then have three
+slots of the default size each, and others have two when that engine hangs."""
 
-NOTHING: Final = (None, NOWHERE)
+NO_RESERVATION: Final = (None, EMPTY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +73,17 @@ class Pool:
                 hint="some hundred MiB suit most links",
             )
         self._alignment_bytes = alignment_bytes
-        self._room = Room(size_bytes // alignment_bytes * alignment_bytes)
+        self._free_list = FreeList(size_bytes // alignment_bytes * alignment_bytes)
         self._most_bytes, self._share_of = most_bytes, share_of
-        self._held: dict[Hashable, Stretch] = {}
-        # What each share has.
+        self._held: dict[Hashable, Extent] = {}
+        # The bytes that each share holds.
         self._bytes_of: Counter[Hashable] = Counter()
-        # Owners in the order of their turns, and the wishes of each in the order in which they were made.
-        self._line: dict[Hashable, dict[Hashable, int]] = {}
-        # Whose each key is, whether it waits or has its slot.
+        # Owners in the order of their turns; the waiting requests of each, as sizes by key, in their order.
+        self._waiting: dict[Hashable, dict[Hashable, int]] = {}
+        # The owner of each key, whether it waits or has its slot.
         self._owner_of: dict[Hashable, Hashable] = {}
-        # Only the first in line is promised a stretch: the key of its wish, and where.
-        self._promised: tuple[Hashable, Stretch] = NOTHING
+        # The first owner's request may have an extent reserved: its key, and where.
+        self._reserved: tuple[Hashable, Extent] = NO_RESERVATION
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether a key has a slot or waits for one."""
@@ -92,8 +91,8 @@ class Pool:
 
     @property
     def size_bytes(self) -> int:
-        """What all slots together may take; a single slot may take all of it."""
-        return self._room.size_bytes
+        """The size of the arena; a single slot may take all of it."""
+        return self._free_list.size_bytes
 
     @property
     def num_held(self) -> int:
@@ -105,16 +104,16 @@ class Pool:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that nobody else can have, up to the next multiple of the alignment of each slot."""
-        return self._room.size_bytes - self._room.free_bytes
+        """Bytes in slots, each rounded up to the alignment."""
+        return self._free_list.size_bytes - self._free_list.free_bytes
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody has a slot or waits for one."""
+        """Whether there is no slot and no waiting request."""
         return not self._owner_of
 
     def ask(self, key: Hashable, owner: Hashable, num_bytes: int) -> None:
-        """Get in line for a slot; a later `grants` has it.
+        """Request a slot; a later `grants` has it.
 
         Raises TransferError when it could never be served, and IllegalEventError when the key is already known.
         """
@@ -128,50 +127,50 @@ class Pool:
                 expected=f"1 to {self.size_bytes} bytes",
                 hint="smaller slots, or more staging memory",
             )
-        self._line.setdefault(owner, {})[key] = num_bytes
+        self._waiting.setdefault(owner, {})[key] = num_bytes
         self._owner_of[key] = owner
 
     def grants(self) -> list[Slot]:
-        """The wishes that are served now, in their order; each comes out once."""
+        """The requests that are served now, in their order, each once."""
         granted: list[Slot] = []
         while slot := self._next():
             granted.append(slot)
         return granted
 
     def release(self, key: Hashable) -> None:
-        """Give a slot back, or withdraw a wish that still waits.
+        """Give a slot back, or withdraw a request that still waits.
 
-        Raises IllegalEventError for an unknown key: who releases twice might release what is somebody else's next time.
+        Raises IllegalEventError for an unknown key: a second release could hit the next holder of that key.
         """
         if key not in self._owner_of:
             raise IllegalEventError(
                 "a slot is released that is not in use", found=f"{key}", expected="one release each"
             )
         if held := self._held.pop(key, None):
-            self._room.give(held)
+            self._free_list.free(held)
             self._count(self._owner_of[key], -held.num_bytes)
         else:
-            self._leave(key)
+            self._dequeue(key)
         del self._owner_of[key]
 
     def _next(self) -> Slot | None:
-        """Serve the first in line that can be; None when nobody can."""
-        owners = [owner for owner in self._line if self._may_have_more(owner)]
+        """Serve the first owner that can be served; None when none can."""
+        owners = [owner for owner in self._waiting if self._may_have_more(owner)]
         if not owners:
             return None
         first, *others = owners
-        if place := self._room.fit(self._wanted_bytes(first)):
-            return self._serve(first, place)
+        if extent := self._free_list.best_fit(self._wanted_bytes(first)):
+            return self._serve(first, extent)
         key = self._next_key(first)
-        if self._promised[0] != key:
-            self._promised = key, self._room.emptiest(self._wanted_bytes(first))
-        _, promised = self._promised
-        # Most of the time there is no room for anybody: that is seen without looking for a place for each.
-        largest_bytes = self._room.largest_bytes(promised)
+        if self._reserved[0] != key:
+            self._reserved = key, self._free_list.emptiest(self._wanted_bytes(first))
+        _, reserved = self._reserved
+        # Most of the time nothing fits: the largest free extent tells that without a search for each owner.
+        largest_bytes = self._free_list.largest_bytes(reserved)
         for owner in others:
             wanted_bytes = self._wanted_bytes(owner)
-            if wanted_bytes <= largest_bytes and (place := self._room.fit(wanted_bytes, promised)):
-                return self._serve(owner, place)
+            if wanted_bytes <= largest_bytes and (extent := self._free_list.best_fit(wanted_bytes, reserved)):
+                return self._serve(owner, extent)
         return None
 
     def _may_have_more(self, owner: Hashable) -> bool:
@@ -179,36 +178,37 @@ class Pool:
         return not held_bytes or held_bytes + self._wanted_bytes(owner) <= self._most_bytes
 
     def _wanted_bytes(self, owner: Hashable) -> int:
-        """What the next slot of an owner takes."""
-        num_bytes = self._line[owner][self._next_key(owner)]
+        """The bytes that the next slot of an owner takes."""
+        num_bytes = self._waiting[owner][self._next_key(owner)]
         return -(-num_bytes // self._alignment_bytes) * self._alignment_bytes
 
-    def _serve(self, owner: Hashable, place: Stretch) -> Slot:
+    def _serve(self, owner: Hashable, extent: Extent) -> Slot:
         key = self._next_key(owner)
-        num_bytes = self._line[owner][key]
-        self._room.take(place)
-        self._held[key] = place
-        self._count(owner, place.num_bytes)
-        self._leave(key)
-        if wishes := self._line.pop(owner, None):
-            self._line[owner] = wishes
-        return Slot(key, place.start, num_bytes)
+        num_bytes = self._waiting[owner][key]
+        self._free_list.allocate(extent)
+        self._held[key] = extent
+        self._count(owner, extent.num_bytes)
+        self._dequeue(key)
+        # The owner goes to the end of the line.
+        if rest := self._waiting.pop(owner, None):
+            self._waiting[owner] = rest
+        return Slot(key, extent.start, num_bytes)
 
     def _next_key(self, owner: Hashable) -> Hashable:
-        return next(iter(self._line[owner]))
+        return next(iter(self._waiting[owner]))
 
     def _count(self, owner: Hashable, num_bytes: int) -> None:
-        """So many bytes more are held by an owner."""
+        """Add to the bytes that the share of an owner holds."""
         share = self._share_of(owner)
         self._bytes_of[share] += num_bytes
         if not self._bytes_of[share]:
             del self._bytes_of[share]
 
-    def _leave(self, key: Hashable) -> None:
-        """Take a wish out of the line, and its owner when that was the last one."""
+    def _dequeue(self, key: Hashable) -> None:
+        """Remove a request that waits, and its owner when that was the last one."""
         owner = self._owner_of[key]
-        del self._line[owner][key]
-        if not self._line[owner]:
-            del self._line[owner]
-        if key == self._promised[0]:
-            self._promised = NOTHING
+        del self._waiting[owner][key]
+        if not self._waiting[owner]:
+            del self._waiting[owner]
+        if key == self._reserved[0]:
+            self._reserved = NO_RESERVATION
