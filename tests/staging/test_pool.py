@@ -62,7 +62,7 @@ class Model(RuleBasedStateMachine):
             self.line.remove(owner)
             self.line += [owner] if self.wishes_of(owner) else []
         assert self.pool.grants() == []
-        self.check_memory_is_used()
+        self.check_room_is_used()
 
     def wishes_of(self, owner: str) -> list[int]:
         """What an owner waits for, in the order in which it was asked for."""
@@ -74,7 +74,7 @@ class Model(RuleBasedStateMachine):
             rounded(slot.num_bytes, self.alignment) for key, slot in self.held.items() if self.owner_of[key] == owner
         ]
 
-    def check_memory_is_used(self) -> None:
+    def check_room_is_used(self) -> None:
         """The bound on fragmentation: who waits, and may have more, wants more than any hole can have to have; but for
         the first in line one stretch is kept, which may be all that is free, and cut a hole in two."""
         wanted_of = {owner: self.wishes_of(owner)[0] for owner in self.line}
@@ -291,7 +291,7 @@ def test_a_promise_is_kept_when_another_stretch_gets_emptier():
     assert pool.grants() == [Slot("large", 0, 4)]
 
 
-def test_who_never_gives_back_leaves_memory_to_others():
+def test_who_never_gives_back_leaves_room_to_others():
     pool = Pool(8, 1, most_bytes=4)
     for number in range(6):
         pool.ask(("silent", number), "silent", 2)
