@@ -67,11 +67,11 @@ def test_what_counts_is_the_time_of_copies_alone(worlds: Callable[..., World]) -
     while test.result is None:
         now += 50.0
         test.advance([], now)
-        assert test.is_fresh
+        assert test.must_poll_now
         now += {1: 0.25, probe.size_bytes // 8192: 2.25}[len(test._steps[0].copies)]
         now += 1.0 if test._steps[0].kind is StepKind.WHOLE else 0.0
         test.advance(world.near.transport.poll(), now)
-        assert test.is_fresh == (test.result is None)
+        assert test.must_poll_now == (test.result is None)
     found = test.result
     assert (found.error, found.latency_s) == ("", 0.25)
     assert found.gigabytes_per_s == pytest.approx(probe.size_bytes / 1e9)

@@ -59,6 +59,6 @@ def test_nothing_is_read_into_what_is_written_and_every_copy_stays_within_its_me
         last = int((near + step.copies.length).max())
         assert FAR <= int(far.min()) < int((far + step.copies.length).max()) <= MARK + MARK_BYTES
         if step.direction is Direction.READ:
-            assert NEAR <= int(near.min()) < last <= room.written
+            assert NEAR <= int(near.min()) < last <= room.write_address
         else:
-            assert room.written <= int(near.min()) < last <= NEAR + room.size_bytes
+            assert room.write_address <= int(near.min()) < last <= NEAR + room.size_bytes

@@ -109,7 +109,7 @@ class Meeting:
     ) -> tuple[PeerConnected | PeerUnreachable, ...]:
         """Go on with what has completed, by transport name; returns the outcome once, when it is known."""
         for patience in self._timeout:
-            patience.spend(now)
+            patience.advance(now)
         for name, test in self._tests:
             test.advance(completions.get(name, ()), now, may_post=may_post)
         while self._waiting and not self._is_testing:
@@ -122,7 +122,7 @@ class Meeting:
     @property
     def is_fresh(self) -> bool:
         """Whether there is something to do that a nap would make look slow."""
-        return any(test.is_fresh for _, test in self._tests)
+        return any(test.must_poll_now for _, test in self._tests)
 
     @property
     def _is_testing(self) -> bool:

@@ -1,24 +1,24 @@
-"""A limit on waiting that counts only time in which the waiter was awake."""
+"""A timeout that does not count gaps in which the waiting thread did not run."""
 
 from __future__ import annotations
 
-# Whoever waits asks every millisecond or so. A longer gap means that its thread had no turn: an engine's first steps
-# can keep the interpreter for seconds, and that says nothing about who is being waited for.
-MOST_GAP_S = 0.05
+# The waiting thread calls every millisecond or so. A longer gap means that it did not run: an engine's first steps can
+# hold the interpreter for seconds, which says nothing about the peer.
+MAX_STEP_S = 0.05
 
 
 class AwakeTimeout:
-    """`left_s` shrinks by the time between two calls of `spend`, by a twentieth of a second at most each time."""
+    """Each call of `advance` takes the time since the last call from `left_s`, at most `MAX_STEP_S`."""
 
     def __init__(self, limit_s: float, now: float) -> None:
         self.left_s = limit_s
-        self._spent_at = now
+        self._advanced_at = now
 
     @property
-    def is_over(self) -> bool:
+    def is_expired(self) -> bool:
         return self.left_s <= 0
 
-    def spend(self, now: float) -> None:
-        """Time has passed; `now` is in seconds of any clock."""
-        self.left_s -= min(now - self._spent_at, MOST_GAP_S)
-        self._spent_at = now
+    def advance(self, now: float) -> None:
+        """`now` is in seconds of any clock."""
+        self.left_s -= min(now - self._advanced_at, MAX_STEP_S)
+        self._advanced_at = now

@@ -1,4 +1,4 @@
-"""Which transport to use: pure functions of what was asked for, what both sides have, and what was measured."""
+"""Which transports to try with a peer, and which one to use: pure functions of names and measurements."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from kvferry.errors import ConfigurationError, TransportError
 from kvferry.plan.programs.copies import Direction
 from kvferry.transport.selection.measurement import UNMEASURED, Measurement
 
-__all__ = ["AUTO", "ONE_COPY", "TRANSPORTS", "Choice", "Measurement", "candidates", "choose", "is_worth_testing"]
-
 AUTO = "auto"
-# In the order in which they are tried: what is usually fastest comes first.
+# In the order in which they are tried: the usually fastest first.
 TRANSPORTS = ("memory", "shm", "cma", "nixl", "tcp")
 ONE_COPY = ("memory", "shm", "cma")
-"""They copy once, from where the bytes are to where they shall be, and the peer has no part in it."""
+"""Transports that copy once, from source to target; the peer takes no part in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The transport to use, and the text that says why."""
+    """The transport to use, and the reason in words."""
 
     name: str
     reason: str
@@ -55,10 +53,10 @@ def candidates(requested: str, offered: Mapping[str, str], available: Mapping[st
 
 
 def is_worth_testing(name: str, measurements: Sequence[Measurement]) -> bool:
-    """Whether a transport could still be better than those that were tested before it.
+    """Whether a transport can be better than those that were tested before it.
 
-    Where one copy does, others only make the same bytes take more steps, and testing them takes long: their peer must
-    answer, and it may be busy computing.
+    Where a transport with one copy works, the others copy more often, and their test takes long: the peer must answer,
+    and it may be busy computing.
     """
     return name in ONE_COPY or not any(each.name in ONE_COPY and not each.error for each in measurements)
 
@@ -83,7 +81,7 @@ def choose(
 
 
 def _obstacle(name: str, offered: Mapping[str, str], available: Mapping[str, str]) -> str:
-    """Why a transport cannot be used; empty when it can."""
+    """Why a transport cannot be used; empty when it can be."""
     here, there = available.get(name, "not known"), offered.get(name, "not known")
     found = [f"{reason} ({side})" for side, reason in (("here", here), ("at the peer", there)) if reason]
     return ", ".join(found)
@@ -97,9 +95,9 @@ def _available(offered: Mapping[str, str], available: Mapping[str, str]) -> str:
 def _describe(measurement: Measurement) -> str:
     if measurement.error:
         return f"{measurement.name} failed ({measurement.error})"
-    # Only nixl has several ways, of which it takes one without a word.
-    ways = [name for name in measurement.carriers if name != measurement.name]
-    name = f"{measurement.name} over {' and '.join(ways)}" if ways else measurement.name
+    # Only nixl has several, and does not say which one it takes.
+    carriers = [name for name in measurement.carriers if name != measurement.name]
+    name = f"{measurement.name} over {' and '.join(carriers)}" if carriers else measurement.name
     written = measurement.writing
     if written == UNMEASURED:
         return f"{name} {measurement.rates(Direction.READ)}"

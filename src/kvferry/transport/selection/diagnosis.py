@@ -1,5 +1,4 @@
-"""Whether a transport does what could be expected of it: pure judgements of a self-test, so that nothing falls back
-without a word."""
+"""Whether a transport is as fast as it can be expected to be, so that no fallback stays unnoticed."""
 
 from __future__ import annotations
 
@@ -16,32 +15,32 @@ from kvferry.transport.ucx.tls import RDMA
 ON_ONE_HOST: Final = frozenset(
     {"memory", "shm", "cma", "posix", "sysv", "xpmem", "knem", "cuda_ipc", "rocm_ipc", "ze_ipc", *RDMA}
 )
-WORDS: Final = {Direction.READ: "reading", Direction.WRITE: "writing"}
+VERBS: Final = {Direction.READ: "reading", Direction.WRITE: "writing"}
 
 
 def diagnose(measured: Measurement, direction: Direction, place: Place, context: LocalContext) -> tuple[Finding, ...]:
-    """What is wrong with a transport that was chosen for a peer and moves bytes in this direction."""
+    """What is wrong with the transport that was chosen for a peer, in the direction in which it moves bytes."""
     return (
         *_fallback(measured, direction, place, context),
-        *_lopsided(measured, direction, context.may_turn),
+        *_asymmetry(measured, direction, context.may_turn),
     )
 
 
 def _fallback(measured: Measurement, direction: Direction, place: Place, context: LocalContext) -> Iterator[Finding]:
     if measured.name == context.requested == "tcp":
-        # Asked for by name: that is no fallback.
+        # The user has asked for tcp by name: it is no fallback.
         return
     families = {carrier.split("/")[0] for carrier in measured.carriers}
-    fine, words = _expected(place, context.has_rdma)
+    fine, expected = _expected(place, context.has_rdma)
     if families and families.isdisjoint(fine):
-        ways = " and ".join(measured.carriers)
+        carriers = " and ".join(measured.carriers)
         what = "transfers use a slower transport than these engines could"
-        found = f"{measured.name} over {ways}, {measured.rates(direction)}"
-        yield Finding(Severity.WARNING, what, found, words, _hint(place, context))
+        found = f"{measured.name} over {carriers}, {measured.rates(direction)}"
+        yield Finding(Severity.WARNING, what, found, expected, _hint(place, context))
 
 
 def _expected(place: Place, has_rdma: bool) -> tuple[frozenset[str], str]:
-    """The carriers that are fine, and in words what they are."""
+    """The carriers that are expected, and a description of them."""
     if place is Place.SAME_HOST:
         return ON_ONE_HOST, "a transport within the host: shm, cma, or the device's own"
     if has_rdma:
@@ -61,22 +60,22 @@ def _hint(place: Place, context: LocalContext) -> str:
 
 
 def is_far_slower(measured: Measurement, direction: Direction) -> bool:
-    """Whether this direction is so much slower than the other that it is not the same path any more."""
+    """Whether this direction is so much slower than the other one that it must take another path."""
     return measured.times_slower(direction) >= FAR_SLOWER
 
 
-def _lopsided(measured: Measurement, direction: Direction, may_turn: bool) -> Iterator[Finding]:
+def _asymmetry(measured: Measurement, direction: Direction, may_turn: bool) -> Iterator[Finding]:
     if not is_far_slower(measured, direction):
         return
     ratio, others = measured.times_slower(direction), measured.rates(OTHER[direction])
-    what = f"{WORDS[direction]} over {measured.name} is {ratio:.0f} times slower than {WORDS[OTHER[direction]]}"
+    what = f"{VERBS[direction]} over {measured.name} is {ratio:.0f} times slower than {VERBS[OTHER[direction]]}"
     yield Finding(
-        Severity.WARNING, what, str(measured.rates(direction)), f"about {others}", _way_out(direction, may_turn)
+        Severity.WARNING, what, str(measured.rates(direction)), f"about {others}", _direction_hint(direction, may_turn)
     )
 
 
-def _way_out(direction: Direction, may_turn: bool) -> str:
-    """The engine that a cache goes to decides who moves it."""
+def _direction_hint(direction: Direction, may_turn: bool) -> str:
+    """The target engine decides which side moves a cache."""
     if direction is Direction.WRITE:
         return "--transfer-direction pull, or auto, at the engine that is written to"
     if may_turn:

@@ -1,4 +1,4 @@
-"""What a self-test found out about one transport to one peer."""
+"""Bandwidth and latency of one transport to one peer, as a self-test has measured them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Final
 
 from kvferry.plan.programs.copies import Direction
 
-# A direction this much slower than the other is not the same path any more, nor a busy machine's mood.
+# A direction that is slower by this factor takes another path; a busy machine alone does not cause it.
 FAR_SLOWER: Final = 6.0
 OTHER: Final = {Direction.READ: Direction.WRITE, Direction.WRITE: Direction.READ}
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """One direction: two rates in 10⁹ bytes per second and the time of a small copy, or in `error` why there are none.
+    """One direction: two bandwidths in 10⁹ bytes per second and the time of a small copy, or why there are none.
 
-    `gigabytes_per_s` is that of one long row, `row_gigabytes_per_s` that of many rows of 4 KiB, which shows what a
-    descriptor costs.
+    `gigabytes_per_s` is that of one long row, `row_gigabytes_per_s` that of many rows of 4 KiB, which shows the cost of
+    a descriptor.
     """
 
     gigabytes_per_s: float
@@ -27,7 +27,7 @@ class Rates:
 
     @property
     def seconds_per_gigabyte(self) -> float:
-        """For half of the bytes in long rows and half in short ones: caches move in both."""
+        """With half of the bytes in long rows and half in short ones: caches have both."""
         return 0.5 / self.gigabytes_per_s + 0.5 / self.row_gigabytes_per_s
 
     def __str__(self) -> str:
@@ -41,8 +41,8 @@ UNMEASURED = Rates(0.0, 0.0, 0.0, "not measured")
 class Measurement:
     """One transport: reading (the first four figures, as in `Rates`), writing, and what carried the bytes.
 
-    With an `error` the transport cannot be used at all. `carriers` are the words of the transport's own library, such
-    as `cma/memory` or `tcp/eth0`.
+    With an `error` the transport cannot be used at all. `carriers` are names of the transport's own library, such as
+    `cma/memory` or `tcp/eth0`.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Measurement:
         return Rates(self.gigabytes_per_s, self.row_gigabytes_per_s, self.latency_s, self.error)
 
     def likely_rates(self, direction: Direction) -> Rates:
-        """Those of one direction; of a peer whose probe may not be written, reading tells what writing is like."""
+        """Those of one direction. Of a peer whose probe may not be written, those of reading stand for writing."""
         return self.rates(Direction.READ if self.writing == UNMEASURED else direction)
 
     def why_not(self, direction: Direction) -> str:
@@ -68,9 +68,9 @@ class Measurement:
         return self.error or self.likely_rates(direction).error
 
     def times_slower(self, direction: Direction) -> float:
-        """How many times slower it is than the other; 0 where that cannot be said."""
-        ours, others = self.rates(direction), self.rates(OTHER[direction])
-        return 0.0 if ours.error or others.error else ours.seconds_per_gigabyte / others.seconds_per_gigabyte
+        """How many times slower it is than the other direction; 0 when one of them is unknown."""
+        rates, others = self.rates(direction), self.rates(OTHER[direction])
+        return 0.0 if rates.error or others.error else rates.seconds_per_gigabyte / others.seconds_per_gigabyte
 
     @property
     def is_asymmetric(self) -> bool:

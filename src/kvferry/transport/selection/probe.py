@@ -1,8 +1,8 @@
 """Memory that peers may read and write to find out whether a transport works, and how fast.
 
-Every engine registers a probe and tells its peers where it is. Its first part holds a pattern that follows from a
-seed. Whoever writes there writes what is there anyway, so that any number of peers can test at the same time. What was
-written can be told apart only in the marks behind it: pages that belong to nobody and of which each test draws one.
+Every engine registers a probe and tells its peers its address. Its first part holds a pattern that follows from a seed.
+Peers write the same pattern there, so that any number of them can test at the same time. Only the marks behind it show
+whether a write has arrived: each test picks one of these pages at random and writes random bytes to it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MAX_MARKS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A peer's probe: its address there, the size and the seed of its pattern, and the number of marks behind it.
+    """The probe of a peer: its remote address, the size and the seed of its pattern, and the number of marks behind it.
 
-    Without marks it may only be read.
+    A probe without marks may only be read.
     """
 
     address: int
@@ -35,16 +35,16 @@ class Probe:
 
     @property
     def is_writable(self) -> bool:
-        """Whether there are marks, and not so many that it makes no sense."""
+        """Whether there are marks, and not an absurd number of them."""
         return 0 < self.num_marks <= MAX_MARKS
 
     def mark(self, number: int) -> int:
-        """The address of a mark there."""
+        """The remote address of a mark."""
         return self.address + self.size_bytes + number * MARK_BYTES
 
 
 def allocation_bytes(size_bytes: int = PROBE_BYTES, num_marks: int = NUM_MARKS) -> int:
-    """What a probe takes in memory."""
+    """The memory that a probe takes."""
     return size_bytes + num_marks * MARK_BYTES
 
 
@@ -62,7 +62,7 @@ def fill_probe(buffer: View, seed: int) -> None:
 
 @lru_cache(maxsize=1)
 def pattern(size_bytes: int, seed: int) -> View:
-    """What a probe must hold: the same for all transports to a peer, which are tested one after the other."""
+    """The pattern of a probe. It is cached, as all transports to a peer are tested one after the other."""
     expected = np.empty(size_bytes, np.uint8)
     fill_probe(expected, seed)
     return expected

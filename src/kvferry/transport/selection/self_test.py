@@ -40,40 +40,40 @@ logger = logging.getLogger(__name__)
 
 # For a transport that is tested alone.
 DEADLINE_S = 1.5
-# Until then polls follow each other at once; a peer that has not answered by then is not worth a busy processor.
+# The first polls follow each other at once. After them a sleep between polls saves the processor.
 NUM_EAGER_POLLS = 1000
-# So long a copy has its transport, and others that are tested, for itself.
+# A copy that takes longer than this counts as hung: other self-tests do not wait for it any more.
 HUNG_S = 0.05
-# Another test may have drawn the same mark at the same time, which says nothing about the transport.
-MAX_DRAWS = 3
+# Another process may write the same mark at the same time, which says nothing about the transport.
+MAX_MARKS_TRIED = 3
 
 
 class SelfTest:
-    """One peer's test, driven by whoever polls the transport: pass completions to `advance` until it is over.
+    """The self-test of one transport to one peer. The caller polls the transport and passes completions to `advance`.
 
-    The scratch memory it reads into stays registered until its last ticket has ended (`is_settled`), even when the
-    result, being a failure, is known earlier: late bytes must not land in memory that is used again. With `is_fresh`
-    there is something to do in the next turn, which is not to be put off: a nap would count as the copy's time.
+    The scratch buffer stays registered until the last ticket has ended (`is_settled`), also when the test has failed
+    earlier: late bytes must not land in memory that is used again. With `must_poll_now` the caller must not sleep
+    before the next poll: the sleep would count as time of the copy.
     """
 
     def __init__(self, transport: Transport, peer: str, probe: Probe, deadline_s: float = DEADLINE_S) -> None:
-        """A test that is not over after `deadline_s`, in which it had turns, has failed."""
+        """A test fails after `deadline_s`, not counting gaps in which its thread did not run."""
         self._deadline_s = deadline_s
         self._transport = transport
         self._peer = peer
         self._probe = probe
-        self._room: View = np.empty(0, np.uint8)
+        self._buffer: View = np.empty(0, np.uint8)
         self._scratch = ScratchBuffer(0, probe)
         self._memory: Memory | None = None
         self._ticket: Ticket | None = None
         self._timeout = AwakeTimeout(deadline_s, 0.0)
         self._posted_at = 0.0
         self._steps: list[Step] = []
-        self._draws_left = MAX_DRAWS
+        self._marks_left = MAX_MARKS_TRIED
         self._best_s: dict[StepKind, float] = {}
         self._writing_error = ""
         self._is_repeated = False
-        self.is_fresh = False
+        self.must_poll_now = False
         self.result: Measurement | None = None
 
     def start(self, now: float) -> None:
@@ -82,65 +82,65 @@ class SelfTest:
         if not 2 * ROW_BYTES <= self._probe.size_bytes <= MAX_PROBE_BYTES:
             self._end(f"a probe of {self._probe.size_bytes} bytes")
             return
-        self._room = np.zeros(ScratchBuffer(0, self._probe).size_bytes, np.uint8)
-        self._scratch = ScratchBuffer(int(self._room.ctypes.data), self._probe)
-        memory = Memory(self._scratch.address, self._room.size, -1)
+        self._buffer = np.zeros(ScratchBuffer(0, self._probe).size_bytes, np.uint8)
+        self._scratch = ScratchBuffer(int(self._buffer.ctypes.data), self._probe)
+        memory = Memory(self._scratch.address, self._buffer.size, -1)
         try:
             self._transport.register(memory)
             self._memory = memory
             if self._probe.is_writable:
-                self._written[:] = self._held
-            self._steps = all_steps(self._scratch, [self._draw()] if self._probe.is_writable else [])
+                self._write_buffer[:] = self._expected
+            self._steps = all_steps(self._scratch, [self._new_mark()] if self._probe.is_writable else [])
         except FerryError as error:
             self._end(str(error))
 
     @property
-    def _held(self) -> View:
-        """What the peer's probe holds."""
+    def _expected(self) -> View:
+        """The contents of the peer's probe."""
         return pattern(self._probe.size_bytes, self._probe.seed)
 
     @property
-    def _read(self) -> View:
-        return self._room[: self._probe.size_bytes]
+    def _read_buffer(self) -> View:
+        return self._buffer[: self._probe.size_bytes]
 
     @property
-    def _written(self) -> View:
-        return self._room[self._probe.size_bytes :][: self._probe.size_bytes]
+    def _write_buffer(self) -> View:
+        return self._buffer[self._probe.size_bytes :][: self._probe.size_bytes]
 
     @property
     def _mark(self) -> View:
-        return self._room[2 * self._probe.size_bytes :]
+        return self._buffer[2 * self._probe.size_bytes :]
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is a result and nothing of the test is left open."""
+        """Whether there is a result and no open ticket."""
         return self.result is not None and self._ticket is None
 
     def is_copying(self, now: float) -> bool:
-        """Whether a copy is under way that has not hung: what else is done meanwhile counts as its time."""
+        """Whether a copy is under way and has not hung: other work of this thread would count as its time."""
         return self._ticket is not None and now - self._posted_at < HUNG_S
 
     def advance(self, completions: Iterable[Completion], now: float, *, may_post: bool = True) -> None:
-        """Take note of ended tickets (others' are ignored) and of the time; post the next copy, if that may be."""
-        self.is_fresh = False
+        """Process ended tickets (those of others are ignored) and the time; post the next copy if `may_post`."""
+        self.must_poll_now = False
         if may_post and self.result is None and self._ticket is None:
-            # Not earlier: what has come was looked at since the last `now`, and that time is not the next copy's.
+            # Not in the call before: time was spent since its `now`, which does not belong to the next copy.
             self._post(now)
         for completion in completions:
             if completion.ticket == self._ticket:
                 self._ticket = None
-                self._take(completion, now)
-        self._timeout.spend(now)
-        if self.result is None and self._timeout.is_over:
-            # What is measured once more has passed already.
+                self._complete(completion, now)
+        self._timeout.advance(now)
+        if self.result is None and self._timeout.is_expired:
+            # A repeated measurement follows a test that has passed.
             self._end("" if self._is_repeated else f"no answer within {self._deadline_s:.2g} s")
 
     def abandon(self) -> None:
-        """Nobody wants the result: post nothing more, whoever the peer's name may be given to."""
+        """End the test: post nothing more, because another peer may get the name."""
         if self.result is None:
             self._end("the peer was disconnected")
 
-    def _take(self, completion: Completion, now: float) -> None:
+    def _complete(self, completion: Completion, now: float) -> None:
         if self.result is not None:
             self._release()
         elif completion.error:
@@ -149,71 +149,71 @@ class SelfTest:
             self._evaluate(now)
 
     def _evaluate(self, now: float) -> None:
-        """Note the time of a copy, and look at what it has brought."""
+        """Record the time of a copy and compare the bytes that it has brought."""
         elapsed = max(now - self._posted_at, 1e-9)
         done = self._steps[0]
         self._best_s[done.kind] = min(self._best_s.get(done.kind, elapsed), elapsed)
         num_wrong = self._num_wrong(done)
-        if num_wrong and done.kind is StepKind.MARK_BACK and self._draws_left:
-            self._steps[:1] = mark_steps(self._scratch, self._draw())
+        if num_wrong and done.kind is StepKind.MARK_BACK and self._marks_left:
+            self._steps[:1] = mark_steps(self._scratch, self._new_mark())
         elif num_wrong:
             self._fail(f"{num_wrong} of {done.copies.num_bytes} bytes are wrong", now)
             return
         else:
             self._steps.pop(0)
-        self._go_on(now)
+        self._continue(now)
 
     def _fail(self, error: str, now: float) -> None:
-        """What fails in writing alone leaves a transport that can be read over: the reads go on."""
+        """A transport over which only writing fails can still be read over: the reads continue."""
         if not self._steps[0].is_for_writing:
             self._end(error)
             return
         self._writing_error = error
         self._steps = [step for step in self._steps if not step.is_for_writing]
-        self._go_on(now)
+        self._continue(now)
 
-    def _go_on(self, now: float) -> None:
-        if not self._steps and self._is_doubtful:
+    def _continue(self, now: float) -> None:
+        if not self._steps and self._needs_repetition:
             self._is_repeated = True
             self._steps = all_steps(self._scratch, [])
         if not self._steps:
             self._end("")
             return
-        self.is_fresh = True
+        self.must_poll_now = True
         if self._steps[0].direction is Direction.READ:
-            # A byte of each row is spoiled, so that a row that is not brought does not pass for the one before it.
-            self._read[::ROW_BYTES] = ~self._held[::ROW_BYTES]
+            # One byte of each row is changed, so that a row that does not arrive is not taken for the one before it.
+            self._read_buffer[::ROW_BYTES] = ~self._expected[::ROW_BYTES]
 
     @property
-    def _is_doubtful(self) -> bool:
-        """Whether one direction seems far slower, which a busy machine may have feigned, and is worth another look."""
+    def _needs_repetition(self) -> bool:
+        """Whether one direction seems far slower. A busy machine can have caused that, so it is measured once more."""
         has_time = self._timeout.left_s > self._deadline_s / 2
         return has_time and not self._is_repeated and self._measured("").is_asymmetric
 
-    def _draw(self) -> int:
-        """Something new to write, and the address of a mark that was drawn by lot."""
-        self._draws_left -= 1
+    def _new_mark(self) -> int:
+        """Fill the mark with random bytes; returns the address of a randomly chosen mark at the peer."""
+        self._marks_left -= 1
         self._mark[:] = np.frombuffer(secrets.token_bytes(MARK_BYTES), np.uint8)
         return self._probe.mark(secrets.randbelow(self._probe.num_marks))
 
     def _num_wrong(self, done: Step) -> int:
-        """How many bytes are not what they should be; what was written is seen when it is read back."""
+        """The number of wrong bytes. Written bytes are compared when they are read back."""
         if done.direction is Direction.WRITE:
             return 0
         if done.kind is StepKind.MARK_BACK:
-            return int(np.count_nonzero(self._read[:MARK_BYTES] != self._mark))
+            return int(np.count_nonzero(self._read_buffer[:MARK_BYTES] != self._mark))
         num_rows, num_bytes = len(done.copies), int(done.copies.length[0])
-        found, wanted = self._read[:num_bytes], self._held[:num_bytes]
+        found, wanted = self._read_buffer[:num_bytes], self._expected[:num_bytes]
         if num_rows > 1:
             # Every other page.
             found, wanted = (
                 view[: 2 * num_rows * ROW_BYTES].reshape(num_rows, 2, ROW_BYTES)[:, 0]
-                for view in (self._read, self._held)
+                for view in (self._read_buffer, self._expected)
             )
         return int(np.count_nonzero(found != wanted))
 
     def _post(self, now: float) -> None:
-        self.is_fresh, self._posted_at = True, now
+        self.must_poll_now, self._posted_at = True, now
         try:
             self._ticket = self._transport.post(self._peer, self._steps[0].copies, self._steps[0].direction)
         except FerryError as error:
@@ -241,8 +241,8 @@ class SelfTest:
     def _rates(self, small: StepKind, whole: StepKind, rows: StepKind) -> Rates:
         size_bytes, small_s = self._probe.size_bytes, self._best_s[small]
         return Rates(
-            gigabytes_per_s=size_bytes / _beside(small_s, self._best_s[whole]) / 1e9,
-            row_gigabytes_per_s=num_row_bytes(size_bytes) / _beside(small_s, self._best_s[rows]) / 1e9,
+            gigabytes_per_s=size_bytes / _without_fixed_cost(small_s, self._best_s[whole]) / 1e9,
+            row_gigabytes_per_s=num_row_bytes(size_bytes) / _without_fixed_cost(small_s, self._best_s[rows]) / 1e9,
             latency_s=small_s,
         )
 
@@ -253,18 +253,18 @@ class SelfTest:
         try:
             self._transport.unregister(memory)
         except FerryError as error:
-            # What was measured holds all the same. The transport may still know the memory, so it stays.
-            logger.warning("scratch memory of a self-test stays: %s", error)
+            # The measurement is valid all the same. The transport may still use the memory, so it stays allocated.
+            logger.warning("the scratch memory of a self-test stays registered: %s", error)
             _unsettled.append(self)
 
 
-def _beside(small_s: float, elapsed_s: float) -> float:
-    """What a copy has taken beside that which every copy takes, such as the turn in which its end is noticed. Never
-    less than half: the small one may have been unlucky."""
+def _without_fixed_cost(small_s: float, elapsed_s: float) -> float:
+    """The time of a copy without the fixed cost of every copy, such as noticing its end. At least half of it: the small
+    copy may have been slow by chance."""
     return max(elapsed_s - small_s, elapsed_s / 2)
 
 
-# Tests whose scratch memory may still be written to, so it is never given back.
+# Tests whose scratch memory may still be written to: it is never freed.
 _unsettled: list[SelfTest] = []
 
 
@@ -273,8 +273,8 @@ def measure(
 ) -> Measurement:
     """Run one test now, in at most about a second; never raises because of the peer.
 
-    Polls the transport, so nothing else may be in flight on it; use `SelfTest` where something may. After a failure
-    the transport may later report a ticket that the caller does not know.
+    It polls the transport, so no other ticket may be open; use `SelfTest` where one may be. After a failure the
+    transport may later report a ticket that the caller does not know.
     """
     test = SelfTest(transport, peer, probe)
     test.start(clock())

@@ -1,4 +1,4 @@
-"""The copies that a self-test makes, one after the other."""
+"""The steps of a self-test: which copies it makes, in which order."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvferry.transport.selection.probe import MARK_BYTES, Probe
 
 LATENCY_BYTES = 4096
 ROW_BYTES = 4096
-# The first touches pages for the first time and has UCX connect. Of the others the best counts: a copy that has lost
+# The first round touches pages for the first time and makes UCX connect. The best time counts: a copy that has lost
 # its time slice to another process says nothing about the transport.
 NUM_ROUNDS = 3
 
 
 class StepKind(StrEnum):
-    """What a copy of the self-test is for."""
+    """The purpose of a step."""
 
     LATENCY = "latency"
     WHOLE = "whole"
@@ -33,38 +33,39 @@ class StepKind(StrEnum):
 
 
 WHOLE = np.zeros(1, np.uint64)
-"""Where the only row of a copy starts."""
+"""The start of the only row of a copy."""
 READS = (StepKind.LATENCY, StepKind.WHOLE, StepKind.ROWS)
 WRITES = (StepKind.MARK, StepKind.WRITE_WHOLE, StepKind.WRITE_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
 class ScratchBuffer:
-    """Memory of a self-test, from `address` on. What is read comes first; what is written, behind it, is never read
-    into, so that no wrong byte ever goes back to the peer; a mark of our own comes last."""
+    """The local memory of a self-test, from `address` on: a buffer for reads, then one for writes, then a mark.
+
+    Reads never land in the write buffer, so that no wrong byte ever goes back to the peer."""
 
     address: int
     probe: Probe
 
     @property
     def size_bytes(self) -> int:
-        """Of all of it; for a probe that may only be read there is nothing to write."""
+        """The size of all of it; a probe that may only be read needs no write buffer and no mark."""
         return 2 * self.probe.size_bytes + MARK_BYTES if self.probe.is_writable else self.probe.size_bytes
 
     @property
-    def written(self) -> int:
-        """Where what is written begins."""
+    def write_address(self) -> int:
+        """The address of the write buffer."""
         return self.address + self.probe.size_bytes
 
     @property
-    def mark(self) -> int:
-        """Where the mark is."""
-        return self.written + self.probe.size_bytes
+    def mark_address(self) -> int:
+        """The address of the mark."""
+        return self.write_address + self.probe.size_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One copy of the self-test; `copies.target` or `copies.source` is its scratch memory."""
+    """One copy of the self-test, between the peer's probe and the scratch buffer."""
 
     kind: StepKind
     copies: Copies
@@ -75,7 +76,7 @@ class Step:
 
     @property
     def is_for_writing(self) -> bool:
-        """Whether a failure of it says nothing about reading."""
+        """Whether its failure says nothing about reading."""
         return self.kind not in READS
 
 
@@ -84,9 +85,9 @@ def num_row_bytes(size_bytes: int) -> int:
 
 
 def all_steps(scratch: ScratchBuffer, marks: Sequence[int]) -> list[Step]:
-    """Reads and writes in turn, several times: whatever slows one direction down for a moment meets the other, too.
+    """Reads and writes alternate, several times: a short disturbance then slows both directions down.
 
-    `marks` are the addresses there of the mark to write: one, or none where that writes arrive is already registered.
+    `marks` are remote addresses of the mark to write: one, or none where writing has been verified already.
     """
     steps: list[Step] = []
     for number in range(NUM_ROUNDS):
@@ -100,27 +101,27 @@ def all_steps(scratch: ScratchBuffer, marks: Sequence[int]) -> list[Step]:
 
 
 def mark_steps(scratch: ScratchBuffer, mark: int) -> tuple[Step, Step]:
-    """Write the mark to the address `mark` there, and read it back."""
-    write, back = (_copies(mark, near, WHOLE, MARK_BYTES) for near in (scratch.mark, scratch.address))
+    """Write the mark to the remote address `mark`, and read it back."""
+    write, back = (_copies(mark, local, WHOLE, MARK_BYTES) for local in (scratch.mark_address, scratch.address))
     return Step(StepKind.MARK, _swapped(write)), Step(StepKind.MARK_BACK, back)
 
 
 def _reads(scratch: ScratchBuffer) -> list[Step]:
-    """A small one, every other page of the probe in rows of their own, and all of it in one row."""
-    far, near, size_bytes = scratch.probe.address, scratch.address, scratch.probe.size_bytes
+    """A small copy, every other page of the probe as a row, and the whole probe in one row."""
+    remote, local, size_bytes = scratch.probe.address, scratch.address, scratch.probe.size_bytes
     return [
-        Step(StepKind.LATENCY, _copies(far, near, WHOLE, LATENCY_BYTES)),
-        Step(StepKind.ROWS, _copies(far, near, _starts(size_bytes), ROW_BYTES)),
-        Step(StepKind.WHOLE, _copies(far, near, WHOLE, size_bytes)),
+        Step(StepKind.LATENCY, _copies(remote, local, WHOLE, LATENCY_BYTES)),
+        Step(StepKind.ROWS, _copies(remote, local, _starts(size_bytes), ROW_BYTES)),
+        Step(StepKind.WHOLE, _copies(remote, local, WHOLE, size_bytes)),
     ]
 
 
 def _writes(scratch: ScratchBuffer) -> list[Step]:
-    """The same to the peer; its small one is the mark."""
-    far, near, size_bytes = scratch.probe.address, scratch.written, scratch.probe.size_bytes
+    """The same two to the peer; the small copy is the mark."""
+    remote, local, size_bytes = scratch.probe.address, scratch.write_address, scratch.probe.size_bytes
     return [
-        Step(StepKind.WRITE_ROWS, _swapped(_copies(far, near, _starts(size_bytes), ROW_BYTES))),
-        Step(StepKind.WRITE_WHOLE, _swapped(_copies(far, near, WHOLE, size_bytes))),
+        Step(StepKind.WRITE_ROWS, _swapped(_copies(remote, local, _starts(size_bytes), ROW_BYTES))),
+        Step(StepKind.WRITE_WHOLE, _swapped(_copies(remote, local, WHOLE, size_bytes))),
     ]
 
 
@@ -129,14 +130,15 @@ def _starts(size_bytes: int) -> NDArray[np.uint64]:
 
 
 def _swapped(copies: Copies) -> Copies:
+    """The same rows, written."""
     return Copies(copies.target, copies.source, copies.length, copies.pieces)
 
 
-def _copies(far: int, near: int, starts: NDArray[np.uint64], length: int) -> Copies:
-    """Rows of `length` bytes that begin at `starts` on both sides; read, that is."""
+def _copies(remote: int, local: int, starts: NDArray[np.uint64], length: int) -> Copies:
+    """A read of rows of `length` bytes that begin at `starts` on both sides."""
     return Copies(
-        source=starts + np.uint64(far),
-        target=starts + np.uint64(near),
+        source=starts + np.uint64(remote),
+        target=starts + np.uint64(local),
         length=np.full(len(starts), length, np.uint64),
         pieces=len(starts),
     )
