@@ -139,7 +139,7 @@ class Served:
         by_token = self._rig.source_parallel != self._rig.target_parallel
         addresses = self._shared.memory.address, target
         copies = self._rig.rows(self._rank, addresses, Request(**what), by_token=by_token)
-        self._writes = [self._nixl.compile_in_background(self._peer, copies, Direction.WRITE)]
+        self._writes = [self._nixl.prepare(self._peer, copies, Direction.WRITE)]
         return len(copies)
 
     def write(self) -> tuple[float, float]:
@@ -153,7 +153,7 @@ class Served:
         self._is_helping = on
 
     def prepare_stages(self, what: Facts, ring: int) -> int:
-        return self._stages.compile_in_background(Request(**what), ring)
+        return self._stages.prepare(Request(**what), ring)
 
     def stages(self, which: list[str], begin_at: float) -> Facts:
         chains: dict[str, Chain] = {}

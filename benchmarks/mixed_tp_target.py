@@ -146,22 +146,18 @@ class Target:
             rank: self.rig.rows(rank, (self._facts[rank]["memory"], here), request, by_token=False)
             for rank in self.rig.readable
         }
-        self._reads = [
-            self._nixl.compile_in_background(self._peers[rank], each, Direction.READ) for rank, each in rows.items()
-        ]
+        self._reads = [self._nixl.prepare(self._peers[rank], each, Direction.READ) for rank, each in rows.items()]
         self._one = []
         for rank, each in rows.items():
             far, length = self._facts[rank]["memory"], each.num_bytes
             columns = [np.array([value], np.uint64) for value in (far, here, length)]
             self._one_copies[str(rank)] = Copies(*columns, 1)
-            self._one.append(
-                self._nixl.compile_in_background(self._peers[rank], self._one_copies[str(rank)], Direction.READ)
-            )
+            self._one.append(self._nixl.prepare(self._peers[rank], self._one_copies[str(rank)], Direction.READ))
             here += length
         num_written = sum(
             source.ask("prepare_write", what=what, target=self._shared.memory.address) for source in self._readable
         )
-        self._stages.compile_in_background(request)
+        self._stages.prepare(request)
         num_slots = 0
         for rank in self.rig.readable:
             num_slots += self.sources[rank].ask("prepare_stages", what=what, ring=self._stages.ring(rank))

@@ -1,4 +1,4 @@
-"""Which kind of memory a device's is to NIXL: data, so that one more device is one more row.
+"""NIXL's kind of memory for each device: data, so that one more device is one more row.
 
 The devices that engines run on, and whose memory may be registered beside each, are in `kvferry.staging.device.table`.
 """
@@ -13,7 +13,7 @@ HOST = "cpu"
 
 
 class MemoryKind(StrEnum):
-    """NIXL's words: memory of the host, or of a device."""
+    """NIXL's names: memory of the host, or of a device."""
 
     DRAM = "DRAM"
     VRAM = "VRAM"

@@ -1,4 +1,4 @@
-"""Where a process lives: only processes of one kernel that see each other's ids can reach each other's memory."""
+"""Which host and pid namespace a process is in: only processes that share both can reach each other's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.transport.descriptor_codec import Natural
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """A booted kernel and a namespace of process ids in it."""
+    """A booted kernel and a pid namespace."""
 
     boot_id: Annotated[str, Meta(max_length=64)]
     pid_namespace: Natural
@@ -34,7 +34,7 @@ def origin_here() -> Origin:
 
 
 def host_here() -> str:
-    """A name that the processes of one host have in common, whatever their containers; empty where there is none."""
+    """A name of this host that all its processes agree on, in containers as well; empty where there is none."""
     try:
         return origin_here().boot_id
     except TransportError:

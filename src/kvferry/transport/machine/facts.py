@@ -1,4 +1,4 @@
-"""What the choice of an environment depends on: plain facts, gathered elsewhere, so that any machine can be told."""
+"""Facts about a machine and a process, on which settings depend, as records: tests can describe any machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOOPBACK = "lo"
 
 
 class Place(StrEnum):
-    """Where peers are, as far as that is known before any has been met."""
+    """Where peers are, as far as that is known before the first connection."""
 
     SAME_HOST = "same host"
     OTHER_HOST = "other host"
@@ -33,7 +33,7 @@ class NicKind(StrEnum):
 class Nic:
     """One port of a network card. `name` is what UCX calls it: `mlx5_0:1`, or `eth0`.
 
-    `bus` is the way to the card from the root of its bus, one PCI address per bridge; empty for what is virtual.
+    `bus` is the path to the card from the root of its bus, one PCI address per bridge; empty for what is virtual.
     `numa_node` is -1 where the system does not say.
     """
 
@@ -90,7 +90,7 @@ class UcxBuild:
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """What this process may do, and what it shares with its peers.
+    """Limits, rights and namespaces of this process.
 
     `container` names the kind of container, empty outside one. `ptrace_scope` is the value of
     `kernel.yama.ptrace_scope`, 0 where there is none; `may_trace` says whether the process may trace any other.
@@ -114,7 +114,7 @@ class ProcessLimits:
 
 @dataclass(frozen=True, slots=True)
 class SystemFacts:
-    """Everything at once.
+    """All facts about the machine and this process.
 
     `device` is where the engine computes and `buffer_device` what its registered memory belongs to: `cpu`, or the
     device itself. `user` has the variables that were set before kvferry set any.

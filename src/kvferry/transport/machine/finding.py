@@ -1,4 +1,4 @@
-"""Something worth saying about this machine or a transport: how bad it is, what was found, and what would fix it."""
+"""A finding about this machine or a transport: its severity, what was found, and what would fix it."""
 
 from __future__ import annotations
 

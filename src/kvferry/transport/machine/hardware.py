@@ -28,7 +28,7 @@ def accelerators(root: Path = ROOT) -> tuple[Accelerator, ...]:
     return tuple(_accelerators(root / "sys/bus/pci/devices"))
 
 
-def word(path: Path) -> str:
+def content(path: Path) -> str:
     """The content of a small file of the kernel; empty when it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
@@ -43,7 +43,7 @@ def bus_of(device: Path) -> tuple[str, ...]:
 
 def node_of(device: Path) -> int:
     """The memory node of a device; -1 where the system does not say."""
-    text = word(device / "numa_node")
+    text = content(device / "numa_node")
     return int(text) if text.lstrip("-").isdecimal() else UNKNOWN_NODE
 
 
@@ -58,8 +58,8 @@ def _rdma_ports(folder: Path) -> Iterator[Nic]:
     for card in _entries(folder):
         device = card / "device"
         for port in _entries(card / "ports"):
-            state = word(port / "state").partition(":")[2].strip().lower() or "unknown"
-            kind = NicKind.INFINIBAND if word(port / "link_layer") == "InfiniBand" else NicKind.ROCE
+            state = content(port / "state").partition(":")[2].strip().lower() or "unknown"
+            kind = NicKind.INFINIBAND if content(port / "link_layer") == "InfiniBand" else NicKind.ROCE
             yield Nic(
                 name=f"{card.name}:{port.name}",
                 kind=kind,
@@ -67,16 +67,16 @@ def _rdma_ports(folder: Path) -> Iterator[Nic]:
                 state=state,
                 numa_node=node_of(device),
                 bus=bus_of(device),
-                gigabits_per_s=_leading_number(word(port / "rate")),
+                gigabits_per_s=_leading_number(content(port / "rate")),
             )
 
 
 def _interfaces(folder: Path) -> Iterator[Nic]:
     for interface in _entries(folder):
-        state, device = word(interface / "operstate") or "unknown", interface / "device"
+        state, device = content(interface / "operstate") or "unknown", interface / "device"
         # The loopback interface and some virtual ones have no carrier to know about, and work.
         is_up = state in ("up", "unknown")
-        speed = max(0.0, _leading_number(word(interface / "speed")) / 1000)
+        speed = max(0.0, _leading_number(content(interface / "speed")) / 1000)
         yield Nic(interface.name, NicKind.ETHERNET, is_up, state, node_of(device), bus_of(device), speed)
 
 
@@ -90,6 +90,6 @@ def _leading_number(text: str) -> float:
 
 def _accelerators(folder: Path) -> Iterator[Accelerator]:
     for device in _entries(folder):
-        kind = VENDORS.get(word(device / "vendor"), "")
-        if kind and word(device / "class").startswith(CLASSES):
+        kind = VENDORS.get(content(device / "vendor"), "")
+        if kind and content(device / "class").startswith(CLASSES):
             yield Accelerator(device.name, kind, node_of(device), bus_of(device))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from kvferry.transport.machine.facts import UNLIMITED, ProcessLimits
-from kvferry.transport.machine.hardware import ROOT, word
+from kvferry.transport.machine.hardware import ROOT, content
 
 CAP_IPC_LOCK: Final = 1 << 14
 CAP_SYS_PTRACE: Final = 1 << 19
@@ -19,7 +19,7 @@ SERVICE: Final = "var/run/secrets/kubernetes.io"
 def process_limits(root: Path = ROOT) -> ProcessLimits:
     """This process's. `root` is for tests."""
     capabilities = _capabilities(root)
-    scope = word(root / "proc/sys/kernel/yama/ptrace_scope")
+    scope = content(root / "proc/sys/kernel/yama/ptrace_scope")
     return ProcessLimits(
         container=_container(root),
         ptrace_scope=int(scope) if scope.isdecimal() else 0,
@@ -32,7 +32,7 @@ def process_limits(root: Path = ROOT) -> ProcessLimits:
 
 
 def _capabilities(root: Path) -> int:
-    for line in word(root / "proc/self/status").splitlines():
+    for line in content(root / "proc/self/status").splitlines():
         name, _, value = line.partition(":")
         if name == "CapEff":
             return int(value.strip(), 16)

@@ -14,7 +14,7 @@ from kvferry.transport.base import Memory
 
 
 class SharedMemory:
-    """A region of shared memory: `memory` is what transports register, `buffer` its bytes, writable.
+    """Shared memory: `memory` is what transports register, `buffer` its bytes, writable.
 
     `close` is safe to call twice and while arrays still show the buffer: the pages go when the last array goes. It can
     follow `abandon`, and changes nothing then.
@@ -35,15 +35,15 @@ class SharedMemory:
             self.buffer.release()
             self._mapping.close()
         except BufferError:
-            # Somebody still looks at the bytes. Python unmaps the pages when the last view is gone.
+            # Views are still in use. Python unmaps the pages when the last one is gone.
             return
 
     def abandon(self) -> None:
-        """As `close`, but nothing else gets these addresses while this object lives. What was there is lost."""
+        """As `close`, but the addresses stay reserved while this object lives. The contents are lost."""
         if not self._detach():
             return
         try:
-            # The addresses are all that is needed: who still writes there takes single pages anew.
+            # Only the addresses must stay reserved: a late write allocates single pages again.
             self._mapping.madvise(mmap.MADV_REMOVE)
         except OSError:
             # A kernel that cannot do it, as in some sandboxes: the memory stays taken.
@@ -62,7 +62,7 @@ def allocate_shared(num_bytes: int, name: str) -> SharedMemory:
     """Zeroed shared memory; `name` only shows up in /proc. Raises TransportError when there is not enough.
 
     The pages are taken at once and the size is sealed: running out of memory is an error here and not a SIGBUS
-    later, and nobody can shrink the file below the feet of a process that has attached it.
+    later, and no process can shrink the file while another one has it mapped.
     """
     if num_bytes <= 0:
         raise TransportError("shared memory needs a size", found=f"{num_bytes} bytes", expected="at least one")

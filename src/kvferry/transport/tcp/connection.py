@@ -33,13 +33,13 @@ Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge-1", forbid_unknown_fields=True):
-    """The serving side's first word. `nonce` is new for every connection, so that no proof is good for two."""
+    """The server's first message. `nonce` is new for every connection, so that no proof is valid for two."""
 
     nonce: Annotated[bytes, Meta(min_length=CHALLENGE_BYTES, max_length=CHALLENGE_BYTES)]
 
 
 def proof_of(key: bytes, challenge: Challenge) -> bytes:
-    """What only somebody who knows the key can say on this connection."""
+    """The proof that a client of this connection knows the key."""
     return hmac.digest(key, b"kvferry tcp 2 " + challenge.nonce, hashlib.sha256)
 
 
@@ -149,5 +149,5 @@ class Connection:
 
 
 def open_connection(address: tuple[str, int], stall_timeout_s: float) -> Connection:
-    """Raises OSError when nobody answers in time."""
+    """Raises OSError when the peer does not answer in time."""
     return Connection(socket.create_connection(address, timeout=stall_timeout_s), stall_timeout_s)

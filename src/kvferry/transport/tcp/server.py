@@ -1,8 +1,7 @@
 """The serving side of tcp: peers read and write our registered memory.
 
-One thread per connection: the code is a straight line, the kernel schedules, a peer that stalls holds up nobody
-else, and the heavy steps (copy, send, receive) all run without the interpreter's lock. The number of connections is
-the number of peers, so threads are few.
+One thread per connection: a peer that stalls delays no other one, and the expensive steps (copy, send, receive) run
+without the interpreter's lock. There is one connection per peer, so threads are few.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ class Server:
         try:
             self._serve_requests(connection)
         except OSError:
-            pass  # The peer went away or stalled. Its tickets are its own business.
+            pass  # The peer has disconnected or stalled: its side ends its tickets.
         except Exception:  # noqa: BLE001 - the top of a thread: whatever a peer sent, only its connection ends
             self._count_rejected()
         finally:
@@ -194,7 +193,7 @@ class Server:
 
     def _send(self, connection: Connection, rows: tuple[Column, Column], staging: View) -> None:
         for address, length, sizes in _chunks(rows):
-            # Memory may have been unregistered since the last chunk, so that is looked at again each time.
+            # Memory may have been unregistered since the last chunk, so each chunk is checked again.
             with self.registration.shared():
                 gather(self._registry.regions.located(address, length, THIS), sizes, staging)
             connection.send(staging.data[: int(sizes.sum())])

@@ -85,8 +85,8 @@ class TcpTransport:
     def connect(self, peer: str, descriptor: bytes) -> None:
         """Raises TransportError when the descriptor is not one of tcp, or no thread can be started.
 
-        A connection is made by the first ticket: an unreachable host would otherwise block the agent. That nobody
-        listens there is therefore the error of a ticket (the self-test's).
+        The first ticket opens the connection: an unreachable host would otherwise block the agent. So an address at
+        which no peer listens is the error of a ticket, that of the self-test.
         """
         self.disconnect(peer)
         known = decode(peer, descriptor, TcpDescriptor)

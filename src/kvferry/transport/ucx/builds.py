@@ -1,7 +1,7 @@
-"""The copies of UCX on this machine: those that NIXL packages bring, those of the system, and the one that is loaded.
+"""The copies of UCX on this machine: those of NIXL packages, those of the system, and the one that is loaded.
 
-What a build can do is in its modules: files next to the library, one per family of transports. A module of Level Zero
-may hold only one of its two transports, so the names are looked for inside.
+The transports of a build are in its modules: files next to the library, one per family of transports. A module of Level
+Zero may hold only one of its two transports, so the names are searched inside the file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def installed_builds(path: Sequence[str] = (), root: Path = ROOT) -> tuple[UcxBu
 def build_at(folder: Path) -> UcxBuild:
     """The copy whose libraries lie in this folder."""
     owner = folder.name.removesuffix(".libs") if folder.name.endswith(".libs") else "the system"
-    transports = (name for module, known in MODULES.items() for name in _held(folder / "ucx", module, known))
+    transports = (name for module, known in MODULES.items() for name in _transports_in(folder / "ucx", module, known))
     return UcxBuild(owner, str(folder), BUILT_IN.union(transports))
 
 
@@ -79,7 +79,7 @@ def _has_ucx(folder: Path) -> bool:
     return any(folder.glob("libucp[.-]*so*")) if folder.is_dir() else False
 
 
-def _held(folder: Path, module: str, names: tuple[str, ...]) -> list[str]:
+def _transports_in(folder: Path, module: str, names: tuple[str, ...]) -> list[str]:
     """The transports inside a module, wherever the module is there."""
     for file in sorted(folder.glob(f"libuct_{module}.so*")):
         try:

@@ -1,4 +1,4 @@
-"""What may go wrong on a machine although nothing fails: pure checks of its facts, each with a hint that fixes it."""
+"""Pure checks of a machine's facts: conditions that make transfers slow or fail, each with a hint that fixes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.transport.machine.finding import Finding, Severity
 from kvferry.transport.ucx.tls import ACTIVE_MESSAGES, IN_MODULES, has_tcp, names
 
 NOTE, WARNING, ERROR = Severity.NOTE, Severity.WARNING, Severity.ERROR
-# Transports that UCX needs to know the memory of a device at all, and those that copy between its processes.
+# The UCX transports that give access to the memory of a device, and those that share it between processes.
 COPIES: Final = {"cuda": "cuda_copy", "rocm": "rocm_copy", "xpu": "ze_copy"}
 SHARES: Final = {"cuda": "cuda_ipc", "rocm": "rocm_ipc", "xpu": "ze_ipc"}
 OTHER_BUILD: Final = {
@@ -24,12 +24,12 @@ _Check = Callable[[SystemFacts], Iterator[Finding]]
 
 
 def check_system(system: SystemFacts) -> tuple[Finding, ...]:
-    """Everything that is worth saying before anything has been tried."""
+    """All findings that are known before any transfer."""
     return tuple(finding for check in CHECKS for finding in check(system))
 
 
 def _build(system: SystemFacts) -> Iterator[Finding]:
-    """Whether UCX has what this device's memory needs."""
+    """Whether UCX has the modules for the memory of this device."""
     build, device = system.build, system.device
     if not build.is_known or not system.is_direct:
         return
@@ -79,10 +79,10 @@ def _rdma(system: SystemFacts) -> Iterator[Finding]:
         hint = "nothing to do for engines on one host; between hosts, install a card or expect the speed of tcp"
         yield Finding(NOTE, what, "no card in /sys/class/infiniband", "a card with a port that is up", hint)
     if system.is_direct and system.rdma:
-        yield from _far_cards(system, all_rdma)
+        yield from _nearest_cards(system, all_rdma)
 
 
-def _far_cards(system: SystemFacts, all_rdma: tuple[object, ...]) -> Iterator[Finding]:
+def _nearest_cards(system: SystemFacts, all_rdma: tuple[object, ...]) -> Iterator[Finding]:
     best = system.accelerator.nearest([nic for nic in system.nics if nic.is_rdma])
     if any(nic.is_up for nic in best):
         return
@@ -100,7 +100,7 @@ def _locked(system: SystemFacts) -> Iterator[Finding]:
 
 
 def _user_transports(system: SystemFacts) -> Iterator[Finding]:
-    """A user's own list stays, but it may name what is not there."""
+    """The user's own list is kept, but it may name transports that are missing."""
     value = system.user.get("UCX_TLS", "")
     if not value or value.startswith("^"):
         return
@@ -117,21 +117,21 @@ def _user_transports(system: SystemFacts) -> Iterator[Finding]:
 
 
 def _user_cache(system: SystemFacts) -> Iterator[Finding]:
-    mine = system.user.get("UCX_MEMTYPE_CACHE", "n")
-    if system.device == "xpu" and system.is_direct and mine.lower() not in {"n", "no", "off", "0", "false"}:
+    value = system.user.get("UCX_MEMTYPE_CACHE", "n")
+    if system.device == "xpu" and system.is_direct and value.lower() not in {"n", "no", "off", "0", "false"}:
         what = "UCX may mistake XPU memory for host memory"
-        yield Finding(WARNING, what, f"UCX_MEMTYPE_CACHE={mine}", "n", "unset UCX_MEMTYPE_CACHE: kvferry sets n")
+        yield Finding(WARNING, what, f"UCX_MEMTYPE_CACHE={value}", "n", "unset UCX_MEMTYPE_CACHE: kvferry sets n")
 
 
 def _user_cards(system: SystemFacts) -> Iterator[Finding]:
-    """Without a token there are peers on this host only, and everything else listens on loopback."""
-    mine = system.user.get("UCX_NET_DEVICES", "")
+    """Without a token all peers are on this host, and all other sockets listen on loopback."""
+    value = system.user.get("UCX_NET_DEVICES", "")
     plain = {nic.name for nic in system.nics if not nic.is_rdma} - {LOOPBACK}
-    outer = sorted(plain) if mine == "all" else [name for name in map(str.strip, mine.split(",")) if name in plain]
+    outer = sorted(plain) if value == "all" else [name for name in map(str.strip, value.split(",")) if name in plain]
     if outer and system.place is Place.SAME_HOST and has_tcp(system.user.get("UCX_TLS", "")):
         what = "UCX listens on an address that other hosts can reach, though all peers are on this host"
         hint = "unset UCX_NET_DEVICES: kvferry chooses the loopback interface; or give engines a token and an address"
-        yield Finding(WARNING, what, f"UCX_NET_DEVICES={mine}", LOOPBACK, hint)
+        yield Finding(WARNING, what, f"UCX_NET_DEVICES={value}", LOOPBACK, hint)
 
 
 CHECKS: Final[tuple[_Check, ...]] = (

@@ -1,6 +1,6 @@
-"""Before UCX is loaded: gather the facts of this process, choose its settings, and put them into its environment.
+"""Choose UCX's settings and put them into the environment of this process, before UCX is loaded.
 
-The only place that reads and sets UCX's variables.
+Only this module reads and sets UCX's variables.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ QUIET: Final = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 
 logger = logging.getLogger(__name__)
 
-# What kvferry has set itself: it must not pass for the user's own when another engine prepares, in this process or in
-# one that inherits the environment.
+# Variables that kvferry has set itself. They must not be taken for the user's when another engine chooses settings, in
+# this process or in one that inherits the environment.
 CHOSEN: Final = "KVFERRY_CHOSEN"
 SILENCED: Final = "KVFERRY_SILENCED"
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What was found, what was chosen, and what cannot have any effect any more."""
+    """The facts, the chosen settings, and findings about settings that come too late to have an effect."""
 
     system: SystemFacts
     environment: Environment
@@ -66,24 +66,24 @@ def prepare(device: str = "cpu", buffer_device: str = "cpu", place: Place = Plac
     environment = choose_environment(system)
     new = {name: value for name, value in environment.chosen.items() if os.environ.get(name) != value}
     late = _too_late(new) if loaded_directories() else ()
-    kept = _forget_what_is_not_chosen(environment)
+    kept = _unset_earlier_choices(environment)
     os.environ.update(new)
-    _note(CHOSEN, kept | new)
+    _record(CHOSEN, kept | new)
     for setting in environment.settings:
         logger.info("%s (%s): %s", setting, setting.origin, setting.reason)
     return Prepared(system, environment, late)
 
 
 def silence_libraries() -> None:
-    """Have UCX and NIXL write no messages of their own, unless the user has set how much they write. Before they are
+    """Turn off the log messages of UCX and NIXL, unless the user has set their log levels. To be called before they are
     loaded; child processes inherit it."""
     new = {name: level for name, level in QUIET.items() if name not in os.environ}
     os.environ.update(new)
-    _note(SILENCED, _noted(SILENCED) | new)
+    _record(SILENCED, _recorded(SILENCED) | new)
 
 
 def user_variables() -> dict[str, str]:
-    """UCX's variables in this process's environment that we have not put there."""
+    """UCX's variables in this process's environment that kvferry has not set."""
     return {name: value for name, value in os.environ.items() if _is_users(name, value)}
 
 
@@ -93,24 +93,24 @@ def _build() -> UcxBuild:
 
 
 def _is_users(name: str, value: str) -> bool:
-    return name.startswith("UCX_") and value not in (_noted(CHOSEN).get(name), _noted(SILENCED).get(name))
+    return name.startswith("UCX_") and value not in (_recorded(CHOSEN).get(name), _recorded(SILENCED).get(name))
 
 
-def _note(where: str, settings: Mapping[str, str]) -> None:
+def _record(where: str, settings: Mapping[str, str]) -> None:
     os.environ[where] = urlencode(settings)
 
 
-def _noted(where: str) -> dict[str, str]:
+def _recorded(where: str) -> dict[str, str]:
     return dict(parse_qsl(os.environ.get(where, "")))
 
 
-def _forget_what_is_not_chosen(environment: Environment) -> dict[str, str]:
-    """An engine before this one may have wanted what this one must not have. Returns what is left of our own."""
-    ours = _noted(CHOSEN)
-    for name in ours.keys() - environment.chosen.keys():
-        if os.environ.get(name) == ours.pop(name):
+def _unset_earlier_choices(environment: Environment) -> dict[str, str]:
+    """Unset what was chosen for an earlier engine and not for this one. Returns the earlier choices that remain."""
+    earlier = _recorded(CHOSEN)
+    for name in earlier.keys() - environment.chosen.keys():
+        if os.environ.get(name) == earlier.pop(name):
             del os.environ[name]
-    return ours
+    return earlier
 
 
 def _too_late(new: Mapping[str, str]) -> tuple[Finding, ...]:

@@ -1,10 +1,10 @@
-"""What UCX itself says about the connections of this process: which transport carries the bytes of each.
+"""UCX's own information about the endpoints of this process: which transports carry the bytes of each.
 
-The library that NIXL has loaded keeps a tree of its objects for tools to look at, with an entry per endpoint, and can
-describe an endpoint in text. Both are functions of its public interface, called in this process, so no setting, no log
-file and no other program is needed. A UCX that lacks them is one that says nothing.
+The UCX library that NIXL has loaded has a virtual file system of its objects, with an entry per endpoint, and can
+describe an endpoint in text. Both are functions of its public API, called in this process: no setting, log file or
+other program is needed. Nothing is reported by a UCX that lacks them.
 
-Belongs to the thread that drives NIXL: endpoints come and go only in its calls.
+Only the thread that drives NIXL may use this: endpoints come and go in its calls.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _EachName = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)
 
 
 def carriers_in(text: str) -> tuple[str, ...]:
-    """The transports and devices that carry bytes, of an endpoint's description; empty when it has no lanes yet.
+    """The transports and devices that carry bytes, by an endpoint's description; empty when it has no lanes yet.
 
-    Where no lane is for remote memory, UCX sends the bytes in active messages.
+    Without a lane for remote memory access, UCX sends the bytes in active messages.
     """
     lanes = [match for line in text.splitlines() if (match := LANE.search(line))]
     for use in ("rma", " am"):
@@ -49,7 +49,7 @@ class _Libraries:
 
 
 class UcxIntrospection:
-    """Asks the loaded UCX. Everything is empty where it cannot be asked."""
+    """Queries the loaded UCX. Every answer is empty where it cannot be queried."""
 
     def __init__(self, maps: Path = ROOT / "proc/self/maps") -> None:
         self._libraries = tuple(_libraries(maps))
@@ -76,7 +76,7 @@ class UcxIntrospection:
     def _folders(self, folder: str) -> Iterator[str]:
         for name in self._names(folder):
             path = f"{folder}/{name}"
-            # UCX fills an object's folder when somebody looks into it.
+            # UCX fills the folder of an object when it is listed.
             self._names(path)
             yield path
 

@@ -1,7 +1,7 @@
-"""Which UCX settings suit a machine: one pure function from its facts to settings, their reasons, and warnings.
+"""Which UCX settings suit a machine: a pure function from its facts to settings, their reasons, and warnings.
 
-UCX reads its settings when its libraries are loaded. A set that does not suit the machine rarely fails: it moves the
-bytes over something slower, or ends in an error without a reason. What the user has set always stays.
+UCX reads its settings when its libraries are loaded. Settings that do not suit the machine rarely fail: UCX takes a
+slower transport, or ends in an error without a reason. Values of the user are always kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_UNRELEASED: Final = "1024"
 
 
 class Origin(StrEnum):
-    """Where a value comes from: the user's environment, our choice, or the library's own default."""
+    """Where a value comes from: the user's environment, this module's choice, or the library's default."""
 
     USER = "environment"
     CHOSEN = "chosen"
@@ -31,8 +31,8 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One variable; `value` is empty for the library's default. `reason` says why; for a user's value, what else it
-    would have been."""
+    """One variable; `value` is empty for the library's default. `reason` says why; for a user's value, which one would
+    have been chosen."""
 
     name: str
     value: str
@@ -45,20 +45,20 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """All settings that matter, and what may go wrong with them."""
+    """All relevant settings, and findings about the machine."""
 
     settings: tuple[Setting, ...]
     warnings: tuple[Finding, ...]
 
     @property
     def chosen(self) -> dict[str, str]:
-        """What is to be set before UCX is loaded."""
+        """The variables to set before UCX is loaded."""
         return {each.name: each.value for each in self.settings if each.origin is Origin.CHOSEN}
 
 
 @dataclass(frozen=True, slots=True)
 class _Recommendation:
-    """The right value of a variable, as long as the user has none; empty is the library's default."""
+    """The recommended value of a variable, unless the user has set one; empty is the library's default."""
 
     name: str
     value: str
@@ -88,11 +88,11 @@ def choose_environment(system: SystemFacts) -> Environment:
 def _setting(each: _Recommendation, user: Mapping[str, str]) -> Setting:
     if each.name not in user:
         return Setting(each.name, each.value, Origin.CHOSEN if each.value else Origin.DEFAULT, each.reason)
-    mine = user[each.name]
-    if mine == each.value:
-        return Setting(each.name, mine, Origin.USER, f"set by you; kvferry would have chosen the same: {each.reason}")
+    value = user[each.name]
+    if value == each.value:
+        return Setting(each.name, value, Origin.USER, f"set by you; kvferry would have chosen the same: {each.reason}")
     would = f"have chosen {each.value}" if each.value else "have left it to UCX"
-    return Setting(each.name, mine, Origin.USER, f"set by you; kvferry would {would}: {each.reason}")
+    return Setting(each.name, value, Origin.USER, f"set by you; kvferry would {would}: {each.reason}")
 
 
 def _transports(system: SystemFacts) -> Iterator[_Recommendation]:
@@ -141,7 +141,7 @@ def _can_use_rdma(system: SystemFacts) -> bool:
 
 
 def _cards(system: SystemFacts) -> Iterator[_Recommendation]:
-    """Cards only where device memory is registered: host memory is as near to one card as to another."""
+    """Cards are chosen for device memory only: host memory is as near to one card as to another."""
     near = system.accelerator.nearest(system.rdma) if system.is_direct else ()
     wanted, reasons = [nic.name for nic in near], []
     if near and len(near) < len(system.rdma):
@@ -158,7 +158,7 @@ def _cards(system: SystemFacts) -> Iterator[_Recommendation]:
 
 
 def _transport_list(system: SystemFacts) -> str:
-    """The list of transports that UCX will have: the user's, or ours."""
+    """The list of transports that UCX will have: the user's, or the recommended one."""
     return system.user.get(TRANSPORTS) or next(_transports(system)).value
 
 

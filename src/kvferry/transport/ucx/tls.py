@@ -1,7 +1,7 @@
-"""UCX's lists of transports (`UCX_TLS`), and whether an agent can start with one.
+"""UCX's lists of transports (`UCX_TLS`), and whether a NIXL agent can start with one.
 
-An agent needs active messages from a transport that notices a dead peer. Of those that UCX has, the shared-memory ones
-have active messages but notice nothing, and the ones that copy between processes or devices have none at all.
+An agent needs active messages from a transport that detects a dead peer. UCX's shared-memory transports have active
+messages but detect nothing, and those that copy between processes or devices have no active messages.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ IN_MODULES: Final = frozenset(
 )
 """Transports that a build of UCX may have or not have, by the names of their modules."""
 ACTIVE_MESSAGES: Final = frozenset({"tcp", "ib", *RDMA})
-"""Transports and aliases with active messages that notice a dead peer."""
+"""Transports and aliases with active messages that detect a dead peer."""
 EVERYTHING: Final = ("", "all")
-# With these left out nothing is left that has active messages.
+# A list that leaves all of these out has no transport with active messages.
 FAMILIES: Final = (("tcp",), ("ib",))
 
 
