@@ -26,7 +26,8 @@ from kvferry.plan import EngineShape, Layout, TokenRange, attention
 from kvferry.plan.description import describe
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import Ahead, Fetched, FetchFailed, FetchRequest, LeaseEnded, LeaseProgress, LeaseRequest
+from kvferry.session.commands import Fetched, FetchFailed, LeaseEnded
+from kvferry.session.events import Ahead, FetchRequest, LeaseProgress, LeaseRequest
 from kvferry.session.source import direct_write
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.transport.opening import open_transports

@@ -24,7 +24,9 @@ from mixed_tp_stages import Chain, Signals, SourceStages
 
 from kvferry.agent import Agent, AgentConfig, Cache
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import LeaseEnded, LeaseRequest, Timing
+from kvferry.session.commands import LeaseEnded
+from kvferry.session.events import LeaseRequest
+from kvferry.session.timeouts import Timing
 from kvferry.transport.opening import open_transports
 from kvferry.transport.rowcopy.copier import wait_until_compiled
 from kvferry.transport.shm.shared_memory import allocate_shared

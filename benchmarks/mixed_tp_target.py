@@ -22,7 +22,8 @@ from kvferry.agent.config import staging_named
 from kvferry.agent.memory.shared_regions import host_arena
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Copies, Direction
-from kvferry.session.events import Fetched, FetchRequest
+from kvferry.session.commands import Fetched
+from kvferry.session.events import FetchRequest
 from kvferry.transport.opening import open_transports
 from kvferry.transport.rowcopy.copier import current, wait_until_compiled
 from kvferry.transport.shm.shared_memory import allocate_shared

@@ -17,10 +17,10 @@ from kvferry.plan.programs.request import copies_for
 from kvferry.plan.routing.route import route
 from kvferry.session.slot import SLOT_TABLE
 from kvferry.session.source.lease import LEASE_TABLE
-from kvferry.session.source.write import WRITE_TABLE
-from kvferry.session.state import diagram
-from kvferry.session.target.fetch import READ_TABLE
-from kvferry.session.target.handshake import PEER_TABLE
+from kvferry.session.source.single_write import WRITE_TABLE
+from kvferry.session.state_machine import diagram
+from kvferry.session.target.peers.peer import PEER_TABLE
+from kvferry.session.target.reads.fetch import READ_TABLE
 
 ROOT = Path(__file__).parents[1]
 DESIGN = ROOT / "docs/design"

@@ -12,7 +12,8 @@ from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import FetchRequest, Timing
+from kvferry.session.events import FetchRequest
+from kvferry.session.timeouts import Timing
 from kvferry.testing.engines import oracle
 from kvferry.transport.opening import open_transports
 from kvferry.transport.shm.shared_memory import allocate_shared

@@ -15,7 +15,9 @@ from kvferry.agent.control import sockets
 from kvferry.agent.control.shared_token import SharedToken
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import BlocksReleased, Fetched, FetchFailed, LeaseEnded, LeaseRequest, Timing
+from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
+from kvferry.session.events import LeaseRequest
+from kvferry.session.timeouts import Timing
 from kvferry.testing.engines import oracle
 from kvferry.transport.opening import open_transports
 from kvferry.wire.codec import decode, frame_of

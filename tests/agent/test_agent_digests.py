@@ -11,7 +11,7 @@ from kvferry.plan.description.layout import Region
 from kvferry.plan.digests.extract import Extract
 from kvferry.plan.digests.parts import Grid
 from kvferry.plan.digests.subject import DigestPolicy
-from kvferry.session.events import BlocksReleased, Fetched, FetchFailed, LeaseEnded
+from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.target.read_strategy import NO_STAGING
 from kvferry.transport.base import Memory
 from kvferry.transport.faulty import FaultKind, FaultyTransport

@@ -14,8 +14,10 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import BlocksReleased, Fetched, FetchFailed, FetchRequest, LeaseEnded, LeaseRequest, Timing
+from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
+from kvferry.session.events import FetchRequest, LeaseRequest
 from kvferry.session.target.read_strategy import AUTO, StagingPolicy
+from kvferry.session.timeouts import Timing
 from kvferry.testing.engines import oracle
 from kvferry.testing.transports.far_device import FAR_ADDRESS, FarDevice, far_mover
 from kvferry.transport.opening import open_transports

@@ -5,7 +5,8 @@ import pytest
 from kvferry.agent.control.sockets import ControlChannel
 from kvferry.agent.loop.wakeup import Wake
 from kvferry.plan.description.describe import EngineShape
-from kvferry.session.events import PeerKey, ReadKey, Tick, TicketEnded
+from kvferry.session.events import Tick, TicketEnded
+from kvferry.session.keys import PeerKey, ReadKey
 
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
 

@@ -11,9 +11,10 @@ from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, TARGET_TA
 
 from kvferry.agent.cache import near_mover
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import Fetched, Timing
+from kvferry.session.commands import Fetched
 from kvferry.session.target.read_strategy import StagingPolicy
-from kvferry.session.target.unpacking import WINDOW
+from kvferry.session.target.reads.slot_pipeline import WINDOW
+from kvferry.session.timeouts import Timing
 from kvferry.testing.transports.gated import GatedTransport
 
 DEADLINE_S = 30.0

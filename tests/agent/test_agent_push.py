@@ -16,7 +16,9 @@ from kvferry.agent import new_lease_id
 from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import BlocksReleased, Fetched, FetchFailed, FetchRequest, LeaseEnded, Timing
+from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
+from kvferry.session.events import FetchRequest
+from kvferry.session.timeouts import Timing
 
 SOON = Timing(lease_s=20.0, heartbeat_s=0.2, resend_s=0.1, handshake_s=5.0, transfer_s=20.0, fence_s=0.3)
 

@@ -8,8 +8,10 @@ from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import BlocksReleased, Fetched, FetchFailed, FetchRequest, LeaseEnded, Timing
+from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
+from kvferry.session.events import FetchRequest
 from kvferry.session.target.read_strategy import NO_STAGING
+from kvferry.session.timeouts import Timing
 
 SOON = Timing(lease_s=20.0, heartbeat_s=0.2, resend_s=0.1, handshake_s=5.0, transfer_s=20.0, fence_s=0.3)
 

@@ -22,16 +22,8 @@ from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import (
-    Ahead,
-    BlocksReleased,
-    Fetched,
-    FetchFailed,
-    FetchRequest,
-    LeaseEnded,
-    LeaseProgress,
-    LeaseRequest,
-)
+from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
+from kvferry.session.events import Ahead, FetchRequest, LeaseProgress, LeaseRequest
 from kvferry.session.source import writes
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.testing.engines import oracle

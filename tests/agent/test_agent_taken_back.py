@@ -9,7 +9,8 @@ from kvferry.agent.cache import near_mover
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import BlocksReleased, FetchFailed, LeaseEnded, Staged, TicketEnded
+from kvferry.session.commands import BlocksReleased, FetchFailed, LeaseEnded
+from kvferry.session.events import Staged, TicketEnded
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.wire.codec import decode
 from kvferry.wire.messages import Landed

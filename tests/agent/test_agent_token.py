@@ -6,7 +6,9 @@ import pytest
 
 from kvferry.agent import NO_TOKEN, Agent, AgentConfig, Cache, SharedToken, new_lease_id
 from kvferry.plan.description.describe import EngineShape
-from kvferry.session.events import BlocksReleased, Fetched, FetchFailed, LeaseEnded, LeaseRequest, Timing
+from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
+from kvferry.session.events import LeaseRequest
+from kvferry.session.timeouts import Timing
 from kvferry.transport.opening import open_transports
 
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")

@@ -9,7 +9,8 @@ from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import Fetched, LeaseEnded, LeaseRequest
+from kvferry.session.commands import Fetched, LeaseEnded
+from kvferry.session.events import LeaseRequest
 from kvferry.session.target.read_strategy import NO_STAGING
 from kvferry.testing.engines import oracle
 from kvferry.transport.faulty import FaultyTransport

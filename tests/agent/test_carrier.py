@@ -10,7 +10,9 @@ from kvferry.errors import TransportError
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.programs.copies import Copies
-from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, Post, ReadKey, TicketEnded
+from kvferry.session.commands import Post
+from kvferry.session.events import PeerConnected, PeerUnreachable, TicketEnded
+from kvferry.session.keys import PeerKey, ReadKey
 from kvferry.transport.base import Completion, Direction, Memory, Ticket
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.selection.local_context import LocalContext

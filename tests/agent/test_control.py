@@ -12,7 +12,7 @@ from kvferry.agent import NO_TOKEN, SharedToken
 from kvferry.agent.control.curve import secure_connecting
 from kvferry.agent.control.sockets import MAX_QUEUED, ControlChannel
 from kvferry.errors import ConfigurationError
-from kvferry.session.events import PeerKey
+from kvferry.session.keys import PeerKey
 from kvferry.wire.codec import MAX_REQUEST_BYTES
 
 OURS, THEIRS = SharedToken(secrets.token_bytes(32)), SharedToken(secrets.token_bytes(32))

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from kvferry.agent.control.liveness import Knocks
-from kvferry.session.events import PeerKey
+from kvferry.session.keys import PeerKey
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from kvferry.plan.description.describe import describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import Fetched, FetchFailed, LeaseEnded
+from kvferry.session.commands import Fetched, FetchFailed, LeaseEnded
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.transport.base import Memory
 from kvferry.transport.cma.transport import CrossMemoryTransport

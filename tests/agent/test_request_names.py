@@ -4,7 +4,7 @@ import pytest
 
 from kvferry.agent.requests.names import MAX_NAME_LENGTH, RequestNames
 from kvferry.errors import RequestError, TransferError
-from kvferry.session.events import AgentStopped, BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded
+from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded
 
 REPORT = FetchReport(39, 4096, 1, "tcp", "tcp 1 GB/s", "direct", {"wire": 0.1})
 FAILED = FetchFailed("r", TransferError("aborted", "late"))

@@ -9,7 +9,9 @@ from agent_support import num_mappings
 from kvferry.agent.config import slot_bytes_in
 from kvferry.agent.memory.peer_slots import FarSlots
 from kvferry.agent.memory.stager import Stager
-from kvferry.session.events import Acquire, Acquired, ClaimKey, PeerKey, ReadKey, SlotKey, Staged
+from kvferry.session.commands import Acquire
+from kvferry.session.events import Acquired, Staged
+from kvferry.session.keys import ClaimKey, PeerKey, ReadKey, SlotKey
 from kvferry.staging.mover import Moved
 from kvferry.testing.transports.world import wait_for_unmapping
 from kvferry.transport.base import Memory

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 from kvferry.agent.control.liveness import Knocks
 from kvferry.agent.loop.turns import Turns
-from kvferry.session.events import Disconnect, PeerKey
+from kvferry.session.commands import Disconnect
+from kvferry.session.keys import PeerKey
 
 PEER = PeerKey("tcp://127.0.0.1:1", "p0", "e1")
 

@@ -9,7 +9,8 @@ from agent_support import NUM_TOKENS, SOURCE, SOURCE_TABLES, TARGET, TARGET_TABL
 
 from kvferry.errors import RequestError
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import Fetched, HoldRequest, LeaseProgress, LeaseRequest
+from kvferry.session.commands import Fetched
+from kvferry.session.events import HoldRequest, LeaseProgress, LeaseRequest
 from kvferry.wire.messages import Reference
 
 LEASE = LeaseRequest("r9", "l9", SOURCE_TABLES, NUM_TOKENS)

@@ -13,7 +13,8 @@ from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.prompt import Prompt
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import Fetched, FetchFailed, FetchReport, Timing
+from kvferry.session.commands import Fetched, FetchFailed, FetchReport
+from kvferry.session.timeouts import Timing
 from kvferry.transport.shm.shared_memory import allocate_shared
 
 MODEL = attention(num_layers=1, num_heads=2, head_dim=4, dtype="float32", item_bytes=4)

@@ -17,7 +17,7 @@ from kvferry.embedded.transfer.peers import peers_json
 from kvferry.errors import TransferError
 from kvferry.http.openai import LOST_CACHE, error_of
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import PeerKey
+from kvferry.session.keys import PeerKey
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.machine.finding import Finding, Severity
 from kvferry.transport.selection.measurement import Measurement

@@ -27,7 +27,8 @@ from rank_process import NUM_TOKENS, TARGET, TARGET_TABLES, Rank
 from kvferry.agent import SharedToken, read_token
 from kvferry.agent.control.curve import secure_connecting
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import Fetched, FetchRequest
+from kvferry.session.commands import Fetched
+from kvferry.session.events import FetchRequest
 from kvferry.testing.engines import oracle
 from kvferry.wire.messages import Reference
 

@@ -15,18 +15,12 @@ from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.layout import Layout, fingerprint
 from kvferry.plan.description.model import attention, latent
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import (
-    AnswerArrived,
-    FetchFailed,
-    FetchRequest,
-    PeerConnected,
-    PeerKey,
-    Post,
-    Tick,
-    TicketEnded,
-    Timing,
-)
-from kvferry.session.target.session import Ourselves, TargetSession
+from kvferry.session.commands import FetchFailed, Post
+from kvferry.session.events import AnswerArrived, FetchRequest, PeerConnected, Tick, TicketEnded
+from kvferry.session.keys import PeerKey
+from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.session import TargetSession
+from kvferry.session.timeouts import Timing
 from kvferry.testing.engines import oracle
 from kvferry.wire import messages as m
 from kvferry.wire.codec import decode, frame_of
@@ -143,7 +137,7 @@ def test_a_hostile_source_harms_only_its_own_request(model, seed):
         if not layouts:
             outcomes["refused"] += 1
             continue
-        said = meet(TargetSession(Ourselves(US, "0.1.0", ours), Timing()), layouts, hostile)
+        said = meet(TargetSession(TargetIdentity(US, "0.1.0", ours), Timing()), layouts, hostile)
         posts = [command for command in said if isinstance(command, Post)]
         expect_inside(posts, ours[0])
         outcomes["posted" if posts else "failed"] += 1

@@ -18,9 +18,13 @@ from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.programs.tiles import rows_of
 from kvferry.plan.strategy.strategies import Strategy
+from kvferry.session import commands as c
 from kvferry.session import events as e
+from kvferry.session import keys as k
+from kvferry.session.target.peers.identity import TargetIdentity
 from kvferry.session.target.read_strategy import StagingPolicy
-from kvferry.session.target.session import Ourselves, TargetSession
+from kvferry.session.target.session import TargetSession
+from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 RUNS, STEPS = 200, 150
@@ -30,7 +34,7 @@ TARGETS = describe(MODEL, EngineShape(1, 1, 8, 16, "head-major"), 1 << 40)
 NUM_BLOCKS, SLOT_BYTES = 16, 256
 US = m.Party("d0", "e9", 0)
 ADDRESSES = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
-TIMING = e.Timing(heartbeat_s=1.0, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, idle_peer_s=60.0, hold_s=30.0)
+TIMING = Timing(heartbeat_s=1.0, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, idle_peer_s=60.0, hold_s=30.0)
 WAYS = [
     (Direction.READ, (Strategy.DIRECT,)),
     (Direction.READ, (Strategy.SCATTER,)),
@@ -54,11 +58,13 @@ class Engine(UnderWay):
         direction, allowed = WAYS[seed % len(WAYS)]
         policy = (DigestPolicy.OFF, DigestPolicy.SAMPLED, DigestPolicy.FULL)[seed % 3]
         staging = StagingPolicy(allowed, SLOT_BYTES)
-        ours = Ourselves(US, "0.1.0", TARGETS, policy, direction=direction, may_turn=seed % 5 == 0, staging=staging)
+        ours = TargetIdentity(
+            US, "0.1.0", TARGETS, policy, direction=direction, may_turn=seed % 5 == 0, staging=staging
+        )
         super().__init__(seed, TargetSession(ours, TIMING))
         self.fetches: dict[str, Fetch] = {}
         self.free = list(range(NUM_BLOCKS))
-        self.asked: deque[tuple[e.PeerKey, m.Message]] = deque(maxlen=60)
+        self.asked: deque[tuple[k.PeerKey, m.Message]] = deque(maxlen=60)
         self._ids = iter(range(1 << 20))
 
     def fetch(self) -> None:
@@ -77,25 +83,25 @@ class Engine(UnderWay):
 
     def abort(self) -> None:
         if self.fetches:
-            self.feed(e.AbortWanted(self.random.choice(list(self.fetches))))
+            self.feed(e.AbortRequest(self.random.choice(list(self.fetches))))
 
-    def hear(self, peer: e.PeerKey, message: m.Message) -> None:
+    def hear(self, peer: k.PeerKey, message: m.Message) -> None:
         self.feed(e.AnswerArrived(peer, as_it_arrives(message)))
 
-    def obey(self, command: e.Command) -> None:
+    def obey(self, command: c.Command) -> None:
         match command:
-            case e.Send(peer, message):
+            case c.Send(peer, message):
                 self.asked.append((peer, as_it_arrives(message)))
-            case e.Connect(peer, _):
+            case c.Connect(peer, _):
                 is_slow = self.random.random() < 0.2
                 self.feed(e.PeerConnected(peer, "shm", "", is_slow=is_slow))
-            case e.FetchFailed(request_id, _):
+            case c.FetchFailed(request_id, _):
                 assert not self.fetches[request_id].has_failed
                 self.fetches[request_id].has_failed = True
-            case e.BlocksReleased(request_id):
+            case c.BlocksReleased(request_id):
                 assert self.fetches[request_id].has_failed
                 self.end(request_id)
-            case e.Fetched(request_id, _):
+            case c.Fetched(request_id, _):
                 assert not self.fetches[request_id].has_failed
                 self.end(request_id)
             case _:
@@ -111,15 +117,15 @@ class Engine(UnderWay):
         assert {key.claim_id for key in self.digests} <= set(self.fetches)
         assert {key.work.claim_id for key in self.waits} <= set(self.fetches)
 
-    def expect_own(self, command: e.Stage | e.Post) -> None:
+    def expect_own(self, command: c.Stage | c.Post) -> None:
         key = command.key
-        copies = rows_of(command.tiles) if isinstance(command, e.Stage) else command.copies
-        if isinstance(command, e.Post):
+        copies = rows_of(command.tiles) if isinstance(command, c.Stage) else command.copies
+        if isinstance(command, c.Post):
             assert command.direction is Direction.READ
-        if isinstance(command, e.Post) and isinstance(key, e.SlotKey):
+        if isinstance(command, c.Post) and isinstance(key, k.SlotKey):
             allowed = self.held[key]
         else:
-            fetch = self.fetches[(key.work if isinstance(key, e.SlotKey) else key).claim_id]
+            fetch = self.fetches[(key.work if isinstance(key, k.SlotKey) else key).claim_id]
             assert not fetch.has_failed
             allowed = set().union(*(OF_BLOCKS[block] for block in fetch.blocks))
         for address, length in zip(copies.target.tolist(), copies.length.tolist(), strict=True):
@@ -142,11 +148,11 @@ class Hostile:
             peer, question = self.random.choice(self._engine.asked)
             self.say(peer, self.good(peer, question))
 
-    def say(self, peer: e.PeerKey, messages: tuple[m.Message, ...]) -> None:
+    def say(self, peer: k.PeerKey, messages: tuple[m.Message, ...]) -> None:
         for message in messages:
             self._engine.hear(peer, message)
 
-    def good(self, peer: e.PeerKey, question: m.Message) -> tuple[m.Message, ...]:
+    def good(self, peer: k.PeerKey, question: m.Message) -> tuple[m.Message, ...]:
         rank = ADDRESSES.index(peer.address)
         party = m.Party(peer.engine_id, peer.epoch, rank)
         match question:
@@ -183,7 +189,7 @@ class Hostile:
 
     def lie(self) -> None:
         epoch = self.random.choice(("e1", "e1", "e1", "e2"))
-        peer = e.PeerKey(self.random.choice(ADDRESSES), "p0", epoch)
+        peer = k.PeerKey(self.random.choice(ADDRESSES), "p0", epoch)
         request_id = self.random.choice([*self._engine.fetches, "q0", ""])
         tables = self.random.choice(((), ((),), ((1, 2),), ((99, 1, 2, 3),), ((1, 1, 1, 1),), ((1, 2, 3, 4), (5,))))
         number = self.random.choice((0, 0, 1, 2, 1 << 40))
@@ -206,7 +212,7 @@ class Hostile:
         self._engine.hear(peer, self.random.choice(lies))
 
     def go(self) -> None:
-        peer = e.PeerKey(self.random.choice(ADDRESSES), "p0", self.random.choice(("e1", "e2")))
+        peer = k.PeerKey(self.random.choice(ADDRESSES), "p0", self.random.choice(("e1", "e2")))
         self._engine.feed(self.random.choice((e.PeerGone(peer), e.PeerUnreachable(peer, "no"))))
 
 
@@ -224,7 +230,7 @@ def leave(engine: Engine, hostile: Hostile) -> None:
     """When nobody wants anything any more and sources say the truth, all that is under way ends; nothing is left."""
     for request_id, fetch in list(engine.fetches.items()):
         if not fetch.has_failed:
-            engine.feed(e.AbortWanted(request_id))
+            engine.feed(e.AbortRequest(request_id))
     for _ in range(100):
         while not engine.is_idle:
             engine.go_on()

@@ -18,9 +18,12 @@ from kvferry.plan.digests.subject import NOTHING, DigestPolicy, Part, Subject
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.programs.tiles import rows_of
 from kvferry.plan.strategy.strategies import Strategy
+from kvferry.session import commands as c
 from kvferry.session import events as e
-from kvferry.session.source.introduction import Identity
+from kvferry.session import keys as k
+from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceSession
+from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 RUNS, STEPS = 250, 150
@@ -31,7 +34,7 @@ NUM_TOKENS, NUM_BLOCKS = 13, 32
 US = m.Party("p0", "e1", 0)
 THEM = [m.Party(engine, epoch, rank) for engine, epoch, rank in (("d0", "e9", 0), ("d0", "e9", 1), ("d1", "e3", 0))]
 STATES = tuple(state.name for state in SOURCES[0].states)
-TIMING = e.Timing(lease_s=10.0, tombstone_s=30.0, early_claim_s=5.0, idle_peer_s=200.0)
+TIMING = Timing(lease_s=10.0, tombstone_s=30.0, early_claim_s=5.0, idle_peer_s=200.0)
 FOREVER_S = 1e5
 
 
@@ -39,7 +42,7 @@ class Engine(UnderWay):
     """The source's engine and agent: what is lent, and what is under way on behalf of whom."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(seed, SourceSession(Identity(US, "0.1.0", SOURCES, (), m.Probe(0, 0, 0)), TIMING))
+        super().__init__(seed, SourceSession(SourceIdentity(US, "0.1.0", SOURCES, (), m.Probe(0, 0, 0)), TIMING))
         self.lent: dict[str, tuple[tuple[int, ...], bool]] = {}
         self.free = list(range(NUM_BLOCKS))
         self._ids = iter(range(1 << 20))
@@ -72,25 +75,25 @@ class Engine(UnderWay):
     def check(self) -> None:
         assert {key.lease_id for key in self.digests} <= set(self.lent)
 
-    def obey(self, command: e.Command) -> None:
+    def obey(self, command: c.Command) -> None:
         match command:
-            case e.Connect(party, _):
+            case c.Connect(party, _):
                 self.feed(e.PeerConnected(party, "shm", ""))
-            case e.LeaseEnded(request_id, _):
+            case c.LeaseEnded(request_id, _):
                 self.take_back(f"l{request_id[1:]}")
-            case e.Reply(_, message):
+            case c.Reply(_, message):
                 self.counts[type(message).__name__] += 1
             case _:
                 super().obey(command)
 
-    def expect_own(self, command: e.Stage | e.Post) -> None:
+    def expect_own(self, command: c.Stage | c.Post) -> None:
         """What is looked at are blocks that are lent, or what has been gathered out of them."""
         key = command.key
-        copies = rows_of(command.tiles) if isinstance(command, e.Stage) else command.copies
-        if isinstance(command, e.Post) and key in self.held:
+        copies = rows_of(command.tiles) if isinstance(command, c.Stage) else command.copies
+        if isinstance(command, c.Post) and key in self.held:
             allowed = self.held[key]
         else:
-            lease_id = (key.work if isinstance(key, e.SlotKey) else key).lease_id
+            lease_id = (key.work if isinstance(key, k.SlotKey) else key).lease_id
             allowed = set().union(*(OF_BLOCKS[block] for block in self.lent[lease_id][0]))
         for address, length in zip(copies.source.tolist(), copies.length.tolist(), strict=True):
             assert address in allowed

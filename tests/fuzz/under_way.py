@@ -5,7 +5,9 @@ from collections import Counter
 
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.description.tokens import TokenRange
+from kvferry.session import commands as c
 from kvferry.session import events as e
+from kvferry.session import keys as k
 from kvferry.testing.engines import oracle
 from kvferry.wire import messages as m
 from kvferry.wire.codec import decode, encode
@@ -21,11 +23,11 @@ class UnderWay:
     def __init__(self, seed: int, session) -> None:
         self.random, self.session, self.now = random.Random(seed), session, 0.0
         self.counts: Counter[str] = Counter()
-        self.waits: dict[e.SlotKey, e.Acquire] = {}
-        self.held: dict[e.SlotKey, range] = {}
-        self.copies: dict[e.SlotKey, e.Stage] = {}
-        self.tickets: dict[object, e.Post] = {}
-        self.digests: dict[object, e.Digest] = {}
+        self.waits: dict[k.SlotKey, c.Acquire] = {}
+        self.held: dict[k.SlotKey, range] = {}
+        self.copies: dict[k.SlotKey, c.Stage] = {}
+        self.tickets: dict[object, c.Post] = {}
+        self.digests: dict[object, c.Digest] = {}
         self._numbers = iter(range(1 << 20))
 
     def feed(self, event: object) -> None:
@@ -35,18 +37,18 @@ class UnderWay:
             self.obey(command)
         self.check()
 
-    def obey(self, command: e.Command) -> None:
+    def obey(self, command: c.Command) -> None:
         match command:
-            case e.Digest(key, _):
+            case c.Digest(key, _):
                 assert key not in self.digests
                 self.digests[key] = command
-            case e.DropDigest(key):
+            case c.DropDigest(key):
                 self.digests.pop(key, None)
-            case e.Acquire(key, _):
+            case c.Acquire(key, _):
                 assert key not in self.held
                 assert key not in self.waits
                 self.waits[key] = command
-            case e.Release(key):
+            case c.Release(key):
                 assert key not in self.copies
                 assert key not in self.tickets
                 self.waits.pop(key, None)
@@ -54,21 +56,21 @@ class UnderWay:
             case _:
                 self.begin(command)
 
-    def begin(self, command: e.Command) -> None:
+    def begin(self, command: c.Command) -> None:
         match command:
-            case e.Stage(key, _):
+            case c.Stage(key, _):
                 assert key in self.held
                 assert key not in self.copies
                 assert key not in self.tickets
                 self.expect_own(command)
                 self.copies[key] = command
-            case e.Post(key, _, _):
+            case c.Post(key, _, _):
                 assert key not in self.tickets
                 assert key not in self.copies
                 self.expect_own(command)
                 self.tickets[key] = command
 
-    def expect_own(self, command: e.Stage | e.Post) -> None:
+    def expect_own(self, command: c.Stage | c.Post) -> None:
         """Bytes only move from and to what is the request's own."""
 
     def check(self) -> None:
@@ -76,7 +78,7 @@ class UnderWay:
 
     def works(self) -> list[object]:
         """On whose behalf bytes move."""
-        return [key.work if isinstance(key, e.SlotKey) else key for key in (*self.copies, *self.tickets)]
+        return [key.work if isinstance(key, k.SlotKey) else key for key in (*self.copies, *self.tickets)]
 
     @property
     def is_idle(self) -> bool:

@@ -13,40 +13,41 @@ from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange, TokenSet
 from kvferry.plan.digests.subject import NO_TOKENS, DigestPolicy, Part, Subject
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import (
-    AbortWanted,
-    AnswerArrived,
+from kvferry.session.commands import (
     BlocksReleased,
-    ClaimKey,
     Connect,
     Count,
     Digest,
-    Digested,
     Disconnect,
     DropDigest,
     Fetched,
     FetchFailed,
+    LeaseEnded,
+    Post,
+    Reply,
+    Send,
+)
+from kvferry.session.events import (
+    AbortRequest,
+    AnswerArrived,
+    Digested,
     FetchRequest,
     FrameArrived,
-    LeaseEnded,
     LeaseProgress,
     LeaseRequest,
     LeaseWithdrawn,
     PeerConnected,
-    PeerKey,
     PeerUnreachable,
-    Post,
-    ReadKey,
-    Reply,
-    Send,
     Tick,
     TicketEnded,
-    Timing,
 )
+from kvferry.session.keys import ClaimKey, PeerKey, ReadKey
 from kvferry.session.source.completed_reads import LOOK_AFTER_S
-from kvferry.session.source.introduction import Identity
+from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceSession
-from kvferry.session.target.session import Ourselves, TargetSession
+from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.session import TargetSession
+from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, heartbeat_s=1.0, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, tombstone_s=60.0)
@@ -71,7 +72,7 @@ DONE = LeaseEnded("r1", "done")
 
 
 def source() -> SourceSession:
-    return SourceSession(Identity(SOURCE, "0.1.0", (SOURCE_LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
+    return SourceSession(SourceIdentity(SOURCE, "0.1.0", (SOURCE_LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
 
 
 DIGESTING = [(0, LEASE, []), (1, CLAIM, [Reply]), (2, LANDED, [Digest])]
@@ -285,7 +286,7 @@ ABORT = Send(PEER, m.Abort(TARGET, "q1", "l1"))
 
 
 def target(policy=DigestPolicy.SAMPLED, layouts=TARGET_LAYOUTS) -> TargetSession:
-    return TargetSession(Ourselves(TARGET, "0.1.0", layouts, policy), TIMING)
+    return TargetSession(TargetIdentity(TARGET, "0.1.0", layouts, policy), TIMING)
 
 
 def answer(message):
@@ -374,7 +375,7 @@ def test_what_cannot_be_told_ends_the_fetch_before_it_is_claimed(monkeypatch):
 def test_what_the_source_says_before_its_bytes_are_there_is_compared_all_the_same(values):
     """It writes, so it knows before we do."""
     session = TargetSession(
-        Ourselves(TARGET, "0.1.0", TARGET_LAYOUTS, DigestPolicy.FULL, direction=Direction.WRITE), TIMING
+        TargetIdentity(TARGET, "0.1.0", TARGET_LAYOUTS, DigestPolicy.FULL, direction=Direction.WRITE), TIMING
     )
     play(session, [*meeting()[:2], (0.2, meeting()[2][1], [Send]), (0.3, answer(m.Reached("shm", "")), [Send])])
     play(session, [(0.4, THEIRS, []), (0.5, answer(m.Written("q1", 768, 12)), [Digest])])
@@ -406,11 +407,11 @@ def test_the_lease_is_renewed_until_the_source_has_spoken():
 @pytest.mark.parametrize("heard", [[], [(0.65, THEIRS, [])]])
 def test_a_fetch_that_fails_drops_its_digest(heard):
     failing = [Count, FetchFailed, DropDigest(READ), ABORT, BlocksReleased]
-    play(target(), [*ENDED, *heard, (0.7, AbortWanted("q1"), failing), (0.8, OURS, [])])
+    play(target(), [*ENDED, *heard, (0.7, AbortRequest("q1"), failing), (0.8, OURS, [])])
 
 
 def test_a_fetch_that_fails_after_its_digest_has_nothing_to_drop():
-    play(target(), [*ENDED, (0.65, OURS, []), (0.7, AbortWanted("q1"), [Count, FetchFailed, ABORT, BlocksReleased])])
+    play(target(), [*ENDED, (0.65, OURS, []), (0.7, AbortRequest("q1"), [Count, FetchFailed, ABORT, BlocksReleased])])
 
 
 def test_a_lost_peer_ends_a_digest():
@@ -461,6 +462,6 @@ def test_device_memory_is_never_digested_in_full():
 
 def test_a_rank_without_any_work_says_what_its_engine_does():
     nothing = replace(TARGET_LAYOUTS[0], states=(), placements=())
-    session = TargetSession(Ourselves(OTHER, "0.1.0", (TARGET_LAYOUTS[0], nothing), DigestPolicy.FULL), TIMING)
+    session = TargetSession(TargetIdentity(OTHER, "0.1.0", (TARGET_LAYOUTS[0], nothing), DigestPolicy.FULL), TIMING)
     _, fetched = play(session, meeting(claim=[Send, Fetched]))
     assert fetched.report.verified == "full"

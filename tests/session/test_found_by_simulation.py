@@ -10,25 +10,20 @@ from kvferry.plan.description.layout import Axis, State, fingerprint
 from kvferry.plan.description.model import CacheModel, Kept, LayerCache, attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.digests.subject import DigestPolicy
+from kvferry.session.commands import BlocksReleased, Connect, Count, Disconnect, FetchFailed, Post, Send
 from kvferry.session.events import (
-    AbortWanted,
+    AbortRequest,
     AnswerArrived,
-    BlocksReleased,
-    Connect,
-    Count,
-    Disconnect,
-    FetchFailed,
     FetchRequest,
     HoldRequest,
     PeerConnected,
-    PeerKey,
-    Post,
-    Send,
     Tick,
     TicketEnded,
-    Timing,
 )
-from kvferry.session.target.session import Ourselves, TargetSession
+from kvferry.session.keys import PeerKey
+from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.session import TargetSession
+from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0)
@@ -42,7 +37,7 @@ MODEL = attention(1, 2, 4, "float32", 4)
 
 def session(model=MODEL, digest=DigestPolicy.OFF) -> TargetSession:
     layouts = describe(model, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)
-    return TargetSession(Ourselves(US, "0.1.0", layouts, digest), TIMING)
+    return TargetSession(TargetIdentity(US, "0.1.0", layouts, digest), TIMING)
 
 
 def handshake(wanted, party=SOURCE, model=MODEL):
@@ -65,7 +60,7 @@ def test_a_handshake_that_nobody_waits_for_any_more_does_not_end_the_next_fetch(
         target,
         [
             (0.0, WANTED, [Send]),
-            (0.1, AbortWanted("q1"), [Count, FetchFailed, Send, BlocksReleased]),
+            (0.1, AbortRequest("q1"), [Count, FetchFailed, Send, BlocksReleased]),
             (0.2, AnswerArrived(PEER, m.Aborted("q1", PEER.epoch)), []),
         ],
     )
@@ -91,7 +86,7 @@ def test_an_offer_that_answers_an_earlier_handshake_does_not_end_the_next_one():
 def test_whoever_answers_at_an_address_replaces_who_was_there(renamed):
     """Engines that take a new id at every start left a peer behind each time, with its memory mapped."""
     target = session()
-    play(target, [*handshake(WANTED), (0.4, AbortWanted("q1"), [Count, FetchFailed, Send, BlocksReleased])])
+    play(target, [*handshake(WANTED), (0.4, AbortRequest("q1"), [Count, FetchFailed, Send, BlocksReleased])])
     newer = m.Party(renamed, "epoch-2", 0)
     wanted = replace(WANTED, request_id="q2", reference=m.Reference(renamed, "epoch-2", "r1", "l1"))
     (_, (_, welcome, _), *_) = handshake(wanted, newer)
@@ -101,7 +96,7 @@ def test_whoever_answers_at_an_address_replaces_who_was_there(renamed):
 def test_a_peer_that_nothing_is_fetched_from_is_forgotten_one_day():
     """Engines that are gone for good, as after every change of a fleet's size, stayed peers, their memory mapped."""
     target = session()
-    play(target, [*handshake(WANTED), (0.4, AbortWanted("q1"), [Count, FetchFailed, Send, BlocksReleased])])
+    play(target, [*handshake(WANTED), (0.4, AbortRequest("q1"), [Count, FetchFailed, Send, BlocksReleased])])
     play(target, [(0.5, AnswerArrived(PEER, m.Aborted("q1", PEER.epoch)), []), (600.4, Tick(), [])])
     due = target.next_deadline(600.4)
     assert due == 0.5 + TIMING.idle_peer_s

@@ -32,21 +32,10 @@ from kvferry.plan.description.layout import Axis, State
 from kvferry.plan.description.model import CacheModel, Kept, LayerCache
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import (
-    NOT_AHEAD,
-    Ahead,
-    Cancel,
-    Connect,
-    FetchFailed,
-    LeaseEnded,
-    LeaseProgress,
-    Post,
-    Reply,
-    SlotKey,
-    Tick,
-    TicketEnded,
-)
-from kvferry.session.source.introduction import Identity
+from kvferry.session.commands import Cancel, Connect, FetchFailed, LeaseEnded, Post, Reply
+from kvferry.session.events import NOT_AHEAD, Ahead, LeaseProgress, Tick, TicketEnded
+from kvferry.session.keys import SlotKey
+from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceSession
 from kvferry.wire import messages as m
 
@@ -85,10 +74,10 @@ def test_who_waits_for_tokens_hears_that_they_are_still_computed(source):
     play(source, [*BEGUN, again, (3, grown(6), [Post]), (4, said(CLAIM), [GRANT])])
 
 
-@pytest.mark.parametrize("begun", [HANDSHAKE, GRANTED], ids=["grant-lost", "granted"])
-def test_a_target_waits_as_long_as_tokens_are_computed(target, begun):
+@pytest.mark.parametrize("started", [HANDSHAKE, GRANTED], ids=["grant-lost", "granted"])
+def test_a_target_waits_as_long_as_tokens_are_computed(target, started):
     """Longer than any transfer may take."""
-    play(target, begun)
+    play(target, started)
     limit_s = int(TARGET_TIMING.transfer_s + TARGET_TIMING.handshake_s)
     for now in range(1, 3 * limit_s):
         target.handle(Tick(), now)
@@ -110,7 +99,7 @@ def test_a_target_does_not_wait_for_a_write_that_does_not_end(target):
 @pytest.fixture
 def cutting(source):
     """A source for which a few tokens are worth sending state by state; the model has four states."""
-    source._carrying.stretch_bytes = 1
+    source._writes.stretch_bytes = 1
     play(source, BEGUN)
     return source
 
@@ -144,13 +133,13 @@ def test_what_is_left_is_sent_when_all_is_computed(cutting):
 
 def test_only_what_a_step_has_computed_is_sent_state_by_state(source):
     """What was sent after the step before is not sent again. Stretches are of four tokens, the prompt has 16."""
-    source._carrying.stretch_bytes = 1
+    source._writes.stretch_bytes = 1
     claim = m.Claim(THEM, "c1", REFERENCE, 16, (0,), Direction.WRITE, ((2, 1),), (TokenRange(0, 16),))
     play(source, [(0, replace(GROWING, num_tokens=16), []), *MET[1:], (1, said(claim), [GRANT])])
     four, tables = NUM_BYTES * 4 // 6, ((3, 5, 1, 2),)
     assert posted(source.handle(grown(8, tables), 2)) == [(0, four), (1, four)]
     words = [grown(8, tables, Ahead(16, number)) for number in (1, 2, 3)]
-    assert [posted(source.handle(word, 3)) for word in words] == [[(number, four // 2)] for number in (2, 3, 4)]
+    assert [posted(source.handle(status, 3)) for status in words] == [[(number, four // 2)] for number in (2, 3, 4)]
     assert posted(source.handle(grown(16, tables), 4)) == [(5, four // 2)]
 
 
@@ -180,8 +169,8 @@ def test_the_last_states_are_sent_with_those_of_fixed_size():
     )
     model, token_bytes = CacheModel(2, layers_of), 4 * 2 * 4
     (layout,), (there,) = (describe(model, EngineShape(1, 1, 4, 8, "token-major"), base) for base in (1 << 20, 1 << 30))
-    source = SourceSession(Identity(US, "0.1.0", (layout,), (), m.Probe(0, 0, 0)), TIMING)
-    source._carrying.stretch_bytes = 1
+    source = SourceSession(SourceIdentity(US, "0.1.0", (layout,), (), m.Probe(0, 0, 0)), TIMING)
+    source._writes.stretch_bytes = 1
     lease = replace(GROWING, block_tables=((), ()))
     ranges, tables = (TokenRange(0, 7),) * 2, ((1, 2), (3,))
     claim = m.Claim(THEM, "c1", REFERENCE, 7, (0,), Direction.WRITE, tables, ranges)
@@ -189,7 +178,7 @@ def test_the_last_states_are_sent_with_those_of_fixed_size():
     met = [(0, said(offer), [Connect(THEM, offer)]), MET[2], (0, lease, []), (1, said(claim), [GRANT])]
     play(source, met)
     words = [grown(0, tables, Ahead(7, number)) for number in (1, 2)]
-    assert [posted(source.handle(word, 2)) for word in words] == [[(0, 7 * token_bytes)], [(1, token_bytes)]]
+    assert [posted(source.handle(status, 2)) for status in words] == [[(0, 7 * token_bytes)], [(1, token_bytes)]]
 
 
 def test_little_is_not_sent_state_by_state(cutting):
@@ -206,7 +195,7 @@ def test_what_an_engine_cannot_mean_is_not_sent(cutting, wrong):
 
 
 def test_a_claim_that_comes_later_gets_what_is_there_by_then(source):
-    source._carrying.stretch_bytes = 1
+    source._writes.stretch_bytes = 1
     play(source, [*BEGUN[:-1], (1, layers(6, 3), [])])
     assert posted(source.handle(said(CLAIM), 2)) == [(number, STATE_BYTES) for number in range(3)]
 

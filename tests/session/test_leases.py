@@ -6,10 +6,12 @@ from hypothesis import strategies as st
 
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
-from kvferry.session.events import FrameArrived, LeaseEnded, LeaseRequest, LeaseWithdrawn, Tick, Timing
-from kvferry.session.source.introduction import Identity
+from kvferry.session.commands import LeaseEnded
+from kvferry.session.events import FrameArrived, LeaseRequest, LeaseWithdrawn, Tick
+from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.lease import Lease
 from kvferry.session.source.session import SourceSession
+from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, tombstone_s=7.0)
@@ -18,7 +20,7 @@ US, READER = m.Party("p0", "epoch-1", 0), m.Party("d0", "epoch-9", 0)
 
 
 def session() -> SourceSession:
-    return SourceSession(Identity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
+    return SourceSession(SourceIdentity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
 
 
 def opened(number: int) -> LeaseRequest:

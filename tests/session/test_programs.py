@@ -6,8 +6,8 @@ import pytest
 
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention, latent
-from kvferry.session.events import PeerKey
-from kvferry.session.target.programs import Bindings
+from kvferry.session.keys import PeerKey
+from kvferry.session.target.peers.bindings import Bindings
 from kvferry.wire import messages as m
 
 HEADS, LATENT = attention(2, 12, 4, "float32", 4), latent(1, 8, "float32", 4)

@@ -10,12 +10,14 @@ from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement,
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.prompt import UNKNOWN_PROMPT, Prompt
 from kvferry.plan.description.span import Span
-from kvferry.session.events import Count, FrameArrived, LeaseEnded, LeaseRequest, LeaseWithdrawn, Reply, Tick, Timing
+from kvferry.session.commands import Count, LeaseEnded, Reply
+from kvferry.session.events import FrameArrived, LeaseRequest, LeaseWithdrawn, Tick
 from kvferry.session.source.early_messages import MAX_EARLY, MAX_EARLY_OF_ONE
-from kvferry.session.source.introduction import Identity
+from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.lease import LEASE_TABLE, LeaseState
 from kvferry.session.source.session import SourceSession
-from kvferry.session.state import Machine, diagram
+from kvferry.session.state_machine import StateMachine, diagram
+from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, handshake_s=5.0, tombstone_s=60.0)
@@ -24,7 +26,7 @@ READER = m.Party("d0", "epoch-9", 0)
 OTHER_READER = m.Party("d0", "epoch-9", 1)
 STRANGER = m.Party("d1", "epoch-5", 0)
 LAYOUT = describe(attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
-IDENTITY = Identity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0))
+IDENTITY = SourceIdentity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0))
 LEASE = LeaseRequest("r1", "l1", ((3, 5),), 7)
 REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
 CLAIM = m.Claim(READER, "c1", REFERENCE, 6, (0,))
@@ -310,7 +312,7 @@ def test_a_message_that_only_sources_send_is_refused():
 
 
 def test_an_illegal_event_raises_with_the_history():
-    machine = Machine("lease l1", LEASE_TABLE, LeaseState.OPEN)
+    machine = StateMachine("lease l1", LEASE_TABLE, LeaseState.OPEN)
     machine.move("claim")
     machine.move("abort")
     with pytest.raises(IllegalEventError, match="open -claim-> claimed -abort-> aborted"):

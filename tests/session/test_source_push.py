@@ -10,31 +10,23 @@ from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange
 from kvferry.plan.digests.subject import NOTHING, DigestPolicy, Part, Subject
 from kvferry.plan.programs.copies import Direction
+from kvferry.session.commands import Cancel, Connect, Count, Digest, Disconnect, DropDigest, LeaseEnded, Post, Reply
 from kvferry.session.events import (
-    Cancel,
-    ClaimKey,
-    Connect,
-    Count,
-    Digest,
     Digested,
-    Disconnect,
-    DropDigest,
     FrameArrived,
-    LeaseEnded,
     LeaseRequest,
     LeaseWithdrawn,
     PeerConnected,
     PeerUnreachable,
-    Post,
-    Reply,
     Tick,
     TicketEnded,
-    Timing,
 )
+from kvferry.session.keys import ClaimKey
 from kvferry.session.source.aborted_claims import MAX_ABORTED
 from kvferry.session.source.completed_reads import LOOK_AFTER_S
-from kvferry.session.source.introduction import Identity
+from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceSession
+from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, tombstone_s=60.0, idle_peer_s=100.0)
@@ -60,7 +52,7 @@ def said(message, peer="x"):
 
 @pytest.fixture
 def source() -> SourceSession:
-    return SourceSession(Identity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
+    return SourceSession(SourceIdentity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
 
 
 MET = [
@@ -185,7 +177,7 @@ def test_a_claim_said_twice_is_written_once(source):
 def test_who_says_its_claim_again_is_answered_where_it_is_by_then(source):
     play(source, [*WRITING, (2, said(CLAIM, "y"), [Reply("y", GRANT.message)])])
     words = source.handle(TicketEnded(KEY, ""), 3)
-    assert [word.peer for word in words if isinstance(word, Reply)] == ["y", "y"]
+    assert [status.peer for status in words if isinstance(status, Reply)] == ["y", "y"]
 
 
 def test_a_claim_that_is_said_again_keeps_its_lease(source):
@@ -213,8 +205,10 @@ def test_a_failed_write_is_told_again_and_again(source):
 def test_an_abort_is_acknowledged_and_the_blocks_come_back_when_the_ticket_has_ended(source, error):
     play(source, [*WRITING, (2, said(ABORT), [CANCEL]), (3, said(ABORT), []), (4, said(CLAIM), [Reply, Count])])
     assert source.num_live() == 1
-    word = UNCLEAN if error else CLEAN
-    play(source, [(5, TicketEnded(KEY, error), [word, LeaseEnded("r1", m.Reason.ABORTED)]), (6, said(ABORT), [word])])
+    status = UNCLEAN if error else CLEAN
+    play(
+        source, [(5, TicketEnded(KEY, error), [status, LeaseEnded("r1", m.Reason.ABORTED)]), (6, said(ABORT), [status])]
+    )
     assert source.num_live() == 0
 
 

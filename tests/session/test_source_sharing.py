@@ -13,28 +13,22 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.programs.stretch import parted
 from kvferry.plan.strategy.strategies import Strategy
+from kvferry.session.commands import Cancel, Connect, Count, Digest, LeaseEnded, Post, Reply
 from kvferry.session.events import (
-    Cancel,
-    ClaimKey,
-    Connect,
-    Count,
-    Digest,
     Digested,
     FrameArrived,
-    LeaseEnded,
     LeaseProgress,
     LeaseRequest,
     LeaseWithdrawn,
     PeerConnected,
-    Post,
-    Reply,
     Tick,
     TicketEnded,
-    Timing,
 )
+from kvferry.session.keys import ClaimKey
 from kvferry.session.source.completed_reads import LOOK_AFTER_S
-from kvferry.session.source.introduction import Identity
+from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceSession
+from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, tombstone_s=60.0, idle_peer_s=100.0)
@@ -62,7 +56,7 @@ def said(message, peer="x"):
 
 @pytest.fixture
 def source() -> SourceSession:
-    return SourceSession(Identity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
+    return SourceSession(SourceIdentity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
 
 
 REACHED = [
@@ -109,11 +103,11 @@ def test_a_claim_that_is_repeated_is_granted_again_and_written_once(source):
             (2, said(CLAIM, "y"), [Reply("y", GRANT.message)]),
         ],
     )
-    (word,) = play(source, [(3, TicketEnded(KEY, ""), [Reply])])
-    assert word.peer == "y"
-    play(source, [(4, said(CLAIM), [GRANT, Reply("x", word.message)])])
+    (status,) = play(source, [(3, TicketEnded(KEY, ""), [Reply])])
+    assert status.peer == "y"
+    play(source, [(4, said(CLAIM), [GRANT, Reply("x", status.message)])])
     # Late, or repeated: who has been told that all is valid must not hear that the lease is over.
-    play(source, [(5, said(LANDED), [VALID, FREE]), (6, said(CLAIM), [Reply("x", word.message)])])
+    play(source, [(5, said(LANDED), [VALID, FREE]), (6, said(CLAIM), [Reply("x", status.message)])])
 
 
 def test_who_has_not_heard_of_its_grant_hears_when_the_lease_is_over(source):

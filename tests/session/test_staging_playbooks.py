@@ -25,49 +25,48 @@ from kvferry.plan.slots import partition
 from kvferry.plan.slots.partition import SlotPlan, region_starts
 from kvferry.plan.strategy.choice import TYPICAL_HOST
 from kvferry.plan.strategy.strategies import RegionStarts, Strategy
-from kvferry.session.events import (
-    AbortWanted,
+from kvferry.session.commands import (
     Acquire,
-    Acquired,
-    AnswerArrived,
     BlocksReleased,
     Cancel,
-    ClaimKey,
     Connect,
     Count,
     Digest,
-    Digested,
     Fetched,
     FetchFailed,
+    LeaseEnded,
+    Post,
+    Release,
+    Reply,
+    Send,
+    Stage,
+)
+from kvferry.session.events import (
+    AbortRequest,
+    Acquired,
+    AnswerArrived,
+    Digested,
     FetchRequest,
     FrameArrived,
-    LeaseEnded,
     LeaseProgress,
     LeaseRequest,
     LeaseWithdrawn,
     PeerConnected,
-    PeerKey,
-    Post,
-    ReadKey,
-    Release,
-    Reply,
-    Send,
-    SlotKey,
-    Stage,
     Staged,
     Tick,
     TicketEnded,
-    Timing,
 )
+from kvferry.session.keys import ClaimKey, PeerKey, ReadKey, SlotKey
 from kvferry.session.slot import SLOT_TABLE, SlotState
 from kvferry.session.source import writes
 from kvferry.session.source.completed_reads import LOOK_AFTER_S
-from kvferry.session.source.introduction import Identity
+from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceSession
-from kvferry.session.target import unpacking
-from kvferry.session.target.handshake import Ourselves
-from kvferry.session.target.read_strategy import AUTO, NO_STAGING, StagingPolicy, Way, allowed_by
+from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.read_strategy import AUTO, NO_STAGING, StagingPolicy, TransferMode, allowed_by
+from kvferry.session.target.reads import slot_pipeline
 from kvferry.session.target.session import TargetSession
+from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(heartbeat_s=1e6, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, fence_s=4.0)
@@ -122,7 +121,7 @@ def failure(commands):
 
 def target(*allowed, direction=Direction.READ):
     staging = StagingPolicy(allowed, STRETCH_BYTES)
-    ours = Ourselves(
+    ours = TargetIdentity(
         US, "0.1.0", TARGET_LAYOUTS, direction=direction, transports=TRANSPORTS, probe=PROBE, staging=staging
     )
     return TargetSession(ours, TIMING)
@@ -141,7 +140,7 @@ def met(wanted=WANTED):
 @pytest.fixture(autouse=True)
 def _three_slots_at_a_time(monkeypatch):
     """Of the four that the request has."""
-    monkeypatch.setattr(unpacking, "WINDOW", 3)
+    monkeypatch.setattr(slot_pipeline, "WINDOW", 3)
 
 
 CONNECTED = PeerConnected(PEER, "shm", "shm")
@@ -181,7 +180,7 @@ def test_a_cancelled_read_keeps_its_slot_until_it_has_ended():
     session = target(Strategy.SCATTER)
     play(session, [*SCATTERING, (1, acquired(0), [Post]), (1, acquired(1), [Post])])
     play(session, [(2, TicketEnded(key(1), ""), [Stage])])
-    commands = session.handle(AbortWanted("q1"), 3.0)
+    commands = session.handle(AbortRequest("q1"), 3.0)
     assert commands[2:] == [Cancel(key(0)), Release(key(2)), ABORT]
     play(session, [(4, Staged(key(1), ""), [Release(key(1))]), (5, packed(0), [])])
     play(session, [(6, TicketEnded(key(0), "cancelled"), [Release(key(0)), BlocksReleased("q1")])])
@@ -259,7 +258,7 @@ def test_a_word_that_is_repeated_does_not_end_the_scatter_of_a_failed_read():
     """Found by simulation: the slot was given back, and its next owner's bytes were scattered."""
     session = target(Strategy.PACK)
     play(session, [*PACKING, (1, acquired(0), [pack(0)]), (2, packed(0), [Stage])])
-    commands = session.handle(AbortWanted("q1"), 3.0)
+    commands = session.handle(AbortRequest("q1"), 3.0)
     assert commands[2:] == [Release(key(1)), Release(key(2)), ABORT]
     play(session, [(4, packed(0), []), (5, Staged(key(0), ""), [Release(key(0)), BlocksReleased("q1")])])
 
@@ -282,11 +281,11 @@ def planned(monkeypatch):
     """The stretches that are planned, in this order."""
     found, plan = [], SlotPlan._plan
 
-    def noted(self, numbers):
+    def acknowledged(self, numbers):
         found.extend(numbers)
         return plan(self, numbers)
 
-    monkeypatch.setattr(SlotPlan, "_plan", noted)
+    monkeypatch.setattr(SlotPlan, "_plan", acknowledged)
     return found
 
 
@@ -311,7 +310,7 @@ def test_own_blocks_that_cannot_be_are_told_when_the_source_has_answered(ticks):
 def test_a_slot_of_a_failed_read_waits_for_the_word_of_its_source():
     session = target(Strategy.PACK)
     play(session, [*PACKING, (1, acquired(0), [pack(0)]), (1, acquired(1), [pack(1)])])
-    assert session.handle(AbortWanted("q1"), 2.0)[2:] == [Release(key(2)), ABORT]
+    assert session.handle(AbortRequest("q1"), 2.0)[2:] == [Release(key(2)), ABORT]
     assert session.may_be_written()
     play(session, [(3, packed(1), [Release(key(1))]), (4, Tick(), [ABORT])])
     play(session, [(5, answer(CLEAN), [Release(key(0)), BlocksReleased("q1")])])
@@ -321,7 +320,7 @@ def test_a_slot_of_a_failed_read_waits_for_the_word_of_its_source():
 def test_the_word_of_a_source_does_not_end_the_scatter_of_a_failed_read():
     session = target(Strategy.PACK)
     play(session, [*PACKING, (1, acquired(0), [pack(0)]), (1, acquired(1), [pack(1)]), (2, packed(0), [Stage])])
-    session.handle(AbortWanted("q1"), 2.0)
+    session.handle(AbortRequest("q1"), 2.0)
     play(
         session,
         [(3, answer(CLEAN), [Release(key(1))]), (4, Staged(key(0), ""), [Release(key(0)), BlocksReleased("q1")])],
@@ -331,7 +330,7 @@ def test_the_word_of_a_source_does_not_end_the_scatter_of_a_failed_read():
 def test_after_a_write_that_ended_badly_a_slot_waits_a_while_longer():
     session = target(Strategy.PACK)
     play(session, [*PACKING, (1, acquired(0), [pack(0)])])
-    session.handle(AbortWanted("q1"), 2.0)
+    session.handle(AbortRequest("q1"), 2.0)
     play(session, [(3, answer(UNCLEAN), [])])
     for tick in range(1, 10):
         play(session, [(3 + tick * 0.44, Tick(), [])])
@@ -383,7 +382,7 @@ def test_who_cannot_be_written_to_does_without_packing():
 
 
 def source():
-    return SourceSession(Identity(SOURCE, "0.1.0", (SOURCE_LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
+    return SourceSession(SourceIdentity(SOURCE, "0.1.0", (SOURCE_LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
 
 
 def said(message, peer="x"):
@@ -481,11 +480,11 @@ def test_that_gathers_into_other_targets_slots_get_on_is_no_reason_for_patience(
     play(session, [(3, replace(LEASE, request_id="r2", lease_id="l2"), [])])
     play(session, [(3, said(structs.replace(TARGET_OFFER, party=other), "y"), [Connect])])
     play(session, [(3, PeerConnected(other, "shm", "shm"), [Reply]), (3, said(claim, "y"), [Reply])])
-    slot, word = SlotKey(ClaimKey("l2", other, "q9"), 0, 0), m.Renewed(()) if is_far else m.Queued("q1")
+    slot, status = SlotKey(ClaimKey("l2", other, "q9"), 0, 0), m.Renewed(()) if is_far else m.Queued("q1")
     play(session, [(10, said(m.Pack(other, "q9", "l2", 0, 0, ARENA), "y"), [Acquire])])
     session.handle(Acquired(slot, OWN, is_far=is_far), 11)
     session.handle(Staged(slot, ""), 12)
-    play(session, [(25, said(asked(1)), [Reply("x", word)])])
+    play(session, [(25, said(asked(1)), [Reply("x", status)])])
 
 
 @pytest.mark.parametrize(("stretch", "number"), [(4, 0), (1 << 40, 0), (0, 1)])
@@ -830,7 +829,7 @@ def test_stretches_of_which_nothing_moves_are_waited_for_by_nobody():
     plan = SimpleNamespace(
         num_tokens=6, stretches=range(6), tokens_for=int, slots=lambda number: (one,) * (number == 3)
     )
-    read = unpacking.Unpacking(key(0).work, plan, Strategy.PACK, ("l1", US), num_missing=6)
+    read = slot_pipeline.SlotPipeline(key(0).work, plan, Strategy.PACK, ("l1", US), num_missing=6)
     assert list(read.go_on()) == []
     assert (read.is_behind, read.is_done) == (True, False)
     assert list(read.computed(3)) == [acquire(3)]
@@ -965,13 +964,13 @@ def test_a_strategy_is_chosen_among_those_that_are_allowed():
     program = bind_of_both()
     cheap_rows, dear_rows = (replace(TYPICAL_HOST, row_s=row_s) for row_s in (1e-12, 1.0))
     policy = StagingPolicy(AUTO, STRETCH_BYTES)
-    packed = Way(Direction.WRITE, Strategy.PACK)
-    assert policy.before_claim(program, RANGES, cheap_rows, Direction.READ) == Way(Direction.READ)
+    packed = TransferMode(Direction.WRITE, Strategy.PACK)
+    assert policy.before_claim(program, RANGES, cheap_rows, Direction.READ) == TransferMode(Direction.READ)
     assert policy.before_claim(program, RANGES, dear_rows, Direction.READ) == packed
     only_runs = StagingPolicy((Strategy.SCATTER,), STRETCH_BYTES)
     assert only_runs.before_claim(program, RANGES, cheap_rows, Direction.WRITE) == packed
     # What is read may be scattered: that is decided when the rows are known.
-    assert only_runs.before_claim(program, RANGES, cheap_rows, Direction.READ) == Way(Direction.READ)
+    assert only_runs.before_claim(program, RANGES, cheap_rows, Direction.READ) == TransferMode(Direction.READ)
     copies, starts = copies_for(program, SOURCE_TABLES, TABLES, RANGES), region_starts(SOURCE_LAYOUT, TARGET_LAYOUTS[0])
     assert policy.before_read(copies, cheap_rows, starts) is Strategy.DIRECT
     assert policy.before_read(copies, dear_rows, starts) is Strategy.SCATTER
@@ -1001,7 +1000,7 @@ def test_what_is_worth_staging_only_in_one_piece_moves_straight_where_it_is_cut(
     copies = copies_for(bind_of_both(), (table,), TABLES, RANGES)
     dearer = (replace(TYPICAL_HOST, row_s=row_s) for row_s in np.geomspace(1e-9, 1.0, 2000).tolist())
     costs = next(each for each in dearer if policy.before_read(copies, each, starts) is Strategy.SCATTER)
-    session = TargetSession(Ourselves(US, "0.1.0", TARGET_LAYOUTS, staging=policy), TIMING)
+    session = TargetSession(TargetIdentity(US, "0.1.0", TARGET_LAYOUTS, staging=policy), TIMING)
     play(session, [*met(), (0.3, PeerConnected(PEER, "shm", "", costs), [Send])])
     play(session, [(0.4, answer(m.Grant("q1", (table,))), [expected])])
 
@@ -1020,7 +1019,7 @@ def test_where_nobody_can_attach_staging_memory_pack_has_a_wire(descriptor, is_n
     dearer = (replace(TYPICAL_HOST, row_s=row_s) for row_s in np.geomspace(1e-9, 1.0, 2000).tolist())
     cheap = (each for each in dearer if not is_packed(each))
     costs = next(each for each in cheap if is_packed(replace(each, gathers_far=True)))
-    ours = Ourselves(US, "0.1.0", TARGET_LAYOUTS, staging_descriptor=descriptor, staging=policy)
+    ours = TargetIdentity(US, "0.1.0", TARGET_LAYOUTS, staging_descriptor=descriptor, staging=policy)
     session = TargetSession(ours, TIMING)
     connected = PeerConnected(PEER, "shm", "", replace(costs, gathers_far=is_near))
     (asked,) = play(session, [*met(), (0.3, connected, [Send])])
@@ -1045,7 +1044,7 @@ def test_a_price_is_that_of_the_slots_that_are_used(slot_bytes, expected):
 def test_what_would_be_shared_and_cannot_be_cut_is_packed_if_that_is_next():
     """Four tokens are one block."""
     program, ranges = bind_of_both(), (TokenRange(0, 4),)
-    packed, shared = Way(Direction.WRITE, Strategy.PACK), Way(Direction.READ, read_from=8)
+    packed, shared = TransferMode(Direction.WRITE, Strategy.PACK), TransferMode(Direction.READ, read_from=8)
     policy = StagingPolicy(AUTO, 1 << 20)
     dearer = [replace(TYPICAL_HOST, row_s=row_s) for row_s in np.geomspace(1e-9, 1.0, 2000).tolist()]
     costs = next(each for each in dearer if policy.before_claim(program, RANGES, each, Direction.READ) == packed)
@@ -1061,7 +1060,7 @@ def bind_of_both():
 
 
 def test_blocks_that_no_transport_reaches_are_packed_or_nothing():
-    assert StagingPolicy(AUTO, 1).packing_only("p0") == Way(Direction.WRITE, Strategy.PACK)
+    assert StagingPolicy(AUTO, 1).packing_only("p0") == TransferMode(Direction.WRITE, Strategy.PACK)
     with pytest.raises(TransferError, match="only be reached through its staging memory"):
         StagingPolicy((Strategy.DIRECT,), 1).packing_only("p0")
 

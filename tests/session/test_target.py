@@ -15,33 +15,35 @@ from kvferry.plan.routing.route import route
 from kvferry.plan.slots.partition import region_starts
 from kvferry.plan.strategy.choice import TYPICAL_HOST
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import (
-    AbortWanted,
+from kvferry.session.commands import (
     Acquire,
-    AnswerArrived,
     BlocksReleased,
     Cancel,
+    CheckLiveness,
     Connect,
     Count,
     Disconnect,
     Fetched,
     FetchFailed,
+    Post,
+    Send,
+)
+from kvferry.session.events import (
+    AbortRequest,
+    AnswerArrived,
     FetchRequest,
     HoldRequest,
-    Knock,
     PeerConnected,
     PeerGone,
-    PeerKey,
     PeerUnreachable,
-    Post,
-    ReadKey,
-    Send,
     Tick,
     TicketEnded,
-    Timing,
 )
+from kvferry.session.keys import PeerKey, ReadKey
+from kvferry.session.target.peers.identity import TargetIdentity
 from kvferry.session.target.read_strategy import StagingPolicy, beside
-from kvferry.session.target.session import Ourselves, TargetSession
+from kvferry.session.target.session import TargetSession
+from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0)
@@ -67,7 +69,7 @@ def answer(message):
 
 
 def session(layouts=TARGET_LAYOUTS) -> TargetSession:
-    return TargetSession(Ourselves(US, "0.1.0", layouts), TIMING)
+    return TargetSession(TargetIdentity(US, "0.1.0", layouts), TIMING)
 
 
 HANDSHAKE = [
@@ -152,7 +154,7 @@ def test_an_abort_ends_every_attempt_of_its_request():
     play(target, HANDSHAKE)
     again = replace(WANTED, attempt="2:q1")
     play(target, [(1.0, again, [Send(PEER, m.Claim(US, "2:q1", REFERENCE, 6, (0,)))])])
-    commands = play(target, [(1.1, AbortWanted("q1"), [Count, FetchFailed, Send, BlocksReleased] * 2)])
+    commands = play(target, [(1.1, AbortRequest("q1"), [Count, FetchFailed, Send, BlocksReleased] * 2)])
     assert [command.request_id for command in commands if isinstance(command, BlocksReleased)] == ["q1", "q1"]
     assert target.num_open() == 0
 
@@ -200,13 +202,13 @@ def test_valid_counts_only_when_the_bytes_that_we_read_are_there():
 def test_a_word_about_slots_does_not_end_a_read_without_any():
     """Found by fuzzing: it freed the blocks, into which our ticket still went."""
     target = session()
-    play(target, [*POSTED, (0.5, AbortWanted("q1"), FAILED), (0.6, answer(m.Packed("q1", 0, 0)), [])])
+    play(target, [*POSTED, (0.5, AbortRequest("q1"), FAILED), (0.6, answer(m.Packed("q1", 0, 0)), [])])
     play(target, [(0.7, answer(m.Aborted("q1", "epoch-1")), []), (0.8, TicketEnded(KEY, ""), [BlocksReleased("q1")])])
 
 
 def test_blocks_stay_in_quarantine_while_a_ticket_is_open():
     target = session()
-    play(target, [*POSTED, (0.5, AbortWanted("q1"), FAILED)])
+    play(target, [*POSTED, (0.5, AbortRequest("q1"), FAILED)])
     assert target.num_open() == 1
     play(target, [(5.0, TicketEnded(KEY, ""), [BlocksReleased("q1")])])
     assert target.num_open() == 0
@@ -214,7 +216,7 @@ def test_blocks_stay_in_quarantine_while_a_ticket_is_open():
 
 def test_blocks_that_nobody_has_been_told_to_write_to_are_free_at_once():
     target = session()
-    play(target, [*HANDSHAKE, (0.4, AbortWanted("q1"), [Count, FetchFailed, ABORT, BlocksReleased("q1")])])
+    play(target, [*HANDSHAKE, (0.4, AbortRequest("q1"), [Count, FetchFailed, ABORT, BlocksReleased("q1")])])
     assert target.num_open() == 0
 
 
@@ -223,12 +225,12 @@ def test_a_repeated_abort_and_late_answers_change_nothing():
         session(),
         [
             *POSTED,
-            (0.5, AbortWanted("q1"), FAILED),
-            (0.6, AbortWanted("q1"), []),
+            (0.5, AbortRequest("q1"), FAILED),
+            (0.6, AbortRequest("q1"), []),
             (0.6, answer(GRANT), []),
             (0.6, answer(m.Valid("q1")), []),
             (0.7, TicketEnded(KEY, "cancelled"), [BlocksReleased("q1")]),
-            (0.8, AbortWanted("q1"), []),
+            (0.8, AbortRequest("q1"), []),
         ],
     )
 
@@ -238,7 +240,7 @@ def test_an_abort_is_repeated_until_the_source_has_noted_it():
         session(),
         [
             *POSTED,
-            (2.0, AbortWanted("q1"), FAILED),
+            (2.0, AbortRequest("q1"), FAILED),
             (2.0, TicketEnded(KEY, ""), [BlocksReleased]),
             (2.4, Tick(), []),
             (2.6, Tick(), [ABORT]),
@@ -297,7 +299,10 @@ def test_a_lease_that_is_gone_ends_the_read_at_once():
 
 def test_unanswered_messages_are_repeated():
     target = session()
-    play(target, [(0.0, WANTED, [HELLO]), (0.3, Tick(), []), (0.6, Tick(), [HELLO, Knock(PEER)]), (0.9, Tick(), [])])
+    play(
+        target,
+        [(0.0, WANTED, [HELLO]), (0.3, Tick(), []), (0.6, Tick(), [HELLO, CheckLiveness(PEER)]), (0.9, Tick(), [])],
+    )
     target = session()
     play(target, [*HANDSHAKE, (0.7, Tick(), []), (0.9, Tick(), [CLAIM]), (1.1, Tick(), [])])
     target = session()
@@ -307,7 +312,7 @@ def test_unanswered_messages_are_repeated():
 
 def test_a_source_whose_process_has_ended_is_not_waited_for():
     target = session()
-    play(target, [(0.0, WANTED, [HELLO]), (0.6, Tick(), [HELLO, Knock(PEER)])])
+    play(target, [(0.0, WANTED, [HELLO]), (0.6, Tick(), [HELLO, CheckLiveness(PEER)])])
     commands = play(target, [(0.7, PeerGone(PEER), [Count, FetchFailed, BlocksReleased, Disconnect(PEER)])])
     assert failure(commands).reason == "peer_lost"
     play(target, [(0.8, PeerGone(PEER), []), (1.0, replace(WANTED, request_id="q2"), [HELLO])])
@@ -316,9 +321,9 @@ def test_a_source_whose_process_has_ended_is_not_waited_for():
 def test_a_silent_source_whose_process_has_ended_is_not_waited_for_either():
     target = session()
     play(target, POSTED)
-    assert Knock(PEER) not in target.handle(Tick(), 2.3)
-    assert Knock(PEER) in target.handle(Tick(), 2.5)
-    assert Knock(PEER) not in target.handle(Tick(), 2.9)
+    assert CheckLiveness(PEER) not in target.handle(Tick(), 2.3)
+    assert CheckLiveness(PEER) in target.handle(Tick(), 2.5)
+    assert CheckLiveness(PEER) not in target.handle(Tick(), 2.9)
     assert failure(target.handle(PeerGone(PEER), 3.0)).reason == "peer_lost"
 
 
@@ -394,7 +399,7 @@ RANKS = describe(MODEL, EngineShape(2, 1, 4, 8, "token-major"), 1 << 20)
 PEERS = [PeerKey(f"tcp://127.0.0.1:{port}", "p0", "epoch-1") for port in (1, 2)]
 
 
-def meet(target, ranks=RANKS, numbers=(0, 1), num_ranks=2, costs=TYPICAL_HOST):
+def greet(target, ranks=RANKS, numbers=(0, 1), num_ranks=2, costs=TYPICAL_HOST):
     """Two source ranks, met up to the point where their transports have connected; returns the last commands."""
     commands = target.handle(replace(WANTED, addresses=tuple(peer.address for peer in PEERS)), 0.0)
     for peer, layout, number in zip(PEERS, ranks, numbers, strict=True):
@@ -410,7 +415,7 @@ def meet(target, ranks=RANKS, numbers=(0, 1), num_ranks=2, costs=TYPICAL_HOST):
 def test_two_source_ranks_are_read_and_both_must_be_valid():
     """Bytes are on their way from the first grant on, whoever comes later."""
     target = session()
-    assert [claim.peer for claim in meet(target)] == PEERS
+    assert [claim.peer for claim in greet(target)] == PEERS
     for began, peer in zip((0.3, 0.6), PEERS, strict=True):
         play(target, [(began, AnswerArrived(peer, GRANT), [Post])])
         play(target, [(began + 0.1, TicketEnded(ReadKey("q1", peer), ""), [Send])])
@@ -423,7 +428,7 @@ def test_two_source_ranks_are_read_and_both_must_be_valid():
 
 def test_a_source_that_grants_late_has_its_own_time_to_move():
     target = session()
-    meet(target)
+    greet(target)
     first, second = PEERS
     play(target, [(0.3, AnswerArrived(first, GRANT), [Post]), (0.4, TicketEnded(ReadKey("q1", first), ""), [Send])])
     play(target, [(1.0, AnswerArrived(first, m.Valid("q1")), []), (4.0, AnswerArrived(second, GRANT), [Post])])
@@ -438,7 +443,7 @@ def test_that_one_source_gets_on_is_no_reason_to_wait_for_another(granted_at, en
     """The first says again and again that it still computes, the second is there and no more. A grant gives it the time
     of a read, but not more than the whole fetch has."""
     target, (first, second) = session(), PEERS
-    meet(target)
+    greet(target)
     said = [(now, AnswerArrived(first, m.Queued("q1"))) for now in range(1, 40)]
     said += [(now, AnswerArrived(second, GRANT if now == granted_at else m.Renewed(()))) for now in range(1, 40)]
     ends = [now for now, event in sorted(said, key=lambda each: each[0]) if _fails(target, event, now)]
@@ -447,7 +452,7 @@ def test_that_one_source_gets_on_is_no_reason_to_wait_for_another(granted_at, en
 
 def test_a_read_that_hangs_has_the_time_from_its_own_grant():
     target = session()
-    meet(target)
+    greet(target)
     play(target, [(at, AnswerArrived(peer, GRANT), [Post]) for at, peer in zip((1, 5), PEERS, strict=True)])
     said = [(now, AnswerArrived(peer, m.Renewed(()))) for now in range(6, 40) for peer in PEERS]
     assert next(now for now, event in said if _fails(target, event, now)) == 22
@@ -455,7 +460,7 @@ def test_a_read_that_hangs_has_the_time_from_its_own_grant():
 
 def test_a_read_that_is_valid_waits_for_the_others_as_long_as_they_get_on():
     target, (first, second) = session(), PEERS
-    meet(target)
+    greet(target)
     play(target, [(1, AnswerArrived(first, GRANT), [Post]), (2, TicketEnded(ReadKey("q1", first), ""), [Send])])
     play(target, [(3, AnswerArrived(first, m.Valid("q1")), [])])
     for now in range(4, 100):
@@ -471,12 +476,12 @@ def test_what_pays_for_two_sources_need_not_pay_for_each():
     staging = StagingPolicy((Strategy.DIRECT, Strategy.PACK), 1 << 20)
     program = bind(route(RANKS, TARGET_LAYOUTS).between(0, 0), RANKS[0], TARGET_LAYOUTS[0])
     dearer = [replace(TYPICAL_HOST, gather_bytes_per_s=1e6, row_s=row_s) for row_s in np.geomspace(1e-9, 1.0, 400)]
-    ways = [staging.before_claim(program, WANTED.ranges, costs, Direction.READ).strategy for costs in dearer]
-    costs = dearer[ways.index(Strategy.PACK) - 1]
-    ours = Ourselves(US, "0.1.0", TARGET_LAYOUTS, staging=staging)
-    assert {type(command.message) for command in meet(TargetSession(ours, TIMING), costs=costs)} == {m.TargetOffer}
+    modes = [staging.before_claim(program, WANTED.ranges, costs, Direction.READ).strategy for costs in dearer]
+    costs = dearer[modes.index(Strategy.PACK) - 1]
+    ours = TargetIdentity(US, "0.1.0", TARGET_LAYOUTS, staging=staging)
+    assert {type(command.message) for command in greet(TargetSession(ours, TIMING), costs=costs)} == {m.TargetOffer}
     written = TargetSession(replace(ours, direction=Direction.WRITE), TIMING)
-    assert [claim.message.strategy for claim in meet(written, costs=costs)] == [Strategy.DIRECT] * 2
+    assert [claim.message.strategy for claim in greet(written, costs=costs)] == [Strategy.DIRECT] * 2
 
 
 def test_what_is_read_is_scattered_sooner_where_others_are_read_beside_it():
@@ -486,10 +491,10 @@ def test_what_is_read_is_scattered_sooner_where_others_are_read_beside_it():
     program = bind(route(RANKS, layouts).between(0, 0), RANKS[0], layouts[0])
     copies = copies_for(program, GRANT.block_tables, WANTED.block_tables, WANTED.ranges)
     dearer = [replace(TYPICAL_HOST, row_s=row_s) for row_s in np.geomspace(1e-9, 1.0, 400)]
-    ways = [staging.before_read(copies, costs, starts) for costs in dearer]
-    costs = dearer[ways.index(Strategy.SCATTER) - 1]
-    target = TargetSession(Ourselves(US, "0.1.0", layouts, staging=staging), TIMING)
-    meet(target, costs=costs)
+    modes = [staging.before_read(copies, costs, starts) for costs in dearer]
+    costs = dearer[modes.index(Strategy.SCATTER) - 1]
+    target = TargetSession(TargetIdentity(US, "0.1.0", layouts, staging=staging), TIMING)
+    greet(target, costs=costs)
     play(target, [(0.3, AnswerArrived(PEERS[0], GRANT), [Acquire])])
 
 
@@ -506,7 +511,7 @@ def test_everything_comes_through_us_but_rows_are_posted_by_who_moves_them(direc
 
 @pytest.mark.parametrize(("numbers", "num_ranks"), [((1, 0), 2), ((0, 1), 3)], ids=["swapped", "one is missing"])
 def test_ranks_that_are_not_those_of_the_reference_are_not_read(numbers, num_ranks):
-    assert failure(meet(session(), numbers=numbers, num_ranks=num_ranks)).reason == "incompatible"
+    assert failure(greet(session(), numbers=numbers, num_ranks=num_ranks)).reason == "incompatible"
 
 
 def test_a_claim_names_all_ranks_of_our_engine_that_read_this_source():
@@ -525,7 +530,7 @@ REPLICAS = describe(ONE_LATENT, EngineShape(2, 1, 4, 8, "token-major"), 1 << 20)
 def test_a_replica_that_is_not_read_is_told_so():
     """Both source ranks hold the same: one is read, the other learns by an empty read that the request is done."""
     target = session(describe(ONE_LATENT, EngineShape(1, 1, 8, 4, "token-major"), 1 << 30))
-    claims = meet(target, REPLICAS)
+    claims = greet(target, REPLICAS)
     assert [(claim.peer, claim.message.readers) for claim in claims] == [(PEERS[0], (0,)), (PEERS[1], (0,))]
     posts = [command for peer in PEERS for command in target.handle(AnswerArrived(peer, GRANT), 0.4)]
     assert [post.copies.num_bytes for post in posts] == [6 * ONE_LATENT.bytes_per_token, 0]
@@ -539,9 +544,9 @@ def test_a_rank_leaves_alone_the_sources_that_another_rank_of_ours_reads():
     """Ranks 0 and 1 of ours read one replica each; neither may end the lease that the other one still needs."""
     both = describe(ONE_LATENT, EngineShape(2, 1, 8, 4, "token-major"), 1 << 30)
     target = session(both)
-    claim, excuse = meet(target, REPLICAS)
+    claim, tell_unneeded = greet(target, REPLICAS)
     assert (claim.peer, claim.message.readers) == (PEERS[0], (0,))
-    assert excuse == Send(PEERS[1], m.Renew(US, ()))
+    assert tell_unneeded == Send(PEERS[1], m.Renew(US, ()))
     play(
         target,
         [
@@ -557,15 +562,15 @@ def test_a_rank_leaves_alone_the_sources_that_another_rank_of_ours_reads():
 def test_a_rank_without_any_work_is_done_at_once():
     """Our second rank holds nothing, and the first one reads both sources and tells them."""
     nothing = replace(TARGET_LAYOUTS[0], states=(), placements=())
-    ours = Ourselves(m.Party("d0", "epoch-9", 1), "0.1.0", (TARGET_LAYOUTS[0], nothing))
-    *excuses, fetched = meet(TargetSession(ours, TIMING))
+    ours = TargetIdentity(m.Party("d0", "epoch-9", 1), "0.1.0", (TARGET_LAYOUTS[0], nothing))
+    *excuses, fetched = greet(TargetSession(ours, TIMING))
     assert excuses == [Send(peer, m.Renew(ours.party, ())) for peer in PEERS]
     assert (type(fetched), fetched.report.num_bytes) == (Fetched, 0)
 
 
 def test_a_fetch_that_fails_before_its_claim_tells_the_source():
     target = session()
-    play(target, [*HANDSHAKE[:2], (0.2, AbortWanted("q1"), [Count, FetchFailed, ABORT, BlocksReleased])])
+    play(target, [*HANDSHAKE[:2], (0.2, AbortRequest("q1"), [Count, FetchFailed, ABORT, BlocksReleased])])
 
 
 def test_a_peer_that_answers_anything_but_what_it_should_is_a_deadline():
@@ -602,7 +607,7 @@ def test_losing_a_peer_twice_fails_a_fetch_once():
 
 def test_a_farewell_ends_with_the_silence_of_its_peer():
     target = session()
-    play(target, [*POSTED, (0.5, AbortWanted("q1"), FAILED), (0.5, TicketEnded(KEY, ""), [BlocksReleased])])
+    play(target, [*POSTED, (0.5, AbortRequest("q1"), FAILED), (0.5, TicketEnded(KEY, ""), [BlocksReleased])])
     assert target.next_deadline(0.5) < 2.0
     assert ABORT in target.handle(Tick(), 1.5)
     play(target, [(4.0, Tick(), []), (9.0, Tick(), [])])
@@ -663,7 +668,7 @@ def test_a_waiting_request_keeps_its_lease_and_then_claims_at_once():
         target.handle(answer(m.Renewed(())), second + 0.1)
     assert target.next_deadline(3.5) < 4.5
     assert target.handle(WANTED, 3.6) == [CLAIM]
-    target.handle(AbortWanted("q1"), 3.7)
+    target.handle(AbortRequest("q1"), 3.7)
     target.handle(answer(m.Aborted("q1", PEER.epoch)), 3.8)
     assert [c for second in (5, 6, 7) for c in target.handle(Tick(), float(second))] == []
 
@@ -675,7 +680,7 @@ def test_a_source_that_is_silent_while_nothing_is_read_is_not_lost():
 
 
 def test_a_lease_is_not_held_for_ever():
-    target = TargetSession(Ourselves(US, "0.1.0", TARGET_LAYOUTS), replace(TIMING, hold_s=5.0))
+    target = TargetSession(TargetIdentity(US, "0.1.0", TARGET_LAYOUTS), replace(TIMING, hold_s=5.0))
     play(target, [(0.0, HOLD, [HELLO]), *HANDSHAKE[1:3], (0.3, PeerConnected(PEER, "shm", "shm 9 GB/s"), [])])
     target.handle(HOLD, 4.0)  # Again: it does not begin anew.
     assert target.handle(Tick(), 4.9) == [RENEW]

@@ -1,4 +1,4 @@
-"""The target of a push: its blocks wait for the word of the source, whatever happens."""
+"""The target of a push: its blocks wait for the answer of the source, whatever happens."""
 
 from dataclasses import replace
 
@@ -10,25 +10,13 @@ from kvferry.plan.description.layout import fingerprint
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import (
-    AbortWanted,
-    AnswerArrived,
-    BlocksReleased,
-    Count,
-    Disconnect,
-    Fetched,
-    FetchFailed,
-    FetchRequest,
-    Knock,
-    PeerGone,
-    PeerKey,
-    Send,
-    Tick,
-    Timing,
-)
-from kvferry.session.target.handshake import Ourselves
+from kvferry.session.commands import BlocksReleased, CheckLiveness, Count, Disconnect, Fetched, FetchFailed, Send
+from kvferry.session.events import AbortRequest, AnswerArrived, FetchRequest, PeerGone, Tick
+from kvferry.session.keys import PeerKey
+from kvferry.session.target.peers.identity import TargetIdentity
 from kvferry.session.target.read_strategy import AUTO, StagingPolicy
 from kvferry.session.target.session import TargetSession
+from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, fence_s=4.0)
@@ -73,7 +61,7 @@ FAILED = [Count, FetchFailed, ABORT]
 
 @pytest.fixture
 def target() -> TargetSession:
-    ours = Ourselves(US, "0.1.0", TARGET_LAYOUTS, direction=Direction.WRITE, transports=TRANSPORTS, probe=PROBE)
+    ours = TargetIdentity(US, "0.1.0", TARGET_LAYOUTS, direction=Direction.WRITE, transports=TRANSPORTS, probe=PROBE)
     return TargetSession(ours, TIMING)
 
 
@@ -99,7 +87,7 @@ def test_the_offer_is_repeated_and_a_source_that_cannot_connect_ends_the_fetch(t
     refusal = answer(m.Refusal(m.Reason.UNREACHABLE, "no transport reaches the target", "shm: other host", "", ""))
     steps = [
         *HANDSHAKE[:3],
-        (0.8, Tick(), [OURS, Knock(PEER)]),
+        (0.8, Tick(), [OURS, CheckLiveness(PEER)]),
         (0.9, refusal, [Count, FetchFailed, BlocksReleased, Disconnect]),
     ]
     assert failure(play(target, steps)).reason == "unreachable"
@@ -110,7 +98,7 @@ def test_the_word_may_overtake_the_grant(target):
 
 
 @pytest.mark.parametrize("steps", [HANDSHAKE, GRANTED], ids=["claimed", "granted"])
-def test_valid_may_overtake_the_word(target, steps):
+def test_valid_may_overtake_written(target, steps):
     play(target, [*steps, (0.5, VALID, []), (0.5, VALID, []), (0.6, WRITTEN, [Fetched]), (0.7, VALID, [])])
 
 
@@ -128,12 +116,12 @@ def test_asked_again_the_source_says_how_far_it_is(target):
 @pytest.mark.parametrize("steps", [HANDSHAKE, GRANTED], ids=["claimed", "granted"])
 def test_an_aborted_push_waits_for_the_word_of_the_source(target, steps):
     """Also one that has only been claimed: the source may be faster than its grant."""
-    play(target, [*steps, (0.5, AbortWanted("q1"), FAILED)])
+    play(target, [*steps, (0.5, AbortRequest("q1"), FAILED)])
     assert target.num_open() == 1
     assert target.may_be_written()
     play(target, [(0.9, Tick(), [])])
     play(target, [(1.1, Tick(), [ABORT]), (1.2, GRANT, []), (1.3, WRITTEN, []), (1.4, CLEAN, [BlocksReleased("q1")])])
-    play(target, [(1.5, CLEAN, []), (1.6, AbortWanted("q1"), []), (9.0, Tick(), [])])
+    play(target, [(1.5, CLEAN, []), (1.6, AbortRequest("q1"), []), (9.0, Tick(), [])])
     assert target.num_open() == 0
 
 
@@ -164,17 +152,17 @@ def silent(target):
 
 
 def test_a_silent_source_is_asked_for_ever_and_never_taken_for_dead(target):
-    assert Knock(PEER) in silent(target)
+    assert CheckLiveness(PEER) in silent(target)
     for now in range(8, 2000):
-        assert target.handle(Tick(), float(now)) == [ABORT, Knock(PEER)]
+        assert target.handle(Tick(), float(now)) == [ABORT, CheckLiveness(PEER)]
     play(target, [(2000.5, CLEAN, [BlocksReleased("q1"), Disconnect(PEER)])])
     assert target.next_deadline(2001.0) == float("inf")
 
 
-@pytest.mark.parametrize("word", [PeerGone(PEER), NEXT_START, UNCLEAN], ids=["gone", "another start", "not clean"])
-def test_what_a_dead_source_had_sent_is_waited_for(target, word):
+@pytest.mark.parametrize("answer", [PeerGone(PEER), NEXT_START, UNCLEAN], ids=["gone", "another start", "not clean"])
+def test_what_a_dead_source_had_sent_is_waited_for(target, answer):
     silent(target)
-    play(target, [(10.0, word, [])])
+    play(target, [(10.0, answer, [])])
     first = next(now for now in range(1, 100) if BlocksReleased("q1") in target.handle(Tick(), 10.0 + now / 10))
     assert first >= 10 * TIMING.fence_s
 
@@ -189,7 +177,7 @@ def test_an_end_that_is_told_twice_counts_from_the_first_time(target):
     assert tenth == pytest.approx(10 * TIMING.fence_s, abs=1)
 
 
-def test_a_lost_source_is_known_until_its_last_word(target):
+def test_a_lost_source_is_known_until_it_acknowledges(target):
     """Of two reads that it may still be writing."""
     other = replace(WANTED, request_id="q2", reference=m.Reference("p0", "epoch-1", "r2", "l2"))
     play(target, [*GRANTED, (0.5, other, [Send]), (0.6, answer(m.Grant("q2", ())), [])])
@@ -199,7 +187,7 @@ def test_a_lost_source_is_known_until_its_last_word(target):
     play(target, [(9.1, answer(m.Aborted("q2", "epoch-1")), [BlocksReleased("q2"), Disconnect(PEER)])])
 
 
-def test_a_source_that_ends_while_it_writes_is_not_asked_for_its_word(target):
+def test_a_source_that_ends_while_it_writes_is_not_asked_to_acknowledge(target):
     """Nobody is left to give it: what it had sent is all that is waited for, from now on."""
     play(target, [*GRANTED, (0.6, PeerGone(PEER), [Count, FetchFailed, ABORT, Disconnect(PEER)])])
     first = next(now for now in range(1, 100) if BlocksReleased("q1") in target.handle(Tick(), 0.6 + now / 10))
@@ -213,7 +201,7 @@ def test_it_is_known_to_whose_blocks_a_source_may_write(target):
     assert target.written_ids() == frozenset()
     play(target, HANDSHAKE[3:])
     assert target.written_ids() == {"q1"}
-    play(target, [(0.5, AbortWanted("q1"), FAILED)])
+    play(target, [(0.5, AbortRequest("q1"), FAILED)])
     assert target.written_ids() == {"q1"}
     play(target, [(0.6, CLEAN, [BlocksReleased("q1")])])
     assert target.written_ids() == frozenset()
@@ -266,14 +254,14 @@ def test_a_lease_that_the_source_has_not_heard_of_yet_does_not_end_it(target):
 
 
 def test_words_of_a_push_mean_nothing_to_a_pull():
-    pull = TargetSession(Ourselves(US, "0.1.0", TARGET_LAYOUTS), TIMING)
+    pull = TargetSession(TargetIdentity(US, "0.1.0", TARGET_LAYOUTS), TIMING)
     play(pull, [(0.0, WANTED, [HELLO]), (0.1, answer(m.Reached("shm", "")), []), (0.2, WRITTEN, [])])
 
 
 def test_a_few_rows_are_not_packed_where_nobody_has_measured_what_they_cost():
     """Who is written to tests nothing: slots are asked for, and threads woken, there as well."""
     staging = StagingPolicy(AUTO, 1 << 20)
-    ours = Ourselves(
+    ours = TargetIdentity(
         US, "0.1.0", TARGET_LAYOUTS, direction=Direction.WRITE, transports=TRANSPORTS, probe=PROBE, staging=staging
     )
     tables, ranges = ((0, 1, 2),), (TokenRange(0, 24),)
@@ -294,7 +282,7 @@ def test_sources_hear_of_the_attempt_and_the_engine_of_its_request(target):
     play(target, HANDSHAKE)
     target.handle(replace(WANTED, request_id="q2", attempt="7:q2"), 0.5)
     assert target.written_ids() == {"q1", "q2"}
-    commands = target.handle(AbortWanted("q2"), 0.6)
+    commands = target.handle(AbortRequest("q2"), 0.6)
     assert Send(PEER, m.Abort(US, "7:q2", "l1")) in commands
     assert [command.request_id for command in commands if isinstance(command, FetchFailed)] == ["q2"]
     assert target.handle(answer(m.Aborted("7:q2", "epoch-1")), 0.7) == [BlocksReleased("q2")]

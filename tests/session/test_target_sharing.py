@@ -19,31 +19,25 @@ from kvferry.plan.routing.route import route
 from kvferry.plan.slots.partition import region_starts
 from kvferry.plan.strategy.choice import TYPICAL_HOST
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import (
-    AbortWanted,
+from kvferry.session.commands import (
     Acquire,
-    AnswerArrived,
     BlocksReleased,
     Cancel,
+    CheckLiveness,
     Connect,
     Count,
     Disconnect,
     Fetched,
     FetchFailed,
-    FetchRequest,
-    Knock,
-    PeerConnected,
-    PeerKey,
     Post,
-    ReadKey,
     Send,
-    Tick,
-    TicketEnded,
-    Timing,
 )
-from kvferry.session.target.handshake import Ourselves
+from kvferry.session.events import AbortRequest, AnswerArrived, FetchRequest, PeerConnected, Tick, TicketEnded
+from kvferry.session.keys import PeerKey, ReadKey
+from kvferry.session.target.peers.identity import TargetIdentity
 from kvferry.session.target.read_strategy import AUTO, NO_STAGING, StagingPolicy
 from kvferry.session.target.session import TargetSession
+from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, fence_s=4.0)
@@ -81,7 +75,7 @@ FAILED = [Count, FetchFailed, ABORT]
 def target(*, costs=COSTS, wanted=WANTED, may_turn=True, staging=NO_STAGING):
     """One that has met its source, up to what it says then."""
     moving = {"transports": TRANSPORTS, "probe": PROBE, "staging": staging, "may_turn": may_turn}
-    ours = Ourselves(US, "0.1.0", LAYOUTS, **moving)
+    ours = TargetIdentity(US, "0.1.0", LAYOUTS, **moving)
     session = TargetSession(ours, TIMING)
     welcome = m.Welcome(m.WIRE_VERSION, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT))
     play(session, [(0.0, wanted, [Send]), (0.1, answer(welcome), [Send]), (0.2, answer(OFFER), [Connect])])
@@ -188,20 +182,20 @@ def test_asked_again_the_source_says_its_grant_and_how_far_it_is():
 
 def test_one_that_is_not_granted_waits_for_the_source_alone():
     session = claimed()
-    play(session, [(0.5, AbortWanted("q1"), FAILED), (0.6, GRANT, []), (0.6, WRITTEN, [])])
+    play(session, [(0.5, AbortRequest("q1"), FAILED), (0.6, GRANT, []), (0.6, WRITTEN, [])])
     assert session.may_be_written()
     assert session.written_ids() == {"q1"}
     play(session, [(0.7, CLEAN, [BlocksReleased("q1")])])
 
 
 def test_one_that_is_written_and_not_granted_waits_for_nobody():
-    play(claimed(), [(0.5, WRITTEN, []), (0.6, AbortWanted("q1"), [*FAILED, BlocksReleased("q1")])])
+    play(claimed(), [(0.5, WRITTEN, []), (0.6, AbortRequest("q1"), [*FAILED, BlocksReleased("q1")])])
 
 
 @pytest.mark.parametrize("first", ["read", "source"])
 def test_one_that_moves_waits_for_both(first):
     session = moving()
-    play(session, [(0.6, AbortWanted("q1"), [Count, FetchFailed, Cancel(KEY), ABORT])])
+    play(session, [(0.6, AbortRequest("q1"), [Count, FetchFailed, Cancel(KEY), ABORT])])
     ends = [TicketEnded(KEY, "cancelled"), CLEAN]
     ends = ends if first == "read" else ends[::-1]
     play(session, [(0.7, ends[0], [])])
@@ -211,9 +205,9 @@ def test_one_that_moves_waits_for_both(first):
 
 
 def test_one_of_which_one_part_has_ended_waits_for_the_other():
-    play(moving(), [(0.6, READ, []), (0.7, AbortWanted("q1"), FAILED), (0.8, CLEAN, [BlocksReleased("q1")])])
+    play(moving(), [(0.6, READ, []), (0.7, AbortRequest("q1"), FAILED), (0.8, CLEAN, [BlocksReleased("q1")])])
     session = moving()
-    play(session, [(0.6, WRITTEN, []), (0.7, AbortWanted("q1"), [Count, FetchFailed, Cancel(KEY), ABORT])])
+    play(session, [(0.6, WRITTEN, []), (0.7, AbortRequest("q1"), [Count, FetchFailed, Cancel(KEY), ABORT])])
     play(session, [(0.7, CLEAN, []), (0.8, READ, [BlocksReleased("q1")])])
 
 
@@ -247,7 +241,7 @@ def test_a_source_that_cannot_reach_us_is_read():
 
 def test_a_source_that_is_lost_may_still_write():
     session = moving()
-    play(session, [(1.4, Tick(), [CLAIM, RENEW]), (2.6, Tick(), [Knock, CLAIM, RENEW])])
+    play(session, [(1.4, Tick(), [CLAIM, RENEW]), (2.6, Tick(), [CheckLiveness, CLAIM, RENEW])])
     commands = session.handle(Tick(), 4.6)
     assert {type(each) for each in commands} >= {FetchFailed, Cancel, Disconnect}
     play(session, [(4.7, TicketEnded(KEY, "disconnected"), [])])

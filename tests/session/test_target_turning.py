@@ -20,8 +20,9 @@ from test_target_push import (
 )
 
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import Connect, Count, Fetched, PeerConnected, Send, Tick
-from kvferry.session.target.handshake import Ourselves
+from kvferry.session.commands import Connect, Count, Fetched, Send
+from kvferry.session.events import PeerConnected, Tick
+from kvferry.session.target.peers.identity import TargetIdentity
 from kvferry.session.target.session import TargetSession
 from kvferry.wire import messages as m
 
@@ -30,7 +31,9 @@ MET = [*HANDSHAKE[:2], (0.2, answer(OFFER), [Connect(PEER, OFFER)])]
 
 
 def session(**ours) -> TargetSession:
-    return TargetSession(Ourselves(US, "0.1.0", TARGET_LAYOUTS, transports=TRANSPORTS, probe=PROBE, **ours), TIMING)
+    return TargetSession(
+        TargetIdentity(US, "0.1.0", TARGET_LAYOUTS, transports=TRANSPORTS, probe=PROBE, **ours), TIMING
+    )
 
 
 def claimed(steps, target) -> Direction:

@@ -1,7 +1,7 @@
 """What a source keeps of messages that came too early, and of claims that have been aborted."""
 
 from kvferry.session.source.aborted_claims import MAX_ABORTED, AbortedClaims
-from kvferry.session.source.early_messages import MAX_EARLY_OF_ONE, Early, EarlyMessages
+from kvferry.session.source.early_messages import MAX_EARLY_OF_ONE, EarlyMessage, EarlyMessages
 from kvferry.wire import messages as m
 
 ONE, OTHER = (m.Party(name, "epoch-9", 0) for name in ("d0", "d1"))
@@ -9,7 +9,7 @@ ONE, OTHER = (m.Party(name, "epoch-9", 0) for name in ("d0", "d1"))
 
 def early(party=ONE, lease_id="l1", peer="x", deadline=10.0, number=0):
     reference = m.Reference("p0", "epoch-1", "r1", lease_id)
-    return Early(peer, m.Claim(party, f"q{number}", reference, 6, (0,)), deadline)
+    return EarlyMessage(peer, m.Claim(party, f"q{number}", reference, 6, (0,)), deadline)
 
 
 def test_a_lease_gets_the_messages_that_waited_for_it_and_no_others():
@@ -27,7 +27,7 @@ def test_a_message_takes_the_place_of_an_earlier_one_and_not_its_time():
     waiting.add("l1", again)
     assert waiting.next_deadline() == 10.0
     assert waiting.expired(9.9) == []
-    assert waiting.expired(10.0) == [Early("y", again.message, 10.0)]
+    assert waiting.expired(10.0) == [EarlyMessage("y", again.message, 10.0)]
 
 
 def test_one_peer_cannot_take_all_the_room_and_may_still_repeat_itself():

@@ -21,8 +21,10 @@ from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import Fetched, FetchRequest, LeaseEnded, LeaseRequest, Timing
+from kvferry.session.commands import Fetched, LeaseEnded
+from kvferry.session.events import FetchRequest, LeaseRequest
 from kvferry.session.target.read_strategy import StagingPolicy
+from kvferry.session.timeouts import Timing
 from kvferry.staging.device import patterns
 from kvferry.staging.device.mover import DeviceMover
 from kvferry.staging.device.pinned import CudaRuntime, Pinned

@@ -29,7 +29,8 @@ from kvferry.connectors.vllm.worker.layer_progress import LayerProgress
 from kvferry.connectors.vllm.worker.worker import _Started
 from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.plan.description.layout import Layout
-from kvferry.session.events import AgentStopped, LeaseEnded, LeaseProgress, LeaseRequest
+from kvferry.session.commands import AgentStopped, LeaseEnded
+from kvferry.session.events import LeaseProgress, LeaseRequest
 from kvferry.wire.messages import Reference
 
 NAME, PROMPT = "early-1", 40

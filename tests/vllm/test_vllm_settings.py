@@ -24,7 +24,7 @@ from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
 from kvferry.connectors.vllm_middleware.arrivals import Arrival, Arrivals
 from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import FetchReport
+from kvferry.session.commands import FetchReport
 
 PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"

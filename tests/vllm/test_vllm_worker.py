@@ -27,7 +27,7 @@ from kvferry.errors import TransferError
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.description.prompt import Prompt, PromptInput
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import AgentStopped, BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded
+from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded
 from kvferry.wire.messages import Party, Reason, Reference
 
 SETTINGS = Settings("ours", "127.0.0.1", 0, "auto", 30.0, "", is_loss_fatal=True)

@@ -12,8 +12,9 @@ from kvferry.agent.control.shared_token import NO_TOKEN, SharedToken
 from kvferry.errors import ConfigurationError
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
-from kvferry.session import events as e
+from kvferry.session import commands as c
 from kvferry.session.target.read_strategy import AUTO, StagingPolicy, allowed_by
+from kvferry.session.timeouts import Timing
 from kvferry.staging.pool import ALIGNMENT_BYTES
 from kvferry.wire.messages import MAX_SLOT_BYTES
 
@@ -27,7 +28,7 @@ MIN_STAGING_BYTES = 1 << 20
 # take a tenth less time with this than with 16 MiB, and with 32 hardly less.
 SLOT_BYTES = 24 << 20
 
-Notice = e.Fetched | e.FetchFailed | e.BlocksReleased | e.LeaseEnded | e.AgentStopped
+Notice = c.Fetched | c.FetchFailed | c.BlocksReleased | c.LeaseEnded | c.AgentStopped
 """What an engine is told, on the agent's thread."""
 
 
@@ -83,7 +84,7 @@ class AgentConfig:
     host: str = "127.0.0.1"
     port: int = 0
     transport: str = "auto"
-    timing: e.Timing = field(default_factory=e.Timing)
+    timing: Timing = field(default_factory=Timing)
     token: SharedToken = NO_TOKEN
     digest: DigestPolicy = DigestPolicy.SAMPLED
     direction: Direction = Direction.READ

@@ -1,7 +1,5 @@
-"""Everything that comes out of a session: what its owner has to do, and what the engine is told.
-
-Import them from `kvferry.session.events`, together with the events that answer them.
-"""
+"""Everything that comes out of a session: what its owner has to do, and what the engine is told. The events that answer
+commands are in `events`."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ class Disconnect:
 
 
 @dataclass(frozen=True, slots=True)
-class Knock:
+class CheckLiveness:
     """Find out whether anybody still listens at the address of a silent peer; answer with PeerGone if not."""
 
     peer: PeerKey
@@ -181,7 +179,7 @@ Command = (
     | Reply
     | Connect
     | Disconnect
-    | Knock
+    | CheckLiveness
     | Post
     | Cancel
     | Acquire

@@ -1,4 +1,4 @@
-"""Everything that goes into a session; and what comes out of it (`commands`), to be imported from one place.
+"""Everything that goes into a session. What comes out of it is in `commands`.
 
 Events and commands are data, so that a test is a list of events and the list of commands that must follow. `peer` is
 a `PeerKey` where we speak first (target side) and an opaque name to answer where the peer does (source side). Times
@@ -12,80 +12,8 @@ from dataclasses import dataclass
 from kvferry.plan.description.prompt import UNKNOWN_PROMPT, UNNAMED, Prompt, PromptName
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.strategy.choice import TYPICAL_AGENTS, Costs
-from kvferry.session.commands import (
-    Acquire,
-    AgentStopped,
-    BlocksReleased,
-    Cancel,
-    Command,
-    Connect,
-    Count,
-    Digest,
-    Disconnect,
-    DropDigest,
-    Fetched,
-    FetchFailed,
-    FetchReport,
-    Knock,
-    LeaseEnded,
-    Post,
-    Release,
-    Reply,
-    Send,
-    Stage,
-)
-from kvferry.session.keys import ClaimKey, PeerKey, ReadKey, Remote, SlotKey, WorkKey, peers_of
-from kvferry.session.timeouts import Timing
+from kvferry.session.keys import PeerKey, Remote, SlotKey, WorkKey
 from kvferry.wire.messages import Message, Reference
-
-__all__ = [
-    "AbortWanted",
-    "Acquire",
-    "Acquired",
-    "NOT_AHEAD",
-    "Ahead",
-    "AnswerArrived",
-    "Cancel",
-    "ClaimKey",
-    "Command",
-    "Connect",
-    "Count",
-    "Digest",
-    "Digested",
-    "Disconnect",
-    "DropDigest",
-    "FetchFailed",
-    "FetchReport",
-    "FetchRequest",
-    "Fetched",
-    "FrameArrived",
-    "HoldRequest",
-    "Knock",
-    "LeaseProgress",
-    "LeaseRequest",
-    "LeaseWithdrawn",
-    "PeerConnected",
-    "PeerGone",
-    "PeerKey",
-    "PeerUnreachable",
-    "Post",
-    "ReadKey",
-    "Release",
-    "Remote",
-    "Reply",
-    "Send",
-    "SlotKey",
-    "LeaseEnded",
-    "Stage",
-    "Staged",
-    "AgentStopped",
-    "BlocksReleased",
-    "Tick",
-    "TicketEnded",
-    "Timing",
-    "WorkKey",
-    "peers_of",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +128,7 @@ class FetchRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class AbortWanted:
+class AbortRequest:
     """The engine does not want a fetch any more."""
 
     request_id: str

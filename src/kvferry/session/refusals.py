@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.errors import FerryError, TransferError
-from kvferry.session.events import Command, Count, Reply
+from kvferry.session.commands import Command, Count, Reply
 from kvferry.wire.messages import Claim, Landed, Pack, Reason, Refusal
 
 

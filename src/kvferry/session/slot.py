@@ -7,8 +7,8 @@ from enum import StrEnum
 
 from kvferry.plan.programs.tiles import Tile
 from kvferry.plan.slots.partition import Slot
-from kvferry.session.events import SlotKey
-from kvferry.session.state import Machine, Table
+from kvferry.session.keys import SlotKey
+from kvferry.session.state_machine import StateMachine, TransitionTable
 
 
 class SlotState(StrEnum):
@@ -19,7 +19,7 @@ class SlotState(StrEnum):
     OVER = "over"
 
 
-SLOT_TABLE: Table = {
+SLOT_TABLE: TransitionTable = {
     (SlotState.WAITING, "acquired"): SlotState.FILLING,
     (SlotState.FILLING, "filled"): SlotState.EMPTYING,
     (SlotState.EMPTYING, "emptied"): SlotState.OVER,
@@ -38,7 +38,7 @@ class SlotUse:
 
     key: SlotKey
     slot: Slot
-    machine: Machine
+    machine: StateMachine
     last_sent: float = 0.0
     address: int = 0
     far_address: int = 0
@@ -46,9 +46,9 @@ class SlotUse:
     was_emptying: bool = False
 
     @classmethod
-    def begun(cls, key: SlotKey, slot: Slot, far_address: int = 0) -> SlotUse:
+    def started(cls, key: SlotKey, slot: Slot, far_address: int = 0) -> SlotUse:
         """One that waits for its slot."""
-        return cls(key, slot, Machine(f"slot {key}", SLOT_TABLE, SlotState.WAITING), far_address=far_address)
+        return cls(key, slot, StateMachine(f"slot {key}", SLOT_TABLE, SlotState.WAITING), far_address=far_address)
 
     @property
     def state(self) -> StrEnum:

@@ -54,7 +54,7 @@ def _play(chosen: argparse.Namespace) -> int:
             _progress(f"{summary.num_runs:,} of {chosen.runs:,} runs, {len(summary.violations)} with a violation")
     _progress("")
     elapsed_s = time.monotonic() - began
-    _say(json.dumps(summary.as_json(elapsed_s), indent=2) if chosen.json else summary.as_text(elapsed_s))
+    _report(json.dumps(summary.as_json(elapsed_s), indent=2) if chosen.json else summary.as_text(elapsed_s))
     return 1 if summary.violations else 0
 
 
@@ -63,7 +63,7 @@ def _tell(chosen: argparse.Namespace) -> int:
     for seed in range(chosen.seed, chosen.seed + chosen.runs):
         outcome = simulate(seed, DEFECTS.get(chosen.defect, NO_DEFECT), is_logged=True)
         is_well = is_well and not outcome.violation
-        _say("\n".join(outcome.log))
+        _report("\n".join(outcome.log))
     return 0 if is_well else 1
 
 
@@ -77,14 +77,14 @@ def _look_for_defects(chosen: argparse.Namespace) -> int:
         rows.append({"name": defect.name, "what": defect.what, "runs": num_runs, "found": [o.violation for o in found]})
     _progress("")
     if chosen.json:
-        _say(json.dumps(rows, indent=2))
+        _report(json.dumps(rows, indent=2))
     else:
         lines = [f"{row['name']:<15}{row['runs'] or 'never':>7}  {row['what']}" for row in rows]
-        _say("\n".join([f"{'planted defect':<15}{'runs':>7}", *lines]))
+        _report("\n".join([f"{'planted defect':<15}{'runs':>7}", *lines]))
     return 0 if all(row["runs"] for row in rows) else 1
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 

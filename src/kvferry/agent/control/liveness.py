@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from kvferry.session.events import PeerKey
+from kvferry.session.keys import PeerKey
 from kvferry.transport.machine.addresses import family_of
 
 

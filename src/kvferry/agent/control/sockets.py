@@ -22,7 +22,7 @@ from kvferry.agent.control.listen_addresses import is_connectable, listening_add
 from kvferry.agent.control.shared_token import NO_TOKEN, SharedToken
 from kvferry.agent.control.time_slice import short_slices
 from kvferry.errors import ConfigurationError
-from kvferry.session.events import PeerKey
+from kvferry.session.keys import PeerKey
 from kvferry.system.tcp_keepalive import IDLE_S, INTERVAL_S, NUM_PROBES, USER_TIMEOUT_MS
 from kvferry.wire.codec import MAX_FRAME_BYTES, MAX_REQUEST_BYTES
 

@@ -32,8 +32,9 @@ from kvferry.agent.requests.names import RequestNames
 from kvferry.agent.transports.carrier import Carrier
 from kvferry.agent.transports.negotiation import PeerReport
 from kvferry.plan.programs.copies import Direction
+from kvferry.session import commands as c
 from kvferry.session import events as e
-from kvferry.session.source.introduction import Identity
+from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceSession
 from kvferry.session.target.session import TargetSession
 from kvferry.transport.base import Transport
@@ -118,11 +119,11 @@ class Agent:
         undo.callback(lambda: memory.close(may_be_written=memory in self._still_written))
         return memory
 
-    def _identity(self, config: AgentConfig, cache: Cache, carrier: Carrier) -> Identity:
+    def _identity(self, config: AgentConfig, cache: Cache, carrier: Carrier) -> SourceIdentity:
         """What peers are told; the probe is filled for them."""
         offers, probe = carrier.offers(), describe_probe(self._probe)
         is_staged, slot_bytes = cache.is_staged(self.party.rank), slot_bytes_in(config.staging_bytes)
-        return Identity(self.party, __version__, cache.layouts, offers, probe, is_staged, slot_bytes)
+        return SourceIdentity(self.party, __version__, cache.layouts, offers, probe, is_staged, slot_bytes)
 
     @property
     def alive(self) -> bool:
@@ -208,7 +209,7 @@ class Agent:
 
     def abort(self, request_id: str) -> None:
         """End a fetch early; `FetchFailed` and `BlocksReleased` follow unless it is over already."""
-        self._submit(e.AbortWanted(request_id))
+        self._submit(e.AbortRequest(request_id))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the thread and release everything. Raises TimeoutError when the thread does not stop in time."""
@@ -240,7 +241,7 @@ class Agent:
                 self._still_written = tuple(self._written_by_peers())
                 self._resources.close()
             finally:
-                self._turns.notify(e.AgentStopped())
+                self._turns.notify(c.AgentStopped())
 
     def _written_by_peers(self) -> Iterator[Arena]:
         """Memory of ours into which bytes may still come when nothing of ours runs any more."""

@@ -19,7 +19,9 @@ from kvferry.agent.memory.digests import Digester
 from kvferry.agent.memory.stager import Stager
 from kvferry.agent.transports.carrier import Carrier
 from kvferry.errors import WireError, WireVersionError
+from kvferry.session import commands as c
 from kvferry.session import events as e
+from kvferry.session import keys as k
 from kvferry.session.source.session import SourceSession
 from kvferry.session.target.session import TargetSession
 from kvferry.wire.codec import decode, encode
@@ -37,8 +39,8 @@ QUIET_S = 0.1
 DIGEST_BYTES = 16 << 20
 
 _SourceEvent = e.LeaseRequest | e.LeaseProgress | e.LeaseWithdrawn
-_TargetEvent = e.HoldRequest | e.FetchRequest | e.AbortWanted
-_Work = e.Post | e.Cancel | e.Digest | e.DropDigest | e.Knock | e.Acquire | e.Release | e.Stage
+_TargetEvent = e.HoldRequest | e.FetchRequest | e.AbortRequest
+_Work = c.Post | c.Cancel | c.Digest | c.DropDigest | c.CheckLiveness | c.Acquire | c.Release | c.Stage
 _CommonEvent = e.PeerConnected | e.PeerUnreachable | e.TicketEnded | e.Digested | e.Acquired | e.Staged
 
 Wish = _SourceEvent | _TargetEvent
@@ -167,7 +169,7 @@ class Turns:
             self.counts["frames_refused", reason] += 1
             message = Refusal(reason, error.what, error.found, error.expected, "")
             if not arrival.link:
-                self._obey([e.Reply(arrival.name, message)])
+                self._obey([c.Reply(arrival.name, message)])
                 return
         for peer in arrival.link:
             self._feed_target(e.AnswerArrived(peer, message))
@@ -177,8 +179,8 @@ class Turns:
     def _feed(self, event: _CommonEvent) -> None:
         """News of what both sessions may have asked for: who did can be told from its name."""
         name = event.peer if isinstance(event, e.PeerConnected | e.PeerUnreachable) else event.key
-        name = name.work if isinstance(name, e.SlotKey) else name
-        if isinstance(name, e.PeerKey | e.ReadKey):
+        name = name.work if isinstance(name, k.SlotKey) else name
+        if isinstance(name, k.PeerKey | k.ReadKey):
             self._feed_target(event)
         else:
             self._obey(self.source.handle(event, time.monotonic()))
@@ -186,26 +188,26 @@ class Turns:
     def _feed_target(self, event: _TargetEvent | _CommonEvent | e.AnswerArrived | e.PeerGone) -> None:
         self._obey(self.target.handle(event, time.monotonic()))
 
-    def _obey(self, commands: Sequence[e.Command]) -> None:
+    def _obey(self, commands: Sequence[c.Command]) -> None:
         for command in commands:
             self._carry_out(command)
 
-    def _carry_out(self, command: e.Command) -> None:
+    def _carry_out(self, command: c.Command) -> None:
         match command:
-            case e.Send(peer, message):
+            case c.Send(peer, message):
                 self._sent(self.control.send(peer, encode(message)), message)
-            case e.Reply(name, message):
+            case c.Reply(name, message):
                 self._sent(self.control.reply(name, encode(message)), message)
-            case e.Connect(peer, offer):
+            case c.Connect(peer, offer):
                 self.carrier.connect(peer, offer)
-            case e.Disconnect(peer):
+            case c.Disconnect(peer):
                 self.carrier.disconnect(peer)
-                if isinstance(peer, e.PeerKey):
+                if isinstance(peer, k.PeerKey):
                     self.control.forget(peer)
                     self.knocks.forget(peer)
-            case e.Count(what, reason):
+            case c.Count(what, reason):
                 self.counts[what, reason] += 1
-            case e.Fetched() | e.FetchFailed() | e.BlocksReleased() | e.LeaseEnded():
+            case c.Fetched() | c.FetchFailed() | c.BlocksReleased() | c.LeaseEnded():
                 self.notify(command)
             case _:
                 self._work(command)
@@ -213,26 +215,26 @@ class Turns:
     def _work(self, command: _Work) -> None:
         """What takes several turns, and how it is ended early."""
         match command:
-            case e.Post():
+            case c.Post():
                 self.carrier.post(command)
-            case e.Cancel(key):
+            case c.Cancel(key):
                 self.carrier.cancel(key)
-            case e.Digest(digest_key, extracts):
+            case c.Digest(digest_key, extracts):
                 self.digester.start(digest_key, extracts)
-            case e.DropDigest(digest_key):
+            case c.DropDigest(digest_key):
                 self.digester.drop(digest_key)
-            case e.Knock(peer):
+            case c.CheckLiveness(peer):
                 self.knocks.start(peer)
             case _:
                 self._slot(command)
 
-    def _slot(self, command: e.Acquire | e.Release | e.Stage) -> None:
+    def _slot(self, command: c.Acquire | c.Release | c.Stage) -> None:
         match command:
-            case e.Acquire():
+            case c.Acquire():
                 self.stager.acquire(command)
-            case e.Release(key):
+            case c.Release(key):
                 self.stager.release(key)
-            case e.Stage():
+            case c.Stage():
                 self.stager.stage(command)
 
     def _sent(self, queued: bool, message: Message) -> None:

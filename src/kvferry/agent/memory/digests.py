@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from kvferry.plan.description.layout import Region
 from kvferry.plan.digests.extract import Extract
 from kvferry.plan.digests.parts import Grid
-from kvferry.session.events import Digested, WorkKey
+from kvferry.session.events import Digested
+from kvferry.session.keys import WorkKey
 from kvferry.transport.base import Memory
 from kvferry.transport.registered_memory import View, view_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from kvferry.errors import TransportError
-from kvferry.session.events import Remote
+from kvferry.session.keys import Remote
 from kvferry.transport.base import Memory
 from kvferry.transport.registered_memory import View
 from kvferry.transport.shm.transport import SharedMemoryTransport

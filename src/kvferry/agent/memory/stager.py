@@ -11,8 +11,9 @@ from contextlib import ExitStack
 
 from kvferry.agent.memory.peer_slots import FarSlots
 from kvferry.errors import FerryError
-from kvferry.session.events import Acquire, Acquired, ReadKey, SlotKey, Stage, Staged
-from kvferry.session.keys import incarnation_of
+from kvferry.session.commands import Acquire, Stage
+from kvferry.session.events import Acquired, Staged
+from kvferry.session.keys import ReadKey, SlotKey, incarnation_of
 from kvferry.staging.mover import Mover
 from kvferry.staging.pool import ENGINE_SHARE, Pool, Slot
 from kvferry.transport.base import Memory

@@ -7,19 +7,19 @@ from dataclasses import replace
 from kvferry.agent.config import AgentConfig
 from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.source.introduction import Identity
-from kvferry.session.target.handshake import Ourselves
+from kvferry.session.source.handshake import SourceIdentity
+from kvferry.session.target.peers.identity import TargetIdentity
 from kvferry.session.target.read_strategy import through_staging_only
 from kvferry.wire.codec import MAX_REQUEST_BYTES, encode
 from kvferry.wire.messages import TargetOffer
 
 
-def ourselves_of(identity: Identity, config: AgentConfig, staging_descriptor: bytes) -> Ourselves:
+def ourselves_of(identity: SourceIdentity, config: AgentConfig, staging_descriptor: bytes) -> TargetIdentity:
     """What sources are told, and how this rank wants to be served.
 
     Raises ConfigurationError for a strategy or a direction that cannot work with such a cache.
     """
-    ours = Ourselves(
+    ours = TargetIdentity(
         identity.party,
         identity.product_version,
         identity.layouts,

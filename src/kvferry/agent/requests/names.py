@@ -7,7 +7,7 @@ from itertools import count
 
 from kvferry.agent.config import Notice
 from kvferry.errors import RequestError
-from kvferry.session.events import AgentStopped, BlocksReleased, Fetched, FetchFailed, LeaseEnded
+from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, LeaseEnded
 
 MAX_NAME_LENGTH = 256
 

@@ -12,7 +12,9 @@ from kvferry.agent.memory.peer_slots import FarSlots
 from kvferry.agent.transports.negotiation import Meeting, PeerReport, name_of
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import PeerConnected, PeerUnreachable, Post, Remote, TicketEnded, WorkKey
+from kvferry.session.commands import Post
+from kvferry.session.events import PeerConnected, PeerUnreachable, TicketEnded
+from kvferry.session.keys import Remote, WorkKey
 from kvferry.transport.base import Completion, Memory, Ticket, Transport
 from kvferry.transport.machine.finding import Severity
 from kvferry.transport.selection.candidates import candidates

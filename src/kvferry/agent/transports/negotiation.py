@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from kvferry.agent.transports.costs import costs_of
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import PeerConnected, PeerKey, PeerUnreachable, Remote
+from kvferry.session.events import PeerConnected, PeerUnreachable
+from kvferry.session.keys import PeerKey, Remote
 from kvferry.transport.base import Completion, Transport
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.machine.finding import Finding

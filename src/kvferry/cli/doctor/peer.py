@@ -16,7 +16,7 @@ from kvferry.agent.control.sockets import ControlChannel
 from kvferry.cli.doctor.trials import Trials, verdict
 from kvferry.errors import ConfigurationError, FerryError, TransportError
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import PeerKey
+from kvferry.session.keys import PeerKey
 from kvferry.transport.machine.finding import Finding, Severity
 from kvferry.transport.opening import Opened, open_transports
 from kvferry.transport.selection.candidates import AUTO, candidates

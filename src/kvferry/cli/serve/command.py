@@ -111,7 +111,7 @@ def serve(
         from kvferry.cli.server.access import access_of
         from kvferry.connectors.jobs import Settings
         from kvferry.connectors.step_cost import step_cost_named
-        from kvferry.session.events import Timing
+        from kvferry.session.timeouts import Timing
 
         if lease_timeout < 2 * heartbeat:
             found, expected = f"{lease_timeout:g} s", f"at least twice --heartbeat, which is {heartbeat:g} s"

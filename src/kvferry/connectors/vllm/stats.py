@@ -15,7 +15,7 @@ from kvferry.connectors.peer_labels import PeerLabels
 from kvferry.connectors.vllm_middleware.arrivals import ARRIVALS, Arrival
 from kvferry.connectors.vllm_middleware.beginnings import BEGINNINGS
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import FetchReport
+from kvferry.session.commands import FetchReport
 
 PHASES, FETCHES, MOVED, BEGUN, DECLINED = "phases", "fetches", "moved", "begun", "declined"
 

@@ -18,16 +18,8 @@ from kvferry.errors import TransferError
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.description.prompt import UNKNOWN_PROMPT, Prompt
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import (
-    AgentStopped,
-    BlocksReleased,
-    Fetched,
-    FetchFailed,
-    FetchRequest,
-    LeaseEnded,
-    LeaseProgress,
-    LeaseRequest,
-)
+from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, LeaseEnded
+from kvferry.session.events import FetchRequest, LeaseProgress, LeaseRequest
 from kvferry.transport.base import Memory
 from kvferry.wire.messages import Reason
 

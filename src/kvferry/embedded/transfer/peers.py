@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from kvferry.agent.transports.negotiation import PeerReport
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import PeerKey, Remote
+from kvferry.session.keys import PeerKey, Remote
 from kvferry.transport.selection.measurement import Measurement, Rates
 
 

@@ -14,26 +14,28 @@ from kvferry.errors import FerryError
 from kvferry.plan.digests.extract import Extractor
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import ClaimKey, Command, Digest, Digested, Reply
+from kvferry.session.commands import Command, Digest, Reply
+from kvferry.session.events import Digested
+from kvferry.session.keys import ClaimKey
 from kvferry.session.refusals import refuse, unknown_lease
 from kvferry.session.source.lease import Lease, OwnDigest
-from kvferry.session.source.lease_table import Leases
+from kvferry.session.source.lease_table import LeaseTable
 from kvferry.wire.messages import Landed, Party, Reason, Refusal, Renewed, Valid
 
 # A digest at once would hold up the word that the bytes may come, which another thread is about to send.
 LOOK_AFTER_S = 0.001
 
 
-class Landings:
+class CompletedReads:
     """Of one rank's leases; a lease of which all readers have their bytes is done."""
 
-    def __init__(self, leases: Leases, extractor: Extractor) -> None:
+    def __init__(self, leases: LeaseTable, extractor: Extractor) -> None:
         self._leases = leases
         self._extractor = extractor
         # When what is looked at, oldest first.
-        self._begun: dict[ClaimKey, float] = {}
+        self._started: dict[ClaimKey, float] = {}
 
-    def begun(self, lease: Lease, party: Party, now: float) -> None:
+    def started(self, lease: Lease, party: Party, now: float) -> None:
         """Bytes are on their way to a reader: soon `prepare` will look at what it is going to have.
 
         Not before all of it is computed, for until then the blocks change; and not at all of it, for that is as much
@@ -43,22 +45,22 @@ class Landings:
         key = ClaimKey(lease.wanted.lease_id, party, granted.claim_id)
         is_sampled = granted.subject.policy is DigestPolicy.SAMPLED and granted.subject.parts
         if is_sampled and lease.is_computed and key not in lease.digests:
-            self._begun.setdefault(key, now + LOOK_AFTER_S)
+            self._started.setdefault(key, now + LOOK_AFTER_S)
 
     def next_deadline(self) -> float:
         """When `prepare` has something to do; infinity when there is nothing."""
-        return next(iter(self._begun.values()), inf)
+        return next(iter(self._started.values()), inf)
 
     def prepare(self, now: float) -> list[Command]:
         """Begin the digests for which readers will ask before long."""
-        due = [key for key, at in self._begun.items() if at <= now]
+        due = [key for key, at in self._started.items() if at <= now]
         for key in due:
-            del self._begun[key]
+            del self._started[key]
         return [command for key in due for command in self._prepare(key)]
 
     def _prepare(self, key: ClaimKey) -> Iterator[Command]:
         lease = self._leases.get(key.lease_id)
-        is_wanted = lease is not None and lease.live and lease.holds(key.party, key.claim_id)
+        is_wanted = lease is not None and lease.live and lease.has_granted(key.party, key.claim_id)
         if lease is None or not is_wanted or key.party in lease.completed or key in lease.digests:
             return
         # What is wrong is said when the reader asks.
@@ -88,8 +90,8 @@ class Landings:
         for key, write in lease.writes.items():
             if lease.claims[key.party].direction is Direction.READ:
                 continue
-            is_told = key.party in lease.completed or (key in lease.digests and lease.digests[key].peer)
-            if lease.live and write.is_written and not is_told:
+            note_reached = key.party in lease.completed or (key in lease.digests and lease.digests[key].peer)
+            if lease.live and write.is_written and not note_reached:
                 commands += self._answer(write.peer, key, lease, now)
         return commands
 

@@ -15,7 +15,7 @@ MAX_EARLY_OF_ONE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Early:
+class EarlyMessage:
     """The last word of one party about one lease; `peer` names whom to answer."""
 
     peer: str
@@ -27,13 +27,13 @@ class EarlyMessages:
     """At most one message per lease and party, `MAX_EARLY` in all and `MAX_EARLY_OF_ONE` of one peer."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[str, Party], Early] = {}
+        self._waiting: dict[tuple[str, Party], EarlyMessage] = {}
 
-    def add(self, lease_id: str, early: Early) -> bool:
+    def add(self, lease_id: str, early: EarlyMessage) -> bool:
         """Keep a message in place of an earlier one, whose deadline stays. False when there is no room for it."""
         key = lease_id, early.message.party
         if known := self._waiting.get(key):
-            early = Early(early.peer, early.message, known.deadline)
+            early = EarlyMessage(early.peer, early.message, known.deadline)
         elif len(self._waiting) >= MAX_EARLY or self._num_of(early.peer) >= MAX_EARLY_OF_ONE:
             return False
         self._waiting[key] = early
@@ -50,13 +50,13 @@ class EarlyMessages:
         """When the next message has waited long enough; infinity when there is none."""
         return min(early.deadline for early in self._waiting.values()) if self._waiting else inf
 
-    def opened(self, lease_id: str) -> list[Early]:
+    def opened(self, lease_id: str) -> list[EarlyMessage]:
         """Take out what waited for a lease."""
         return self._take(lambda key, _: key[0] == lease_id)
 
-    def expired(self, now: float) -> list[Early]:
+    def expired(self, now: float) -> list[EarlyMessage]:
         """Take out what has waited long enough."""
         return self._take(lambda _, early: early.deadline <= now)
 
-    def _take(self, chosen: Callable[[tuple[str, Party], Early], bool]) -> list[Early]:
+    def _take(self, chosen: Callable[[tuple[str, Party], EarlyMessage], bool]) -> list[EarlyMessage]:
         return [self._waiting.pop(key) for key, early in list(self._waiting.items()) if chosen(key, early)]

@@ -7,11 +7,12 @@ from enum import StrEnum
 
 from kvferry.plan.digests.subject import NOTHING, Subject
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import NOT_AHEAD, Ahead, ClaimKey, LeaseProgress, LeaseRequest
-from kvferry.session.source.direct_write import StretchWrites
-from kvferry.session.source.packing import Packing
-from kvferry.session.source.write import Write
-from kvferry.session.state import Machine, Table
+from kvferry.session.events import NOT_AHEAD, Ahead, LeaseProgress, LeaseRequest
+from kvferry.session.keys import ClaimKey
+from kvferry.session.source.packed_write import PackedWrite
+from kvferry.session.source.single_write import SingleWrite
+from kvferry.session.source.streamed_write import StreamedWrite
+from kvferry.session.state_machine import StateMachine, TransitionTable
 from kvferry.wire.messages import Claim, Landed, Party, Reason, Refusal
 
 TOO_LATE = "the lease expired before the transfer was confirmed"
@@ -26,7 +27,7 @@ class LeaseState(StrEnum):
     WITHDRAWN = "withdrawn"
 
 
-LEASE_TABLE: Table = {
+LEASE_TABLE: TransitionTable = {
     (LeaseState.OPEN, "claim"): LeaseState.CLAIMED,
     (LeaseState.CLAIMED, "claim"): LeaseState.CLAIMED,
     (LeaseState.CLAIMED, "all readers valid"): LeaseState.DONE,
@@ -69,7 +70,7 @@ class Lease:
     """
 
     wanted: LeaseRequest
-    machine: Machine
+    machine: StateMachine
     deadline: float
     num_ready: int
     ahead: Ahead = NOT_AHEAD
@@ -78,14 +79,14 @@ class Lease:
     claims: dict[Party, Granted] = field(default_factory=dict)
     completed: dict[Party, tuple[bytes, ...]] = field(default_factory=dict)
     digests: dict[ClaimKey, OwnDigest] = field(default_factory=dict)
-    writes: dict[ClaimKey, Write | Packing | StretchWrites] = field(default_factory=dict)
+    writes: dict[ClaimKey, SingleWrite | PackedWrite | StreamedWrite] = field(default_factory=dict)
     ended_as: str = ""
     is_freed: bool = False
 
     @classmethod
     def opened(cls, wanted: LeaseRequest, deadline: float) -> Lease:
         """A lease that nobody has claimed yet."""
-        machine = Machine(f"lease {wanted.lease_id}", LEASE_TABLE, LeaseState.OPEN)
+        machine = StateMachine(f"lease {wanted.lease_id}", LEASE_TABLE, LeaseState.OPEN)
         return cls(wanted, machine, deadline, 0 if wanted.is_growing else wanted.num_tokens)
 
     @property
@@ -117,7 +118,7 @@ class Lease:
         """Whether we have carried a claim out, to its last byte."""
         return key in self.writes and self.writes[key].is_written
 
-    def holds(self, party: Party, claim_id: str) -> bool:
+    def has_granted(self, party: Party, claim_id: str) -> bool:
         """Whether this claim is the one that was granted to this reader."""
         return party in self.claims and self.claims[party].claim_id == claim_id
 
@@ -158,7 +159,7 @@ class Lease:
         if others - {(party.engine_id, party.epoch)}:
             what = "another engine has claimed this lease"
             return _refusal(claim, Reason.ALREADY_CLAIMED, what, party.engine_id, "one engine")
-        if party in self.claims and not self.holds(party, claim.claim_id):
+        if party in self.claims and not self.has_granted(party, claim.claim_id):
             what = "another attempt has claimed this lease"
             return _refusal(claim, Reason.ALREADY_CLAIMED, what, claim.claim_id, "one attempt")
         if claim.direction is Direction.WRITE and party in self.completed:
@@ -176,7 +177,7 @@ class Lease:
 
     def refusal_of_landed(self, landed: Landed) -> tuple[Refusal, ...]:
         """Why bytes that have landed must not be used; empty when they are the request's own."""
-        if not self.holds(landed.party, landed.claim_id):
+        if not self.has_granted(landed.party, landed.claim_id):
             return _refusal(landed, Reason.NOT_CLAIMED, "landed without a claim", landed.claim_id, "a claim first")
         if landed.party in self.completed:
             return ()

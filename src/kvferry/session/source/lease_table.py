@@ -8,18 +8,20 @@ from heapq import heappop, heappush, heapreplace
 from math import inf
 
 from kvferry.plan.description.prompt import UNKNOWN_PROMPT
-from kvferry.session.events import Command, Count, DropDigest, LeaseEnded, LeaseRequest, Timing
+from kvferry.session.commands import Command, Count, DropDigest, LeaseEnded
+from kvferry.session.events import LeaseRequest
 from kvferry.session.refusals import refuse
 from kvferry.session.source.lease import Lease
-from kvferry.session.source.writes import Carrying
+from kvferry.session.source.writes import Writes
+from kvferry.session.timeouts import Timing
 from kvferry.wire.messages import Claim, Party, Reason, Refusal
 
 
-class Leases:
+class LeaseTable:
     """By id, tombstones included; and by request as long as the engine has not got its blocks back."""
 
-    def __init__(self, carrying: Carrying, timing: Timing) -> None:
-        self._carrying = carrying
+    def __init__(self, writes: Writes, timing: Timing) -> None:
+        self._writes = writes
         self._timing = timing
         self._by_id: dict[str, Lease] = {}
         self._by_request: dict[str, Lease] = {}
@@ -108,7 +110,7 @@ class Leases:
         lease.machine.move(event)
         lease.deadline, lease.ended_as = now + self._timing.tombstone_s, reason
         self._note_deadline(lease)
-        commands = list(self._carrying.end(lease))
+        commands = list(self._writes.end(lease))
         for key, digest in lease.digests.items():
             commands += [DropDigest(key)] if digest.values is None else []
             commands += refuse(digest.peer, lease.refusal_of_end(key)) if digest.peer else []

@@ -12,10 +12,9 @@ from kvferry.errors import TransferError
 from kvferry.plan.digests.extract import Extractor
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
+from kvferry.session.commands import Command, Reply
 from kvferry.session.events import (
     Acquired,
-    ClaimKey,
-    Command,
     Digested,
     FrameArrived,
     LeaseProgress,
@@ -23,22 +22,21 @@ from kvferry.session.events import (
     LeaseWithdrawn,
     PeerConnected,
     PeerUnreachable,
-    Reply,
-    SlotKey,
     Staged,
     Tick,
     TicketEnded,
-    Timing,
 )
+from kvferry.session.keys import ClaimKey, SlotKey
 from kvferry.session.refusals import because_of, refuse, unknown_lease
 from kvferry.session.source.aborted_claims import AbortedClaims
-from kvferry.session.source.completed_reads import Landings
-from kvferry.session.source.early_messages import Early, EarlyMessages
-from kvferry.session.source.introduction import Identity, Introduction
+from kvferry.session.source.completed_reads import CompletedReads
+from kvferry.session.source.early_messages import EarlyMessage, EarlyMessages
+from kvferry.session.source.handshake import SourceHandshake, SourceIdentity
 from kvferry.session.source.lease import Lease
-from kvferry.session.source.lease_table import Leases
+from kvferry.session.source.lease_table import LeaseTable
 from kvferry.session.source.targets import Targets
-from kvferry.session.source.writes import Carrying
+from kvferry.session.source.writes import Writes
+from kvferry.session.timeouts import Timing
 from kvferry.wire.messages import (
     Abort,
     Aborted,
@@ -74,16 +72,16 @@ SourceEvent = (
 class SourceSession:
     """Leases of one rank. Feed it events; do what its commands say."""
 
-    def __init__(self, identity: Identity, timing: Timing) -> None:
+    def __init__(self, identity: SourceIdentity, timing: Timing) -> None:
         self._identity = identity
         self._timing = timing
         self._early = EarlyMessages()
-        self._introduction = Introduction(identity, timing.handshake_s)
+        self._handshake = SourceHandshake(identity, timing.handshake_s)
         self._aborted = AbortedClaims()
         self._targets = Targets(identity.layouts, identity.party.rank, timing)
-        self._carrying = Carrying(self._targets, identity.party.epoch, timing.transfer_s)
-        self._leases = Leases(self._carrying, timing)
-        self._landings = Landings(self._leases, Extractor(identity.layout, "source"))
+        self._writes = Writes(self._targets, identity.party.epoch, timing.transfer_s)
+        self._leases = LeaseTable(self._writes, timing)
+        self._completed_reads = CompletedReads(self._leases, Extractor(identity.layout, "source"))
         self._handlers: dict[type, Callable[..., list[Command]]] = {
             LeaseRequest: self._lease,
             LeaseProgress: self._grow,
@@ -91,10 +89,10 @@ class SourceSession:
             FrameArrived: self._answer,
             PeerConnected: self._connected,
             PeerUnreachable: self._connected,
-            TicketEnded: self._carried,
-            Acquired: self._carried,
-            Staged: self._carried,
-            Digested: self._landings.digested,
+            TicketEnded: self._write_progressed,
+            Acquired: self._write_progressed,
+            Staged: self._write_progressed,
+            Digested: self._completed_reads.digested,
             Tick: self._tick,
         }
         self._answers: dict[type, Callable[..., list[Command]]] = {
@@ -103,7 +101,7 @@ class SourceSession:
             TargetOffer: self._target_offer,
             Claim: self._claim,
             Pack: self._pack,
-            Landed: self._landings.landed,
+            Landed: self._completed_reads.landed,
             Renew: self._renew,
             Abort: self._abort,
         }
@@ -114,10 +112,10 @@ class SourceSession:
 
     def next_deadline(self) -> float:
         """When `handle(Tick())` is due next, 0 for at once; infinity when nothing is waited for."""
-        if self._carrying.has_shares:
+        if self._writes.has_shares:
             return 0.0
         waiting = self._early.next_deadline(), self._aborted.next_deadline(), self._targets.next_deadline()
-        return min(self._leases.next_deadline(), self._landings.next_deadline(), *waiting)
+        return min(self._leases.next_deadline(), self._completed_reads.next_deadline(), *waiting)
 
     def num_live(self) -> int:
         """Leases whose blocks the engine still keeps."""
@@ -125,7 +123,7 @@ class SourceSession:
 
     def may_be_read(self, now: float) -> bool:
         """Whether a peer may be reading our memory: it tests transports with our offer, or a claim lacks its end."""
-        return self._introduction.is_tested(now) or self._leases.may_be_read
+        return self._handshake.is_tested(now) or self._leases.may_be_read
 
     # --- how leases begin and end ---
 
@@ -141,9 +139,9 @@ class SourceSession:
             return []
         lease.grow(event)
         self._leases.renew(lease, now)
-        commands = list(self._carrying.grown(lease))
+        commands = list(self._writes.grown(lease))
         for key in lease.writes:
-            self._landings.begun(lease, key.party, now)
+            self._completed_reads.started(lease, key.party, now)
         for party, (peer, claim) in list(lease.waiting.items()):
             if claim.num_tokens <= lease.num_ready:
                 del lease.waiting[party]
@@ -153,7 +151,7 @@ class SourceSession:
         return commands
 
     def _tick(self, event: Tick, now: float) -> list[Command]:
-        return [*self._carrying.prepare(), *self._landings.prepare(now)]
+        return [*self._writes.prepare(), *self._completed_reads.prepare(now)]
 
     def _connected(self, event: PeerConnected | PeerUnreachable, now: float) -> list[Command]:
         return self._targets.settled(event)
@@ -182,11 +180,11 @@ class SourceSession:
         return handler(event.peer, event.message, now)
 
     def _hello(self, peer: str, hello: Hello, now: float) -> list[Command]:
-        answer = self._introduction.hello(hello)
+        answer = self._handshake.hello(hello)
         return refuse(peer, answer) if isinstance(answer, Refusal) else [Reply(peer, answer)]
 
     def _offer(self, peer: str, request: OfferRequest, now: float) -> list[Command]:
-        return [Reply(peer, self._introduction.offer(request, now))]
+        return [Reply(peer, self._handshake.offer(request, now))]
 
     def _target_offer(self, peer: str, offer: TargetOffer, now: float) -> list[Command]:
         return self._targets.offered(peer, offer, self._leases.writing, now)
@@ -195,7 +193,7 @@ class SourceSession:
         reference, ours = claim.reference, self._identity.party
         # Whoever reads now may want to be written to later, and still count on being known.
         self._targets.heard(claim.party, now)
-        self._introduction.has_met(claim.party)
+        self._handshake.end_test(claim.party)
         if (reference.engine_id, reference.epoch) != (ours.engine_id, ours.epoch):
             what = "the engine has been restarted since it computed this cache"
             return refuse(peer, Refusal(Reason.WRONG_EPOCH, what, reference.epoch, ours.epoch, claim.claim_id))
@@ -208,7 +206,7 @@ class SourceSession:
         """Grant a claim, if the lease's record supports it."""
         if lease.wanted.request_id != claim.reference.request_id:
             return refuse(peer, unknown_lease(claim))
-        if told := self._carrying.told(peer, claim, lease):
+        if told := self._writes.told(peer, claim, lease):
             return told
         for refusal in (*_refusal_of_share(claim), *lease.refusal_of(claim), *self._refusal_of_state(lease, claim)):
             return refuse(peer, refusal)
@@ -219,18 +217,18 @@ class SourceSession:
             self._leases.renew(lease, now)
             return [Reply(peer, Queued(claim.claim_id))]
         try:
-            shared = self._carrying.share(peer, claim, lease) if claim.read_from else []
+            shared = self._writes.share(peer, claim, lease) if claim.read_from else []
         except TransferError as error:
             return refuse(peer, _of_writing(error, claim))
         self._leases.claim(lease, claim, now)
-        self._landings.begun(lease, claim.party, now)
+        self._completed_reads.started(lease, claim.party, now)
         return [Reply(peer, Grant(claim.claim_id, lease.wanted.block_tables)), *shared]
 
     def _write(self, peer: str, claim: Claim, lease: Lease, now: float) -> list[Command]:
         """Carry a claim out."""
-        is_known = lease.holds(claim.party, claim.claim_id)
+        is_known = lease.has_granted(claim.party, claim.claim_id)
         try:
-            commands = self._carrying.begin(peer, claim, lease)
+            commands = self._writes.begin(peer, claim, lease)
         except TransferError as error:
             return refuse(peer, _of_writing(error, claim))
         if is_known:
@@ -238,8 +236,8 @@ class SourceSession:
         else:
             self._leases.claim(lease, claim, now)
         if claim.strategy is not Strategy.PACK:
-            self._landings.begun(lease, claim.party, now)
-        return commands + self._landings.written(lease, now)
+            self._completed_reads.started(lease, claim.party, now)
+        return commands + self._completed_reads.written(lease, now)
 
     def _pack(self, peer: str, pack: Pack, now: float) -> list[Command]:
         """Write one slot of a claim. A question that arrives after the end of its claim must not be answered by
@@ -254,27 +252,27 @@ class SourceSession:
         if (pack.party, pack.claim_id) in self._aborted or not is_served:
             return refuse(peer, lease.refusal_of_end(key))
         try:
-            commands = list(self._carrying.pack(peer, pack, lease, now))
+            commands = list(self._writes.pack(peer, pack, lease, now))
         except TransferError as error:
             return refuse(peer, because_of(error, pack.claim_id))
         if lease.live:
             self._leases.renew(lease, now)
-            self._landings.begun(lease, pack.party, now)
+            self._completed_reads.started(lease, pack.party, now)
         return commands
 
-    def _carried(self, event: TicketEnded | Acquired | Staged, now: float) -> list[Command]:
+    def _write_progressed(self, event: TicketEnded | Acquired | Staged, now: float) -> list[Command]:
         """A claim that we carry out has got on: what is written by that tells of itself."""
         key = event.key.work if isinstance(event.key, SlotKey) else event.key
         if not isinstance(key, ClaimKey) or (lease := self._leases.get(key.lease_id)) is None:
             return []
         self._targets.heard(key.party, now)
         if isinstance(event, TicketEnded) and not isinstance(event.key, SlotKey):
-            commands = list(self._carrying.ticket_ended(event, lease))
+            commands = list(self._writes.ticket_ended(event, lease))
         else:
-            commands = list(self._carrying.slot_changed(event, lease, now))
+            commands = list(self._writes.slot_changed(event, lease, now))
         if lease.live:
             self._leases.renew(lease, now)
-        return [*commands, *self._landings.written(lease, now), *self._leases.free_when_drained(lease)]
+        return [*commands, *self._completed_reads.written(lease, now), *self._leases.free_when_drained(lease)]
 
     def _refusal_of_state(self, lease: Lease, claim: Claim) -> tuple[Refusal, ...]:
         """A state of fixed size is that after the last token: it is no good to whoever goes on from another one."""
@@ -296,14 +294,14 @@ class SourceSession:
         """
         lease_id = claim.reference.lease_id
         repeated = self._early.knows(lease_id, claim.party)
-        if not self._early.add(lease_id, Early(peer, claim, now + self._timing.early_claim_s)):
+        if not self._early.add(lease_id, EarlyMessage(peer, claim, now + self._timing.early_claim_s)):
             return refuse(peer, unknown_lease(claim))
         return [Reply(peer, Renewed(()))] if repeated else []
 
     def _renew(self, peer: str, renew: Renew, now: float) -> list[Command]:
         self._targets.heard(renew.party, now)
         if not renew.lease_ids:
-            self._introduction.has_met(renew.party)
+            self._handshake.end_test(renew.party)
         gone = []
         for lease_id in renew.lease_ids:
             lease = self._leases.get(lease_id)
@@ -322,11 +320,11 @@ class SourceSession:
         if not self._aborted.add(abort.party, abort.claim_id, now + self._timing.tombstone_s):
             return []
         if lease is None:
-            self._early.add(abort.lease_id, Early(peer, abort, now + self._timing.early_claim_s))
+            self._early.add(abort.lease_id, EarlyMessage(peer, abort, now + self._timing.early_claim_s))
             return [Reply(peer, Aborted(abort.claim_id, self._identity.party.epoch, is_clean=True))]
         lease.waiting.pop(abort.party, None)
-        commands = list(self._carrying.abort(peer, ClaimKey(abort.lease_id, abort.party, abort.claim_id), lease))
-        if lease.live and (not lease.claims or lease.holds(abort.party, abort.claim_id)):
+        commands = list(self._writes.abort(peer, ClaimKey(abort.lease_id, abort.party, abort.claim_id), lease))
+        if lease.live and (not lease.claims or lease.has_granted(abort.party, abort.claim_id)):
             commands += self._leases.end(lease, "abort", Reason.ABORTED, now)
         return commands
 

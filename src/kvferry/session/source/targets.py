@@ -17,17 +17,10 @@ from kvferry.plan.programs.stretch import WHOLE, parted
 from kvferry.plan.routing.route import route
 from kvferry.plan.slots.partition import StagedRequest, region_starts
 from kvferry.plan.strategy.strategies import RegionStarts, Strategy
-from kvferry.session.events import (
-    Command,
-    Connect,
-    Disconnect,
-    LeaseRequest,
-    PeerConnected,
-    PeerUnreachable,
-    Reply,
-    Timing,
-)
+from kvferry.session.commands import Command, Connect, Disconnect, Reply
+from kvferry.session.events import LeaseRequest, PeerConnected, PeerUnreachable
 from kvferry.session.refusals import refuse
+from kvferry.session.timeouts import Timing
 from kvferry.wire.messages import Claim, Party, Reached, Reason, Refusal, TargetOffer
 
 MAX_TARGETS = 512

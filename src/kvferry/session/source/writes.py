@@ -7,27 +7,19 @@ from collections.abc import Iterator
 from kvferry.errors import FerryError, TransferError
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import (
-    Acquired,
-    Cancel,
-    ClaimKey,
-    Command,
-    Post,
-    Reply,
-    SlotKey,
-    Staged,
-    TicketEnded,
-)
+from kvferry.session.commands import Cancel, Command, Post, Reply
+from kvferry.session.events import Acquired, Staged, TicketEnded
+from kvferry.session.keys import ClaimKey, SlotKey
 from kvferry.session.refusals import as_transfer_error, because_of, refuse
-from kvferry.session.source.direct_write import STRETCH_BYTES, StretchWrites
 from kvferry.session.source.lease import Lease
-from kvferry.session.source.packing import Packing
+from kvferry.session.source.packed_write import PackedWrite
+from kvferry.session.source.single_write import SingleWrite
+from kvferry.session.source.streamed_write import STRETCH_BYTES, StreamedWrite
 from kvferry.session.source.targets import Targets
-from kvferry.session.source.write import Write
 from kvferry.wire.messages import Aborted, Claim, Grant, Pack, Reason, Refusal
 
 
-class Carrying:
+class Writes:
     """What is written for each lease is in the lease itself: see `Lease.writes`. `epoch` is our own; a slot may take
     `transfer_s`."""
 
@@ -38,7 +30,7 @@ class Carrying:
         # When any slot of ours last got on: while one does, claims that wait for theirs are told to have patience. Not
         # slots of targets, whose gathers get on when nothing of ours is written.
         self._moved_at = 0.0
-        self._fresh: list[Packing] = []
+        self._fresh: list[PackedWrite] = []
         self._shares: list[tuple[Claim, Lease]] = []
         self.stretch_bytes = STRETCH_BYTES
 
@@ -47,7 +39,7 @@ class Carrying:
         key = _key_of(claim)
         if known := lease.writes.get(key):
             known.peer = peer
-            return [Reply(peer, known.word())]
+            return [Reply(peer, known.status())]
         try:
             return list(self._begin(key, peer, claim, lease))
         except FerryError as error:
@@ -60,14 +52,14 @@ class Carrying:
         key = _key_of(claim)
         if known := lease.writes.get(key):
             known.peer = peer
-            word = known.word()
+            status = known.status()
             # The grant of what is read has tables, and has been said.
-            return [] if isinstance(word, Grant) else [Reply(peer, word)]
+            return [] if isinstance(status, Grant) else [Reply(peer, status)]
         try:
             self._targets.check(claim)
         except FerryError as error:
             raise as_transfer_error(error) from error
-        lease.writes[key] = Write.granted(claim.claim_id, peer)
+        lease.writes[key] = SingleWrite.granted(claim.claim_id, peer)
         self._shares.append((claim, lease))
         return []
 
@@ -75,20 +67,20 @@ class Carrying:
         """What is raised here undoes all of it: nothing of it has been carried out yet."""
         if claim.strategy is Strategy.PACK:
             request = self._targets.request(claim, lease.wanted)
-            packing = Packing.begun(key, peer, request, lease.num_ready)
+            packing = PackedWrite.started(key, peer, request, lease.num_ready)
             lease.writes[key] = packing
             self._fresh.append(packing)
-            yield Reply(peer, packing.word())
+            yield Reply(peer, packing.status())
         elif lease.num_ready < claim.num_tokens:
-            writes = lease.writes[key] = StretchWrites.begun(
+            writes = lease.writes[key] = StreamedWrite.started(
                 key, peer, self._targets.request(claim, lease.wanted), self.stretch_bytes
             )
             yield Reply(peer, Grant(claim.claim_id, ()))
             yield from self._grow(writes, lease)
         else:
             copies = self._targets.copies(claim, lease.wanted)
-            write = lease.writes[key] = Write.begun(claim.claim_id, peer, copies)
-            yield Reply(peer, write.word())
+            write = lease.writes[key] = SingleWrite.started(claim.claim_id, peer, copies)
+            yield Reply(peer, write.status())
             yield Post(key, copies, Direction.WRITE)
 
     def told(self, peer: str, claim: Claim, lease: Lease) -> list[Command]:
@@ -98,7 +90,7 @@ class Carrying:
             return []
         # Who reads a share itself still needs to know what has become of the lease, until it has been told.
         is_over = claim.direction is Direction.WRITE or claim.party in lease.completed
-        return [Reply(peer, write.word())] if is_over else []
+        return [Reply(peer, write.status())] if is_over else []
 
     @property
     def has_shares(self) -> bool:
@@ -117,7 +109,7 @@ class Carrying:
 
     def _post_share(self, claim: Claim, lease: Lease) -> Iterator[Command]:
         write = lease.writes[_key_of(claim)]
-        if not isinstance(write, Write) or not write.is_granted:
+        if not isinstance(write, SingleWrite) or not write.is_granted:
             return
         try:
             copies = self._targets.copies(claim, lease.wanted)
@@ -131,7 +123,7 @@ class Carrying:
     def pack(self, peer: str, message: Pack, lease: Lease, now: float) -> Iterator[Command]:
         """Write one slot. Raises TransferError when there is no such claim or slot."""
         packing = lease.writes.get(ClaimKey(message.lease_id, message.party, message.claim_id))
-        if not isinstance(packing, Packing):
+        if not isinstance(packing, PackedWrite):
             raise TransferError(
                 Reason.NOT_CLAIMED, "a staging slot for a transfer that is not packed", found=message.claim_id
             )
@@ -143,16 +135,16 @@ class Carrying:
     def grown(self, lease: Lease) -> Iterator[Command]:
         """More tokens are computed: on with what is pushed, and word of it to who has slots packed."""
         for write in lease.writes.values():
-            if isinstance(write, Packing | StretchWrites) and not (write.error or write.is_written):
+            if isinstance(write, PackedWrite | StreamedWrite) and not (write.error or write.is_written):
                 try:
                     yield from self._grow(write, lease)
                 except FerryError as error:
                     yield from write.fail(str(error))
-                    yield from _say(write)
+                    yield from _report(write)
 
-    def _grow(self, write: Packing | StretchWrites, lease: Lease) -> Iterator[Command]:
+    def _grow(self, write: PackedWrite | StreamedWrite, lease: Lease) -> Iterator[Command]:
         tables, num_ready = lease.wanted.block_tables, lease.num_ready
-        if isinstance(write, Packing):
+        if isinstance(write, PackedWrite):
             yield from write.grown(tables, num_ready)
             return
         if lease.ahead.num_states and not write.bundles:
@@ -165,27 +157,27 @@ class Carrying:
         if not isinstance(key, SlotKey) or not isinstance(key.work, ClaimKey):
             return
         write = lease.writes.get(key.work)
-        if not isinstance(write, Packing | StretchWrites) or key not in write.uses:
+        if not isinstance(write, PackedWrite | StreamedWrite) or key not in write.uses:
             return
-        if isinstance(write, Packing) and not write.is_far(key, event):
+        if isinstance(write, PackedWrite) and not write.is_far(key, event):
             self._moved_at = now
         had_error = bool(write.error)
         yield from _changed(write, event)
         if write.is_aborted:
             yield from self._acknowledge(write)
-        elif (write.error and not had_error) or (isinstance(write, StretchWrites) and write.is_written and lease.live):
-            yield from _say(write)
+        elif (write.error and not had_error) or (isinstance(write, StreamedWrite) and write.is_written and lease.live):
+            yield from _report(write)
 
     def ticket_ended(self, event: TicketEnded, lease: Lease) -> Iterator[Command]:
         """A write of ours: good news only while the lease is live, else the target has been told when it ended."""
         write = lease.writes.get(event.key) if isinstance(event.key, ClaimKey) else None
-        if not isinstance(write, Write):
+        if not isinstance(write, SingleWrite):
             return
         write.ended(event.error)
         if write.is_aborted:
             yield from self._acknowledge(write)
         elif lease.live:
-            yield from _say(write)
+            yield from _report(write)
 
     def abort(self, peer: str, key: ClaimKey, lease: Lease) -> Iterator[Command]:
         """The target does not want it any more: acknowledged once nothing is written, and nothing ever will be."""
@@ -194,11 +186,11 @@ class Carrying:
             yield Reply(peer, Aborted(key.claim_id, self._epoch, is_clean=True))
             return
         write.peer, write.is_aborted = peer, True
-        if isinstance(write, Packing | StretchWrites):
+        if isinstance(write, PackedWrite | StreamedWrite):
             yield from write.fail("the claim has been aborted")
         yield from self._acknowledge(write)
 
-    def _acknowledge(self, write: Write | Packing | StretchWrites) -> Iterator[Command]:
+    def _acknowledge(self, write: SingleWrite | PackedWrite | StreamedWrite) -> Iterator[Command]:
         if not write.is_open:
             yield Reply(write.peer, Aborted(write.claim_id, self._epoch, write.is_clean))
 
@@ -208,9 +200,9 @@ class Carrying:
             if write.is_written:
                 continue
             # Who has slots packed waits for the next one, or for tokens, also between two questions.
-            was_open = not write.error if isinstance(write, Packing) else write.is_open
+            was_open = not write.error if isinstance(write, PackedWrite) else write.is_open
             # So does who reads a share itself, until it is told that ours is written.
-            was_open |= isinstance(write, Write) and write.is_granted
+            was_open |= isinstance(write, SingleWrite) and write.is_granted
             yield from _stop(key, write)
             if was_open and not write.is_aborted:
                 yield from refuse(write.peer, lease.refusal_of_end(key))
@@ -220,9 +212,9 @@ def _key_of(claim: Claim) -> ClaimKey:
     return ClaimKey(claim.reference.lease_id, claim.party, claim.claim_id)
 
 
-def _stop(key: ClaimKey, write: Write | Packing | StretchWrites) -> Iterator[Command]:
+def _stop(key: ClaimKey, write: SingleWrite | PackedWrite | StreamedWrite) -> Iterator[Command]:
     """What is under way for a lease that has ended goes on until its tickets have ended; nothing more begins."""
-    if isinstance(write, Packing | StretchWrites):
+    if isinstance(write, PackedWrite | StreamedWrite):
         yield from write.fail("the lease has ended")
     elif write.is_granted:
         write.machine.move("lease ended")
@@ -231,19 +223,19 @@ def _stop(key: ClaimKey, write: Write | Packing | StretchWrites) -> Iterator[Com
         yield Cancel(key)
 
 
-def _changed(write: Packing | StretchWrites, event: Acquired | Staged | TicketEnded) -> Iterator[Command]:
+def _changed(write: PackedWrite | StreamedWrite, event: Acquired | Staged | TicketEnded) -> Iterator[Command]:
     match event:
         case TicketEnded():
             yield from write.ticket_ended(event)
-        case Acquired() if isinstance(write, Packing):
+        case Acquired() if isinstance(write, PackedWrite):
             yield from write.acquired(event)
-        case Staged() if isinstance(write, Packing):
+        case Staged() if isinstance(write, PackedWrite):
             yield from write.staged(event)
 
 
-def _say(write: Write | Packing | StretchWrites) -> Iterator[Command]:
-    word = write.word()
-    if isinstance(word, Refusal):
-        yield from refuse(write.peer, word)
+def _report(write: SingleWrite | PackedWrite | StreamedWrite) -> Iterator[Command]:
+    status = write.status()
+    if isinstance(status, Refusal):
+        yield from refuse(write.peer, status)
     else:
-        yield Reply(write.peer, word)
+        yield Reply(write.peer, status)

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from kvferry.session.events import PeerKey, Send, Timing
-from kvferry.session.target.fetch import Fetch, ReadState
-from kvferry.session.target.handshake import Handshakes
-from kvferry.session.target.queued_leases import Holds
+from kvferry.session.commands import Send
+from kvferry.session.keys import PeerKey
+from kvferry.session.target.peers.handshakes import Handshakes
+from kvferry.session.target.queued_leases import QueuedLeases
+from kvferry.session.target.reads.fetch import LEASED, Fetch
+from kvferry.session.timeouts import Timing
 from kvferry.wire.messages import Party, Renew
-
-USING = (ReadState.MOVING, ReadState.LANDED, ReadState.DIGESTED)
-"""States in which a read needs its lease."""
 
 
 class Heartbeats:
     """One message per peer, at each heartbeat."""
 
     def __init__(
-        self, ours: Party, peers: Handshakes, fetches: Mapping[str, Fetch], holds: Holds, timing: Timing
+        self, ours: Party, peers: Handshakes, fetches: Mapping[str, Fetch], queued: QueuedLeases, timing: Timing
     ) -> None:
         self._ours = ours
         self._peers = peers
         self._fetches = fetches
-        self._holds = holds
+        self._queued = queued
         self._timing = timing
         self._last = 0.0
 
@@ -41,11 +40,11 @@ class Heartbeats:
     def _used(self) -> Iterator[tuple[PeerKey, str]]:
         for fetch in self._fetches.values():
             for key, read in fetch.reads.items():
-                if read.state in USING:
+                if read.state in LEASED:
                     yield key, fetch.wanted.reference.lease_id
 
     def _held(self) -> Iterator[tuple[PeerKey, str]]:
-        for key, lease_id in self._holds.leases():
+        for key, lease_id in self._queued.leases():
             if key in self._peers and self._peers[key].ready:
                 yield key, lease_id
 

@@ -16,18 +16,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from kvferry.session.events import FetchRequest, Knock, PeerKey, ReadKey, Send, Timing
-from kvferry.session.target.handshake import Handshakes
+from kvferry.session.commands import CheckLiveness, Send
+from kvferry.session.events import FetchRequest
+from kvferry.session.keys import PeerKey, ReadKey
+from kvferry.session.target.peers.handshakes import Handshakes
+from kvferry.session.timeouts import Timing
 from kvferry.wire.messages import Abort, Aborted, Party
 
 
 @dataclass(slots=True)
-class _Farewell:
+class _PendingAbort:
     """`is_exposed`: the source may still write. `fence_s` is how long blocks have to wait yet, since `fenced_at`, once
     they need not wait for anybody's word any more."""
 
     abort: Abort
-    said_at: float
+    first_sent: float
     last_sent: float
     is_exposed: bool
     fence_s: float = inf
@@ -39,71 +42,71 @@ class _Farewell:
             self.fence_s, self.fenced_at = fence_s, now
 
 
-class Farewells:
+class PendingAborts:
     """At-least-once delivery of the end of a claim."""
 
     def __init__(self, ours: Party, peers: Handshakes, timing: Timing) -> None:
         self._ours = ours
         self._peers = peers
         self._timing = timing
-        self._open: dict[ReadKey, _Farewell] = {}
+        self._open: dict[ReadKey, _PendingAbort] = {}
         self._last_turn = 0.0
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def say(self, wanted: FetchRequest, key: PeerKey, is_exposed: bool, now: float) -> Iterator[Send]:
+    def send(self, wanted: FetchRequest, key: PeerKey, is_exposed: bool, now: float) -> Iterator[Send]:
         """Tell a source that its blocks are not wanted any more; one that has been lost only if it may still write."""
         if is_exposed or key in self._peers:
             abort = Abort(self._ours, wanted.claim_id, wanted.reference.lease_id)
-            self._open[ReadKey(wanted.claim_id, key)] = _Farewell(abort, now, now, is_exposed)
+            self._open[ReadKey(wanted.claim_id, key)] = _PendingAbort(abort, now, now, is_exposed)
             yield Send(key, abort)
 
-    def waits_for(self, peer: PeerKey) -> bool:
+    def awaits(self, peer: PeerKey) -> bool:
         """Whether the word of a peer is still wanted."""
         return any(key.peer == peer for key in self._open)
 
-    def noted(self, peer: PeerKey, aborted: Aborted, now: float) -> None:
+    def acknowledged(self, peer: PeerKey, aborted: Aborted, now: float) -> None:
         """The source has acknowledged; again or late is fine."""
         key = ReadKey(aborted.claim_id, peer)
-        if farewell := self._open.get(key):
+        if pending := self._open.get(key):
             # Another incarnation knows nothing of the claim: its word means that the one we asked has ended.
             is_clean = aborted.is_clean and aborted.epoch == peer.epoch
-            farewell.fence(0.0 if is_clean else self._timing.fence_s, now)
+            pending.fence(0.0 if is_clean else self._timing.fence_s, now)
 
     def gone(self, peer: PeerKey, now: float) -> None:
         """The process of a peer has ended."""
-        for key, farewell in self._open.items():
+        for key, pending in self._open.items():
             if key.peer == peer:
-                farewell.fence(self._timing.fence_s, now)
+                pending.fence(self._timing.fence_s, now)
 
-    def take_over(self, now: float) -> list[ReadKey]:
+    def take_finished(self, now: float) -> list[ReadKey]:
         """Forget those that are over; returns them.
 
         Time counts in turns of ours: our own buffers only empty while this process runs.
         """
-        over = [key for key, farewell in self._open.items() if self._is_over(key, farewell, now)]
+        over = [key for key, pending in self._open.items() if self._is_over(key, pending, now)]
         self._last_turn = now
         for key in over:
             del self._open[key]
         return over
 
-    def _is_over(self, key: ReadKey, farewell: _Farewell, now: float) -> bool:
-        if not farewell.is_exposed:
-            is_silent = now - farewell.said_at >= self._timing.silence_s
-            return farewell.fence_s < inf or is_silent or key.peer not in self._peers
-        farewell.fence_s -= min(now - max(self._last_turn, farewell.fenced_at), self._timing.resend_s)
-        return farewell.fence_s <= 0.0
+    def _is_over(self, key: ReadKey, pending: _PendingAbort, now: float) -> bool:
+        if not pending.is_exposed:
+            is_silent = now - pending.first_sent >= self._timing.silence_s
+            return pending.fence_s < inf or is_silent or key.peer not in self._peers
+        pending.fence_s -= min(now - max(self._last_turn, pending.fenced_at), self._timing.resend_s)
+        return pending.fence_s <= 0.0
 
-    def repeat(self, now: float) -> Iterator[Send | Knock]:
+    def repeat(self, now: float) -> Iterator[Send | CheckLiveness]:
         """Say again what has not been acknowledged for a while, and look whether a silent source is still there."""
         silent: dict[PeerKey, None] = {}
-        for key, farewell in self._open.items():
-            if farewell.fence_s < inf or now - farewell.last_sent < self._timing.resend_s:
+        for key, pending in self._open.items():
+            if pending.fence_s < inf or now - pending.last_sent < self._timing.resend_s:
                 continue
-            farewell.last_sent = now
-            yield Send(key.peer, farewell.abort)
-            if farewell.is_exposed and now - farewell.said_at >= self._timing.silence_s:
+            pending.last_sent = now
+            yield Send(key.peer, pending.abort)
+            if pending.is_exposed and now - pending.first_sent >= self._timing.silence_s:
                 silent[key.peer] = None
         for peer in silent:
-            yield Knock(peer)
+            yield CheckLiveness(peer)

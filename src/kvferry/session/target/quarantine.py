@@ -7,28 +7,19 @@ from collections.abc import Iterator
 from kvferry.errors import TransferError
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import (
-    BlocksReleased,
-    Cancel,
-    ClaimKey,
-    Command,
-    Count,
-    Disconnect,
-    DropDigest,
-    FetchFailed,
-    ReadKey,
-)
-from kvferry.session.target.fetch import Fetch, ReadState
-from kvferry.session.target.handshake import Handshakes
-from kvferry.session.target.pending_aborts import Farewells
+from kvferry.session.commands import BlocksReleased, Cancel, Command, Count, Disconnect, DropDigest, FetchFailed
+from kvferry.session.keys import ClaimKey, ReadKey
+from kvferry.session.target.peers.handshakes import Handshakes
+from kvferry.session.target.pending_aborts import PendingAborts
+from kvferry.session.target.reads.fetch import Fetch, ReadState
 
 
 class Quarantine:
     """Of the fetches of one rank: those that are over leave them here."""
 
-    def __init__(self, fetches: dict[str, Fetch], farewells: Farewells, peers: Handshakes) -> None:
+    def __init__(self, fetches: dict[str, Fetch], aborts: PendingAborts, peers: Handshakes) -> None:
         self._fetches = fetches
-        self._farewells = farewells
+        self._aborts = aborts
         self._peers = peers
 
     def fail(self, fetch: Fetch, error: TransferError, now: float) -> Iterator[Command]:
@@ -39,8 +30,8 @@ class Quarantine:
         for key, read in fetch.reads.items():
             if read.state is ReadState.MOVING and Direction.READ in read.movers:
                 yield Cancel(fetch.key(key))
-            for unpacking in read.unpacking:
-                yield from unpacking.fail()
+            for pipeline in read.pipeline:
+                yield from pipeline.fail()
             if read.is_digesting:
                 yield DropDigest(fetch.key(key))
             is_posted = read.state is ReadState.MOVING
@@ -50,7 +41,7 @@ class Quarantine:
                 read.ended(Direction.READ)
         for key in fetch.peers:
             is_exposed = key in fetch.reads and fetch.reads[key].is_exposed
-            yield from self._farewells.say(fetch.wanted, key, is_exposed, now)
+            yield from self._aborts.send(fetch.wanted, key, is_exposed, now)
         for key in [key for key, read in fetch.reads.items() if read.strategy is not Strategy.DIRECT]:
             yield from self.drained(fetch.key(key))
         yield from self.free_when_drained(fetch)
@@ -61,7 +52,7 @@ class Quarantine:
         if fetch is not None and isinstance(work, ReadKey) and fetch.failed and work.peer in fetch.reads:
             read = fetch.reads[work.peer]
             is_staged = read.strategy is not Strategy.DIRECT and read.state is ReadState.DRAINING
-            if is_staged and not any(unpacking.is_open for unpacking in read.unpacking):
+            if is_staged and not any(pipeline.is_open for pipeline in read.pipeline):
                 read.machine.move("ticket ended")
                 yield from self.free_when_drained(fetch)
 
@@ -71,17 +62,17 @@ class Quarantine:
             del self._fetches[fetch.wanted.claim_id]
             yield BlocksReleased(fetch.wanted.request_id)
 
-    def end_farewells(self, now: float) -> Iterator[Command]:
+    def end_acknowledged(self, now: float) -> Iterator[Command]:
         """What sources have acknowledged, or cannot do any more, is over; so is the quarantine that waited for it."""
-        for key in self._farewells.take_over(now):
+        for key in self._aborts.take_finished(now):
             fetch = self._fetches.get(key.claim_id)
             if fetch is not None and key.peer in fetch.reads and fetch.reads[key.peer].is_exposed:
                 read = fetch.reads[key.peer]
                 if read.strategy is Strategy.DIRECT:
                     read.ended(Direction.WRITE)
-                for unpacking in read.unpacking:
-                    yield from unpacking.fenced()
+                for pipeline in read.pipeline:
+                    yield from pipeline.fenced()
                 yield from self.drained(key)
                 yield from self.free_when_drained(fetch)
-                if key.peer not in self._peers and not self._farewells.waits_for(key.peer):
+                if key.peer not in self._peers and not self._aborts.awaits(key.peer):
                     yield Disconnect(key.peer)

@@ -21,7 +21,7 @@ AUTO = (Strategy.DIRECT, Strategy.SCATTER, Strategy.PACK)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class TransferMode:
     """Who moves a read's bytes, and how. A target that reads from the token `read_from` on has its source write what
     lies before that."""
 
@@ -57,7 +57,7 @@ class StagingPolicy:
                 expected=f"at least {least}",
             )
 
-    def before_claim(self, program: Program, ranges: Ranges, costs: Costs, direction: Direction) -> Way:
+    def before_claim(self, program: Program, ranges: Ranges, costs: Costs, direction: Direction) -> TransferMode:
         """What to ask a source for: to pack, to write to our blocks, all or a share, or only to let us read.
 
         The source's blocks are not known yet: every row counts for itself, and so does every run of the source.
@@ -70,13 +70,15 @@ class StagingPolicy:
         counts = Counts(num_bytes, num_rows, num_rows)
         price = self._cheapest(counts, costs, allowed)
         if price.shared and (token := token_at(program, ranges, price.shared)):
-            return Way(direction, read_from=token)
+            return TransferMode(direction, read_from=token)
         if price.shared:
             price = self._cheapest(counts, replace(costs, sharing_s=0.0), allowed)
         # What a target reads may go through its own staging memory: that is decided when the rows are known.
-        return Way(Direction.WRITE, Strategy.PACK) if price.strategy is Strategy.PACK else Way(direction)
+        return (
+            TransferMode(Direction.WRITE, Strategy.PACK) if price.strategy is Strategy.PACK else TransferMode(direction)
+        )
 
-    def packing_only(self, source: str) -> Way:
+    def packing_only(self, source: str) -> TransferMode:
         """For a source whose blocks no transport reaches. Raises TransferError when that is not allowed."""
         if Strategy.PACK not in self.allowed:
             raise TransferError(
@@ -86,7 +88,7 @@ class StagingPolicy:
                 expected=Strategy.PACK,
                 hint="choose the strategy auto or pack",
             )
-        return Way(Direction.WRITE, Strategy.PACK)
+        return TransferMode(Direction.WRITE, Strategy.PACK)
 
     def check_without_packing(self, source: str) -> None:
         """Raises TransferError when nothing is left for a source that cannot write to our staging memory."""

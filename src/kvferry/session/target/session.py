@@ -13,37 +13,32 @@ from collections.abc import Callable, Iterator
 from kvferry.errors import TransferError
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
+from kvferry.session.commands import CheckLiveness, Command, Count, Disconnect
 from kvferry.session.events import (
-    AbortWanted,
+    AbortRequest,
     Acquired,
     AnswerArrived,
-    Command,
-    Count,
     Digested,
-    Disconnect,
     FetchRequest,
     HoldRequest,
-    Knock,
     PeerConnected,
     PeerGone,
-    PeerKey,
     PeerUnreachable,
-    ReadKey,
-    SlotKey,
     Staged,
     Tick,
     TicketEnded,
-    Timing,
-    peers_of,
 )
-from kvferry.session.target.claim_retry import WAITING
-from kvferry.session.target.fetch import Broken, Fetch, ReadState, Step
-from kvferry.session.target.handshake import Handshakes, Lost, Ourselves, Peer, PeerState
+from kvferry.session.keys import PeerKey, ReadKey, SlotKey, peers_of
 from kvferry.session.target.heartbeats import Heartbeats
-from kvferry.session.target.pending_aborts import Farewells
+from kvferry.session.target.peers.handshakes import Handshakes, PeerLost
+from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.peer import Peer, PeerState
+from kvferry.session.target.pending_aborts import PendingAborts
 from kvferry.session.target.quarantine import Quarantine
-from kvferry.session.target.queued_leases import Holds
-from kvferry.session.target.reads import Reads
+from kvferry.session.target.queued_leases import QueuedLeases
+from kvferry.session.target.reads.fetch import WAITING, Fetch, FetchBroken, ReadState, Step
+from kvferry.session.target.reads.lifecycle import Reads
+from kvferry.session.timeouts import Timing
 from kvferry.wire.messages import (
     Aborted,
     Grant,
@@ -59,15 +54,13 @@ from kvferry.wire.messages import (
     Written,
 )
 
-__all__ = ["Ourselves", "TargetSession"]
-
 # Each is answered: after two of them without a word it is worth looking whether the source's process has ended.
 QUIET_HEARTBEATS = 2
 
 TargetEvent = (
     HoldRequest
     | FetchRequest
-    | AbortWanted
+    | AbortRequest
     | AnswerArrived
     | PeerConnected
     | PeerUnreachable
@@ -83,19 +76,19 @@ TargetEvent = (
 class TargetSession:
     """Fetches of one rank. Feed it events; do what its commands say."""
 
-    def __init__(self, ourselves: Ourselves, timing: Timing) -> None:
+    def __init__(self, identity: TargetIdentity, timing: Timing) -> None:
         self._timing = timing
-        self._peers = Handshakes(ourselves, timing)
+        self._peers = Handshakes(identity, timing)
         self._fetches: dict[str, Fetch] = {}
-        self._reads = Reads(ourselves, self._peers, self._fetches, timing)
-        self._farewells = Farewells(ourselves.party, self._peers, timing)
-        self._holds = Holds(timing.hold_s)
-        self._heartbeats = Heartbeats(ourselves.party, self._peers, self._fetches, self._holds, timing)
-        self._quarantine = Quarantine(self._fetches, self._farewells, self._peers)
-        self._handlers: dict[type, Callable[..., Iterator[Step | Lost]]] = {
+        self._reads = Reads(identity, self._peers, self._fetches, timing)
+        self._aborts = PendingAborts(identity.party, self._peers, timing)
+        self._queued = QueuedLeases(timing.hold_s)
+        self._heartbeats = Heartbeats(identity.party, self._peers, self._fetches, self._queued, timing)
+        self._quarantine = Quarantine(self._fetches, self._aborts, self._peers)
+        self._handlers: dict[type, Callable[..., Iterator[Step | PeerLost]]] = {
             HoldRequest: self._hold,
             FetchRequest: self._fetch,
-            AbortWanted: self._abort,
+            AbortRequest: self._abort,
             AnswerArrived: self._answer,
             PeerConnected: self._connected,
             PeerUnreachable: self._unreachable,
@@ -106,7 +99,7 @@ class TargetSession:
             Digested: self._reads.digested,
             Tick: self._tick,
         }
-        self._answers: dict[type, Callable[..., Iterator[Step | Lost]]] = {
+        self._answers: dict[type, Callable[..., Iterator[Step | PeerLost]]] = {
             Welcome: self._peers.welcomed,
             Offer: self._peers.offered,
             Reached: self._reached,
@@ -125,7 +118,7 @@ class TargetSession:
 
     def next_deadline(self, now: float) -> float:
         """When `handle(Tick())` is due next; infinity when there is nobody to watch."""
-        if self._fetches or self._holds or self._farewells or not all(peer.ready for peer in self._peers):
+        if self._fetches or self._queued or self._aborts or not all(peer.ready for peer in self._peers):
             return now + min(self._timing.heartbeat_s, self._timing.resend_s) / 2
         return min((peer.last_heard + self._timing.idle_peer_s for peer in self._peers), default=float("inf"))
 
@@ -149,12 +142,12 @@ class TargetSession:
             if any(read.is_exposed and read.strategy is Strategy.DIRECT for read in fetch.reads.values())
         )
 
-    def _follow(self, steps: Iterator[Step | Lost], now: float) -> Iterator[Command]:
+    def _follow(self, steps: Iterator[Step | PeerLost], now: float) -> Iterator[Command]:
         """What becomes of peers that are lost and fetches that are broken: at once, whatever follows."""
         for step in steps:
-            if isinstance(step, Lost):
+            if isinstance(step, PeerLost):
                 yield from self._lose(step.peer, step.error, now)
-            elif isinstance(step, Broken):
+            elif isinstance(step, FetchBroken):
                 yield from self._quarantine.fail(step.fetch, step.error, now)
             else:
                 yield step
@@ -170,30 +163,30 @@ class TargetSession:
 
     # --- the engine's side ---
 
-    def _hold(self, event: HoldRequest, now: float) -> Iterator[Step | Lost]:
-        self._holds.add(event, now)
+    def _hold(self, event: HoldRequest, now: float) -> Iterator[Step | PeerLost]:
+        self._queued.add(event, now)
         for key in peers_of(event.reference, event.addresses):
-            yield from self._peers.meet(key, now)
+            yield from self._peers.greet(key, now)
 
-    def _fetch(self, event: FetchRequest, now: float) -> Iterator[Step | Lost]:
-        self._holds.end(event.reference)
+    def _fetch(self, event: FetchRequest, now: float) -> Iterator[Step | PeerLost]:
+        self._queued.end(event.reference)
         peers = peers_of(event.reference, event.addresses)
         fetch = Fetch(event, peers, began=now)
         self._fetches[event.claim_id] = fetch
         for key in peers:
-            yield from self._peers.meet(key, now)
+            yield from self._peers.greet(key, now)
         yield from self._reads.claim_when_ready(fetch, now)
 
-    def _abort(self, event: AbortWanted, now: float) -> Iterator[Step | Lost]:
+    def _abort(self, event: AbortRequest, now: float) -> Iterator[Step | PeerLost]:
         for fetch in list(self._fetches.values()):
             if fetch.wanted.request_id == event.request_id and not fetch.failed:
-                yield Broken(fetch, TransferError(Reason.ABORTED, "the request was aborted"))
+                yield FetchBroken(fetch, TransferError(Reason.ABORTED, "the request was aborted"))
 
     # --- meeting peers ---
 
-    def _reached(self, peer: Peer, reached: Reached, now: float) -> Iterator[Step | Lost]:
+    def _reached(self, peer: Peer, reached: Reached, now: float) -> Iterator[Step | PeerLost]:
         """The source says the same as a transport of ours would, and whether our slots are near to it."""
-        peer.is_told(reached)
+        peer.note_reached(reached)
         if peer.direction is Direction.WRITE:
             yield from self._connected(PeerConnected(peer.key, reached.transport, reached.choice), now)
         elif peer.machine.state is PeerState.OFFERING:
@@ -202,22 +195,22 @@ class TargetSession:
                 event = PeerConnected(peer.key, reached.transport, reached.choice)
             yield from self._connected(event, now)
 
-    def _connected(self, event: PeerConnected, now: float) -> Iterator[Step | Lost]:
+    def _connected(self, event: PeerConnected, now: float) -> Iterator[Step | PeerLost]:
         if not isinstance(event.peer, PeerKey) or event.peer not in self._peers:
             return
         peer = self._peers[event.peer]
         if not self._peers.connected(peer, event, now):
             return
         if peer.is_turning:
-            yield from self._peers.offer_ourselves(peer, now)
+            yield from self._peers.offer_memory(peer, now)
         else:
             yield from self._claim_what_waits(event.peer, now)
 
-    def _claim_what_waits(self, key: PeerKey, now: float) -> Iterator[Step | Lost]:
+    def _claim_what_waits(self, key: PeerKey, now: float) -> Iterator[Step | PeerLost]:
         for fetch in [fetch for fetch in self._fetches.values() if key in fetch.peers]:
             yield from self._reads.claim_when_ready(fetch, now)
 
-    def _unreachable(self, event: PeerUnreachable, now: float) -> Iterator[Step | Lost]:
+    def _unreachable(self, event: PeerUnreachable, now: float) -> Iterator[Step | PeerLost]:
         if not isinstance(event.peer, PeerKey):
             return
         error = TransferError(
@@ -226,15 +219,15 @@ class TargetSession:
             found=event.error,
             hint="start both engines with --transport tcp",
         )
-        yield Lost(event.peer, error)
+        yield PeerLost(event.peer, error)
 
     # --- reading ---
 
-    def _packed(self, peer: Peer, packed: Packed, now: float) -> Iterator[Step | Lost]:
+    def _packed(self, peer: Peer, packed: Packed, now: float) -> Iterator[Step | PeerLost]:
         yield from self._reads.packed(peer, packed, now)
         yield from self._quarantine.drained(ReadKey(packed.claim_id, peer.key))
 
-    def _ticket_ended(self, event: TicketEnded, now: float) -> Iterator[Step | Lost]:
+    def _ticket_ended(self, event: TicketEnded, now: float) -> Iterator[Step | PeerLost]:
         key = event.key
         if isinstance(key, SlotKey):
             yield from self._reads.staged.filled(key, event.error, now)
@@ -249,27 +242,27 @@ class TargetSession:
         else:
             yield from self._reads.ticket_ended(fetch, key.peer, event.error, now)
 
-    def _staged(self, event: Staged, now: float) -> Iterator[Step | Lost]:
+    def _staged(self, event: Staged, now: float) -> Iterator[Step | PeerLost]:
         yield from self._reads.staged.staged(event, now)
         yield from self._quarantine.drained(event.key.work)
 
     # --- failing ---
 
-    def _gone(self, event: PeerGone, now: float) -> Iterator[Step | Lost]:
+    def _gone(self, event: PeerGone, now: float) -> Iterator[Step | PeerLost]:
         if event.peer in self._peers and (not self._peers[event.peer].ready or self._reads.wait_for(event.peer)):
             what, hint = f"nothing listens at {event.peer.address} any more", "has that engine exited?"
-            yield Lost(event.peer, TransferError(Reason.PEER_LOST, what, hint=hint))
+            yield PeerLost(event.peer, TransferError(Reason.PEER_LOST, what, hint=hint))
         # Of what has just failed, too: nobody's word has to be waited for.
-        self._farewells.gone(event.peer, now)
+        self._aborts.gone(event.peer, now)
 
     # --- answers ---
 
-    def _answer(self, event: AnswerArrived, now: float) -> Iterator[Step | Lost]:
+    def _answer(self, event: AnswerArrived, now: float) -> Iterator[Step | PeerLost]:
         handler = self._answers.get(type(event.message))
         if isinstance(event.message, Aborted):
             # Wanted also of a peer that counts as lost: it may have woken up.
-            self._farewells.noted(event.peer, event.message, now)
-            yield from self._quarantine.end_farewells(now)
+            self._aborts.acknowledged(event.peer, event.message, now)
+            yield from self._quarantine.end_acknowledged(now)
         elif handler is None:
             yield Count("unexpected_messages", type(event.message).__name__)
             return
@@ -278,7 +271,7 @@ class TargetSession:
             peer.last_heard = now
             yield from handler(peer, event.message, now) if handler else ()
 
-    def _refused(self, peer: Peer, refusal: Refusal, now: float) -> Iterator[Step | Lost]:
+    def _refused(self, peer: Peer, refusal: Refusal, now: float) -> Iterator[Step | PeerLost]:
         error = TransferError(
             refusal.reason, f"the source refused: {refusal.what}", found=refusal.found, expected=refusal.expected
         )
@@ -287,31 +280,31 @@ class TargetSession:
             yield from self._claim_what_waits(peer.key, now)
             return
         if not refusal.claim_id:
-            yield Lost(peer.key, error)
+            yield PeerLost(peer.key, error)
             return
         for fetch, _ in self._reads.of(peer.key, refusal.claim_id, *WAITING):
-            yield Broken(fetch, error)
+            yield FetchBroken(fetch, error)
 
-    def _renewed(self, peer: Peer, renewed: Renewed, now: float) -> Iterator[Step | Lost]:
+    def _renewed(self, peer: Peer, renewed: Renewed, now: float) -> Iterator[Step | PeerLost]:
         error = TransferError(Reason.EXPIRED, "the lease expired before the transfer was complete")
         for fetch in list(self._fetches.values()):
             reading = peer.key in fetch.reads and fetch.reads[peer.key].state is ReadState.MOVING
             if reading and fetch.wanted.reference.lease_id in renewed.gone:
-                yield Broken(fetch, error)
+                yield FetchBroken(fetch, error)
 
     # --- time ---
 
-    def _tick(self, event: Tick, now: float) -> Iterator[Step | Lost]:
+    def _tick(self, event: Tick, now: float) -> Iterator[Step | PeerLost]:
         for peer in self._peers:
             yield from self._watch(peer, now)
         for fetch in list(self._fetches.values()):
-            yield from self._reads.hurry(fetch, now)
-        yield from self._quarantine.end_farewells(now)
-        yield from self._farewells.repeat(now)
-        self._holds.expire(now)
+            yield from self._reads.retry(fetch, now)
+        yield from self._quarantine.end_acknowledged(now)
+        yield from self._aborts.repeat(now)
+        self._queued.expire(now)
         yield from self._heartbeats.send(now)
 
-    def _watch(self, peer: Peer, now: float) -> Iterator[Step | Lost]:
+    def _watch(self, peer: Peer, now: float) -> Iterator[Step | PeerLost]:
         """Repeat an unanswered question of the handshake; give a peer up that stays silent while it is needed, sooner
         when nobody listens there any more."""
         if not peer.ready:
@@ -322,13 +315,13 @@ class TargetSession:
         silent_s = now - peer.last_heard if self._reads.wait_for(peer.key) else 0.0
         if silent_s > QUIET_HEARTBEATS * self._timing.heartbeat_s and now - peer.last_sent >= self._timing.resend_s:
             peer.last_sent = now
-            yield Knock(peer.key)
+            yield CheckLiveness(peer.key)
         if silent_s > self._timing.silence_s:
             what = f"{peer.key} has not answered for {self._timing.silence_s:g} s"
-            yield Lost(peer.key, TransferError(Reason.PEER_LOST, what))
+            yield PeerLost(peer.key, TransferError(Reason.PEER_LOST, what))
         elif now >= peer.last_heard + self._timing.idle_peer_s and not self._is_needed(peer):
             # It may be gone for good; if not, the next fetch meets it anew.
-            yield Lost(peer.key, TransferError(Reason.PEER_LOST, f"{peer.key} was idle"))
+            yield PeerLost(peer.key, TransferError(Reason.PEER_LOST, f"{peer.key} was idle"))
 
     def _is_needed(self, peer: Peer) -> bool:
         return any(peer.key in fetch.peers for fetch in self._fetches.values())

@@ -27,16 +27,9 @@ from kvferry.errors import TransportError
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import (
-    AgentStopped,
-    BlocksReleased,
-    Fetched,
-    FetchFailed,
-    FetchRequest,
-    LeaseEnded,
-    LeaseRequest,
-    Timing,
-)
+from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, LeaseEnded
+from kvferry.session.events import FetchRequest, LeaseRequest
+from kvferry.session.timeouts import Timing
 from kvferry.transport.shm.shared_memory import allocate_shared
 from kvferry.wire.messages import Reference
 

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from kvferry.plan.programs.request import volume
-from kvferry.session.events import ClaimKey, Command, Count, FetchFailed, LeaseEnded, PeerKey, ReadKey, SlotKey
+from kvferry.session.commands import Command, Count, FetchFailed, LeaseEnded
+from kvferry.session.keys import ClaimKey, PeerKey, ReadKey, SlotKey
 from kvferry.wire.messages import Party, Reason
 from simulator.checks.slots import slot_lands, slot_leaves
 from simulator.state.naming import request_of
@@ -27,13 +28,13 @@ class Checks:
         self._open_tickets = open_tickets
         self.outcomes: Counter[str] = Counter()
         self._arrived: dict[tuple[Rank, str], list[Ticket]] = {}
-        self._begun: dict[tuple[Party, str], Fetching] = {}
+        self._started: dict[tuple[Party, str], Fetching] = {}
         self._in_place: Counter[tuple[Party, str, PeerKey]] = Counter()
         self._packed: dict[tuple[Party, str, PeerKey], dict[SlotKey, int]] = {}
 
     def began(self, rank: Rank, fetching: Fetching) -> None:
         """Note what a rank wants."""
-        self._begun[rank.party, fetching.wanted.request_id] = fetching
+        self._started[rank.party, fetching.wanted.request_id] = fetching
 
     # --- bytes ---
 
@@ -132,7 +133,7 @@ class Checks:
 
     def _has_all(self, rank: Rank, party: Party, request_id: str) -> bool:
         """Whether everything that a reader has claimed of a source rank has come to its blocks, or out of ours."""
-        fetching = self._begun.get((party, request_id))
+        fetching = self._started.get((party, request_id))
         if fetching is None:
             return False
         shape = self._shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.session.events import ClaimKey, ReadKey, SlotKey
+from kvferry.session.keys import ClaimKey, ReadKey, SlotKey
 from simulator.state.naming import request_of
 from simulator.state.rank import Copy, Rank
 from simulator.state.ticket import Ticket

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import ClaimKey, Command, FrameArrived, ReadKey, TicketEnded
+from kvferry.session.commands import Command
+from kvferry.session.events import FrameArrived, TicketEnded
+from kvferry.session.keys import ClaimKey, ReadKey
 from kvferry.session.source.session import SourceEvent, SourceSession
-from kvferry.session.source.write import Write, WriteState
+from kvferry.session.source.single_write import SingleWrite, WriteState
 from kvferry.session.target.session import TargetEvent, TargetSession
 from kvferry.wire.messages import Claim
 
@@ -26,7 +28,7 @@ class LateShare(SourceSession):
 
     def handle(self, event: SourceEvent, now: float) -> list[Command]:
         commands = super().handle(event, now)
-        for claim, lease in self._carrying._shares:
+        for claim, lease in self._writes._shares:
             _grant_again(lease.writes[ClaimKey(lease.wanted.lease_id, claim.party, claim.claim_id)])
         return commands
 
@@ -41,10 +43,10 @@ class ShareAgain(SourceSession):
             write = lease.writes.get(ClaimKey(claim.reference.lease_id, claim.party, claim.claim_id)) if lease else None
             if lease and write and lease.live and write.is_written:
                 _grant_again(write)
-                self._carrying._shares.append((claim, lease))
+                self._writes._shares.append((claim, lease))
         return super().handle(event, now)
 
 
 def _grant_again(write: object) -> None:
-    if isinstance(write, Write) and not write.is_open:
+    if isinstance(write, SingleWrite) and not write.is_open:
         write.machine.state = WriteState.GRANTED

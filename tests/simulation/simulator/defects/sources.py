@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from kvferry.session.events import Command, DropDigest, FrameArrived, LeaseEnded, LeaseProgress, Reply, Timing
-from kvferry.session.source.introduction import Identity
+from kvferry.session.commands import Command, DropDigest, LeaseEnded, Reply
+from kvferry.session.events import FrameArrived, LeaseProgress
+from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceEvent, SourceSession
+from kvferry.session.timeouts import Timing
 from kvferry.wire.messages import Abort, Aborted, Claim, Hello, Landed, Message, Party, Valid
 
 FOREVER_S = 1e9
@@ -18,7 +20,7 @@ FOREVER_S = 1e9
 class CountReaders(SourceSession):
     """A lease with n readers is done after n messages."""
 
-    def __init__(self, identity: Identity, timing: Timing) -> None:
+    def __init__(self, identity: SourceIdentity, timing: Timing) -> None:
         super().__init__(identity, timing)
         self._landed_of: Counter[str] = Counter()
 
@@ -50,7 +52,7 @@ class IgnoreExpiry(SourceSession):
         if isinstance(event, FrameArrived) and isinstance(event.message, Landed):
             landed = event.message
             lease = self._leases.get(landed.lease_id)
-            if lease is not None and lease.holds(landed.party, landed.claim_id) and not lease.live:
+            if lease is not None and lease.has_granted(landed.party, landed.claim_id) and not lease.live:
                 return [Reply(event.peer, Valid(landed.claim_id))]
         return super().handle(event, now)
 
@@ -76,7 +78,7 @@ class NoEpoch(SourceSession):
 class ByRequest(SourceSession):
     """Grants whatever lease the request's id has at the moment."""
 
-    def __init__(self, identity: Identity, timing: Timing) -> None:
+    def __init__(self, identity: SourceIdentity, timing: Timing) -> None:
         super().__init__(identity, timing)
         self._meant: dict[str, str] = {}
 
@@ -169,7 +171,7 @@ class EarlyWord(SourceSession):
 class NoExpiry(SourceSession):
     """Keeps leases until somebody ends them."""
 
-    def __init__(self, identity: Identity, timing: Timing) -> None:
+    def __init__(self, identity: SourceIdentity, timing: Timing) -> None:
         super().__init__(identity, replace(timing, lease_s=FOREVER_S))
 
 
@@ -183,7 +185,7 @@ class KeepDigest(SourceSession):
 class KeepRecords(SourceSession):
     """Keeps every lease that has ended."""
 
-    def __init__(self, identity: Identity, timing: Timing) -> None:
+    def __init__(self, identity: SourceIdentity, timing: Timing) -> None:
         super().__init__(identity, replace(timing, tombstone_s=FOREVER_S))
 
 

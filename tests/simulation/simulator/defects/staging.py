@@ -6,29 +6,16 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from kvferry.session.events import (
-    Acquired,
-    AnswerArrived,
-    Cancel,
-    ClaimKey,
-    Command,
-    FetchFailed,
-    FrameArrived,
-    Post,
-    ReadKey,
-    Release,
-    Reply,
-    SlotKey,
-    Stage,
-    Staged,
-    Timing,
-)
+from kvferry.session.commands import Cancel, Command, FetchFailed, Post, Release, Reply, Stage
+from kvferry.session.events import Acquired, AnswerArrived, FrameArrived, Staged
+from kvferry.session.keys import ClaimKey, ReadKey, SlotKey
 from kvferry.session.slot import SlotState
-from kvferry.session.source.introduction import Identity
-from kvferry.session.source.packing import Packing
+from kvferry.session.source.handshake import SourceIdentity
+from kvferry.session.source.packed_write import PackedWrite
 from kvferry.session.source.session import SourceEvent, SourceSession
-from kvferry.session.target.handshake import Ourselves
+from kvferry.session.target.peers.identity import TargetIdentity
 from kvferry.session.target.session import TargetEvent, TargetSession
+from kvferry.session.timeouts import Timing
 from kvferry.wire.messages import Aborted, Pack, Packed
 from simulator.state.naming import attempt_of
 
@@ -61,8 +48,8 @@ class ForgetSlots(TargetSession):
         for command in [each for each in commands if isinstance(each, FetchFailed)]:
             fetch = self._fetches.get(attempt_of(command.request_id))
             for key, read in fetch.reads.items() if fetch is not None else ():
-                for unpacking in read.unpacking:
-                    commands += unpacking.fenced()
+                for pipeline in read.pipeline:
+                    commands += pipeline.fenced()
                 commands += self._quarantine.drained(ReadKey(attempt_of(command.request_id), key))
         return commands
 
@@ -70,8 +57,8 @@ class ForgetSlots(TargetSession):
 class ScatterAgain(TargetSession):
     """Scatters a slot whenever it hears that it is written."""
 
-    def __init__(self, ourselves: Ourselves, timing: Timing) -> None:
-        super().__init__(ourselves, timing)
+    def __init__(self, identity: TargetIdentity, timing: Timing) -> None:
+        super().__init__(identity, timing)
         self._stages: dict[SlotKey, Stage] = {}
 
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
@@ -98,7 +85,7 @@ class LostRelease(TargetSession):
 class KeepWish(SourceSession):
     """Stays in line for slots that are not wanted any more."""
 
-    def __init__(self, identity: Identity, timing: Timing) -> None:
+    def __init__(self, identity: SourceIdentity, timing: Timing) -> None:
         super().__init__(identity, timing)
         self._acquired: set[SlotKey] = set()
 
@@ -122,7 +109,7 @@ class LatePack(SourceSession):
             if lease is None:
                 return commands
             if not lease.live or (event.message.party, event.message.claim_id) in self._aborted:
-                commands += self._carrying.pack(event.peer, event.message, lease, now)
+                commands += self._writes.pack(event.peer, event.message, lease, now)
         return commands
 
 
@@ -135,14 +122,14 @@ class PackAgain(SourceSession):
         return super().handle(event, now)
 
 
-def _packing_of(session: SourceSession, event: SourceEvent) -> list[Packing]:
+def _packing_of(session: SourceSession, event: SourceEvent) -> list[PackedWrite]:
     """What a slot is asked of."""
     if not isinstance(event, FrameArrived) or not isinstance(event.message, Pack):
         return []
     pack = event.message
     lease = session._leases.get(pack.lease_id)
     write = lease.writes.get(ClaimKey(pack.lease_id, pack.party, pack.claim_id)) if lease is not None else None
-    return [write] if isinstance(write, Packing) else []
+    return [write] if isinstance(write, PackedWrite) else []
 
 
 class NoGather(SourceSession):
@@ -163,7 +150,9 @@ class FarAtOnce(SourceSession):
 
     def handle(self, event: SourceEvent, now: float) -> list[Command]:
         commands = super().handle(event, now)
-        packings = [write for lease in self._leases for write in lease.writes.values() if isinstance(write, Packing)]
+        packings = [
+            write for lease in self._leases for write in lease.writes.values() if isinstance(write, PackedWrite)
+        ]
         for packing in packings:
             for key in [key for key, use in packing.uses.items() if use.is_far and use.state is SlotState.DRAINING]:
                 del packing.uses[key]

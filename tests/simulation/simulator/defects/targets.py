@@ -6,21 +6,12 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from kvferry.session.events import (
-    AnswerArrived,
-    BlocksReleased,
-    Command,
-    Count,
-    Digested,
-    Fetched,
-    FetchFailed,
-    ReadKey,
-    Send,
-    TicketEnded,
-    Timing,
-)
-from kvferry.session.target.handshake import Ourselves
+from kvferry.session.commands import BlocksReleased, Command, Count, Fetched, FetchFailed, Send
+from kvferry.session.events import AnswerArrived, Digested, TicketEnded
+from kvferry.session.keys import ReadKey
+from kvferry.session.target.peers.identity import TargetIdentity
 from kvferry.session.target.session import TargetEvent, TargetSession
+from kvferry.session.timeouts import Timing
 from kvferry.wire.messages import Landed, Offer, Party, Renew, Valid, Welcome
 from simulator.state.naming import attempt_of, request_of
 
@@ -54,17 +45,17 @@ class SilenceEnds(TargetSession):
     """Takes a source that says nothing for long for one that has ended."""
 
     def handle(self, event: TargetEvent, now: float) -> list[Command]:
-        for farewell in self._farewells._open.values():
-            if now - farewell.said_at >= self._timing.silence_s:
-                farewell.fence(0.0, now)
+        for pending in self._aborts._open.values():
+            if now - pending.first_sent >= self._timing.silence_s:
+                pending.fence(0.0, now)
         return super().handle(event, now)
 
 
 class NoGrace(TargetSession):
     """Forgets what was under way when a source ended."""
 
-    def __init__(self, ourselves: Ourselves, timing: Timing) -> None:
-        super().__init__(ourselves, replace(timing, fence_s=0.0))
+    def __init__(self, identity: TargetIdentity, timing: Timing) -> None:
+        super().__init__(identity, replace(timing, fence_s=0.0))
 
 
 class FirstError(TargetSession):
@@ -108,8 +99,8 @@ class NoHeartbeat(TargetSession):
 class NoDeadline(TargetSession):
     """Waits for bytes as long as it takes."""
 
-    def __init__(self, ourselves: Ourselves, timing: Timing) -> None:
-        super().__init__(ourselves, replace(timing, transfer_s=FOREVER_S))
+    def __init__(self, identity: TargetIdentity, timing: Timing) -> None:
+        super().__init__(identity, replace(timing, transfer_s=FOREVER_S))
 
 
 class TwiceFetched(TargetSession):

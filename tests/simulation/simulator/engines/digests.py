@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from kvferry.plan.digests.extract import Extract
 from kvferry.plan.digests.parts import Grid
-from kvferry.session.events import Digest, Digested, WorkKey
+from kvferry.session.commands import Digest
+from kvferry.session.events import Digested
+from kvferry.session.keys import WorkKey
 from simulator.context import RunContext
 from simulator.state.memory import RankMemory
 

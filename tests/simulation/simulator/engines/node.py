@@ -10,10 +10,12 @@ from typing import Any
 
 from kvferry.errors import WireError, WireVersionError
 from kvferry.plan.programs.copies import Direction
+from kvferry.session import commands as c
 from kvferry.session import events as e
-from kvferry.session.source.introduction import Identity
+from kvferry.session import keys as k
+from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceEvent
-from kvferry.session.target.handshake import Ourselves
+from kvferry.session.target.peers.identity import TargetIdentity
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.session.target.session import TargetEvent
 from kvferry.wire.codec import decode
@@ -71,14 +73,14 @@ class Node:
         self._digester = Digester(self.context, memory, self._digested)
         self._counts: Counter[tuple[str, str]] = Counter()
         offers = (TransportOffer("simulated", self.rank.descriptor, ""),)
-        identity = Identity(party, PRODUCT_VERSION, side.layouts, offers, PROBE)
+        identity = SourceIdentity(party, PRODUCT_VERSION, side.layouts, offers, PROBE)
         timing, defect = self.context.timing, self.context.defect
         self.source = defect.source(identity, timing)
         moving = options.direction, offers, PROBE, b"", options.staging
-        ours = Ourselves(party, PRODUCT_VERSION, side.layouts, self.context.digest, *moving, may_turn=True)
+        ours = TargetIdentity(party, PRODUCT_VERSION, side.layouts, self.context.digest, *moving, may_turn=True)
         self.target = defect.target(ours, timing)
         share_programs(self.source, self.target, side.layouts, party.rank)
-        self.source._carrying.stretch_bytes = self.context.scheduler.rng.choice(
+        self.source._writes.stretch_bytes = self.context.scheduler.rng.choice(
             [1, self.context.staging.largest_slot_bytes]
         )
         self._wakes_at, self._last_call_at = float("inf"), 0.0
@@ -91,13 +93,13 @@ class Node:
         """From a target, which is answered by name."""
         message = self._decoded(frame)
         if isinstance(message, Refusal):
-            self._obey([e.Reply(name, message)])
+            self._obey([c.Reply(name, message)])
             return
         if isinstance(message, Claim):
             self._note_claim(message)
         self.handle_source(e.FrameArrived(name, message))
 
-    def answer_arrived(self, peer: e.PeerKey, frame: bytes) -> None:
+    def answer_arrived(self, peer: k.PeerKey, frame: bytes) -> None:
         """From a source that we address."""
         self.handle_target(e.AnswerArrived(peer, self._decoded(frame)))
 
@@ -123,19 +125,19 @@ class Node:
         if is_last:
             self.context.checks.copied(self.rank, copy)
 
-    def _reach(self, peer: e.Remote) -> Rank | None:
+    def _reach(self, peer: k.Remote) -> Rank | None:
         return self._tickets.route(self.rank, peer)
 
     def _digested(self, event: e.Digested) -> None:
-        if isinstance(event.key, e.SlotKey):
+        if isinstance(event.key, k.SlotKey):
             raise Violation(f"{self.rank.name}: a digest of {event.key}, which is no part of a request")
         self.context.checks.digested(self.rank, event.key)
         self.rank.inbox.put(2, partial(self._handle, event.key, event))
 
-    def _handle(self, name: e.WorkKey | e.Remote, event: Any) -> None:
+    def _handle(self, name: k.WorkKey | k.Remote, event: Any) -> None:
         """For the session that has asked for something under this name."""
-        name = name.work if isinstance(name, e.SlotKey) else name
-        is_ours = isinstance(name, e.ReadKey | e.PeerKey)
+        name = name.work if isinstance(name, k.SlotKey) else name
+        is_ours = isinstance(name, k.ReadKey | k.PeerKey)
         (self.handle_target if is_ours else self.handle_source)(event)
 
     def handle_source(self, event: SourceEvent) -> None:
@@ -170,8 +172,8 @@ class Node:
             "aborted claims": len(source._aborted),
             "targets": len(source._targets),
             "fetches": target.num_open(),
-            "farewells": len(target._farewells),
-            "holds": len(target._holds._holds),
+            "pending aborts": len(target._aborts),
+            "queued leases": len(target._queued._leases),
             "peers": len(list(target._peers)),
             "bindings": len(target._reads.bindings._known),
             "slots": self._stager.num_open,
@@ -216,57 +218,57 @@ class Node:
 
     # --- what goes out ---
 
-    def _obey(self, commands: list[e.Command]) -> None:
+    def _obey(self, commands: list[c.Command]) -> None:
         self.context.checks.counted(self.rank, commands)
         for command in commands:
             self.context.log.note(self.rank.name, "  ->", command)
             self._carry_out(command)
 
-    def _carry_out(self, command: e.Command) -> None:
+    def _carry_out(self, command: c.Command) -> None:
         match command:
-            case e.Send(peer, message):
+            case c.Send(peer, message):
                 self._frames.send(self, peer, message)
-            case e.Reply(name, message):
+            case c.Reply(name, message):
                 self._frames.reply(self, name, message)
-            case e.Connect(peer, offer):
+            case c.Connect(peer, offer):
                 self._tickets.connect(self.rank, peer, offer)
-            case e.Disconnect(peer):
+            case c.Disconnect(peer):
                 self._tickets.disconnect(self.rank, peer)
-            case e.Knock(peer):
+            case c.CheckLiveness(peer):
                 self._frames.knock(self, peer)
-            case e.Post():
+            case c.Post():
                 self._tickets.post(self.rank, command)
-            case e.Cancel(key):
+            case c.Cancel(key):
                 self._tickets.cancel(self.rank, key)
             case _:
                 self._note(command)
 
-    def _note(self, command: e.Command) -> None:
+    def _note(self, command: c.Command) -> None:
         """What goes to the engine, and counters."""
         match command:
-            case e.Digest():
+            case c.Digest():
                 self._digester.start(self.rank.name, command)
-            case e.DropDigest(key):
+            case c.DropDigest(key):
                 self._digester.drop(key)
-            case e.Acquire() | e.Release() | e.Stage():
+            case c.Acquire() | c.Release() | c.Stage():
                 self._slot(command)
-            case e.Count(what, reason):
+            case c.Count(what, reason):
                 self._counts[what, reason] += 1
-            case e.LeaseEnded(request_id, reason):
+            case c.LeaseEnded(request_id, reason):
                 self._source_freed(request_id, reason)
-            case e.Fetched() | e.FetchFailed() | e.BlocksReleased():
+            case c.Fetched() | c.FetchFailed() | c.BlocksReleased():
                 self._fetch_moved_on(command)
 
-    def _slot(self, command: e.Acquire | e.Release | e.Stage) -> None:
+    def _slot(self, command: c.Acquire | c.Release | c.Stage) -> None:
         match command:
-            case e.Acquire():
+            case c.Acquire():
                 self._stager.acquire(command)
-            case e.Release(key):
+            case c.Release(key):
                 slot_checks.slot_is_released(
                     self.rank, key, self.context.open_tickets, self._tickets.gathers_into(self.rank)
                 )
                 self._stager.release(key)
-            case e.Stage():
+            case c.Stage():
                 self._stager.stage(command)
 
     def _source_freed(self, request_id: str, reason: str) -> None:
@@ -275,8 +277,8 @@ class Node:
         self.rank.freed_at[leased.wanted.lease_id] = self.context.scheduler.now
         self.rank.free(leased.tables)
 
-    def _fetch_moved_on(self, command: e.Fetched | e.FetchFailed | e.BlocksReleased) -> None:
-        if isinstance(command, e.BlocksReleased):
+    def _fetch_moved_on(self, command: c.Fetched | c.FetchFailed | c.BlocksReleased) -> None:
+        if isinstance(command, c.BlocksReleased):
             self.context.checks.target_freed(self.rank, command.request_id)
         fetching = self.rank.fetching.get(command.request_id)
         if fetching is None:
@@ -317,5 +319,5 @@ def _gets_on(event: TargetEvent) -> bool:
         is_patience = isinstance(event.message, Grant) and event.message.num_missing_tokens > 0
         return is_patience or isinstance(event.message, Packed | Queued)
     return isinstance(event, e.Acquired | e.Staged) or (
-        isinstance(event, e.TicketEnded) and isinstance(event.key, e.SlotKey)
+        isinstance(event, e.TicketEnded) and isinstance(event.key, k.SlotKey)
     )

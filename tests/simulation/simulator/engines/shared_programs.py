@@ -5,10 +5,10 @@ from __future__ import annotations
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.programs.program import Program
 from kvferry.plan.slots.partition import region_starts
-from kvferry.session.events import PeerKey
+from kvferry.session.keys import PeerKey
 from kvferry.session.source.session import SourceSession
 from kvferry.session.source.targets import Targets
-from kvferry.session.target.programs import Binding, Bindings
+from kvferry.session.target.peers.bindings import Binding, Bindings
 from kvferry.session.target.session import TargetSession
 from kvferry.wire.messages import TargetOffer
 from simulator.state.programs import Layouts, programs_between
@@ -16,7 +16,7 @@ from simulator.state.programs import Layouts, programs_between
 
 def share_programs(source: SourceSession, target: TargetSession, layouts: Layouts, rank: int) -> None:
     """Let the sessions of a rank find the programs of earlier runs between the same layouts."""
-    source._targets = source._carrying._targets = _SharedTargets(layouts, rank, source._timing)
+    source._targets = source._writes._targets = _SharedTargets(layouts, rank, source._timing)
     target._reads.bindings = _SharedBindings(layouts, rank)
 
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from kvferry.errors import FerryError
 from kvferry.plan.programs.tiles import rows_of
-from kvferry.session.events import Acquire, Acquired, ReadKey, Remote, SlotKey, Stage, Staged
-from kvferry.session.keys import incarnation_of
+from kvferry.session.commands import Acquire, Stage
+from kvferry.session.events import Acquired, Staged
+from kvferry.session.keys import ReadKey, Remote, SlotKey, incarnation_of
 from kvferry.staging.pool import ENGINE_SHARE, Pool
 from simulator.context import RunContext
 from simulator.state.memory import RankMemory

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvferry.session.events import PeerGone, PeerKey
+from kvferry.session.events import PeerGone
+from kvferry.session.keys import PeerKey
 from kvferry.wire.codec import encode
 from kvferry.wire.messages import Message
 from simulator.context import RunContext

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvferry.session.events import PeerConnected, PeerGone, PeerKey, PeerUnreachable, TicketEnded
+from kvferry.session.events import PeerConnected, PeerGone, PeerUnreachable, TicketEnded
+from kvferry.session.keys import PeerKey
 from simulator.state.rank import Rank
 
 

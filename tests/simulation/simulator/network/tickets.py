@@ -7,14 +7,9 @@ from numpy.typing import NDArray
 
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import (
-    PeerConnected,
-    PeerUnreachable,
-    Post,
-    Remote,
-    TicketEnded,
-    WorkKey,
-)
+from kvferry.session.commands import Post
+from kvferry.session.events import PeerConnected, PeerUnreachable, TicketEnded
+from kvferry.session.keys import Remote, WorkKey
 from kvferry.wire.messages import Offer, TargetOffer
 from simulator.context import RunContext
 from simulator.network.receiver import Receiver

@@ -13,7 +13,7 @@ import msgspec
 from kvferry.plan.digests.extract import Extract
 from kvferry.plan.digests.subject import Subject
 from kvferry.plan.programs.copies import Copies
-from kvferry.session.events import PeerKey
+from kvferry.session.keys import PeerKey
 from kvferry.wire.messages import Offer, Party, Reference, TargetOffer
 from simulator.scheduler import Scheduler
 
@@ -30,7 +30,7 @@ class EventLog:
     def note(self, who: str, *words: Any) -> None:
         """Note what happened. Values are put into text only if they are logged."""
         if self.is_logged:
-            text = " ".join(word if isinstance(word, str) else as_text(word) for word in words)
+            text = " ".join(status if isinstance(status, str) else as_text(status) for status in words)
             self.lines.append(f"{self._scheduler.now:10.4f} {who:<9} {text}")
 
     def fault(self, name: str, who: str, *words: Any) -> None:

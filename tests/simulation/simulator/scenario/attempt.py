@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvferry.session.events import AbortWanted, BlocksReleased, Fetched, FetchFailed, FetchRequest
+from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed
+from kvferry.session.events import AbortRequest, FetchRequest
 from simulator.context import RunContext
 from simulator.engines.node import Node
 from simulator.state.memory import Tables
@@ -41,7 +42,7 @@ class Attempt:
         """Nobody wants it any more."""
         self.reason = self.reason or reason
         for node in self.nodes:
-            node.wanted(partial(node.handle_target, AbortWanted(self.wanted.request_id)))
+            node.wanted(partial(node.handle_target, AbortRequest(self.wanted.request_id)))
 
     def killed(self) -> None:
         """The engine that wanted it is gone."""

@@ -11,16 +11,9 @@ from numpy.typing import NDArray
 
 from kvferry.plan.description.prompt import PromptName
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.events import (
-    BlocksReleased,
-    ClaimKey,
-    Fetched,
-    FetchFailed,
-    LeaseRequest,
-    PeerKey,
-    ReadKey,
-    SlotKey,
-)
+from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed
+from kvferry.session.events import LeaseRequest
+from kvferry.session.keys import ClaimKey, PeerKey, ReadKey, SlotKey
 from kvferry.wire.messages import Party, Reference
 from simulator.state.inbox import Inbox
 from simulator.state.memory import BlockPool, RankMemory, Tables

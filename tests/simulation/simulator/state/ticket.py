@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.session.events import SlotKey, WorkKey
+from kvferry.session.keys import SlotKey, WorkKey
 from simulator.state.naming import request_of
 from simulator.state.rank import Rank
 

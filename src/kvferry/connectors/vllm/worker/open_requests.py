@@ -15,7 +15,7 @@ from kvferry.connectors.vllm.metadata import EndOrder, FetchOrder, LeaseOrder, P
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.connectors.vllm_middleware.arrivals import Arrival, names_of
 from kvferry.errors import TransferError
-from kvferry.session.events import BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded
+from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,9 @@ from kvferry.connectors.vllm.worker.ranks import Introduction, meet
 from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.errors import ConfigurationError
 from kvferry.plan.description.layout import contents
-from kvferry.session.events import AgentStopped, FetchRequest, HoldRequest, LeaseEnded, LeaseRequest, Timing
+from kvferry.session.commands import AgentStopped, LeaseEnded
+from kvferry.session.events import FetchRequest, HoldRequest, LeaseRequest
+from kvferry.session.timeouts import Timing
 from kvferry.wire.messages import Reason, Reference
 
 logger = logging.getLogger(__name__)

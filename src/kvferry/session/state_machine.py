@@ -8,16 +8,16 @@ from enum import StrEnum
 
 from kvferry.errors import IllegalEventError
 
-Table = Mapping[tuple[StrEnum, str], StrEnum]
+TransitionTable = Mapping[tuple[StrEnum, str], StrEnum]
 """(state, event name) → next state. What is not in the table cannot happen."""
 
 
 @dataclass(slots=True)
-class Machine:
+class StateMachine:
     """One walk through a table. `name` says whose it is, in errors."""
 
     name: str
-    table: Table
+    table: TransitionTable
     state: StrEnum
     history: list[str] = field(default_factory=list)
 
@@ -34,7 +34,7 @@ class Machine:
         self.state = self.table[self.state, event]
 
 
-def diagram(table: Table) -> str:
+def diagram(table: TransitionTable) -> str:
     """The table as a Mermaid state diagram, for the documentation."""
     lines = [f"    {state} --> {after}: {event}" for (state, event), after in table.items()]
     return "\n".join(["stateDiagram-v2", *lines])

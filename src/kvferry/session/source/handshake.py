@@ -24,7 +24,7 @@ MAX_OFFERED = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class SourceIdentity:
     """Who this rank is and what it tells peers about itself. `layouts` are those of all ranks of its engine.
 
     With `is_staged` no transport reaches its blocks, and whoever wants something of it has it packed. Its staging
@@ -45,10 +45,10 @@ class Identity:
         return self.layouts[self.party.rank]
 
 
-class Introduction:
+class SourceHandshake:
     """Answers what targets ask first. Who has been told how we are reached may be testing that for `handshake_s`."""
 
-    def __init__(self, identity: Identity, handshake_s: float) -> None:
+    def __init__(self, identity: SourceIdentity, handshake_s: float) -> None:
         self._identity = identity
         self._handshake_s = handshake_s
         self._offered: dict[Party, float] = {}
@@ -82,7 +82,7 @@ class Introduction:
             identity.slot_bytes,
         )
 
-    def has_met(self, party: Party) -> None:
+    def end_test(self, party: Party) -> None:
         """Who claims, or says that there is nothing to claim, has done with testing."""
         self._offered.pop(party, None)
 

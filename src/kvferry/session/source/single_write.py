@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.plan.programs.copies import Copies
-from kvferry.session.state import Machine, Table
+from kvferry.session.state_machine import StateMachine, TransitionTable
 from kvferry.wire.messages import Grant, Reason, Refusal, Written
 
 
@@ -19,7 +19,7 @@ class WriteState(StrEnum):
     BROKEN = "broken"
 
 
-WRITE_TABLE: Table = {
+WRITE_TABLE: TransitionTable = {
     (WriteState.GRANTED, "posted"): WriteState.WRITING,
     (WriteState.GRANTED, "ticket failed"): WriteState.ENDED,
     (WriteState.GRANTED, "lease ended"): WriteState.ENDED,
@@ -32,7 +32,7 @@ WRITE_TABLE: Table = {
 
 
 @dataclass(slots=True)
-class Write:
+class SingleWrite:
     """A ticket of ours. `peer` names whom to answer, `error` says what the transport did not manage. One that is only
     granted is not planned yet: its target should hear of it first, as it has something to do itself.
 
@@ -41,19 +41,19 @@ class Write:
 
     claim_id: str
     peer: str
-    machine: Machine
+    machine: StateMachine
     num_bytes: int = 0
     num_rows: int = 0
     error: str = ""
     is_aborted: bool = False
 
     @classmethod
-    def granted(cls, claim_id: str, peer: str) -> Write:
+    def granted(cls, claim_id: str, peer: str) -> SingleWrite:
         """One of which nothing is posted yet."""
-        return cls(claim_id, peer, Machine(f"write of {claim_id}", WRITE_TABLE, WriteState.GRANTED))
+        return cls(claim_id, peer, StateMachine(f"write of {claim_id}", WRITE_TABLE, WriteState.GRANTED))
 
     @classmethod
-    def begun(cls, claim_id: str, peer: str, copies: Copies) -> Write:
+    def started(cls, claim_id: str, peer: str, copies: Copies) -> SingleWrite:
         """One whose ticket is posted now."""
         write = cls.granted(claim_id, peer)
         write.posted(copies)
@@ -89,7 +89,7 @@ class Write:
         self.error = error
         self.machine.move("ticket failed" if error else "ticket ended")
 
-    def word(self) -> Grant | Written | Refusal:
+    def status(self) -> Grant | Written | Refusal:
         """How far it is, while its lease is live."""
         if self.is_open or self.is_granted:
             return Grant(self.claim_id, ())

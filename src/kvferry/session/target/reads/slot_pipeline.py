@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.slots.partition import Slot, SlotPlan
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import Acquire, Cancel, Command, Post, ReadKey, Release, Send, SlotKey, Stage
+from kvferry.session.commands import Acquire, Cancel, Command, Post, Release, Send, Stage
+from kvferry.session.keys import ReadKey, SlotKey
 from kvferry.session.slot import SlotState, SlotUse
 from kvferry.wire.messages import Pack, Party
 
@@ -22,7 +23,7 @@ from kvferry.wire.messages import Pack, Party
 WINDOW = 4
 
 
-class Unpacking:
+class SlotPipeline:
     """The slots of one read. `told` are the lease and ourselves, as a source has to be told; `num_missing` tokens of it
     are not computed yet."""
 
@@ -77,7 +78,7 @@ class Unpacking:
         """Ask for the next slots of what is computed. Raises what planning them raises."""
         while len(self._open) < WINDOW and self._has_more():
             key, slot = self._todo.popleft()
-            self._open[key] = SlotUse.begun(key, slot)
+            self._open[key] = SlotUse.started(key, slot)
             yield Acquire(key, slot.num_bytes)
 
     def _has_more(self) -> bool:

@@ -12,7 +12,9 @@ from kvferry.plan.programs.program import Program
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.programs.stretch import WHOLE, Stretch, stretch_tokens, stretches
 from kvferry.plan.slots.partition import StagedRequest
-from kvferry.session.events import Ahead, Cancel, ClaimKey, Command, Post, SlotKey, TicketEnded
+from kvferry.session.commands import Cancel, Command, Post
+from kvferry.session.events import Ahead, TicketEnded
+from kvferry.session.keys import ClaimKey, SlotKey
 from kvferry.wire.messages import Grant, Queued, Reason, Refusal, Written
 
 STRETCH_BYTES = 4 << 20
@@ -22,9 +24,9 @@ MIN_AHEAD = 2
 
 
 @dataclass(slots=True)
-class StretchWrites:
+class StreamedWrite:
     """`peer` names whom to answer. `todo` are the stretches that are not posted, `uses` the tickets that are open; what
-    is said of a `Write` is true of this. `has_got_on`: one has ended since the target last asked.
+    is said of a `SingleWrite` is true of this. `has_got_on`: one has ended since the target last asked.
 
     With `bundles` of states, what is computed of some states is sent before the other states are: `cut` is the
     stretch that is sent so, and `cut_todo` what is not posted of it.
@@ -47,7 +49,7 @@ class StretchWrites:
     is_aborted: bool = False
 
     @classmethod
-    def begun(cls, key: ClaimKey, peer: str, request: StagedRequest, stretch_bytes: int) -> StretchWrites:
+    def started(cls, key: ClaimKey, peer: str, request: StagedRequest, stretch_bytes: int) -> StreamedWrite:
         """One of which nothing is posted yet; a ticket writes about `stretch_bytes`."""
         cuts = stretches(request.ranges, stretch_tokens(request.program, stretch_bytes))
         return cls(key, peer, request, list(cuts))
@@ -65,7 +67,7 @@ class StretchWrites:
     def is_written(self) -> bool:
         return not self.is_open and not self.error
 
-    def word(self) -> Grant | Queued | Written | Refusal:
+    def status(self) -> Grant | Queued | Written | Refusal:
         """How far it is, while its lease is live. A target need not be patient with a write that does not end, but with
         a prefill."""
         if self.error:
@@ -88,11 +90,11 @@ class StretchWrites:
 
     def _begin_cut(self, num_tokens: int) -> bool:
         """Take what is there in part off the list, if it is enough for that to pay."""
-        begun = [stretch for stretch in self.todo if self._end(stretch) <= num_tokens]
-        if not self.bundles or len(begun) < MIN_AHEAD:
+        started = [stretch for stretch in self.todo if self._end(stretch) <= num_tokens]
+        if not self.bundles or len(started) < MIN_AHEAD:
             return False
-        del self.todo[: len(begun)]
-        self.cut = Stretch(TokenRange(begun[0].tokens.first, begun[-1].tokens.last), begun[-1].is_last)
+        del self.todo[: len(started)]
+        self.cut = Stretch(TokenRange(started[0].tokens.first, started[-1].tokens.last), started[-1].is_last)
         self.cut_todo = list(self.bundles)
         return True
 

@@ -14,10 +14,14 @@ from kvferry.plan.digests.subject import NOTHING, Subject
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.slots.partition import SlotPlan
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.session.events import Command, FetchReport, FetchRequest, PeerKey, ReadKey
-from kvferry.session.state import Machine, Table
-from kvferry.session.target.read_strategy import Way
-from kvferry.session.target.unpacking import Unpacking
+from kvferry.session.commands import Command, FetchReport
+from kvferry.session.events import FetchRequest
+from kvferry.session.keys import PeerKey, ReadKey
+from kvferry.session.state_machine import StateMachine, TransitionTable
+from kvferry.session.target.read_strategy import TransferMode
+from kvferry.session.target.reads.slot_pipeline import SlotPipeline
+from kvferry.session.timeouts import Timing
+from kvferry.wire.messages import Reason
 
 
 class ReadState(StrEnum):
@@ -32,7 +36,7 @@ class ReadState(StrEnum):
     FAILED = "failed"
 
 
-READ_TABLE: Table = {
+READ_TABLE: TransitionTable = {
     (ReadState.CLAIMING, "granted"): ReadState.MOVING,
     (ReadState.EXPOSED, "granted"): ReadState.MOVING,
     (ReadState.EXPOSED, "ticket ended"): ReadState.LANDED,
@@ -54,34 +58,42 @@ READ_TABLE: Table = {
 
 OPEN = (ReadState.EXPOSED, ReadState.MOVING, ReadState.DRAINING)
 """States in which bytes may come."""
+UNGRANTED = (ReadState.CLAIMING, ReadState.EXPOSED)
+"""States in which a read waits for its grant."""
+ASKING = (ReadState.LANDED, ReadState.DIGESTED)
+"""States in which a read waits to hear whether its bytes are valid."""
+WAITING = (*UNGRANTED, ReadState.MOVING, *ASKING)
+"""States in which a read needs its source to be alive."""
+LEASED = (ReadState.MOVING, *ASKING)
+"""States in which a read needs its lease."""
 
 
-def _movers(way: Way) -> set[Direction]:
+def _movers(mode: TransferMode) -> set[Direction]:
     """Whose tickets bring a read's bytes straight to their blocks."""
-    theirs = {Direction.WRITE} if way.writes_to_blocks else set()
-    return theirs | ({Direction.READ} if way.direction is Direction.READ else set())
+    theirs = {Direction.WRITE} if mode.writes_to_blocks else set()
+    return theirs | ({Direction.READ} if mode.direction is Direction.READ else set())
 
 
 @dataclass(slots=True)
 class Read:
     """What one fetch reads from one source rank.
 
-    `way` says who moves it; of those who move it straight to its blocks, `movers` have not done with it yet: we (read),
-    the source (write), or both. With a `strategy` other than direct the bytes go through staging memory, which
-    `unpacking` has once the source has answered; what could be planned before is in `plans`. `subject` is what is
+    `mode` says who moves it; `movers` are those that still move it straight to its blocks: we (read), the source
+    (write), or both. With a `strategy` other than direct the bytes go through staging memory, which
+    `pipeline` has once the source has answered; what could be planned before is in `plans`. `subject` is what is
     digested of it, and `extracts` where that lies here, once it `is_prepared`; `ours` and `theirs` are the values, once
     they are known. A source that writes may have `is_confirmed` it before all is in its place here. `granted_at` is
     when its source let it move; where it takes several steps, `got_on_at` when it last got on, and `moved_at` when it
     did or had a reason to wait.
     """
 
-    machine: Machine
+    machine: StateMachine
     last_sent: float
-    way: Way
+    mode: TransferMode
     strategy: Strategy
     movers: set[Direction]
     plans: tuple[SlotPlan, ...] = ()
-    unpacking: tuple[Unpacking, ...] = ()
+    pipeline: tuple[SlotPipeline, ...] = ()
     num_bytes: int = 0
     num_rows: int = 0
     subject: Subject = NOTHING
@@ -96,15 +108,15 @@ class Read:
     got_on_at: float = 0.0
 
     @classmethod
-    def begun(cls, name: str, way: Way, subject: Subject, now: float) -> Read:
+    def started(cls, name: str, mode: TransferMode, subject: Subject, now: float) -> Read:
         """One that is about to be claimed. A source that writes to blocks may do so from that moment on."""
-        first = ReadState.EXPOSED if way.writes_to_blocks else ReadState.CLAIMING
-        return cls(Machine(name, READ_TABLE, first), now, way, way.strategy, _movers(way), subject=subject)
+        first = ReadState.EXPOSED if mode.writes_to_blocks else ReadState.CLAIMING
+        return cls(StateMachine(name, READ_TABLE, first), now, mode, mode.strategy, _movers(mode), subject=subject)
 
     @property
     def direction(self) -> Direction:
         """Of the claim: a source that writes all of it says unasked that it is valid, others when they are asked."""
-        return self.way.direction
+        return self.mode.direction
 
     @property
     def state(self) -> StrEnum:
@@ -114,7 +126,7 @@ class Read:
     def is_exposed(self) -> bool:
         """Whether the source may write to our blocks, or to our staging memory, for all we know."""
         if self.strategy is not Strategy.DIRECT:
-            return any(unpacking.is_exposed for unpacking in self.unpacking)
+            return any(pipeline.is_exposed for pipeline in self.pipeline)
         return Direction.WRITE in self.movers
 
     @property
@@ -125,12 +137,12 @@ class Read:
     @property
     def is_waiting(self) -> bool:
         """Whether it only waits for staging memory."""
-        return any(unpacking.is_waiting for unpacking in self.unpacking)
+        return any(pipeline.is_waiting for pipeline in self.pipeline)
 
     @property
     def is_behind(self) -> bool:
         """Whether it only waits for tokens that are not computed yet."""
-        return any(unpacking.is_behind for unpacking in self.unpacking)
+        return any(pipeline.is_behind for pipeline in self.pipeline)
 
     @property
     def is_digesting(self) -> bool:
@@ -170,11 +182,11 @@ class Fetch:
     posted_at: float = 0.0
     landed_at: float = 0.0
 
-    def start_reads(self, ways: dict[PeerKey, Way], subjects: dict[PeerKey, Subject], now: float) -> None:
+    def start_reads(self, modes: dict[PeerKey, TransferMode], subjects: dict[PeerKey, Subject], now: float) -> None:
         """One read per source rank that holds something we need."""
         self.claimed_at = now
-        for peer, way in ways.items():
-            self.reads[peer] = Read.begun(f"read of {self.wanted.request_id} from {peer}", way, subjects[peer], now)
+        for peer, mode in modes.items():
+            self.reads[peer] = Read.started(f"read of {self.wanted.request_id} from {peer}", mode, subjects[peer], now)
 
     def granted(self, read: Read, now: float) -> None:
         """One of its sources lets bytes move, or has moved them."""
@@ -192,6 +204,20 @@ class Fetch:
     @property
     def has_open_tickets(self) -> bool:
         return any(read.is_open for read in self.reads.values())
+
+    def overdue(self, timing: Timing, now: float) -> tuple[TransferError, ...]:
+        """Why it has taken too long; empty while it has not. Progress of one read is no reason to wait for another."""
+        if self.failed:
+            return ()
+        limit_s = timing.handshake_s + timing.transfer_s
+        open_reads = [read for read in self.reads.values() if read.state is not ReadState.VALID]
+        moved_at = min((read.moved_at for read in open_reads), default=self.began)
+        if now - max(self.began, moved_at) > limit_s:
+            return (TransferError(Reason.DEADLINE, f"the fetch took longer than {limit_s:g} s"),)
+        moving = [max(read.granted_at, read.moved_at) for read in open_reads if read.state is ReadState.MOVING]
+        if moving and now - min(moving) > timing.transfer_s:
+            return (TransferError(Reason.DEADLINE, f"the read took longer than {timing.transfer_s:g} s"),)
+        return ()
 
     def report(self, transport: str, choice: str, verified: str, now: float) -> FetchReport:
         """The finished fetch in figures."""
@@ -213,12 +239,12 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class FetchBroken:
     """A fetch that cannot go on, and why."""
 
     fetch: Fetch
     error: TransferError
 
 
-Step = Command | Broken
+Step = Command | FetchBroken
 """What follows from a word: a command, or that a fetch cannot go on."""

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 
 from kvferry.errors import FerryError, TransferError
 from kvferry.plan.slots.partition import SlotPlan
-from kvferry.session.events import Acquired, PeerKey, ReadKey, Release, SlotKey, Staged
+from kvferry.session.commands import Release
+from kvferry.session.events import Acquired, Staged
+from kvferry.session.keys import PeerKey, ReadKey, SlotKey
 from kvferry.session.refusals import as_transfer_error
-from kvferry.session.target.fetch import Broken, Fetch, Read, Step
-from kvferry.session.target.unpacking import Unpacking
+from kvferry.session.target.reads.fetch import Fetch, FetchBroken, Read, Step
+from kvferry.session.target.reads.slot_pipeline import SlotPipeline
 from kvferry.wire.messages import Grant, Packed, Party, Reason
 
 
@@ -29,29 +31,29 @@ class StagedReads:
         """A source has said where its bytes are."""
         read = fetch.reads[key]
         told = fetch.wanted.reference.lease_id, self._ours
-        unpacking = Unpacking(fetch.key(key), plan, read.strategy, told, grant.num_missing_tokens)
-        read.unpacking = (unpacking,)
-        yield from self._on(fetch, key, unpacking.go_on(), now)
+        pipeline = SlotPipeline(fetch.key(key), plan, read.strategy, told, grant.num_missing_tokens)
+        read.pipeline = (pipeline,)
+        yield from self._on(fetch, key, pipeline.go_on(), now)
 
     def acquired(self, event: Acquired, now: float) -> Iterator[Step]:
         """A slot is ours; of a fetch that is over, it goes straight back."""
-        for fetch, peer, unpacking in self._of(event.key):
+        for fetch, peer, pipeline in self._of(event.key):
             self.moved_at = now
             if event.error:
-                yield Broken(fetch, TransferError(Reason.TRANSPORT, "no staging memory", found=event.error))
+                yield FetchBroken(fetch, TransferError(Reason.TRANSPORT, "no staging memory", found=event.error))
             else:
-                yield from self._on(fetch, peer, unpacking.acquired(event.key, event.address, now), now)
+                yield from self._on(fetch, peer, pipeline.acquired(event.key, event.address, now), now)
             return
         if not event.error:
             yield Release(event.key)
 
     def filled(self, key: SlotKey, error: str, now: float) -> Iterator[Step]:
         """The wire has ended, here or at the source."""
-        for fetch, peer, unpacking in self._of(key):
+        for fetch, peer, pipeline in self._of(key):
             self.moved_at = now
             if error and not fetch.failed:
-                yield Broken(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=error))
-            yield from self._on(fetch, peer, unpacking.filled(key), now)
+                yield FetchBroken(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=error))
+            yield from self._on(fetch, peer, pipeline.filled(key), now)
 
     def packed(self, key: SlotKey, packed: Packed, now: float) -> Iterator[Step]:
         """The source has written one, and says how far it is."""
@@ -61,35 +63,35 @@ class StagedReads:
 
     def computed(self, fetch: Fetch, peer: PeerKey, num_missing: int, now: float) -> Iterator[Step]:
         """The source has computed more of what it packs; that it has not is no news, and no reason to wait longer."""
-        for unpacking in fetch.reads[peer].unpacking:
-            if not fetch.failed and unpacking.is_news(num_missing):
-                yield from self._on(fetch, peer, unpacking.computed(num_missing), now)
+        for pipeline in fetch.reads[peer].pipeline:
+            if not fetch.failed and pipeline.is_news(num_missing):
+                yield from self._on(fetch, peer, pipeline.computed(num_missing), now)
 
     def staged(self, event: Staged, now: float) -> Iterator[Step]:
         """A slot's bytes are in their blocks."""
-        for fetch, peer, unpacking in self._of(event.key):
+        for fetch, peer, pipeline in self._of(event.key):
             self.moved_at = now
             if event.error and not fetch.failed:
-                yield Broken(fetch, TransferError(Reason.TRANSPORT, "the scatter failed", found=event.error))
-            steps = unpacking.ended(event.key) if fetch.failed else unpacking.emptied(event.key)
+                yield FetchBroken(fetch, TransferError(Reason.TRANSPORT, "the scatter failed", found=event.error))
+            steps = pipeline.ended(event.key) if fetch.failed else pipeline.emptied(event.key)
             yield from self._on(fetch, peer, steps, now)
 
-    def hurry(self, fetch: Fetch, read: Read, now: float, resend_s: float) -> Iterator[Step]:
+    def retry(self, fetch: Fetch, read: Read, now: float, resend_s: float) -> Iterator[Step]:
         """Ask again for what has not come; whoever waits for a slot does so as long as others get on."""
         if read.is_waiting:
             read.moved_at = max(read.moved_at, self.moved_at)
-        for unpacking in read.unpacking:
+        for pipeline in read.pipeline:
             if not fetch.failed:
-                yield from unpacking.repeat(now, resend_s)
+                yield from pipeline.repeat(now, resend_s)
 
-    def _of(self, key: SlotKey) -> Iterator[tuple[Fetch, PeerKey, Unpacking]]:
+    def _of(self, key: SlotKey) -> Iterator[tuple[Fetch, PeerKey, SlotPipeline]]:
         """Whose slot it is; nobody's when that is over."""
         work = key.work
         fetch = self._fetches.get(work.claim_id) if isinstance(work, ReadKey) else None
         if fetch is not None and isinstance(work, ReadKey) and work.peer in fetch.reads:
-            for unpacking in fetch.reads[work.peer].unpacking:
-                if key in unpacking:
-                    yield fetch, work.peer, unpacking
+            for pipeline in fetch.reads[work.peer].pipeline:
+                if key in pipeline:
+                    yield fetch, work.peer, pipeline
 
     def _on(self, fetch: Fetch, peer: PeerKey, steps: Iterator[Step], now: float) -> Iterator[Step]:
         """Go on with a read, and land it when there is nothing left to do."""
@@ -98,9 +100,9 @@ class StagedReads:
         try:
             yield from steps
         except FerryError as error:
-            yield Broken(fetch, as_transfer_error(error))
-        if not fetch.failed and all(unpacking.is_done for unpacking in read.unpacking):
-            read.num_bytes = sum(unpacking.num_bytes for unpacking in read.unpacking)
-            read.num_rows = sum(unpacking.num_rows for unpacking in read.unpacking)
+            yield FetchBroken(fetch, as_transfer_error(error))
+        if not fetch.failed and all(pipeline.is_done for pipeline in read.pipeline):
+            read.num_bytes = sum(pipeline.num_bytes for pipeline in read.pipeline)
+            read.num_rows = sum(pipeline.num_rows for pipeline in read.pipeline)
             read.machine.move("ticket ended")
             yield from self._land(fetch, peer, now)

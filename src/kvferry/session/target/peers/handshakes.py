@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvferry.errors import TransferError
-from kvferry.plan.description.layout import Layout, fingerprint
-from kvferry.plan.digests.subject import DigestPolicy
+from kvferry.plan.description.layout import fingerprint
 from kvferry.plan.programs.copies import Direction
-from kvferry.plan.strategy.choice import TYPICAL_AGENTS, Costs
-from kvferry.session.events import Command, Connect, Count, Knock, PeerConnected, PeerKey, Send, Timing
-from kvferry.session.state import Machine, Table
-from kvferry.session.target.read_strategy import NO_STAGING, StagingPolicy
+from kvferry.session.commands import CheckLiveness, Command, Connect, Count, Send
+from kvferry.session.events import PeerConnected
+from kvferry.session.keys import PeerKey
+from kvferry.session.state_machine import StateMachine
+from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.peer import PEER_TABLE, CanWrite, Peer, PeerState
+from kvferry.session.timeouts import Timing
 from kvferry.wire.messages import (
     WIRE_VERSION,
     Hello,
@@ -24,119 +26,29 @@ from kvferry.wire.messages import (
     Offer,
     OfferRequest,
     Party,
-    Probe,
-    Reached,
     Reason,
     Renew,
     TargetOffer,
-    TransportOffer,
     Welcome,
 )
 
-NO_PROBE = Probe(0, 0, 0)
-
 
 @dataclass(frozen=True, slots=True)
-class Ourselves:
-    """Who this rank is, and the layouts of all ranks of its engine: the route depends on all of them.
-
-    `digest` says how much of what has landed is compared with the source's own, `direction` who moves the bytes, and
-    `staging` whether they may go through staging memory. For sources that write are `transports`, `probe` and
-    `staging_descriptor`, which is what a process of this host needs to attach our staging memory, empty where none can.
-    With `may_turn` a source to which reading turns out to be far slower than writing writes instead, and one that can
-    write while we read writes a share.
-    """
-
-    party: Party
-    product_version: str
-    layouts: tuple[Layout, ...]
-    digest: DigestPolicy = DigestPolicy.OFF
-    direction: Direction = Direction.READ
-    transports: tuple[TransportOffer, ...] = ()
-    probe: Probe = NO_PROBE
-    staging_descriptor: bytes = b""
-    staging: StagingPolicy = NO_STAGING
-    may_turn: bool = False
-
-
-class PeerState(StrEnum):
-    GREETED = "greeted"
-    WELCOMED = "welcomed"
-    CONNECTING = "connecting"
-    READY = "ready"
-    OFFERING = "offering"
-
-
-PEER_TABLE: Table = {
-    (PeerState.GREETED, "welcome"): PeerState.WELCOMED,
-    (PeerState.WELCOMED, "offer"): PeerState.CONNECTING,
-    (PeerState.CONNECTING, "connected"): PeerState.READY,
-    (PeerState.READY, "to be written to"): PeerState.OFFERING,
-    (PeerState.OFFERING, "connected"): PeerState.READY,
-    (PeerState.OFFERING, "refused"): PeerState.READY,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
+class PeerLost:
     """A peer that cannot be used, and why."""
 
     peer: PeerKey
     error: TransferError
 
 
-Step = Command | Lost
+Step = Command | PeerLost
 """What follows from an answer: a command, or that a peer is lost."""
-
-
-class CanWrite(StrEnum):
-    """Whether a source from which we read can write to our memory, as it must to pack or to write a share."""
-
-    UNKNOWN = "unknown"
-    YES = "yes"
-    NO = "no"
-
-
-@dataclass(slots=True)
-class Peer:
-    """One source rank as its target sees it. `deadline` is when the handshake must be over; with `is_excused` it has
-    been told so although nothing is claimed from it."""
-
-    key: PeerKey
-    machine: Machine
-    deadline: float
-    last_heard: float
-    last_sent: float
-    direction: Direction
-    num_ranks: int = 0
-    fingerprint: str = ""
-    offer: Offer | None = None
-    transport: str = ""
-    choice: str = ""
-    costs: Costs = TYPICAL_AGENTS
-    can_write: CanWrite = CanWrite.UNKNOWN
-    is_turning: bool = False
-    is_excused: bool = False
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether its blocks can be reached through its staging memory only."""
-        return self.offer is not None and self.offer.is_staged
-
-    def is_told(self, reached: Reached) -> None:
-        """What we expect of gathers into our slots is a guess until the source knows."""
-        self.costs = replace(self.costs, gathers_far=self.costs.gathers_far and reached.reaches_staging)
-
-    @property
-    def ready(self) -> bool:
-        """A transport works; claims may be sent."""
-        return self.machine.state is PeerState.READY
 
 
 class Handshakes:
     """All peers that have been met, or are being met. Late and repeated answers change nothing."""
 
-    def __init__(self, ours: Ourselves, timing: Timing) -> None:
+    def __init__(self, ours: TargetIdentity, timing: Timing) -> None:
         self._ours = ours
         self._timing = timing
         self._peers: dict[PeerKey, Peer] = {}
@@ -150,24 +62,24 @@ class Handshakes:
     def __getitem__(self, key: PeerKey) -> Peer:
         return self._peers[key]
 
-    def meet(self, key: PeerKey, now: float) -> Iterator[Send]:
+    def greet(self, key: PeerKey, now: float) -> Iterator[Send]:
         """Greet a peer that is not known yet."""
         if key in self._peers:
             return
-        machine = Machine(f"peer {key}", PEER_TABLE, PeerState.GREETED)
+        machine = StateMachine(f"peer {key}", PEER_TABLE, PeerState.GREETED)
         deadline = now + self._timing.handshake_s
         peer = Peer(key, machine, deadline, last_heard=now, last_sent=now, direction=self._ours.direction)
         self._peers[key] = peer
         yield from self._ask(peer)
 
     def forget(self, key: PeerKey) -> None:
-        """The next `meet` begins anew. Unknown peers are fine."""
+        """The next `greet` begins anew. Unknown peers are fine."""
         self._peers.pop(key, None)
 
     def welcomed(self, peer: Peer, welcome: Welcome, now: float) -> Iterator[Step]:
         """First step done: ask for the layout. Whoever was at this address before is gone."""
-        if wrong := _stranger(peer.key, welcome.party):
-            yield Lost(peer.key, wrong)
+        if wrong := _identity_error(peer.key, welcome.party):
+            yield PeerLost(peer.key, wrong)
             return
         if peer.machine.allows("welcome"):
             peer.machine.move("welcome")
@@ -177,18 +89,18 @@ class Handshakes:
             if _is_replaced(other.key, peer.key):
                 # This incarnation has answered, so that one is gone, and its memory need not be kept mapped.
                 what = f"{other.key} has been replaced by {peer.key}"
-                yield Lost(other.key, TransferError(Reason.PEER_LOST, what))
+                yield PeerLost(other.key, TransferError(Reason.PEER_LOST, what))
 
     def offered(self, peer: Peer, offer: Offer, now: float) -> Iterator[Step]:
         """Second step done: have a transport chosen, by us or by the source."""
         if not peer.machine.allows("offer"):
             # Repeated, or late: it answers a handshake that has been given up.
             return
-        wrong = _stranger(peer.key, offer.party)
+        wrong = _identity_error(peer.key, offer.party)
         if wrong is None and fingerprint(offer.layout) != peer.fingerprint:
             wrong = TransferError(Reason.MALFORMED, f"{peer.key} offers another layout than it has announced")
         if wrong is not None:
-            yield Lost(peer.key, wrong)
+            yield PeerLost(peer.key, wrong)
             return
         peer.machine.move("offer")
         peer.offer, peer.last_sent = offer, now
@@ -216,17 +128,17 @@ class Handshakes:
         peer.last_heard = now
         return True
 
-    def offer_ourselves(self, peer: Peer, now: float) -> Iterator[Command]:
+    def offer_memory(self, peer: Peer, now: float) -> Iterator[Command]:
         """Have a source that we read from connect to our memory too, so that it can write to it."""
         peer.machine.move("to be written to")
         peer.deadline, peer.last_sent = now + self._timing.handshake_s, now
         yield from self._ask(peer)
 
-    def excuse(self, peer: Peer) -> Iterator[Send]:
+    def tell_unneeded(self, peer: Peer) -> Iterator[Send]:
         """Tell a source that has nothing for us, once, that we have done with testing: it need not help any longer.
         Lost, this costs it some turns."""
-        if not peer.is_excused:
-            peer.is_excused = True
+        if not peer.is_told_unneeded:
+            peer.is_told_unneeded = True
             yield Send(peer.key, Renew(self._ours.party, ()))
 
     def not_reached(self, peer: Peer) -> bool:
@@ -245,11 +157,11 @@ class Handshakes:
         elif now >= peer.deadline:
             what = f"no handshake with {peer.key} within {self._timing.handshake_s:g} s"
             hint = "is that engine running, and do both engines have the same --token-file?"
-            yield Lost(peer.key, TransferError(Reason.DEADLINE, what, hint=hint))
+            yield PeerLost(peer.key, TransferError(Reason.DEADLINE, what, hint=hint))
         elif now - peer.last_sent >= self._timing.resend_s:
             peer.last_sent = now
             yield from self._ask(peer)
-            yield Knock(peer.key)
+            yield CheckLiveness(peer.key)
 
     def _ask(self, peer: Peer) -> Iterator[Send]:
         """The question of the present state; none while we connect."""
@@ -278,7 +190,7 @@ def _is_replaced(older: PeerKey, newer: PeerKey) -> bool:
     return restarted or (older.address == newer.address and older != newer)
 
 
-def _stranger(key: PeerKey, party: Party) -> TransferError | None:
+def _identity_error(key: PeerKey, party: Party) -> TransferError | None:
     """Who answers must be who was addressed."""
     if (party.engine_id, party.epoch) == (key.engine_id, key.epoch):
         return None

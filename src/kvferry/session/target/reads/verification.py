@@ -9,9 +9,11 @@ from kvferry.plan.description.layout import Layout
 from kvferry.plan.digests.extract import Extractor
 from kvferry.plan.digests.subject import DigestPolicy, Subject
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.events import Command, Digest, FetchRequest, PeerKey, Send
-from kvferry.session.target.fetch import Fetch, Read
-from kvferry.session.target.programs import Binding
+from kvferry.session.commands import Command, Digest, Send
+from kvferry.session.events import FetchRequest
+from kvferry.session.keys import PeerKey
+from kvferry.session.target.peers.bindings import Binding
+from kvferry.session.target.reads.fetch import Fetch, Read
 from kvferry.wire.messages import Landed, Party, Reason
 
 
@@ -33,7 +35,7 @@ class Verifier:
         try:
             return {peer: binding.subject(peer, wanted, self.policy) for peer in binding.programs}
         except FerryError as error:
-            raise no_digest(str(error)) from error
+            raise digest_error(str(error)) from error
 
     def prepare(self, fetch: Fetch, peer: PeerKey) -> None:
         """Find out where it lies here, once: while others have to be waited for that costs nothing.
@@ -46,7 +48,7 @@ class Verifier:
         try:
             read.extracts = self._extractor.extracts(read.subject, wanted.block_tables, wanted.num_tokens)
         except FerryError as error:
-            raise no_digest(str(error)) from error
+            raise digest_error(str(error)) from error
         read.is_prepared = True
 
     def ask(self, fetch: Fetch, peer: PeerKey) -> Iterator[Command]:
@@ -64,7 +66,7 @@ class Verifier:
             read.machine.move("valid")
 
 
-def cannot_digest(kinds: str) -> TransferError:
+def unreadable_error(kinds: str) -> TransferError:
     """Before anything is claimed: the policy asks for more than can be done."""
     return TransferError(
         Reason.DIGEST,
@@ -74,12 +76,12 @@ def cannot_digest(kinds: str) -> TransferError:
     )
 
 
-def no_digest(why: str) -> TransferError:
+def digest_error(why: str) -> TransferError:
     """What has landed cannot be looked at."""
     return TransferError(Reason.DIGEST, "no digest can be made", found=why)
 
 
-def other_bytes(key: PeerKey, read: Read) -> tuple[TransferError, ...]:
+def difference_error(key: PeerKey, read: Read) -> tuple[TransferError, ...]:
     """Both sides have spoken: an error that names the states of which they differ; none when they agree."""
     wrong, num_states = read.differing(), len(read.subject.names)
     if not wrong:

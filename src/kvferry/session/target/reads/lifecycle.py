@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
+from msgspec import structs
+
 from kvferry.errors import FerryError, RequestError, TransferError
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.blocks import BlockTables
@@ -14,25 +16,26 @@ from kvferry.plan.programs.stretch import parted
 from kvferry.plan.slots.partition import SlotPlan, StagedRequest, any_tables
 from kvferry.plan.strategy.choice import Costs
 from kvferry.plan.strategy.strategies import Side, Strategy
-from kvferry.session.events import Digested, Fetched, FetchRequest, PeerKey, Post, ReadKey, Send, SlotKey, Timing
+from kvferry.session.commands import Fetched, Post, Send
+from kvferry.session.events import Digested, FetchRequest
+from kvferry.session.keys import PeerKey, ReadKey, SlotKey
 from kvferry.session.refusals import as_transfer_error
-from kvferry.session.target.claim_retry import ASKING, WAITING, claim_of, overdue
-from kvferry.session.target.fetch import Broken, Fetch, Read, ReadState, Step
-from kvferry.session.target.handshake import CanWrite, Handshakes, Ourselves, Peer
-from kvferry.session.target.programs import Binding, Bindings
-from kvferry.session.target.read_strategy import Way, beside
-from kvferry.session.target.staged_reads import StagedReads
-from kvferry.session.target.validation import Verifier, cannot_digest, no_digest, other_bytes
+from kvferry.session.target.peers.bindings import Binding, Bindings
+from kvferry.session.target.peers.handshakes import Handshakes
+from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.peers.peer import CanWrite, Peer
+from kvferry.session.target.read_strategy import TransferMode, beside
+from kvferry.session.target.reads.fetch import ASKING, UNGRANTED, WAITING, Fetch, FetchBroken, Read, ReadState, Step
+from kvferry.session.target.reads.staged_reads import StagedReads
+from kvferry.session.target.reads.verification import Verifier, difference_error, digest_error, unreadable_error
+from kvferry.session.timeouts import Timing
 from kvferry.wire.messages import Claim, Grant, Packed, Queued, Reason, Valid, Written
-
-UNGRANTED = (ReadState.CLAIMING, ReadState.EXPOSED)
-"""States in which a read waits for its grant."""
 
 
 class Reads:
     """Of the fetches of one rank. `fetches` is the session's own record of them; one that is over leaves it."""
 
-    def __init__(self, ours: Ourselves, peers: Handshakes, fetches: dict[str, Fetch], timing: Timing) -> None:
+    def __init__(self, ours: TargetIdentity, peers: Handshakes, fetches: dict[str, Fetch], timing: Timing) -> None:
         self._ours = ours.party
         self._timing = timing
         self._peers = peers
@@ -53,14 +56,14 @@ class Reads:
             return
         try:
             binding = self._binding(fetch)
-            ways = {key: self._way(fetch.wanted, self._peers[key], binding) for key in binding.programs}
-            offering = [self._peers[key] for key, way in ways.items() if _needs_offer(self._peers[key], way)]
+            modes = {key: self._mode_for(fetch.wanted, self._peers[key], binding) for key in binding.programs}
+            offering = [self._peers[key] for key, mode in modes.items() if _needs_offer(self._peers[key], mode)]
             for peer in offering:
-                yield from self._peers.offer_ourselves(peer, now)
+                yield from self._peers.offer_memory(peer, now)
             if not offering:
-                yield from self._claim(fetch, binding, ways, now)
+                yield from self._claim(fetch, binding, modes, now)
         except FerryError as error:
-            yield Broken(fetch, as_transfer_error(error))
+            yield FetchBroken(fetch, as_transfer_error(error))
 
     def _binding(self, fetch: Fetch) -> Binding:
         """Raises TransferError when the two engines do not fit together."""
@@ -69,20 +72,20 @@ class Reads:
         except FerryError as error:
             raise TransferError(Reason.INCOMPATIBLE, str(error)) from error
         if binding.unreadable and self._verifier.policy is DigestPolicy.FULL:
-            raise cannot_digest(binding.unreadable)
+            raise unreadable_error(binding.unreadable)
         return binding
 
-    def _claim(self, fetch: Fetch, binding: Binding, ways: dict[PeerKey, Way], now: float) -> Iterator[Step]:
+    def _claim(self, fetch: Fetch, binding: Binding, modes: dict[PeerKey, TransferMode], now: float) -> Iterator[Step]:
         for key in binding.programs:
             if not self.wait_for(key):
                 # It had no reason to say anything until now: its silence begins here.
                 self._peers[key].last_heard = now
-        fetch.start_reads(ways, self._verifier.subjects(fetch.wanted, binding), now)
+        fetch.start_reads(modes, self._verifier.subjects(fetch.wanted, binding), now)
         for key in binding.programs:
             yield Send(key, self._claim_of(fetch, key))
         for key in fetch.peers:
             if key not in binding.programs:
-                yield from self._peers.excuse(self._peers[key])
+                yield from self._peers.tell_unneeded(self._peers[key])
         if not fetch.reads:
             # Other ranks of ours have all the work, and tell the sources.
             fetch.posted_at = fetch.landed_at = now
@@ -90,22 +93,31 @@ class Reads:
             verified = binding.verified_by(self._verifier.policy)
             yield Fetched(fetch.wanted.request_id, fetch.report("", "", verified, now))
 
-    def _way(self, wanted: FetchRequest, peer: Peer, binding: Binding) -> Way:
+    def _mode_for(self, wanted: FetchRequest, peer: Peer, binding: Binding) -> TransferMode:
         """Who moves the bytes from one source, and how. Raises TransferError when it cannot be as it has to be."""
-        way = Way(peer.direction)
+        mode = TransferMode(peer.direction)
         if wanted.num_tokens:
             costs = _costs(peer, binding, may_share=self._may_share and peer.can_write is not CanWrite.NO)
-            way = self._staging.before_claim(binding.programs[peer.key], wanted.ranges, costs, peer.direction)
+            mode = self._staging.before_claim(binding.programs[peer.key], wanted.ranges, costs, peer.direction)
         if wanted.num_tokens and peer.is_staged:
-            way = self._staging.packing_only(str(peer.key))
-        if way.strategy is Strategy.PACK and peer.can_write is CanWrite.NO:
+            mode = self._staging.packing_only(str(peer.key))
+        if mode.strategy is Strategy.PACK and peer.can_write is CanWrite.NO:
             self._staging.check_without_packing(str(peer.key))
-            way = Way(peer.direction)
-        return way
+            mode = TransferMode(peer.direction)
+        return mode
 
     def _claim_of(self, fetch: Fetch, key: PeerKey) -> Claim:
+        """A source that writes has to know where; one that packs, how large the slots are."""
+        wanted, read, mode = fetch.wanted, fetch.reads[key], fetch.reads[key].mode
         readers = self.bindings.to(fetch.peers, self._peers).readers_of(key)
-        return claim_of(self._ours, fetch.wanted, readers, fetch.reads[key], self._slot_bytes(key))
+        names = self._ours, wanted.claim_id, wanted.reference
+        claim = Claim(*names, wanted.num_tokens, readers, subject=read.subject, prompt=wanted.prompt)
+        if mode.direction is Direction.WRITE or mode.read_from:
+            where = {"block_tables": wanted.block_tables, "ranges": wanted.ranges}
+            claim = structs.replace(claim, direction=mode.direction, read_from=mode.read_from, **where)
+        if mode.strategy is Strategy.PACK:
+            claim = structs.replace(claim, strategy=mode.strategy, slot_bytes=self._slot_bytes(key))
+        return claim
 
     def _slot_bytes(self, key: PeerKey) -> int:
         """Slots that both sides have room for."""
@@ -139,14 +151,14 @@ class Reads:
             # Without tokens there is no state of fixed size either: the source is just to be told.
             copies = NOTHING
             if wanted.num_tokens:
-                tables, (_, ours) = (grant.block_tables, wanted.block_tables), parted(read.way.read_from)
+                tables, (_, ours) = (grant.block_tables, wanted.block_tables), parted(read.mode.read_from)
                 copies = copies_for(binding.programs[peer.key], *tables, wanted.ranges, ours)
         except RequestError as error:
-            yield Broken(fetch, as_transfer_error(error))
+            yield FetchBroken(fetch, as_transfer_error(error))
             return
         read.machine.move("granted")
         fetch.granted(read, now)
-        if len(copies) and not read.way.read_from:
+        if len(copies) and not read.mode.read_from:
             read.strategy = self._staging.before_read(copies, costs, binding.starts[peer.key])
         if read.strategy is Strategy.SCATTER:
             plan = self._plan_of(fetch, peer.key, grant.block_tables)
@@ -189,7 +201,7 @@ class Reads:
         """The source will go on later: it has its reasons, and is there. Who keeps slots from others meanwhile does not
         believe that for ever."""
         for _, read in self.of(peer.key, queued.claim_id, ReadState.CLAIMING, ReadState.EXPOSED, ReadState.MOVING):
-            if not read.unpacking:
+            if not read.pipeline:
                 read.moved_at = now
             elif now - read.got_on_at < self._timing.hold_s:
                 read.moved_at = self.staged.moved_at = now
@@ -209,7 +221,7 @@ class Reads:
     def ticket_ended(self, fetch: Fetch, key: PeerKey, error: str, now: float) -> Iterator[Step]:
         """A ticket of ours."""
         if error:
-            yield Broken(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=error))
+            yield FetchBroken(fetch, TransferError(Reason.TRANSPORT, "the read failed", found=error))
         elif not fetch.reads[key].movers:
             yield from self._landed(fetch, key, now)
 
@@ -218,7 +230,7 @@ class Reads:
         try:
             yield from self._verifier.ask(fetch, key)
         except TransferError as error:
-            yield Broken(fetch, error)
+            yield FetchBroken(fetch, error)
         yield from self._compare(fetch, key, now)
 
     def digested(self, event: Digested, now: float) -> Iterator[Step]:
@@ -230,7 +242,7 @@ class Reads:
         if not read.is_digesting:
             return
         if event.error:
-            yield Broken(fetch, no_digest(event.error))
+            yield FetchBroken(fetch, digest_error(event.error))
             return
         read.ours = event.values
         read.machine.move("digested")
@@ -251,8 +263,8 @@ class Reads:
         read = fetch.reads[key]
         if read.state is not ReadState.VALID:
             return
-        for error in other_bytes(key, read):
-            yield Broken(fetch, error)
+        for error in difference_error(key, read):
+            yield FetchBroken(fetch, error)
         if fetch.all_in(ReadState.VALID):
             peer, binding = self._peers[key], self.bindings.to(fetch.peers, self._peers)
             del self._fetches[fetch.wanted.claim_id]
@@ -278,14 +290,14 @@ class Reads:
             return []
         return [(fetch, fetch.reads[key])]
 
-    def hurry(self, fetch: Fetch, now: float) -> Iterator[Step]:
+    def retry(self, fetch: Fetch, now: float) -> Iterator[Step]:
         """Repeat what was not answered, end what takes too long, and get ready for what comes next."""
         self._prepare(fetch)
-        for error in overdue(fetch, self._timing, now):
-            yield Broken(fetch, error)
+        for error in fetch.overdue(self._timing, now):
+            yield FetchBroken(fetch, error)
             return
         for key, read in fetch.reads.items():
-            yield from self.staged.hurry(fetch, read, now, self._timing.resend_s)
+            yield from self.staged.retry(fetch, read, now, self._timing.resend_s)
             if now - read.last_sent < self._timing.resend_s:
                 continue
             read.last_sent = now
@@ -303,6 +315,6 @@ def _costs(peer: Peer, binding: Binding, *, may_share: bool) -> Costs:
     return beside(peer.costs, fans, peer.direction, may_share)
 
 
-def _needs_offer(peer: Peer, way: Way) -> bool:
+def _needs_offer(peer: Peer, mode: TransferMode) -> bool:
     """Whether a source that we read from has to connect to our memory first, blocks or staging."""
-    return (way.strategy is Strategy.PACK or way.read_from > 0) and peer.can_write is CanWrite.UNKNOWN
+    return (mode.strategy is Strategy.PACK or mode.read_from > 0) and peer.can_write is CanWrite.UNKNOWN

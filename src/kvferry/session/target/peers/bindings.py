@@ -14,8 +14,9 @@ from kvferry.plan.programs.request import volume
 from kvferry.plan.routing.route import Route, route
 from kvferry.plan.slots.partition import region_starts
 from kvferry.plan.strategy.strategies import RegionStarts
-from kvferry.session.events import FetchRequest, PeerKey
-from kvferry.session.target.handshake import Handshakes
+from kvferry.session.events import FetchRequest
+from kvferry.session.keys import PeerKey
+from kvferry.session.target.peers.handshakes import Handshakes
 
 READABLE_KINDS = frozenset(["dram"])
 """Kinds of memory that the CPU reads, so that digests of it can be made."""

@@ -10,26 +10,15 @@ from kvferry.errors import FerryError, RequestError
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.slots.partition import Slot, SlotPlan, StagedRequest
 from kvferry.plan.strategy.strategies import Side
-from kvferry.session.events import (
-    Acquire,
-    Acquired,
-    Cancel,
-    ClaimKey,
-    Command,
-    Post,
-    Release,
-    Reply,
-    SlotKey,
-    Stage,
-    Staged,
-    TicketEnded,
-)
+from kvferry.session.commands import Acquire, Cancel, Command, Post, Release, Reply, Stage
+from kvferry.session.events import Acquired, Staged, TicketEnded
+from kvferry.session.keys import ClaimKey, SlotKey
 from kvferry.session.slot import SlotState, SlotUse
 from kvferry.wire.messages import Grant, Pack, Packed, Queued, Reason, Refusal, Renewed
 
 
 @dataclass(slots=True)
-class Packing:
+class PackedWrite:
     """One claim of `num_bytes`. `peer` names whom to answer, `error` says what did not work, `done` are the slots that
     are written, `num_written_bytes` together.
 
@@ -50,7 +39,7 @@ class Packing:
     is_aborted: bool = False
 
     @classmethod
-    def begun(cls, key: ClaimKey, peer: str, request: StagedRequest, num_ready: int) -> Packing:
+    def started(cls, key: ClaimKey, peer: str, request: StagedRequest, num_ready: int) -> PackedWrite:
         """One of which nothing is asked for yet. Raises BlockTableError for ranges that cannot be."""
         plan = SlotPlan(request, Side.SOURCE, num_ready)
         return cls(key, peer, request, plan, plan.num_bytes, num_ready)
@@ -69,7 +58,7 @@ class Packing:
         """Whether everything is there."""
         return self.num_written_bytes == self.num_bytes
 
-    def word(self) -> Grant | Refusal:
+    def status(self) -> Grant | Refusal:
         """What there is to say while the lease is live."""
         if self.error:
             return Refusal(Reason.TRANSPORT, "a slot could not be written", self.error, "", self.claim_id)
@@ -99,7 +88,7 @@ class Packing:
             # Told how many tokens are missing it had no reason to ask. It will ask again.
             yield Reply(peer, Queued(self.claim_id))
         else:
-            use = self.uses[key] = SlotUse.begun(key, self._slot(key), message.address)
+            use = self.uses[key] = SlotUse.started(key, self._slot(key), message.address)
             yield Acquire(key, use.slot.num_bytes, use.far_address)
 
     def _how_far(self, key: SlotKey, gets_on: bool) -> Packed | Grant | Refusal | Queued | Renewed:
@@ -107,7 +96,7 @@ class Packing:
         if key in self.done:
             return self._packed(key)
         if self.error:
-            return self.word()
+            return self.status()
         is_waiting = self.uses[key].state is SlotState.WAITING
         return Queued(self.claim_id) if is_waiting and gets_on else Renewed(())
 
@@ -120,7 +109,7 @@ class Packing:
         self.num_ready = num_ready
         self.request = replace(self.request, source_tables=block_tables)
         self.plan = SlotPlan(self.request, Side.SOURCE, num_ready)
-        yield Reply(self.peer, self.word())
+        yield Reply(self.peer, self.status())
 
     def _slot(self, key: SlotKey) -> Slot:
         num_stretches = len(self.plan.stretches)

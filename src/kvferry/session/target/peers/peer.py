@@ -1,0 +1,74 @@
+"""One source rank as its target sees it: how far the handshake with it is, and what is known of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from kvferry.plan.programs.copies import Direction
+from kvferry.plan.strategy.choice import TYPICAL_AGENTS, Costs
+from kvferry.session.keys import PeerKey
+from kvferry.session.state_machine import StateMachine, TransitionTable
+from kvferry.wire.messages import Offer, Reached
+
+
+class PeerState(StrEnum):
+    GREETED = "greeted"
+    WELCOMED = "welcomed"
+    CONNECTING = "connecting"
+    READY = "ready"
+    OFFERING = "offering"
+
+
+PEER_TABLE: TransitionTable = {
+    (PeerState.GREETED, "welcome"): PeerState.WELCOMED,
+    (PeerState.WELCOMED, "offer"): PeerState.CONNECTING,
+    (PeerState.CONNECTING, "connected"): PeerState.READY,
+    (PeerState.READY, "to be written to"): PeerState.OFFERING,
+    (PeerState.OFFERING, "connected"): PeerState.READY,
+    (PeerState.OFFERING, "refused"): PeerState.READY,
+}
+
+
+class CanWrite(StrEnum):
+    """Whether a source from which we read can write to our memory, as it must to pack or to write a share."""
+
+    UNKNOWN = "unknown"
+    YES = "yes"
+    NO = "no"
+
+
+@dataclass(slots=True)
+class Peer:
+    """One source rank as its target sees it. The handshake must be over by the `deadline`. With `is_told_unneeded` the
+    source has been told that it is over although nothing is claimed from it."""
+
+    key: PeerKey
+    machine: StateMachine
+    deadline: float
+    last_heard: float
+    last_sent: float
+    direction: Direction
+    num_ranks: int = 0
+    fingerprint: str = ""
+    offer: Offer | None = None
+    transport: str = ""
+    choice: str = ""
+    costs: Costs = TYPICAL_AGENTS
+    can_write: CanWrite = CanWrite.UNKNOWN
+    is_turning: bool = False
+    is_told_unneeded: bool = False
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether its blocks can be reached through its staging memory only."""
+        return self.offer is not None and self.offer.is_staged
+
+    def note_reached(self, reached: Reached) -> None:
+        """What we expect of gathers into our slots is a guess until the source knows."""
+        self.costs = replace(self.costs, gathers_far=self.costs.gathers_far and reached.reaches_staging)
+
+    @property
+    def ready(self) -> bool:
+        """A transport works; claims may be sent."""
+        return self.machine.state is PeerState.READY
