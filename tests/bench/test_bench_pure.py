@@ -16,7 +16,7 @@ from kvferry.bench.load.lengths import Lengths, lengths_named
 from kvferry.bench.load.prompts import Piece, Prompt
 from kvferry.bench.load.trace import read_trace
 from kvferry.bench.load.workload import Synthetic, synthetic
-from kvferry.bench.report.drawing import histogram
+from kvferry.bench.report.charts import histogram
 from kvferry.bench.report.figures import report_of
 from kvferry.bench.report.page import page
 from kvferry.bench.report.record import Record
@@ -253,9 +253,10 @@ def test_reports_have_the_names_of_vllm_and_are_json(some):
 
 @given(st.lists(times, max_size=50))
 def test_histograms_leave_nothing_out(values):
-    top, counts = histogram(values)
-    assert sum(counts) == len(values)
-    assert top >= max(values, default=0.0)
+    chart = histogram("waits", values, "s")
+    assert sum(chart.counts) == len(values)
+    assert chart.x.top >= max(values, default=0.0)
+    assert chart.y.top >= max(chart.counts)
 
 
 @given(many_records)

@@ -95,7 +95,7 @@ def test_what_users_write_is_never_markup(key):
     outline = Outline(page(facts))
     assert outline.tags.count("script") == 1
     assert "&lt;script&gt;alert(1)" in page(facts)
-    assert len(svgs(page(facts))) == 3
+    assert len(svgs(page(facts))) == 1
 
 
 def test_in_a_target_every_part_has_the_colour_of_the_source_that_fills_it():
@@ -144,8 +144,8 @@ def test_a_row_is_what_follows_without_a_gap_on_both_sides():
     ((source, target),) = strips(facts)
     first = facts["pairs"][0]
     assert source.row_words == target.row_words == f"one row: {first['bytes'] // first['rows_before_merge']} B"
-    mine = [cell.source for cell in target.cells if cell.x + cell.width <= target.row_end + 0.01]
-    assert mine == [0, 0]
+    num_cells = target.row_percent / 100 * sum(cell.width for cell in target.cells)
+    assert num_cells == pytest.approx(2)
     assert [cell.source for cell in target.cells[:8]] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 

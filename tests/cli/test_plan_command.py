@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli.main import app
+from kvferry.cli.plan.page.blocks import strips
 from kvferry.cli.plan.shape import link_of
 
 MODEL = ["--layers", "4", "--heads", "6", "--head-dim", "8", "--dtype", "float16"]
@@ -247,3 +248,13 @@ def test_the_page_is_written_beside_the_table(tmp_path):
 
 def test_the_version_is_printed():
     assert CliRunner().invoke(app, ["--version"]).stdout.startswith("kvferry 0.")
+
+
+def test_the_blocks_of_every_group_show_the_source_of_each_part():
+    found = facts("--model", "qwen3-next-80b-a3b", "--prefill", "tp=4", "--decode", "tp=2,format=head-major")
+    (_, recurrent), (_, full) = strips(found)
+    sources = [cell.source for cell in recurrent.groups[0].cells]
+    assert sources == sorted(sources)
+    assert sources.count(0) == sources.count(1) == len(sources) / 2
+    assert "8 heads" in recurrent.words
+    assert {cell.source for cell in full.cells} == {0}

@@ -111,15 +111,18 @@ def pair_facts(pair: PairQuote, model: CacheModel) -> dict[str, Any]:
 
 
 def layout_facts(side: Side, model: CacheModel) -> list[dict[str, Any]]:
-    """Per cache group, how the first rank that has it stores a block of it."""
-    facts = []
+    """Per cache group, how the first rank that has it stores a block of it. Divided axes have the names of a pair's."""
+    facts, named = [], _axis_names(model)
     layer_of = {kept.state.name: layer.layer for layer in model.layers for kept in layer.kept}
     for index, name in enumerate(model.groups()):
         for layout in side.layouts:
             held = [placement for placement in layout.placements if placement.group == index]
             if held:
                 num_layers = len({layer_of[placement.state] for placement in held})
-                facts.append({"group": name, **_block_facts(side.shape, layout, held, num_layers)})
+                block = _block_facts(side.shape, layout, held, num_layers)
+                state = held[0].state
+                block["order"] = [named.get((state, axis), axis) for axis in block["order"]]
+                facts.append({"group": name, **block})
                 break
     return facts
 

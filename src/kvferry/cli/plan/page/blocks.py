@@ -1,71 +1,79 @@
-"""How a rank's blocks lie in memory: nested strips from the whole region down to the cells of one block."""
+"""How a rank's blocks lie in memory: from the whole region down to the cells of one block, in the order of bytes.
+
+Only what is drawn is decided here; the browser gives every box its place and width.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from kvferry.cli.plan.page.matrix import COLOURS
 from kvferry.cli.plan.page.memory import Axis, Leaf, Painter, axes_of, drawn_axes, leaves, row_bytes
 from kvferry.cli.units import TIMES, format_bytes, format_count_of
 
-WIDTH, GUTTER = 560.0, 104.0
-LEVEL_PITCH, BLOCK = 34.0, 34.0
 MAX_ITEMS = 20
-# A letter of a label is about so wide.
-LETTER = 6.4
+# More labels than this have no room side by side.
+MAX_WORDS, MAX_LABELS = 8, 40
+GAP = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
     """One outer axis: its items side by side, of which the first is opened into the next level."""
 
-    y: float
     name: str
     note: str
-    item: float
     items: int
     more: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One piece of a block in memory order: the source rank whose bytes these are (-1: none), and which target's."""
+    """A piece of a block: the source rank whose bytes these are (-1: nobody moves them), and which target's.
 
-    x: float
-    width: float
+    `width` is 1, but less for a gap: that stands for pieces that are not drawn.
+    """
+
     source: int
     colour: int
     tone: int
     label: str
+    width: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Cells under one heading: a token, or a head."""
 
-    x: float
-    width: float
     label: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def width(self) -> float:
+        return sum(cell.width for cell in self.cells)
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """The layout of one cache group at one side; `row` ends where the first row to copy ends."""
+    """The layout of one cache group at one side. The first row to copy is `row_percent` of the strip long, and longer
+    with `row_open`."""
 
     side: str
     group: str
-    height: float
     levels: tuple[Level, ...]
-    y: float
     groups: tuple[Group, ...]
-    cells: tuple[Cell, ...]
-    row_end: float
+    row_percent: float
     row_words: str
     row_open: bool
     words: str
     note: str
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [cell for group in self.groups for cell in group.cells]
 
 
 def strips(facts: Mapping[str, Any]) -> list[tuple[Strip, Strip]]:
@@ -81,25 +89,22 @@ def strips(facts: Mapping[str, Any]) -> list[tuple[Strip, Strip]]:
 
 def _strip(side: str, layout: Mapping[str, Any], facts: Mapping[str, Any], row: float) -> Strip:
     outer, inner = axes_of(layout)
-    levels = _levels(outer)
     painter = Painter.of(side, facts)
     drawn = drawn_axes(inner, painter.divided)
     pieces = list(leaves(drawn))
-    y = 8 + LEVEL_PITCH * len(levels) + 14
-    cells = _cells(pieces, painter)
-    end, is_open = _row_end(pieces, cells, row)
+    groups = _groups(drawn, pieces, painter)
+    end, is_open = _row_end(pieces, row)
     block = format_bytes(layout["block_stride"])
-    paler = " Paler cells go to other target ranks." if any(cell.tone for cell in cells) else ""
-    words = f" {TIMES} ".join(format_count_of(axis.size, axis.name) for axis in inner)
+    paler = (
+        " Paler cells go to other target ranks." if any(cell.tone for group in groups for cell in group.cells) else ""
+    )
+    words = f" {TIMES} ".join(format_count_of(axis.size, _own_name(axis.name)) for axis in inner)
     return Strip(
         side=side,
         group=layout["group"],
-        height=y + BLOCK + 30,
-        levels=tuple(levels),
-        y=y,
-        groups=_groups(drawn, cells),
-        cells=tuple(cells),
-        row_end=end,
+        levels=tuple(_level(axis) for axis in outer),
+        groups=groups,
+        row_percent=100 * end / max(1.0, sum(group.width for group in groups)),
         row_words=f"one row: {format_bytes(row)}",
         row_open=is_open,
         words=f"{side} block: {words}, {block}",
@@ -107,62 +112,47 @@ def _strip(side: str, layout: Mapping[str, Any], facts: Mapping[str, Any], row: 
     )
 
 
-def _levels(outer: list[Axis]) -> list[Level]:
-    levels = []
-    for index, axis in enumerate(outer):
-        more = axis.size > MAX_ITEMS
-        items = min(axis.size, MAX_ITEMS)
-        note = f"{format_bytes(axis.stride)} each"
-        width = (WIDTH - GUTTER) / (items + (1 if more else 0))
-        levels.append(Level(8 + LEVEL_PITCH * index, f"{axis.name} {TIMES} {axis.size:,}", note, width, items, more))
-    return levels
+def _own_name(axis: str) -> str:
+    """Inside its group, and beside no other: `recurrent.head_of_16` is the head."""
+    return axis.rpartition(".")[2].partition("_of_")[0]
 
 
-def _cells(pieces: list[Leaf], painter: Painter) -> list[Cell]:
-    num_gaps = sum(leaf.gap for leaf in pieces)
-    # A gap is half as wide as a cell, but never too thin for its dots.
-    gap = max(10.0, 0.5 * WIDTH / max(1, len(pieces))) if num_gaps else 0.0
-    width = (WIDTH - gap * num_gaps) / max(1, len(pieces) - num_gaps)
-    cells, x = [], 0.0
-    for leaf in pieces:
-        if leaf.gap:
-            cells.append(Cell(x, gap, -2, 0, 0, "…"))
-            x += gap
-            continue
-        source, tone = painter.pair(leaf)
-        shade = min(tone, 3) if painter.side == "source" else 0
-        axis, at = leaf.at[-1] if leaf.at else ("", 0)
-        label = str(at + painter.firsts.get(axis, 0)) if width >= 13 else ""
-        cells.append(Cell(x, width, source, source % COLOURS, shade, label))
-        x += width
-    return cells
+def _level(axis: Axis) -> Level:
+    name, note = f"{axis.name} {TIMES} {axis.size:,}", f"{format_bytes(axis.stride)} each"
+    return Level(name, note, min(axis.size, MAX_ITEMS), axis.size > MAX_ITEMS)
 
 
-def _groups(axes: list[Axis], cells: list[Cell]) -> tuple[Group, ...]:
-    """Headings over the cells: the items of the outermost axis that is drawn."""
-    if len(axes) < 2 or not cells:
-        return ()
-    axis = axes[0]
-    per, groups, free = len(cells) // len(axis.shown), [], 0.0
-    for number, index in enumerate(axis.shown):
-        mine = cells[number * per : (number + 1) * per]
-        x, end = mine[0].x, mine[-1].x + mine[-1].width
-        # The first says what is counted, even where that hides its neighbours' numbers.
-        label = f"{axis.name} {index}" if number == 0 or end - x > LETTER * len(f"{axis.name} {index}") else str(index)
-        room = max(end - x, LETTER * len(label))
-        fits = x >= free
-        free = x + room if fits else free
-        groups.append(Group(x, end - x, label if fits else ""))
+def _groups(axes: list[Axis], pieces: list[Leaf], painter: Painter) -> tuple[Group, ...]:
+    """One for each item of the outermost axis that is drawn; without a heading where that is the only one."""
+    has_labels = len(pieces) <= MAX_LABELS
+    groups = []
+    for number, (at, leaves_of_item) in enumerate(groupby(pieces, key=lambda leaf: leaf.at[:1])):
+        cells = tuple(_cell(leaf, painter, has_labels) for leaf in leaves_of_item)
+        label = ""
+        if at and len(axes) > 1:
+            # The first says what is counted.
+            name, index = at[0]
+            label = f"{_own_name(name)} {index}" if number == 0 or len(axes[0].shown) <= MAX_WORDS else str(index)
+        groups.append(Group(label, cells))
     return tuple(groups)
 
 
-def _row_end(pieces: list[Leaf], cells: list[Cell], row: float) -> tuple[float, bool]:
-    """Where the first row ends, and whether it goes on behind what is drawn."""
+def _cell(leaf: Leaf, painter: Painter, has_label: bool) -> Cell:
+    if leaf.gap:
+        return Cell(-1, 0, 0, "…", GAP)
+    source, tone = painter.pair(leaf)
+    axis, at = leaf.at[-1] if leaf.at else ("", 0)
+    label = str(at + painter.firsts.get(axis, 0)) if has_label else ""
+    return Cell(source, source % COLOURS, min(tone, 3) if painter.side == "source" else 0, label)
+
+
+def _row_end(pieces: list[Leaf], row: float) -> tuple[float, bool]:
+    """Where the first row ends, in cells, and whether it goes on behind what is drawn."""
     end, left = 0.0, row
-    for leaf, cell in zip(pieces, cells, strict=True):
+    for leaf in pieces:
         if leaf.gap:
-            return cell.x + cell.width, left > 0.5
-        end = cell.x + cell.width * min(1.0, left / leaf.num_bytes)
+            return end + GAP, left > 0.5
+        end += min(1.0, left / leaf.num_bytes)
         left -= leaf.num_bytes
         if left < 0.5:
             return end, False
