@@ -24,8 +24,8 @@ from measuring import Work, interleaved, machine, say
 from kvferry.agent.memory.digests import Digester, HostBytes
 from kvferry.plan import CacheModel, EngineShape, Layout, TokenRange, attention, latent
 from kvferry.plan.description import describe
-from kvferry.plan.digests.extract import Extractor
-from kvferry.plan.digests.subject import DigestPolicy, Portion, Subject, portions_of, subject_of
+from kvferry.plan.digests.extractor import Extractor
+from kvferry.plan.digests.subject import DigestPolicy, PartTemplate, Subject, subject_of, templates_of
 from kvferry.plan.routing import route
 from kvferry.transport.base import Memory
 
@@ -62,7 +62,7 @@ class Rank:
     def __init__(self, case: Case, memory: np.ndarray) -> None:
         shape = EngineShape(1, 1, BLOCK_TOKENS, NUM_BLOCKS, case.format)
         (self.layout,) = describe(case.model, shape, memory.ctypes.data)
-        self.portions = _portions(case, self.layout)
+        self.templates = _portions(case, self.layout)
         self.extractor = Extractor(self.layout, "source")
         self.digester = Digester(HostBytes([Memory(memory.ctypes.data, memory.size, -1)], self.layout.regions))
         self._seeds = count()
@@ -70,7 +70,7 @@ class Rank:
 
     def subject(self, policy: DigestPolicy) -> Subject:
         """Other tokens every time: those of the last time are still in the caches."""
-        return subject_of(self.portions, [TokenRange(0, NUM_TOKENS)], policy, next(self._seeds))
+        return subject_of(self.templates, [TokenRange(0, NUM_TOKENS)], policy, next(self._seeds))
 
     def find(self, policy: DigestPolicy) -> None:
         self.extractor.extracts(self.subject(policy), self.tables, NUM_TOKENS)
@@ -85,10 +85,10 @@ class Rank:
         return sum(extract.num_bytes for extract in extracts)
 
 
-def _portions(case: Case, layout: Layout) -> Sequence[Portion]:
+def _portions(case: Case, layout: Layout) -> Sequence[PartTemplate]:
     reader = EngineShape(case.readers, 1, BLOCK_TOKENS, NUM_BLOCKS, case.format)
     targets = describe(case.model, reader, 1 << 46)
-    return portions_of(route([layout], targets).between(0, 0), targets[0])
+    return templates_of(route([layout], targets).between(0, 0), targets[0])
 
 
 def copied(source: np.ndarray, target: np.ndarray) -> None:

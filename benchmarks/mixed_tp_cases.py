@@ -16,7 +16,7 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.program import Program
 from kvferry.plan.routing import route
-from kvferry.plan.slots.partition import SlotPlan, StagedRequest, any_tables, region_starts
+from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables, region_starts
 from kvferry.plan.strategy.strategies import Strategy
 
 __all__ = ["BLOCK_TOKENS", "FORMATS", "NUM_BLOCKS", "PAIRS", "TOKENS", "Request", "Rig", "logical", "pattern", "write"]

@@ -27,7 +27,7 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.tiles import Tile, plain, rows_of, tile_of
 from kvferry.plan.routing.route import route
-from kvferry.plan.slots.partition import SlotPlan, StagedRequest, region_starts
+from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, region_starts
 from kvferry.plan.strategy.strategies import LocatedRows, Strategy
 from kvferry.staging.device.launches import MAX_ROW_BYTES, launch_of
 from kvferry.staging.device.patterns import for_device, tiles_of

@@ -8,8 +8,8 @@ from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, check, leas
 
 from kvferry.agent.memory.digests import STEP_BYTES, Digester, HostBytes
 from kvferry.plan.description.layout import Region
-from kvferry.plan.digests.extract import Extract
-from kvferry.plan.digests.parts import Grid
+from kvferry.plan.digests.bound_parts import Grid
+from kvferry.plan.digests.extractor import Extract
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.target.read_strategy import NO_STAGING

@@ -17,7 +17,7 @@ from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement,
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange
-from kvferry.plan.digests.extract import Extractor
+from kvferry.plan.digests.extractor import Extractor
 from kvferry.plan.digests.sampling import STRATUM_TOKENS, chosen
 from kvferry.plan.digests.subject import (
     NO_TOKENS,
@@ -26,9 +26,9 @@ from kvferry.plan.digests.subject import (
     Part,
     Subject,
     digest_policy_named,
-    portions_of,
     seed_of,
     subject_of,
+    templates_of,
 )
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
@@ -74,7 +74,7 @@ class Pair:
         program = bind(legs, self.source.layout, self.target.layout)
         self.copies = copies_for(program, self.source.tables, self.target.tables, scenario.ranges)
         oracle.execute(self.copies, self.source.memory, self.target.memory, {})
-        self.subject = subject_of(portions_of(legs, self.target.layout), scenario.ranges, policy, seed)
+        self.subject = subject_of(templates_of(legs, self.target.layout), scenario.ranges, policy, seed)
 
     def digests(self):
         return (
@@ -278,7 +278,7 @@ def test_what_was_worked_out_once_is_used_again():
 
 
 def test_off_is_nothing():
-    assert subject_of(portions_of((), fixed(4, 1)[0].layout), (), DigestPolicy.OFF, 0) == NOTHING
+    assert subject_of(templates_of((), fixed(4, 1)[0].layout), (), DigestPolicy.OFF, 0) == NOTHING
 
 
 def test_the_value_of_some_bytes_is_part_of_the_protocol():

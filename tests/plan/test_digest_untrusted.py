@@ -8,8 +8,8 @@ from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement,
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange, TokenSet
-from kvferry.plan.digests import extract
-from kvferry.plan.digests.extract import Extractor
+from kvferry.plan.digests import extractor as extractors
+from kvferry.plan.digests.extractor import Extractor
 from kvferry.plan.digests.subject import MAX_PARTS, NO_TOKENS, NOTHING, DigestPolicy, Part, Subject
 
 SEEN = TokenRange(0, 6)
@@ -100,7 +100,7 @@ def test_nothing_is_nothing():
 
 def test_only_so_much_is_remembered(monkeypatch):
     """Peers make subjects up; what was worked out for them does not pile up."""
-    monkeypatch.setattr(extract, "MAX_KNOWN", 2)
+    monkeypatch.setattr(extractors, "MAX_KNOWN", 2)
     extractor = Extractor(LAYOUT, "source")
     for start in (0, 1, 2, 3):
         box = (Span(0, 2), Span(start, 4))

@@ -17,8 +17,8 @@ from kvferry.plan.programs.request import Places, bytes_at, copies_for, places_f
 from kvferry.plan.programs.stretch import stretches, unit_tokens
 from kvferry.plan.programs.tiles import rows_of
 from kvferry.plan.routing.route import route
-from kvferry.plan.slots.packed import packed
-from kvferry.plan.slots.partition import SlotPlan, StagedRequest, region_starts
+from kvferry.plan.slots.packed_slots import packed
+from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, region_starts
 from kvferry.plan.strategy.strategies import RegionStarts, Side, Staging, Strategy, staged
 from kvferry.testing.engines.strategies import handmade, scenarios
 
@@ -145,10 +145,10 @@ def test_stretches_are_planned_together_and_once(monkeypatch, may_be_many):
         calls.append(len(arguments[3]))
         return places_for(*arguments)
 
-    monkeypatch.setattr("kvferry.plan.slots.partition.places_for", counted)
-    monkeypatch.setattr("kvferry.plan.slots.partition.TOGETHER", 4)
+    monkeypatch.setattr("kvferry.plan.slots.slot_plan.places_for", counted)
+    monkeypatch.setattr("kvferry.plan.slots.slot_plan.TOGETHER", 4)
     if not may_be_many:
-        monkeypatch.setattr("kvferry.plan.slots.partition.MAX_ROWS_TOGETHER", 4)
+        monkeypatch.setattr("kvferry.plan.slots.slot_plan.MAX_ROWS_TOGETHER", 4)
     plan = SlotPlan(rig("token-major", TABLE))
     for number in range(len(plan.stretches)):
         for _ in range(2):
@@ -170,7 +170,7 @@ def test_stretches_of_many_slots_are_planned_one_by_one(monkeypatch):
     """A peer says how large slots are; each is a record."""
     asked = []
     monkeypatch.setattr(
-        "kvferry.plan.slots.partition.places_for", lambda *given: asked.append(len(given[3])) or places_for(*given)
+        "kvferry.plan.slots.slot_plan.places_for", lambda *given: asked.append(len(given[3])) or places_for(*given)
     )
     request = rig("token-major", TABLE)
     plan = SlotPlan(replace(request, slot_bytes=request.slot_bytes // 8))
@@ -190,8 +190,8 @@ def test_a_stretch_that_does_not_fit_is_the_only_one_that_is_sorted(monkeypatch)
         sizes = bytes_at(places, num_stretches)
         return [*sizes[:-1], sizes[-1] * (1 + (num_stretches > 1))]
 
-    monkeypatch.setattr("kvferry.plan.slots.partition.copies_for", counted)
-    monkeypatch.setattr("kvferry.plan.slots.partition.bytes_at", with_a_large_last)
+    monkeypatch.setattr("kvferry.plan.slots.slot_plan.copies_for", counted)
+    monkeypatch.setattr("kvferry.plan.slots.slot_plan.bytes_at", with_a_large_last)
     plan = SlotPlan(rig("token-major", TABLE))
     for number in range(len(plan.stretches)):
         assert len(plan.slots(number)) == 1

@@ -10,7 +10,7 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.routing.route import route
-from kvferry.plan.strategy.choice import Costs
+from kvferry.plan.strategy.costs import Costs
 from kvferry.plan.strategy.quote import Quote, quote
 
 COSTS = Costs(

@@ -16,8 +16,8 @@ from kvferry.plan.programs.request import copies_for
 from kvferry.plan.programs.stretch import stretch_tokens, stretches
 from kvferry.plan.programs.tiles import rows_of
 from kvferry.plan.routing.route import route
-from kvferry.plan.slots import partition
-from kvferry.plan.slots.partition import SlotPlan, StagedRequest, any_tables, region_starts
+from kvferry.plan.slots import slot_plan
+from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables, region_starts
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.testing.engines import oracle
 from kvferry.testing.engines.strategies import handmade, scenarios
@@ -148,7 +148,7 @@ def test_slots_have_one_length():
 
 
 def test_more_slots_than_anybody_needs_are_refused(monkeypatch):
-    monkeypatch.setattr(partition, "MAX_SLOTS", 8)
+    monkeypatch.setattr(slot_plan, "MAX_SLOTS", 8)
     model = attention(1, 2, 4, "float32", 4)
     (source,), (target,) = (describe(model, EngineShape(1, 1, 4, 8, "token-major"), 1 << at) for at in (20, 30))
     program = bind(route((source,), (target,)).between(0, 0), source, target)

@@ -21,9 +21,9 @@ from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.programs.tiles import rows_of
 from kvferry.plan.routing.route import route
-from kvferry.plan.slots import partition
-from kvferry.plan.slots.partition import SlotPlan, region_starts
-from kvferry.plan.strategy.choice import TYPICAL_HOST
+from kvferry.plan.slots import slot_plan
+from kvferry.plan.slots.slot_plan import SlotPlan, region_starts
+from kvferry.plan.strategy.costs import TYPICAL_HOST
 from kvferry.plan.strategy.strategies import RegionStarts, Strategy
 from kvferry.session.commands import (
     Acquire,
@@ -264,7 +264,7 @@ def test_a_word_that_is_repeated_does_not_end_the_scatter_of_a_failed_read():
 
 
 def test_own_blocks_that_cannot_be_are_found_when_their_slot_is_planned(monkeypatch):
-    monkeypatch.setattr(partition, "TOGETHER", 1)
+    monkeypatch.setattr(slot_plan, "TOGETHER", 1)
     session = target(Strategy.PACK)
     wanted = replace(WANTED, block_tables=((0, 5, 2, 99),))
     claim = Send(PEER, structs.replace(CLAIM, block_tables=wanted.block_tables))
@@ -503,7 +503,7 @@ def test_slots_of_nothing_are_refused():
 
 
 def test_a_claim_of_more_slots_than_anybody_needs_gets_none(monkeypatch):
-    monkeypatch.setattr(partition, "MAX_SLOTS", STRETCH_BYTES - 1)
+    monkeypatch.setattr(slot_plan, "MAX_SLOTS", STRETCH_BYTES - 1)
     session = source()
     play(session, [*CLAIMED[:3], (0, said(m.Claim(*fields_with(slot_bytes=1))), [Reply])])
     assert reasons(session.handle(said(asked(0)), 1.0)) == ["out_of_range"]
@@ -825,7 +825,7 @@ def test_a_target_holds_no_slot_for_tokens_that_are_not_computed():
 
 def test_stretches_of_which_nothing_moves_are_waited_for_by_nobody():
     """As of layers with windows or chunks: three before the slot, of which tokens are missing, and two after it."""
-    one = partition.Slot(STRETCH_BYTES, (), Copies(*[np.zeros(1, np.uint64)] * 3, 1), ())
+    one = slot_plan.Slot(STRETCH_BYTES, (), Copies(*[np.zeros(1, np.uint64)] * 3, 1), ())
     plan = SimpleNamespace(
         num_tokens=6, stretches=range(6), tokens_for=int, slots=lambda number: (one,) * (number == 3)
     )
@@ -986,7 +986,7 @@ def test_runs_end_where_stretches_do(wire_rows, expected):
     policy, starts = StagingPolicy(AUTO, 1 << 20), RegionStarts(np.zeros(1, np.uint64), np.zeros(1, np.uint64))
     assert policy.before_read(copies, costs, starts) is Strategy.SCATTER
     wire = Copies(*[np.zeros(wire_rows, np.uint64)] * 3, wire_rows)
-    slot = partition.Slot(16 * 4096, (), wire, ())
+    slot = slot_plan.Slot(16 * 4096, (), wire, ())
     assert policy.when_cut(copies, costs, (slot,)) is expected
     assert policy.when_cut(copies, costs, ()) is Strategy.SCATTER
     assert StagingPolicy((Strategy.SCATTER,), 1).when_cut(copies, costs, (slot,)) is Strategy.SCATTER

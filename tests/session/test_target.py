@@ -12,8 +12,8 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.routing.route import route
-from kvferry.plan.slots.partition import region_starts
-from kvferry.plan.strategy.choice import TYPICAL_HOST
+from kvferry.plan.slots.slot_plan import region_starts
+from kvferry.plan.strategy.costs import TYPICAL_HOST
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import (
     Acquire,

@@ -17,7 +17,7 @@ from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.programs.tiles import Tile, rows_of, tile_of
 from kvferry.plan.routing.route import route
-from kvferry.plan.slots.partition import SlotPlan, StagedRequest, region_starts
+from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, region_starts
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.staging.device import patterns
 from kvferry.staging.device.launches import MAX_ROW_BYTES

@@ -5,8 +5,8 @@
     program = bind(found.between(0, 0), source[0], target[0])                     # once per pair of ranks
     rows = copies_for(program, source_tables, target_tables, [TokenRange(0, n)])  # once per request
 
-Read in this order: `span`, `tokens`, `layout` (the description), `route`, `program`, `request`. Beside them: `model`
-and `describe` make layouts from a handful of numbers, `strategy` says what the rows cost.
+From the bottom: `description` (layouts, made by hand or by `describe`), `routing`, `programs`, and on these `strategy`
+(what the rows cost), `digests` (what is compared afterwards) and `slots` (what goes through staging memory).
 """
 
 from kvferry.plan.description.describe import EngineShape, describe

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvferry.errors import TransferError
-from kvferry.plan.digests.extract import Extract
+from kvferry.plan.digests.extractor import Extract
 from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.plan.programs.tiles import Tile
 from kvferry.session.keys import PeerKey, Remote, SlotKey, WorkKey

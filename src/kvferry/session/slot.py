@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.plan.programs.tiles import Tile
-from kvferry.plan.slots.partition import Slot
+from kvferry.plan.slots.slot_plan import Slot
 from kvferry.session.keys import SlotKey
 from kvferry.session.state_machine import StateMachine, TransitionTable
 

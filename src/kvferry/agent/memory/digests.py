@@ -11,8 +11,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvferry.plan.description.layout import Region
-from kvferry.plan.digests.extract import Extract
-from kvferry.plan.digests.parts import Grid
+from kvferry.plan.digests.bound_parts import Grid
+from kvferry.plan.digests.extractor import Extract
 from kvferry.session.events import Digested
 from kvferry.session.keys import WorkKey
 from kvferry.transport.base import Memory

@@ -24,7 +24,7 @@ from kvferry.errors import ConfigurationError, LayoutError
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import CacheModel, attention
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.plan.strategy.choice import typical_device
+from kvferry.plan.strategy.costs import typical_device
 from kvferry.plan.strategy.quote import quote
 from kvferry.system.os_errors import os_error_text
 

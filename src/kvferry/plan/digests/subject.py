@@ -93,7 +93,7 @@ NOTHING = Subject(DigestPolicy.OFF, 0, ())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Portion:
+class PartTemplate:
     """A part before its range is known: what a pair of ranks moves of states that are alike.
 
     `group` is the cache group at the target; `state` is one of the states, whose window or chunks are those of all.
@@ -107,7 +107,7 @@ class Portion:
     selection: Selection
 
 
-def portions_of(legs: Sequence[Leg], target: Layout) -> tuple[Portion, ...]:
+def templates_of(legs: Sequence[Leg], target: Layout) -> tuple[PartTemplate, ...]:
     """What moves between a pair of ranks, states with the same box and tokens together; once per pair."""
     states, placements = target.state_named(), target.placement_of()
     alike: dict[tuple[object, ...], list[Leg]] = {}
@@ -117,7 +117,7 @@ def portions_of(legs: Sequence[Leg], target: Layout) -> tuple[Portion, ...]:
         key = placements[leg.state].group, *limits, leg.box, leg.tokens
         alike.setdefault(key, []).append(leg)
     return tuple(
-        Portion(
+        PartTemplate(
             group=placements[found[0].state].group,
             state=states[found[0].state],
             names=tuple(leg.state for leg in found),
@@ -129,7 +129,9 @@ def portions_of(legs: Sequence[Leg], target: Layout) -> tuple[Portion, ...]:
     )
 
 
-def subject_of(portions: Sequence[Portion], ranges: Sequence[TokenRange], policy: DigestPolicy, seed: int) -> Subject:
+def subject_of(
+    templates: Sequence[PartTemplate], ranges: Sequence[TokenRange], policy: DigestPolicy, seed: int
+) -> Subject:
     """What a digest of one request covers: all that has moved, but for free tails, which are not the request's.
 
     `ranges` has one range per cache group of the target. Raises LayoutError when there are too many parts.
@@ -137,13 +139,13 @@ def subject_of(portions: Sequence[Portion], ranges: Sequence[TokenRange], policy
     if policy is DigestPolicy.OFF:
         return NOTHING
     parts = []
-    for portion in portions:
-        if not portion.state.per_token:
-            parts.append(Part(portion.names, portion.box, ALL_TOKENS, NO_TOKENS))
+    for template in templates:
+        if not template.state.per_token:
+            parts.append(Part(template.names, template.box, ALL_TOKENS, NO_TOKENS))
             continue
-        seen, count = portion.state.seen_by_next(ranges[portion.group]), portion.selection.num_before
+        seen, count = template.state.seen_by_next(ranges[template.group]), template.selection.num_before
         if count(seen.first) < count(seen.last):
-            parts.append(Part(portion.names, portion.box, portion.tokens, seen))
+            parts.append(Part(template.names, template.box, template.tokens, seen))
     return Subject(policy, seed, tuple(parts))
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from math import inf
 
 from kvferry.errors import FerryError
-from kvferry.plan.digests.extract import Extractor
+from kvferry.plan.digests.extractor import Extractor
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Command, Digest, Reply

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from kvferry.errors import FerryError, RequestError
 from kvferry.plan.programs.copies import Direction
-from kvferry.plan.slots.partition import Slot, SlotPlan, StagedRequest
+from kvferry.plan.slots.slot_plan import Slot, SlotPlan, StagedRequest
 from kvferry.plan.strategy.strategies import Side
 from kvferry.session.commands import Acquire, Cancel, Command, Post, Release, Reply, Stage
 from kvferry.session.events import Acquired, Staged, TicketEnded

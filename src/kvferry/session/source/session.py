@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvferry.errors import TransferError
-from kvferry.plan.digests.extract import Extractor
+from kvferry.plan.digests.extractor import Extractor
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import Command, Reply

@@ -11,7 +11,7 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.plan.programs.program import Program
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.programs.stretch import WHOLE, Stretch, stretch_tokens, stretches
-from kvferry.plan.slots.partition import StagedRequest
+from kvferry.plan.slots.slot_plan import StagedRequest
 from kvferry.session.commands import Cancel, Command, Post
 from kvferry.session.events import Ahead, TicketEnded
 from kvferry.session.keys import ClaimKey, SlotKey

@@ -15,7 +15,7 @@ from kvferry.plan.programs.program import Program, bind
 from kvferry.plan.programs.request import check_ranges, copies_for
 from kvferry.plan.programs.stretch import WHOLE, parted
 from kvferry.plan.routing.route import route
-from kvferry.plan.slots.partition import StagedRequest, region_starts
+from kvferry.plan.slots.slot_plan import StagedRequest, region_starts
 from kvferry.plan.strategy.strategies import RegionStarts, Strategy
 from kvferry.session.commands import Command, Connect, Disconnect, Reply
 from kvferry.session.events import LeaseRequest, PeerConnected, PeerUnreachable

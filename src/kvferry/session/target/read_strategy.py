@@ -11,8 +11,9 @@ from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.plan.programs.program import Program
 from kvferry.plan.programs.request import Ranges, volume
 from kvferry.plan.programs.share import token_at
-from kvferry.plan.slots.partition import Slot
-from kvferry.plan.strategy.choice import Costs, Counts, Price, counts_of, prices
+from kvferry.plan.slots.slot_plan import Slot
+from kvferry.plan.strategy.costs import Costs
+from kvferry.plan.strategy.prices import Counts, Price, counts_of, prices
 from kvferry.plan.strategy.strategies import RegionStarts, Strategy
 from kvferry.wire.messages import Reason
 

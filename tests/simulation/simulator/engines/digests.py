@@ -9,8 +9,8 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.plan.digests.extract import Extract
-from kvferry.plan.digests.parts import Grid
+from kvferry.plan.digests.bound_parts import Grid
+from kvferry.plan.digests.extractor import Extract
 from kvferry.session.commands import Digest
 from kvferry.session.events import Digested
 from kvferry.session.keys import WorkKey

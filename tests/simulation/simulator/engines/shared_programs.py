@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.programs.program import Program
-from kvferry.plan.slots.partition import region_starts
+from kvferry.plan.slots.slot_plan import region_starts
 from kvferry.session.keys import PeerKey
 from kvferry.session.source.session import SourceSession
 from kvferry.session.source.targets import Targets

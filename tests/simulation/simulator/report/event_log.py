@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.plan.digests.extract import Extract
+from kvferry.plan.digests.extractor import Extract
 from kvferry.plan.digests.subject import Subject
 from kvferry.plan.programs.copies import Copies
 from kvferry.session.keys import PeerKey

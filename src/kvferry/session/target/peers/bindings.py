@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from kvferry.errors import RequestError
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.plan.digests.subject import NOTHING, DigestPolicy, Portion, Subject, portions_of, seed_of, subject_of
+from kvferry.plan.digests.subject import NOTHING, DigestPolicy, PartTemplate, Subject, seed_of, subject_of, templates_of
 from kvferry.plan.programs.program import Program, bind
 from kvferry.plan.programs.request import volume
 from kvferry.plan.routing.route import Route, route
-from kvferry.plan.slots.partition import region_starts
+from kvferry.plan.slots.slot_plan import region_starts
 from kvferry.plan.strategy.strategies import RegionStarts
 from kvferry.session.events import FetchRequest
 from kvferry.session.keys import PeerKey
@@ -28,7 +28,7 @@ A_PROMPT = TokenRange(0, 4096)
 class Binding:
     """The programs of this target rank, one per source rank that it reads or tells that the request is done.
 
-    The program of a rank that is only told moves nothing. `starts` says where the regions of both begin, `portions` is
+    The program of a rank that is only told moves nothing. `starts` says where the regions of both begin, `templates` is
     what can be digested of each, `fan_in` how many times as much comes from all of them as from each; `unreadable`
     names the kinds of memory, on either side, that the CPU cannot read: empty when digests can be made.
     """
@@ -38,7 +38,7 @@ class Binding:
     programs: dict[PeerKey, Program]
     layouts: dict[PeerKey, Layout]
     starts: dict[PeerKey, RegionStarts]
-    portions: dict[PeerKey, tuple[Portion, ...]] = field(default_factory=dict)
+    templates: dict[PeerKey, tuple[PartTemplate, ...]] = field(default_factory=dict)
     fan_in: dict[PeerKey, float] = field(default_factory=dict)
     unreadable: str = ""
 
@@ -51,7 +51,7 @@ class Binding:
         seed = seed_of(f"{wanted.reference.lease_id}/{wanted.request_id}")
         # Without tokens nothing has been read, no state of fixed size either.
         is_empty = self.unreadable or not wanted.num_tokens
-        return NOTHING if is_empty else subject_of(self.portions[peer], wanted.ranges, policy, seed)
+        return NOTHING if is_empty else subject_of(self.templates[peer], wanted.ranges, policy, seed)
 
     def readers_of(self, peer: PeerKey) -> tuple[int, ...]:
         """All ranks of the target engine that read a source rank: its lease waits for exactly these."""
@@ -95,12 +95,12 @@ class Bindings:
 
     def _with_digests(self, binding: Binding, sources: list[Layout]) -> Binding:
         own, between = self._layouts[self._rank], binding.route.between
-        portions = {
-            binding.peers[source]: portions_of(between(source, self._rank), own)
+        templates = {
+            binding.peers[source]: templates_of(between(source, self._rank), own)
             for source in binding.route.sources_of(self._rank)
         }
         kinds = {region.kind for layout in (own, *sources) for region in layout.regions} - READABLE_KINDS
-        return replace(binding, portions=portions, unreadable=", ".join(sorted(kinds)))
+        return replace(binding, templates=templates, unreadable=", ".join(sorted(kinds)))
 
 
 def _fan_in(programs: Mapping[PeerKey, Program], num_groups: int) -> dict[PeerKey, float]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvferry.errors import TransferError
-from kvferry.plan.digests.extract import Extract
+from kvferry.plan.digests.extractor import Extract
 from kvferry.plan.digests.subject import NOTHING, Subject
 from kvferry.plan.programs.copies import Direction
-from kvferry.plan.slots.partition import SlotPlan
+from kvferry.plan.slots.slot_plan import SlotPlan
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import Command, FetchReport
 from kvferry.session.events import FetchRequest

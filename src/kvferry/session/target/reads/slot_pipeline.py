@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvferry.plan.programs.copies import Direction
-from kvferry.plan.slots.partition import Slot, SlotPlan
+from kvferry.plan.slots.slot_plan import Slot, SlotPlan
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import Acquire, Cancel, Command, Post, Release, Send, Stage
 from kvferry.session.keys import ReadKey, SlotKey

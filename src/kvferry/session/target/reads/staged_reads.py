@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvferry.errors import FerryError, TransferError
-from kvferry.plan.slots.partition import SlotPlan
+from kvferry.plan.slots.slot_plan import SlotPlan
 from kvferry.session.commands import Release
 from kvferry.session.events import Acquired, Staged
 from kvferry.session.keys import PeerKey, ReadKey, SlotKey

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvferry.errors import MAX_LISTED, FerryError, TransferError
 from kvferry.plan.description.layout import Layout
-from kvferry.plan.digests.extract import Extractor
+from kvferry.plan.digests.extractor import Extractor
 from kvferry.plan.digests.subject import DigestPolicy, Subject
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Command, Digest, Send

@@ -54,7 +54,7 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lot:
+class StateGroup:
     """States of a part that are found alike: which of its states, and where their boxes begin in block 0, slot 0."""
 
     shape: Shape
@@ -68,7 +68,7 @@ class BoundPart:
 
     per_token: bool
     selection: Selection
-    lots: tuple[Lot, ...]
+    groups: tuple[StateGroup, ...]
     num_bytes: int
 
     def numbers(self, part: Part) -> range:
@@ -91,12 +91,12 @@ def bind_part(part: Part, layout: Layout) -> BoundPart:
     kinds = {states[name].per_token for name in part.states}
     if len(kinds) > 1:
         raise RequestError("a part of a digest mixes states with tokens and states of fixed size")
-    lots = [
-        Lot(shape, np.array([place for place, _ in found]), np.array([start for _, start in found], np.uint64))
+    groups = [
+        StateGroup(shape, np.array([place for place, _ in found]), np.array([start for _, start in found], np.uint64))
         for shape, found in alike.items()
     ]
     num_bytes = sum(box_bytes(states[name], part.box) for name in part.states)
-    return BoundPart(kinds.pop(), Selection.of(part.tokens), tuple(lots), num_bytes)
+    return BoundPart(kinds.pop(), Selection.of(part.tokens), tuple(groups), num_bytes)
 
 
 def box_bytes(state: State, box: Box) -> int:

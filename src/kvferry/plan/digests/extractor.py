@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import RequestError
 from kvferry.plan.description.layout import Layout
-from kvferry.plan.digests.parts import BoundPart, Grid, Lot, Shape, bind_part, box_bytes
+from kvferry.plan.digests.bound_parts import BoundPart, Grid, Shape, StateGroup, bind_part, box_bytes
 from kvferry.plan.digests.sampling import STRATUM_TOKENS, chosen
 from kvferry.plan.digests.subject import DigestPolicy, Part, Subject
 from kvferry.plan.programs.blocks import BlockTables, Owner, checked
@@ -117,31 +117,31 @@ class Extractor:
     ) -> Iterator[Extract]:
         numbers = bound.numbers(part)
         ends = bound.selection.token(np.array([numbers[0], numbers[-1]] if numbers else [0], np.int64))
-        for lot in bound.lots:
-            picks = _picks(subject, part, lot, numbers)
-            group = lot.shape.group
+        for alike in bound.groups:
+            picks = _picks(subject, part, alike, numbers)
+            group = alike.shape.group
             blocks = checked(tables, Owner(self._side, group, self._layout.groups[group]), ends)
             tokens = bound.selection.token(picks) if bound.per_token else np.zeros((1, 1), np.int64)
             block, slot = blocks.at(tokens)
-            shifts = block * lot.shape.block_stride + slot * lot.shape.token_stride
+            shifts = block * alike.shape.block_stride + slot * alike.shape.token_stride
             if not bound.per_token:
-                shifts = shifts + _piece_offsets(lot.shape, picks)
-            places = tuple((lot.places + number).tolist())
-            yield Extract(places, lot.starts, shifts.astype(np.uint64), lot.shape.grid)
+                shifts = shifts + _piece_offsets(alike.shape, picks)
+            places = tuple((alike.places + number).tolist())
+            yield Extract(places, alike.starts, shifts.astype(np.uint64), alike.shape.grid)
 
 
-def _picks(subject: Subject, part: Part, lot: Lot, numbers: range) -> Indices:
+def _picks(subject: Subject, part: Part, alike: StateGroup, numbers: range) -> Indices:
     """Which items of each state of a lot: (states, items), or (1, items) where all states have the same.
 
     Items are numbered among the tokens of a part, or among the pieces of a state of fixed size.
     """
     stratum = STRATUM_TOKENS
     if not numbers:
-        numbers = range(prod(lot.shape.pieces[0]))
+        numbers = range(prod(alike.shape.pieces[0]))
         stratum = -(-len(numbers) // MAX_PIECES)
     if subject.policy is DigestPolicy.FULL:
         return np.arange(numbers.start, numbers.stop, dtype=np.int64)[np.newaxis]
-    return chosen(numbers, stratum, len(part.states), subject.seed)[lot.places]
+    return chosen(numbers, stratum, len(part.states), subject.seed)[alike.places]
 
 
 def _piece_offsets(shape: Shape, picks: Indices) -> Indices:
