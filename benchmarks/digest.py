@@ -23,10 +23,10 @@ from measuring import Work, interleaved, machine, say
 
 from kvferry.agent.memory.digests import Digester, HostBytes
 from kvferry.plan import CacheModel, EngineShape, Layout, TokenRange, attention, latent
-from kvferry.plan.description import describe
+from kvferry.plan.description.describe import describe
 from kvferry.plan.digests.extractor import Extractor
 from kvferry.plan.digests.subject import DigestPolicy, PartTemplate, Subject, subject_of, templates_of
-from kvferry.plan.routing import route
+from kvferry.plan.routing.route import route
 from kvferry.transport.base import Memory
 
 NUM_TOKENS, BLOCK_TOKENS = 8192, 16

@@ -23,12 +23,12 @@ from measuring import machine, say
 
 from kvferry.agent import Agent, AgentConfig, Cache, Notice, new_lease_id
 from kvferry.plan import EngineShape, Layout, TokenRange, attention
-from kvferry.plan.description import describe
+from kvferry.plan.description.describe import describe
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import Fetched, FetchFailed, LeaseEnded
 from kvferry.session.events import Ahead, FetchRequest, LeaseProgress, LeaseRequest
-from kvferry.session.source import direct_write
+from kvferry.session.source import streamed_write
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.transport.opening import open_transports
 from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared
@@ -37,7 +37,7 @@ NUM_LAYERS, BLOCK_TOKENS = 32, 16
 MODEL = attention(NUM_LAYERS, 8, 128, "bfloat16", 2)
 DEADLINE_S = 60.0
 SIZES_MIB = (2, 4, 8, 16, 32, 64, 128)
-WAYS = {"step": (False, direct_write.MIN_AHEAD), "layers": (True, direct_write.MIN_AHEAD)}
+WAYS = {"step": (False, streamed_write.MIN_AHEAD), "layers": (True, streamed_write.MIN_AHEAD)}
 WAYS["layers, no cut-off"] = True, 1
 
 
@@ -104,7 +104,7 @@ def row(size_mib: int, step_ms: float, repeats: int) -> dict[str, Any]:
     try:
         for repeat in range(repeats + 1):
             for name, (is_layer_wise, min_ahead) in WAYS.items():
-                direct_write.MIN_AHEAD = min_ahead
+                streamed_write.MIN_AHEAD = min_ahead
                 took_ms = transfer(source, target, num_tokens, step_ms / 1000, is_layer_wise)
                 if repeat:
                     times[name].append(took_ms)

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from kvferry.agent import AgentConfig
 from kvferry.plan import EngineShape, Layout, attention, bind
-from kvferry.plan.description import describe
+from kvferry.plan.description.describe import describe
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.program import Program
-from kvferry.plan.routing import route
+from kvferry.plan.routing.route import route
 from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables, region_starts
 from kvferry.plan.strategy.strategies import Strategy
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.plan import Copies, EngineShape, Layout, Program, TokenRange, attention, bind, copies_for
-from kvferry.plan.description import describe
-from kvferry.plan.routing import route
+from kvferry.plan.description.describe import describe
+from kvferry.plan.routing.route import route
 
 __all__ = [
     "BLOCK_TOKENS",

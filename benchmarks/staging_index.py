@@ -28,7 +28,7 @@ from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.tiles import Tile, plain, rows_of, tile_of
 from kvferry.plan.routing.route import route
 from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, region_starts
-from kvferry.plan.strategy.strategies import LocatedRows, Strategy
+from kvferry.plan.strategy.strategies import Side, Strategy
 from kvferry.staging.device.launches import MAX_ROW_BYTES, launch_of
 from kvferry.staging.device.patterns import for_device, tiles_of
 
@@ -39,7 +39,7 @@ MODEL = attention(num_layers=32, num_heads=8, head_dim=64, dtype="float16", item
 SEED = 5
 
 
-def slot(source_format: str, target_format: str, side: LocatedRows) -> tuple[Tile, ...]:
+def slot(source_format: str, target_format: str, side: Side) -> tuple[Tile, ...]:
     """What one side copies for a whole slot of 512 tokens: 32 layers, keys and values, two heads of 128 bytes."""
     shapes = EngineShape(1, 1, 16, NUM_BLOCKS, source_format), EngineShape(4, 1, 24, NUM_BLOCKS, target_format)
     sources, targets = (describe(MODEL, shape, 1 << at) for shape, at in zip(shapes, (41, 50), strict=True))
@@ -49,11 +49,11 @@ def slot(source_format: str, target_format: str, side: LocatedRows) -> tuple[Til
     starts = region_starts(sources[0], targets[1])
     request = StagedRequest(program, *tables, (TokenRange(0, 512),), Strategy.PACK, SLOT_BYTES, starts)
     (found,) = SlotPlan(request, side).slots(0)
-    return found.gather if side is LocatedRows.SOURCE else found.scatter
+    return found.gather if side is Side.SOURCE else found.scatter
 
 
 def cases() -> Iterator[tuple[str, tuple[Tile, ...]]]:
-    planned = slot("token-major", "token-major", LocatedRows.SOURCE)
+    planned = slot("token-major", "token-major", Side.SOURCE)
     yield "gather, token-major to token-major", planned
     whole = rows_of(planned)
     parts = [column[37:-20].copy() for column in (whole.source, whole.target, whole.length)]
@@ -61,8 +61,8 @@ def cases() -> Iterator[tuple[str, tuple[Tile, ...]]]:
     noise = np.random.default_rng(SEED).permutation(len(whole)).astype(np.uint64) * np.uint64(512)
     yield "the same, noise", plain(Copies(noise, whole.target, whole.length, len(whole)))
     for name in FORMATS:
-        yield f"gather, {name} to head-major", slot(name, "head-major", LocatedRows.SOURCE)
-        yield f"scatter, head-major to {name}", slot("head-major", name, LocatedRows.TARGET)
+        yield f"gather, {name} to head-major", slot(name, "head-major", Side.SOURCE)
+        yield f"scatter, head-major to {name}", slot("head-major", name, Side.TARGET)
 
 
 def prepare(tiles: Sequence[Tile], sent: np.ndarray) -> int:
