@@ -19,7 +19,7 @@ from mixed_tp_stages import Chain, TargetStages, run_chains
 
 from kvferry.agent import Agent, AgentConfig, Cache, new_epoch, new_lease_id
 from kvferry.agent.config import staging_named
-from kvferry.agent.memory.shared_regions import host_arena
+from kvferry.agent.memory.arena import host_arena
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.session.commands import Fetched

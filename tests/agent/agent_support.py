@@ -47,12 +47,12 @@ def check(target, num_tokens=NUM_TOKENS, tables=TARGET_TABLES):
 class WireOnly(HostMover):
     """Has what it gathers written over the transport, on one host as well."""
 
-    reaches_far = False
+    reaches_peer_memory = False
 
 
-def wire_only(memories, ring):
+def wire_only(memories, notify):
     """What makes such a mover."""
-    return WireOnly(host_regions(memories), ring)
+    return WireOnly(host_regions(memories), notify)
 
 
 def num_mappings(memory):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.agent import Agent, AgentConfig, Cache, new_epoch
-from kvferry.agent.cache import near_mover
+from kvferry.agent.cache import host_mover
 from kvferry.agent.config import SLOT_BYTES
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
@@ -55,7 +55,7 @@ def make_rank() -> Iterator[Callable[..., Rank]]:
         transport: str = "shm",
         timing: Timing = TIMING,
         wrap=None,
-        mover=near_mover,
+        mover=host_mover,
         **config,
     ) -> Rank:
         size_bytes = sum(region.size_bytes for region in describe(MODEL, shape, 0)[0].regions)
@@ -96,7 +96,7 @@ def make_engine():
     """All ranks of an engine, each with its own memory and agent."""
     made, memories = [], []
 
-    def make(engine_id, shape, direction=Direction.READ, wrap=None, mover=near_mover, **config):
+    def make(engine_id, shape, direction=Direction.READ, wrap=None, mover=host_mover, **config):
         size_bytes = sum(region.size_bytes for region in describe(MODEL, shape, 0)[0].regions)
         shared = [allocate_shared(size_bytes, engine_id) for _ in range(shape.num_ranks)]
         memories.extend(shared)

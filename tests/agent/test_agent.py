@@ -11,7 +11,7 @@ import zmq
 from agent_support import SOURCE, TARGET
 
 from kvferry.agent import Agent, AgentConfig, Cache, new_lease_id
-from kvferry.agent.control import sockets
+from kvferry.agent.control import channel
 from kvferry.agent.control.shared_token import SharedToken
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.plan.description.tokens import TokenRange
@@ -209,7 +209,7 @@ def test_a_port_that_is_not_allowed_is_not_blamed_on_the_host(cache, monkeypatch
     def refuse(*_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(sockets, "Doors", refuse)
+    monkeypatch.setattr(channel, "LimitedListener", refuse)
     with pytest.raises(ConfigurationError, match="cannot listen on") as caught:
         Agent(AgentConfig("p1", port=80), cache, print, open_transports("shm").transports, {})
     assert "--transfer-port" in caught.value.hint
@@ -223,7 +223,7 @@ def test_no_request_is_asked_for_twice_at_a_time_and_no_attempt_is_called_like_a
     target.agent.fetch(wanted)
     with pytest.raises(RequestError, match="has a fetch already"):
         target.agent.fetch(wanted)
-    target.agent._turns.notify(BlocksReleased(wanted.request_id))
+    target.agent._event_loop.notify(BlocksReleased(wanted.request_id))
     target.agent.fetch(wanted)
     assert [each.request_id for each in asked] == [wanted.request_id] * 2
     assert len({each.claim_id for each in asked}) == 2

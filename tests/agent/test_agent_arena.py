@@ -155,7 +155,7 @@ def test_bytes_stay_on_the_device_until_they_are_on_the_wire(make_rank, transpor
 def kept(monkeypatch):
     """What stays for the life of the process."""
     memories = []
-    monkeypatch.setattr("kvferry.agent.memory.shared_regions._kept", memories)
+    monkeypatch.setattr("kvferry.agent.memory.arena._kept", memories)
     yield memories
     memories.clear()
 
@@ -194,4 +194,4 @@ def test_it_is_kept_while_a_source_may_still_write_to_it(kept, make_rank, tmp_pa
 
 def test_no_digest_is_made_of_what_the_processor_cannot_read(make_rank):
     """A peer that asks for one all the same gets a refusal: looking would end the engine's process."""
-    assert "region" in make_rank("p0", Strategy.PACK).agent._turns.digester._memory.unreadable
+    assert "region" in make_rank("p0", Strategy.PACK).agent._event_loop.digester._memory.unreadable

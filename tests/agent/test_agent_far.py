@@ -47,7 +47,7 @@ class FarRank:
         }
         self.memory, self.notices = oracle.Memory(self.layout, buffers), queue.SimpleQueue()
         opened = open_transports(transport)
-        cache = Cache((self.layout,), (), lambda near, ring: far_mover(self.device, near, ring))
+        cache = Cache((self.layout,), (), lambda near, notify: far_mover(self.device, near, notify))
         agent_config = AgentConfig(name, transport=transport, timing=TIMING, **{"staging": POLICY, **config})
         self.agent = Agent(agent_config, cache, self.notices.put, opened.transports, opened.unavailable)
         self.agent.start()

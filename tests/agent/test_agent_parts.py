@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvferry.agent.control.sockets import ControlChannel
-from kvferry.agent.loop.wakeup import Wake
+from kvferry.agent.control.channel import ControlChannel
+from kvferry.agent.loop.wakeup import Wakeup
 from kvferry.plan.description.describe import EngineShape
 from kvferry.session.events import Tick, TicketEnded
 from kvferry.session.keys import PeerKey, ReadKey
@@ -17,10 +17,10 @@ def steps(make_rank, monkeypatch):
     rank = make_rank("p0", SHAPE)
     rank.agent.close()
     order = []
-    monkeypatch.setattr(rank.agent._turns.carrier, "poll", lambda: order.append("poll") or [])
-    monkeypatch.setattr(rank.agent._turns.control, "receive", lambda wait_s: order.append("receive") or [])
-    monkeypatch.setattr(rank.agent._turns.wake, "rang", lambda: False)
-    monkeypatch.setattr(rank.agent._turns.target, "handle", lambda event, now: order.append(type(event)) or [])
+    monkeypatch.setattr(rank.agent._event_loop.transports, "poll", lambda: order.append("poll") or [])
+    monkeypatch.setattr(rank.agent._event_loop.control, "receive", lambda wait_s: order.append("receive") or [])
+    monkeypatch.setattr(rank.agent._event_loop.wakeup, "consume", lambda: False)
+    monkeypatch.setattr(rank.agent._event_loop.target, "handle", lambda event, now: order.append(type(event)) or [])
     return rank.agent, order
 
 
@@ -29,9 +29,9 @@ def steps(make_rank, monkeypatch):
 )
 def test_answers_that_came_during_a_long_poll_are_read_before_time_passes(steps, monkeypatch, long_s, expected):
     """Else a long copy would make a peer look silent that has answered."""
-    monkeypatch.setattr("kvferry.agent.loop.turns.LONG_TURN_S", long_s)
+    monkeypatch.setattr("kvferry.agent.loop.event_loop.LONG_ITERATION_S", long_s)
     agent, order = steps
-    agent._turns.take(0.0)
+    agent._event_loop.run_once(0.0)
     assert order == expected
 
 
@@ -40,19 +40,19 @@ def test_between_two_deadlines_only_transports_get_on_as_long_as_nothing_comes_i
     steps, monkeypatch, is_rung, expected
 ):
     agent, order = steps
-    agent._turns.quiet_until = float("inf")
-    monkeypatch.setattr(agent._turns.wake, "rang", lambda: is_rung)
-    agent._turns.take(0.0)
+    agent._event_loop.quiet_until = float("inf")
+    monkeypatch.setattr(agent._event_loop.wakeup, "consume", lambda: is_rung)
+    agent._event_loop.run_once(0.0)
     assert order == expected
-    assert (agent._turns.quiet_until > 0) is not is_rung
+    assert (agent._event_loop.quiet_until > 0) is not is_rung
 
 
 def test_what_a_transport_has_ended_meanwhile_is_followed_by_a_whole_turn(steps, monkeypatch):
     agent, order = steps
-    agent._turns.quiet_until = float("inf")
+    agent._event_loop.quiet_until = float("inf")
     ended = [TicketEnded(ReadKey("q1", PeerKey("tcp://127.0.0.1:1", "p0", "e1")), "")]
-    monkeypatch.setattr(agent._turns.carrier, "poll", lambda: ended)
-    assert agent._turns.take(1.0) == 0.0
+    monkeypatch.setattr(agent._event_loop.transports, "poll", lambda: ended)
+    assert agent._event_loop.run_once(1.0) == 0.0
     assert order == ["receive", TicketEnded]
 
 
@@ -66,10 +66,10 @@ def test_an_address_that_makes_no_sense_is_not_sent_to():
 
 
 def test_a_bell_may_be_rung_after_it_was_closed():
-    bell = Wake()
-    assert bell.rang() is False
-    bell.ring()
-    assert bell.rang() is True
+    bell = Wakeup()
+    assert bell.consume() is False
+    bell.notify()
+    assert bell.consume() is True
     bell.close()
-    bell.ring()
+    bell.notify()
     bell.close()

@@ -9,7 +9,7 @@ from math import inf
 import pytest
 from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, check, leased, wire_only
 
-from kvferry.agent.cache import near_mover
+from kvferry.agent.cache import host_mover
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import Fetched
 from kvferry.session.target.read_strategy import StagingPolicy
@@ -47,7 +47,7 @@ class Turnstile:
 class GatedMover:
     """Passes everything on to `inner`, when the turnstile lets it. What it gathers goes over the wire."""
 
-    rings = reaches_far = False
+    notifies = reaches_peer_memory = False
 
     def __init__(self, inner, turnstile) -> None:
         self._inner = inner
@@ -95,7 +95,7 @@ def until(is_so):
 
 def behind(turnstile):
     """What makes a mover behind it."""
-    return lambda near, ring: GatedMover(near_mover(near, ring), turnstile)
+    return lambda near, notify: GatedMover(host_mover(near, notify), turnstile)
 
 
 def test_while_one_slot_is_gathered_another_is_on_the_wire_and_a_third_is_scattered(make_rank):
@@ -158,11 +158,11 @@ def test_who_wants_little_is_served_in_turn_with_those_who_want_far_more_than_th
 class LateMover:
     """Its copies end right after it was asked whether they have, so that only its bell can tell."""
 
-    reaches_far = True
+    reaches_peer_memory = True
 
-    def __init__(self, memories, ring):
+    def __init__(self, memories, notify):
         self._has_ended = threading.Event()
-        self._inner, self._ring = near_mover(memories, self._has_ended.set), ring
+        self._inner, self._notify = host_mover(memories, self._has_ended.set), notify
         self._told = False
 
     def start(self, key, tiles, far=None):
@@ -175,7 +175,7 @@ class LateMover:
         assert self._has_ended.wait(DEADLINE_S)
         self._has_ended.clear()
         self._told = True
-        self._ring()
+        self._notify()
         return []
 
     @property
@@ -183,7 +183,7 @@ class LateMover:
         return self._inner.busy
 
     @property
-    def rings(self):
+    def notifies(self):
         return True
 
     def close(self):
@@ -194,8 +194,8 @@ class LateMover:
 def test_a_copy_that_ends_when_nobody_looks_is_heard_of_by_its_bell(make_rank, monkeypatch, long_turn_s):
     """Whether that is at the end of a turn or at the beginning of a quiet one. Without it the next look would be at the
     next heartbeat."""
-    monkeypatch.setattr("kvferry.agent.loop.turns.LONG_TURN_S", long_turn_s)
-    monkeypatch.setattr("kvferry.agent.loop.turns.QUIET_S", 1000.0)
+    monkeypatch.setattr("kvferry.agent.loop.event_loop.LONG_ITERATION_S", long_turn_s)
+    monkeypatch.setattr("kvferry.agent.loop.event_loop.QUIET_S", 1000.0)
     timing = Timing(lease_s=1000.0, heartbeat_s=300.0, resend_s=300.0, handshake_s=25.0, transfer_s=1000.0)
     source = make_rank("p0", SOURCE, timing=timing, mover=LateMover)
     one_slot = StagingPolicy((Strategy.PACK,), 1 << 20)

@@ -72,9 +72,9 @@ def test_where_processors_copy_the_source_gathers_into_the_targets_slots(
     target.agent.fetch(target.wanted(source, leased(source), TARGET_TABLES, NUM_TOKENS))
     target.next_notice(Fetched)
     check(target)
-    (met,) = target.agent._turns.target._peers
+    (met,) = target.agent._event_loop.target._peers
     assert met.costs.gathers_far == (passes == 2)
-    sent = source.agent._turns.carrier.moved_bytes[Direction.WRITE]
+    sent = source.agent._event_loop.transports.moved_bytes[Direction.WRITE]
     assert (sent > 0) == (passes == 3)
     assert source.agent.moved_bytes[Direction.WRITE] == NUM_TOKENS * BYTES_PER_TOKEN
     # Attached in this process, too, where both ranks live, until the source ends; over shm by the transport as well.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, leased, wire_only
 
-from kvferry.agent.cache import near_mover
+from kvferry.agent.cache import host_mover
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
@@ -24,9 +24,9 @@ class LastLook:
 
     def __init__(self, agent, take_back):
         self._take_back = take_back
-        self._receive, self._progress = agent._turns.control.receive, agent._turns._progress
+        self._receive, self._progress = agent._event_loop.control.receive, agent._event_loop._progress
         self._is_last, self._kept = False, []
-        agent._turns._progress, agent._turns.control.receive = self.progress, self.receive
+        agent._event_loop._progress, agent._event_loop.control.receive = self.progress, self.receive
 
     def progress(self):
         self._progress()
@@ -46,7 +46,7 @@ class LastLook:
 
 def take_back_while_copying(agent, take_back):
     """Has the engine take the blocks back while a transport of the agent's copies out of them."""
-    carrier = agent._turns.carrier
+    carrier = agent._event_loop.transports
     poll = carrier.poll
 
     def polled():
@@ -60,8 +60,8 @@ def take_back_while_copying(agent, take_back):
 
 def take_back_while_gathering(agent, take_back):
     """Has the engine take the blocks back while they are gathered into the target's own slots."""
-    stager = agent._turns.stager
-    poll = stager.poll
+    staging = agent._event_loop.staging
+    poll = staging.poll
 
     def polled():
         events = poll()
@@ -69,7 +69,7 @@ def take_back_while_gathering(agent, take_back):
             take_back()
         return events
 
-    stager.poll = polled
+    staging.poll = polled
 
 
 class LateEnd:
@@ -77,11 +77,11 @@ class LateEnd:
     blocks back just before."""
 
     def __init__(self, agent, take_back):
-        turns = agent._turns
-        self._stager, self._take_back = turns.stager, take_back
-        self._poll, self._move_slots = turns.stager.poll, turns._move_slots
+        turns = agent._event_loop
+        self._stager, self._take_back = turns.staging, take_back
+        self._poll, self._move_slots = turns.staging.poll, turns._move_slots
         self._is_shown, self._kept = False, []
-        turns.stager.poll, turns._move_slots = self.poll, self.move_slots
+        turns.staging.poll, turns._move_slots = self.poll, self.move_slots
 
     def poll(self):
         events = self._poll()
@@ -101,7 +101,7 @@ class LateEnd:
 
 def take_back_while_digesting(agent, take_back):
     """Has the engine take the blocks back while they are digested."""
-    digester = agent._turns.digester
+    digester = agent._event_loop.digester
     run = digester.run
 
     def digested(max_bytes):
@@ -114,12 +114,12 @@ def take_back_while_digesting(agent, take_back):
 
 
 WAYS = {
-    "read": ({}, LastLook, near_mover),
-    "pushed": ({"direction": Direction.WRITE}, take_back_while_copying, near_mover),
+    "read": ({}, LastLook, host_mover),
+    "pushed": ({"direction": Direction.WRITE}, take_back_while_copying, host_mover),
     "packed": ({"staging": PACKED}, take_back_while_copying, wire_only),
-    "packed in place": ({"staging": PACKED}, take_back_while_gathering, near_mover),
-    "packed in place, seen late": ({"staging": PACKED}, LateEnd, near_mover),
-    "digested": ({"digest": DigestPolicy.FULL}, take_back_while_digesting, near_mover),
+    "packed in place": ({"staging": PACKED}, take_back_while_gathering, host_mover),
+    "packed in place, seen late": ({"staging": PACKED}, LateEnd, host_mover),
+    "digested": ({"digest": DigestPolicy.FULL}, take_back_while_digesting, host_mover),
 }
 
 

@@ -9,8 +9,8 @@ import pytest
 import zmq
 
 from kvferry.agent import NO_TOKEN, SharedToken
+from kvferry.agent.control.channel import MAX_QUEUED, ControlChannel
 from kvferry.agent.control.curve import secure_connecting
-from kvferry.agent.control.sockets import MAX_QUEUED, ControlChannel
 from kvferry.errors import ConfigurationError
 from kvferry.session.keys import PeerKey
 from kvferry.wire.codec import MAX_REQUEST_BYTES
@@ -76,10 +76,10 @@ def test_two_channels_that_know_the_same_token_converse(channel, token):
     listener, connector = channel(token), channel(token)
     assert connector.send(key(listener), b"question")
     (asked,) = frames(listener, connector)
-    assert (asked.link, asked.frame) == ((), b"question")
-    assert listener.reply(asked.name, b"answer")
+    assert (asked.source, asked.frame) == ((), b"question")
+    assert listener.reply(asked.routing_id, b"answer")
     (answered,) = frames(connector, listener)
-    assert (answered.link, answered.frame) == ((key(listener),), b"answer")
+    assert (answered.source, answered.frame) == ((key(listener),), b"answer")
 
 
 @pytest.mark.parametrize("pair", [(OURS, THEIRS), (OURS, NO_TOKEN), (NO_TOKEN, OURS)], ids=["other", "none", "extra"])
@@ -229,11 +229,11 @@ def test_a_peer_that_does_not_read_gets_no_more_than_its_queue_and_holds_up_nobo
     slow.send(b"slow")
     (asked,) = frames(listener)
     large = bytes(1 << 20)
-    taken = sum(listener.reply(asked.name, large) for _ in range(4 * MAX_QUEUED))
+    taken = sum(listener.reply(asked.routing_id, large) for _ in range(4 * MAX_QUEUED))
     assert taken < 2 * MAX_QUEUED
     assert quick.send(key(listener), b"quick")
     (asked,) = frames(listener, quick)
-    assert listener.reply(asked.name, b"answer")
+    assert listener.reply(asked.routing_id, b"answer")
     assert frames(quick, listener)[0].frame == b"answer"
 
 

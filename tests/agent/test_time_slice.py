@@ -19,7 +19,7 @@ sliced = pytest.mark.skipif(
 # In a process of its own, where nobody else starts threads or changes what they have.
 CARRYING = """
 import os
-from kvferry.agent.control.sockets import ControlChannel
+from kvferry.agent.control.channel import ControlChannel
 from kvferry.agent.control.shared_token import NO_TOKEN, SharedToken
 from kvferry.agent.control.time_slice import Scheduling
 before = set(os.listdir("/proc/self/task"))

@@ -189,7 +189,7 @@ def test_a_dead_agent_is_an_error_for_whoever_waits(monkeypatch):
 
     async def scenario(source, target):
         params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
-        monkeypatch.setattr(target.transfer.agent._turns.target, "handle", lambda event, now: 1 / 0)
+        monkeypatch.setattr(target.transfer.agent._event_loop.target, "handle", lambda event, now: 1 / 0)
         with pytest.raises(TransferError, match="has stopped"):
             await target.transfer.fetch("q1", params, [[0, 5]], prompt(6))
         assert await target.freed() == "q1"
@@ -206,7 +206,7 @@ def test_a_dead_agent_keeps_only_blocks_that_a_source_may_write_to(direction, fr
         # Nothing of it is computed yet, so the claim stays where it is.
         params = await source.transfer.promise("r1", prompt(7))
         fetching = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
-        fetches = target.transfer.agent._turns.target._fetches
+        fetches = target.transfer.agent._event_loop.target._fetches
         while not any(fetch.reads for fetch in list(fetches.values())):
             await asyncio.sleep(0.01)
         await target.transfer.close()

@@ -75,7 +75,7 @@ class DeviceRank:
         side = side_streams.SideStream(where)
         launcher = side if where.type != "cpu" else NoWait(side)
 
-        def mover(near: Sequence[Memory], _ring: Callable[[], None]) -> DeviceMover:
+        def mover(near: Sequence[Memory], _notify: Callable[[], None]) -> DeviceMover:
             pins = [Pinned(CudaRuntime(where), near)] if where.type == "cuda" else []
             extents = [(memory.address, memory.size_bytes) for memory in near]
             return DeviceMover(launcher, Regions.of([(self.cache.data_ptr(), size_bytes), *extents]), pins)

@@ -128,7 +128,7 @@ def test_memory_of_another_process_can_be_lent_for_one_copy(kind):
     (there,) = plain(
         Copies(*(np.array([value], np.uint64) for value in (case.address + 70, theirs.ctypes.data, 300)), 1)
     )
-    assert case.mover.reaches_far
+    assert case.mover.reaches_peer_memory
     case.mover.start("lent", [there], theirs[:300])
     assert case.ends() == [Moved("lent", "")]
     assert (theirs[:300] == case.cache[70:370]).all()
@@ -155,7 +155,7 @@ def test_what_was_lent_is_let_go_of_when_its_copy_has_ended(kind):
 
 def test_memory_of_another_process_is_not_lent_to_a_device(case):
     """Nobody has pinned it for that."""
-    assert case.mover.reaches_far is (not isinstance(case.mover, DeviceMover))
+    assert case.mover.reaches_peer_memory is (not isinstance(case.mover, DeviceMover))
 
 
 def test_what_is_gathered_can_be_scattered_again(case):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.agent.memory.shared_regions import Arena, LentMemory
+from kvferry.agent.memory.arena import Arena, SharedArena
 from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.tiles import plain
@@ -72,7 +72,7 @@ class Rig:
 
     def packed(self) -> torch.Tensor:
         """What the arena has, row by row."""
-        if isinstance(self.arena, LentMemory):
+        if isinstance(self.arena, SharedArena):
             flat = torch.frombuffer(bytearray(self.arena.buffer), dtype=torch.uint8)
         else:
             (flat,) = self.arena._tensors
@@ -99,7 +99,7 @@ def rig(request, where, side_streams) -> Iterator[Rig]:
     if request.param == "host" and where.type == "xpu":
         pytest.skip("nothing pins host memory for xpu yet")
     is_host = request.param == "host"
-    arena = LentMemory(size_bytes, "kvferry-test") if is_host else DeviceArena(size_bytes, where, where.type)
+    arena = SharedArena(size_bytes, "kvferry-test") if is_host else DeviceArena(size_bytes, where, where.type)
     made = Rig(where, side_streams, arena)
     yield made
     if where.type != "cpu":
@@ -191,7 +191,7 @@ def test_copies_do_not_wait_for_what_the_engine_has_queued(rig):
 @pytest.mark.device
 def test_addresses_can_be_pinned_again_and_again(cuda):
     for _ in range(3):
-        lent = LentMemory(1 << 20, "kvferry-test")
+        lent = SharedArena(1 << 20, "kvferry-test")
         bits = torch.frombuffer(lent.buffer, dtype=torch.uint8)
         assert not bits.is_pinned()
         pins = Pinned(CudaRuntime(cuda), [lent.memory])
@@ -204,7 +204,7 @@ def test_addresses_can_be_pinned_again_and_again(cuda):
 
 @pytest.mark.device
 def test_a_driver_refuses_what_is_pinned_already(cuda):
-    lent = LentMemory(1 << 20, "kvferry-test")
+    lent = SharedArena(1 << 20, "kvferry-test")
     pins = Pinned(CudaRuntime(cuda), [lent.memory])
     with pytest.raises(ConfigurationError, match="cudaHostRegister returned"):
         Pinned(CudaRuntime(cuda), [lent.memory])

@@ -80,7 +80,7 @@ class Stream:
 
 
 def sides(pair: Pair, way: str) -> tuple[Server, Server]:
-    """Source and target, which have met: a first meeting takes longer than a prompt."""
+    """Source and target, which have met: a first negotiation takes longer than a prompt."""
     both = (pair.prefill, pair.decode) if way == "packed" else (pair.decode, pair.prefill)
     ask_disaggregated(*both, prompts_of((10,))[0])
     return both

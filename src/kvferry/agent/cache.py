@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvferry.agent.memory.arena import Arena, host_arena
 from kvferry.agent.memory.digests import lies_in
-from kvferry.agent.memory.shared_regions import Arena, host_arena
 from kvferry.errors import ConfigurationError
 from kvferry.plan.description.layout import Layout
 from kvferry.staging.host_mover import HostMover, host_regions
@@ -15,9 +15,9 @@ from kvferry.transport.base import Memory
 from kvferry.transport.memory_kind import HOST
 
 
-def near_mover(memories: Sequence[Memory], ring: Callable[[], None]) -> Mover:
+def host_mover(memories: Sequence[Memory], notify: Callable[[], None]) -> Mover:
     """For engines whose blocks lie in memory that the CPU reaches."""
-    return HostMover(host_regions(memories), ring)
+    return HostMover(host_regions(memories), notify)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Cache:
 
     layouts: tuple[Layout, ...]
     memories: tuple[Memory, ...]
-    mover: Callable[[Sequence[Memory], Callable[[], None]], Mover] = near_mover
+    mover: Callable[[Sequence[Memory], Callable[[], None]], Mover] = host_mover
     arena: Callable[[int], Arena] = host_arena
     device: str = HOST
     buffer_device: str = HOST

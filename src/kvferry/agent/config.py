@@ -7,7 +7,7 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from kvferry.agent.control.listen_addresses import listening_address
+from kvferry.agent.control.addresses import listening_address
 from kvferry.agent.control.shared_token import NO_TOKEN, SharedToken
 from kvferry.errors import ConfigurationError
 from kvferry.plan.digests.subject import DigestPolicy

@@ -1,1 +1,4 @@
-"""Memory between the blocks and the wire: who may have a piece of it, and the copies into it and out of it."""
+"""Staging memory between blocks and transports: its allocator, and gathers and scatters between slots and blocks.
+
+Enters: requests for slots, tiles of rows. Leaves: slots, ends of copies. It does not know sessions, peers or leases.
+"""

@@ -1,4 +1,4 @@
-"""Gathers and scatters in host memory, on a thread: while one slot is copied, others are on the wire."""
+"""Gathers and scatters in host memory, on a thread of its own: one slot is copied while others are transferred."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from kvferry.transport.rowcopy.gather_scatter import copy_tiles
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """Rows, and memory that was `lent` for them."""
+    """The rows of a key, and memory of a peer that they may touch."""
 
     key: Hashable
     tiles: Sequence[Tile]
-    lent: View | None
+    peer_view: View | None
 
 
 def host_regions(memories: Sequence[Memory]) -> Regions:
     """Memories of this process, with views of them. Raises TransportError when one cannot exist or two overlap."""
     extents = [(memory.address, memory.size_bytes) for memory in memories]
-    Regions.of(extents)  # refuses before anything is looked at
+    Regions.of(extents)  # Raises before any memory is touched.
     return Regions.of(extents, map(view_of, memories))
 
 
 class HostMover:
     """A `Mover` for memory that this process can read: one thread, one copy after another.
 
-    `regions` are all memories that rows may touch; they must stay until `close`. `ring` is called from that thread
-    whenever `poll` has something to report.
+    `regions` are all memories that rows may touch; they must stay until `close`. `notify` is called from that
+    thread whenever `poll` has something to report.
     """
 
-    def __init__(self, regions: Regions, ring: Callable[[], None]) -> None:
+    def __init__(self, regions: Regions, notify: Callable[[], None]) -> None:
         self._regions = regions
-        self._ring = ring
+        self._notify = notify
         self._open: set[Hashable] = set()
-        # The condition guards these.
+        # The condition guards the fields below.
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()
         self._ended: list[Moved] = []
@@ -55,14 +55,14 @@ class HostMover:
         return bool(self._open)
 
     @property
-    def rings(self) -> bool:
+    def notifies(self) -> bool:
         return True
 
     @property
-    def reaches_far(self) -> bool:
+    def reaches_peer_memory(self) -> bool:
         return True
 
-    def start(self, key: Hashable, tiles: Sequence[Tile], far: View | None = None) -> None:
+    def start(self, key: Hashable, tiles: Sequence[Tile], peer_view: View | None = None) -> None:
         """See `Mover`. Copies begin in the order of their starts."""
         if key in self._open:
             raise IllegalEventError("a copy is started twice", found=f"{key}", expected="one copy per key at a time")
@@ -71,7 +71,7 @@ class HostMover:
             if self._is_closed:
                 self._ended.append(Moved(key, CLOSED))
             else:
-                self._jobs.append(_Job(key, tiles, far))
+                self._jobs.append(_Job(key, tiles, peer_view))
                 self._changed.notify()
 
     def poll(self) -> list[Moved]:
@@ -91,14 +91,14 @@ class HostMover:
     def _work(self) -> None:
         while job := self._next():
             moved = Moved(job.key, self._copy(job))
-            # Whoever hears of the end may give back the memory that was lent: nothing here may hold it any longer.
+            # The owner unmaps the view of a peer when it hears of the end: no reference to it may be left here.
             job = None
             with self._changed:
                 self._ended.append(moved)
-            self._ring()
+            self._notify()
 
     def _next(self) -> _Job | None:
-        """Wait for a job; None when there will be none any more, and those that waited have ended."""
+        """Wait for a job; None after `close`, which ends those that wait."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._is_closed)
             if not self._is_closed:
@@ -108,9 +108,9 @@ class HostMover:
             return None
 
     def _copy(self, job: _Job) -> str:
-        """Copy the rows; why that went wrong, or nothing."""
+        """Copy the rows; returns the error, or an empty text."""
         try:
-            regions = self._regions if job.lent is None else self._regions.with_view(job.lent)
+            regions = self._regions if job.peer_view is None else self._regions.with_view(job.peer_view)
             for _ in copy_tiles(regions, job.tiles):
                 if self._is_closed:
                     return CLOSED

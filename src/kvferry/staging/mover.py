@@ -1,7 +1,7 @@
-"""What gathers and scatters: a dozen lines of contract.
+"""The contract of what gathers and scatters.
 
-A mover copies rows between memories of one process, such as the blocks of an engine and a slot of staging memory, while
-its owner does something else. It belongs to one thread, the agent's; nothing here blocks.
+A mover copies rows between memories of one process, such as an engine's blocks and a slot of staging memory, in the
+background. Only one thread uses it, the agent's; no method but `close` blocks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ CLOSED = "the mover was closed"
 
 
 class Moved(NamedTuple):
-    """The end of what was started under a key: no byte of it is read or written any more. `error` is empty when all is
-    copied."""
+    """The end of the copy of a key: none of its bytes is read or written any more. `error` is empty when all is
+    well."""
 
     key: Hashable
     error: str
@@ -26,35 +26,34 @@ class Moved(NamedTuple):
 class Mover(Protocol):
     """Copies rows inside one process; addresses are absolute, those of a device or of the host."""
 
-    def start(self, key: Hashable, tiles: Sequence[Tile], far: View | None = None) -> None:
-        """Begin to copy; what goes wrong comes out of `poll`, also rows that leave the memories of the mover. One that
-        `reaches_far` can be lent memory of another process for these rows, mapped here.
+    def start(self, key: Hashable, tiles: Sequence[Tile], peer_view: View | None = None) -> None:
+        """Begin a copy. Errors come out of `poll`, such as rows that leave the memories of the mover. With
+        `reaches_peer_memory`, the rows may also lie in `peer_view`: memory of another process that is mapped here.
 
-        Targets must not overlap one another or a source, nor anything else that is under way. Raises IllegalEventError
-        when the key is in use: from its start until `poll` has reported its end.
+        Targets must not overlap one another, a source, or other copies in progress. Raises IllegalEventError when the
+        key is in use: from its start until `poll` has reported its end.
         """
         ...
 
     def poll(self) -> list[Moved]:
-        """What has ended since the last call, each exactly once, in any order. Never raises."""
+        """The copies that have ended since the last call, each exactly once, in any order. Never raises."""
         ...
 
     @property
     def busy(self) -> bool:
-        """Whether an end is still to be reported."""
+        """Whether `poll` has not yet reported the end of every copy."""
         ...
 
     @property
-    def reaches_far(self) -> bool:
-        """Whether rows may also touch memory that it was not made for."""
+    def reaches_peer_memory(self) -> bool:
+        """Whether `start` takes a `peer_view`."""
         ...
 
     @property
-    def rings(self) -> bool:
-        """Whether it says by itself that `poll` has something to report; else it has to be asked again and again."""
+    def notifies(self) -> bool:
+        """Whether it calls the agent when `poll` has something to report; otherwise the agent must poll repeatedly."""
         ...
 
     def close(self) -> None:
-        """Stop as soon as a copy allows it, at most within seconds; what was cut off ends with an error in the next
-        `poll`. Safe to call twice."""
+        """Stop within seconds. Copies that were cut off end with an error in the next `poll`. Safe to call twice."""
         ...

@@ -1,4 +1,4 @@
-"""The control channel: authenticated sockets between agents, their addresses and limits.
+"""The control channel: authenticated sockets between agents, their addresses, limits and liveness probes.
 
 Enters: frames. Leaves: frames. It does not know what they mean.
 """

@@ -1,7 +1,7 @@
-"""Whether anybody listens at an address: the host of a process that has ended says at once that nobody does.
+"""Liveness probes: a refused connection proves that the process of a peer has ended.
 
-A process that was stopped still has its socket, so its host takes the connection; and a host that is gone says nothing.
-Neither is taken for an end.
+A stopped process still has its socket, so its host accepts the connection; a host that is gone does not answer. Neither
+is taken for an end.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from kvferry.session.keys import PeerKey
 from kvferry.transport.machine.addresses import family_of
 
 
-class Knocks:
-    """Connections that are tried and closed at once. Belongs to one thread."""
+class LivenessProbes:
+    """TCP connections that are opened and closed at once. Only one thread uses them."""
 
     def __init__(self) -> None:
-        self._tried: dict[PeerKey, socket.socket] = {}
-        self._unanswered: list[PeerKey] = []
+        self._attempts: dict[PeerKey, socket.socket] = {}
+        self._refused: list[PeerKey] = []
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is ready."""
-        return bool(self._unanswered)
+        """Whether `refused_peers` has something to return."""
+        return bool(self._refused)
 
     def start(self, peer: PeerKey) -> None:
-        """Try again; an attempt that is still open is given up."""
+        """Probe a peer; a probe of it that is still open is given up."""
         self.forget(peer)
         try:
             address = urlsplit(peer.address)
@@ -38,45 +38,45 @@ class Knocks:
         except ValueError:
             return
         try:
-            tried = socket.socket(family_of(host), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            attempt = socket.socket(family_of(host), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         except OSError:
-            # This process may have too many files open at the moment. Nothing is learnt, and whoever asks asks again.
+            # This process may have too many open files at the moment. The session probes again.
             return
-        self._tried[peer] = tried
-        self._note(peer, tried.connect_ex((str(host), port)))
+        self._attempts[peer] = attempt
+        self._handle(peer, attempt.connect_ex((str(host), port)))
 
-    def unanswered(self) -> list[PeerKey]:
-        """Those at whose address nobody listens, each once."""
-        for peer, tried in list(self._ended()):
-            self._note(peer, tried.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
-        found, self._unanswered = self._unanswered, []
+    def refused_peers(self) -> list[PeerKey]:
+        """The peers that have refused a connection since the last call, each once."""
+        for peer, attempt in list(self._ended()):
+            self._handle(peer, attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+        found, self._refused = self._refused, []
         return found
 
     def close(self) -> None:
         """Give up. Safe to call twice."""
-        for peer in list(self._tried):
+        for peer in list(self._attempts):
             self.forget(peer)
 
     def forget(self, peer: PeerKey) -> None:
-        """Give up one that nobody asks about any more."""
-        if tried := self._tried.pop(peer, None):
-            tried.close()
+        """Give up the probe of a peer."""
+        if attempt := self._attempts.pop(peer, None):
+            attempt.close()
 
     def _ended(self) -> Iterator[tuple[PeerKey, socket.socket]]:
-        """The attempts that have come to an end, with a connection or without."""
-        if not self._tried:
+        """The probes that have ended, with a connection or without."""
+        if not self._attempts:
             return
-        looking, by_number = select.poll(), {}
-        for peer, tried in self._tried.items():
-            looking.register(tried, select.POLLOUT)
-            by_number[tried.fileno()] = peer, tried
-        for number, _ in looking.poll(0):
+        poller, by_number = select.poll(), {}
+        for peer, attempt in self._attempts.items():
+            poller.register(attempt, select.POLLOUT)
+            by_number[attempt.fileno()] = peer, attempt
+        for number, _ in poller.poll(0):
             yield by_number[number]
 
-    def _note(self, peer: PeerKey, error: int) -> None:
-        """How an attempt ends, or that it goes on."""
+    def _handle(self, peer: PeerKey, error: int) -> None:
+        """Take the result of a probe, unless it is still open."""
         if error == errno.EINPROGRESS:
             return
         self.forget(peer)
         if error == errno.ECONNREFUSED:
-            self._unanswered.append(peer)
+            self._refused.append(peer)

@@ -1,1 +1,5 @@
-"""The thread of a rank: it waits for sockets, transports and the engine, and gives each its turn."""
+"""The thread of a rank: an event loop over sockets, transports, staging memory and the engine's requests.
+
+Enters: calls of the engine, frames, completions. Leaves: notices to the engine, frames, posts. It decides nothing: the
+sessions do.
+"""

@@ -1,6 +1,7 @@
-"""One thread per rank that owns the sockets, the transports and both sessions; what it does is in `turns`.
+"""The agent of a rank: a thread that owns the sockets, the transports and both sessions, and the calls of its engine.
 
-It does not depend on the engine's step, so heartbeats go on through a long one.
+The thread does not depend on the engine's step, so heartbeats continue during a long one. `event_loop` has what it
+does.
 """
 
 from __future__ import annotations
@@ -17,20 +18,19 @@ from typing import Self, TypeVar
 from kvferry import __version__
 from kvferry.agent.cache import Cache
 from kvferry.agent.config import AgentConfig, Notice, slot_bytes_in
-from kvferry.agent.control.liveness import Knocks
-from kvferry.agent.control.sockets import ControlChannel
-from kvferry.agent.loop.turns import Turns, Wish
-from kvferry.agent.loop.wakeup import Wake
+from kvferry.agent.control.channel import ControlChannel
+from kvferry.agent.control.liveness import LivenessProbes
+from kvferry.agent.identity import allocate_probe, describe_probe, target_identity
+from kvferry.agent.loop.event_loop import EngineRequest, EventLoop
+from kvferry.agent.loop.wakeup import Wakeup
+from kvferry.agent.memory.arena import Arena
 from kvferry.agent.memory.digests import Digester, HostBytes
-from kvferry.agent.memory.peer_slots import FarSlots
-from kvferry.agent.memory.probe import allocate_probe, describe_probe
-from kvferry.agent.memory.shared_regions import Arena
-from kvferry.agent.memory.stager import Stager
-from kvferry.agent.requests.checks import check_fetch, check_growth, check_hold, check_lease
-from kvferry.agent.requests.identity import ourselves_of
-from kvferry.agent.requests.names import RequestNames
-from kvferry.agent.transports.carrier import Carrier
+from kvferry.agent.memory.peer_slots import PeerSlots
+from kvferry.agent.memory.staging_slots import StagingSlots
+from kvferry.agent.open_requests import OpenRequests
+from kvferry.agent.transports.manager import TransportManager
 from kvferry.agent.transports.negotiation import PeerReport
+from kvferry.agent.validation import check_fetch, check_growth, check_hold, check_lease
 from kvferry.plan.programs.copies import Direction
 from kvferry.session import commands as c
 from kvferry.session import events as e
@@ -42,12 +42,12 @@ from kvferry.transport.memory_kind import HOST
 from kvferry.transport.selection.local_context import local_context
 from kvferry.wire.messages import Party, Reference
 
-# Of a handshake, for finding a transport: those that hang one after the other still leave room for the rest.
+# The part of a handshake's time that self-tests of transports may take; the rest is for messages.
 TESTS_SHARE = 0.9
 
 logger = logging.getLogger(__name__)
 
-_Lent = TypeVar("_Lent", bound=Arena)
+_Arena = TypeVar("_Arena", bound=Arena)
 
 
 class Agent:
@@ -70,38 +70,38 @@ class Agent:
         self.party = Party(config.engine_id, config.epoch, config.rank)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-agent", daemon=True)
-        self._still_written: tuple[Arena, ...] = ()
-        self._names = RequestNames(notify)
+        self._written_arenas: tuple[Arena, ...] = ()
+        self._names = OpenRequests(notify)
         with ExitStack() as undo:
             for transport in transports:
-                # The carrier closes them at its turn; this is for when there is none yet.
+                # The transport manager closes them; this is for errors before there is one.
                 undo.callback(transport.close)
-            # Closed last: whoever finds nobody at the address knows that nothing of ours moves any more.
+            # Closed last: a peer that is refused a connection may conclude that this agent moves no bytes any more.
             control = undo.enter_context(closing(ControlChannel(config.host, config.port, config.token)))
             # Closed after everything that copies.
-            self._arena = self._lent(cache.arena(config.staging_bytes), undo)
-            self._probe = self._lent(allocate_probe(), undo)
-            wake = undo.enter_context(closing(Wake()))
-            control.watch(wake.fileno())
-            # The stager closes it before what it copies to is given up.
-            mover = undo.enter_context(closing(cache.mover([*cache.memories, self._arena.memory], wake.ring)))
-            far = undo.enter_context(closing(FarSlots(self._arena.memory)))
-            reached = far if mover.reaches_far else None
-            carrier = undo.enter_context(closing(_carrier(config, transports, unavailable, reached)))
-            carrier.register([*cache.memories, self._probe.memory, self._arena.memory])
-            carrier.check_requested()
-            knocks = undo.enter_context(closing(Knocks()))
-            identity = self._identity(config, cache, carrier)
+            self._arena = self._owned(cache.arena(config.staging_bytes), undo)
+            self._probe = self._owned(allocate_probe(), undo)
+            wakeup = undo.enter_context(closing(Wakeup()))
+            control.watch(wakeup.fileno())
+            # Closed before the memory that it copies to.
+            mover = undo.enter_context(closing(cache.mover([*cache.memories, self._arena.memory], wakeup.notify)))
+            peer_slots = undo.enter_context(closing(PeerSlots(self._arena.memory)))
+            attached = peer_slots if mover.reaches_peer_memory else None
+            manager = undo.enter_context(closing(_manager(config, transports, unavailable, attached)))
+            manager.register([*cache.memories, self._probe.memory, self._arena.memory])
+            manager.check_requested()
+            liveness = undo.enter_context(closing(LivenessProbes()))
+            identity = self._identity(config, cache, manager)
             readable = [memory for memory in cache.memories if memory.device == HOST]
-            self._turns = Turns(
+            self._event_loop = EventLoop(
                 source=SourceSession(identity, config.timing),
-                target=TargetSession(ourselves_of(identity, config, far.descriptor), config.timing),
+                target=TargetSession(target_identity(identity, config, peer_slots.descriptor), config.timing),
                 control=control,
-                carrier=carrier,
-                stager=undo.enter_context(closing(Stager(self._arena.memory, mover, far))),
+                transports=manager,
+                staging=undo.enter_context(closing(StagingSlots(self._arena.memory, mover, peer_slots))),
                 digester=Digester(HostBytes(readable, identity.layout.regions)),
-                knocks=knocks,
-                wake=wake,
+                liveness=liveness,
+                wakeup=wakeup,
                 notify=self._names.notify,
             )
             self.address = control.address
@@ -114,53 +114,53 @@ class Agent:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _lent(self, memory: _Lent, undo: ExitStack) -> _Lent:
-        """Have memory closed by what is known then of those that may still write to it."""
-        undo.callback(lambda: memory.close(may_be_written=memory in self._still_written))
-        return memory
+    def _owned(self, arena: _Arena, undo: ExitStack) -> _Arena:
+        """Have the arena closed at the end, or kept where a peer may still write to it then."""
+        undo.callback(lambda: arena.close(may_be_written=arena in self._written_arenas))
+        return arena
 
-    def _identity(self, config: AgentConfig, cache: Cache, carrier: Carrier) -> SourceIdentity:
+    def _identity(self, config: AgentConfig, cache: Cache, manager: TransportManager) -> SourceIdentity:
         """What peers are told; the probe is filled for them."""
-        offers, probe = carrier.offers(), describe_probe(self._probe)
+        offers, probe = manager.offers(), describe_probe(self._probe)
         is_staged, slot_bytes = cache.is_staged(self.party.rank), slot_bytes_in(config.staging_bytes)
         return SourceIdentity(self.party, __version__, cache.layouts, offers, probe, is_staged, slot_bytes)
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs; it ends only by `close` or by a defect, which is logged."""
+        """Whether the thread runs; it ends only by `close`, or by a defect, which is logged."""
         return self._thread.is_alive()
 
     @property
     def counts(self) -> Counter[tuple[str, str]]:
-        """How often what happened, and why. May be asked from any thread."""
-        return self._turns.counts
+        """The number of events by kind and reason. May be read from any thread."""
+        return self._event_loop.counts
 
     @property
     def num_open_reads(self) -> int:
-        """Reads and writes of ours that are under way."""
-        return self._turns.carrier.num_open
+        """Tickets of this agent that are in progress."""
+        return self._event_loop.transports.num_open
 
     @property
     def moved_bytes(self) -> Mapping[Direction, int]:
-        """Bytes that we have read from peers and written to them since the start. May be asked from any thread."""
-        moved, gathered = self._turns.carrier.moved_bytes, self._turns.stager.gathered_bytes
+        """Bytes read from peers and written to them since the start. May be read from any thread."""
+        moved, gathered = self._event_loop.transports.moved_bytes, self._event_loop.staging.gathered_bytes
         return {Direction.READ: moved[Direction.READ], Direction.WRITE: moved[Direction.WRITE] + gathered}
 
     @property
     def num_slots(self) -> int:
         """Slots of staging memory that are held or waited for."""
-        return self._turns.stager.num_slots
+        return self._event_loop.staging.num_slots
 
     @property
     def written_ids(self) -> frozenset[str]:
         """Requests to whose blocks a source may be writing, also after our end. For whoever has heard
         `AgentStopped`."""
-        return self._turns.target.written_ids()
+        return self._event_loop.target.written_ids()
 
     @property
     def peers(self) -> tuple[PeerReport, ...]:
-        """How each peer is reached that is connected now. May be asked from any thread."""
-        return tuple(self._turns.carrier.met.copy().values())
+        """How each peer is reached that is connected now. May be read from any thread."""
+        return tuple(self._event_loop.transports.met.copy().values())
 
     # --- what engines call ---
 
@@ -217,14 +217,14 @@ class Agent:
         if self._thread.ident is None:
             self._resources.close()
             return
-        self._turns.wake.ring()
+        self._event_loop.wakeup.notify()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"the agent's thread has not stopped within {timeout_s:g} s")
 
-    def _submit(self, event: Wish) -> None:
-        self._turns.inbox.put(event)
-        self._turns.wake.ring()
+    def _submit(self, event: EngineRequest) -> None:
+        self._event_loop.inbox.put(event)
+        self._event_loop.wakeup.notify()
 
     # --- the thread ---
 
@@ -232,29 +232,29 @@ class Agent:
         try:
             wait_s = 0.0
             while not self._stopping.is_set():
-                wait_s = self._turns.take(wait_s)
+                wait_s = self._event_loop.run_once(wait_s)
         except Exception:
-            # The top of the thread. Without it nothing moves: `alive` turns false and health checks see it.
+            # The top of the thread. Without it nothing moves: `alive` becomes false, which health checks see.
             logger.exception("the transfer agent of %s has stopped", self.party.engine_id)
         finally:
             try:
-                self._still_written = tuple(self._written_by_peers())
+                self._written_arenas = tuple(self._written_by_peers())
                 self._resources.close()
             finally:
-                self._turns.notify(c.AgentStopped())
+                self._event_loop.notify(c.AgentStopped())
 
     def _written_by_peers(self) -> Iterator[Arena]:
-        """Memory of ours into which bytes may still come when nothing of ours runs any more."""
-        if self._turns.stager.num_slots:
+        """Arenas that peers may still write to when the agent has ended."""
+        if self._event_loop.staging.num_slots:
             yield self._arena
-        # Testing is nowhere said to have ended; who may reach us at all may still do it.
-        if self._turns.is_reached(time.monotonic()):
+        # No message says that a self-test has ended, so any peer that can reach this process may still write.
+        if self._event_loop.is_reached(time.monotonic()):
             yield self._probe
 
 
-def _carrier(
-    config: AgentConfig, transports: Sequence[Transport], unavailable: Mapping[str, str], far: FarSlots | None
-) -> Carrier:
+def _manager(
+    config: AgentConfig, transports: Sequence[Transport], unavailable: Mapping[str, str], peer_slots: PeerSlots | None
+) -> TransportManager:
     tests_s = TESTS_SHARE * config.timing.handshake_s
     context = local_context(config.transport, config.may_turn)
-    return Carrier(config.transport, transports, unavailable, tests_s, context, far)
+    return TransportManager(config.transport, transports, unavailable, tests_s, context, peer_slots)

@@ -1,4 +1,4 @@
-"""A bell that any thread may ring and one thread waits for together with its sockets."""
+"""Wakes the agent's thread from any other one, while it waits for its sockets."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import threading
 
 
-class Wake:
-    """An eventfd that nobody can write to after it was closed: its number may be somebody else's file by then."""
+class Wakeup:
+    """An eventfd. Nothing is written to it after `close`: its number may name another file by then."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -18,14 +18,14 @@ class Wake:
         """For a poller."""
         return self._fd
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """From any thread, at any time."""
         with self._lock:
             if not self._is_closed:
                 os.eventfd_write(self._fd, 1)
 
-    def rang(self) -> bool:
-        """Whether it was rung since the last time."""
+    def consume(self) -> bool:
+        """Whether `notify` was called since the last time."""
         try:
             return os.eventfd_read(self._fd) > 0
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Staging memory of targets on this host, attached: what is gathered for them goes straight into their slots."""
+"""Attached staging memory of targets on this host: gathers for them go straight into their slots."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvferry.transport.shm.transport import SharedMemoryTransport
 logger = logging.getLogger(__name__)
 
 
-class FarSlots:
-    """Belongs to one thread. `arena` is our own staging memory, of which sources are told in `descriptor`: empty where
-    nobody can attach it."""
+class PeerSlots:
+    """Only one thread uses it. `arena` is the staging memory of this rank, which sources attach by `descriptor`: empty
+    where it cannot be attached."""
 
     def __init__(self, arena: Memory) -> None:
         self.descriptor = b""
@@ -29,8 +29,8 @@ class FarSlots:
             logger.debug("other engines cannot attach this engine's staging memory: %s", error)
 
     def attach(self, peer: Remote, descriptor: bytes) -> None:
-        """Slots of this target can be reached from now on, if that is possible; else they are written to over the
-        transport, as everywhere."""
+        """Attach the slots of a target, if that is possible; otherwise they are written over the transport, as
+        everywhere."""
         if self._transport is None or not descriptor:
             return
         try:
@@ -45,21 +45,21 @@ class FarSlots:
         return peer in self._attached
 
     def detach(self, peer: Remote) -> None:
-        """Slots that are in use stay mapped until whoever has their views lets go of them."""
+        """Slots that are in use stay mapped until their views are gone."""
         self._attached.discard(peer)
         if self._transport is not None:
             self._transport.disconnect(str(peer))
 
     def poll(self) -> None:
-        """Let go of the memory of targets that have ended."""
+        """Unmap the memory of targets that have ended."""
         if self._transport is not None:
             self._transport.poll()
 
     def find(self, peer: Remote, address: int, num_bytes: int) -> View | None:
-        """A slot of a target, by its address there; None where it cannot be reached from here."""
+        """A slot of a target, by its remote address; None where it is not attached."""
         return self._transport.view(str(peer), address, num_bytes) if self._transport is not None else None
 
     def close(self) -> None:
-        """Nothing of others is attached any more."""
+        """Detach all targets."""
         if self._transport is not None:
             self._transport.close()

@@ -1,1 +1,5 @@
-"""Which peer is reached over which transport, chosen by a self-test."""
+"""Which peer is reached over which transport, as negotiated with self-tests.
+
+Enters: offers of peers, tickets to post. Leaves: connections with their costs, ends of tickets. It knows no lease and
+no block.
+"""

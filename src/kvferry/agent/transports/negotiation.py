@@ -1,4 +1,4 @@
-"""Choosing a transport to one peer: connect each that both sides have, test it with a small read, keep the fastest."""
+"""Choose a transport to one peer: connect each one that both sides have, run its self-test, keep the fastest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_WAIT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class PeerReport:
-    """How a peer is reached: everything that was measured, the transport that was chosen, what is wrong with it.
+    """How a peer is reached: all measurements, the transport that was chosen, and findings about it.
 
     `choice` says why that one; `direction` is the one in which this process moves bytes.
     """
@@ -41,16 +41,16 @@ class PeerReport:
 
 
 def name_of(peer: Remote) -> str:
-    """What transports call a peer. An engine may read from one that it also writes to: these are two."""
+    """The name of a peer for transports. An engine that this rank both reads and writes has two."""
     return f"source {peer}" if isinstance(peer, PeerKey) else f"target {peer}"
 
 
-class Meeting:
-    """Tests one transport after the other, so that they do not disturb each other's figures, and
-    only those that could still be the best.
+class Negotiation:
+    """The self-tests of the transports to one peer: one after the other, so that they do not disturb each other, and
+    only those that can still be the best.
 
-    `chosen` and `met` are empty until the choice is made. A test whose ticket is still open after that keeps the
-    meeting unsettled: its scratch memory may still be written to.
+    `chosen` and `met` are empty until the choice is made. A ticket that is still open after that keeps the
+    negotiation unsettled: the scratch memory of its test may still be written to.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Meeting:
         tests_s: float,
         context: LocalContext,
     ) -> None:
-        """All tests together may take `tests_s`; what one does not need is for the others."""
+        """All tests together may take `tests_s`; time that one does not need is left for the others."""
         self.peer = peer
         self.chosen: tuple[Transport, ...] = ()
         self.met: tuple[PeerReport, ...] = ()
         self._context = context
         self._place = context.place_of(offer.probe.host)
-        # Who is offered a target's memory writes.
+        # A rank that gets the offer of a target writes to it.
         self._direction = Direction.WRITE if isinstance(offer, TargetOffer) else Direction.READ
         probe = offer.probe
         self._probe = Probe(probe.address, probe.size_bytes, probe.seed, probe.num_marks)
@@ -80,15 +80,15 @@ class Meeting:
         self._is_over = False
         self._tests_s = tests_s
         # Empty before the first test.
-        self._timeout: list[AwakeTimeout] = []
+        self._timeouts: list[AwakeTimeout] = []
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is an outcome and nothing of any test is left open."""
+        """Whether there is an outcome and no test has an open ticket."""
         return self._is_over and all(test.is_settled for _, test in self._tests)
 
     def abandon(self) -> None:
-        """There will be no outcome; only what is open is waited for."""
+        """Give up: only open tickets are waited for."""
         self._waiting.clear()
         self._is_over = True
         for _, test in self._tests:
@@ -96,21 +96,21 @@ class Meeting:
 
     @property
     def may_wait(self) -> bool:
-        """Whether there is time to let others' copies go first. Not for long: where many are met at once, or some are
-        silent, figures that are too low are better than none."""
-        spent_s = sum(self._tests_s - patience.left_s for patience in self._timeout)
+        """Whether there is time to let copies of other negotiations go first. Not for long: with many peers at once, or
+        silent ones, figures that are too low are better than none."""
+        spent_s = sum(self._tests_s - timeout.left_s for timeout in self._timeouts)
         return spent_s < min(MAX_WAIT_S, self._tests_s / 4)
 
     def is_copying(self, now: float) -> bool:
-        """Whether a copy is under way whose time others should not take."""
+        """Whether a copy is in progress that other work would slow down."""
         return any(test.is_copying(now) for _, test in self._tests)
 
     def advance(
         self, completions: Mapping[str, Sequence[Completion]], now: float, may_post: bool
     ) -> tuple[PeerConnected | PeerUnreachable, ...]:
-        """Go on with what has completed, by transport name; returns the outcome once, when it is known."""
-        for patience in self._timeout:
-            patience.advance(now)
+        """Process completions, by transport name; returns the outcome once, when it is known."""
+        for timeout in self._timeouts:
+            timeout.advance(now)
         for name, test in self._tests:
             test.advance(completions.get(name, ()), now, may_post=may_post)
         while self._waiting and not self._is_testing:
@@ -121,8 +121,8 @@ class Meeting:
         return (self._outcome(),)
 
     @property
-    def is_fresh(self) -> bool:
-        """Whether there is something to do that a nap would make look slow."""
+    def must_poll_now(self) -> bool:
+        """Whether a sleep before the next poll would make a copy look slow."""
         return any(test.must_poll_now for _, test in self._tests)
 
     @property
@@ -142,9 +142,9 @@ class Meeting:
         except TransportError as error:
             self._unconnected.append(Measurement(transport.name, 0.0, 0.0, 0.0, str(error)))
             return
-        self._timeout = self._timeout or [AwakeTimeout(self._tests_s, now)]
-        fair_s = self._timeout[0].left_s / (1 + len(self._waiting))
-        test = SelfTest(transport, name_of(self.peer), self._probe, max(fair_s, 0.0))
+        self._timeouts = self._timeouts or [AwakeTimeout(self._tests_s, now)]
+        share_s = self._timeouts[0].left_s / (1 + len(self._waiting))
+        test = SelfTest(transport, name_of(self.peer), self._probe, max(share_s, 0.0))
         self._tests.append((transport.name, test))
         test.start(now)
 
@@ -164,7 +164,7 @@ class Meeting:
             PeerReport(self.peer, self._place, self._direction, choice.name, everything, findings, choice.reason),
         )
         is_slow = is_far_slower(measured, self._direction)
-        # Where the source will write instead, our own writes are the best guess at what that costs.
-        is_turning = is_slow and self._context.may_turn
-        costs = costs_of(measured, self._place, Direction.WRITE if is_turning else self._direction)
+        # Where the source will write instead, the writes of this rank are the best estimate of its cost.
+        is_written = is_slow and self._context.may_turn
+        costs = costs_of(measured, self._place, Direction.WRITE if is_written else self._direction)
         return PeerConnected(self.peer, choice.name, choice.reason, costs, is_slow)

@@ -11,8 +11,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from kvferry.agent import new_epoch
+from kvferry.agent.control.channel import ControlChannel
 from kvferry.agent.control.shared_token import SharedToken
-from kvferry.agent.control.sockets import ControlChannel
 from kvferry.cli.doctor.trials import Trials, verdict
 from kvferry.errors import ConfigurationError, FerryError, TransportError
 from kvferry.plan.programs.copies import Direction

@@ -1,1 +1,5 @@
-"""Copies on accelerators: kernels, streams, pinned memory, and the table of devices."""
+"""Gathers and scatters on accelerators: kernels, streams, pinned memory, and the table of devices.
+
+Enters: tiles of rows. Leaves: finished copies. Only this room imports torch and Triton; `table`, `launches` and
+`patterns` do without.
+"""

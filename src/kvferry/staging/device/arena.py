@@ -7,8 +7,8 @@ import torch
 from kvferry.errors import TransportError
 from kvferry.transport.base import Memory
 
-# What peers may still write to stays the process's for the rest of its life, as nothing says when that is over. Given
-# back, it would soon be a tensor of the engine's.
+# Memory that peers may still write to when the agent ends is never freed, as no message says when they have stopped.
+# Freed, it would soon belong to a tensor of the engine.
 _kept: list[torch.Tensor] = []
 
 
@@ -33,8 +33,8 @@ class DeviceArena:
         self._tensors = [tensor]
 
     def close(self, may_be_written: bool) -> None:
-        """Give it back, or keep it for ever where a peer may still write to it. To be called when nothing of ours
-        copies any more. Safe to call twice: the first word counts."""
+        """Free it, or keep it for ever where a peer may still write to it. To be called when this process has ended
+        its copies. Safe to call twice: the first call decides."""
         tensors, self._tensors = self._tensors, []
         if may_be_written:
             _kept.extend(tensors)

@@ -12,7 +12,7 @@ from kvferry.staging.mover import CLOSED, Moved
 from kvferry.transport.registered_memory import Regions, View
 
 
-class Pins(Protocol):
+class PinnedMemory(Protocol):
     """Host memory that the device reaches until `close`; `kvferry.staging.device.pinned.Pinned` is the real one."""
 
     def close(self) -> None:
@@ -37,16 +37,16 @@ class Launcher(Protocol):
 
 
 class DeviceMover:
-    """A `Mover` whose copies run on a device: nothing here waits for it, except `close`.
+    """A `Mover` whose copies run on a device. Only `close` waits for it.
 
     `regions` are all memories that rows may touch, of the device and pinned ones of the host: a kernel that leaves them
-    would end the engine's process. They must stay until `close`, which lets go of `pins` when nothing runs any more.
+    would end the engine's process. They must stay until `close`, which closes `pinned` when no copy runs any more.
     """
 
-    def __init__(self, launcher: Launcher, regions: Regions, pins: Sequence[Pins] = ()) -> None:
+    def __init__(self, launcher: Launcher, regions: Regions, pinned: Sequence[PinnedMemory] = ()) -> None:
         self._launcher = launcher
         self._regions = regions
-        self._pins = tuple(pins)
+        self._pinned = tuple(pinned)
         self._running: dict[Hashable, Callable[[], bool]] = {}
         self._ended: dict[Hashable, str] = {}
         self._is_closed = False
@@ -56,16 +56,16 @@ class DeviceMover:
         return bool(self._running or self._ended)
 
     @property
-    def rings(self) -> bool:
-        # What is queued on a device ends without a word to this process.
+    def notifies(self) -> bool:
+        # A device does not call this process when its copies end.
         return False
 
     @property
-    def reaches_far(self) -> bool:
-        # A device only reaches host memory that is pinned for it.
+    def reaches_peer_memory(self) -> bool:
+        # A device reaches only host memory that is pinned for it.
         return False
 
-    def start(self, key: Hashable, tiles: Sequence[Tile], far: View | None = None) -> None:
+    def start(self, key: Hashable, tiles: Sequence[Tile], peer_view: View | None = None) -> None:
         """See `Mover`. The first of a kind of rows (how long, how aligned) is compiled, which takes up to a second."""
         if key in self._running or key in self._ended:
             raise IllegalEventError("a copy is started twice", found=f"{key}", expected="one copy per key at a time")
@@ -73,7 +73,7 @@ class DeviceMover:
             self._launch(key, tiles)
         except FerryError as error:
             self._ended[key] = str(error)
-        except Exception as error:  # noqa: BLE001 - compilers and drivers raise anything: it must end this key alone
+        except Exception as error:  # noqa: BLE001 - compilers and drivers raise any type, which must end this key only
             self._ended[key] = _failed(error)
 
     def poll(self) -> list[Moved]:
@@ -101,8 +101,8 @@ class DeviceMover:
             self._running.clear()
             if isinstance(error, TimeoutError):
                 return
-        for pins in self._pins:
-            pins.close()
+        for memory in self._pinned:
+            memory.close()
 
     def _launch(self, key: Hashable, tiles: Sequence[Tile]) -> None:
         if self._is_closed:

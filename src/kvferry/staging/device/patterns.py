@@ -1,8 +1,8 @@
-"""Finds the sums in rows that are planned one by one: the same places of blocks at every layer.
+"""Finds tiles in rows that are listed one by one, such as the same blocks at every layer.
 
-Rows come from a plan in the order of their addresses at one side, and in that order their pattern repeats: whatever the
-distances between p rows are, the next p rows have the same. Such a *period* makes a tile of any rows. It is guessed
-from a few rows, and then every row is compared: a tile has exactly the rows that it was made from.
+A plan lists rows in the order of their addresses at one side, and in that order their distances repeat: the distances
+between p rows are also those between the next p rows. A *period* p makes a tile of such rows. It is guessed from a few
+rows, and then every row is compared: a tile has exactly the rows that it was made from.
 """
 
 from __future__ import annotations

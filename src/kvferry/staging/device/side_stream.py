@@ -1,4 +1,4 @@
-"""A stream of a device beside the engine's: neither waits for the other."""
+"""A CUDA or XPU stream beside the engine's: neither waits for the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry.staging.device.launches import launch_of
 
 # Copies take milliseconds; a device that is stuck may never do them.
 FINISH_S = 2.0
-LOOK_S = 0.001
+POLL_S = 0.001
 
 
 class SideStream:
@@ -66,7 +66,7 @@ class SideStream:
         while not self._stream.query():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"copies have not ended within {FINISH_S:g} s")
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def _selected(self) -> AbstractContextManager[object]:
         """The device is the calling thread's meanwhile. Else torch would put back, with the stream before, a thread's

@@ -26,11 +26,11 @@ class FarDevice:
         self.contents: View = np.zeros(size_bytes, np.uint8)
 
 
-def far_mover(device: FarDevice, near: Sequence[Memory], ring: Callable[[], None]) -> HostMover:
+def far_mover(device: FarDevice, near: Sequence[Memory], notify: Callable[[], None]) -> HostMover:
     """The only way to and from the device's memory: a mover between it and memories of this process.
 
     Raises TransportError when memories overlap.
     """
     memories = (device.memory, *near)
     extents = [(memory.address, memory.size_bytes) for memory in memories]
-    return HostMover(Regions.of(extents, [device.contents, *map(view_of, near)]), ring)
+    return HostMover(Regions.of(extents, [device.contents, *map(view_of, near)]), notify)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvferry.agent.memory.shared_regions import LentMemory
+from kvferry.agent.memory.arena import SharedArena
 from kvferry.plan.programs.copies import Column, Copies, Direction
 from kvferry.staging.host_mover import HostMover
 from kvferry.testing.transports.far_device import FAR_ADDRESS
@@ -27,21 +27,21 @@ class DeviceMemory:
 
     def __init__(self, num_bytes: int, device: str) -> None:
         """Raises TransportError when there is not enough memory."""
-        self._lent = LentMemory(num_bytes, f"kvferry-{device}")
+        self._lent = SharedArena(num_bytes, f"kvferry-{device}")
         self.memory = Memory(self._lent.memory.address + FAR_ADDRESS, num_bytes, -1, device)
         self.contents: View = np.frombuffer(self._lent.buffer, np.uint8)
 
     def close(self, may_be_written: bool) -> None:
-        """Free it, or keep it: see `kvferry.agent.memory.shared_regions.Arena`."""
+        """Free it, or keep it: see `kvferry.agent.memory.arena.Arena`."""
         self.contents = np.empty(0, np.uint8)
         self._lent.close(may_be_written)
 
 
-def device_mover(memories: Sequence[Memory], ring: Callable[[], None]) -> HostMover:
+def device_mover(memories: Sequence[Memory], notify: Callable[[], None]) -> HostMover:
     """What the device copies with, between memories of its own and of the host. Raises TransportError when some
     overlap."""
     extents = [(memory.address, memory.size_bytes) for memory in memories]
-    return HostMover(Regions.of(extents, [view_of(_in_host(memory)) for memory in memories]), ring)
+    return HostMover(Regions.of(extents, [view_of(_in_host(memory)) for memory in memories]), notify)
 
 
 class DeviceTransport:

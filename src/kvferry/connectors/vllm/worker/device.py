@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvferry.agent import Cache
-from kvferry.agent.memory.shared_regions import Arena, host_arena
+from kvferry.agent.memory.arena import Arena, host_arena
 from kvferry.connectors.vllm.description.describe import Described
 from kvferry.connectors.vllm.worker.early_legs import at_once
 from kvferry.connectors.vllm.worker.growing import Milestone
@@ -44,7 +44,7 @@ class Buffers:
         )
         stream = SideStream(self.device)
 
-        def mover(near: Sequence[Memory], ring: Callable[[], None]) -> DeviceMover:
+        def mover(near: Sequence[Memory], notify: Callable[[], None]) -> DeviceMover:
             known = dict.fromkeys((*on_device, *near))
             pieces = Regions.of([(memory.address, memory.size_bytes) for memory in known])
             in_host = [memory for memory in near if memory.device == HOST]

@@ -1,8 +1,8 @@
-"""The sockets of the control channel: one to be addressed by targets, one per source that we address.
+"""The sockets of the control channel: one that targets connect to, and one per source that this agent connects to.
 
-ZeroMQ frames messages, reconnects and keeps a slow peer from blocking us: a message that cannot be queued is dropped
-and counted, the session repeats what was not answered. With a shared token every connection is encrypted and both
-sides prove that they know it (`curve`); without one, nothing but this host is listened to or connected to.
+ZeroMQ frames messages, reconnects, and keeps a slow peer from blocking the agent: a message that cannot be queued is
+dropped and counted, and the session repeats what was not answered. With a shared token every connection is encrypted
+and both sides prove that they know it (`curve`); without one, the channel stays within this host.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Final
 
 import zmq
 
-from kvferry.agent.control.connection_limit import MAX_CONNECTIONS, Doors
+from kvferry.agent.control.addresses import is_connectable, listening_address
+from kvferry.agent.control.connection_limit import MAX_CONNECTIONS, LimitedListener
 from kvferry.agent.control.curve import Admission, secure_connecting, secure_listening
-from kvferry.agent.control.listen_addresses import is_connectable, listening_address
 from kvferry.agent.control.shared_token import NO_TOKEN, SharedToken
 from kvferry.agent.control.time_slice import short_slices
 from kvferry.errors import ConfigurationError
@@ -26,29 +26,30 @@ from kvferry.session.keys import PeerKey
 from kvferry.system.tcp_keepalive import IDLE_S, INTERVAL_S, NUM_PROBES, USER_TIMEOUT_MS
 from kvferry.wire.codec import MAX_FRAME_BYTES, MAX_REQUEST_BYTES
 
-MAX_FRAMES_PER_TURN = 256
-# Decoding takes time: after so many bytes from one socket, transports and heartbeats have their turn.
-MAX_BYTES_PER_TURN = 4 << 20
-MAX_LINKS = 512
-# Messages that wait for one peer, in either direction; ZeroMQ slows that peer down, or drops and we count.
+MAX_FRAMES_PER_RECEIVE = 256
+# Decoding takes time: after this many bytes of one socket, transports and heartbeats are served.
+MAX_BYTES_PER_RECEIVE = 4 << 20
+MAX_SOURCES = 512
+# High-water mark of a peer's messages in either direction. Beyond it ZeroMQ slows the peer down, or drops messages.
 MAX_QUEUED = 256
-# A stranger that connects and says nothing is gone after this.
+# A connection that does not finish its handshake is closed after this.
 HANDSHAKE_MS = 5_000
-# A peer whose host has vanished is forgotten after these.
+# ZeroMQ's own heartbeats: a peer whose host has vanished is forgotten after these.
 PING_MS, PONG_MS = 10_000, 30_000
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A frame from a peer: `link` is the source that we address, or `name` whom to answer when it addressed us."""
+class ReceivedFrame:
+    """A frame from a peer: from the `source` that this agent has connected to, or from a target with this
+    `routing_id`."""
 
-    link: tuple[PeerKey, ...]
-    name: str
+    source: tuple[PeerKey, ...]
+    routing_id: str
     frame: bytes
 
 
 class ControlChannel:
-    """Belongs to one thread. `address` is where targets reach us."""
+    """Only one thread uses it. `address` is where targets connect to."""
 
     def __init__(
         self, host: str, port: int, token: SharedToken = NO_TOKEN, max_connections: int = MAX_CONNECTIONS
@@ -60,9 +61,9 @@ class ControlChannel:
         address = listening_address(host, token)
         self._token = token
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._links: dict[PeerKey, zmq.Socket[bytes]] = {}
+        self._sources: dict[PeerKey, zmq.Socket[bytes]] = {}
         try:
-            self._doors = Doors(address, port, max_connections)
+            self._listener = LimitedListener(address, port, max_connections)
         except OSError as error:
             raise ConfigurationError(
                 f"cannot listen on {host}:{port} for the transfer's control channel",
@@ -74,16 +75,16 @@ class ControlChannel:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         try:
-            # ZeroMQ asks for admission before it lets anybody in, so this is there first.
+            # ZeroMQ authenticates through this socket, so it exists before the router.
             with short_slices():
-                # The first socket starts the context's threads, which are to have a core at once when there is a word.
+                # The first socket starts the context's threads, which shall get a core at once when a message comes.
                 self._admission = tuple(Admission(self._context, each) for each in (token,) if each)
                 self._router = self._socket(zmq.ROUTER, MAX_REQUEST_BYTES)
-            # Else it would drop silently what a slow peer does not take.
+            # Otherwise it would silently drop what a slow peer does not take.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if token:
                 secure_listening(self._router, token)
-            self._monitor = self._doors.attach(self._router)
+            self._monitor = self._listener.attach(self._router)
         except (ConfigurationError, zmq.ZMQError):
             self.close()
             raise
@@ -97,66 +98,66 @@ class ControlChannel:
 
     def send(self, peer: PeerKey, frame: bytes) -> bool:
         """Send to a source; connects on first use. False when that fails, is not allowed, or its queue is full."""
-        if peer not in self._links:
-            if len(self._links) >= MAX_LINKS or not is_connectable(peer.address, self._token):
+        if peer not in self._sources:
+            if len(self._sources) >= MAX_SOURCES or not is_connectable(peer.address, self._token):
                 return False
             try:
                 self._connect(peer)
             except zmq.ZMQError:
-                # Too many sockets, or an address that makes no sense: nobody will answer; the deadline will say so.
+                # Too many sockets, or an invalid address: no answer will come before the deadline of the session.
                 self.forget(peer)
                 return False
-        return _send(self._links[peer], [frame])
+        return _send(self._sources[peer], [frame])
 
-    def reply(self, name: str, frame: bytes) -> bool:
-        """Answer a target by the name that its frame came with. False when its queue is full or it has gone."""
-        return _send(self._router, [bytes.fromhex(name), frame])
+    def reply(self, routing_id: str, frame: bytes) -> bool:
+        """Answer a target by its routing id. False when its queue is full or it has disconnected."""
+        return _send(self._router, [bytes.fromhex(routing_id), frame])
 
     def forget(self, peer: PeerKey) -> None:
         """Close the connection to a source; unknown ones are fine."""
-        if link := self._links.pop(peer, None):
-            self._poller.unregister(link)
-            link.close()
+        if socket := self._sources.pop(peer, None):
+            self._poller.unregister(socket)
+            socket.close()
 
-    def receive(self, wait_s: float) -> list[Arrival]:
-        """All frames that are there, after waiting at most `wait_s` seconds for the first; at most a turn's worth."""
+    def receive(self, wait_s: float) -> list[ReceivedFrame]:
+        """The frames that have arrived, after waiting at most `wait_s` seconds for the first; a bounded number."""
         ready = dict(self._poller.poll(ceil(wait_s * 1000)))
         for admission in self._admission:
             if admission.socket in ready:
                 admission.answer()
         if self._monitor in ready:
-            self._doors.watch(self._monitor)
-        arrivals: list[Arrival] = []
+            self._listener.watch(self._monitor)
+        found: list[ReceivedFrame] = []
         if self._router in ready:
             for parts in _frames(self._router):
-                # A target's DEALER sends exactly one part; anything else is refused like other nonsense.
-                arrivals.append(Arrival((), parts[0].hex(), parts[1] if len(parts) == 2 else b""))
-        for peer, link in self._links.items():
-            if link in ready:
-                arrivals += [Arrival((peer,), "", parts[0] if len(parts) == 1 else b"") for parts in _frames(link)]
-        return arrivals
+                # A target's DEALER sends exactly one part; anything else is refused like other invalid frames.
+                found.append(ReceivedFrame((), parts[0].hex(), parts[1] if len(parts) == 2 else b""))
+        for peer, socket in self._sources.items():
+            if socket in ready:
+                found += [ReceivedFrame((peer,), "", parts[0] if len(parts) == 1 else b"") for parts in _frames(socket)]
+        return found
 
     def take_counts(self) -> Counter[tuple[str, str]]:
-        """Who was not let in since the last time: (`connections_refused`, reason)."""
-        refused, self._doors.refused = self._doors.refused, Counter()
+        """Connections that were refused since the last time: (`connections_refused`, reason)."""
+        refused, self._listener.refused = self._listener.refused, Counter()
         return Counter({("connections_refused", reason): number for reason, number in refused.items()})
 
     @property
     def num_connections(self) -> int:
-        """Connections that others have made to us, those included that have not shown yet who they are."""
-        return self._doors.num_inside
+        """Connections of others to this agent, including those that are not authenticated yet."""
+        return self._listener.num_connections
 
     def close(self) -> None:
         """Close all sockets; nothing is sent any more. Safe to call twice."""
-        self._doors.close()
+        self._listener.close()
         self._context.destroy(linger=0)
 
     def _connect(self, peer: PeerKey) -> None:
-        link = self._links[peer] = self._socket(zmq.DEALER, MAX_FRAME_BYTES)
-        link.setsockopt(zmq.IPV6, int("[" in peer.address))
+        socket = self._sources[peer] = self._socket(zmq.DEALER, MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.IPV6, int("[" in peer.address))
         if self._token:
-            secure_connecting(link, self._token)
-        link.connect(peer.address)
+            secure_connecting(socket, self._token)
+        socket.connect(peer.address)
 
     def _socket(self, kind: int, max_bytes: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -183,10 +184,10 @@ OPTIONS: Final = {
 
 
 def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-    """What has arrived, up to a turn's worth; the rest stays in its queues, where it slows its sender down."""
+    """What has arrived, up to a limit; the rest stays queued, which slows its sender down."""
     num_bytes = 0
-    for _ in range(MAX_FRAMES_PER_TURN):
-        if num_bytes > MAX_BYTES_PER_TURN:
+    for _ in range(MAX_FRAMES_PER_RECEIVE):
+        if num_bytes > MAX_BYTES_PER_RECEIVE:
             return
         try:
             parts = socket.recv_multipart(zmq.NOBLOCK)
@@ -200,6 +201,6 @@ def _send(socket: zmq.Socket[bytes], parts: list[bytes]) -> bool:
     try:
         socket.send_multipart(parts, zmq.NOBLOCK)
     except zmq.ZMQError:
-        # Its queue is full, or who has asked is gone.
+        # The queue is full, or the peer has disconnected.
         return False
     return True

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.agent.requests.names import MAX_NAME_LENGTH, RequestNames
+from kvferry.agent.open_requests import MAX_NAME_LENGTH, OpenRequests
 from kvferry.errors import RequestError, TransferError
 from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded
 
@@ -16,8 +16,8 @@ def heard() -> list:
 
 
 @pytest.fixture
-def requests(heard) -> RequestNames:
-    return RequestNames(heard.append)
+def requests(heard) -> OpenRequests:
+    return OpenRequests(heard.append)
 
 
 def test_a_lease_is_open_until_its_blocks_are_free(requests, heard):
@@ -56,7 +56,7 @@ def test_no_attempt_is_called_like_another(requests):
 
 
 def test_the_engine_may_ask_again_as_soon_as_it_hears():
-    requests = RequestNames(lambda notice: requests.lease("r"))
+    requests = OpenRequests(lambda notice: requests.lease("r"))
     requests.lease("r")
     requests.notify(LeaseEnded("r", "done"))
     with pytest.raises(RequestError):

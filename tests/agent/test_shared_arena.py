@@ -10,7 +10,7 @@ from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, Gate, lease
 
 from kvferry.agent import Agent, AgentConfig, Cache
 from kvferry.agent.config import SLOT_BYTES
-from kvferry.agent.memory.shared_regions import LentMemory
+from kvferry.agent.memory.arena import SharedArena
 from kvferry.errors import ConfigurationError
 from kvferry.plan.description.describe import describe
 from kvferry.plan.description.model import attention
@@ -34,7 +34,7 @@ STAGING, PROBE = 4 * SLOT_BYTES, allocation_bytes()
 def kept(monkeypatch):
     """What stays for the life of the process."""
     memories = []
-    monkeypatch.setattr("kvferry.agent.memory.shared_regions._kept", memories)
+    monkeypatch.setattr("kvferry.agent.memory.arena._kept", memories)
     yield memories
     memories.clear()
 
@@ -51,7 +51,7 @@ def is_mapped(name):
 
 
 def test_memory_that_nobody_writes_to_is_unmapped(kept):
-    lent = LentMemory(NUM_BYTES, "lent-and-free")
+    lent = SharedArena(NUM_BYTES, "lent-and-free")
     assert is_mapped("lent-and-free")
     lent.close(may_be_written=False)
     assert not is_mapped("lent-and-free")
@@ -59,7 +59,7 @@ def test_memory_that_nobody_writes_to_is_unmapped(kept):
 
 
 def test_a_late_write_lands_where_nothing_else_can_be(kept):
-    lent, owner, peer = LentMemory(NUM_BYTES, "lent-and-kept"), CrossMemoryTransport(), CrossMemoryTransport()
+    lent, owner, peer = SharedArena(NUM_BYTES, "lent-and-kept"), CrossMemoryTransport(), CrossMemoryTransport()
     lent.buffer[:] = b"\xaa" * NUM_BYTES
     late = np.arange(1, 101, dtype=np.uint8)
     owner.register(lent.memory)
@@ -82,7 +82,7 @@ def test_a_late_write_lands_where_nothing_else_can_be(kept):
 
 
 def test_the_first_word_counts(kept):
-    free, in_use = LentMemory(NUM_BYTES, "lent-free-first"), LentMemory(NUM_BYTES, "lent-kept-first")
+    free, in_use = SharedArena(NUM_BYTES, "lent-free-first"), SharedArena(NUM_BYTES, "lent-kept-first")
     for may_be_written in (False, True):
         free.close(may_be_written)
         in_use.close(not may_be_written)
@@ -92,7 +92,7 @@ def test_the_first_word_counts(kept):
 
 
 def test_nobody_can_attach_memory_that_is_kept(kept):
-    lent = LentMemory(NUM_BYTES, "lent-not-attached")
+    lent = SharedArena(NUM_BYTES, "lent-not-attached")
     lent.close(may_be_written=True)
     assert lent.memory.shared_fd == -1
 
@@ -181,9 +181,9 @@ def is_taken(memory):
 class Watched:
     """A mover that writes down whether its memories are still there when it is closed."""
 
-    busy, rings = False, True
+    busy, notifies = False, True
 
-    reaches_far = False
+    reaches_peer_memory = False
 
     def __init__(self, memories):
         self.arena = memories[-1]
@@ -200,7 +200,7 @@ class Watched:
 def test_the_mover_ends_before_the_memory_does(is_started):
     movers = []
 
-    def mover(memories, _ring):
+    def mover(memories, _notify):
         movers.append(Watched(memories))
         return movers[-1]
 
@@ -220,7 +220,7 @@ def test_the_mover_ends_before_the_memory_does(is_started):
 def test_a_mover_is_closed_when_the_agent_comes_to_nothing():
     movers = []
 
-    def mover(memories, _ring):
+    def mover(memories, _notify):
         movers.append(Watched(memories))
         return movers[-1]
 

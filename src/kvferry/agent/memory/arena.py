@@ -1,7 +1,7 @@
-"""Memory of the agent's own that peers are told of, and read and write by address: staging memory and the probe.
+"""Memory of the agent that peers read and write by address: staging memory and the probe.
 
-An agent can end before its peers have, in a process that lives on. Nothing of ours can stop their writes then, least of
-all those that a network card carries out: whoever got the same addresses next would get the late bytes as well.
+An agent can end before its peers, in a process that lives on. It cannot stop their writes then, least of all those of a
+network card: the next owner of the same addresses would get the late bytes.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from typing import Protocol
 from kvferry.transport.base import Memory
 from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared
 
-# Addresses that peers may still write to. No message says when that is over, as nobody of ours is left to receive it:
-# so they stay taken for the rest of the process's life. What they cost is a file descriptor, not the memory.
+# Addresses that peers may still write to. No message can say when that is over, because the agent has ended: so they
+# stay reserved for the life of the process. They cost address space, not memory.
 _kept: list[SharedMemory] = []
 
 
 class Arena(Protocol):
-    """Memory that peers are told of, of the host or of a device: whoever brings it knows how to keep it."""
+    """Memory that peers read and write, of the host or of a device."""
 
     @property
     def memory(self) -> Memory:
-        """What transports register."""
+        """The memory that transports register."""
         ...
 
     def close(self, may_be_written: bool) -> None:
         """Free it, unless a peer may still write to it: then nothing else may get its addresses while this process
-        lives. Called when nothing of ours copies any more. Safe to call twice: the first word counts."""
+        lives. Called when the agent has ended its copies. Safe to call twice: the first call decides."""
         ...
 
 
-class LentMemory:
+class SharedArena:
     """Shared memory until `close`. `memory` is what transports register, `buffer` its bytes, writable."""
 
     __slots__ = ("_shared",)
@@ -48,7 +48,7 @@ class LentMemory:
         return self._shared.buffer
 
     def close(self, may_be_written: bool) -> None:
-        """See `Arena`. What is kept takes addresses and no memory."""
+        """See `Arena`. An arena that is kept takes addresses and no memory."""
         if may_be_written and self.memory.shared_fd >= 0:
             self._shared.abandon()
             _kept.append(self._shared)
@@ -58,4 +58,4 @@ class LentMemory:
 
 def host_arena(num_bytes: int) -> Arena:
     """Staging memory of the host. Raises TransportError when there is not enough memory."""
-    return LentMemory(num_bytes, "kvferry-staging")
+    return SharedArena(num_bytes, "kvferry-staging")

@@ -1,11 +1,11 @@
-"""The carrier over transports that do what a test wants: every end of a ticket reaches the read it belongs to."""
+"""The manager over transports that do what a test wants: every end of a ticket reaches the read it belongs to."""
 
 import numpy as np
 import pytest
 from msgspec import structs
 
-from kvferry.agent.memory.peer_slots import FarSlots
-from kvferry.agent.transports.carrier import Carrier
+from kvferry.agent.memory.peer_slots import PeerSlots
+from kvferry.agent.transports.manager import TransportManager
 from kvferry.errors import TransportError
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
@@ -36,7 +36,7 @@ class Scripted:
         self.name = name
         self.progress_interval_s = float("inf")
         self.refuses = refuses
-        self.carrier = ""
+        self.reported = ""
         self.connected, self.cancelled, self.registered, self.ended, self.open = set(), [], [], [], []
         self.is_closed = False
         self.numbers = iter(range(1, 1000))
@@ -61,7 +61,7 @@ class Scripted:
         self.connected.add(peer)
 
     def carriers(self, peer):
-        return (self.carrier or self.name,)
+        return (self.reported or self.name,)
 
     def disconnect(self, peer):
         self.connected.discard(peer)
@@ -103,101 +103,101 @@ def offer(*names):
     return Offer(Party("p0", "e1", 0), LAYOUT, transports, Probe(PROBE.ctypes.data, PROBE.size, 7))
 
 
-def outcomes(carrier):
+def outcomes(manager):
     """Everything that comes out until nothing is under way."""
     events = []
-    while carrier.busy:
-        events += carrier.poll()
+    while manager.busy:
+        events += manager.poll()
     return events
 
 
 @pytest.fixture
 def connected():
     transport = Scripted("shm")
-    carrier = Carrier("shm", [transport], {}, TESTS_S)
-    carrier.connect(PEER, offer("shm"))
-    (event,) = outcomes(carrier)
+    manager = TransportManager("shm", [transport], {}, TESTS_S)
+    manager.connect(PEER, offer("shm"))
+    (event,) = outcomes(manager)
     assert isinstance(event, PeerConnected)
-    return carrier, transport
+    return manager, transport
 
 
 def test_a_read_ends_as_its_ticket_ends(connected):
-    carrier, transport = connected
-    carrier.post(Post(KEY, NO_ROWS))
-    assert carrier.poll() == []
+    manager, transport = connected
+    manager.post(Post(KEY, NO_ROWS))
+    assert manager.poll() == []
     transport.ended = [Completion(transport.open[0], "cable cut"), Completion(Ticket(999), "not ours")]
-    assert carrier.poll() == [TicketEnded(KEY, "cable cut")]
-    assert not carrier.busy
+    assert manager.poll() == [TicketEnded(KEY, "cable cut")]
+    assert not manager.busy
 
 
 def test_what_is_posted_is_looked_at_again_at_once_and_so_is_what_is_left_when_one_has_ended(connected):
     """Some transports copy in `poll`, one ticket at a time."""
-    carrier, transport = connected
+    manager, transport = connected
     other = ReadKey("q2", PEER)
     for key in (KEY, other):
-        carrier.post(Post(key, NO_ROWS))
-    assert carrier.is_fresh
-    assert carrier.poll() == []
-    assert not carrier.is_fresh
+        manager.post(Post(key, NO_ROWS))
+    assert manager.must_poll_now
+    assert manager.poll() == []
+    assert not manager.must_poll_now
     transport.ended = [Completion(transport.open[0], "")]
-    assert carrier.poll() == [TicketEnded(KEY, "")]
-    assert carrier.is_fresh
+    assert manager.poll() == [TicketEnded(KEY, "")]
+    assert manager.must_poll_now
     transport.ended = [Completion(transport.open[1], "")]
-    assert carrier.poll() == [TicketEnded(other, "")]
-    assert not carrier.is_fresh
+    assert manager.poll() == [TicketEnded(other, "")]
+    assert not manager.must_poll_now
 
 
 @pytest.mark.parametrize("end", ["disconnected", "closed"])
 def test_slots_of_a_target_are_attached_while_it_is_known(end):
     theirs, party = allocate_shared(1 << 16, "target"), Party("d0", "e1", 0)
-    known, far = offer("shm"), FarSlots(Memory(1 << 20, 1 << 16, -1))
-    carrier = Carrier("shm", [Scripted("shm")], {}, TESTS_S, far=far)
-    staging = FarSlots(theirs.memory).descriptor
-    carrier.connect(party, TargetOffer(party, (LAYOUT,), known.transports, known.probe, staging))
-    (connected,) = outcomes(carrier)
+    known, far = offer("shm"), PeerSlots(Memory(1 << 20, 1 << 16, -1))
+    manager = TransportManager("shm", [Scripted("shm")], {}, TESTS_S, peer_slots=far)
+    staging = PeerSlots(theirs.memory).descriptor
+    manager.connect(party, TargetOffer(party, (LAYOUT,), known.transports, known.probe, staging))
+    (connected,) = outcomes(manager)
     assert connected.reaches_staging
     assert far.find(party, theirs.memory.address, 4096) is not None
     if end == "closed":
         far.close()
     else:
-        carrier.disconnect(party)
+        manager.disconnect(party)
         assert not far.reaches(party)
     assert far.find(party, theirs.memory.address, 4096) is None
     theirs.close()
 
 
 def test_a_cancelled_read_still_ends(connected):
-    carrier, transport = connected
-    carrier.post(Post(KEY, NO_ROWS))
-    carrier.cancel(KEY)
+    manager, transport = connected
+    manager.post(Post(KEY, NO_ROWS))
+    manager.cancel(KEY)
     assert transport.cancelled == transport.open
-    assert carrier.busy
+    assert manager.busy
     transport.ended = [Completion(transport.open[0], "")]
-    assert carrier.poll() == [TicketEnded(KEY, "")]
+    assert manager.poll() == [TicketEnded(KEY, "")]
 
 
 def test_a_read_that_cannot_be_posted_ends_with_the_reason(connected):
-    carrier, transport = connected
+    manager, transport = connected
     transport.refuses = ("post",)
-    carrier.post(Post(KEY, NO_ROWS))
-    (ended,) = carrier.poll()
+    manager.post(Post(KEY, NO_ROWS))
+    (ended,) = manager.poll()
     assert "cannot post" in ended.error
 
 
 def test_a_read_from_a_lost_peer_ends_with_an_error(connected):
-    carrier, transport = connected
-    carrier.disconnect(PEER)
+    manager, transport = connected
+    manager.disconnect(PEER)
     assert transport.connected == set()
-    carrier.post(Post(KEY, NO_ROWS))
-    (ended,) = carrier.poll()
+    manager.post(Post(KEY, NO_ROWS))
+    (ended,) = manager.poll()
     assert ended.error
 
 
 def test_only_the_chosen_transport_stays_connected():
     transports = [Scripted("nixl"), Scripted("tcp"), Scripted("shm", refuses=("connect",))]
-    carrier = Carrier("auto", transports, {}, TESTS_S)
-    carrier.connect(PEER, offer("shm", "tcp", "nixl"))
-    (event,) = outcomes(carrier)
+    manager = TransportManager("auto", transports, {}, TESTS_S)
+    manager.connect(PEER, offer("shm", "tcp", "nixl"))
+    (event,) = outcomes(manager)
     assert "shm failed (cannot connect)" in event.choice
     assert [t.name for t in transports if t.connected] == [event.transport]
     assert all(not t.registered for t in transports)
@@ -205,60 +205,60 @@ def test_only_the_chosen_transport_stays_connected():
 
 def test_what_cannot_be_better_is_never_connected():
     transports = [Scripted("cma"), Scripted("tcp", refuses=("connect",))]
-    carrier = Carrier("auto", transports, {}, TESTS_S)
-    carrier.connect(PEER, offer("cma", "tcp"))
-    (event,) = outcomes(carrier)
+    manager = TransportManager("auto", transports, {}, TESTS_S)
+    manager.connect(PEER, offer("cma", "tcp"))
+    (event,) = outcomes(manager)
     assert (event.transport, "tcp not tested" in event.choice, "tcp failed" in event.choice) == ("cma", True, False)
 
 
 def test_no_transport_that_works_is_an_outcome():
-    carrier = Carrier("auto", [Scripted("shm", refuses=("connect",))], {"tcp": "no sockets today"}, TESTS_S)
-    carrier.connect(PEER, offer("shm", "tcp"))
-    (event,) = outcomes(carrier)
+    manager = TransportManager("auto", [Scripted("shm", refuses=("connect",))], {"tcp": "no sockets today"}, TESTS_S)
+    manager.connect(PEER, offer("shm", "tcp"))
+    (event,) = outcomes(manager)
     assert isinstance(event, PeerUnreachable)
-    carrier.connect(PEER, offer("tcp"))
-    (event,) = outcomes(carrier)
+    manager.connect(PEER, offer("tcp"))
+    (event,) = outcomes(manager)
     assert "no sockets today" in event.error
 
 
 def test_a_peer_that_is_lost_while_it_is_being_tested_has_no_outcome():
     first, second = Scripted("shm"), Scripted("tcp")
-    carrier = Carrier("auto", [first, second], {}, TESTS_S)
-    carrier.connect(PEER, offer("shm", "tcp"))
-    assert carrier.poll() == []
-    carrier.disconnect(PEER)
-    assert outcomes(carrier) == []
+    manager = TransportManager("auto", [first, second], {}, TESTS_S)
+    manager.connect(PEER, offer("shm", "tcp"))
+    assert manager.poll() == []
+    manager.disconnect(PEER)
+    assert outcomes(manager) == []
     assert not first.connected
     assert not second.connected
 
 
 def test_a_test_that_was_given_up_posts_nothing_to_who_has_the_name_next():
     fresh, used = Scripted("shm"), Scripted("shm")
-    again = Carrier("auto", [used], {}, TESTS_S)
+    again = TransportManager("auto", [used], {}, TESTS_S)
     again.connect(PEER, offer("shm"))
     again.poll()
     again.disconnect(PEER)
     num_posted = next(used.numbers)
-    for carrier in (Carrier("auto", [fresh], {}, TESTS_S), again):
-        carrier.connect(PEER, offer("shm"))
-        assert len(outcomes(carrier)) == 1
+    for manager in (TransportManager("auto", [fresh], {}, TESTS_S), again):
+        manager.connect(PEER, offer("shm"))
+        assert len(outcomes(manager)) == 1
     assert next(used.numbers) - num_posted == next(fresh.numbers)
 
 
 def test_a_transport_that_cannot_be_described_is_not_offered_but_still_used():
     """Memory that peers cannot reach in this way can still be filled by it."""
     silent = Scripted("shm", refuses=("descriptor",))
-    carrier = Carrier("auto", [silent], {}, TESTS_S)
-    assert [(offer.name, offer.unavailable) for offer in carrier.offers()] == [("shm", "cannot describe")]
+    manager = TransportManager("auto", [silent], {}, TESTS_S)
+    assert [(offer.name, offer.unavailable) for offer in manager.offers()] == [("shm", "cannot describe")]
     assert not silent.is_closed
 
 
 def test_a_transport_that_cannot_take_the_memory_is_not_offered():
     broken = Scripted("nixl", refuses=("register",))
-    carrier = Carrier("auto", [broken, Scripted("tcp")], {"shm": "other host"}, TESTS_S)
-    carrier.register([Memory(4096, 4096, -1)])
+    manager = TransportManager("auto", [broken, Scripted("tcp")], {"shm": "other host"}, TESTS_S)
+    manager.register([Memory(4096, 4096, -1)])
     assert broken.is_closed
-    assert {o.name: o.unavailable for o in carrier.offers()} == {
+    assert {o.name: o.unavailable for o in manager.offers()} == {
         "tcp": "",
         "nixl": "cannot register",
         "shm": "other host",
@@ -267,14 +267,14 @@ def test_a_transport_that_cannot_take_the_memory_is_not_offered():
 
 def test_a_slow_way_between_engines_of_one_host_is_told_by_log_and_counter(caplog):
     slow = Scripted("nixl")
-    slow.carrier = "tcp/lo"
-    carrier = Carrier("auto", [slow], {}, TESTS_S, LocalContext("this host"))
+    slow.reported = "tcp/lo"
+    manager = TransportManager("auto", [slow], {}, TESTS_S, LocalContext("this host"))
     offered = offer("nixl")
     host = structs.replace(offered, probe=structs.replace(offered.probe, host="this host"))
-    carrier.connect(PEER, host)
-    (event,) = outcomes(carrier)
+    manager.connect(PEER, host)
+    (event,) = outcomes(manager)
     assert "nixl over tcp/lo" in event.choice
-    (met,) = carrier.met.values()
+    (met,) = manager.met.values()
     assert (met.place, met.transport, [each.carriers for each in met.measurements]) == (
         Place.SAME_HOST,
         "nixl",
@@ -282,13 +282,13 @@ def test_a_slow_way_between_engines_of_one_host_is_told_by_log_and_counter(caplo
     )
     assert "a slower transport" in caplog.text
     assert "hint: run both engines as one user" in caplog.text
-    assert carrier.take_counts() == {("transport_warnings", "nixl"): 1}
-    assert carrier.take_counts() == {}
-    carrier.disconnect(PEER)
-    assert carrier.met == {}
-    carrier.connect(PEER, offered)
-    outcomes(carrier)
-    assert carrier.take_counts() == {}
+    assert manager.take_counts() == {("transport_warnings", "nixl"): 1}
+    assert manager.take_counts() == {}
+    manager.disconnect(PEER)
+    assert manager.met == {}
+    manager.connect(PEER, offered)
+    outcomes(manager)
+    assert manager.take_counts() == {}
 
 
 class Slow(Scripted):
@@ -326,15 +326,15 @@ def test_peers_that_are_met_at_once_are_measured_one_by_one_as_long_as_there_is_
     monkeypatch, num_peers, num_silent
 ):
     transport = Slow()
-    monkeypatch.setattr("kvferry.agent.transports.carrier.time.monotonic", lambda: transport.now)
-    carrier = Carrier("shm", [transport], {}, TESTS_S)
+    monkeypatch.setattr("kvferry.agent.transports.manager.time.monotonic", lambda: transport.now)
+    manager = TransportManager("shm", [transport], {}, TESTS_S)
     keys = [PeerKey(f"tcp://silent:{number}", f"s{number}", "e1") for number in range(num_silent)]
     keys += [PeerKey(f"tcp://127.0.0.1:{number}", f"p{number}", "e1") for number in range(num_peers)]
     for key in keys:
-        carrier.connect(key, offer("shm"))
+        manager.connect(key, offer("shm"))
     events = []
     while len(events) < num_peers:
-        events += carrier.poll()
+        events += manager.poll()
     assert transport.now < TESTS_S / 2
     assert {event.peer for event in events if isinstance(event, PeerConnected)} == set(keys[num_silent:])
     assert transport.most_at_once <= 1
@@ -342,13 +342,13 @@ def test_peers_that_are_met_at_once_are_measured_one_by_one_as_long_as_there_is_
 
 def test_no_nap_is_taken_where_a_test_has_another_copy_to_make(monkeypatch):
     transport = Slow()
-    monkeypatch.setattr("kvferry.agent.transports.carrier.time.monotonic", lambda: transport.now)
-    carrier = Carrier("shm", [transport], {}, TESTS_S)
-    carrier.connect(PeerKey("tcp://127.0.0.1:1", "p1", "e1"), offer("shm"))
-    assert not carrier.poll()
+    monkeypatch.setattr("kvferry.agent.transports.manager.time.monotonic", lambda: transport.now)
+    manager = TransportManager("shm", [transport], {}, TESTS_S)
+    manager.connect(PeerKey("tcp://127.0.0.1:1", "p1", "e1"), offer("shm"))
+    assert not manager.poll()
     for _ in range(1000):
-        if carrier.poll():
+        if manager.poll():
             break
-        assert carrier.is_fresh or transport.due
-    assert not carrier.is_fresh
-    assert carrier.met
+        assert manager.must_poll_now or transport.due
+    assert not manager.must_poll_now
+    assert manager.met

@@ -1,4 +1,4 @@
-"""Which requests an engine has leased and which it fetches, so that none is asked for twice at a time."""
+"""The open leases and fetches of an engine, so that no request has two at a time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, Fetc
 MAX_NAME_LENGTH = 256
 
 
-class RequestNames:
+class OpenRequests:
     """Notices pass through it on their way to the engine, whose calls may come from any thread.
 
-    Of two leases, or two fetches, of one request nobody could tell whose blocks are free.
+    With two leases, or two fetches, of one request a notice could not tell whose blocks are free.
     """
 
     def __init__(self, notify: Callable[[Notice], None]) -> None:

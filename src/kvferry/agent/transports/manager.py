@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvferry.agent.memory.peer_slots import FarSlots
-from kvferry.agent.transports.negotiation import Meeting, PeerReport, name_of
+from kvferry.agent.memory.peer_slots import PeerSlots
+from kvferry.agent.transports.negotiation import Negotiation, PeerReport, name_of
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Post
@@ -24,7 +24,7 @@ from kvferry.wire.messages import Offer, TargetOffer, TransportOffer
 NOWHERE = LocalContext()
 logger = logging.getLogger(__name__)
 
-CarrierEvent = TicketEnded | PeerConnected | PeerUnreachable
+TransportEvent = TicketEnded | PeerConnected | PeerUnreachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,13 @@ def _offer(name: str, transport: Transport) -> TransportOffer:
     try:
         return TransportOffer(name, transport.descriptor(), "")
     except TransportError as error:
-        # It may still fetch for us.
+        # This rank may still read over it.
         return TransportOffer(name, b"", str(error))
 
 
-class Carrier:
-    """Belongs to one thread. `unavailable` says why a transport that users know is not there; all tests of a peer's
-    transports together may take `tests_s`. `met` says how each connected peer is reached, `moved_bytes` how much was
-    read and written."""
+class TransportManager:
+    """Only one thread uses it. `unavailable` has the reasons why known transports are missing; the self-tests of a peer
+    may take `tests_s` together. `met` has a report on each connected peer, `moved_bytes` the bytes read and written."""
 
     def __init__(
         self,
@@ -55,7 +54,7 @@ class Carrier:
         unavailable: Mapping[str, str],
         tests_s: float,
         context: LocalContext = NOWHERE,
-        far: FarSlots | None = None,
+        peer_slots: PeerSlots | None = None,
     ) -> None:
         self.met: dict[Remote, PeerReport] = {}
         self.moved_bytes = dict.fromkeys(Direction, 0)
@@ -67,25 +66,24 @@ class Carrier:
         self._unavailable = dict(unavailable)
         self._routes: dict[Remote, Transport] = {}
         self._open: dict[WorkKey, _Open] = {}
-        self._meetings: list[Meeting] = []
-        self._events: list[CarrierEvent] = []
-        self._far = far
-        self._is_fresh = False
+        self._negotiations: list[Negotiation] = []
+        self._events: list[TransportEvent] = []
+        self._peer_slots = peer_slots
+        self._must_poll_now = False
 
     @property
     def busy(self) -> bool:
-        """Whether a ticket or a self-test is under way."""
-        return bool(self._open or self._events or self._meetings)
+        """Whether a ticket or a self-test is in progress."""
+        return bool(self._open or self._events or self._negotiations)
 
     @property
-    def is_fresh(self) -> bool:
-        """Whether `poll` may have something to copy at once: a ticket was posted since, or has ended and others have
-        not."""
-        return self._is_fresh
+    def must_poll_now(self) -> bool:
+        """Whether `poll` may have something to copy at once: a ticket was posted since, or one of several has ended."""
+        return self._must_poll_now
 
     @property
     def num_open(self) -> int:
-        """Tickets that have been posted and have not ended. May be asked from any thread."""
+        """Tickets that have been posted and have not ended. May be read from any thread."""
         return len(self._open)
 
     @property
@@ -109,10 +107,10 @@ class Carrier:
         candidates(self._requested, dict.fromkeys(self._transports, ""), self._available())
 
     def offers(self) -> tuple[TransportOffer, ...]:
-        """What peers need to reach the registered memory, and why the other transports are not there."""
-        ours = [_offer(name, transport) for name, transport in self._transports.items()]
+        """What peers need to reach the registered memory, and the reasons why other transports are missing."""
+        offers = [_offer(name, transport) for name, transport in self._transports.items()]
         missing = [TransportOffer(name, b"", reason) for name, reason in self._unavailable.items()]
-        return (*ours, *missing)
+        return (*offers, *missing)
 
     def connect(self, peer: Remote, offer: Offer | TargetOffer) -> None:
         """Find out which transport reaches a peer fastest; the outcome comes out of a later `poll`."""
@@ -123,25 +121,25 @@ class Carrier:
             self._events.append(PeerUnreachable(peer, str(error)))
             return
         transports = [self._transports[name] for name in names]
-        if isinstance(offer, TargetOffer) and self._far is not None:
-            self._far.attach(peer, offer.staging)
-        self._meetings.append(Meeting(peer, offer, transports, self._tests_s, self._context))
+        if isinstance(offer, TargetOffer) and self._peer_slots is not None:
+            self._peer_slots.attach(peer, offer.staging)
+        self._negotiations.append(Negotiation(peer, offer, transports, self._tests_s, self._context))
 
     def disconnect(self, peer: Remote) -> None:
-        """Forget a peer; its open tickets end with an error in a later `poll`."""
+        """Disconnect a peer; its open tickets end with an error in a later `poll`."""
         self._routes.pop(peer, None)
         self.met.pop(peer, None)
-        if self._far is not None:
-            self._far.detach(peer)
-        for meeting in self._meetings:
-            if meeting.peer == peer:
-                meeting.abandon()
+        if self._peer_slots is not None:
+            self._peer_slots.detach(peer)
+        for negotiation in self._negotiations:
+            if negotiation.peer == peer:
+                negotiation.abandon()
         for transport in self._transports.values():
             transport.disconnect(name_of(peer))
 
     def post(self, post: Post) -> None:
         """Start a ticket; its end comes out of `poll`, also when it could not be started."""
-        self._is_fresh = True
+        self._must_poll_now = True
         key, transport = post.key, self._routes.get(post.key.remote)
         if transport is None:
             self._events.append(TicketEnded(key, "the peer is not connected any more"))
@@ -153,13 +151,13 @@ class Carrier:
             self._events.append(TicketEnded(key, str(error)))
 
     def cancel(self, key: WorkKey) -> None:
-        """Lose interest in a ticket; its end still comes out of `poll`."""
+        """Cancel a ticket; its end still comes out of `poll`."""
         if posted := self._open.get(key):
             posted.transport.cancel(posted.ticket)
 
-    def poll(self) -> list[CarrierEvent]:
+    def poll(self) -> list[TransportEvent]:
         """Make progress on every transport; returns the tickets that have ended and the outcomes of `connect`."""
-        events, self._events, self._is_fresh = self._events, [], False
+        events, self._events, self._must_poll_now = self._events, [], False
         completions = {name: transport.poll() for name, transport in self._transports.items()}
         keys = {(posted.transport.name, posted.ticket): key for key, posted in self._open.items()}
         for name, completed in completions.items():
@@ -169,32 +167,32 @@ class Carrier:
                     ended = self._open.pop(key)
                     self.moved_bytes[ended.direction] += 0 if completion.error else ended.num_bytes
                     events.append(TicketEnded(key, completion.error))
-        events += self._meet(completions)
-        self._is_fresh = bool(self._open) and any(completions.values())
-        self._is_fresh |= any(meeting.is_fresh for meeting in self._meetings)
+        events += self._advance(completions)
+        self._must_poll_now = bool(self._open) and any(completions.values())
+        self._must_poll_now |= any(negotiation.must_poll_now for negotiation in self._negotiations)
         return events
 
-    def _meet(self, completions: Mapping[str, Sequence[Completion]]) -> Iterator[CarrierEvent]:
-        for meeting in self._meetings:
-            # One copy at a time: what is done for one peer would count as the time of another one's.
+    def _advance(self, completions: Mapping[str, Sequence[Completion]]) -> Iterator[TransportEvent]:
+        for negotiation in self._negotiations:
+            # One copy at a time: work for one peer would count as time of another peer's self-test.
             now = time.monotonic()
-            others = (other for other in self._meetings if other is not meeting)
-            may_post = not meeting.may_wait or not any(other.is_copying(now) for other in others)
-            for outcome in meeting.advance(completions, now, may_post):
-                for transport in meeting.chosen:
-                    self._routes[meeting.peer] = transport
-                for met in meeting.met:
-                    self._take_note(met)
+            others = (other for other in self._negotiations if other is not negotiation)
+            may_post = not negotiation.may_wait or not any(other.is_copying(now) for other in others)
+            for outcome in negotiation.advance(completions, now, may_post):
+                for transport in negotiation.chosen:
+                    self._routes[negotiation.peer] = transport
+                for met in negotiation.met:
+                    self._record(met)
                 yield self._with_reach(outcome)
-        self._meetings = [meeting for meeting in self._meetings if not meeting.is_settled]
+        self._negotiations = [negotiation for negotiation in self._negotiations if not negotiation.is_settled]
 
-    def _with_reach(self, outcome: CarrierEvent) -> CarrierEvent:
-        if self._far is None or not isinstance(outcome, PeerConnected):
+    def _with_reach(self, outcome: TransportEvent) -> TransportEvent:
+        if self._peer_slots is None or not isinstance(outcome, PeerConnected):
             return outcome
-        return replace(outcome, reaches_staging=self._far.reaches(outcome.peer))
+        return replace(outcome, reaches_staging=self._peer_slots.reaches(outcome.peer))
 
-    def _take_note(self, met: PeerReport) -> None:
-        """Keep what was found about a peer. What is wrong is said at once, by log and by counter."""
+    def _record(self, met: PeerReport) -> None:
+        """Keep the report on a peer; log and count its findings."""
         self.met[met.peer] = met
         for finding in met.findings:
             if finding.severity is Severity.NOTE:

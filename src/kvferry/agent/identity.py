@@ -1,0 +1,63 @@
+"""What this rank tells its peers about itself: as a source, as a target, and where its probe is."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+import numpy as np
+
+from kvferry.agent.config import AgentConfig
+from kvferry.agent.memory.arena import SharedArena
+from kvferry.errors import ConfigurationError
+from kvferry.plan.programs.copies import Direction
+from kvferry.session.source.handshake import SourceIdentity
+from kvferry.session.target.peers.identity import TargetIdentity
+from kvferry.session.target.read_strategy import through_staging_only
+from kvferry.transport.process_identity import host_here
+from kvferry.transport.selection.probe import NUM_MARKS, PROBE_BYTES, allocation_bytes, fill_probe
+from kvferry.wire.codec import MAX_REQUEST_BYTES, encode
+from kvferry.wire.messages import Probe, TargetOffer
+
+
+def allocate_probe() -> SharedArena:
+    """Memory with which peers test and measure transports. Raises TransportError when there is not enough."""
+    return SharedArena(allocation_bytes(), "kvferry-probe")
+
+
+def describe_probe(arena: SharedArena) -> Probe:
+    """Fill the probe with its pattern, and describe it for peers."""
+    seed = secrets.randbits(32)
+    fill_probe(np.frombuffer(arena.buffer, np.uint8)[:PROBE_BYTES], seed)
+    return Probe(arena.memory.address, PROBE_BYTES, seed, NUM_MARKS, host_here())
+
+
+def target_identity(identity: SourceIdentity, config: AgentConfig, staging_descriptor: bytes) -> TargetIdentity:
+    """What sources are told about this rank, and how it wants to be served.
+
+    Raises ConfigurationError for a strategy or a direction that cannot work with such a cache.
+    """
+    found = TargetIdentity(
+        identity.party,
+        identity.product_version,
+        identity.layouts,
+        config.digest,
+        config.direction,
+        identity.transports,
+        identity.probe,
+        staging_descriptor,
+        through_staging_only(config.staging) if identity.is_staged else config.staging,
+    )
+    offer = TargetOffer(found.party, found.layouts, found.transports, found.probe, found.staging_descriptor)
+    num_bytes = len(encode(offer))
+    if found.direction is Direction.WRITE and num_bytes > MAX_REQUEST_BYTES:
+        raise ConfigurationError(
+            "the layouts of this engine are too large for a push",
+            found=f"{num_bytes:,} bytes",
+            expected=f"at most {MAX_REQUEST_BYTES:,}",
+            hint="choose the direction pull",
+        )
+    # A source cannot write into blocks that are reached through staging memory only, or whose layouts it cannot be
+    # sent.
+    may_turn = config.may_turn and not identity.is_staged and num_bytes <= MAX_REQUEST_BYTES
+    return replace(found, may_turn=may_turn)

@@ -1,1 +1,0 @@
-"""What an engine asks its agent for, checked where it asks."""
