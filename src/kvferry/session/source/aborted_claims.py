@@ -1,5 +1,5 @@
-"""Claims that their targets have given up. One that arrives after its own end must not be granted: the target has been
-told that nothing of it is open, and uses its blocks again."""
+"""Claims that their targets have aborted. A claim that arrives after its own abort must not be granted: the target was
+told that no ticket of it is open, and uses its blocks again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_ABORTED = 1 << 14
 
 
 class AbortedClaims:
-    """Remembered until a frame cannot be late any more."""
+    """Each is remembered until its claim cannot arrive any more."""
 
     def __init__(self) -> None:
         self._until: dict[tuple[Party, str], float] = {}
@@ -22,7 +22,7 @@ class AbortedClaims:
         return claim in self._until
 
     def add(self, party: Party, claim_id: str, until: float) -> bool:
-        """Remember a claim of a target. False when there is no room for it: then its end must not be acknowledged."""
+        """Remember a claim of a target. False when there is no room for it: then its abort must not be acknowledged."""
         claim = party, claim_id
         # The newest is last.
         self._until.pop(claim, None)

@@ -1,7 +1,7 @@
-"""Readers that have their bytes: a source says whether these are the request's own, and what they look like at home.
+"""Readers that have all their bytes: the source confirms that its lease was live, and sends its own digest of them.
 
-A sample is made while the bytes move, so that nobody has to wait for it. What happens to the blocks between that and
-the reading comes out as well: the reader's digest is another one then. A full digest is made when a reader asks.
+A sampled digest is made while the bytes move, so that nobody waits for it. If the blocks change after that and before
+they are read, the reader's digest differs. A full digest is made when a reader asks.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from kvferry.session.source.lease import Lease, OwnDigest
 from kvferry.session.source.lease_table import LeaseTable
 from kvferry.wire.messages import Landed, Party, Reason, Refusal, Renewed, Valid
 
-# A digest at once would hold up the word that the bytes may come, which another thread is about to send.
+# A digest at once would delay the grant, which another thread is about to send.
 LOOK_AFTER_S = 0.001
 
 
 class CompletedReads:
-    """Of one rank's leases; a lease of which all readers have their bytes is done."""
+    """Those of one rank's leases. A lease is done when all its readers have their bytes."""
 
     def __init__(self, leases: LeaseTable, extractor: Extractor) -> None:
         self._leases = leases
         self._extractor = extractor
-        # When what is looked at, oldest first.
+        # When each digest is to be made, oldest first.
         self._started: dict[ClaimKey, float] = {}
 
     def started(self, lease: Lease, party: Party, now: float) -> None:
-        """Bytes are on their way to a reader: soon `prepare` will look at what it is going to have.
+        """Bytes are in flight to a reader: `prepare` will soon make the digest of them.
 
-        Not before all of it is computed, for until then the blocks change; and not at all of it, for that is as much
-        work as the transfer, and those that are asked for go first.
+        Only once everything is computed, because until then the blocks change; and only for samples, because a full
+        digest is as much work as the transfer, and digests that readers have asked for go first.
         """
         granted = lease.claims[party]
         key = ClaimKey(lease.wanted.lease_id, party, granted.claim_id)
@@ -52,7 +52,7 @@ class CompletedReads:
         return next(iter(self._started.values()), inf)
 
     def prepare(self, now: float) -> list[Command]:
-        """Begin the digests for which readers will ask before long."""
+        """Begin the digests for which readers will ask soon."""
         due = [key for key, at in self._started.items() if at <= now]
         for key in due:
             del self._started[key]
@@ -63,7 +63,7 @@ class CompletedReads:
         is_wanted = lease is not None and lease.live and lease.has_granted(key.party, key.claim_id)
         if lease is None or not is_wanted or key.party in lease.completed or key in lease.digests:
             return
-        # What is wrong is said when the reader asks.
+        # An error is reported when the reader asks.
         with suppress(FerryError):
             yield self._begin(key, lease)
 
@@ -74,7 +74,7 @@ class CompletedReads:
         return Digest(key, extracts)
 
     def landed(self, peer: str, landed: Landed, now: float) -> list[Command]:
-        """A reader asks whether it may use what it has."""
+        """A reader asks whether it may use what has landed."""
         lease = self._leases.get(landed.lease_id)
         if lease is None:
             return refuse(peer, unknown_lease(landed))
@@ -85,7 +85,7 @@ class CompletedReads:
         return self._answer(peer, ClaimKey(landed.lease_id, landed.party, landed.claim_id), lease, now)
 
     def written(self, lease: Lease, now: float) -> list[Command]:
-        """Whom we have written everything to need not ask; who reads a share of it does."""
+        """Confirm writes that have ended. A reader that reads a share itself asks for this."""
         commands = []
         for key, write in lease.writes.items():
             if lease.claims[key.party].direction is Direction.READ:
@@ -101,7 +101,8 @@ class CompletedReads:
         return self._complete(peer, key, lease, (), now)
 
     def _digest(self, peer: str, key: ClaimKey, lease: Lease, now: float) -> list[Command]:
-        """Look at our own blocks before the answer. A repeated question is told that somebody is here."""
+        """Digest our own blocks before the answer. Meanwhile a repeated question is answered, to show that we are
+        alive."""
         digest = lease.digests.get(key)
         if digest is not None and digest.values is not None:
             return self._complete(peer, key, lease, digest.values, now)
@@ -116,15 +117,15 @@ class CompletedReads:
         return commands
 
     def digested(self, event: Digested, now: float) -> list[Command]:
-        """Only of a lease that is still live: else it is not known whose bytes those were, and the reader has been told
-        when it ended."""
+        """A digest is there. It counts only while the lease is live: else the blocks may have had other bytes, and the
+        reader was told when the lease ended."""
         key = event.key
         lease = self._leases.get(key.lease_id) if isinstance(key, ClaimKey) else None
         if lease is None or not isinstance(key, ClaimKey) or key not in lease.digests:
             return []
         digest = lease.digests[key]
         if event.error:
-            # Whoever asks later has it tried again.
+            # It is tried again when a reader asks again.
             del lease.digests[key]
             refusal = Refusal(Reason.DIGEST, "no digest can be made", event.error, "", key.claim_id)
             return refuse(digest.peer, refusal) if digest.peer else []
@@ -134,7 +135,7 @@ class CompletedReads:
     def _complete(
         self, peer: str, key: ClaimKey, lease: Lease, digests: tuple[bytes, ...], now: float
     ) -> list[Command]:
-        """One reader has its bytes; when all have, the blocks are free."""
+        """One reader has its bytes. When all have, the lease is done."""
         lease.complete(key.party, digests)
         lease.digests.pop(key, None)
         told: list[Command] = [Reply(peer, Valid(key.claim_id, digests))]

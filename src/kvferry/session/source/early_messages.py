@@ -1,4 +1,4 @@
-"""What targets say about leases that this rank has not heard of yet: a reference may be faster than the engine."""
+"""Claims and aborts of leases that this rank does not know yet: a reference may be faster than the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_EARLY_OF_ONE = 128
 
 @dataclass(frozen=True, slots=True)
 class EarlyMessage:
-    """The last word of one party about one lease; `peer` names whom to answer."""
+    """The latest message of one party about one lease; `peer` names whom to answer."""
 
     peer: str
     message: Claim | Abort

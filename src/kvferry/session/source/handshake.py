@@ -46,7 +46,7 @@ class SourceIdentity:
 
 
 class SourceHandshake:
-    """Answers what targets ask first. Who has been told how we are reached may be testing that for `handshake_s`."""
+    """Answers `Hello` and `OfferRequest`. A target that has the offer may be testing our memory for `handshake_s`."""
 
     def __init__(self, identity: SourceIdentity, handshake_s: float) -> None:
         self._identity = identity
@@ -54,7 +54,7 @@ class SourceHandshake:
         self._offered: dict[Party, float] = {}
 
     def hello(self, hello: Hello) -> Welcome | Refusal:
-        """Who we are, to whoever means us."""
+        """Who we are, if the target means us."""
         identity, ours = self._identity, self._identity.party
         checks = (
             (Reason.WIRE_VERSION, "wire versions differ", str(hello.wire_version), str(WIRE_VERSION)),
@@ -83,9 +83,9 @@ class SourceHandshake:
         )
 
     def end_test(self, party: Party) -> None:
-        """Who claims, or says that there is nothing to claim, has done with testing."""
+        """A target that claims something, or says that it claims nothing, has finished its self-test."""
         self._offered.pop(party, None)
 
     def is_tested(self, now: float) -> bool:
-        """Whether somebody may be reading our memory to find out how."""
+        """Whether a target may be testing our memory."""
         return any(until > now for until in self._offered.values())

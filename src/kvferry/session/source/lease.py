@@ -1,4 +1,4 @@
-"""A source's promise to keep a request's blocks: who has claimed it, who has read it, and how it ended."""
+"""A lease: a source keeps a request's blocks for the readers that claim it, until all have them or it expires."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ LEASE_TABLE: TransitionTable = {
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A claim that a reader holds, and what it wants digested. One with the direction `read` asks when it has all."""
+    """A granted claim of a reader, and what is to be digested of it. With the direction `read` the reader sends
+    `Landed` when it has everything."""
 
     claim_id: str
     direction: Direction
@@ -51,8 +52,8 @@ class Granted:
 
 @dataclass(slots=True)
 class OwnDigest:
-    """What a reader is going to have, as it is here: `values`, once they are known. `peer` is whom to tell; nobody, if
-    it is empty, has asked yet."""
+    """The source's own digest of what a reader gets; `values` once it is made. `peer` is whom to answer, empty as long
+    as nobody has asked."""
 
     peer: str = ""
     values: tuple[bytes, ...] | None = None
@@ -91,17 +92,17 @@ class Lease:
 
     @property
     def live(self) -> bool:
-        """The blocks hold what the target was promised."""
+        """Whether the blocks still hold what was leased."""
         return self.machine.state in (LeaseState.OPEN, LeaseState.CLAIMED)
 
     @property
     def is_writing(self) -> bool:
-        """Whether a ticket of ours may still look at the blocks."""
+        """Whether a ticket of ours may still read the blocks."""
         return any(write.is_open for write in self.writes.values())
 
     @property
     def is_read(self) -> bool:
-        """Whether a reader that was let in has not said that its bytes are there."""
+        """Whether a reader with a granted claim has not confirmed yet that it has its bytes."""
         return len(self.claims) > len(self.completed)
 
     @property
@@ -140,7 +141,7 @@ class Lease:
         self.claims[party] = replace(self.claims[party], subject=NOTHING)
 
     def grow(self, event: LeaseProgress) -> None:
-        """More is there. What goes backwards or too far is the engine's mistake, and changes nothing."""
+        """More tokens are computed. An event that goes backwards or too far is the engine's mistake, and is ignored."""
         before = self.num_ready, self.ahead.num_tokens, self.ahead.num_states
         after = event.num_ready, event.ahead.num_tokens, event.ahead.num_states
         if before < after and max(after[:2]) <= self.wanted.num_tokens:
@@ -190,7 +191,7 @@ class Lease:
         return ()
 
     def refusal_of_end(self, key: ClaimKey) -> Refusal:
-        """What is said of a write or a digest during which the lease has ended: its bytes may be another request's."""
+        """The refusal of a write or a digest during which the lease has ended: its bytes may be another request's."""
         return Refusal(Reason.EXPIRED, TOO_LATE, self.machine.state, "live", key.claim_id)
 
 

@@ -18,7 +18,8 @@ from kvferry.wire.messages import Claim, Party, Reason, Refusal
 
 
 class LeaseTable:
-    """By id, tombstones included; and by request as long as the engine has not got its blocks back."""
+    """By id, including those that have ended and are kept for late messages; and by request until its blocks are
+    free."""
 
     def __init__(self, writes: Writes, timing: Timing) -> None:
         self._writes = writes
@@ -28,14 +29,14 @@ class LeaseTable:
         # A heap of (deadline, lease id), with each lease at its deadline or sooner: there are many tombstones, and most
         # events come when nothing is due.
         self._deadlines: list[tuple[float, str]] = []
-        # All whose claims may lack their ends, and others, until somebody asks.
+        # Leases whose reads may still be in flight; some of them are over, which is found out when somebody asks.
         self._claimed: dict[str, Lease] = {}
 
     def __iter__(self) -> Iterator[Lease]:
         return iter(tuple(self._by_id.values()))
 
     def get(self, lease_id: str) -> Lease | None:
-        """None when there is unknown lease, or not any more."""
+        """None for a lease that is unknown, or forgotten."""
         return self._by_id.get(lease_id)
 
     def of_request(self, request_id: str) -> Lease | None:
@@ -49,15 +50,15 @@ class LeaseTable:
 
     @property
     def may_be_read(self) -> bool:
-        """Whether a claim lacks its end. Also of a lease that has ended: its reader can use its own blocks again only
-        when its ticket has ended."""
+        """Whether a granted read may still be in flight. This includes leases that have ended: their readers wait for
+        their own tickets."""
         self._claimed = {key: lease for key, lease in self._claimed.items() if lease.is_read and key in self._by_id}
         return bool(self._claimed)
 
     @property
     def writing(self) -> set[Party]:
         """Targets that we may be writing to."""
-        # Whoever writes has not given the blocks back: tombstones, of which there are many, need not be looked at.
+        # A lease that is written from has not released its blocks, so the many that are over need not be looked at.
         return {key.party for lease in self._by_request.values() for key in lease.writes if lease.is_writing}
 
     def next_deadline(self) -> float:
@@ -80,12 +81,12 @@ class LeaseTable:
         self._note_deadline(lease)
 
     def claim(self, lease: Lease, claim: Claim, now: float) -> None:
-        """Note a granted claim; it lasts for another while from now on."""
+        """Note a granted claim, and renew the lease."""
         lease.claim(claim, now + self._timing.lease_s)
         self._claimed[lease.wanted.lease_id] = lease
 
     def renew(self, lease: Lease, now: float) -> None:
-        """It lasts for another while from now on."""
+        """It lasts `lease_s` from now on."""
         lease.deadline = now + self._timing.lease_s
 
     def expire(self, now: float) -> list[Command]:
@@ -106,7 +107,7 @@ class LeaseTable:
         return commands
 
     def end(self, lease: Lease, event: str, reason: str, now: float) -> list[Command]:
-        """Move a lease to its terminal state, and give the blocks back as soon as nothing looks at them."""
+        """Move a lease to its terminal state, and release its blocks as soon as nothing reads them."""
         lease.machine.move(event)
         lease.deadline, lease.ended_as = now + self._timing.tombstone_s, reason
         self._note_deadline(lease)
@@ -117,12 +118,12 @@ class LeaseTable:
         for peer, claim in lease.waiting.values():
             commands += refuse(peer, Refusal(Reason.EXPIRED, "the lease has ended", reason, "live", claim.claim_id))
         lease.digests, lease.waiting = {}, {}
-        # A tombstone answers no claim: it needs no megabyte of tokens.
+        # A lease that has ended grants no claim: it needs no megabyte of tokens.
         lease.wanted = replace(lease.wanted, prompt=UNKNOWN_PROMPT)
         return [*self.free_when_drained(lease), *commands]
 
     def free_when_drained(self, lease: Lease) -> list[Command]:
-        """Give the blocks of a lease that has ended back, exactly once, when nothing is written out of them."""
+        """Release the blocks of a lease that has ended, exactly once, when nothing is written out of them any more."""
         if lease.live or lease.is_freed or lease.is_writing:
             return []
         lease.is_freed = True

@@ -59,7 +59,7 @@ class PackedWrite:
         return self.num_written_bytes == self.num_bytes
 
     def status(self) -> Grant | Refusal:
-        """What there is to say while the lease is live."""
+        """Its progress, while its lease is live."""
         if self.error:
             return Refusal(Reason.TRANSPORT, "a slot could not be written", self.error, "", self.claim_id)
         return Grant(self.claim_id, (), self._num_missing)
@@ -69,14 +69,14 @@ class PackedWrite:
         return max(0, self.plan.num_tokens - self.num_ready)
 
     def prepare(self) -> None:
-        """Plan the first slot, which is about to be asked for; what is wrong with it is said then."""
+        """Plan the first slot, which will be asked for soon; errors are reported then."""
         if not self.error and self.plan.tokens_for(0) <= self.num_ready:
             with suppress(FerryError):
                 self.plan.slots(0)
 
     def pack(self, message: Pack, peer: str, gets_on: bool) -> Iterator[Command]:
-        """A slot is wanted; asked again, say how far it is. Written it is once, wherever a repetition points to. Who
-        waits for a slot of ours is told to have patience only while others get on.
+        """Gather and write a slot, once; a repeated request is answered with its progress, whatever address it has. A
+        target that waits for a slot of ours is told to wait only while other slots make progress (`gets_on`).
 
         Raises RequestError for a slot that does not exist.
         """
@@ -85,14 +85,14 @@ class PackedWrite:
         if self.error or key in self.done or key in self.uses:
             yield Reply(peer, self._how_far(key, gets_on))
         elif not self._is_ready(key):
-            # Told how many tokens are missing it had no reason to ask. It will ask again.
+            # The target was told how many tokens are missing, and will ask again.
             yield Reply(peer, Queued(self.claim_id))
         else:
             use = self.uses[key] = SlotUse.started(key, self._slot(key), message.address)
             yield Acquire(key, use.slot.num_bytes, use.far_address)
 
     def _how_far(self, key: SlotKey, gets_on: bool) -> Packed | Grant | Refusal | Queued | Renewed:
-        """What there is to say of a slot that was asked for before, and of every other once something has failed."""
+        """The answer for a slot that was asked for before, and for every slot once the claim has failed."""
         if key in self.done:
             return self._packed(key)
         if self.error:
@@ -105,7 +105,7 @@ class PackedWrite:
         return key.stretch >= len(self.plan.stretches) or self.plan.tokens_for(key.stretch) <= self.num_ready
 
     def grown(self, block_tables: tuple[tuple[int, ...], ...], num_ready: int) -> Iterator[Command]:
-        """More tokens are computed: say so, since the target asks for no slots of those that are not."""
+        """More tokens are computed: tell the target, which asks only for slots of tokens that are."""
         self.num_ready = num_ready
         self.request = replace(self.request, source_tables=block_tables)
         self.plan = SlotPlan(self.request, Side.SOURCE, num_ready)
@@ -171,14 +171,14 @@ class PackedWrite:
         return Packed(self.claim_id, key.stretch, key.number, self._num_missing)
 
     def _over(self, use: SlotUse, error: str) -> Iterator[Command]:
-        """The end of a slot that comes to nothing."""
+        """Release a slot that was not written."""
         del self.uses[use.key]
         yield Release(use.key)
         if error:
             yield from self.fail(error)
 
     def fail(self, error: str) -> Iterator[Command]:
-        """Begin nothing more, and wait for what is under way."""
+        """Begin nothing more, and wait for what is in flight."""
         self.error = self.error or error
         self.plan.forget()
         for key, use in list(self.uses.items()):

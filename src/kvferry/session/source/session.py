@@ -1,7 +1,7 @@
 """The source side: leases on finished prefills. The source's own record is the only authority on who may read what.
 
-A target reads by itself, or it has us write (`writes`). Then the blocks stay the lease's until our tickets have ended,
-however the lease ended.
+A target reads by itself, or the source writes (`writes`). Blocks that are written from belong to the lease until the
+tickets have ended, however the lease ended.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ SourceEvent = (
 
 
 class SourceSession:
-    """Leases of one rank. Feed it events; do what its commands say."""
+    """Leases of one rank. Give it every event, and carry out the commands that it returns."""
 
     def __init__(self, identity: SourceIdentity, timing: Timing) -> None:
         self._identity = identity
@@ -133,7 +133,8 @@ class SourceSession:
         return [command for each in early for command in self._answer(FrameArrived(each.peer, each.message), now)]
 
     def _grow(self, event: LeaseProgress, now: float) -> list[Command]:
-        """More tokens of a request are computed: write them, and let those read that wait for the last one."""
+        """More tokens of a request are computed: write them, and grant the claims that were waiting for the last
+        one."""
         lease = self._leases.of_request(event.request_id)
         if lease is None or not lease.live:
             return []
@@ -191,7 +192,7 @@ class SourceSession:
 
     def _claim(self, peer: str, claim: Claim, now: float) -> list[Command]:
         reference, ours = claim.reference, self._identity.party
-        # Whoever reads now may want to be written to later, and still count on being known.
+        # A target that reads now may want to be written to later, and expects that its offer is still known.
         self._targets.heard(claim.party, now)
         self._handshake.end_test(claim.party)
         if (reference.engine_id, reference.epoch) != (ours.engine_id, ours.epoch):
@@ -206,8 +207,8 @@ class SourceSession:
         """Grant a claim, if the lease's record supports it."""
         if lease.wanted.request_id != claim.reference.request_id:
             return refuse(peer, unknown_lease(claim))
-        if told := self._writes.told(peer, claim, lease):
-            return told
+        if answer := self._writes.repeated(peer, claim, lease):
+            return answer
         for refusal in (*_refusal_of_share(claim), *lease.refusal_of(claim), *self._refusal_of_state(lease, claim)):
             return refuse(peer, refusal)
         if claim.direction is Direction.WRITE:
@@ -240,14 +241,14 @@ class SourceSession:
         return commands + self._completed_reads.written(lease, now)
 
     def _pack(self, peer: str, pack: Pack, now: float) -> list[Command]:
-        """Write one slot of a claim. A question that arrives after the end of its claim must not be answered by
-        writing: the target's slot may be somebody else's."""
+        """Write one slot of a claim. After the end of its claim nothing may be written: the target's slot may belong to
+        another transfer."""
         self._targets.heard(pack.party, now)
         lease = self._leases.get(pack.lease_id)
         if lease is None:
             return refuse(peer, unknown_lease(pack))
         key = ClaimKey(pack.lease_id, pack.party, pack.claim_id)
-        # Of what is written it is only said again that it is, also when the lease is over.
+        # What is written is confirmed again, also when the lease is over.
         is_served = lease.live or lease.is_written(key)
         if (pack.party, pack.claim_id) in self._aborted or not is_served:
             return refuse(peer, lease.refusal_of_end(key))
@@ -261,7 +262,7 @@ class SourceSession:
         return commands
 
     def _write_progressed(self, event: TicketEnded | Acquired | Staged, now: float) -> list[Command]:
-        """A claim that we carry out has got on: what is written by that tells of itself."""
+        """A claim that the source writes has made progress."""
         key = event.key.work if isinstance(event.key, SlotKey) else event.key
         if not isinstance(key, ClaimKey) or (lease := self._leases.get(key.lease_id)) is None:
             return []
@@ -275,7 +276,7 @@ class SourceSession:
         return [*commands, *self._completed_reads.written(lease, now), *self._leases.free_when_drained(lease)]
 
     def _refusal_of_state(self, lease: Lease, claim: Claim) -> tuple[Refusal, ...]:
-        """A state of fixed size is that after the last token: it is no good to whoever goes on from another one."""
+        """A state of fixed size is the one after the last token: it cannot be used after any other token."""
         layout = self._identity.layout
         named = layout.state_named()
         is_fixed = any(not named[placement.state].per_token for placement in layout.placements)
@@ -288,9 +289,9 @@ class SourceSession:
         return (Refusal(Reason.OUT_OF_RANGE, what, f"{claim.num_tokens} tokens", expected, claim.claim_id),)
 
     def _wait_for_lease(self, peer: str, claim: Claim, now: float) -> list[Command]:
-        """The reference may travel faster than the engine's own word to this rank: a claim waits a moment for it.
+        """A claim may arrive before the engine has told this rank of the lease: it waits for that a while.
 
-        Meanwhile a repeated claim is told that somebody is here.
+        Meanwhile a repeated claim is answered, so that the target knows that its source is alive.
         """
         lease_id = claim.reference.lease_id
         repeated = self._early.knows(lease_id, claim.party)
@@ -330,7 +331,7 @@ class SourceSession:
 
 
 def _refusal_of_share(claim: Claim) -> tuple[Refusal, ...]:
-    """Only of what is read straight can a share be written: of anything else the target would lack the rest."""
+    """A share can be written only of what is read directly: otherwise the target would lack the rest."""
     if not claim.read_from or (claim.direction, claim.strategy) == (Direction.READ, Strategy.DIRECT):
         return ()
     found = f"direction {claim.direction}, strategy {claim.strategy}"
@@ -339,5 +340,5 @@ def _refusal_of_share(claim: Claim) -> tuple[Refusal, ...]:
 
 
 def _of_writing(error: TransferError, claim: Claim) -> Refusal:
-    """A target that is not known here has to begin anew with its offer."""
+    """The refusal of a write. A target that is not known here has to begin again with its offer."""
     return because_of(error, "" if error.reason == Reason.UNREACHABLE else claim.claim_id)

@@ -90,7 +90,7 @@ class SingleWrite:
         self.machine.move("ticket failed" if error else "ticket ended")
 
     def status(self) -> Grant | Written | Refusal:
-        """How far it is, while its lease is live."""
+        """Its progress, while its lease is live."""
         if self.is_open or self.is_granted:
             return Grant(self.claim_id, ())
         if self.is_written:

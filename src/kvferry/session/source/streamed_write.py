@@ -68,8 +68,8 @@ class StreamedWrite:
         return not self.is_open and not self.error
 
     def status(self) -> Grant | Queued | Written | Refusal:
-        """How far it is, while its lease is live. A target need not be patient with a write that does not end, but with
-        a prefill."""
+        """Its progress, while its lease is live. `Queued` keeps the target waiting: only a prefill may do so, not a
+        write that hangs."""
         if self.error:
             return Refusal(Reason.TRANSPORT, "the write failed", self.error, "", self.claim_id)
         has_got_on, self.has_got_on = self.has_got_on, False
@@ -89,7 +89,8 @@ class StreamedWrite:
             yield from self._post_bundles(num_ready, ahead)
 
     def _begin_cut(self, num_tokens: int) -> bool:
-        """Take what is there in part off the list, if it is enough for that to pay."""
+        """Begin to send the stretches by bundles of states of which only some states are computed, if they are
+        enough."""
         started = [stretch for stretch in self.todo if self._end(stretch) <= num_tokens]
         if not self.bundles or len(started) < MIN_AHEAD:
             return False
@@ -127,7 +128,7 @@ class StreamedWrite:
             yield from self.fail(event.error)
 
     def fail(self, error: str) -> Iterator[Command]:
-        """Begin nothing more, and wait for what is under way."""
+        """Begin nothing more, and wait for what is in flight."""
         is_known, self.error = bool(self.error), self.error or error
         self.todo.clear()
         self.cut_todo.clear()

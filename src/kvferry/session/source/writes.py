@@ -20,22 +20,23 @@ from kvferry.wire.messages import Aborted, Claim, Grant, Pack, Reason, Refusal
 
 
 class Writes:
-    """What is written for each lease is in the lease itself: see `Lease.writes`. `epoch` is our own; a slot may take
+    """All of one rank; those of each lease are in `Lease.writes`. `epoch` is this rank's own; writing a slot may take
     `transfer_s`."""
 
     def __init__(self, targets: Targets, epoch: str, transfer_s: float) -> None:
         self._targets = targets
         self._epoch = epoch
         self._transfer_s = transfer_s
-        # When any slot of ours last got on: while one does, claims that wait for theirs are told to have patience. Not
-        # slots of targets, whose gathers get on when nothing of ours is written.
+        # When any slot of this rank last made progress: while one does, claims that wait for slots are told to wait.
+        # Slots of targets do not count: gathers into them go on while nothing of ours is written.
         self._moved_at = 0.0
-        self._fresh: list[PackedWrite] = []
+        self._unplanned: list[PackedWrite] = []
         self._shares: list[tuple[Claim, Lease]] = []
         self.stretch_bytes = STRETCH_BYTES
 
     def begin(self, peer: str, claim: Claim, lease: Lease) -> list[Command]:
-        """Carry a claim out, once. Asked again, say how far that is. Raises TransferError when it cannot be."""
+        """Carry a claim out, once; a repeated claim is answered with its progress. Raises TransferError when it cannot
+        be carried out."""
         key = _key_of(claim)
         if known := lease.writes.get(key):
             known.peer = peer
@@ -47,13 +48,13 @@ class Writes:
             raise as_transfer_error(error) from error
 
     def share(self, peer: str, claim: Claim, lease: Lease) -> list[Command]:
-        """Write our share of what a target reads, once, when `prepare` comes; asked again, say what has become of it.
-        Raises TransferError when it cannot be."""
+        """Write our share of what a target reads, once, when `prepare` is called; a repeated claim is answered with its
+        progress. Raises TransferError when it cannot be written."""
         key = _key_of(claim)
         if known := lease.writes.get(key):
             known.peer = peer
             status = known.status()
-            # The grant of what is read has tables, and has been said.
+            # The grant of a read has block tables, and has been sent.
             return [] if isinstance(status, Grant) else [Reply(peer, status)]
         try:
             self._targets.check(claim)
@@ -64,12 +65,12 @@ class Writes:
         return []
 
     def _begin(self, key: ClaimKey, peer: str, claim: Claim, lease: Lease) -> Iterator[Command]:
-        """What is raised here undoes all of it: nothing of it has been carried out yet."""
+        """If this raises, none of its commands is carried out."""
         if claim.strategy is Strategy.PACK:
             request = self._targets.request(claim, lease.wanted)
             packing = PackedWrite.started(key, peer, request, lease.num_ready)
             lease.writes[key] = packing
-            self._fresh.append(packing)
+            self._unplanned.append(packing)
             yield Reply(peer, packing.status())
         elif lease.num_ready < claim.num_tokens:
             writes = lease.writes[key] = StreamedWrite.started(
@@ -83,25 +84,24 @@ class Writes:
             yield Reply(peer, write.status())
             yield Post(key, copies, Direction.WRITE)
 
-    def told(self, peer: str, claim: Claim, lease: Lease) -> list[Command]:
-        """What is said of a claim of which all is written, whatever has become of its lease; nothing of others."""
+    def repeated(self, peer: str, claim: Claim, lease: Lease) -> list[Command]:
+        """The answer to a repeated claim of which everything is written, however its lease ended; none for others."""
         write = lease.writes.get(_key_of(claim))
         if write is None or not write.is_written:
             return []
-        # Who reads a share itself still needs to know what has become of the lease, until it has been told.
+        # A target that reads a share itself still has to learn how the lease ended.
         is_over = claim.direction is Direction.WRITE or claim.party in lease.completed
         return [Reply(peer, write.status())] if is_over else []
 
     @property
     def has_shares(self) -> bool:
-        """Whether `prepare` has something to do that does not happen otherwise."""
+        """Whether shares wait for `prepare`."""
         return bool(self._shares)
 
     def prepare(self) -> Iterator[Command]:
-        """Do what has been put off for new claims, until their targets hear that they are granted: plan, and write
-        shares."""
-        fresh, self._fresh = self._fresh, []
-        for packing in fresh:
+        """Plan new claims and write shares; this is done after the grants have been sent."""
+        unplanned, self._unplanned = self._unplanned, []
+        for packing in unplanned:
             packing.prepare()
         shares, self._shares = self._shares, []
         for claim, lease in shares:
@@ -133,7 +133,7 @@ class Writes:
             raise as_transfer_error(error) from error
 
     def grown(self, lease: Lease) -> Iterator[Command]:
-        """More tokens are computed: on with what is pushed, and word of it to who has slots packed."""
+        """More tokens are computed: write them, and tell targets that have slots packed."""
         for write in lease.writes.values():
             if isinstance(write, PackedWrite | StreamedWrite) and not (write.error or write.is_written):
                 try:
@@ -152,7 +152,7 @@ class Writes:
         yield from write.grown(tables, num_ready, lease.ahead)
 
     def slot_changed(self, event: Acquired | Staged | TicketEnded, lease: Lease, now: float) -> Iterator[Command]:
-        """A slot of a packed claim is there, is gathered, or is written."""
+        """A slot of a packed claim is acquired, gathered or written."""
         key = event.key
         if not isinstance(key, SlotKey) or not isinstance(key.work, ClaimKey):
             return
@@ -169,7 +169,7 @@ class Writes:
             yield from _report(write)
 
     def ticket_ended(self, event: TicketEnded, lease: Lease) -> Iterator[Command]:
-        """A write of ours: good news only while the lease is live, else the target has been told when it ended."""
+        """A write has ended. Its target is told only while the lease is live; else it was told when the lease ended."""
         write = lease.writes.get(event.key) if isinstance(event.key, ClaimKey) else None
         if not isinstance(write, SingleWrite):
             return
@@ -180,7 +180,8 @@ class Writes:
             yield from _report(write)
 
     def abort(self, peer: str, key: ClaimKey, lease: Lease) -> Iterator[Command]:
-        """The target does not want it any more: acknowledged once nothing is written, and nothing ever will be."""
+        """The target has aborted a claim. This is acknowledged once nothing is written for it, and nothing ever will
+        be."""
         write = lease.writes.get(key)
         if write is None:
             yield Reply(peer, Aborted(key.claim_id, self._epoch, is_clean=True))
@@ -195,13 +196,13 @@ class Writes:
             yield Reply(write.peer, Aborted(write.claim_id, self._epoch, write.is_clean))
 
     def end(self, lease: Lease) -> Iterator[Command]:
-        """The lease has ended: what is under way is no good any more, and has to end too."""
+        """The lease has ended: writes in flight are useless, and are cancelled."""
         for key, write in lease.writes.items():
             if write.is_written:
                 continue
-            # Who has slots packed waits for the next one, or for tokens, also between two questions.
+            # A target that has slots packed waits for the next one, or for tokens, also between two requests.
             was_open = not write.error if isinstance(write, PackedWrite) else write.is_open
-            # So does who reads a share itself, until it is told that ours is written.
+            # So does a target that reads a share itself, until it hears that ours is written.
             was_open |= isinstance(write, SingleWrite) and write.is_granted
             yield from _stop(key, write)
             if was_open and not write.is_aborted:
@@ -213,7 +214,7 @@ def _key_of(claim: Claim) -> ClaimKey:
 
 
 def _stop(key: ClaimKey, write: SingleWrite | PackedWrite | StreamedWrite) -> Iterator[Command]:
-    """What is under way for a lease that has ended goes on until its tickets have ended; nothing more begins."""
+    """Begin nothing more for a lease that has ended, and wait until its tickets have ended."""
     if isinstance(write, PackedWrite | StreamedWrite):
         yield from write.fail("the lease has ended")
     elif write.is_granted:

@@ -1,4 +1,4 @@
-"""What keeps leases alive that a target uses, or is going to use."""
+"""Heartbeats: they keep leases alive that a target uses, or is going to use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.wire.messages import Party, Renew
 
 
 class Heartbeats:
-    """One message per peer, at each heartbeat."""
+    """One message per peer at each heartbeat, with all its leases."""
 
     def __init__(
         self, ours: Party, peers: Handshakes, fetches: Mapping[str, Fetch], queued: QueuedLeases, timing: Timing
@@ -27,7 +27,7 @@ class Heartbeats:
         self._last = 0.0
 
     def send(self, now: float) -> Iterator[Send]:
-        """Renew what is used or held, if it is time."""
+        """Renew the leases of reads and of queued requests, if it is time."""
         if now - self._last < self._timing.heartbeat_s:
             return
         self._last = now
@@ -49,7 +49,8 @@ class Heartbeats:
                 yield key, lease_id
 
     def _unclaimed(self) -> Iterator[tuple[PeerKey, str]]:
-        """What will be claimed once a transport to its source is found, which on a busy machine can outlast a lease."""
+        """Leases that will be claimed once a transport to the source is found, which on a busy machine can take longer
+        than a lease lasts."""
         for fetch in self._fetches.values():
             for key in fetch.peers:
                 if not fetch.reads and not fetch.failed and key in self._peers and self._peers[key].offer is not None:

@@ -1,13 +1,13 @@
-"""Aborts that a source has not acknowledged yet: said again until it has, or until it counts as silent.
+"""Aborts that a source has not acknowledged yet: sent again until it does, or until it counts as silent.
 
-Where the source writes, its word is what the target's blocks wait for: as long as it may still write, they must not be
-anybody else's. Silence proves nothing, since a process that was stopped goes on where it was. What does:
+Blocks to which a source may still write must not be used by anybody else. So they wait for its acknowledgement. Silence
+proves nothing, since a process that was stopped continues where it was. One of these does prove that it writes no more:
 
-* the source says that no ticket of the claim is open;
+* the source acknowledges, which means that no ticket of the claim is open;
 * another incarnation answers at its address, or its host says that nobody listens there: then its process has ended.
 
-What was sent before that may still be in the buffers of a transport, unless the write ended well; so after anything
-else the blocks wait for `fence_s` more.
+Bytes that were sent before may still be in the buffers of a transport, unless the write ended well. After anything else
+the blocks wait for `fence_s` more.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kvferry.wire.messages import Abort, Aborted, Party
 
 @dataclass(slots=True)
 class _PendingAbort:
-    """`is_exposed`: the source may still write. `fence_s` is how long blocks have to wait yet, since `fenced_at`, once
-    they need not wait for anybody's word any more."""
+    """With `is_exposed` the source may still write. `fence_s` is how long the blocks still have to wait, counted from
+    `fenced_at`; it is infinite until the source has acknowledged or its process has ended."""
 
     abort: Abort
     first_sent: float
@@ -37,7 +37,7 @@ class _PendingAbort:
     fenced_at: float = 0.0
 
     def fence(self, fence_s: float, now: float) -> None:
-        """Nobody's word is needed any more; said again, it counts from the first time."""
+        """No acknowledgement is needed any more. If this is repeated, the first time counts."""
         if fence_s < self.fence_s:
             self.fence_s, self.fenced_at = fence_s, now
 
@@ -63,14 +63,14 @@ class PendingAborts:
             yield Send(key, abort)
 
     def awaits(self, peer: PeerKey) -> bool:
-        """Whether the word of a peer is still wanted."""
+        """Whether an acknowledgement of a peer is still missing."""
         return any(key.peer == peer for key in self._open)
 
     def acknowledged(self, peer: PeerKey, aborted: Aborted, now: float) -> None:
-        """The source has acknowledged; again or late is fine."""
+        """The source has acknowledged. A repeated or late acknowledgement changes nothing."""
         key = ReadKey(aborted.claim_id, peer)
         if pending := self._open.get(key):
-            # Another incarnation knows nothing of the claim: its word means that the one we asked has ended.
+            # Another incarnation knows nothing of the claim: its answer means that the one we asked has ended.
             is_clean = aborted.is_clean and aborted.epoch == peer.epoch
             pending.fence(0.0 if is_clean else self._timing.fence_s, now)
 
@@ -81,9 +81,9 @@ class PendingAborts:
                 pending.fence(self._timing.fence_s, now)
 
     def take_finished(self, now: float) -> list[ReadKey]:
-        """Forget those that are over; returns them.
+        """Forget those that are over, and return them.
 
-        Time counts in turns of ours: our own buffers only empty while this process runs.
+        Only time in which this process runs is counted: its own buffers empty only then.
         """
         over = [key for key, pending in self._open.items() if self._is_over(key, pending, now)]
         self._last_turn = now
@@ -99,7 +99,7 @@ class PendingAborts:
         return pending.fence_s <= 0.0
 
     def repeat(self, now: float) -> Iterator[Send | CheckLiveness]:
-        """Say again what has not been acknowledged for a while, and look whether a silent source is still there."""
+        """Send again what has not been acknowledged for a while, and check whether a silent source is still there."""
         silent: dict[PeerKey, None] = {}
         for key, pending in self._open.items():
             if pending.fence_s < inf or now - pending.last_sent < self._timing.resend_s:

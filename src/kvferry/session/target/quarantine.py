@@ -1,4 +1,4 @@
-"""The end of a fetch that has failed: everybody is told, and its blocks stay until nothing can write to them."""
+"""Fetches that have failed: engine and sources are told, and the blocks stay until nothing can write to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.session.target.reads.fetch import Fetch, ReadState
 
 
 class Quarantine:
-    """Of the fetches of one rank: those that are over leave them here."""
+    """The failed ones among the fetches of one rank. Those that are over are removed here."""
 
     def __init__(self, fetches: dict[str, Fetch], aborts: PendingAborts, peers: Handshakes) -> None:
         self._fetches = fetches
@@ -37,7 +37,7 @@ class Quarantine:
             is_posted = read.state is ReadState.MOVING
             read.machine.move("fail")
             if not is_posted and read.is_open:
-                # Ours was never posted.
+                # Our own ticket was never posted.
                 read.ended(Direction.READ)
         for key in fetch.peers:
             is_exposed = key in fetch.reads and fetch.reads[key].is_exposed
@@ -63,7 +63,7 @@ class Quarantine:
             yield BlocksReleased(fetch.wanted.request_id)
 
     def end_acknowledged(self, now: float) -> Iterator[Command]:
-        """What sources have acknowledged, or cannot do any more, is over; so is the quarantine that waited for it."""
+        """End the quarantine that waited for a source which has acknowledged, or which cannot write any more."""
         for key in self._aborts.take_finished(now):
             fetch = self._fetches.get(key.claim_id)
             if fetch is not None and key.peer in fetch.reads and fetch.reads[key.peer].is_exposed:

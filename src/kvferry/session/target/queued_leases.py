@@ -1,4 +1,4 @@
-"""Leases of requests that wait at our engine for their turn: renewed, so that a queue is no reason to lose a cache."""
+"""Leases of requests that wait in our engine's queue: they are renewed, so that no cache is lost by waiting."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class _QueuedLease:
 
 
 class QueuedLeases:
-    """By reference: the id of a lease is its source's own affair. One ends when its cache is fetched or released, or
-    after `hold_s` seconds: a lost request must not keep a source's blocks for ever."""
+    """By reference, since two sources may give the same id to a lease. One ends when its cache is fetched or released,
+    or after `hold_s` seconds: a lost request must not keep a source's blocks for ever."""
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
@@ -28,12 +28,12 @@ class QueuedLeases:
         return bool(self._leases)
 
     def add(self, wanted: HoldRequest, now: float) -> None:
-        """Hold a lease from now on; again changes nothing."""
+        """Keep a lease alive from now on. A repeated request changes nothing."""
         hold = _QueuedLease(peers_of(wanted.reference, wanted.addresses), now + self._hold_s)
         self._leases.setdefault(wanted.reference, hold)
 
     def end(self, reference: Reference) -> None:
-        """Its fetch renews it from now on, or nobody does. Unknown ones are fine."""
+        """From now on its fetch renews it, or nobody does. Unknown references are ignored."""
         self._leases.pop(reference, None)
 
     def expire(self, now: float) -> None:
@@ -41,7 +41,7 @@ class QueuedLeases:
         self._leases = {reference: hold for reference, hold in self._leases.items() if hold.until > now}
 
     def leases(self) -> Iterator[tuple[PeerKey, str]]:
-        """What is held where."""
+        """Every lease that is kept alive, with the source rank that has it."""
         for reference, hold in self._leases.items():
             for key in hold.peers:
                 yield key, reference.lease_id

@@ -1,4 +1,4 @@
-"""How a read's bytes move: straight to their blocks, or through staging memory; decided before it is claimed."""
+"""How a read's bytes move: directly into their blocks or through staging memory, and who moves them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ AUTO = (Strategy.DIRECT, Strategy.SCATTER, Strategy.PACK)
 
 @dataclass(frozen=True, slots=True)
 class TransferMode:
-    """Who moves a read's bytes, and how. A target that reads from the token `read_from` on has its source write what
-    lies before that."""
+    """Who moves a read's bytes, and how. With `read_from` the target reads from that token on, and the source writes
+    what lies before it."""
 
     direction: Direction
     strategy: Strategy = Strategy.DIRECT
@@ -140,12 +140,12 @@ def beside(costs: Costs, fans: tuple[float, float], direction: Direction, may_sh
 
 @lru_cache(maxsize=256)
 def _in_slots(costs: Costs, slot_bytes: int) -> Costs:
-    """Kept, as costs check themselves, which takes longer than finding the cheapest way."""
+    """Cached, because costs check themselves, which takes longer than finding the cheapest strategy."""
     return replace(costs, slot_bytes=slot_bytes)
 
 
 def allowed_by(name: str) -> tuple[Strategy, ...]:
-    """What users call a choice of strategies. Raises ConfigurationError for one that does not exist."""
+    """The strategies that a user's option allows. Raises ConfigurationError for an unknown name."""
     if name == "auto":
         return AUTO
     if name not in list(Strategy):
@@ -155,8 +155,8 @@ def allowed_by(name: str) -> tuple[Strategy, ...]:
 
 
 def through_staging_only(policy: StagingPolicy) -> StagingPolicy:
-    """What is left of a policy for a rank whose own blocks no transport reaches. Raises ConfigurationError when nothing
-    is."""
+    """The policy without `direct`, for a rank whose own blocks no transport reaches. Raises ConfigurationError if no
+    strategy is left."""
     allowed = tuple(each for each in policy.allowed if each is not Strategy.DIRECT)
     if not allowed:
         raise ConfigurationError(
@@ -168,4 +168,4 @@ def through_staging_only(policy: StagingPolicy) -> StagingPolicy:
 
 
 NO_STAGING = StagingPolicy((Strategy.DIRECT,), 0)
-"""Everything moves straight."""
+"""Everything moves directly."""

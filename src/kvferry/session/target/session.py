@@ -1,9 +1,9 @@
 """The target side: fetch a request's cache from every source rank that holds a part, and decode only what is valid.
 
-A fetch goes through: meet the peers (once per incarnation), claim, have the bytes moved, tell that they have landed, be
-told that they are valid. Who moves them, we or the source, is a property of the read: what differs is only who says
-that its ticket has ended. Whatever goes wrong ends the fetch with one typed error; its blocks stay in quarantine until
-no ticket can write to them any more.
+A fetch has these phases: handshake with the peers (once per incarnation), claim, transfer, `Landed`, `Valid`. Who moves
+the bytes, we or the source, is a property of the read; it decides who says that the ticket has ended. Whatever goes
+wrong ends the fetch with one typed error, and its blocks stay in quarantine until no ticket can write to them any
+more.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from kvferry.wire.messages import (
     Written,
 )
 
-# Each is answered: after two of them without a word it is worth looking whether the source's process has ended.
+# Each is answered: after two of them without an answer it is checked whether the source's process has ended.
 QUIET_HEARTBEATS = 2
 
 TargetEvent = (
@@ -74,7 +74,7 @@ TargetEvent = (
 
 
 class TargetSession:
-    """Fetches of one rank. Feed it events; do what its commands say."""
+    """Fetches of one rank. Give it every event, and carry out the commands that it returns."""
 
     def __init__(self, identity: TargetIdentity, timing: Timing) -> None:
         self._timing = timing
@@ -117,7 +117,7 @@ class TargetSession:
         return list(self._follow(self._handlers[type(event)](event, now), now))
 
     def next_deadline(self, now: float) -> float:
-        """When `handle(Tick())` is due next; infinity when there is nobody to watch."""
+        """When `handle(Tick())` is due next; infinity when nothing is waited for."""
         if self._fetches or self._queued or self._aborts or not all(peer.ready for peer in self._peers):
             return now + min(self._timing.heartbeat_s, self._timing.resend_s) / 2
         return min((peer.last_heard + self._timing.idle_peer_s for peer in self._peers), default=float("inf"))
@@ -127,7 +127,7 @@ class TargetSession:
         return len(self._fetches)
 
     def may_be_written(self) -> bool:
-        """Whether a peer may be reaching into our memory: it writes, or tests how it could."""
+        """Whether a peer may be accessing our memory: it writes, or tests how it could."""
         testing = any(
             not peer.ready and (peer.direction is Direction.WRITE or peer.machine.state is PeerState.OFFERING)
             for peer in self._peers
@@ -143,7 +143,7 @@ class TargetSession:
         )
 
     def _follow(self, steps: Iterator[Step | PeerLost], now: float) -> Iterator[Command]:
-        """What becomes of peers that are lost and fetches that are broken: at once, whatever follows."""
+        """Handle lost peers and broken fetches at once, before the steps that follow."""
         for step in steps:
             if isinstance(step, PeerLost):
                 yield from self._lose(step.peer, step.error, now)
@@ -153,7 +153,7 @@ class TargetSession:
                 yield step
 
     def _lose(self, key: PeerKey, error: TransferError, now: float) -> Iterator[Command]:
-        """Forget a peer and fail everything that depends on it. The next fetch meets it anew."""
+        """Forget a peer and fail everything that depends on it. The next fetch begins a new handshake."""
         self._peers.forget(key)
         self._reads.bindings.forget(key)
         for fetch in list(self._fetches.values()):
@@ -185,7 +185,7 @@ class TargetSession:
     # --- meeting peers ---
 
     def _reached(self, peer: Peer, reached: Reached, now: float) -> Iterator[Step | PeerLost]:
-        """The source says the same as a transport of ours would, and whether our slots are near to it."""
+        """The source is connected to our memory; it also says whether it can attach our staging memory."""
         peer.note_reached(reached)
         if peer.direction is Direction.WRITE:
             yield from self._connected(PeerConnected(peer.key, reached.transport, reached.choice), now)
@@ -252,7 +252,7 @@ class TargetSession:
         if event.peer in self._peers and (not self._peers[event.peer].ready or self._reads.wait_for(event.peer)):
             what, hint = f"nothing listens at {event.peer.address} any more", "has that engine exited?"
             yield PeerLost(event.peer, TransferError(Reason.PEER_LOST, what, hint=hint))
-        # Of what has just failed, too: nobody's word has to be waited for.
+        # This covers what has just failed, too: no acknowledgement of this process can come.
         self._aborts.gone(event.peer, now)
 
     # --- answers ---
@@ -260,7 +260,7 @@ class TargetSession:
     def _answer(self, event: AnswerArrived, now: float) -> Iterator[Step | PeerLost]:
         handler = self._answers.get(type(event.message))
         if isinstance(event.message, Aborted):
-            # Wanted also of a peer that counts as lost: it may have woken up.
+            # A peer that counts as lost may have resumed: its acknowledgement counts as well.
             self._aborts.acknowledged(event.peer, event.message, now)
             yield from self._quarantine.end_acknowledged(now)
         elif handler is None:
@@ -320,7 +320,7 @@ class TargetSession:
             what = f"{peer.key} has not answered for {self._timing.silence_s:g} s"
             yield PeerLost(peer.key, TransferError(Reason.PEER_LOST, what))
         elif now >= peer.last_heard + self._timing.idle_peer_s and not self._is_needed(peer):
-            # It may be gone for good; if not, the next fetch meets it anew.
+            # It may be gone for good; if not, the next fetch begins a new handshake.
             yield PeerLost(peer.key, TransferError(Reason.PEER_LOST, f"{peer.key} was idle"))
 
     def _is_needed(self, peer: Peer) -> bool:

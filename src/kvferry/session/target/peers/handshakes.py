@@ -1,6 +1,6 @@
-"""Meeting source ranks: the two-step hello, then a connected transport; once per incarnation of a rank.
+"""Handshakes with source ranks: `Hello`, `OfferRequest`, then a connected transport; once per incarnation of a rank.
 
-Where bytes are pulled, we connect to the source's memory. Where they are pushed, the source connects to ours.
+To read, we connect to the source's memory. To have it write, the source connects to ours.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Step = Command | PeerLost
 
 
 class Handshakes:
-    """All peers that have been met, or are being met. Late and repeated answers change nothing."""
+    """All peers with which a handshake is done or under way. Late and repeated answers change nothing."""
 
     def __init__(self, ours: TargetIdentity, timing: Timing) -> None:
         self._ours = ours
@@ -63,7 +63,7 @@ class Handshakes:
         return self._peers[key]
 
     def greet(self, key: PeerKey, now: float) -> Iterator[Send]:
-        """Greet a peer that is not known yet."""
+        """Begin the handshake with a peer that is not known yet."""
         if key in self._peers:
             return
         machine = StateMachine(f"peer {key}", PEER_TABLE, PeerState.GREETED)
@@ -73,11 +73,11 @@ class Handshakes:
         yield from self._ask(peer)
 
     def forget(self, key: PeerKey) -> None:
-        """The next `greet` begins anew. Unknown peers are fine."""
+        """The next `greet` begins a new handshake. Unknown peers are ignored."""
         self._peers.pop(key, None)
 
     def welcomed(self, peer: Peer, welcome: Welcome, now: float) -> Iterator[Step]:
-        """First step done: ask for the layout. Whoever was at this address before is gone."""
+        """The first step is done: ask for the layout. An earlier incarnation at this address has ended."""
         if wrong := _identity_error(peer.key, welcome.party):
             yield PeerLost(peer.key, wrong)
             return
@@ -87,14 +87,14 @@ class Handshakes:
             yield from self._ask(peer)
         for other in self:
             if _is_replaced(other.key, peer.key):
-                # This incarnation has answered, so that one is gone, and its memory need not be kept mapped.
+                # This incarnation has answered, so the other one has ended, and its memory need not be kept mapped.
                 what = f"{other.key} has been replaced by {peer.key}"
                 yield PeerLost(other.key, TransferError(Reason.PEER_LOST, what))
 
     def offered(self, peer: Peer, offer: Offer, now: float) -> Iterator[Step]:
-        """Second step done: have a transport chosen, by us or by the source."""
+        """The second step is done: we or the source choose a transport."""
         if not peer.machine.allows("offer"):
-            # Repeated, or late: it answers a handshake that has been given up.
+            # It is repeated, or it answers a handshake that has been given up.
             return
         wrong = _identity_error(peer.key, offer.party)
         if wrong is None and fingerprint(offer.layout) != peer.fingerprint:
@@ -135,14 +135,14 @@ class Handshakes:
         yield from self._ask(peer)
 
     def tell_unneeded(self, peer: Peer) -> Iterator[Send]:
-        """Tell a source that has nothing for us, once, that we have done with testing: it need not help any longer.
-        Lost, this costs it some turns."""
+        """Tell a source that has nothing for us, once, that our self-test is over. If this message is lost, the source
+        serves the test for as long as a handshake may take."""
         if not peer.is_told_unneeded:
             peer.is_told_unneeded = True
             yield Send(peer.key, Renew(self._ours.party, ()))
 
     def not_reached(self, peer: Peer) -> bool:
-        """A source cannot connect to our memory; whether that is no reason to give it up."""
+        """A source cannot connect to our memory. Returns whether it can be used nevertheless."""
         if not peer.machine.allows("refused"):
             return False
         peer.machine.move("refused")
@@ -150,8 +150,8 @@ class Handshakes:
         return True
 
     def repeat(self, peer: Peer, now: float) -> Iterator[Step]:
-        """Ask again what has not been answered for a while, and look whether anybody is there: a busy peer may take its
-        time, one whose process has ended need not be waited for. A handshake that takes too long is given up."""
+        """Repeat a question that has not been answered for a while, and check whether the peer is alive: a busy peer
+        may answer later, one whose process has ended never will. A handshake that takes too long is given up."""
         if now >= peer.deadline and self.not_reached(peer):
             yield Count("targets_not_reached", Reason.DEADLINE)
         elif now >= peer.deadline:
@@ -180,7 +180,7 @@ class Handshakes:
             yield Send(peer.key, question)
 
     def _staging_for(self, peer: Peer) -> bytes:
-        """Who copies what it posts need not post what it gathers: our slots are as near to it as its own."""
+        """A source whose transport copies with its own processors can gather into our slots just as well."""
         return self._ours.staging_descriptor if peer.costs.gathers_far else b""
 
 
@@ -191,7 +191,7 @@ def _is_replaced(older: PeerKey, newer: PeerKey) -> bool:
 
 
 def _identity_error(key: PeerKey, party: Party) -> TransferError | None:
-    """Who answers must be who was addressed."""
+    """Why an answer is not from whom we addressed; None when it is."""
     if (party.engine_id, party.epoch) == (key.engine_id, key.epoch):
         return None
     found = f"{party.engine_id}#{party.epoch}"

@@ -65,7 +65,7 @@ class Peer:
         return self.offer is not None and self.offer.is_staged
 
     def note_reached(self, reached: Reached) -> None:
-        """What we expect of gathers into our slots is a guess until the source knows."""
+        """Only the source knows whether it can gather into our slots."""
         self.costs = replace(self.costs, gathers_far=self.costs.gathers_far and reached.reaches_staging)
 
     @property

@@ -69,7 +69,7 @@ LEASED = (ReadState.MOVING, *ASKING)
 
 
 def _movers(mode: TransferMode) -> set[Direction]:
-    """Whose tickets bring a read's bytes straight to their blocks."""
+    """Whose tickets bring a read's bytes directly into their blocks."""
     theirs = {Direction.WRITE} if mode.writes_to_blocks else set()
     return theirs | ({Direction.READ} if mode.direction is Direction.READ else set())
 
@@ -115,7 +115,7 @@ class Read:
 
     @property
     def direction(self) -> Direction:
-        """Of the claim: a source that writes all of it says unasked that it is valid, others when they are asked."""
+        """That of the claim. A source that writes everything confirms it unasked; others are asked with `Landed`."""
         return self.mode.direction
 
     @property
@@ -150,7 +150,7 @@ class Read:
         return bool(self.subject.parts) and self.state in (ReadState.LANDED, ReadState.CONFIRMED)
 
     def ended(self, mover: Direction) -> None:
-        """One of those who move it straight to its blocks has done with it, well or not."""
+        """The ticket of one mover has ended, well or not."""
         self.movers.discard(mover)
         if not self.movers:
             self.machine.move("ticket ended")
@@ -189,7 +189,7 @@ class Fetch:
             self.reads[peer] = Read.started(f"read of {self.wanted.request_id} from {peer}", mode, subjects[peer], now)
 
     def granted(self, read: Read, now: float) -> None:
-        """One of its sources lets bytes move, or has moved them."""
+        """One of its sources has granted its claim, or has moved the bytes."""
         self.posted_at = self.posted_at or now
         read.granted_at = now
 
@@ -247,4 +247,4 @@ class FetchBroken:
 
 
 Step = Command | FetchBroken
-"""What follows from a word: a command, or that a fetch cannot go on."""
+"""What follows from an event: a command, or that a fetch cannot go on."""

@@ -1,4 +1,4 @@
-"""The reads of all fetches, from the claim to the valid bytes: what a source says moves them on."""
+"""The reads of all fetches, from the claim to the valid bytes: answers of sources and tickets move them forward."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Reads:
     def _claim(self, fetch: Fetch, binding: Binding, modes: dict[PeerKey, TransferMode], now: float) -> Iterator[Step]:
         for key in binding.programs:
             if not self.wait_for(key):
-                # It had no reason to say anything until now: its silence begins here.
+                # It had no reason to send anything until now: its silence counts from here.
                 self._peers[key].last_heard = now
         fetch.start_reads(modes, self._verifier.subjects(fetch.wanted, binding), now)
         for key in binding.programs:
@@ -87,7 +87,7 @@ class Reads:
             if key not in binding.programs:
                 yield from self._peers.tell_unneeded(self._peers[key])
         if not fetch.reads:
-            # Other ranks of ours have all the work, and tell the sources.
+            # Other ranks of our engine read everything, and tell the sources.
             fetch.posted_at = fetch.landed_at = now
             del self._fetches[fetch.wanted.claim_id]
             verified = binding.verified_by(self._verifier.policy)
@@ -120,12 +120,12 @@ class Reads:
         return claim
 
     def _slot_bytes(self, key: PeerKey) -> int:
-        """Slots that both sides have room for."""
+        """The size of a slot that both sides have room for."""
         offer = self._peers[key].offer
         return min(self._staging.slot_bytes, offer.slot_bytes) if offer is not None else self._staging.slot_bytes
 
     def grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
-        """A source lets us read, or has begun to write. Said again while it packs, it has computed more."""
+        """A source lets us read, or has begun to write. While it packs, a repeated grant says that more is computed."""
         for fetch, read in self.of(peer.key, grant.claim_id, ReadState.CLAIMING, ReadState.EXPOSED):
             if read.strategy is Strategy.PACK:
                 fetch.granted(read, now)
@@ -140,7 +140,7 @@ class Reads:
             return
         for fetch, read in self.of(peer.key, grant.claim_id, ReadState.MOVING):
             if read.is_behind:
-                # Its source is there, and computes.
+                # Its source is alive and still computes.
                 read.moved_at = now
             yield from self.staged.computed(fetch, peer.key, grant.num_missing_tokens, now)
 
@@ -148,7 +148,7 @@ class Reads:
         binding = self.bindings.to(fetch.peers, self._peers)
         wanted, read, costs = fetch.wanted, fetch.reads[peer.key], _costs(peer, binding, may_share=False)
         try:
-            # Without tokens there is no state of fixed size either: the source is just to be told.
+            # Without tokens nothing is read, no state of fixed size either: the source only has to be told.
             copies = NOTHING
             if wanted.num_tokens:
                 tables, (_, ours) = (grant.block_tables, wanted.block_tables), parted(read.mode.read_from)
@@ -162,7 +162,7 @@ class Reads:
             read.strategy = self._staging.before_read(copies, costs, binding.starts[peer.key])
         if read.strategy is Strategy.SCATTER:
             plan = self._plan_of(fetch, peer.key, grant.block_tables)
-            # What is wrong with it is said when it is carried out.
+            # An error here is reported when the plan is carried out.
             with suppress(FerryError):
                 read.strategy = self._staging.when_cut(copies, costs, plan.slots(0))
         if read.strategy is Strategy.SCATTER:
@@ -191,15 +191,15 @@ class Reads:
         return SlotPlan(request, Side.TARGET)
 
     def packed(self, peer: Peer, packed: Packed, now: float) -> Iterator[Step]:
-        """The source has written a slot. Of one that we fill ourselves it has nothing to say."""
+        """The source has written a slot. This is ignored for slots that we fill ourselves."""
         for fetch, read in self.of(peer.key, packed.claim_id, ReadState.MOVING, ReadState.DRAINING):
             if read.strategy is Strategy.PACK:
                 key = SlotKey(fetch.key(peer.key), packed.stretch, packed.number)
                 yield from self.staged.packed(key, packed, now)
 
     def queued(self, peer: Peer, queued: Queued, now: float) -> Iterator[Step]:
-        """The source will go on later: it has its reasons, and is there. Who keeps slots from others meanwhile does not
-        believe that for ever."""
+        """The source is alive and will continue later. A read that holds slots, which others want, waits for that only
+        `hold_s` long."""
         for _, read in self.of(peer.key, queued.claim_id, ReadState.CLAIMING, ReadState.EXPOSED, ReadState.MOVING):
             if not read.pipeline:
                 read.moved_at = now
@@ -208,7 +208,7 @@ class Reads:
         yield from ()
 
     def written(self, peer: Peer, written: Written, now: float) -> Iterator[Step]:
-        """The source's own ticket has ended well. Of what it packs it says so slot by slot."""
+        """The source's own ticket has ended well. For packed reads it says so slot by slot instead."""
         for fetch, read in self.of(peer.key, written.claim_id, ReadState.EXPOSED, ReadState.MOVING):
             if read.is_exposed and read.strategy is Strategy.DIRECT:
                 read.num_bytes += written.num_bytes
@@ -234,7 +234,7 @@ class Reads:
         yield from self._compare(fetch, key, now)
 
     def digested(self, event: Digested, now: float) -> Iterator[Step]:
-        """Our own side of the comparison."""
+        """Our own digest is there."""
         fetch = self._fetches.get(event.key.claim_id) if isinstance(event.key, ReadKey) else None
         if fetch is None or not isinstance(event.key, ReadKey) or event.key.peer not in fetch.reads:
             return
@@ -249,7 +249,7 @@ class Reads:
         yield from self._compare(fetch, event.key.peer, now)
 
     def valid(self, peer: Peer, valid: Valid, now: float) -> Iterator[Step]:
-        """The source's side of it."""
+        """The source confirms that the lease was live, and sends its digests."""
         for fetch, read in self.of(peer.key, valid.claim_id, *ASKING, ReadState.EXPOSED, ReadState.MOVING):
             if read.state in ASKING:
                 read.theirs = valid.digests
@@ -259,7 +259,7 @@ class Reads:
                 read.theirs, read.is_confirmed = valid.digests, True
 
     def _compare(self, fetch: Fetch, key: PeerKey, now: float) -> Iterator[Step]:
-        """Once both sides have spoken: the bytes of this read are the source's own, or the fetch fails."""
+        """Once both digests are there: the bytes of this read are the source's own, or the fetch fails."""
         read = fetch.reads[key]
         if read.state is not ReadState.VALID:
             return
@@ -272,7 +272,7 @@ class Reads:
             yield Fetched(fetch.wanted.request_id, fetch.report(peer.transport, peer.choice, verified, now))
 
     def _prepare(self, fetch: Fetch) -> None:
-        """Do what can be done while sources think about what they were asked. What cannot be is told when it has to."""
+        """Plan slots and digests while answers are awaited. Errors are reported when the plans are used."""
         for key, read in fetch.reads.items():
             if not (read.may_prepare and read.state in UNGRANTED):
                 continue
@@ -291,7 +291,7 @@ class Reads:
         return [(fetch, fetch.reads[key])]
 
     def retry(self, fetch: Fetch, now: float) -> Iterator[Step]:
-        """Repeat what was not answered, end what takes too long, and get ready for what comes next."""
+        """Repeat what was not answered, end what takes too long, and plan what comes next."""
         self._prepare(fetch)
         for error in fetch.overdue(self._timing, now):
             yield FetchBroken(fetch, error)
@@ -303,7 +303,7 @@ class Reads:
             read.last_sent = now
             is_writing = read.is_exposed and read.strategy is Strategy.DIRECT
             if read.state in UNGRANTED or ((is_writing or read.is_behind) and not fetch.failed):
-                # Asked again, a source that writes says how far it is.
+                # A source that writes answers a repeated claim with its progress.
                 yield Send(key, self._claim_of(fetch, key))
             elif read.state in ASKING:
                 yield Send(key, self._verifier.landed_of(fetch))

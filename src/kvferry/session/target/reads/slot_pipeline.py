@@ -1,9 +1,9 @@
 """The target's side of a staged read: a few slots at a time are filled over the wire and scattered into the blocks.
 
 With `scatter` the target fills its slots itself, with runs of the source's blocks. With `pack` it tells the source
-where each slot is, and the source writes there what it has gathered. A slot is told to a source once: it is the
-source's to write to until that says it has, or is known to write no more. So for tokens that are not computed yet there
-is no slot: nobody else could use it meanwhile, and that may be long.
+where each slot is, and the source writes there what it has gathered. Each slot is given to a source once, and is the
+source's to write to until it has written it or is known to write no more. So no slot is acquired for tokens that are
+not computed yet: nobody else could use it meanwhile, and that may take long.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from kvferry.session.keys import ReadKey, SlotKey
 from kvferry.session.slot import SlotState, SlotUse
 from kvferry.wire.messages import Pack, Party
 
-# One is gathered, one is on the wire, one is scattered, and one is on its way between two of these.
+# One is gathered, one is on the wire, one is scattered, and one waits between two of these stages.
 WINDOW = 4
 
 
 class SlotPipeline:
-    """The slots of one read. `told` are the lease and ourselves, as a source has to be told; `num_missing` tokens of it
-    are not computed yet."""
+    """The slots of one read. `names` are the lease's id and our own party, for messages to the source; `num_missing`
+    tokens are not computed yet."""
 
     def __init__(
-        self, key: ReadKey, plan: SlotPlan, strategy: Strategy, told: tuple[str, Party], num_missing: int
+        self, key: ReadKey, plan: SlotPlan, strategy: Strategy, names: tuple[str, Party], num_missing: int
     ) -> None:
         self._key = key
         self._strategy = strategy
-        self._lease_id, self._ours = told
+        self._lease_id, self._ours = names
         self._plan = plan
         self._num_ready = max(0, plan.num_tokens - num_missing)
         self._open: dict[SlotKey, SlotUse] = {}
@@ -57,12 +57,12 @@ class SlotPipeline:
 
     @property
     def is_behind(self) -> bool:
-        """Whether nothing goes on because tokens are not computed, for all we know."""
+        """Whether it only waits for tokens that are not computed, as far as we know."""
         return bool(self._todo) and not self._open
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nothing goes on because there is no slot: others have them."""
+        """Whether it only waits for slots, which others have."""
         return bool(self._open) and all(use.state is SlotState.WAITING for use in self._open.values())
 
     @property
@@ -94,7 +94,7 @@ class SlotPipeline:
         return self._plan.num_tokens - num_missing > self._num_ready
 
     def computed(self, num_missing: int) -> Iterator[Command]:
-        """So many tokens are missing by now: on with those that are not. Raises what planning slots raises."""
+        """Only `num_missing` tokens are still missing: go on with the others. Raises what planning slots raises."""
         self._num_ready = self._plan.num_tokens - num_missing
         yield from self.go_on()
 
@@ -116,7 +116,7 @@ class SlotPipeline:
         return Send(self._key.peer, message)
 
     def filled(self, key: SlotKey) -> Iterator[Command]:
-        """Its bytes are there; heard again, or late, this means nothing."""
+        """Its bytes are there. A repeated or late message changes nothing."""
         use = self._open.get(key)
         if use is None:
             return
@@ -124,7 +124,7 @@ class SlotPipeline:
             use.machine.move("filled")
             yield Stage(key, use.scatter)
         elif not use.was_emptying:
-            # Only what was being filled has come to its end by this: one that is being scattered goes on.
+            # This ends only a slot that was being filled; one that is being scattered stays in use.
             yield from self.ended(key)
 
     def emptied(self, key: SlotKey) -> Iterator[Command]:
@@ -143,7 +143,7 @@ class SlotPipeline:
     # --- after a failure ---
 
     def fail(self) -> Iterator[Command]:
-        """Wait for what is under way; who has failed asks for nothing more."""
+        """Wait for what is in flight, and ask for nothing more."""
         for key, use in list(self._open.items()):
             if use.state is SlotState.FILLING and self._strategy is not Strategy.PACK:
                 yield Cancel(key)
@@ -152,7 +152,7 @@ class SlotPipeline:
                 yield Release(key)
 
     def ended(self, key: SlotKey) -> Iterator[Command]:
-        """What was under way has ended."""
+        """What was in flight has ended."""
         use = self._open.get(key)
         if use is not None and use.machine.allows("ended"):
             use.machine.move("ended")

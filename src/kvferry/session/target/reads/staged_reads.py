@@ -1,4 +1,4 @@
-"""The reads that go through staging memory: their slots, from the first that is asked for to the last byte in place."""
+"""Reads that go through staging memory: they go on when a slot is acquired, filled or scattered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.wire.messages import Grant, Packed, Party, Reason
 
 
 class StagedReads:
-    """Of the fetches of one rank. `land` goes on with a read whose bytes are all in their blocks."""
+    """Those of one rank. `land` continues with a read whose bytes are all in their blocks."""
 
     def __init__(
         self, ours: Party, fetches: dict[str, Fetch], land: Callable[[Fetch, PeerKey, float], Iterator[Step]]
@@ -24,11 +24,11 @@ class StagedReads:
         self._ours = ours
         self._fetches = fetches
         self._land = land
-        # When a slot last got on, or had a reason to wait: so long, others that wait for slots have reason to.
+        # When any slot last made progress, or had a reason to wait. As long as one does, others may wait for slots.
         self.moved_at = 0.0
 
     def begin(self, fetch: Fetch, key: PeerKey, plan: SlotPlan, grant: Grant, now: float) -> Iterator[Step]:
-        """A source has said where its bytes are."""
+        """A source has granted a claim."""
         read = fetch.reads[key]
         told = fetch.wanted.reference.lease_id, self._ours
         pipeline = SlotPipeline(fetch.key(key), plan, read.strategy, told, grant.num_missing_tokens)
@@ -36,7 +36,7 @@ class StagedReads:
         yield from self._on(fetch, key, pipeline.go_on(), now)
 
     def acquired(self, event: Acquired, now: float) -> Iterator[Step]:
-        """A slot is ours; of a fetch that is over, it goes straight back."""
+        """A slot is ours. If its fetch is over, it is released at once."""
         for fetch, peer, pipeline in self._of(event.key):
             self.moved_at = now
             if event.error:
@@ -48,7 +48,7 @@ class StagedReads:
             yield Release(event.key)
 
     def filled(self, key: SlotKey, error: str, now: float) -> Iterator[Step]:
-        """The wire has ended, here or at the source."""
+        """The transfer into a slot has ended, here or at the source."""
         for fetch, peer, pipeline in self._of(key):
             self.moved_at = now
             if error and not fetch.failed:
@@ -56,19 +56,19 @@ class StagedReads:
             yield from self._on(fetch, peer, pipeline.filled(key), now)
 
     def packed(self, key: SlotKey, packed: Packed, now: float) -> Iterator[Step]:
-        """The source has written one, and says how far it is."""
+        """The source has written a slot, and says how many tokens are still missing."""
         yield from self.filled(key, "", now)
         for fetch, peer, _ in self._of(key):
             yield from self.computed(fetch, peer, packed.num_missing_tokens, now)
 
     def computed(self, fetch: Fetch, peer: PeerKey, num_missing: int, now: float) -> Iterator[Step]:
-        """The source has computed more of what it packs; that it has not is no news, and no reason to wait longer."""
+        """The source has computed more of what it packs. If it has not, the deadline stays."""
         for pipeline in fetch.reads[peer].pipeline:
             if not fetch.failed and pipeline.is_news(num_missing):
                 yield from self._on(fetch, peer, pipeline.computed(num_missing), now)
 
     def staged(self, event: Staged, now: float) -> Iterator[Step]:
-        """A slot's bytes are in their blocks."""
+        """A slot has been scattered into its blocks."""
         for fetch, peer, pipeline in self._of(event.key):
             self.moved_at = now
             if event.error and not fetch.failed:
@@ -77,7 +77,7 @@ class StagedReads:
             yield from self._on(fetch, peer, steps, now)
 
     def retry(self, fetch: Fetch, read: Read, now: float, resend_s: float) -> Iterator[Step]:
-        """Ask again for what has not come; whoever waits for a slot does so as long as others get on."""
+        """Ask again for slots that were not written. A read may wait for slots as long as others make progress."""
         if read.is_waiting:
             read.moved_at = max(read.moved_at, self.moved_at)
         for pipeline in read.pipeline:
@@ -85,7 +85,7 @@ class StagedReads:
                 yield from pipeline.repeat(now, resend_s)
 
     def _of(self, key: SlotKey) -> Iterator[tuple[Fetch, PeerKey, SlotPipeline]]:
-        """Whose slot it is; nobody's when that is over."""
+        """The fetch, the peer and the pipeline that a slot belongs to; nothing when they are over."""
         work = key.work
         fetch = self._fetches.get(work.claim_id) if isinstance(work, ReadKey) else None
         if fetch is not None and isinstance(work, ReadKey) and work.peer in fetch.reads:
@@ -94,7 +94,7 @@ class StagedReads:
                     yield fetch, work.peer, pipeline
 
     def _on(self, fetch: Fetch, peer: PeerKey, steps: Iterator[Step], now: float) -> Iterator[Step]:
-        """Go on with a read, and land it when there is nothing left to do."""
+        """Yield the next steps of a read, and `land` it when nothing is left to do."""
         read = fetch.reads[peer]
         read.moved_at = read.got_on_at = now
         try:

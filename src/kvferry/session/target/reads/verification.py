@@ -1,4 +1,4 @@
-"""Are the bytes that have landed the source's own? Both sides digest them, and the fetch fails where they differ."""
+"""Verification of what has landed: both sides digest it, and the fetch fails if the digests differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvferry.wire.messages import Landed, Party, Reason
 
 
 class Verifier:
-    """What is asked of the source, and digested here meanwhile."""
+    """Asks the source to confirm what has landed, and has it digested here meanwhile."""
 
     def __init__(self, ours: Party, layout: Layout, policy: DigestPolicy) -> None:
         self.policy = policy
@@ -38,7 +38,7 @@ class Verifier:
             raise digest_error(str(error)) from error
 
     def prepare(self, fetch: Fetch, peer: PeerKey) -> None:
-        """Find out where it lies here, once: while others have to be waited for that costs nothing.
+        """Find out where its bytes lie here, once; this is done while answers are awaited, when it delays nothing.
 
         Raises TransferError when it cannot be digested.
         """
@@ -67,7 +67,7 @@ class Verifier:
 
 
 def unreadable_error(kinds: str) -> TransferError:
-    """Before anything is claimed: the policy asks for more than can be done."""
+    """The policy asks for digests of memory that the CPU cannot read; known before anything is claimed."""
     return TransferError(
         Reason.DIGEST,
         "digest policy full needs memory that the CPU can read",
@@ -77,12 +77,12 @@ def unreadable_error(kinds: str) -> TransferError:
 
 
 def digest_error(why: str) -> TransferError:
-    """What has landed cannot be looked at."""
+    """The digest of what has landed cannot be made."""
     return TransferError(Reason.DIGEST, "no digest can be made", found=why)
 
 
 def difference_error(key: PeerKey, read: Read) -> tuple[TransferError, ...]:
-    """Both sides have spoken: an error that names the states of which they differ; none when they agree."""
+    """An error that names the states whose digests differ; none when all agree."""
     wrong, num_states = read.differing(), len(read.subject.names)
     if not wrong:
         return ()
