@@ -21,7 +21,7 @@ from typing import Any
 
 from measuring import machine, say
 
-from kvferry.agent import Agent, AgentConfig, Cache, Notice, new_lease_id
+from kvferry import Agent, AgentConfig, Cache, Notice, new_lease_id
 from kvferry.plan import EngineShape, Layout, TokenRange, attention
 from kvferry.plan.description.describe import describe
 from kvferry.plan.programs.copies import Direction

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.agent import AgentConfig
+from kvferry import AgentConfig
 from kvferry.plan import EngineShape, Layout, attention, bind
 from kvferry.plan.description.describe import describe
 from kvferry.plan.description.tokens import TokenRange

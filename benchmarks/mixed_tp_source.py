@@ -22,7 +22,7 @@ from mixed_tp_cases import Request, Rig, pattern
 from mixed_tp_nixl import PROGRESS_S, PlainNixl, Prepared
 from mixed_tp_stages import Chain, Signals, SourceStages
 
-from kvferry.agent import Agent, AgentConfig, Cache
+from kvferry import Agent, AgentConfig, Cache
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import LeaseEnded
 from kvferry.session.events import LeaseRequest

@@ -17,7 +17,7 @@ from mixed_tp_nixl import PlainNixl, Prepared
 from mixed_tp_source import TIMING, SourceProcess
 from mixed_tp_stages import Chain, TargetStages, run_chains
 
-from kvferry.agent import Agent, AgentConfig, Cache, new_epoch, new_lease_id
+from kvferry import Agent, AgentConfig, Cache, new_epoch, new_lease_id
 from kvferry.agent.config import staging_named
 from kvferry.agent.memory.arena import host_arena
 from kvferry.plan.digests.subject import DigestPolicy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.agent import new_lease_id
+from kvferry import new_lease_id
 from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import LeaseRequest

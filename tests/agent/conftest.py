@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvferry.agent import Agent, AgentConfig, Cache, new_epoch
+from kvferry import Agent, AgentConfig, Cache, new_epoch
 from kvferry.agent.cache import host_mover
 from kvferry.agent.config import SLOT_BYTES
 from kvferry.plan.description.describe import EngineShape, describe

@@ -10,7 +10,7 @@ import pytest
 import zmq
 from agent_support import SOURCE, TARGET
 
-from kvferry.agent import Agent, AgentConfig, Cache, new_lease_id
+from kvferry import Agent, AgentConfig, Cache, new_lease_id
 from kvferry.agent.control import channel
 from kvferry.agent.control.shared_token import SharedToken
 from kvferry.errors import ConfigurationError, RequestError

@@ -6,7 +6,7 @@ from dataclasses import replace
 import agent_support
 import pytest
 
-from kvferry.agent import Agent, AgentConfig, Cache, new_lease_id
+from kvferry import Agent, AgentConfig, Cache, new_lease_id
 from kvferry.errors import ConfigurationError
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention

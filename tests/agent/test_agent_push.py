@@ -12,7 +12,7 @@ from agent_support import (
     leased,
 )
 
-from kvferry.agent import new_lease_id
+from kvferry import new_lease_id
 from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction

@@ -3,7 +3,7 @@
 import pytest
 from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, Gate, check, leased
 
-from kvferry.agent import new_lease_id
+from kvferry import new_lease_id
 from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.digests.subject import DigestPolicy

@@ -16,7 +16,7 @@ from agent_support import (
     wire_only,
 )
 
-from kvferry.agent import new_lease_id
+from kvferry import new_lease_id
 from kvferry.agent.loop import agent
 from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange

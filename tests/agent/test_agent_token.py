@@ -4,7 +4,8 @@ import secrets
 
 import pytest
 
-from kvferry.agent import NO_TOKEN, Agent, AgentConfig, Cache, SharedToken, new_lease_id
+from kvferry import Agent, AgentConfig, Cache, SharedToken, new_lease_id
+from kvferry.agent.control.shared_token import NO_TOKEN
 from kvferry.plan.description.describe import EngineShape
 from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.events import LeaseRequest

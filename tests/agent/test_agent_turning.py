@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kvferry.agent import new_lease_id
+from kvferry import new_lease_id
 from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.digests.subject import DigestPolicy

@@ -8,9 +8,10 @@ from contextlib import ExitStack
 import pytest
 import zmq
 
-from kvferry.agent import NO_TOKEN, SharedToken
+from kvferry import SharedToken
 from kvferry.agent.control.channel import MAX_QUEUED, ControlChannel
 from kvferry.agent.control.curve import secure_connecting
+from kvferry.agent.control.shared_token import NO_TOKEN
 from kvferry.errors import ConfigurationError
 from kvferry.session.keys import PeerKey
 from kvferry.wire.codec import MAX_REQUEST_BYTES

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, Gate, leased, wire_only
 
-from kvferry.agent import Agent, AgentConfig, Cache
+from kvferry import Agent, AgentConfig, Cache
 from kvferry.agent.config import SLOT_BYTES
 from kvferry.agent.memory.arena import SharedArena
 from kvferry.errors import ConfigurationError

@@ -5,7 +5,8 @@ import secrets
 
 import pytest
 
-from kvferry.agent import NO_TOKEN, AgentConfig, SharedToken, read_token
+from kvferry import AgentConfig, SharedToken, read_token
+from kvferry.agent.control.shared_token import NO_TOKEN
 from kvferry.errors import ConfigurationError
 
 TOKEN = secrets.token_hex(32).encode()

@@ -15,7 +15,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from kvferry.agent import read_token
+from kvferry import read_token
 from kvferry.agent.control.shared_token import NO_TOKEN
 from kvferry.cli.doctor import facts as doctor_facts
 from kvferry.cli.doctor import peer

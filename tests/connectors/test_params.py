@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from kvferry.connectors.params import from_params, to_params
 from kvferry.errors import TransferError
+from kvferry.kv_transfer_params import from_params, to_params
 from kvferry.wire.messages import Reference
 
 REFERENCE = Reference("p0", "e1", "r1", "l1")

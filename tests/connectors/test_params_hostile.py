@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvferry.connectors.params import MAX_RANKS, Reach, Remote, from_params, to_params
 from kvferry.errors import TransferError
+from kvferry.kv_transfer_params import MAX_RANKS, Reach, RemoteCache, from_params, to_params
 from kvferry.wire.codec import decode, encode
 from kvferry.wire.messages import Claim, Party, Reference
 
@@ -33,7 +33,7 @@ def checked(error: TransferError) -> TransferError:
     return error
 
 
-def answer(params: object, reach: Reach = Reach.THIS_HOST) -> Remote | TransferError:
+def answer(params: object, reach: Reach = Reach.THIS_HOST) -> RemoteCache | TransferError:
     """What comes of parameters; a remote can always travel, and an error can always be answered and logged."""
     try:
         remote = from_params(params, reach)
@@ -91,7 +91,7 @@ SCHEMES = st.sampled_from(["tcp://", "ipc://", "inproc://", "TCP://", "", "tcp:/
 @settings(max_examples=500)
 def test_without_a_token_an_engine_goes_nowhere_but_to_this_host(scheme, host, port):
     found = answer(GOOD | {"kvferry": OURS | {"addresses": [f"{scheme}{host}:{port}"]}})
-    if isinstance(found, Remote):
+    if isinstance(found, RemoteCache):
         assert scheme == "tcp://"
         assert ipaddress.ip_address(host.strip("[]")).is_loopback
         assert 1 <= int(port) <= 65_535
@@ -102,7 +102,7 @@ def test_without_a_token_an_engine_goes_nowhere_but_to_this_host(scheme, host, p
 def test_with_a_token_an_engine_goes_to_numbers_only(scheme, host, port):
     """A name would be looked up: by a server of the client's choice, while every other request waits."""
     found = answer(GOOD | {"kvferry": OURS | {"addresses": [f"{scheme}{host}:{port}"]}}, Reach.ANY_HOST)
-    if isinstance(found, Remote):
+    if isinstance(found, RemoteCache):
         address = ipaddress.ip_address(host.strip("[]"))
         assert not address.is_unspecified
         assert not address.is_multicast
@@ -126,5 +126,5 @@ def test_size_does_not_matter():
         "more": "x" * 1_000_000,
         "kvferry": OURS | {"more": [{}] * 1000},
     }
-    assert isinstance(answer(json.loads(json.dumps(huge))), Remote)
+    assert isinstance(answer(json.loads(json.dumps(huge))), RemoteCache)
     assert len(str(answer(GOOD | {"kvferry": OURS | {"epoch": "x" * 1_000_000}}))) < 5000

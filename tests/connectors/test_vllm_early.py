@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from test_vllm_middleware import CHAT, COMPLETIONS, FACTS, STREAM, WHOLE, Vllm
 
-from kvferry.connectors.params import from_params
 from kvferry.connectors.promise import Promise, unsealed
 from kvferry.connectors.vllm_middleware.asgi import Opened
 from kvferry.connectors.vllm_middleware.early import EarlyLeg
+from kvferry.kv_transfer_params import from_params
 
 KEY = "k" * 64
 RANKS = [

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connectors.params import to_params
 from kvferry.connectors.vllm_middleware import FerryMiddleware
 from kvferry.connectors.vllm_middleware.arrivals import Arrival, Arrivals
 from kvferry.connectors.vllm_middleware.legs import leg_name
 from kvferry.connectors.vllm_middleware.workers import Workers
+from kvferry.kv_transfer_params import to_params
 from kvferry.router.flow.engine_response import lost_cache
 from kvferry.router.telemetry.server_timing import told_phases
 from kvferry.wire.messages import Reference

@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 
-from kvferry.agent import AgentConfig
+from kvferry import AgentConfig
 from kvferry.embedded.engine.records import Grown
 from kvferry.embedded.transfer import bridge
-from kvferry.embedded.transfer.bridge import AgentCollector, AgentTransfer
+from kvferry.embedded.transfer.bridge import AgentTransfer
+from kvferry.embedded.transfer.collector import AgentCollector
 from kvferry.errors import TransferError
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
@@ -153,12 +154,12 @@ def test_a_caller_that_goes_away_when_all_is_over_frees_its_blocks(settled_first
         await asyncio.sleep(0)
         notice = Fetched("q1", FetchReport(6, 1, 1, "shm", "", "direct"))
         if settled_first:
-            target.transfer._settle(notice)
+            target.transfer._agent._take(notice)
         fetch.cancel()
         with pytest.raises(asyncio.CancelledError):
             await fetch
         if not settled_first:
-            target.transfer._settle(notice)
+            target.transfer._agent._take(notice)
         assert await target.freed() == "q1"
 
     with_two_sides(scenario)
@@ -220,7 +221,7 @@ def test_a_dead_agent_keeps_only_blocks_that_a_source_may_write_to(direction, fr
 
 def test_late_notices_are_harmless():
     async def scenario(source, target):
-        target.transfer._settle(FetchFailed("q1", TransferError("aborted", "late")))
+        target.transfer._agent._take(FetchFailed("q1", TransferError("aborted", "late")))
 
     with_two_sides(scenario)
 

@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 
-from kvferry.agent import Agent, AgentConfig, Cache, new_lease_id, read_token
+from kvferry import Agent, AgentConfig, Cache, new_lease_id, read_token
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange

@@ -24,7 +24,7 @@ import zmq
 from frame_maker import FrameMaker
 from rank_process import NUM_TOKENS, TARGET, TARGET_TABLES, Rank
 
-from kvferry.agent import SharedToken, read_token
+from kvferry import SharedToken, read_token
 from kvferry.agent.control.curve import secure_connecting
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.commands import Fetched

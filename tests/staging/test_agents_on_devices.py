@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.agent import Agent, AgentConfig, Cache, new_lease_id
+from kvferry import Agent, AgentConfig, Cache, new_lease_id
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange

@@ -3,7 +3,6 @@
 import importlib
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,18 +12,15 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
     importlib.import_module("vllm.v1.worker.utils")
 
-import torch
 from test_vllm_worker import NOTHING, SETTINGS, Rank, fetch
 from test_vllm_worker import rank as rank  # the fixture
 
 from kvferry.connectors.vllm.connector import FerryConnector
 from kvferry.connectors.vllm.description.describe import Described, GroupFacts
 from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, LeaseOrder, Orders, PromiseOrder
-from kvferry.connectors.vllm.worker import device as device_module
-from kvferry.connectors.vllm.worker.device import Buffers
 from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source, at_once
 from kvferry.connectors.vllm.worker.growing import MAX_SILENT_WORDS, Growing
-from kvferry.connectors.vllm.worker.late_orders import LateOrders
+from kvferry.connectors.vllm.worker.late_orders import LateOrders, end_of_request
 from kvferry.connectors.vllm.worker.layer_progress import LayerProgress
 from kvferry.connectors.vllm.worker.worker import _Started
 from kvferry.connectors.vllm_middleware.workers import RELEASED
@@ -328,38 +324,10 @@ def test_two_prompts_are_told_apart(rank):
     assert rank.agent.withdrawn == [NAME]
 
 
-def test_a_milestone_is_an_event_on_the_engines_stream(monkeypatch):
-    done, recorded = [], []
-
-    class Event:
-        def record(self, stream):
-            recorded.append(stream)
-
-        def query(self):
-            return bool(done)
-
-    module = SimpleNamespace(Event=Event, current_stream=lambda device: f"stream of {device}")
-    monkeypatch.setattr(device_module.torch, "get_device_module", lambda device: module)
-    is_done = Buffers(torch.device("cuda:1"), "cuda", "cuda").milestone()
-    assert (is_done(), recorded) == (False, ["stream of cuda:1"])
-    done.append(True)
-    assert is_done()
-    assert Buffers(torch.device("cpu"), "cpu", "cpu").milestone()()
-
-
-def test_only_a_speculator_lets_the_end_of_a_request_wait_for_the_device(monkeypatch):
-    class Event:
-        def record(self, stream):
-            pass
-
-        def query(self):
-            return False
-
-    module = SimpleNamespace(Event=Event, current_stream=lambda device: "stream")
-    monkeypatch.setattr(device_module.torch, "get_device_module", lambda device: module)
-    buffers = Buffers(torch.device("cuda:1"), "cuda", "cuda")
-    assert buffers.end_of_request(speculates=False)()()
-    assert not buffers.end_of_request(speculates=True)()()
+def test_only_a_speculator_lets_the_end_of_a_request_wait_for_the_device():
+    device = Device()
+    assert end_of_request(device.milestone, speculates=False)()()
+    assert not end_of_request(device.milestone, speculates=True)()()
 
 
 def test_an_ended_prefill_is_leased_when_its_device_has_done_it(rank):

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from kvferry.errors import FerryError
-from kvferry.extras import missing_extra
+from kvferry.extras import MissingExtraError, missing_extra
 
 words = Console(stderr=True, highlight=False, markup=False)
 """Everything that is meant for a person to read while they wait."""
@@ -63,6 +63,10 @@ def friendly(extras: str = "") -> Iterator[None]:
     commas) that is not installed."""
     try:
         yield
+    except MissingExtraError as error:
+        # The public API does not know which command needs it.
+        cause = error.__cause__
+        fail((isinstance(cause, ModuleNotFoundError) and missing_extra(cause, extras)) or error)
     except FerryError as error:
         fail(error)
     except ModuleNotFoundError as error:

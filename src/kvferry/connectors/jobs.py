@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry import NOT_AHEAD, Ahead
 from kvferry.connectors.sampling import GREEDY, Sampling
 from kvferry.connectors.step_cost import NO_COST, StepCost
-from kvferry.session.events import NOT_AHEAD, Ahead
 
 BlockTables = tuple[tuple[int, ...], ...]
 """The block ids of one request, per cache group."""

@@ -15,7 +15,6 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Self, TypeVar
 
-from kvferry import __version__
 from kvferry.agent.cache import Cache
 from kvferry.agent.config import AgentConfig, Notice, slot_bytes_in
 from kvferry.agent.control.channel import ControlChannel
@@ -40,6 +39,7 @@ from kvferry.session.target.session import TargetSession
 from kvferry.transport.base import Transport
 from kvferry.transport.memory_kind import HOST
 from kvferry.transport.selection.local_context import local_context
+from kvferry.version import __version__
 from kvferry.wire.messages import Party, Reference
 
 # The part of a handshake's time that self-tests of transports may take; the rest is for messages.

@@ -39,6 +39,13 @@ class PeerReport:
     findings: tuple[Finding, ...]
     choice: str
 
+    @property
+    def label(self) -> str:
+        """The peer in metrics; without its epoch, since dashboards outlive a restart."""
+        peer = self.peer
+        where = f"at {peer.address}" if isinstance(peer, PeerKey) else f"rank {peer.rank}"
+        return f"{peer.engine_id} {where}"
+
 
 def name_of(peer: Remote) -> str:
     """The name of a peer for transports. An engine that this rank both reads and writes has two."""

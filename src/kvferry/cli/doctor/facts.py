@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-from kvferry import __version__
-from kvferry.agent import read_token
+from kvferry import __version__, read_token
 from kvferry.cli import environment
 from kvferry.cli.units import format_bytes
 from kvferry.errors import FerryError

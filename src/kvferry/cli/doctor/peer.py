@@ -10,7 +10,7 @@ from socket import SOCK_STREAM, create_connection, getaddrinfo
 from typing import Final
 from urllib.parse import urlsplit
 
-from kvferry.agent import new_epoch
+from kvferry import new_epoch
 from kvferry.agent.control.channel import ControlChannel
 from kvferry.agent.control.shared_token import SharedToken
 from kvferry.cli.doctor.trials import Trials, verdict

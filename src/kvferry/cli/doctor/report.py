@@ -11,7 +11,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from kvferry.agent import read_token
+from kvferry import read_token
 from kvferry.cli import console
 from kvferry.cli.doctor.facts import Fact, machine_facts, machine_findings, setting_facts, ucx_facts
 from kvferry.cli.doctor.trials import Trials, loopback, verdict

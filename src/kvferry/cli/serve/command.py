@@ -94,8 +94,7 @@ def serve(
     """
     with friendly(extras_of(engine)):
         from kvferry.cli.models import resolve
-        from kvferry.plan.digests.subject import digest_policy_named
-        from kvferry.plan.programs.copies import direction_named, may_turn
+        from kvferry.options import digest_policy_named, direction_named, may_turn, staging_named
         from kvferry.transport.opening import check_name
 
         check_name(transport)
@@ -106,7 +105,7 @@ def serve(
             check_vllm()
             path, name = resolve(model)
             _serve_vllm(context, path, served_name or name, join)
-        from kvferry.agent import AgentConfig, read_token, staging_named
+        from kvferry import AgentConfig, read_token
         from kvferry.cli import environment
         from kvferry.cli.server.access import access_of
         from kvferry.connectors.jobs import Settings

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
-from kvferry.agent import AgentConfig
+from kvferry import AgentConfig
 from kvferry.cli import console
 from kvferry.cli.serve.joining import NOWHERE, JoinOptions
 from kvferry.cli.server import http, listening
@@ -22,7 +22,8 @@ from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.http.app import create_app
 from kvferry.embedded.http.registrar import Registrar, RegistrarConfig
 from kvferry.embedded.serving.service import ServeInfo
-from kvferry.embedded.transfer.bridge import AgentCollector, AgentTransfer
+from kvferry.embedded.transfer.bridge import AgentTransfer
+from kvferry.embedded.transfer.collector import AgentCollector
 from kvferry.errors import FerryError
 from kvferry.http.access import UNAUTHORIZED, Access, guarded
 from kvferry.http.registration import KEY_PURPOSE

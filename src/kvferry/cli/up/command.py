@@ -54,8 +54,7 @@ def up(
     with friendly(extras_of(engine)):
         from kvferry.cli.up.job import UpOptions
         from kvferry.cli.up.job import up as run
-        from kvferry.plan.digests.subject import digest_policy_named
-        from kvferry.plan.programs.copies import direction_named
+        from kvferry.options import digest_policy_named, direction_named
         from kvferry.session.target.read_strategy import allowed_by
         from kvferry.transport.opening import check_name
 

@@ -14,6 +14,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 from transformers.utils import logging
 
+from kvferry import Memory
 from kvferry.connectors.jobs import Event, GroupSize, Job, Settings, Stopped
 from kvferry.connectors.sampling import GREEDY, Sampling
 from kvferry.connectors.step_cost import NO_COST
@@ -22,8 +23,7 @@ from kvferry.connectors.transformers.pool import STATES_PER_LAYER, layout_of, ow
 from kvferry.connectors.transformers.sampler import BatchSampler
 from kvferry.connectors.transformers.scheduler import Command, Desk, DeskRouter, FerryScheduler
 from kvferry.errors import ConfigurationError
-from kvferry.plan.description.layout import Layout
-from kvferry.transport.base import Memory
+from kvferry.layout import Layout
 
 MIN_BLOCK_TOKENS = 4  # transformers refuses smaller pages
 STOP_WITHIN_S = 30.0

@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
+from kvferry import Memory, SharedMemory, allocate_shared
 from kvferry.errors import ConfigurationError, LayoutError, TransportError
-from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement, Region, State
-from kvferry.plan.description.span import Span
-from kvferry.transport.base import Memory
-from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared
+from kvferry.layout import Axis, CacheGroup, Layout, Placement, Region, Span, State
 
 STATES_PER_LAYER = 2
 """A layer has keys and values."""

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
-from kvferry.connectors.params import Reach
+from kvferry import Reference
 from kvferry.connectors.vllm.metadata import Orders, RankAddress
 from kvferry.connectors.vllm.scheduler.prompts import prompts_of
 from kvferry.connectors.vllm.scheduler.scheduler import Scheduler
@@ -29,7 +29,7 @@ from kvferry.connectors.vllm.settings import check_version, layer_wise_of, setti
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
 from kvferry.connectors.vllm.worker.worker import Worker
 from kvferry.errors import ConfigurationError
-from kvferry.wire.messages import Reference
+from kvferry.kv_transfer_params import Reach
 
 
 class FerryConnector(KVConnectorBase_V1, SupportsHMA):

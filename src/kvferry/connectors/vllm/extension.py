@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
+from kvferry import Reason, Reference
 from kvferry.connectors.vllm.connector import FerryConnector
-from kvferry.wire.messages import Reason, Reference
 
 
 class Extension:

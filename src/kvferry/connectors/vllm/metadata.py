@@ -10,9 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
-from kvferry.plan.description.prompt import UNKNOWN_PROMPT, UNNAMED, Prompt, PromptName
-from kvferry.plan.description.tokens import TokenRange
-from kvferry.wire.messages import Reference
+from kvferry import UNKNOWN_PROMPT, UNNAMED, Prompt, PromptName, Reference, TokenRange
 
 Tables = tuple[tuple[int, ...], ...]
 """One block table per transferable cache group."""

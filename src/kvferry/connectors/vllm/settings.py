@@ -10,12 +10,17 @@ import vllm
 import vllm.envs
 from vllm.config import VllmConfig
 
-from kvferry.agent import STAGING_BYTES, staging_named
+from kvferry import DigestPolicy, Direction, StagingPolicy
 from kvferry.errors import ConfigurationError
-from kvferry.plan.digests.subject import DigestPolicy, digest_policy_named
-from kvferry.plan.programs.copies import Direction, direction_named, may_turn
-from kvferry.session.target.read_strategy import StagingPolicy
-from kvferry.staging.device.table import StagingMemory, staging_memory_named
+from kvferry.options import (
+    STAGING_BYTES,
+    StagingMemory,
+    digest_policy_named,
+    direction_named,
+    may_turn,
+    staging_memory_named,
+    staging_named,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,11 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 
+from kvferry import Direction, FetchReport
 from kvferry.connectors.buckets import PHASE_BUCKETS_S
 from kvferry.connectors.peer_labels import PeerLabels
 from kvferry.connectors.vllm_middleware.arrivals import ARRIVALS, Arrival
 from kvferry.connectors.vllm_middleware.beginnings import BEGINNINGS
-from kvferry.plan.programs.copies import Direction
-from kvferry.session.commands import FetchReport
 
 PHASES, FETCHES, MOVED, BEGUN, DECLINED = "phases", "fetches", "moved", "begun", "declined"
 

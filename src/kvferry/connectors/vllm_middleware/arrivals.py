@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvferry.wire.messages import Reason
+from kvferry import Reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connectors.params import early_params, wants_early
+from kvferry import Reference
 from kvferry.connectors.promise import Promise, new_promise, sealed
 from kvferry.connectors.vllm_middleware.asgi import Message, header
 from kvferry.connectors.vllm_middleware.workers import EarlyFacts
 from kvferry.errors import RequestError
 from kvferry.http.openai import SSE_MEDIA_TYPE, sse
-from kvferry.wire.messages import Reference
+from kvferry.kv_transfer_params import early_params, wants_early
 
 _KINDS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat.completion.chunk"}
 _TOP_LEVEL = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connectors.params import Reach, from_params
+from kvferry import WIRE_VERSION, Reason
 from kvferry.connectors.vllm_middleware.arrivals import ARRIVALS, Arrivals
 from kvferry.connectors.vllm_middleware.asgi import (
     App,
@@ -27,7 +27,7 @@ from kvferry.connectors.vllm_middleware.passage import EarlyPassage, Passage
 from kvferry.connectors.vllm_middleware.workers import Workers, is_draining, num_replicas
 from kvferry.errors import ConfigurationError, FerryError, RequestError, TransferError
 from kvferry.http.openai import error_body, error_of
-from kvferry.wire.messages import WIRE_VERSION, Reason
+from kvferry.kv_transfer_params import Reach, from_params
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry import Reason, Reference
 from kvferry.errors import ConfigurationError, FerryError, TransferError
-from kvferry.wire.messages import Reason, Reference
 
 RELEASED = "released"
 # They answer between two steps.

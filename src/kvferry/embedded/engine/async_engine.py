@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from kvferry import Memory
 from kvferry.connectors.jobs import Event, Freed, Job, Produced, Settings, Stopped
 from kvferry.connectors.sampling import Sampling
 from kvferry.connectors.transformers import Core
@@ -18,8 +19,7 @@ from kvferry.embedded.engine.admission import Admission, Ledger, blocks_for, lon
 from kvferry.embedded.engine.limits import Limits
 from kvferry.embedded.engine.records import Entry, Grown, Prefilled, Request, Token
 from kvferry.errors import FerryError, RequestError
-from kvferry.plan.description.layout import Layout
-from kvferry.transport.base import Memory
+from kvferry.layout import Layout
 
 Item = TypeVar("Item")
 

@@ -6,10 +6,10 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 
+from kvferry import NOT_AHEAD, Ahead
 from kvferry.connectors.jobs import Allocated, BlockTables, Held, Produced, Progressed, Scored, Unanswerable
 from kvferry.connectors.sampling import GREEDY, Sampling
 from kvferry.errors import FerryError, RequestError
-from kvferry.session.events import NOT_AHEAD, Ahead
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvferry import __version__
+from kvferry import WIRE_VERSION, __version__
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.http.caller import caller_of
 from kvferry.embedded.http.responder import Responder, error_response, json_response
@@ -25,7 +25,6 @@ from kvferry.embedded.transfer.transfer import Transfer
 from kvferry.errors import FerryError, RequestError
 from kvferry.http.openai import HTTP_CODES, error_body
 from kvferry.http.request_ids import id_of_refusal
-from kvferry.wire.messages import WIRE_VERSION
 
 MAX_BODY_BYTES = 32 << 20
 # Routers ask who this is again when it changes.

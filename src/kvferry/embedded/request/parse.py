@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvferry.connectors.params import wants_early
 from kvferry.connectors.sampling import Sampling
 from kvferry.embedded.engine.detokenizer import TextOptions
 from kvferry.embedded.request.bodies import (
@@ -26,6 +25,7 @@ from kvferry.embedded.request.bodies import (
 from kvferry.embedded.request.chat import ChatPrompt, chat_prompt
 from kvferry.embedded.request.support import SUPPORT, Verdict, refuse_unsupported
 from kvferry.errors import RequestError
+from kvferry.kv_transfer_params import wants_early
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 

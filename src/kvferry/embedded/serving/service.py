@@ -9,6 +9,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 
+from kvferry import Prompt, PromptInput, Reason
 from kvferry.connectors.sampling import Sampling
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.engine.detokenizer import TextStream
@@ -21,8 +22,6 @@ from kvferry.embedded.serving.pieces import Piece, interleaved
 from kvferry.embedded.transfer.readiness import Readiness
 from kvferry.embedded.transfer.transfer import Transfer
 from kvferry.errors import ConfigurationError, PromptTooLongError, RequestError, TransferError
-from kvferry.plan.description.prompt import Prompt, PromptInput
-from kvferry.wire.messages import Reason
 
 SEEDS = 2**63
 POLICIES = ("recompute", "fail")

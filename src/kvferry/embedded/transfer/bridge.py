@@ -8,26 +8,30 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.agent import AgentConfig, Cache, Notice, new_lease_id, open_agent
-from kvferry.connectors.params import Reach, Remote, from_params, to_params
+from kvferry import (
+    UNKNOWN_PROMPT,
+    Agent,
+    AgentConfig,
+    AsyncAgent,
+    BlocksReleased,
+    Cache,
+    FetchRequest,
+    LeaseEnded,
+    LeaseProgress,
+    LeaseRequest,
+    Memory,
+    Prompt,
+    TokenRange,
+    new_lease_id,
+)
 from kvferry.embedded.engine.records import Grown
-from kvferry.embedded.transfer.collector import AgentCollector
 from kvferry.embedded.transfer.peers import peers_json
 from kvferry.embedded.transfer.transfer import TransferReport
 from kvferry.errors import TransferError
-from kvferry.plan.description.layout import Layout
-from kvferry.plan.description.prompt import UNKNOWN_PROMPT, Prompt
-from kvferry.plan.description.tokens import TokenRange
-from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, LeaseEnded
-from kvferry.session.events import FetchRequest, LeaseProgress, LeaseRequest
-from kvferry.transport.base import Memory
-from kvferry.wire.messages import Reason
-
-__all__ = ["AgentCollector", "AgentTransfer"]
+from kvferry.kv_transfer_params import Reach, RemoteCache, from_params, to_params
+from kvferry.layout import Layout
 
 logger = logging.getLogger(__name__)
-
-Settled = Fetched | FetchFailed
 
 # So often within a lease its agent hears that a prompt is still being computed.
 WORDS_PER_LEASE = 3
@@ -51,38 +55,38 @@ class AgentTransfer:
 
     def __init__(self, config: AgentConfig, layout: Layout, memory: Memory, release: Callable[[str], None]) -> None:
         self._reach = Reach.ANY_HOST if config.token else Reach.THIS_HOST
-        self.agent = open_agent(config, Cache((layout,), (memory,)), self._on_notice)
+        self._agent = AsyncAgent(config, Cache((layout,), (memory,)), self._on_released)
         self._num_groups = len(layout.groups)
         self._release = release
-        self._waiting: dict[str, asyncio.Future[Settled]] = {}
-        # Requests whose blocks the agent will give back by a notice, unless it stops before.
-        self._owed: set[str] = set()
         # The lease of each offered request: only who knows its id may end it.
         self._lease_ids: dict[str, str] = {}
         # What is promised and not all computed yet.
         self._growing: dict[str, _Promise] = {}
         self._word_s = config.timing.lease_s / WORDS_PER_LEASE
         self.leases_ended: Counter[str] = Counter()
-        self._over = asyncio.Event()
+
+    @property
+    def agent(self) -> Agent:
+        """For its address, its peers and its counters."""
+        return self._agent.agent
 
     @property
     def failure(self) -> str:
         """Why nothing can move; empty while it can."""
-        return "the transfer agent has stopped" if self._over.is_set() else ""
+        return "the transfer agent has stopped" if self._agent.has_stopped else ""
 
     async def start(self) -> None:
         """Begin; notices come to the running loop."""
         self._loop = asyncio.get_running_loop()
-        self.agent.start()
+        await self._agent.start()
 
     async def wait_until_over(self) -> None:
         """Returns when the agent has stopped, whether by `close` or by a defect."""
-        await self._over.wait()
+        await self._agent.wait_until_stopped()
 
     async def close(self) -> None:
         """Stop the agent; fetches that are under way end with an error."""
-        await asyncio.to_thread(self.agent.close)
-        self._stopped()
+        await self._agent.close()
 
     async def offer(self, request_id: str, block_tables: list[list[int]], prompt: Prompt) -> dict[str, object]:
         """Lease a computed prompt's blocks; the answer goes through the HTTP layer. Raises TransferError."""
@@ -118,10 +122,7 @@ class AgentTransfer:
             self._loop.call_later(self._word_s, self._keep_promise, request_id)
 
     def _lease(self, wanted: LeaseRequest) -> dict[str, object]:
-        if self.failure:
-            raise _gone()
-        self._owed.add(wanted.request_id)
-        reference = self.agent.lease(wanted)
+        reference = self._agent.lease(wanted)
         self._lease_ids[wanted.request_id] = reference.lease_id
         return to_params(reference, [self.agent.address], wanted.block_tables, wanted.num_tokens)
 
@@ -131,27 +132,16 @@ class AgentTransfer:
         """Bring the cache of a prompt into these blocks. Raises TransferError; a cancelled caller aborts the fetch."""
         try:
             wanted = _wanted(request_id, from_params(params, self._reach), block_tables, prompt)
-            if self.failure:
-                raise _gone()
         except TransferError as error:
             # The agent never hears of this fetch, so nobody else would free the blocks.
             self._release(request_id)
             logger.warning("no cache for request %s: %s: %s", request_id, error.reason, _one_line(error))
             raise
-        future = self._waiting[request_id] = self._loop.create_future()
-        self._owed.add(request_id)
-        self.agent.fetch(wanted)
         try:
-            settled = await future
-        except asyncio.CancelledError:
-            self._waiting.pop(request_id)
-            self._let_go(request_id, future)
+            report = await self._agent.fetch(wanted)
+        except TransferError as error:
+            self._log_failure(wanted, error)
             raise
-        self._waiting.pop(request_id, None)
-        if isinstance(settled, FetchFailed):
-            self._log_failure(wanted, settled.error)
-            raise settled.error
-        report = settled.report
         return TransferReport(
             tokens=report.tokens,
             bytes=report.num_bytes,
@@ -166,13 +156,6 @@ class AgentTransfer:
     def peers(self) -> list[dict[str, object]]:
         """How each connected peer is reached."""
         return peers_json(self.agent.peers)
-
-    def _let_go(self, request_id: str, future: asyncio.Future[Settled]) -> None:
-        """The caller is gone. A fetch that is over frees no blocks by itself any more, so that is done here."""
-        if future.done() and not future.cancelled() and isinstance(future.result(), Fetched):
-            self._release(request_id)
-        else:
-            self.agent.abort(request_id)
 
     def abort(self, request_id: str) -> None:
         """Nobody waits for this request any more, offered or being fetched."""
@@ -212,58 +195,29 @@ class AgentTransfer:
             _one_line(error),
         )
 
-    def _on_notice(self, notice: Notice) -> None:
-        """On the agent's thread."""
-        match notice:
-            case LeaseEnded(request_id, how):
-                self._loop.call_soon_threadsafe(self._lease_ended, request_id, how)
-            case BlocksReleased(request_id):
-                self._loop.call_soon_threadsafe(self._free, request_id)
-            case AgentStopped():
-                self._loop.call_soon_threadsafe(self._stopped)
-            case _:
-                self._loop.call_soon_threadsafe(self._settle, notice)
+    def _on_released(self, notice: BlocksReleased | LeaseEnded) -> None:
+        if isinstance(notice, LeaseEnded):
+            self._lease_ended(notice)
+        self._release(notice.request_id)
 
-    def _stopped(self) -> None:
-        """Our transports are closed: whoever waits gets an error, and its blocks back where no source may write."""
-        self._over.set()
-        self._growing.clear()
-        for request_id in list(self._waiting):
-            self._settle(FetchFailed(request_id, _gone()))
-        for request_id in self._owed - self.agent.written_ids:
-            self._free(request_id)
-
-    def _lease_ended(self, request_id: str, how: str) -> None:
-        self.leases_ended[str(how)] += 1
-        if how != "done":
+    def _lease_ended(self, ended: LeaseEnded) -> None:
+        self._lease_ids.pop(ended.request_id, None)
+        self._growing.pop(ended.request_id, None)
+        self.leases_ended[str(ended.reason)] += 1
+        if ended.reason != "done":
             party = self.agent.party
             logger.warning(
                 "the cache of request %s was not read: %s: at %s epoch %s",
-                request_id,
-                how,
+                ended.request_id,
+                ended.reason,
                 party.engine_id,
                 party.epoch,
             )
-        self._free(request_id)
-
-    def _free(self, request_id: str) -> None:
-        self._lease_ids.pop(request_id, None)
-        self._growing.pop(request_id, None)
-        self._owed.discard(request_id)
-        self._release(request_id)
-
-    def _settle(self, notice: Settled) -> None:
-        future = self._waiting.get(notice.request_id)
-        if isinstance(notice, Fetched):
-            self._owed.discard(notice.request_id)
-        if future is not None and not future.done():
-            future.set_result(notice)
-        elif isinstance(notice, Fetched):
-            # It was fetched after its caller had gone.
-            self._release(notice.request_id)
 
 
-def _wanted(request_id: str, remote: Remote, block_tables: Sequence[Sequence[int]], prompt: Prompt) -> FetchRequest:
+def _wanted(
+    request_id: str, remote: RemoteCache, block_tables: Sequence[Sequence[int]], prompt: Prompt
+) -> FetchRequest:
     tables = _tables(block_tables)
     ranges = (TokenRange(0, prompt.num_tokens),) * len(tables)
     name = prompt.name(remote.reference.lease_id)
@@ -277,7 +231,3 @@ def _tables(block_tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...
 def _one_line(error: TransferError) -> str:
     """What was found may come from a client, and must not look like a line of ours."""
     return "".join(letter if letter.isprintable() else " " for letter in str(error))
-
-
-def _gone() -> TransferError:
-    return TransferError(Reason.ABORTED, "the transfer agent of this engine has stopped")

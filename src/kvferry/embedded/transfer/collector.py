@@ -9,10 +9,7 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvferry.agent import Agent
-from kvferry.agent.transports.negotiation import PeerReport
-from kvferry.embedded.transfer.peers import label
-from kvferry.plan.programs.copies import Direction
+from kvferry import Agent, Direction, PeerReport
 
 PEER = ("peer", "transport", "carrier")
 
@@ -77,7 +74,7 @@ def _of_peers(everyone: tuple[PeerReport, ...]) -> Iterator[Metric]:
         for measured in met.measurements:
             if measured.name != met.transport:
                 continue
-            labels = (label(met.peer), met.transport, "+".join(measured.carriers))
+            labels = (met.label, met.transport, "+".join(measured.carriers))
             warnings.add_metric(labels, len(met.findings))
             for direction in Direction:
                 found = measured.rates(direction)

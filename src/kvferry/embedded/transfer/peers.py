@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvferry.agent.transports.negotiation import PeerReport
-from kvferry.plan.programs.copies import Direction
-from kvferry.session.keys import PeerKey, Remote
-from kvferry.transport.selection.measurement import Measurement, Rates
+from kvferry import Direction, Measurement, PeerReport, Rates
 
 
 def peers_json(everyone: Iterable[PeerReport]) -> list[dict[str, object]]:
     """One entry per connected peer."""
     return [
         {
-            "peer": label(met.peer),
+            "peer": met.label,
             "place": str(met.place),
             "direction": str(met.direction),
             "transport": met.transport,
@@ -27,11 +24,6 @@ def peers_json(everyone: Iterable[PeerReport]) -> list[dict[str, object]]:
         }
         for met in everyone
     ]
-
-
-def label(peer: Remote) -> str:
-    """Without the epoch: dashboards outlive a restart."""
-    return f"{peer.engine_id} at {peer.address}" if isinstance(peer, PeerKey) else f"{peer.engine_id} rank {peer.rank}"
 
 
 def _measured(each: Measurement) -> dict[str, object]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from kvferry.wire.messages import Reason
+from kvferry import Reason
 
 # Only these say something about the way between the engines. The others are about one reference, which a client may
 # have made up: nobody must be able to close an engine by sending nonsense.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvferry import Prompt
 from kvferry.embedded.engine.records import Grown
 from kvferry.errors import TransferError
-from kvferry.plan.description.prompt import Prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvferry.agent import AgentConfig, Cache, Notice, new_lease_id, open_agent
+from kvferry import AgentConfig, Cache, Notice, new_lease_id, open_agent
 from kvferry.errors import TransportError
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention

@@ -9,10 +9,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 
 from kvferry.connectors.vllm.description.parts import Cache, Part, Parts, cache_item, dtype_word, unsupported
 from kvferry.connectors.vllm.description.tiles import Affine, Tile, probe
-from kvferry.plan.description.layout import Axis, CacheGroup, State
-from kvferry.plan.description.sharding import shares
-from kvferry.plan.description.span import Span
-from kvferry.plan.description.tokens import UNSHARED, TokenShare
+from kvferry.layout import UNSHARED, Axis, CacheGroup, Span, State, TokenShare, shares
 
 _PLAIN = frozenset({"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"})
 """Backends that keep `[token, key | value]` in a head: they split C at `head_size` and look no further."""

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvferry import Memory
 from kvferry.connectors.vllm.description.attention import attention_parts, latent_parts
 from kvferry.connectors.vllm.description.facts import EngineFacts, LayerFacts, engine_facts
 from kvferry.connectors.vllm.description.groups import GroupFacts
@@ -25,9 +26,7 @@ from kvferry.connectors.vllm.description.names import prefix_of
 from kvferry.connectors.vllm.description.parts import Cache, Part, Parts, unsupported
 from kvferry.connectors.vllm.description.recurrent import recurrent_parts
 from kvferry.errors import LayoutError
-from kvferry.plan.description.layout import CacheGroup, Layout, Placement, Region, State
-from kvferry.plan.description.tokens import TokenRange
-from kvferry.transport.base import Memory
+from kvferry.layout import CacheGroup, Layout, Placement, Region, State, TokenRange
 
 __all__ = ["Described", "EngineFacts", "GroupFacts", "LayerFacts", "describe", "engine_facts"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, iter_layer_specs
 
-from kvferry.plan.description.tokens import TokenRange
+from kvferry.layout import TokenRange
 
 
 @dataclass(frozen=True, slots=True)

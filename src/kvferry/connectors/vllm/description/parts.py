@@ -10,8 +10,7 @@ import torch
 
 from kvferry.connectors.vllm.description.facts import EngineFacts, LayerFacts
 from kvferry.errors import LayoutError
-from kvferry.plan.description.layout import CacheGroup, State
-from kvferry.plan.description.span import Span
+from kvferry.layout import CacheGroup, Span, State
 
 _FLOAT8: Mapping[str, str] = {
     "fp8": "float8_e4m3fn",

@@ -9,8 +9,7 @@ from math import prod
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from kvferry.connectors.vllm.description.parts import Cache, Part, Parts, dtype_word, unsupported
-from kvferry.plan.description.layout import Axis, CacheGroup, State
-from kvferry.plan.description.span import Span
+from kvferry.layout import Axis, CacheGroup, Span, State
 
 
 @dataclass(frozen=True, slots=True)

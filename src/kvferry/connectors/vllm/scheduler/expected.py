@@ -5,13 +5,12 @@ from __future__ import annotations
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from kvferry import Prompt, Reason
 from kvferry.connectors.vllm.scheduler.declined import Declined
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
 from kvferry.errors import RequestError
 from kvferry.http.request_fields import Undividable
 from kvferry.http.undividable import needs_prompt_logits
-from kvferry.plan.description.prompt import Prompt
-from kvferry.wire.messages import Reason
 
 
 class Expected:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from kvferry import Reason
 from kvferry.connectors.promise import Promise, unsealed
 from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, Orders, PromiseOrder, Tables
 from kvferry.connectors.vllm.scheduler.declined import Declined
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
 from kvferry.errors import RequestError
-from kvferry.wire.messages import Reason
 
 Blocks = tuple[list[int], ...]
 

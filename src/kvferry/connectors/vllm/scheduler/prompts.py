@@ -20,11 +20,11 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.request import Request
 
+from kvferry import TOKEN_BYTES, Prompt, PromptInput
 from kvferry.connectors.vllm.scheduler.adapter_loads import tell_of_loads
 from kvferry.connectors.vllm.scheduler.adapter_numbers import AdapterNumbers
 from kvferry.connectors.vllm.scheduler.adapters import Adapters
 from kvferry.errors import RequestError
-from kvferry.plan.description.prompt import TOKEN_BYTES, Prompt, PromptInput
 
 EMBEDDING_BYTES = 16
 # The id of a token that is an embedding; vLLM's stand-in for it is a token's.

@@ -16,8 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
-from kvferry.agent import new_lease_id
-from kvferry.connectors.params import Reach, Remote, from_params, to_params
+from kvferry import Reason, Reference, TokenRange, new_lease_id
 from kvferry.connectors.vllm.description.groups import forgets, may_grow
 from kvferry.connectors.vllm.metadata import FetchOrder, HoldOrder, LeaseOrder, Orders, RankAddress, Tables, agent_name
 from kvferry.connectors.vllm.scheduler.declined import Declined
@@ -26,8 +25,7 @@ from kvferry.connectors.vllm.scheduler.promised import Promised
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.errors import RequestError, TransferError
-from kvferry.plan.description.tokens import TokenRange
-from kvferry.wire.messages import Reason, Reference
+from kvferry.kv_transfer_params import Reach, RemoteCache, from_params, to_params
 
 logger = logging.getLogger(__name__)
 
@@ -251,6 +249,6 @@ def _fetch(
     return _order(request_id, remote, tables, ranges)
 
 
-def _order(request_id: str, remote: Remote, tables: Tables, ranges: tuple[TokenRange, ...]) -> FetchOrder:
+def _order(request_id: str, remote: RemoteCache, tables: Tables, ranges: tuple[TokenRange, ...]) -> FetchOrder:
     is_waited_for = any(len(tokens) for tokens in ranges)
     return FetchOrder(request_id, remote.reference, remote.addresses, tables, ranges, is_waited_for, "")

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from kvferry.agent import Agent
+from kvferry import Agent, LeaseProgress, LeaseRequest
 from kvferry.connectors.vllm.description.describe import Described
 from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, PromiseOrder
-from kvferry.connectors.vllm.worker.growing import Growing, Milestone
+from kvferry.connectors.vllm.worker.growing import Growing, Milestone, at_once
 from kvferry.connectors.vllm.worker.layer_progress import LayerProgress
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
-from kvferry.session.events import LeaseProgress, LeaseRequest
-
-
-def at_once() -> Callable[[], bool]:
-    """The milestone of an engine that has done what it has begun."""
-    return lambda: True
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvferry.session.events import Ahead, LeaseProgress
+from kvferry import Ahead, LeaseProgress
 
 # So often within a lease the agent hears that a prompt is still being computed, or waits for its turn.
 WORDS_PER_LEASE = 3
@@ -16,6 +16,11 @@ MAX_SILENT_WORDS = 60
 
 Milestone = Callable[[], Callable[[], bool]]
 """Called, it marks what the engine has begun so far; what it returns says whether that is done, and does not wait."""
+
+
+def at_once() -> Callable[[], bool]:
+    """The milestone of an engine that has done what it has begun."""
+    return lambda: True
 
 
 @dataclass(slots=True)

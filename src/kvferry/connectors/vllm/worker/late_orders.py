@@ -6,9 +6,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvferry.connectors.vllm.worker.growing import Milestone
+from kvferry.connectors.vllm.worker.growing import Milestone, at_once
 
 Order = Callable[[], None]
+
+
+def end_of_request(milestone: Milestone, *, speculates: bool) -> Milestone:
+    """What shows that the device has done with a request that vLLM has ended. Without a speculator the last token
+    does, and to wait for what was queued behind it would cost a step."""
+    return milestone if speculates else at_once
 
 
 class LateOrders:

@@ -10,12 +10,11 @@ from collections.abc import Collection, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvferry.agent import Notice
+from kvferry import BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded, Notice
 from kvferry.connectors.vllm.metadata import EndOrder, FetchOrder, LeaseOrder, PromiseOrder, agent_name
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.connectors.vllm_middleware.arrivals import Arrival, names_of
 from kvferry.errors import TransferError
-from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded
 
 logger = logging.getLogger(__name__)
 

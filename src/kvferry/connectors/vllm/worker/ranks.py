@@ -8,7 +8,7 @@ import msgspec
 import torch
 from vllm.distributed.parallel_state import get_world_group
 
-from kvferry.plan.description.layout import Layout
+from kvferry.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)

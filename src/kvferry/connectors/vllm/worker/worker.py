@@ -22,25 +22,36 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvferry.agent import Agent, AgentConfig, Notice, new_epoch, open_agent, read_token
+from kvferry import (
+    Agent,
+    AgentConfig,
+    AgentStopped,
+    FetchRequest,
+    HoldRequest,
+    LeaseEnded,
+    LeaseRequest,
+    Notice,
+    Reason,
+    Reference,
+    Timing,
+    new_epoch,
+    open_agent,
+    read_token,
+)
 from kvferry.connectors.promise import new_key
 from kvferry.connectors.vllm.description.describe import Described, describe, engine_facts
 from kvferry.connectors.vllm.description.groups import may_grow
 from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, PromiseOrder, RankAddress, agent_name
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.stats import FerryStats, Moved
-from kvferry.connectors.vllm.worker.device import buffers_of
 from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source
-from kvferry.connectors.vllm.worker.late_orders import LateOrders
+from kvferry.connectors.vllm.worker.late_orders import LateOrders, end_of_request
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
 from kvferry.connectors.vllm.worker.ranks import Introduction, meet
 from kvferry.connectors.vllm_middleware.workers import RELEASED
+from kvferry.devices import cache_device
 from kvferry.errors import ConfigurationError
-from kvferry.plan.description.layout import contents
-from kvferry.session.commands import AgentStopped, LeaseEnded
-from kvferry.session.events import FetchRequest, HoldRequest, LeaseRequest
-from kvferry.session.timeouts import Timing
-from kvferry.wire.messages import Reason, Reference
+from kvferry.layout import contents
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +105,9 @@ class Worker:
         described = describe(self._kv_cache_config, kv_caches, facts)
         everyone, rank = meet(Introduction(new_epoch(), described.layout), self._config.parallel_config.world_size)
         layouts = tuple(introduction.layout for introduction in everyone)
-        buffers = buffers_of(kv_caches, self._settings.buffer_device, self._settings.staging_memory)
+        on = cache_device(
+            next(iter(kv_caches.values())).device, self._settings.buffer_device, self._settings.staging_memory
+        )
         agent_config = AgentConfig(
             engine_id=self._settings.engine_id,
             epoch=everyone[0].epoch,
@@ -110,14 +123,15 @@ class Worker:
             staging=self._settings.staging,
             token=read_token(self._settings.token_file),
         )
-        agent = open_agent(agent_config, buffers.cache(described, layouts), self._notices.put)
+        agent = open_agent(agent_config, on.cache(layouts, described.memories), self._notices.put)
         # At Python's 5 ms, every word of a conversation between two agents waits so long for an engine that computes.
         sys.setswitchinterval(SWITCH_S)
         agent.start()
         ends = described.layer_ends if self._settings.layer_wise else {}
-        source = Source(agent, described, buffers.milestone)
+        source = Source(agent, described, on.milestone)
         early_legs = EarlyLegs(source, self._open, self._settings.lease_s, ends)
-        late_orders = LateOrders(buffers.end_of_request(speculates=self._config.speculative_config is not None))
+        speculates = self._config.speculative_config is not None
+        late_orders = LateOrders(end_of_request(on.milestone, speculates=speculates))
         grows = described.counts_alike and may_grow(self._kv_cache_config)
         self._started.append(_Started(agent, described, early_legs, late_orders, contents(*layouts), grows))
         logger.info("kvferry rank %d of %d listens at %s", rank, len(layouts), agent.address)

@@ -1,22 +1,13 @@
-"""Which buffers caches on a device get, and what the agent is told of them; no device is touched."""
+"""Which memory of a device an agent is told of; no device is touched."""
 
-import importlib
-import warnings
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-
-pytest.importorskip("vllm.v1", reason="needs vLLM's own environment")
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
-    importlib.import_module("vllm.v1.worker.utils")
-
 import torch
 
-from kvferry.connectors.vllm.worker import device as module
-from kvferry.connectors.vllm.worker.device import buffers_of
+from kvferry import devices as module
+from kvferry.devices import CacheDevice, cache_device
 from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.tiles import plain
@@ -24,38 +15,31 @@ from kvferry.staging.device.table import StagingMemory
 from kvferry.transport.base import Memory
 
 
-class Cache:
-    """A tensor's device is all that is looked at."""
-
-    def __init__(self, device):
-        self.device = torch.device(device)
-
-
 @pytest.mark.parametrize(
     ("device", "wanted", "found"),
     [("cpu", "cpu", "cpu"), ("cuda:1", "cuda", "cuda"), ("cuda:1", "cpu", "cpu")],
 )
-def test_the_buffers_of_a_device(device, wanted, found):
-    buffers = buffers_of({"layer": Cache(device)}, wanted)
-    assert (str(buffers.device), buffers.name, buffers.buffer_device) == (device, device.split(":")[0], found)
+def test_the_buffer_device_of_a_device(device, wanted, found):
+    chosen = cache_device(torch.device(device), wanted)
+    assert (str(chosen.device), chosen.name, chosen.buffer_device) == (device, device.split(":")[0], found)
 
 
 def test_rocm_is_what_torch_calls_cuda(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.2")
-    assert buffers_of({"layer": Cache("cuda:0")}, "cuda").buffer_device == "rocm"
+    assert cache_device(torch.device("cuda:0"), "cuda").buffer_device == "rocm"
 
 
 @pytest.mark.parametrize(("device", "wanted"), [("cpu", "cuda"), ("cuda:0", "xpu"), ("xpu:0", "xpu"), ("meta", "cpu")])
 def test_what_does_not_go_together_is_refused(device, wanted):
     with pytest.raises(ConfigurationError):
-        buffers_of({"layer": Cache(device)}, wanted)
+        cache_device(torch.device(device), wanted)
 
 
 @pytest.mark.parametrize(("device", "wanted"), [("cpu", "cpu"), ("cuda:0", "cpu")])
 def test_staging_memory_lies_on_a_device_only_where_it_is_registered(device, wanted):
     with pytest.raises(ConfigurationError, match="whose memory is registered"):
-        buffers_of({"layer": Cache(device)}, wanted, StagingMemory.DEVICE)
-    assert buffers_of({"layer": Cache("cuda:0")}, "cuda", StagingMemory.DEVICE).staging is StagingMemory.DEVICE
+        cache_device(torch.device(device), wanted, StagingMemory.DEVICE)
+    assert cache_device(torch.device("cuda:0"), "cuda", StagingMemory.DEVICE).staging is StagingMemory.DEVICE
 
 
 CACHES = (Memory(1 << 40, 4096, -1), Memory(1 << 41, 8192, -1))
@@ -97,9 +81,8 @@ def launched(monkeypatch):
     return tiles
 
 
-def host_of(wanted, staging):
-    buffers = buffers_of({"layer": Cache("cuda:1")}, wanted, staging)
-    return buffers.cache(SimpleNamespace(memories=CACHES), ())
+def cache_of(wanted, staging):
+    return cache_device(torch.device("cuda:1"), wanted, staging).cache((), CACHES)
 
 
 def copies(source, target):
@@ -108,11 +91,11 @@ def copies(source, target):
 
 @pytest.mark.parametrize(("wanted", "registered"), [("cuda", 2), ("cpu", 0)])
 def test_staging_memory_of_the_host_is_pinned_while_the_mover_lives(launched, wanted, registered):
-    host = host_of(wanted, StagingMemory.HOST)
-    arena = host.arena(1 << 16)
-    assert len(host.memories) == registered
-    assert all((memory.device, memory.device_id) == ("cuda", 1) for memory in host.memories)
-    mover = host.mover([*host.memories, arena.memory], lambda: None)
+    cache = cache_of(wanted, StagingMemory.HOST)
+    arena = cache.arena(1 << 16)
+    assert len(cache.memories) == registered
+    assert all((memory.device, memory.device_id) == ("cuda", 1) for memory in cache.memories)
+    mover = cache.mover([*cache.memories, arena.memory], lambda: None)
     assert Driver.pinned == {arena.memory.address: 1 << 16}
     mover.start("gather", copies(1 << 40, arena.memory.address))
     assert [moved.error for moved in mover.poll()] == [""]
@@ -131,10 +114,10 @@ def test_staging_memory_of_the_device_is_not_pinned(launched, monkeypatch):
             self.memory = Memory(1 << 42, num_bytes, -1, name, device.index)
 
     monkeypatch.setattr(module, "DeviceArena", Arena)
-    host = host_of("cuda", StagingMemory.DEVICE)
-    arena = host.arena(1 << 16)
+    cache = cache_of("cuda", StagingMemory.DEVICE)
+    arena = cache.arena(1 << 16)
     assert made == [(1 << 16, "cuda:1", "cuda")]
-    mover = host.mover([*host.memories, arena.memory], lambda: None)
+    mover = cache.mover([*cache.memories, arena.memory], lambda: None)
     assert Driver.pinned == {}
     mover.start("scatter", copies(1 << 42, 1 << 41))
     mover.start("elsewhere", copies(1 << 42, 1 << 43))
@@ -144,6 +127,25 @@ def test_staging_memory_of_the_device_is_not_pinned(launched, monkeypatch):
 
 def test_a_driver_that_refuses_to_pin_says_what_to_do(launched, monkeypatch):
     monkeypatch.setattr(Driver, "register", lambda *_: 2)
-    host = host_of("cpu", StagingMemory.HOST)
+    cache = cache_of("cpu", StagingMemory.HOST)
     with pytest.raises(ConfigurationError, match=r"cudaHostRegister returned 2 .*hint: raise the limit"):
-        host.mover([Memory(1 << 42, 4096, -1)], lambda: None)
+        cache.mover([Memory(1 << 42, 4096, -1)], lambda: None)
+
+
+def test_a_milestone_is_an_event_on_the_engines_stream(monkeypatch):
+    done, recorded = [], []
+
+    class Event:
+        def record(self, stream):
+            recorded.append(stream)
+
+        def query(self):
+            return bool(done)
+
+    module = SimpleNamespace(Event=Event, current_stream=lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    is_done = CacheDevice(torch.device("cuda:1"), "cuda", "cuda").milestone()
+    assert (is_done(), recorded) == (False, ["stream of cuda:1"])
+    done.append(True)
+    assert is_done()
+    assert CacheDevice(torch.device("cpu"), "cpu", "cpu").milestone()()

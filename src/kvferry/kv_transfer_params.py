@@ -20,6 +20,8 @@ from msgspec import Meta
 from kvferry.errors import TransferError
 from kvferry.wire.messages import Reason, Reference
 
+__all__ = ["Reach", "RemoteCache", "early_params", "from_params", "to_params", "wants_early"]
+
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Address = Annotated[str, Meta(max_length=64)]
 # Numbers only: looking up a name that a client has chosen would let it ask any name server and wait for the answer.
@@ -35,7 +37,7 @@ class Reach(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
+class RemoteCache:
     """Where a request's cache is said to be: its reference and the control address of every source rank."""
 
     reference: Reference
@@ -90,7 +92,7 @@ def early_params(reference: Reference, addresses: Sequence[str]) -> dict[str, ob
     return params
 
 
-def from_params(params: object, reach: Reach = Reach.THIS_HOST) -> Remote:
+def from_params(params: object, reach: Reach = Reach.THIS_HOST) -> RemoteCache:
     """Read parameters that a client sent. Raises TransferError (`malformed`) for anything that is not as expected."""
     try:
         read = msgspec.convert(params, _Params)
@@ -105,7 +107,7 @@ def from_params(params: object, reach: Reach = Reach.THIS_HOST) -> Remote:
             expected="the kv_transfer_params of a prefill's response, unchanged",
         ) from error
     reference = Reference(read.remote_engine_id, ours.epoch, read.remote_request_id, ours.lease_id)
-    return Remote(reference, ours.addresses)
+    return RemoteCache(reference, ours.addresses)
 
 
 def _check_text(*names: str) -> None:

@@ -1,19 +1,16 @@
-"""What an agent is told about caches that lie on a device: registered there, or reached through staging memory."""
+"""Caches that lie on an accelerator, as torch sees it: registered there, or reached through staging memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from kvferry.agent import Cache
+from kvferry.agent.cache import Cache
 from kvferry.agent.memory.arena import Arena, host_arena
-from kvferry.connectors.vllm.description.describe import Described
-from kvferry.connectors.vllm.worker.early_legs import at_once
-from kvferry.connectors.vllm.worker.growing import Milestone
 from kvferry.errors import ConfigurationError
 from kvferry.plan.description.layout import Layout
 from kvferry.staging.device.arena import DeviceArena
@@ -25,9 +22,13 @@ from kvferry.transport.base import Memory
 from kvferry.transport.memory_kind import HOST
 from kvferry.transport.registered_memory import Regions
 
+__all__ = ["CacheDevice", "cache_device"]
+
+IsDone = Callable[[], bool]
+
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
+class CacheDevice:
     """The device that caches lie on, by kvferry's name, whose memory transports register, and where staging lies."""
 
     device: torch.device
@@ -35,13 +36,11 @@ class Buffers:
     buffer_device: str
     staging: StagingMemory = StagingMemory.HOST
 
-    def cache(self, described: Described, layouts: tuple[Layout, ...]) -> Cache:
-        """How the agent gets at the caches."""
-        if self.name == "cpu":
-            return Cache(layouts, described.memories)
-        on_device = tuple(
-            replace(memory, device=self.name, device_id=self.device.index or 0) for memory in described.memories
-        )
+    def cache(self, layouts: tuple[Layout, ...], memories: Sequence[Memory]) -> Cache:
+        """How an agent gets at the cache of one rank, which lies in these memories."""
+        if self.name == HOST:
+            return Cache(layouts, tuple(memories))
+        on_device = tuple(replace(memory, device=self.name, device_id=self.device.index or 0) for memory in memories)
         stream = SideStream(self.device)
 
         def mover(near: Sequence[Memory], notify: Callable[[], None]) -> DeviceMover:
@@ -53,20 +52,15 @@ class Buffers:
         registered = on_device if self.buffer_device == self.name else ()
         return Cache(layouts, registered, mover, self._arena, self.name, self.buffer_device)
 
-    def milestone(self) -> Callable[[], bool]:
+    def milestone(self) -> IsDone:
         """Mark what the engine has put on its stream so far, on the engine's thread; what comes back says whether that
         is done, and neither waits nor lets the stream wait."""
-        if self.name == "cpu":
-            return at_once()
+        if self.name == HOST:
+            return lambda: True
         module: Any = torch.get_device_module(self.device)
         event = module.Event()
         event.record(module.current_stream(self.device))
         return partial(_is_done, event)
-
-    def end_of_request(self, *, speculates: bool) -> Milestone:
-        """What shows that the device has done with a request that vLLM has ended. Without a speculator the last token
-        does, and to wait for what was queued behind it would cost a step."""
-        return self.milestone if speculates else at_once
 
     def _arena(self, num_bytes: int) -> Arena:
         if self.staging is StagingMemory.DEVICE:
@@ -78,25 +72,23 @@ def _is_done(event: Any) -> bool:
     return bool(event.query())
 
 
-def buffers_of(
-    caches: Mapping[str, torch.Tensor], buffer_device: str, staging: StagingMemory = StagingMemory.HOST
-) -> Buffers:
-    """Of the device that vLLM's caches lie on, its `kv_buffer_device`, and where staging memory is wanted.
+def cache_device(device: torch.device, buffer_device: str, staging: StagingMemory = StagingMemory.HOST) -> CacheDevice:
+    """For caches on this device. `buffer_device` is the device whose memory transports register, as torch calls it or
+    as kvferry does: the same, or `cpu`.
 
     Raises ConfigurationError for what does not go together, and for a device that nothing here can copy on.
     """
-    device = next(iter(caches.values())).device
     name = "rocm" if device.type == "cuda" and torch.version.hip else device.type
-    # vLLM calls it cuda wherever torch does.
+    # Engines call it cuda wherever torch does.
     wanted = name if buffer_device == device.type else buffer_device
     load_devices()
     check_pair(name, wanted)
     check_staging(name, wanted, staging)
     if device.type not in ("cpu", "cuda"):
         raise ConfigurationError(
-            f"vLLM's caches on {name} cannot be reached yet",
+            f"caches on {name} cannot be reached yet",
             found=f"caches on {device}",
             expected="a CPU, a CUDA device or a ROCm device",
             hint="kvferry cannot pin staging memory for this device",
         )
-    return Buffers(device, name, wanted, staging)
+    return CacheDevice(device, name, wanted, staging)
