@@ -4,25 +4,13 @@ from dataclasses import replace
 
 import pytest
 from playbook import play
-from test_source_push import (
-    ABORT,
-    CLAIM,
-    CLEAN,
-    GRANT,
-    KEY,
-    LANDED,
-    LEASE,
-    MET,
-    NUM_BYTES,
-    OFFER,
-    REFERENCE,
-    THEM,
-    TIMING,
-    US,
-    said,
-)
+from session_cases import REFERENCE, answer, failure, said
+from session_cases import SOURCE as US
+from session_cases import TARGET as THEM
+from session_cases import TARGET_OFFER as OFFER
+from test_source_push import ABORT, CLAIM, CLEAN, GRANT, KEY, LANDED, LEASE, MET, NUM_BYTES, TIMING
 from test_source_push import source as source  # the fixture
-from test_target_push import GRANTED, HANDSHAKE, RENEW, WRITTEN, answer, failure
+from test_target_push import GRANTED, HANDSHAKE, RENEW, WRITTEN
 from test_target_push import LANDED as TELL_LANDED
 from test_target_push import TIMING as TARGET_TIMING
 from test_target_push import target as target  # the fixture

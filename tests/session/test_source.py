@@ -3,15 +3,17 @@ from dataclasses import replace
 import msgspec
 import pytest
 from playbook import play
+from session_cases import REFERENCE, said
+from session_cases import SOURCE as US
+from session_cases import SOURCE_LAYOUT as LAYOUT
+from session_cases import TARGET as READER
 
 from kvferry.errors import IllegalEventError
-from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.layout import Axis, CacheGroup, Layout, Placement, Region, State, fingerprint
-from kvferry.plan.description.model import attention
 from kvferry.plan.description.prompt import UNKNOWN_PROMPT, Prompt
 from kvferry.plan.description.span import Span
 from kvferry.session.commands import Count, LeaseEnded, Reply
-from kvferry.session.events import FrameArrived, LeaseRequest, LeaseWithdrawn, Tick
+from kvferry.session.events import LeaseRequest, LeaseWithdrawn, Tick
 from kvferry.session.source.early_messages import MAX_EARLY, MAX_EARLY_OF_ONE
 from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.lease import LEASE_TABLE, LeaseState
@@ -21,24 +23,16 @@ from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, handshake_s=5.0, tombstone_s=60.0)
-US = m.Party("p0", "epoch-1", 0)
-READER = m.Party("d0", "epoch-9", 0)
 OTHER_READER = m.Party("d0", "epoch-9", 1)
 STRANGER = m.Party("d1", "epoch-5", 0)
-LAYOUT = describe(attention(2, 2, 4, "float32", 4), EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
 IDENTITY = SourceIdentity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0))
 LEASE = LeaseRequest("r1", "l1", ((3, 5),), 7)
-REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
 CLAIM = m.Claim(READER, "c1", REFERENCE, 6, (0,))
 GRANT = Reply("x", m.Grant("c1", ((3, 5),)))
 
 
 def session(layout=LAYOUT) -> SourceSession:
     return SourceSession(replace(IDENTITY, layouts=(layout,)), TIMING)
-
-
-def from_peer(message, peer="x"):
-    return FrameArrived(peer, message)
 
 
 def refusal(commands, reason):
@@ -51,9 +45,9 @@ def test_a_cache_is_claimed_read_validated_and_freed():
         session(),
         [
             (0, LEASE, []),
-            (1, from_peer(CLAIM), [GRANT]),
-            (2, from_peer(m.Renew(READER, ("l1",))), [Reply("x", m.Renewed(()))]),
-            (3, from_peer(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), LeaseEnded("r1", "done")]),
+            (1, said(CLAIM), [GRANT]),
+            (2, said(m.Renew(READER, ("l1",))), [Reply("x", m.Renewed(()))]),
+            (3, said(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), LeaseEnded("r1", "done")]),
         ],
     )
 
@@ -65,8 +59,8 @@ def test_hello_names_us_and_the_layout():
     play(
         session(),
         [
-            (0, from_peer(hello), [Reply("x", welcome)]),
-            (0, from_peer(m.OfferRequest(READER)), [Reply("x", offer)]),
+            (0, said(hello), [Reply("x", welcome)]),
+            (0, said(m.OfferRequest(READER)), [Reply("x", offer)]),
         ],
     )
 
@@ -80,7 +74,7 @@ def test_hello_names_us_and_the_layout():
     ],
 )
 def test_a_hello_that_does_not_fit_is_refused(hello, reason):
-    assert refusal(session().handle(from_peer(hello), 0), reason)
+    assert refusal(session().handle(said(hello), 0), reason)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +88,7 @@ def test_a_hello_that_does_not_fit_is_refused(hello, reason):
 def test_a_claim_that_the_record_does_not_support_is_refused(claim, reason):
     source = session()
     source.handle(LEASE, 0)
-    assert refusal(source.handle(from_peer(claim), 1), reason)
+    assert refusal(source.handle(said(claim), 1), reason)
     assert source.num_live() == 1
 
 
@@ -103,15 +97,15 @@ def test_a_claim_for_another_prompt_is_refused_and_claims_nothing():
     source.handle(replace(LEASE, prompt=own), 0)
     for tokens, lease_id in (([0, 1, 9], "l1"), (range(8), "l1"), (range(6), "another lease")):
         claim = msgspec.structs.replace(CLAIM, prompt=Prompt.of(tokens).name(lease_id))
-        assert refusal(source.handle(from_peer(claim), 1), m.Reason.WRONG_PROMPT)
+        assert refusal(source.handle(said(claim), 1), m.Reason.WRONG_PROMPT)
     right = msgspec.structs.replace(CLAIM, prompt=Prompt.of(range(6)).name("l1"))
-    play(source, [(1, from_peer(right), [GRANT])])
+    play(source, [(1, said(right), [GRANT])])
 
 
 def test_a_claim_for_a_prompt_without_a_name_is_told_so_and_claims_nothing():
     source = session()
     source.handle(replace(LEASE, is_unnamed=True), 0)
-    assert refusal(source.handle(from_peer(CLAIM), 1), m.Reason.UNNAMED_PROMPT)
+    assert refusal(source.handle(said(CLAIM), 1), m.Reason.UNNAMED_PROMPT)
     assert source.num_live() == 1
 
 
@@ -124,34 +118,34 @@ def test_a_lease_that_has_ended_keeps_no_prompt():
 
 def test_a_second_engine_cannot_claim_a_claimed_lease():
     source = session()
-    play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT])])
-    assert refusal(source.handle(from_peer(m.Claim(STRANGER, "c1", REFERENCE, 6, (0,))), 1), m.Reason.ALREADY_CLAIMED)
+    play(source, [(0, LEASE, []), (1, said(CLAIM), [GRANT])])
+    assert refusal(source.handle(said(m.Claim(STRANGER, "c1", REFERENCE, 6, (0,))), 1), m.Reason.ALREADY_CLAIMED)
 
 
 def test_a_second_attempt_of_the_same_reader_is_not_the_first_one_repeated():
     """Else the first attempt's completion frees the blocks while the second still reads, and both are told valid."""
     source = session()
-    play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT]), (1, from_peer(CLAIM), [GRANT])])
-    assert refusal(source.handle(from_peer(m.Claim(READER, "c2", REFERENCE, 6, (0,))), 1), m.Reason.ALREADY_CLAIMED)
-    play(source, [(2, from_peer(m.Abort(READER, "c2", "l1")), [Reply("x", m.Aborted("c2", US.epoch))])])
-    assert refusal(source.handle(from_peer(m.Landed(READER, "c2", "l1")), 2), m.Reason.NOT_CLAIMED)
-    play(source, [(3, from_peer(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), LeaseEnded("r1", "done")])])
-    assert refusal(source.handle(from_peer(m.Landed(READER, "c2", "l1")), 4), m.Reason.NOT_CLAIMED)
+    play(source, [(0, LEASE, []), (1, said(CLAIM), [GRANT]), (1, said(CLAIM), [GRANT])])
+    assert refusal(source.handle(said(m.Claim(READER, "c2", REFERENCE, 6, (0,))), 1), m.Reason.ALREADY_CLAIMED)
+    play(source, [(2, said(m.Abort(READER, "c2", "l1")), [Reply("x", m.Aborted("c2", US.epoch))])])
+    assert refusal(source.handle(said(m.Landed(READER, "c2", "l1")), 2), m.Reason.NOT_CLAIMED)
+    play(source, [(3, said(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), LeaseEnded("r1", "done")])])
+    assert refusal(source.handle(said(m.Landed(READER, "c2", "l1")), 4), m.Reason.NOT_CLAIMED)
 
 
 def test_an_expired_lease_frees_its_blocks_once_and_is_never_valid_again():
     source = session()
     expired = [LeaseEnded("r1", "expired"), Count("leases_expired", m.Reason.EXPIRED)]
-    play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT]), (11.5, Tick(), expired), (12, Tick(), [])])
-    assert refusal(source.handle(from_peer(m.Landed(READER, "c1", "l1")), 13), m.Reason.EXPIRED)
-    assert refusal(source.handle(from_peer(CLAIM), 13), m.Reason.EXPIRED)
+    play(source, [(0, LEASE, []), (1, said(CLAIM), [GRANT]), (11.5, Tick(), expired), (12, Tick(), [])])
+    assert refusal(source.handle(said(m.Landed(READER, "c1", "l1")), 13), m.Reason.EXPIRED)
+    assert refusal(source.handle(said(CLAIM), 13), m.Reason.EXPIRED)
     assert source.num_live() == 0
 
 
 def test_expiry_is_noticed_before_the_message_that_comes_too_late():
     source = session()
-    play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT])])
-    commands = source.handle(from_peer(m.Landed(READER, "c1", "l1")), 11.5)
+    play(source, [(0, LEASE, []), (1, said(CLAIM), [GRANT])])
+    commands = source.handle(said(m.Landed(READER, "c1", "l1")), 11.5)
     assert commands[0] == LeaseEnded("r1", "expired")
     assert refusal(commands, m.Reason.EXPIRED)
 
@@ -162,36 +156,36 @@ def test_heartbeats_keep_a_lease_and_say_which_are_gone():
         source,
         [
             (0, LEASE, []),
-            (1, from_peer(CLAIM), [GRANT]),
-            (9, from_peer(m.Renew(READER, ("l1", "l0"))), [Reply("x", m.Renewed(("l0",)))]),
-            (18, from_peer(m.Renew(STRANGER, ("l1",))), [Reply("x", m.Renewed(("l1",)))]),
-            (18.5, from_peer(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), LeaseEnded("r1", "done")]),
+            (1, said(CLAIM), [GRANT]),
+            (9, said(m.Renew(READER, ("l1", "l0"))), [Reply("x", m.Renewed(("l0",)))]),
+            (18, said(m.Renew(STRANGER, ("l1",))), [Reply("x", m.Renewed(("l1",)))]),
+            (18.5, said(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1")), LeaseEnded("r1", "done")]),
         ],
     )
 
 
 @pytest.mark.parametrize(
     "end",
-    [from_peer(m.Abort(READER, "c1", "l1")), LeaseWithdrawn("r1"), Tick()],
+    [said(m.Abort(READER, "c1", "l1")), LeaseWithdrawn("r1"), Tick()],
 )
 def test_a_heartbeat_does_not_keep_what_has_ended(end):
     """Else a reader goes on with blocks that the engine has given away, and the record of their end stays for ever."""
     source = session()
-    play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT])])
+    play(source, [(0, LEASE, []), (1, said(CLAIM), [GRANT])])
     source.handle(end, 11.5 if isinstance(end, Tick) else 2)
     forgotten = source.next_deadline()
-    play(source, [(30, from_peer(m.Renew(READER, ("l1",))), [Reply("x", m.Renewed(("l1",)))])])
+    play(source, [(30, said(m.Renew(READER, ("l1",))), [Reply("x", m.Renewed(("l1",)))])])
     assert source.next_deadline() == forgotten
 
 
 def test_who_has_all_bytes_is_not_told_that_the_lease_is_gone_and_does_not_keep_its_record():
     """It may not have heard yet that it has them."""
     source = session()
-    play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT])])
-    source.handle(from_peer(m.Landed(READER, "c1", "l1")), 2)
-    play(source, [(30, from_peer(m.Renew(STRANGER, ("l1",))), [Reply("x", m.Renewed(("l1",)))])])
+    play(source, [(0, LEASE, []), (1, said(CLAIM), [GRANT])])
+    source.handle(said(m.Landed(READER, "c1", "l1")), 2)
+    play(source, [(30, said(m.Renew(STRANGER, ("l1",))), [Reply("x", m.Renewed(("l1",)))])])
     forgotten = source.next_deadline()
-    play(source, [(forgotten - 1, from_peer(m.Renew(READER, ("l1",))), [Reply("x", m.Renewed(()))])])
+    play(source, [(forgotten - 1, said(m.Renew(READER, ("l1",))), [Reply("x", m.Renewed(()))])])
     play(source, [(forgotten, Tick(), [])])
     assert not list(source._leases)
 
@@ -205,12 +199,12 @@ def test_completions_are_identified_and_idempotent():
         source,
         [
             (0, LEASE, []),
-            (1, from_peer(both), [GRANT]),
-            (1, from_peer(m.Landed(READER, "c1", "l1")), [valid]),
-            (2, from_peer(m.Landed(READER, "c1", "l1")), [valid]),
-            (3, from_peer(m.Claim(OTHER_READER, "c2", REFERENCE, 6, (0, 1))), [Reply]),
-            (4, from_peer(m.Landed(OTHER_READER, "c2", "l1")), [Reply, LeaseEnded("r1", "done")]),
-            (5, from_peer(m.Landed(READER, "c1", "l1")), [valid]),
+            (1, said(both), [GRANT]),
+            (1, said(m.Landed(READER, "c1", "l1")), [valid]),
+            (2, said(m.Landed(READER, "c1", "l1")), [valid]),
+            (3, said(m.Claim(OTHER_READER, "c2", REFERENCE, 6, (0, 1))), [Reply]),
+            (4, said(m.Landed(OTHER_READER, "c2", "l1")), [Reply, LeaseEnded("r1", "done")]),
+            (5, said(m.Landed(READER, "c1", "l1")), [valid]),
         ],
     )
 
@@ -218,8 +212,8 @@ def test_completions_are_identified_and_idempotent():
 def test_landed_without_a_claim_is_refused():
     source = session()
     source.handle(LEASE, 0)
-    assert refusal(source.handle(from_peer(m.Landed(READER, "c1", "l1")), 1), m.Reason.NOT_CLAIMED)
-    assert refusal(source.handle(from_peer(m.Landed(READER, "c1", "l0")), 1), m.Reason.UNKNOWN_LEASE)
+    assert refusal(source.handle(said(m.Landed(READER, "c1", "l1")), 1), m.Reason.NOT_CLAIMED)
+    assert refusal(source.handle(said(m.Landed(READER, "c1", "l0")), 1), m.Reason.UNKNOWN_LEASE)
 
 
 EARLY = m.Claim(READER, "c1", REFERENCE, 6, (0,))
@@ -227,9 +221,9 @@ EARLY = m.Claim(READER, "c1", REFERENCE, 6, (0,))
 
 def test_a_claim_that_is_faster_than_the_engine_waits_for_its_lease():
     source = session()
-    assert source.handle(from_peer(EARLY), 1) == []
+    assert source.handle(said(EARLY), 1) == []
     assert source.next_deadline() == 1 + TIMING.early_claim_s
-    assert source.handle(from_peer(EARLY), 2) == [Reply("x", m.Renewed(()))], "somebody is here"
+    assert source.handle(said(EARLY), 2) == [Reply("x", m.Renewed(()))], "somebody is here"
     (granted,) = source.handle(LEASE, 3)
     assert granted == Reply("x", m.Grant("c1", LEASE.block_tables))
     assert source.next_deadline() == 3 + TIMING.lease_s
@@ -237,15 +231,15 @@ def test_a_claim_that_is_faster_than_the_engine_waits_for_its_lease():
 
 def test_a_claim_without_any_lease_is_refused_in_the_end():
     source = session()
-    source.handle(from_peer(EARLY), 1)
+    source.handle(said(EARLY), 1)
     assert refusal(source.handle(Tick(), 1 + TIMING.early_claim_s), m.Reason.UNKNOWN_LEASE)
     assert source.next_deadline() == float("inf")
 
 
 def test_an_abort_that_is_faster_than_the_engine_ends_the_lease_as_it_opens():
     source = session()
-    source.handle(from_peer(EARLY), 1)
-    source.handle(from_peer(m.Abort(READER, "c1", "l1")), 2)
+    source.handle(said(EARLY), 1)
+    source.handle(said(m.Abort(READER, "c1", "l1")), 2)
     commands = source.handle(LEASE, 3)
     assert [type(command) for command in commands] == [Reply, LeaseEnded]
     assert source.num_live() == 0
@@ -259,7 +253,7 @@ def test_a_state_of_fixed_size_is_only_good_after_the_tokens_that_made_it():
     for num_tokens, reason in ((6, m.Reason.OUT_OF_RANGE), (7, None), (0, None)):
         source = session(layout)
         source.handle(LEASE, 0)
-        commands = source.handle(from_peer(m.Claim(READER, "c1", REFERENCE, num_tokens, (0,))), 1)
+        commands = source.handle(said(m.Claim(READER, "c1", REFERENCE, num_tokens, (0,))), 1)
         assert refusal(commands, reason) if reason else isinstance(commands[0].message, m.Grant)
 
 
@@ -267,17 +261,17 @@ def test_only_so_many_claims_may_wait():
     source = session()
     for number in range(MAX_EARLY):
         claim = m.Claim(READER, "c1", m.Reference("p0", "epoch-1", "r1", f"made-up-{number}"), 6, (0,))
-        assert source.handle(from_peer(claim, f"peer {number % 16}"), 1) == []
-    assert refusal(source.handle(from_peer(EARLY), 1), m.Reason.UNKNOWN_LEASE)
+        assert source.handle(said(claim, f"peer {number % 16}"), 1) == []
+    assert refusal(source.handle(said(EARLY), 1), m.Reason.UNKNOWN_LEASE)
 
 
 def test_one_peer_does_not_take_the_room_of_others_claims():
     source = session()
     for number in range(MAX_EARLY_OF_ONE + 1):
         reference = m.Reference("p0", "epoch-1", "r1", f"made-up-{number}")
-        commands = source.handle(from_peer(m.Claim(READER, "c1", reference, 6, (0,)), "greedy"), 1)
+        commands = source.handle(said(m.Claim(READER, "c1", reference, 6, (0,)), "greedy"), 1)
     assert refusal(commands, m.Reason.UNKNOWN_LEASE)
-    assert source.handle(from_peer(EARLY), 1) == []
+    assert source.handle(said(EARLY), 1) == []
 
 
 def test_an_abort_frees_the_blocks_and_is_acknowledged_every_time():
@@ -286,10 +280,10 @@ def test_an_abort_frees_the_blocks_and_is_acknowledged_every_time():
         session(),
         [
             (0, LEASE, []),
-            (1, from_peer(CLAIM), [GRANT]),
-            (2, from_peer(m.Abort(STRANGER, "c1", "l1")), [aborted]),
-            (2, from_peer(m.Abort(READER, "c1", "l1")), [aborted, LeaseEnded("r1", m.Reason.ABORTED)]),
-            (3, from_peer(m.Abort(READER, "c1", "l1")), [aborted]),
+            (1, said(CLAIM), [GRANT]),
+            (2, said(m.Abort(STRANGER, "c1", "l1")), [aborted]),
+            (2, said(m.Abort(READER, "c1", "l1")), [aborted, LeaseEnded("r1", m.Reason.ABORTED)]),
+            (3, said(m.Abort(READER, "c1", "l1")), [aborted]),
         ],
     )
 
@@ -298,7 +292,7 @@ def test_a_withdrawn_lease_is_over():
     source = session()
     freed = LeaseEnded("r1", "withdrawn")
     play(source, [(0, LEASE, []), (1, LeaseWithdrawn("r1"), [freed]), (2, LeaseWithdrawn("r1"), [])])
-    assert refusal(source.handle(from_peer(CLAIM), 3), m.Reason.EXPIRED)
+    assert refusal(source.handle(said(CLAIM), 3), m.Reason.EXPIRED)
 
 
 def test_tombstones_are_forgotten():
@@ -308,7 +302,7 @@ def test_tombstones_are_forgotten():
 
 
 def test_a_message_that_only_sources_send_is_refused():
-    assert refusal(session().handle(from_peer(m.Valid("c1")), 0), m.Reason.MALFORMED)
+    assert refusal(session().handle(said(m.Valid("c1")), 0), m.Reason.MALFORMED)
 
 
 def test_an_illegal_event_raises_with_the_history():
@@ -331,28 +325,28 @@ def test_timing_is_data():
 
 def test_every_claim_adds_its_readers_and_keeps_the_lease():
     source = session()
-    play(source, [(0, LEASE, []), (9, from_peer(CLAIM), [GRANT]), (12, Tick(), [])])
-    play(source, [(18, from_peer(m.Claim(OTHER_READER, "c2", REFERENCE, 6, (1,))), [Reply]), (27, Tick(), [])])
-    play(source, [(27, from_peer(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1"))]), (36, Tick(), [])])
-    play(source, [(36, from_peer(m.Landed(OTHER_READER, "c2", "l1")), [Reply, LeaseEnded("r1", "done")])])
+    play(source, [(0, LEASE, []), (9, said(CLAIM), [GRANT]), (12, Tick(), [])])
+    play(source, [(18, said(m.Claim(OTHER_READER, "c2", REFERENCE, 6, (1,))), [Reply]), (27, Tick(), [])])
+    play(source, [(27, said(m.Landed(READER, "c1", "l1")), [Reply("x", m.Valid("c1"))]), (36, Tick(), [])])
+    play(source, [(36, said(m.Landed(OTHER_READER, "c2", "l1")), [Reply, LeaseEnded("r1", "done")])])
 
 
 def test_a_later_claim_does_not_take_readers_away():
     source = session()
     both, one = m.Claim(READER, "c1", REFERENCE, 6, (0, 1)), m.Claim(OTHER_READER, "c2", REFERENCE, 6, (1,))
-    play(source, [(0, LEASE, []), (1, from_peer(both), [Reply]), (1, from_peer(one), [Reply])])
-    play(source, [(2, from_peer(m.Landed(OTHER_READER, "c2", "l1")), [Reply("x", m.Valid("c2"))])])
+    play(source, [(0, LEASE, []), (1, said(both), [Reply]), (1, said(one), [Reply])])
+    play(source, [(2, said(m.Landed(OTHER_READER, "c2", "l1")), [Reply("x", m.Valid("c2"))])])
 
 
 def test_another_incarnation_of_the_reader_is_another_engine():
     source = session()
-    play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT])])
+    play(source, [(0, LEASE, []), (1, said(CLAIM), [GRANT])])
     restarted = m.Party("d0", "epoch-10", 1)
-    assert refusal(source.handle(from_peer(m.Claim(restarted, "c1", REFERENCE, 6, (1,))), 1), m.Reason.ALREADY_CLAIMED)
+    assert refusal(source.handle(said(m.Claim(restarted, "c1", REFERENCE, 6, (1,))), 1), m.Reason.ALREADY_CLAIMED)
 
 
 def test_before_any_claim_whoever_knows_the_lease_may_end_it():
-    abort = from_peer(m.Abort(READER, "c1", "l1"))
+    abort = said(m.Abort(READER, "c1", "l1"))
     play(
         session(),
         [(0, LEASE, []), (1, abort, [Reply("x", m.Aborted("c1", US.epoch)), LeaseEnded("r1", m.Reason.ABORTED)])],
@@ -360,11 +354,11 @@ def test_before_any_claim_whoever_knows_the_lease_may_end_it():
 
 
 def test_before_any_claim_whoever_knows_the_lease_keeps_it_alive():
-    renew = from_peer(m.Renew(READER, ("l1", "l2")))
+    renew = said(m.Renew(READER, ("l1", "l2")))
     alive = [Reply("x", m.Renewed(("l2",)))]
     source = session()
-    play(source, [(0, LEASE, []), (8, renew, alive), (16, renew, alive), (24, from_peer(CLAIM), [GRANT])])
-    stranger = from_peer(m.Renew(STRANGER, ("l1",)))
+    play(source, [(0, LEASE, []), (8, renew, alive), (16, renew, alive), (24, said(CLAIM), [GRANT])])
+    stranger = said(m.Renew(STRANGER, ("l1",)))
     assert source.handle(stranger, 33.0) == [Reply("x", m.Renewed(("l1",)))]
     assert LeaseEnded("r1", m.Reason.EXPIRED) in source.handle(Tick(), 34.1)
 
@@ -373,23 +367,23 @@ def test_memory_may_be_read_from_an_offer_to_the_end_of_the_claims():
     """Some transports need the source's help meanwhile, and only then."""
     source = session()
     assert not source.may_be_read(0.0)
-    source.handle(from_peer(m.OfferRequest(READER)), 1.0)
+    source.handle(said(m.OfferRequest(READER)), 1.0)
     assert source.may_be_read(5.9)
     assert not source.may_be_read(6.1)
     source.handle(LEASE, 7.0)
     assert not source.may_be_read(7.0)
-    source.handle(from_peer(CLAIM), 8.0)
+    source.handle(said(CLAIM), 8.0)
     assert source.may_be_read(8.0)
-    source.handle(from_peer(m.Landed(READER, "c1", "l1")), 9.0)
+    source.handle(said(m.Landed(READER, "c1", "l1")), 9.0)
     assert not source.may_be_read(9.0)
 
 
 def test_a_claim_says_that_the_tests_are_over():
     source = session()
-    source.handle(from_peer(m.OfferRequest(READER)), 0.0)
+    source.handle(said(m.OfferRequest(READER)), 0.0)
     source.handle(LEASE, 0.0)
-    source.handle(from_peer(CLAIM), 0.5)
-    source.handle(from_peer(m.Landed(READER, "c1", "l1")), 1.0)
+    source.handle(said(CLAIM), 0.5)
+    source.handle(said(m.Landed(READER, "c1", "l1")), 1.0)
     assert not source.may_be_read(1.0)
 
 
@@ -397,11 +391,11 @@ def test_who_needs_nothing_says_that_the_tests_are_over():
     """While it tests it may renew what it is going to claim."""
     source = session()
     source.handle(LEASE, 0.0)
-    source.handle(from_peer(m.OfferRequest(READER)), 0.0)
-    source.handle(from_peer(m.Renew(READER, ("l1",))), 0.4)
-    source.handle(from_peer(m.Renew(STRANGER, ())), 0.4)
+    source.handle(said(m.OfferRequest(READER)), 0.0)
+    source.handle(said(m.Renew(READER, ("l1",))), 0.4)
+    source.handle(said(m.Renew(STRANGER, ())), 0.4)
     assert source.may_be_read(0.5)
-    play(source, [(0.5, from_peer(m.Renew(READER, ())), [Reply("x", m.Renewed(()))])])
+    play(source, [(0.5, said(m.Renew(READER, ())), [Reply("x", m.Renewed(()))])])
     assert not source.may_be_read(0.5)
 
 
@@ -409,18 +403,18 @@ def test_one_readers_claim_does_not_say_that_anothers_tests_are_over():
     source = session()
     source.handle(LEASE, 0.0)
     for party in (READER, STRANGER):
-        source.handle(from_peer(m.OfferRequest(party)), 1.0)
-    source.handle(from_peer(CLAIM), 2.0)
-    source.handle(from_peer(m.Landed(READER, "c1", "l1")), 2.5)
+        source.handle(said(m.OfferRequest(party)), 1.0)
+    source.handle(said(CLAIM), 2.0)
+    source.handle(said(m.Landed(READER, "c1", "l1")), 2.5)
     assert source.may_be_read(2.5)
     assert not source.may_be_read(6.1)
 
 
-@pytest.mark.parametrize("end", [from_peer(m.Abort(READER, "c1", "l1")), LeaseWithdrawn("r1"), Tick()])
+@pytest.mark.parametrize("end", [said(m.Abort(READER, "c1", "l1")), LeaseWithdrawn("r1"), Tick()])
 def test_a_read_goes_on_after_its_lease_until_the_record_is_forgotten(end):
     """Some tickets end only with the source's help, and the reader's blocks are in quarantine until then."""
     source = session()
-    play(source, [(0, LEASE, []), (1, from_peer(CLAIM), [GRANT])])
+    play(source, [(0, LEASE, []), (1, said(CLAIM), [GRANT])])
     source.handle(end, 11.5)
     assert source.num_live() == 0
     assert source.may_be_read(12.0)

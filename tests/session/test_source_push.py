@@ -3,6 +3,11 @@
 import msgspec
 import pytest
 from playbook import play
+from session_cases import MODEL, REFERENCE, reason, said, source_session
+from session_cases import SOURCE_LAYOUT as LAYOUT
+from session_cases import TARGET as THEM
+from session_cases import TARGET_LAYOUTS as TARGETS
+from session_cases import TARGET_OFFER as OFFER
 
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
@@ -13,7 +18,6 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Cancel, Connect, Count, Digest, Disconnect, DropDigest, LeaseEnded, Post, Reply
 from kvferry.session.events import (
     Digested,
-    FrameArrived,
     LeaseRequest,
     LeaseWithdrawn,
     PeerConnected,
@@ -24,19 +28,12 @@ from kvferry.session.events import (
 from kvferry.session.keys import ClaimKey
 from kvferry.session.source.aborted_claims import MAX_ABORTED
 from kvferry.session.source.completed_reads import LOOK_AFTER_S
-from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceSession
 from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, tombstone_s=60.0, idle_peer_s=100.0)
-MODEL = attention(2, 2, 4, "float32", 4)
-LAYOUT = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
-TARGETS = describe(MODEL, EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
-US, THEM = m.Party("p0", "epoch-1", 0), m.Party("d0", "epoch-9", 0)
 LEASE = LeaseRequest("r1", "l1", ((3, 5),), 7)
-REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
-OFFER = m.TargetOffer(THEM, TARGETS, (m.TransportOffer("shm", b"there", ""),), m.Probe(4096, 64, 7))
 CLAIM = m.Claim(THEM, "c1", REFERENCE, 6, (0,), Direction.WRITE, ((2,),), (TokenRange(0, 6),))
 KEY = ClaimKey("l1", THEM, "c1")
 GRANT, CANCEL = Reply("x", m.Grant("c1", ())), Cancel(KEY)
@@ -46,13 +43,9 @@ LANDED = m.Landed(THEM, "c1", "l1")
 NUM_BYTES = 6 * MODEL.bytes_per_token
 
 
-def said(message, peer="x"):
-    return FrameArrived(peer, message)
-
-
 @pytest.fixture
 def source() -> SourceSession:
-    return SourceSession(SourceIdentity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
+    return source_session(TIMING)
 
 
 MET = [
@@ -66,11 +59,6 @@ ENDED = [Reply, VALID]
 STATES = tuple(state.name for state in LAYOUT.states[:2])
 SUBJECT = Subject(DigestPolicy.FULL, 0, (Part(STATES, (Span(0, 2), Span(0, 4)), ALL_TOKENS, TokenRange(0, 6)),))
 TWO = describe(MODEL, EngineShape(2, 1, 8, 4, "head-major"), 1 << 30)
-
-
-def reason(commands):
-    (refusal,) = (command.message for command in commands if isinstance(command, Reply))
-    return str(refusal.reason)
 
 
 def test_a_cache_is_written_and_valid(source):

@@ -3,9 +3,11 @@
 import msgspec
 import pytest
 from playbook import play
+from session_cases import MODEL, REFERENCE, reason, said, source_session
+from session_cases import SOURCE_LAYOUT as LAYOUT
+from session_cases import TARGET as THEM
+from session_cases import TARGET_OFFER as OFFER
 
-from kvferry.plan.description.describe import EngineShape, describe
-from kvferry.plan.description.model import attention
 from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange
 from kvferry.plan.digests.subject import DigestPolicy, Part, Subject
@@ -16,7 +18,6 @@ from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import Cancel, Connect, Count, Digest, LeaseEnded, Post, Reply
 from kvferry.session.events import (
     Digested,
-    FrameArrived,
     LeaseProgress,
     LeaseRequest,
     LeaseWithdrawn,
@@ -26,20 +27,13 @@ from kvferry.session.events import (
 )
 from kvferry.session.keys import ClaimKey
 from kvferry.session.source.completed_reads import LOOK_AFTER_S
-from kvferry.session.source.handshake import SourceIdentity
 from kvferry.session.source.session import SourceSession
 from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(lease_s=10.0, tombstone_s=60.0, idle_peer_s=100.0)
-MODEL = attention(2, 2, 4, "float32", 4)
-LAYOUT = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
-TARGETS = describe(MODEL, EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
-US, THEM = m.Party("p0", "epoch-1", 0), m.Party("d0", "epoch-9", 0)
 TABLES = ((3, 5, 6),)
 LEASE, GROWING = LeaseRequest("r1", "l1", TABLES, 12), LeaseRequest("r1", "l1", ((),), 12, is_growing=True)
-REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
-OFFER = m.TargetOffer(THEM, TARGETS, (m.TransportOffer("cma", b"there", ""),), m.Probe(4096, 64, 7))
 CLAIM = m.Claim(THEM, "c1", REFERENCE, 12, (0,), Direction.READ, ((2, 0),), (TokenRange(0, 12),), read_from=8)
 KEY = ClaimKey("l1", THEM, "c1")
 GRANT, CANCEL = Reply("x", m.Grant("c1", TABLES)), Cancel(KEY)
@@ -50,13 +44,9 @@ STATES = tuple(state.name for state in LAYOUT.states[:2])
 SUBJECT = Subject(DigestPolicy.SAMPLED, 0, (Part(STATES, (Span(0, 2), Span(0, 4)), ALL_TOKENS, TokenRange(0, 12)),))
 
 
-def said(message, peer="x"):
-    return FrameArrived(peer, message)
-
-
 @pytest.fixture
 def source() -> SourceSession:
-    return SourceSession(SourceIdentity(US, "0.1.0", (LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
+    return source_session(TIMING)
 
 
 REACHED = [
@@ -65,11 +55,6 @@ REACHED = [
 ]
 GRANTED = [(0, LEASE, []), *REACHED, (1, said(CLAIM), [GRANT])]
 WRITING = [*GRANTED, (1, Tick(), [Post])]
-
-
-def reason(commands):
-    (refusal,) = (each.message for each in commands if isinstance(each, Reply) and isinstance(each.message, m.Refusal))
-    return str(refusal.reason)
 
 
 def test_it_grants_writes_its_part_and_is_asked(source):

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 from playbook import play
+from session_cases import PEER, PROBE, REFERENCE, SOURCE, TRANSPORTS, answer, failure, said
+from session_cases import TARGET as US
 
 from kvferry.errors import ConfigurationError, TransferError
 from kvferry.plan.description.describe import EngineShape, describe
@@ -44,10 +46,8 @@ from kvferry.session.commands import (
 from kvferry.session.events import (
     AbortRequest,
     Acquired,
-    AnswerArrived,
     Digested,
     FetchRequest,
-    FrameArrived,
     LeaseProgress,
     LeaseRequest,
     LeaseWithdrawn,
@@ -56,7 +56,7 @@ from kvferry.session.events import (
     Tick,
     TicketEnded,
 )
-from kvferry.session.keys import ClaimKey, PeerKey, ReadKey, SlotKey
+from kvferry.session.keys import ClaimKey, ReadKey, SlotKey
 from kvferry.session.slot import SLOT_TABLE, SlotState
 from kvferry.session.source import writes
 from kvferry.session.source.completed_reads import LOOK_AFTER_S
@@ -75,20 +75,12 @@ SOURCE_LAYOUT = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)
 TARGET_LAYOUTS = describe(MODEL, EngineShape(1, 1, 4, 8, "block-head-major"), 1 << 30)
 NUM_TOKENS = 16
 STRETCH_BYTES = 4 * MODEL.bytes_per_token
-US, SOURCE = m.Party("d0", "epoch-9", 0), m.Party("p0", "epoch-1", 0)
-PEER = PeerKey("tcp://127.0.0.1:1", "p0", "epoch-1")
-REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
 SOURCE_TABLES, TABLES, RANGES = ((6, 1, 4, 3),), ((0, 5, 2, 7),), (TokenRange(0, NUM_TOKENS),)
 WANTED = FetchRequest("q1", REFERENCE, (PEER.address,), TABLES, RANGES)
-TRANSPORTS, PROBE = (m.TransportOffer("shm", b"here", ""),), m.Probe(4096, 64, 7)
 TARGET_OFFER = m.TargetOffer(US, TARGET_LAYOUTS, TRANSPORTS, PROBE)
 CLAIM = m.Claim(US, "q1", REFERENCE, NUM_TOKENS, (0,), Direction.WRITE, TABLES, RANGES, Strategy.PACK, STRETCH_BYTES)
 ARENA = 1 << 40
 LANDED, ABORT = Send(PEER, m.Landed(US, "q1", "l1")), Send(PEER, m.Abort(US, "q1", "l1"))
-
-
-def answer(message):
-    return AnswerArrived(PEER, message)
 
 
 def key(stretch, number=0):
@@ -113,10 +105,6 @@ def pack(stretch):
 
 def packed(stretch, num_missing=0):
     return answer(m.Packed("q1", stretch, 0, num_missing))
-
-
-def failure(commands):
-    return next(command.error for command in commands if isinstance(command, FetchFailed))
 
 
 def target(*allowed, direction=Direction.READ):
@@ -383,10 +371,6 @@ def test_who_cannot_be_written_to_does_without_packing():
 
 def source():
     return SourceSession(SourceIdentity(SOURCE, "0.1.0", (SOURCE_LAYOUT,), (), m.Probe(0, 0, 0)), TIMING)
-
-
-def said(message, peer="x"):
-    return FrameArrived(peer, message)
 
 
 def asked(stretch, number=0, address=ARENA):

@@ -3,6 +3,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from playbook import play
+from session_cases import MODEL, OFFER, PEER, REFERENCE, SOURCE, SOURCE_LAYOUT, TARGET_LAYOUTS, WELCOME, answer, failure
+from session_cases import TARGET as US
 
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.layout import fingerprint
@@ -47,25 +49,13 @@ from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0)
-MODEL = attention(2, 2, 4, "float32", 4)
-SOURCE_LAYOUT = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
-TARGET_LAYOUTS = describe(MODEL, EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
-US = m.Party("d0", "epoch-9", 0)
-SOURCE = m.Party("p0", "epoch-1", 0)
-PEER = PeerKey("tcp://127.0.0.1:1", "p0", "epoch-1")
-REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
 WANTED = FetchRequest("q1", REFERENCE, (PEER.address,), ((0,),), (TokenRange(0, 6),))
 KEY = ReadKey("q1", PEER)
-OFFER = m.Offer(SOURCE, SOURCE_LAYOUT, (), m.Probe(0, 0, 0))
 HELLO = Send(PEER, m.Hello(m.WIRE_VERSION, "0.1.0", US, "p0", "epoch-1"))
 CLAIM = Send(PEER, m.Claim(US, "q1", REFERENCE, 6, (0,)))
 LANDED = Send(PEER, m.Landed(US, "q1", "l1"))
 ABORT = Send(PEER, m.Abort(US, "q1", "l1"))
 GRANT = m.Grant("q1", ((3, 5),))
-
-
-def answer(message):
-    return AnswerArrived(PEER, message)
 
 
 def session(layouts=TARGET_LAYOUTS) -> TargetSession:
@@ -74,20 +64,12 @@ def session(layouts=TARGET_LAYOUTS) -> TargetSession:
 
 HANDSHAKE = [
     (0.0, WANTED, [HELLO]),
-    (
-        0.1,
-        answer(m.Welcome(m.WIRE_VERSION, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT))),
-        [Send(PEER, m.OfferRequest(US))],
-    ),
+    (0.1, answer(WELCOME), [Send(PEER, m.OfferRequest(US))]),
     (0.2, answer(OFFER), [Connect(PEER, OFFER)]),
     (0.3, PeerConnected(PEER, "shm", "shm 9 GB/s"), [CLAIM]),
 ]
 POSTED = [*HANDSHAKE, (0.4, answer(GRANT), [Post])]
 FAILED = [Count, FetchFailed, Cancel(KEY), ABORT]
-
-
-def failure(commands):
-    return next(command.error for command in commands if isinstance(command, FetchFailed))
 
 
 def test_a_fetch_from_the_first_hello_to_the_decoded_request():

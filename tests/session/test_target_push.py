@@ -4,10 +4,22 @@ from dataclasses import replace
 
 import pytest
 from playbook import play
+from session_cases import (
+    OFFER,
+    PEER,
+    PROBE,
+    REFERENCE,
+    SOURCE_LAYOUT,
+    TARGET_LAYOUTS,
+    TARGET_OFFER,
+    TRANSPORTS,
+    WELCOME,
+    answer,
+    failure,
+)
+from session_cases import TARGET as US
 
-from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.layout import fingerprint
-from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import BlocksReleased, CheckLiveness, Count, Disconnect, Fetched, FetchFailed, Send
@@ -20,25 +32,13 @@ from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, fence_s=4.0)
-MODEL = attention(2, 2, 4, "float32", 4)
-SOURCE_LAYOUT = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
-TARGET_LAYOUTS = describe(MODEL, EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
-US, SOURCE = m.Party("d0", "epoch-9", 0), m.Party("p0", "epoch-1", 0)
-PEER = PeerKey("tcp://127.0.0.1:1", "p0", "epoch-1")
-REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
 TABLES, RANGES = ((0,),), (TokenRange(0, 6),)
 WANTED = FetchRequest("q1", REFERENCE, (PEER.address,), TABLES, RANGES)
-TRANSPORTS, PROBE = (m.TransportOffer("shm", b"here", ""),), m.Probe(4096, 64, 7)
-OFFER = m.Offer(SOURCE, SOURCE_LAYOUT, (), m.Probe(0, 0, 0))
 HELLO = Send(PEER, m.Hello(m.WIRE_VERSION, "0.1.0", US, "p0", "epoch-1"))
-OURS = Send(PEER, m.TargetOffer(US, TARGET_LAYOUTS, TRANSPORTS, PROBE))
+OURS = Send(PEER, TARGET_OFFER)
 CLAIM = Send(PEER, m.Claim(US, "q1", REFERENCE, 6, (0,), Direction.WRITE, TABLES, RANGES))
 LANDED, ABORT = Send(PEER, m.Landed(US, "q1", "l1")), Send(PEER, m.Abort(US, "q1", "l1"))
 RENEW = Send(PEER, m.Renew(US, ("l1",)))
-
-
-def answer(message):
-    return AnswerArrived(PEER, message)
 
 
 GRANT, WRITTEN, VALID = answer(m.Grant("q1", ())), answer(m.Written("q1", 1536, 12)), answer(m.Valid("q1"))
@@ -47,11 +47,7 @@ NEXT_START = answer(m.Aborted("q1", "epoch-2"))
 REFUSED = answer(m.Refusal(m.Reason.TRANSPORT, "the write failed", "peer reset", "", "q1"))
 HANDSHAKE = [
     (0.0, WANTED, [HELLO]),
-    (
-        0.1,
-        answer(m.Welcome(m.WIRE_VERSION, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT))),
-        [Send(PEER, m.OfferRequest(US))],
-    ),
+    (0.1, answer(WELCOME), [Send(PEER, m.OfferRequest(US))]),
     (0.2, answer(OFFER), [OURS]),
     (0.3, answer(m.Reached("shm", "shm 9 GB/s")), [CLAIM]),
 ]
@@ -63,10 +59,6 @@ FAILED = [Count, FetchFailed, ABORT]
 def target() -> TargetSession:
     ours = TargetIdentity(US, "0.1.0", TARGET_LAYOUTS, direction=Direction.WRITE, transports=TRANSPORTS, probe=PROBE)
     return TargetSession(ours, TIMING)
-
-
-def failure(commands):
-    return next(command.error for command in commands if isinstance(command, FetchFailed))
 
 
 def test_a_push_from_the_first_hello_to_the_decoded_request(target):

@@ -6,10 +6,21 @@ from itertools import permutations
 import numpy as np
 import pytest
 from playbook import play
+from session_cases import (
+    MODEL,
+    OFFER,
+    PEER,
+    PROBE,
+    REFERENCE,
+    SOURCE_LAYOUT,
+    TARGET_OFFER,
+    TRANSPORTS,
+    WELCOME,
+    answer,
+)
+from session_cases import TARGET as US
+from session_cases import TARGET_LAYOUTS as LAYOUTS
 
-from kvferry.plan.description.describe import EngineShape, describe
-from kvferry.plan.description.layout import fingerprint
-from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.programs.program import bind
@@ -32,8 +43,8 @@ from kvferry.session.commands import (
     Post,
     Send,
 )
-from kvferry.session.events import AbortRequest, AnswerArrived, FetchRequest, PeerConnected, Tick, TicketEnded
-from kvferry.session.keys import PeerKey, ReadKey
+from kvferry.session.events import AbortRequest, FetchRequest, PeerConnected, Tick, TicketEnded
+from kvferry.session.keys import ReadKey
 from kvferry.session.target.peers.identity import TargetIdentity
 from kvferry.session.target.read_strategy import AUTO, NO_STAGING, StagingPolicy
 from kvferry.session.target.session import TargetSession
@@ -41,17 +52,9 @@ from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
 
 TIMING = Timing(heartbeat_s=1.0, missed_heartbeats=3, resend_s=0.5, handshake_s=5.0, transfer_s=20.0, fence_s=4.0)
-MODEL = attention(2, 2, 4, "float32", 4)
-SOURCE_LAYOUT = describe(MODEL, EngineShape(1, 1, 4, 8, "token-major"), 1 << 20)[0]
-LAYOUTS = describe(MODEL, EngineShape(1, 1, 8, 4, "head-major"), 1 << 30)
-US, SOURCE = m.Party("d0", "epoch-9", 0), m.Party("p0", "epoch-1", 0)
-PEER = PeerKey("tcp://127.0.0.1:1", "p0", "epoch-1")
-REFERENCE = m.Reference("p0", "epoch-1", "r1", "l1")
 SOURCE_TABLES, TABLES, RANGES = ((3, 5, 6),), ((0, 2),), (TokenRange(0, 12),)
 WANTED, KEY = FetchRequest("q1", REFERENCE, (PEER.address,), TABLES, RANGES), ReadKey("q1", PEER)
-TRANSPORTS, PROBE = (m.TransportOffer("cma", b"here", ""),), m.Probe(4096, 64, 7)
-OFFER = m.Offer(SOURCE, SOURCE_LAYOUT, (), m.Probe(0, 0, 0))
-OURS = Send(PEER, m.TargetOffer(US, LAYOUTS, TRANSPORTS, PROBE))
+OURS = Send(PEER, TARGET_OFFER)
 READ_FROM = 8
 """Half of 12 tokens, rounded to whole blocks of the source."""
 CLAIM = Send(PEER, m.Claim(US, "q1", REFERENCE, 12, (0,), Direction.READ, TABLES, RANGES, read_from=READ_FROM))
@@ -59,10 +62,6 @@ PLAIN_CLAIM = Send(PEER, m.Claim(US, "q1", REFERENCE, 12, (0,)))
 LANDED, ABORT = Send(PEER, m.Landed(US, "q1", "l1")), Send(PEER, m.Abort(US, "q1", "l1"))
 RENEW = Send(PEER, m.Renew(US, ("l1",)))
 COSTS = replace(TYPICAL_HOST, row_s=1.0, sharing_s=1e-3)
-
-
-def answer(message):
-    return AnswerArrived(PEER, message)
 
 
 GRANT, VALID = answer(m.Grant("q1", SOURCE_TABLES)), answer(m.Valid("q1"))
@@ -77,8 +76,7 @@ def target(*, costs=COSTS, wanted=WANTED, may_turn=True, staging=NO_STAGING):
     moving = {"transports": TRANSPORTS, "probe": PROBE, "staging": staging, "may_turn": may_turn}
     ours = TargetIdentity(US, "0.1.0", LAYOUTS, **moving)
     session = TargetSession(ours, TIMING)
-    welcome = m.Welcome(m.WIRE_VERSION, "0.1.0", SOURCE, 1, fingerprint(SOURCE_LAYOUT))
-    play(session, [(0.0, wanted, [Send]), (0.1, answer(welcome), [Send]), (0.2, answer(OFFER), [Connect])])
+    play(session, [(0.0, wanted, [Send]), (0.1, answer(WELCOME), [Send]), (0.2, answer(OFFER), [Connect])])
     return session, session.handle(PeerConnected(PEER, "cma", "cma 9 GB/s", costs), 0.3)
 
 

@@ -2,22 +2,9 @@
 
 import pytest
 from playbook import play
-from test_target_push import (
-    CLAIM,
-    GRANT,
-    HANDSHAKE,
-    OFFER,
-    OURS,
-    PEER,
-    PROBE,
-    TARGET_LAYOUTS,
-    TIMING,
-    TRANSPORTS,
-    US,
-    VALID,
-    WRITTEN,
-    answer,
-)
+from session_cases import OFFER, PEER, PROBE, TARGET_LAYOUTS, TRANSPORTS, answer
+from session_cases import TARGET as US
+from test_target_push import CLAIM, GRANT, HANDSHAKE, OURS, TIMING, VALID, WRITTEN
 
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Connect, Count, Fetched, Send
