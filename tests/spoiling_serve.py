@@ -14,10 +14,10 @@ import numpy as np
 
 from kvferry.cli.main import main
 from kvferry.embedded.transfer.bridge import AgentTransfer
-from kvferry.session.source.completed_reads import Landings
+from kvferry.session.source.completed_reads import CompletedReads
 
 way = Path(sys.argv.pop(1))
-begin, offer, landed, complete = AgentTransfer.__init__, AgentTransfer.offer, Landings.landed, Landings._complete
+begin, offer, landed, complete = AgentTransfer.__init__, AgentTransfer.offer, CompletedReads.landed, CompletedReads._complete
 
 
 def begin_with_memory(self, config, layout, memory, release):
@@ -47,5 +47,5 @@ def complete_wrongly(self, peer, key, lease, digests, now):
 
 
 AgentTransfer.__init__, AgentTransfer.offer = begin_with_memory, offer_noise
-Landings.landed, Landings._complete = land, complete_wrongly
+CompletedReads.landed, CompletedReads._complete = land, complete_wrongly
 main()

@@ -21,7 +21,7 @@ from vllm.config import KVTransferConfig
 from kvferry.connectors.vllm.connector import FerryConnector
 from kvferry.connectors.vllm.settings import check_version, settings_of
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
-from kvferry.connectors.vllm_middleware.arrivals import Arrivals, ReceivedFrame
+from kvferry.connectors.vllm_middleware.arrivals import Arrivals, Arrival
 from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import FetchReport
@@ -204,20 +204,20 @@ def test_the_front_end_hears_how_each_cache_came(monkeypatch):
     one, other = FerryStats(), FerryStats()
     one.fetched("cmpl-a-0-12345678", REPORT, "prefill")
     one.fetched("cmpl-b-0-12345678", REPORT, "prefill")
-    other.failed("cmpl-a-0-12345678", ReceivedFrame("peer_lost", "it is gone", True))
+    other.failed("cmpl-a-0-12345678", Arrival("peer_lost", "it is gone", True))
     told = msgspec.msgpack.decode(msgspec.msgpack.encode(one.aggregate(other).to_dict()))
     arrivals.expect("cmpl-a-0")
     arrivals.expect("cmpl-b-0")
     config = SimpleNamespace(kv_transfer_config=None)
     kinds = dict.fromkeys((Gauge, Counter, Histogram), Silent)
     FerryPromMetrics(config, kinds, ["engine"], {0: ["0"]}).observe(told)
-    assert arrivals.told("cmpl-a-0") == ReceivedFrame("peer_lost", "it is gone", True, REPORT.phases_s)
-    assert arrivals.told("cmpl-b-0") == ReceivedFrame(phases_s=REPORT.phases_s)
+    assert arrivals.told("cmpl-a-0") == Arrival("peer_lost", "it is gone", True, REPORT.phases_s)
+    assert arrivals.told("cmpl-b-0") == Arrival(phases_s=REPORT.phases_s)
 
 
 def test_failures_alone_are_reported():
     stats = FerryStats()
     assert stats.is_empty()
-    stats.failed("a", ReceivedFrame("peer_lost", "it is gone"))
+    stats.failed("a", Arrival("peer_lost", "it is gone"))
     assert not stats.is_empty()
     assert stats.reduce()["Num failed transfers"] == 1
