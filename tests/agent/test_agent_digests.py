@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, check, leased
+from faulty_transport import FaultKind, FaultyTransport
 
 from kvferry.agent.memory.digests import STEP_BYTES, Digester, HostBytes
 from kvferry.plan.description.layout import Region
@@ -14,7 +15,6 @@ from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.target.read_strategy import NO_STAGING
 from kvferry.transport.base import Memory
-from kvferry.transport.faulty import FaultKind, FaultyTransport
 
 
 class Spoiling(FaultyTransport):

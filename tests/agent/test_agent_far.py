@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import agent_support
 import pytest
+from host_devices import FAR_ADDRESS, FarDevice, far_mover
 
 from kvferry import Agent, AgentConfig, Cache, new_lease_id
 from kvferry.errors import ConfigurationError
@@ -19,7 +20,6 @@ from kvferry.session.events import FetchRequest, LeaseRequest
 from kvferry.session.target.read_strategy import AUTO, StagingPolicy
 from kvferry.session.timeouts import Timing
 from kvferry.testing.engines import oracle
-from kvferry.testing.transports.far_device import FAR_ADDRESS, FarDevice, far_mover
 from kvferry.transport.opening import open_transports
 
 MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)

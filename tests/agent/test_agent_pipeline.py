@@ -8,6 +8,7 @@ from math import inf
 
 import pytest
 from agent_support import BYTES_PER_TOKEN, NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, check, leased, wire_only
+from faulty_transport import GatedTransport
 
 from kvferry.agent.cache import host_mover
 from kvferry.plan.strategy.strategies import Strategy
@@ -15,7 +16,6 @@ from kvferry.session.commands import Fetched
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.session.target.reads.slot_pipeline import WINDOW
 from kvferry.session.timeouts import Timing
-from kvferry.testing.transports.gated import GatedTransport
 
 DEADLINE_S = 30.0
 # Six slots per request.

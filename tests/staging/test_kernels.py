@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference_copy import Bytes, bytes_of, copy
 
 from kvferry.errors import TransportError
 from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.tiles import Tile, tile_of
 from kvferry.staging.device.launches import MAX_ROW_BYTES, PROGRAM_BYTES, launch_of
-from kvferry.staging.device.reference import Bytes, bytes_of, copy
 
 # Triton says something about multiplications whenever it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")

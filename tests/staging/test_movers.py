@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 import torch
+from host_devices import FAR_ADDRESS, FarDevice, far_mover
+from reference_copy import Bytes, copy
 
 from kvferry.errors import IllegalEventError, TransportError
 from kvferry.plan.programs.copies import Copies
@@ -19,10 +21,8 @@ from kvferry.plan.programs.tiles import Tile, plain, rows_of
 from kvferry.staging import host_mover
 from kvferry.staging.device.launches import MAX_ROW_BYTES
 from kvferry.staging.device.mover import DeviceMover
-from kvferry.staging.device.reference import Bytes, copy
 from kvferry.staging.host_mover import HostMover, host_regions
 from kvferry.staging.mover import CLOSED, Moved, Mover
-from kvferry.testing.transports.far_device import FAR_ADDRESS, FarDevice, far_mover
 from kvferry.transport.base import Memory
 
 SIZE = 4 * MAX_ROW_BYTES

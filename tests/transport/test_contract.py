@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from faulty_transport import FaultyTransport
+from process_contract import PROCESS_CONTRACT, ProcessCheck
 
 from kvferry.testing.transports.contract import CONTRACT, Check
 from kvferry.testing.transports.peer import make_transport
-from kvferry.testing.transports.process_contract import PROCESS_CONTRACT, ProcessCheck
 from kvferry.testing.transports.world import World
 from kvferry.transport.base import Transport
 from kvferry.transport.cma.transport import CrossMemoryTransport
-from kvferry.transport.faulty import FaultyTransport
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
 from kvferry.transport.nixl.transport import NixlTransport
 from kvferry.transport.shm.transport import SharedMemoryTransport

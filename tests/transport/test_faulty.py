@@ -1,4 +1,4 @@
-"""Faults happen to the tickets that the schedule names, and to no other."""
+"""Faults happen to the tickets that are named, and to no other."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from faulty_transport import Fault, FaultKind, FaultyTransport
 
 from kvferry.testing.transports.world import POISON, Row, World, copies_of
 from kvferry.transport.base import Completion, Direction
-from kvferry.transport.faulty import Fault, FaultKind, FaultyTransport, Likelihoods, schedule
 from kvferry.transport.memory import MemoryFabric, MemoryTransport
 
 ROWS = [Row((0, 10), (0, 20), 100), Row((1, 10), (1, 200), 60)]
@@ -96,14 +96,3 @@ def test_a_delayed_ticket_to_nobody_ends_with_the_reason(spoiled: Callable[[Faul
     (end,) = poll(world, 3)
     assert end.ticket == ticket
     assert "not connected" in end.error
-
-
-def test_a_schedule_comes_from_its_seed() -> None:
-    likely = Likelihoods(delay=0.1, drop=0.1, fail=0.1, flip=0.1)
-    faults = schedule(5, 1000, likely)
-    assert faults == schedule(5, 1000, likely)
-    assert faults != schedule(6, 1000, likely)
-    assert {fault.kind for fault in faults} == set(FaultKind)
-    assert 300 < len(faults) < 500
-    assert schedule(5, 1000, Likelihoods()) == ()
-    assert len(schedule(5, 100, Likelihoods(fail=1.0))) == 100

@@ -1,7 +1,8 @@
 """Copies a tile of rows on a device: one Triton kernel for CUDA, ROCm and XPU, gather and scatter alike.
 
 Addresses are absolute, 64 bits wide, and may be those of the device or of pinned host memory that it sees. What the
-kernel must do is in `reference`. Needs Triton; with TRITON_INTERPRET=1 it runs on the CPU, for tests.
+kernel must do is in `tests/staging/reference_copy.py`. Needs Triton; with TRITON_INTERPRET=1 it runs on the CPU, for
+tests.
 """
 
 from __future__ import annotations

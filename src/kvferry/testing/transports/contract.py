@@ -1,6 +1,6 @@
 """The contract of `kvferry.transport.base`, as checks that every transport must pass.
 
-`CONTRACT` checks two transports of one process; `process_contract` goes on with a peer in another.
+`CONTRACT` checks two transports of one process.
 Each check is a function; use them as the cases of a test, as `tests/transport/test_contract.py` does.
 """
 

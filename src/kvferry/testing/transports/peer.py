@@ -22,12 +22,11 @@ import numpy as np
 
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.transport.base import Transport
-from kvferry.transport.cma.transport import CrossMemoryTransport
-from kvferry.transport.nixl.transport import NixlTransport
+from kvferry.transport.opening import OPENERS
 from kvferry.transport.process_identity import host_here
 from kvferry.transport.registered_memory import View
 from kvferry.transport.selection.probe import NUM_MARKS, Probe, allocation_bytes, fill_probe
-from kvferry.transport.shm.transport import SharedMemoryTransport, allocate_shared
+from kvferry.transport.shm.transport import allocate_shared
 from kvferry.transport.tcp.transport import TcpTransport
 
 ANSWER_S = 60.0
@@ -38,15 +37,11 @@ def make_transport(name: str, host: str = "127.0.0.1") -> Transport:
 
     Raises TransportError when it is not available.
     """
-    if name == "shm":
-        return SharedMemoryTransport()
-    if name == "cma":
-        return CrossMemoryTransport()
     if name == "tcp":
         return TcpTransport(host, stall_timeout_s=2.0)
-    if name == "nixl":
-        return NixlTransport()
-    raise ConfigurationError(f"no transport between processes is called {name!r}", expected="shm, cma, tcp or nixl")
+    if name in OPENERS:
+        return OPENERS[name](host)
+    raise ConfigurationError(f"no transport between processes is called {name!r}", expected=" or ".join(OPENERS))
 
 
 def digest(view: View) -> str:

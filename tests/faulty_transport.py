@@ -1,12 +1,12 @@
-"""A transport with faults: wraps any other and spoils chosen tickets, as a schedule says that is data."""
+"""Transports that wrap another one: one injects faults into chosen tickets, one holds tickets back behind a gate."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate
+from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -39,29 +39,14 @@ class Fault:
     bit: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Likelihoods:
-    """How likely each fault is for a ticket; together at most 1. `max_polls` bounds a delay."""
+class ForwardingTransport:
+    """Passes every call on to `inner`, except for those that a subclass has."""
 
-    delay: float = 0.0
-    drop: float = 0.0
-    fail: float = 0.0
-    flip: float = 0.0
-    max_polls: int = 8
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
 
-
-def schedule(seed: int, num_posts: int, likelihoods: Likelihoods) -> tuple[Fault, ...]:
-    """Faults for the first `num_posts` tickets: the same seed gives the same faults."""
-    dice = random.Random(seed)
-    chances = (likelihoods.delay, likelihoods.drop, likelihoods.fail, likelihoods.flip)
-    kinds = (FaultKind.DELAY, FaultKind.DROP, FaultKind.FAIL, FaultKind.FLIP)
-    faults = []
-    for post in range(num_posts):
-        draw, polls, bit = dice.random(), dice.randint(1, likelihoods.max_polls), dice.getrandbits(40)
-        number = sum(draw >= limit for limit in accumulate(chances))
-        if number < len(kinds):
-            faults.append(Fault(post, kinds[number], polls, bit))
-    return tuple(faults)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,14 +60,14 @@ class _Posted:
     fault: Fault | None
 
 
-class FaultyTransport:
-    """Passes everything on to `inner`, except for what `faults` names. Its tickets are its own.
+class FaultyTransport(ForwardingTransport):
+    """Injects `faults`. Its tickets are its own.
 
     A ticket that is delayed or dropped is not checked when it is posted: what is wrong with it shows up at its end.
     """
 
     def __init__(self, inner: Transport, faults: Iterable[Fault] = ()) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._faults = {fault.post: fault for fault in faults}
         self._num_posts = 0
         self._num_polls = 0
@@ -93,30 +78,6 @@ class FaultyTransport:
     def spoil_next(self, kind: FaultKind, polls: int = 0, bit: int = 0) -> None:
         """Spoil the ticket that is posted next, too, whatever its number; see `Fault`."""
         self._faults[self._num_posts] = Fault(self._num_posts, kind, polls, bit)
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def progress_interval_s(self) -> float:
-        return self._inner.progress_interval_s
-
-    def register(self, memory: Memory) -> None:
-        """Raises what the inner transport raises, as all that follow do."""
-        self._inner.register(memory)
-
-    def unregister(self, memory: Memory) -> None:
-        self._inner.unregister(memory)
-
-    def descriptor(self) -> bytes:
-        return self._inner.descriptor()
-
-    def connect(self, peer: str, descriptor: bytes) -> None:
-        self._inner.connect(peer, descriptor)
-
-    def carriers(self, peer: str) -> tuple[str, ...]:
-        return self._inner.carriers(peer)
 
     def disconnect(self, peer: str) -> None:
         self._inner.disconnect(peer)
@@ -190,3 +151,60 @@ def _flip_bit(posted: _Posted, bit: int) -> None:
     row = int(np.searchsorted(end, byte, side="right"))
     address = int(copies.target[row]) + byte - int(end[row] - copies.length[row])
     view_of(Memory(address, 1, -1))[0] ^= np.uint8(1 << bit)
+
+
+class GatedTransport(ForwardingTransport):
+    """Holds back what is posted while `is_shut`, which is asked at each post and by `poll`. Its tickets are its own.
+
+    Another process can open and close the gate when it is a file: `GatedTransport(inner, path.exists)`.
+    """
+
+    def __init__(self, inner: Transport, is_shut: Callable[[], bool]) -> None:
+        super().__init__(inner)
+        self._is_shut = is_shut
+        self._numbers = count(1)
+        self._waiting: dict[Ticket, tuple[str, Copies, Direction]] = {}
+        self._running: dict[Ticket, Ticket] = {}
+        self._ended: list[Completion] = []
+
+    def disconnect(self, peer: str) -> None:
+        self._drop(lambda ticket: self._waiting[ticket][0] == peer, f"peer {peer!r} was disconnected")
+        self._inner.disconnect(peer)
+
+    def post(self, peer: str, copies: Copies, direction: Direction) -> Ticket:
+        ticket = Ticket(next(self._numbers))
+        if self._is_shut():
+            self._waiting[ticket] = (peer, copies, direction)
+        else:
+            self._running[self._inner.post(peer, copies, direction)] = ticket
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        self._drop(lambda waiting: waiting == ticket, "cancelled")
+        for inner, outer in self._running.items():
+            if outer == ticket:
+                self._inner.cancel(inner)
+
+    def poll(self) -> list[Completion]:
+        if self._waiting and not self._is_shut():
+            for ticket in list(self._waiting):
+                self._let_in(ticket)
+        for completion in self._inner.poll():
+            self._ended.append(Completion(self._running.pop(completion.ticket), completion.error))
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None:
+        self._drop(lambda ticket: True, "this transport was closed")
+        self._inner.close()
+
+    def _let_in(self, ticket: Ticket) -> None:
+        try:
+            self._running[self._inner.post(*self._waiting.pop(ticket))] = ticket
+        except TransportError as error:
+            self._ended.append(Completion(ticket, str(error)))
+
+    def _drop(self, where: Callable[[Ticket], bool], error: str) -> None:
+        for ticket in [ticket for ticket in self._waiting if where(ticket)]:
+            del self._waiting[ticket]
+            self._ended.append(Completion(ticket, error))

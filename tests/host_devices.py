@@ -1,8 +1,8 @@
-"""A device whose memory transports reach and this process does not, so that what lies there can be tested without one.
+"""Devices made of host memory, so that tests need none: their device addresses cannot be accessed by any program.
 
-Every byte of it is one of the host's, `FAR_ADDRESS` further up: at its device address no program of ours can touch it,
-and whoever follows one by mistake dies at once. Only what stands for the device's own copies and for its transports
-knows better.
+`FarDevice` stands for a device whose memory no transport can register: it is reached through staging memory only.
+`DeviceMemory` stands for one whose memory transports reach. Whoever follows a device address by mistake dies at once;
+only what stands for the device's copies and for its transports knows where the bytes really are.
 """
 
 from __future__ import annotations
@@ -11,14 +11,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from faulty_transport import ForwardingTransport
 
 from kvferry.agent.memory.arena import SharedArena
 from kvferry.plan.programs.copies import Column, Copies, Direction
 from kvferry.staging.host_mover import HostMover
-from kvferry.testing.transports.far_device import FAR_ADDRESS
-from kvferry.transport.base import Completion, Memory, Ticket, Transport
+from kvferry.transport.base import Memory, Ticket
 from kvferry.transport.memory_kind import HOST
 from kvferry.transport.registered_memory import Regions, View, view_of
+
+# No processor of ours has so wide an address space for programs: every access is an error.
+FAR_ADDRESS = 0x00F0 << 48
+
+
+class FarDevice:
+    """`size_bytes` of memory at `address`; `contents` is what is in it, for engines and tests to see and change."""
+
+    def __init__(self, size_bytes: int, address: int = FAR_ADDRESS) -> None:
+        self.memory = Memory(address, size_bytes, -1)
+        self.contents: View = np.zeros(size_bytes, np.uint8)
+
+
+def far_mover(device: FarDevice, near: Sequence[Memory], notify: Callable[[], None]) -> HostMover:
+    """The only way to and from the device's memory: a mover between it and memories of this process.
+
+    Raises TransportError when memories overlap.
+    """
+    memories = (device.memory, *near)
+    extents = [(memory.address, memory.size_bytes) for memory in memories]
+    return HostMover(Regions.of(extents, [device.contents, *map(view_of, near)]), notify)
 
 
 class DeviceMemory:
@@ -44,48 +65,18 @@ def device_mover(memories: Sequence[Memory], notify: Callable[[], None]) -> Host
     return HostMover(Regions.of(extents, [view_of(_in_host(memory)) for memory in memories]), notify)
 
 
-class DeviceTransport:
-    """Passes everything on to `inner`, with the addresses that memory of the device has in truth."""
-
-    def __init__(self, inner: Transport) -> None:
-        self._inner = inner
-        self.name = inner.name
-
-    @property
-    def progress_interval_s(self) -> float:
-        return self._inner.progress_interval_s
+class DeviceTransport(ForwardingTransport):
+    """Translates addresses of device memory to those that it has in truth."""
 
     def register(self, memory: Memory) -> None:
-        """Raises what the inner transport raises, as all that follow do."""
         self._inner.register(_in_host(memory))
 
     def unregister(self, memory: Memory) -> None:
         self._inner.unregister(_in_host(memory))
 
-    def descriptor(self) -> bytes:
-        return self._inner.descriptor()
-
-    def connect(self, peer: str, descriptor: bytes) -> None:
-        self._inner.connect(peer, descriptor)
-
-    def carriers(self, peer: str) -> tuple[str, ...]:
-        return self._inner.carriers(peer)
-
-    def disconnect(self, peer: str) -> None:
-        self._inner.disconnect(peer)
-
     def post(self, peer: str, copies: Copies, direction: Direction) -> Ticket:
         rows = replace(copies, source=_lowered(copies.source), target=_lowered(copies.target))
         return self._inner.post(peer, rows, direction)
-
-    def cancel(self, ticket: Ticket) -> None:
-        self._inner.cancel(ticket)
-
-    def poll(self) -> list[Completion]:
-        return self._inner.poll()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def _in_host(memory: Memory) -> Memory:
