@@ -13,8 +13,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvferry.cli import main
+from kvferry.cli.metrics import reading_of
 from kvferry.cli.top import watch as command
-from kvferry.cli.top.scrape import look_at
 from kvferry.cli.top.view import Frame, summary, view
 from kvferry.errors import ConfigurationError
 
@@ -44,7 +44,7 @@ gap_count 100
 
 
 def test_rates_and_percentiles_are_of_the_time_between_two_looks():
-    before, after = look_at(BEFORE, 10.0), look_at(AFTER, 12.0)
+    before, after = reading_of(BEFORE, 10.0), reading_of(AFTER, 12.0)
     assert after.rate(before, "requests_total") == 10
     assert after.rate(before, "requests_total", path="b") == 0
     assert after.by("path", "requests_total") == {"a": 30, "b": 5}
@@ -83,8 +83,8 @@ def shown(frame: Frame) -> str:
 
 
 def test_a_frame_shows_who_is_there_and_what_is_out():
-    look = look_at(BEFORE, 10.0)
-    text = shown(Frame(look, look, MEMBERS))
+    reading = reading_of(BEFORE, 10.0)
+    text = shown(Frame(reading, reading, MEMBERS))
     for words in ("http://d0", "77", "down", "not ready", "failing (open)", "tiny"):
         assert words in text
     assert "transfers fail: http://p0 to http://d0 (open)" in text
@@ -94,10 +94,10 @@ def test_a_frame_shows_who_is_there_and_what_is_out():
 def test_a_frame_of_a_real_router_has_its_figures():
     async def main():
         async with cluster([prefill_engine()], [decode_engine()]) as c:
-            before = look_at(await c.metrics(), 0.0)
+            before = reading_of(await c.metrics(), 0.0)
             for _ in range(4):
                 await c.complete({"prompt": "x", "stream": True})
-            frame = Frame(before, look_at(await c.metrics(), 2.0), await c.members())
+            frame = Frame(before, reading_of(await c.metrics(), 2.0), await c.members())
             found = summary(frame)
             assert found["requests_per_s"] == 2
             # Three frames and the end of each stream: those that come together are counted, too.
@@ -129,10 +129,10 @@ def test_once_shows_totals_since_the_router_started(capsys):
 
 
 def test_what_did_not_happen_took_no_time_at_all():
-    look = look_at(BEFORE, 10.0)
-    found = summary(Frame(look, look, MEMBERS))
+    reading = reading_of(BEFORE, 10.0)
+    found = summary(Frame(reading, reading, MEMBERS))
     assert found["ttft_p50_s"] is found["itl_p99_s"] is None
-    assert "p50 -" in shown(Frame(look, look, MEMBERS))
+    assert "p50 -" in shown(Frame(reading, reading, MEMBERS))
 
 
 def test_into_a_pipe_frames_follow_one_another(capsys):
@@ -187,7 +187,7 @@ def test_an_engine_is_no_router(once):
 
 def test_what_lies_past_the_last_edge_is_put_at_the_last_edge():
     text = AFTER.replace('le="1.0"} 100', 'le="1.0"} 98')
-    assert look_at(text, 12.0).percentile(look_at(BEFORE, 10.0), "gap", 0.99) == 1.0
+    assert reading_of(text, 12.0).percentile(reading_of(BEFORE, 10.0), "gap", 0.99) == 1.0
 
 
 def test_what_is_no_url_is_said_to_be_none():

@@ -1,4 +1,4 @@
-"""One frame of `kvferry top`: figures between two looks at a router, as tables or as JSON. Pure."""
+"""One frame of `kvferry top`: figures between two readings of a router, as tables or as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli.top.scrape import START, Look
+from kvferry.cli.metrics import START, Reading
 
 REQUESTS, TTFT = "kvferry_router_requests_total", "kvferry_router_time_to_first_token_seconds"
 PHASES, GAPS = "kvferry_router_phase_seconds", "kvferry_router_inter_token_seconds"
@@ -26,13 +26,13 @@ BAR = 40
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Two looks at the metrics, and what the router says of its instances at the second.
+    """Two readings of the metrics, and what the router says of its instances at the second.
 
     With `START` before, the figures are totals: nobody knows over how many seconds.
     """
 
-    before: Look
-    now: Look
+    before: Reading
+    now: Reading
     members: dict[str, Any]
 
     @property
@@ -41,7 +41,7 @@ class Frame:
 
 
 def summary(frame: Frame) -> dict[str, Any]:
-    """Plain JSON: totals since the router started; rates per second, where there were two looks; times in seconds;
+    """Plain JSON: totals since the router started; rates per second, where there were two readings; times in seconds;
     null where nothing came."""
     before, now = frame.before, frame.now
     return {
@@ -69,8 +69,8 @@ def view(frame: Frame) -> Group:
     return Group(_line(found), titles[0], _phase_table(found), titles[1], _member_table(found), *_out(found))
 
 
-def _phases(look: Look) -> list[str]:
-    known = look.by("phase", f"{PHASES}_count")
+def _phases(reading: Reading) -> list[str]:
+    known = reading.by("phase", f"{PHASES}_count")
     return [phase for phase in ORDER if phase in known]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from kvferry.cli import console
-from kvferry.cli.top.scrape import START, Look, look_at
+from kvferry.cli.metrics import START, Reading, get, reading_of
 from kvferry.cli.top.view import Frame, summary, view
 from kvferry.errors import ConfigurationError
 from kvferry.system.os_errors import os_error_text
@@ -55,7 +53,7 @@ def top(options: TopOptions, sleep: Callable[[float], None] = time.sleep) -> Non
         Console(markup=False).print(view(frame))
 
 
-def _live(options: TopOptions, before: Look, sleep: Callable[[float], None]) -> None:
+def _live(options: TopOptions, before: Reading, sleep: Callable[[float], None]) -> None:
     """On a screen in place; into a file or a pipe one frame after the other."""
     screen = Console(markup=False)
     with Live(console=screen, auto_refresh=False, screen=True) if screen.is_terminal else nullcontext() as live:
@@ -72,24 +70,12 @@ def _live(options: TopOptions, before: Look, sleep: Callable[[float], None]) -> 
                 live.update(shown, refresh=True)
 
 
-def _frame(url: str, before: Look) -> Frame:
-    return Frame(before, _look(url), _members(url))
-
-
-def _look(url: str) -> Look:
-    return look_at(_get(url, "/metrics").decode(), time.monotonic())
-
-
-def _members(url: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_get(url, "/kvferry/members"))
-    return found
-
-
-def _get(url: str, path: str) -> bytes:
+def _frame(url: str, before: Reading) -> Frame:
+    """Raises ConfigurationError when the router cannot be asked."""
     try:
-        with urllib.request.urlopen(url.rstrip("/") + path, timeout=TIMEOUT_S) as response:
-            body: bytes = response.read()
-            return body
+        members: dict[str, Any] = json.loads(get(f"{url.rstrip('/')}/kvferry/members", TIMEOUT_S))
+        metrics = get(f"{url.rstrip('/')}/metrics", TIMEOUT_S).decode()
+        return Frame(before, reading_of(metrics, time.monotonic()), members)
     except (OSError, ValueError) as error:
         hint = "give the URL of `kvferry route`, such as http://127.0.0.1:8000"
         raise ConfigurationError(f"no router answers at {url}", found=os_error_text(error), hint=hint) from error

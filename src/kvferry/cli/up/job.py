@@ -17,10 +17,9 @@ from rich.table import Table
 
 from kvferry.cli import console, environment
 from kvferry.cli.models import TINY, resolve
-from kvferry.cli.up.chosen import why_chosen
+from kvferry.cli.up.engine_report import read, report_between, why_chosen
 from kvferry.cli.up.fleet import READY_S, Fleet, FleetOptions
 from kvferry.cli.up.proof import Answer, Question, ask
-from kvferry.cli.up.vllm_counters import read, report_between
 from kvferry.errors import ConfigurationError, FerryError
 from kvferry.system.os_errors import os_error_text
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from kvferry.cli.up.vllm_counters import read, report_between
+from kvferry.cli.up.engine_report import read, report_between
 from kvferry.errors import RequestError
 
 BEFORE = """
@@ -79,7 +79,7 @@ def test_the_report_is_what_has_changed(serve_metrics):
 def test_engines_are_added_up_and_nothing_is_nothing(serve_metrics):
     one, other = serve_metrics(BEFORE), serve_metrics(AFTER)
     reading = read([one, other])
-    assert sum(value for (name, _), value in reading.items() if name == "vllm:external_prefix_cache_hits_total") == 207
+    assert reading.total("vllm:external_prefix_cache_hits_total") == 207
     report = report_between(reading, reading)
     assert (report["tokens_received"], report["bytes"], report["transport"], report["phases_s"]) == (0, 0, "", {})
 
@@ -91,5 +91,5 @@ def test_a_failed_transfer_is_told(serve_metrics):
 
 
 def test_an_engine_that_does_not_answer_is_named():
-    with pytest.raises(RequestError, match=r"no metrics from http://127\.0\.0\.1:1"):
+    with pytest.raises(RequestError, match=r"no answer from http://127\.0\.0\.1:1"):
         read(["http://127.0.0.1:1"])
