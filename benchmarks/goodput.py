@@ -28,7 +28,7 @@ from kvferry.bench.load.arrivals import poisson
 from kvferry.bench.load.generator import run_load
 from kvferry.bench.load.lengths import Lengths
 from kvferry.bench.load.target import Target
-from kvferry.bench.load.workload import Planned, Synthetic, synthetic
+from kvferry.bench.load.workload import PlannedRequest, Synthetic, synthetic
 from kvferry.bench.report.figures import Report, report_of
 from kvferry.bench.report.record import Record
 from kvferry.bench.report.slo import ItlBy, Slo, slo_named
@@ -80,7 +80,7 @@ def ignore(record: Record) -> None:
     """Nobody watches."""
 
 
-def load(rate: float, num_requests: int, seed: int) -> tuple[Planned, ...]:
+def load(rate: float, num_requests: int, seed: int) -> tuple[PlannedRequest, ...]:
     wanted = Synthetic(num_requests, Lengths(ISL // SCALE, ISL // SCALE), Lengths(OSL, OSL), seed)
     return synthetic(wanted, poisson(num_requests, rate, seed))
 

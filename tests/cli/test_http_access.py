@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from kvferry.cli.server import http, listening
 from kvferry.errors import ConfigurationError
-from kvferry.http.access import Access, Told, guarded
+from kvferry.http.access import Access, OnUnauthorized, guarded
 
 KEYS = ("first-key", "second-key")
 PAGE = "https://chat.example"
@@ -24,7 +24,7 @@ DEADLINE_S = 30.0
 
 
 @asynccontextmanager
-async def served(access: Access, turned_away: Told = lambda *_: None) -> AsyncIterator[str]:
+async def served(access: Access, turned_away: OnUnauthorized = lambda *_: None) -> AsyncIterator[str]:
     """A server that answers on every path."""
 
     async def show(request: Request) -> JSONResponse:

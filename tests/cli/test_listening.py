@@ -25,14 +25,14 @@ def test_a_taken_port_and_a_foreign_address_have_hints_of_their_own():
 
 
 def test_a_held_port_is_nobody_elses_and_can_be_listened_on():
-    with listening.hold("127.0.0.1", 0) as held, socket.socket() as other:
+    with listening.reserve("127.0.0.1", 0) as held, socket.socket() as other:
         port = held.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))
         with listening.listen("127.0.0.1", port) as bound:
             assert bound.getsockname() == held.getsockname()
             with pytest.raises(ConfigurationError, match="choose another --port"):
-                listening.hold("127.0.0.1", port)
+                listening.reserve("127.0.0.1", port)
 
 
 @pytest.mark.parametrize(

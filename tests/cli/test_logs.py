@@ -73,12 +73,12 @@ def test_the_format_is_chosen(format_, capsys):
         assert logging.getLogger("kvferry.router.fleet.membership").isEnabledFor(logging.INFO)
         console.say("routing")
         err = capsys.readouterr().err
-        console.tell(ConfigurationError("no", found="this", hint="do that"))
+        console.print_error(ConfigurationError("no", found="this", hint="do that"))
         told = capsys.readouterr().err
         assert "hint:     do that" in told if format_ is LogFormat.PLAIN else "do that" in json.loads(told)["message"]
         assert err == "routing\n" if format_ is LogFormat.PLAIN else json.loads(err)["message"] == "routing"
     finally:
-        console.say_through()
+        console.redirect_messages()
         root.handlers[:] = handlers
         root.setLevel(levels[0])
         access.setLevel(levels[1])

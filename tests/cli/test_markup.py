@@ -31,8 +31,8 @@ def test_no_screen_reads_markup():
 
 @pytest.mark.parametrize("once", [True, False])
 def test_top_shows_the_whole_address(monkeypatch, capsys, once):
-    def answer(url, path):
-        return json.dumps(FLEET).encode() if path == "/kvferry/members" else b""
+    def answer(url, timeout_s):
+        return json.dumps(FLEET).encode() if url.endswith("/kvferry/members") else b""
 
     def end(seconds):
         rounds.append(seconds)
@@ -40,7 +40,7 @@ def test_top_shows_the_whole_address(monkeypatch, capsys, once):
             raise KeyboardInterrupt
 
     rounds = []
-    monkeypatch.setattr(watch, "_get", answer)
+    monkeypatch.setattr(watch, "get", answer)
     monkeypatch.setenv("COLUMNS", "120")
     with nullcontext() if once else pytest.raises(KeyboardInterrupt):
         watch.top(watch.TopOptions("http://127.0.0.1:1", 0.0, once, as_json=False), end)

@@ -35,7 +35,7 @@ class Loop:
 
 def expect_empty(loop: Loop, engine: Engine) -> None:
     loop.run(engine.idle())
-    ledger = engine.ledger()
+    ledger = engine.block_usage()
     assert not any(ledger.granted), ledger
     assert not any(ledger.allocated), ledger
     assert ledger.free == ledger.capacity

@@ -92,7 +92,7 @@ def test_blocks_are_held_until_released(loop: Loop, source: Engine) -> None:
         prefilled = await source.prefill(request("held", 40, 1))
         assert [len(table) for table in prefilled.block_tables] == [3]
         assert prefilled.block_tables[0] == sorted(prefilled.block_tables[0])
-        ledger = source.ledger()
+        ledger = source.block_usage()
         assert (ledger.granted, ledger.allocated, ledger.num_lent) == ((3,), (3,), 1)
         for _ in range(2):
             source.release("held")
@@ -123,7 +123,7 @@ def test_closing_an_answer_frees_its_blocks(loop: Loop, source: Engine) -> None:
 def test_cancelling_a_prefill_frees_its_blocks(loop: Loop, source: Engine) -> None:
     async def cancel() -> None:
         task = asyncio.create_task(source.prefill(request("gone", 3000, 1)))
-        while not any(source.ledger().allocated):
+        while not any(source.block_usage().allocated):
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -148,12 +148,12 @@ def test_requests_wait_for_room_in_their_order(loop: Loop, source: Engine) -> No
     """Held and reserved blocks fill the pool; without admission this ends the engine's thread."""
 
     async def wait() -> None:
-        blocks = source.ledger().capacity[0]
+        blocks = source.block_usage().capacity[0]
         await source.prefill(request("held", (blocks - 4) * 16, 1))
         await source.reserve(request("reserved", 16, 17))
         waiting = [asyncio.create_task(ids_of(source.generate(request(f"w{i}", 60, 8)))) for i in range(3)]
         await asyncio.sleep(0)
-        assert source.ledger().num_waiting == 3
+        assert source.block_usage().num_waiting == 3
         source.release("held")
         answers = await asyncio.gather(*waiting)
         assert [len(answer) for answer in answers] == [8, 8, 8]
@@ -165,12 +165,12 @@ def test_requests_wait_for_room_in_their_order(loop: Loop, source: Engine) -> No
 
 def test_a_waiting_request_can_be_released_and_cancelled(loop: Loop, source: Engine) -> None:
     async def wait() -> None:
-        blocks = source.ledger().capacity[0]
+        blocks = source.block_usage().capacity[0]
         await source.prefill(request("held", blocks * 16 - 1, 1))
         released = asyncio.create_task(source.prefill(request("released", 20, 1)))
         cancelled = asyncio.create_task(source.prefill(request("cancelled", 20, 1)))
         await asyncio.sleep(0)
-        assert source.ledger().num_waiting == 2
+        assert source.block_usage().num_waiting == 2
         source.release("released")
         cancelled.cancel()
         outcomes = await asyncio.gather(released, cancelled, return_exceptions=True)
@@ -236,7 +236,7 @@ def test_a_dead_engine_ends_its_requests_and_says_so(loop: Loop, model_path: Pat
         await engine.close()
 
     loop.run(die())
-    assert engine.ledger().granted == (0,)
+    assert engine.block_usage().granted == (0,)
 
 
 def test_closing_ends_open_requests(loop: Loop, model_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_a_client_that_leaves_ends_its_request(loop: Loop, decoder: Served, stre
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
         else:
-            while not any(decoder.engine.ledger().granted):
+            while not any(decoder.engine.block_usage().granted):
                 decoder.raw("/health")
     loop.run(decoder.engine.idle())
     assert decoder.metric(left) == before + 1

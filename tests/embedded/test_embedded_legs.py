@@ -14,7 +14,7 @@ from embedded_support import Loop, request
 from kvferry.connectors.jobs import Settings
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.http.app import create_app
-from kvferry.embedded.serving.openai_objects import CompletionShape
+from kvferry.embedded.serving.openai_objects import CompletionObjects
 from kvferry.embedded.serving.service import ServeInfo
 from kvferry.embedded.transfer.transfer import NoTransfer
 from kvferry.errors import ConfigurationError, FerryError
@@ -100,7 +100,7 @@ def test_blocks_of_a_failed_fetch_stay_in_quarantine(loop: Loop, decoder: Served
     loop.loop.call_soon_threadsafe(fence.clear)
     _, answer = decoder.ask(COMPLETIONS, body(40, kv_transfer_params={"do_remote_prefill": True}))
     assert answer["kvferry"]["recomputed"] == "unknown_lease"
-    ledger = decoder.engine.ledger()
+    ledger = decoder.engine.block_usage()
     assert (ledger.num_lent, ledger.allocated) == (1, (2,))
     loop.loop.call_soon_threadsafe(fence.set)
 
@@ -162,7 +162,7 @@ def test_a_prefill_that_fails_when_its_prompt_is_computed_keeps_no_cache(
         raise ValueError("a defect")
 
     before = len(prefiller.transfer.aborted)
-    monkeypatch.setattr(CompletionShape, "whole", fail)
+    monkeypatch.setattr(CompletionObjects, "whole", fail)
     status, _ = prefiller.ask(COMPLETIONS, body(40, kv_transfer_params={"do_remote_decode": True}))
     assert status == 500
     (name,) = prefiller.transfer.aborted[before:]

@@ -14,7 +14,7 @@ from router_harness import answer, cluster, decode_engine, decoding, open_stream
 
 from kvferry.embedded.http.registrar import Registrar, RegistrarConfig
 from kvferry.errors import ConfigurationError, RequestError
-from kvferry.http.registration import MEMBERS_PATH, SIGNATURE, Side, decode_announcement, sign, unbelieved
+from kvferry.http.registration import MEMBERS_PATH, SIGNATURE, Side, decode_announcement, reason_to_refuse, sign
 from kvferry.router.config import Registration, RouterConfig
 from kvferry.router.fleet.compatibility import Facts
 from kvferry.router.fleet.discovery import MembersFile, Registry
@@ -262,14 +262,14 @@ def test_a_members_file_that_is_gone_is_logged_each_time_that_it_goes(tmp_path, 
 def test_an_announcement_is_believed_from_who_knows_the_key_and_in_time():
     body = b'{"url": "http://e:1", "role": "decode"}'
     signature = sign(KEY, body, 1000.4)
-    assert unbelieved(KEY, body, signature, 1050.0) == ""
-    assert unbelieved(KEY, body, signature, 1061.0) == "clock"
-    assert unbelieved(KEY, body, signature, 939.0) == "clock"
-    assert unbelieved(KEY, body + b" ", signature, 1000.0) == "signature"
-    assert unbelieved(b"x" * 32, body, signature, 1000.0) == "signature"
-    assert unbelieved(KEY, body, "", 1000.0) == "unsigned"
+    assert reason_to_refuse(KEY, body, signature, 1050.0) == ""
+    assert reason_to_refuse(KEY, body, signature, 1061.0) == "clock"
+    assert reason_to_refuse(KEY, body, signature, 939.0) == "clock"
+    assert reason_to_refuse(KEY, body + b" ", signature, 1000.0) == "signature"
+    assert reason_to_refuse(b"x" * 32, body, signature, 1000.0) == "signature"
+    assert reason_to_refuse(KEY, body, "", 1000.0) == "unsigned"
     for made_up in ("1000", "x.y", ".", "1000." + "0" * 64, "\N{SUPERSCRIPT TWO}.0", "1000.\N{SNOWMAN}"):
-        assert unbelieved(KEY, body, made_up, 1000.0) == "signature"
+        assert reason_to_refuse(KEY, body, made_up, 1000.0) == "signature"
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"url": 3}', b'{"url": "x", "role": "chief"}', b'{"a": 1}', b"\xff"])

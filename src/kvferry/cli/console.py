@@ -1,4 +1,4 @@
-"""How commands talk to people: words and errors on stderr, one JSON object per line on stdout for machines."""
+"""Output of commands: messages and errors on stderr, one JSON object per line on stdout."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rich.console import Console
 from kvferry.errors import FerryError
 from kvferry.extras import MissingExtraError, missing_extra
 
-words = Console(stderr=True, highlight=False, markup=False)
-"""Everything that is meant for a person to read while they wait."""
+stderr = Console(stderr=True, highlight=False, markup=False)
+"""Messages for people: progress, warnings, errors."""
 
 
 _through: list[Callable[[str], None]] = []
 
 
 def say(text: str) -> None:
-    """One line for the person who waits, or for whoever reads what `say_through` was given."""
+    """Print one line of progress on stderr, or send it where `redirect_messages` has set."""
     for through in _through:
         through(text)
     if not _through:
-        words.print(text, markup=False, soft_wrap=True)
+        stderr.print(text, markup=False, soft_wrap=True)
 
 
-def say_through(*through: Callable[[str], None]) -> None:
-    """Where nobody but a program reads stderr, what is said goes through these from now on; through none, to people."""
+def redirect_messages(*through: Callable[[str], None]) -> None:
+    """Send messages to these functions instead of stderr; without any, to stderr again."""
     _through[:] = through
 
 
@@ -40,25 +40,25 @@ def data(value: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def tell(error: FerryError) -> None:
+def print_error(error: FerryError) -> None:
     """What is wrong, what was found, what was expected and what to do."""
     if _through:
         say(f"error: {error}")
         return
-    words.print(f"error: {error.what}", style="bold red", markup=False, soft_wrap=True)
+    stderr.print(f"error: {error.what}", style="bold red", markup=False, soft_wrap=True)
     for name, text in (("found", error.found), ("expected", error.expected), ("hint", error.hint)):
         if text:
-            words.print(f"  {name + ':':<10}{text}", markup=False, soft_wrap=True)
+            stderr.print(f"  {name + ':':<10}{text}", markup=False, soft_wrap=True)
 
 
 def fail(error: FerryError) -> NoReturn:
-    """Tell it, and end with exit code 2."""
-    tell(error)
+    """Print the error, and exit with code 2."""
+    print_error(error)
     raise typer.Exit(2)
 
 
 @contextmanager
-def friendly(extras: str = "") -> Iterator[None]:
+def errors_as_messages(extras: str = "") -> Iterator[None]:
     """A user's mistake ends with a message, not with a traceback; so does a library of the command's `extras` (with
     commas) that is not installed."""
     try:

@@ -1,4 +1,4 @@
-"""`--engine`: which one a command line is for, and what of it that engine has to be told."""
+"""The option `--engine`: its checks, and what follows from it for other options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VLLM_EXTRAS = "agent,router,nixl"
 
 
 def check_engine(engine: str, context: typer.Context) -> None:
-    """Raises ConfigurationError for an engine that we do not have, and for arguments that none would get."""
+    """Raises ConfigurationError for an unknown engine, and for arguments that no engine would get."""
     if engine not in ("transformers", "vllm"):
         raise ConfigurationError("unknown engine", found=engine, expected="--engine transformers or --engine vllm")
     if engine != "vllm" and context.args:
@@ -50,5 +50,5 @@ def _may_be_a_model(context: typer.Context) -> bool:
 
 
 def size(context: typer.Context, name: str, engine: str) -> int:
-    """A number of the command line; 0, which leaves it to vLLM, where that is the engine and none was given."""
+    """The number that was given; 0 where it was not and the engine is vLLM, whose own default then applies."""
     return int(context.params[name]) if engine != "vllm" or is_given(context, name) else 0

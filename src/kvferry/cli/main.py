@@ -11,7 +11,7 @@ import typer
 
 from kvferry import __version__
 from kvferry.cli.bench.command import app as bench
-from kvferry.cli.console import tell
+from kvferry.cli.console import print_error
 from kvferry.cli.doctor.command import doctor
 from kvferry.cli.plan.command import plan
 from kvferry.cli.route.command import route
@@ -56,14 +56,14 @@ def main() -> None:
         raise SystemExit(130) from None
     except UnicodeEncodeError as error:
         found = f"its encoding is {error.encoding}"
-        tell(ConfigurationError("the encoding of the output lacks some characters", found=found, hint=UTF8))
+        print_error(ConfigurationError("the encoding of the output lacks some characters", found=found, hint=UTF8))
         raise SystemExit(2) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EIO):
             raise
         # What is left in its buffer would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        tell(ConfigurationError("the output cannot be written", found=os_error_text(error)))
+        print_error(ConfigurationError("the output cannot be written", found=os_error_text(error)))
         raise SystemExit(2) from None
 
 

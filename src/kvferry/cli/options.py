@@ -1,4 +1,4 @@
-"""Options that several commands have, the panels in which `--help` shows them, and what of a command line was typed."""
+"""Options of several commands, the panels of `--help`, and which options were given."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def check_unused(context: typer.Context, names: tuple[str, ...], beside: str) ->
 
 
 def is_given(context: typer.Context, name: str) -> bool:
-    """Whether the command line has an option, or its default counts."""
+    """Whether an option stands on the command line; otherwise its default applies."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def typed_words(context: typer.Context, without: tuple[str, ...]) -> str:
-    """The command line as it was typed, but for some options: what a shell would take for the same."""
+    """The command line without some of its options, quoted for a shell."""
     words = ["kvferry", str(context.info_name)]
     for name, value in context.params.items():
         if name not in without and is_given(context, name):

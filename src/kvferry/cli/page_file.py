@@ -1,4 +1,4 @@
-"""Where a command draws its page."""
+"""The HTML file that a command is asked to write."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ PAGES = (".html", ".htm")
 
 
 def page_file(path: str) -> Path | None:
-    """The file to draw, if one is named. Raises ConfigurationError, before anything is computed or measured, for one
-    that would be no page or in no folder."""
+    """Its path, or None if none is named; to be called before anything is computed or measured. Raises
+    ConfigurationError when the file is not HTML or its folder does not exist."""
     if not path:
         return None
     page = Path(path)

@@ -1,4 +1,4 @@
-"""Who may use an HTTP server of ours: API keys, and web pages of other origins (CORS). For engine and router alike."""
+"""API keys and CORS of an HTTP server."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SHOWN_HEADERS = (
 AUTHORIZATION, SCHEME = b"authorization", b"bearer "
 UNAUTHORIZED, INVALID_KEY = 401, "invalid_api_key"
 
-Told = Callable[[Scope, str], None]
-"""Is told of each request that was turned away without a key, and the id that its answer names."""
+OnUnauthorized = Callable[[Scope, str], None]
+"""Called with each request that was refused for its API key, and with the request id in the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ def check_key(key: str) -> None:
 
 
 def bearer(key: str) -> tuple[bytes, bytes]:
-    """The header with which a client shows its key."""
+    """The Authorization header of a client with this key."""
     return AUTHORIZATION, b"Bearer " + key.encode()
 
 
-def guarded(app: ASGIApp, access: Access, turned_away: Told) -> ASGIApp:
+def guarded(app: ASGIApp, access: Access, turned_away: OnUnauthorized) -> ASGIApp:
     """The application behind its guards. CORS comes first: a browser has to be able to read a refusal."""
     if access.api_keys:
         app = _ApiKeys(app, access.api_keys, turned_away)
@@ -80,7 +80,7 @@ def guarded(app: ASGIApp, access: Access, turned_away: Told) -> ASGIApp:
 class _ApiKeys:
     """Lets requests through that show a key that is known; keys are compared as digests, in constant time."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], turned_away: Told) -> None:
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], turned_away: OnUnauthorized) -> None:
         self._app = app
         self._turned_away = turned_away
         self._digests = [_digest(key.encode()) for key in keys]
@@ -93,7 +93,7 @@ class _ApiKeys:
                 self._turned_away(scope, request_id)
                 await _refuse(send, request_id, was_shown=bool(key))
                 return
-            # It has done its work: a router would pass it on to engines, which are not to learn it.
+            # A router forwards headers to engines, which must not learn the key of its clients.
             scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != AUTHORIZATION]}
         await self._app(scope, receive, send)
 

@@ -1,4 +1,4 @@
-"""What went wrong on the way to an HTTP server, in one line for people."""
+"""Errors of an HTTP client as one line of text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What an engine tells a router to become one of its instances, and how the router knows that it may be believed: pure.
+"""Registration of an engine at a router, and its signature. Pure.
 
-The shared token never travels: who knows a key that follows from it signs the announcement together with the time.
+The shared token is never sent: a key derived from it signs the announcement and the time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvferry.errors import RequestError
 MEMBERS_PATH = "/kvferry/members"
 SIGNATURE = "x-kvferry-signature"
 KEY_PURPOSE = b"router registration"
-# How far the two clocks may differ; an announcement that somebody has overheard is of use for that long.
+# How far the two clocks may differ. For so long a recorded announcement can be replayed.
 MAX_AGE_S = 60.0
 MAX_SIGNATURE = 100
 
 
 class Side(StrEnum):
-    """What an engine may want to be used for."""
+    """The role of an instance."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -52,8 +52,8 @@ def sign(key: bytes, body: bytes, now: float) -> str:
     return f"{stamp}.{_mac(key, stamp, body)}"
 
 
-def unbelieved(key: bytes, body: bytes, signature: str, now: float) -> str:
-    """Why an announcement is not believed, as a stable label; empty when it is."""
+def reason_to_refuse(key: bytes, body: bytes, signature: str, now: float) -> str:
+    """Why an announcement is refused, as a stable label; empty when its signature is valid."""
     stamp, _, mac = signature[:MAX_SIGNATURE].partition(".")
     if not signature:
         return "unsigned"

@@ -1,4 +1,4 @@
-"""The id of a request, `x-request-id`: which ones are taken from callers, and what refusals show."""
+"""The id of a request, `x-request-id`: which ids of clients are accepted, and which id a refusal has."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def is_usable(request_id: str) -> bool:
 
 
 def id_of_refusal(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """What a refusal and its line in the log are found by: the caller's own id, or a new one where that is none."""
+    """The id of a refusal and of its line in the log: the client's own id if it is usable, else a new one."""
     ids = [value.decode("latin-1") for name, value in headers if name.lower() == NAME]
     return ids[0] if len(ids) == 1 and is_usable(ids[0]) else uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""What the operating system says about a call that failed, in its own words and without Python's around them."""
+"""Errors of the operating system as text, without what Python puts around it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import ssl
 def os_error_text(error: Exception) -> str:
     """`Connection refused`, not `<urlopen error [Errno 111] …>`: callers name the file or the address themselves.
 
-    Of another error than the system's, what it says of itself.
+    Other errors than the system's are shown as they are.
     """
     # urllib wraps what has happened.
     inner = getattr(error, "reason", error)

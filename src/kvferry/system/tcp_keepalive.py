@@ -1,4 +1,4 @@
-"""How a TCP connection between two of our processes finds out that the other host says nothing any more.
+"""TCP keep-alive: a connection ends when the other host is gone.
 
 Without this a connection on which nothing is to be sent outlives the other host by two hours, and one on which there is
 something to send by a quarter of an hour.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import socket
 
-# A connection that is silent for so long is asked for a sign of life, and asked again so often.
+# A probe after so many seconds of silence, then one every so many seconds, and how many may go unanswered.
 IDLE_S, INTERVAL_S, NUM_PROBES = 10, 5, 3
-# The same for bytes that nobody acknowledges.
+# The same limit for bytes that are not acknowledged.
 USER_TIMEOUT_MS = 1000 * (IDLE_S + INTERVAL_S * NUM_PROBES)
 
 

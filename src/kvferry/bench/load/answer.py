@@ -1,4 +1,4 @@
-"""One streamed answer: what its bytes say and when they came. Pure: the caller tells the time."""
+"""Reads one streamed answer: times of its pieces, token counts, errors. Pure: the caller passes the time."""
 
 from __future__ import annotations
 

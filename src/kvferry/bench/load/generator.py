@@ -1,4 +1,4 @@
-"""Sends requests when they are due, whether earlier ones have been answered or not, and notes what came back."""
+"""Sends requests at their arrival times (open loop) or so many at once (closed loop), and measures the answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.bench.load.answer import Answer, message_of
 from kvferry.bench.load.target import Target
-from kvferry.bench.load.workload import Planned
+from kvferry.bench.load.workload import PlannedRequest
 from kvferry.bench.report.record import Record
 from kvferry.http.client_errors import client_error_text
 
@@ -31,7 +31,7 @@ class Outcome:
 
 
 async def run_load(
-    target: Target, planned: tuple[Planned, ...], concurrency: int, timeout_s: float, progress: Progress
+    target: Target, planned: tuple[PlannedRequest, ...], concurrency: int, timeout_s: float, progress: Progress
 ) -> Outcome:
     """Ask for everything that is planned, and wait for the last answer.
 
@@ -68,13 +68,13 @@ class Load:
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._began
 
-    async def open(self, planned: tuple[Planned, ...], bodies: list[bytes]) -> None:
+    async def open(self, planned: tuple[PlannedRequest, ...], bodies: list[bytes]) -> None:
         async with asyncio.TaskGroup() as group:
             for number, one in enumerate(planned):
                 await asyncio.sleep(max(one.at_s - self.elapsed_s(), 0.0))
                 group.create_task(self._request(number, one, bodies[number], one.at_s))
 
-    async def closed(self, planned: tuple[Planned, ...], bodies: list[bytes], concurrency: int) -> None:
+    async def closed(self, planned: tuple[PlannedRequest, ...], bodies: list[bytes], concurrency: int) -> None:
         waiting = iter(enumerate(planned))
 
         async def work() -> None:
@@ -85,7 +85,7 @@ class Load:
             for _ in range(min(concurrency, len(planned))):
                 group.create_task(work())
 
-    async def _request(self, number: int, planned: Planned, body: bytes, due_s: float) -> None:
+    async def _request(self, number: int, planned: PlannedRequest, body: bytes, due_s: float) -> None:
         self._num_open += 1
         self.most_open = max(self.most_open, self._num_open)
         record = Record(due_s=due_s, sent_s=self.elapsed_s(), prompt_tokens=planned.prompt.num_tokens)

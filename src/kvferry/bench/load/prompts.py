@@ -1,4 +1,4 @@
-"""Prompts of given lengths that mean nothing: pieces with names, the same name being the same tokens. Pure."""
+"""Random prompts of given lengths, made of named pieces; equal names give equal tokens. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server that is measured: how it is asked, and whether it is there at all."""
+"""The server that is measured: its requests, and the model that it serves."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import msgspec
 
 from kvferry.bench.load.endpoint import Endpoint
 from kvferry.bench.load.prompts import Prompt
-from kvferry.bench.load.workload import Planned
+from kvferry.bench.load.workload import PlannedRequest
 from kvferry.errors import ConfigurationError
 from kvferry.http.client_errors import client_error_text
 
-LOOK_S = 10.0
+TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Target:
     may_stop: bool = False
     headers: dict[str, str] = field(default_factory=dict)
 
-    def body(self, planned: Planned) -> bytes:
+    def body(self, planned: PlannedRequest) -> bytes:
         """The request for one answer, streamed and with its token counts."""
         fields: dict[str, Any] = {
             "model": self.model,
@@ -72,7 +72,7 @@ async def served_model(url: str, wanted: str, headers: dict[str, str]) -> str:
 
 async def _models(url: str, headers: dict[str, str]) -> list[str]:
     """Nothing where the server does not know the path."""
-    timeout = aiohttp.ClientTimeout(total=LOOK_S)
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout, headers=headers) as session,

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kvferry.bench.load.prompts import Piece, Prompt
-from kvferry.bench.load.workload import Planned
+from kvferry.bench.load.workload import PlannedRequest
 from kvferry.errors import ConfigurationError
 
 BLOCK_TOKENS = 512
@@ -27,7 +27,7 @@ class Line(msgspec.Struct, frozen=True):
     hash_ids: tuple[int, ...] = ()
 
 
-def read_trace(lines: Iterable[str], speed: float = 1.0) -> tuple[Planned, ...]:
+def read_trace(lines: Iterable[str], speed: float = 1.0) -> tuple[PlannedRequest, ...]:
     """The requests in the order of their arrival, the first at 0; `speed` 2 lets them come twice as fast.
 
     Raises ConfigurationError naming the line.
@@ -40,7 +40,7 @@ def read_trace(lines: Iterable[str], speed: float = 1.0) -> tuple[Planned, ...]:
         raise ConfigurationError("the trace is empty", expected="one JSON object per line")
     first_ms = read[0][0].timestamp
     return tuple(
-        Planned((line.timestamp - first_ms) / 1000 / speed, _prompt(line, number), line.output_length)
+        PlannedRequest((line.timestamp - first_ms) / 1000 / speed, _prompt(line, number), line.output_length)
         for line, number in read
     )
 

@@ -1,4 +1,4 @@
-"""What is asked, and when: synthetic requests by seed. Pure."""
+"""Synthetic requests with their arrival times, by seed. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedRequest:
     """One request: it arrives `at_s` seconds after the start, and its answer is to have `output_tokens` tokens."""
 
     at_s: float
@@ -43,15 +43,15 @@ class Synthetic:
             )
 
 
-def synthetic(load: Synthetic, arrivals: tuple[float, ...]) -> tuple[Planned, ...]:
+def synthetic(load: Synthetic, arrivals: tuple[float, ...]) -> tuple[PlannedRequest, ...]:
     """A request for every arrival, in their order; `arrivals` has `load.num_requests` times."""
     chooser = random.Random(load.seed)
     return tuple(_planned(load, number, at_s, chooser) for number, at_s in enumerate(arrivals))
 
 
-def _planned(load: Synthetic, number: int, at_s: float, chooser: random.Random) -> Planned:
+def _planned(load: Synthetic, number: int, at_s: float, chooser: random.Random) -> PlannedRequest:
     own = Piece(f"{load.seed}/own/{number}", load.prompt.draw(chooser))
     if not load.prefix_tokens:
-        return Planned(at_s, Prompt((own,)), load.output.draw(chooser))
+        return PlannedRequest(at_s, Prompt((own,)), load.output.draw(chooser))
     shared = Piece(f"{load.seed}/shared/{chooser.randrange(load.num_prefixes)}", load.prefix_tokens)
-    return Planned(at_s, Prompt((shared, own)), load.output.draw(chooser))
+    return PlannedRequest(at_s, Prompt((shared, own)), load.output.draw(chooser))

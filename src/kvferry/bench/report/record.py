@@ -1,4 +1,4 @@
-"""What became of one request. Pure."""
+"""The measurements of one request. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a good answer is: limits on the time to the first token, between tokens, and to the end. Pure."""
+"""Service level objectives: limits on the time to the first token, between tokens, and to the end. Pure."""
 
 from __future__ import annotations
 

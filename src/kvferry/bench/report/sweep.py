@@ -1,4 +1,4 @@
-"""From runs at several rates to the one figure that is asked for. Pure."""
+"""The highest rate and the best goodput of several runs. Pure."""
 
 from __future__ import annotations
 

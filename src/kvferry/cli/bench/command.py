@@ -9,7 +9,7 @@ import typer
 
 from kvferry.bench.load.endpoint import Endpoint
 from kvferry.bench.report.slo import ItlBy
-from kvferry.cli.console import friendly
+from kvferry.cli.console import errors_as_messages
 from kvferry.cli.options import Json, common, is_given
 from kvferry.errors import ConfigurationError
 
@@ -76,7 +76,7 @@ def serve(
 
     Requests are sent without waiting for earlier answers, except with --concurrency.
     """
-    with friendly("router"):
+    with errors_as_messages("router"):
         from kvferry.bench.load.lengths import lengths_named
         from kvferry.bench.load.workload import Synthetic
         from kvferry.bench.report.slo import Slo, slo_named

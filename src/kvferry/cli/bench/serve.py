@@ -16,7 +16,7 @@ from kvferry.bench.load.endpoint import Endpoint
 from kvferry.bench.load.generator import run_load
 from kvferry.bench.load.target import Target, served_model
 from kvferry.bench.load.trace import read_trace
-from kvferry.bench.load.workload import Planned, Synthetic, synthetic
+from kvferry.bench.load.workload import PlannedRequest, Synthetic, synthetic
 from kvferry.bench.report.figures import Report, report_of
 from kvferry.bench.report.page import page
 from kvferry.bench.report.record import Record
@@ -107,7 +107,7 @@ def bench_serve(options: BenchOptions) -> int:
     return 0 if any(report.answered for report in reports) else 1
 
 
-def _plans(options: BenchOptions) -> list[tuple[float, tuple[Planned, ...]]]:
+def _plans(options: BenchOptions) -> list[tuple[float, tuple[PlannedRequest, ...]]]:
     """For each run, its rate and its requests."""
     arrival, load = options.arrival, options.load
     if arrival.trace:
@@ -116,7 +116,7 @@ def _plans(options: BenchOptions) -> list[tuple[float, tuple[Planned, ...]]]:
     return [(rate, synthetic(load, times)) for rate, times in arrivals.items()]
 
 
-def _read(path: str, speed: float) -> tuple[Planned, ...]:
+def _read(path: str, speed: float) -> tuple[PlannedRequest, ...]:
     try:
         with open(path, encoding="utf-8") as lines:
             return read_trace(lines, speed)
@@ -126,7 +126,7 @@ def _read(path: str, speed: float) -> tuple[Planned, ...]:
 
 
 async def _run(
-    options: BenchOptions, plans: list[tuple[float, tuple[Planned, ...]]]
+    options: BenchOptions, plans: list[tuple[float, tuple[PlannedRequest, ...]]]
 ) -> tuple[Target, tuple[Report, ...]]:
     server, url = options.server, options.server.url.rstrip("/").removesuffix("/v1")
     model = await served_model(url, server.model, server.headers)
@@ -143,7 +143,7 @@ async def _run(
     return target, tuple(reports)
 
 
-async def _warm_up(options: BenchOptions, target: Target, planned: tuple[Planned, ...]) -> None:
+async def _warm_up(options: BenchOptions, target: Target, planned: tuple[PlannedRequest, ...]) -> None:
     """Raises ConfigurationError when the server does not answer such requests."""
     if not options.warm_up:
         return
@@ -183,7 +183,7 @@ def _progress() -> contextlib.AbstractContextManager[Progress]:
     return Progress(
         *columns,
         TextColumn("{task.fields[errors]} errors"),
-        console=console.words,
+        console=console.stderr,
         disable=not sys.stderr.isatty(),
     )
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import friendly
+from kvferry.cli.console import errors_as_messages
 from kvferry.cli.options import Json, TokenFile, common
 
 
@@ -23,7 +23,7 @@ def doctor(
 
     Exit code: 0, 1 with warnings, 2 with errors.
     """
-    with friendly("agent"):
+    with errors_as_messages("agent"):
         from kvferry.cli import environment
         from kvferry.cli.doctor import report
 

@@ -95,7 +95,7 @@ def _examine(options: DoctorOptions) -> _Report:
     # Engines without a token have peers on their own host only.
     place = Place.UNKNOWN if options.token_file else Place.SAME_HOST
     findings: list[Finding] = []
-    hopeless: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     environment: list[Environment] = []
     try:
         prepared = prepare(device, buffer_device, place)
@@ -103,9 +103,9 @@ def _examine(options: DoctorOptions) -> _Report:
         findings += [*prepared.environment.warnings, *prepared.late]
     except ConfigurationError as error:
         findings.append(finding_of(error))
-        hopeless["nixl"] = f"{NOT_TRIED}: see the findings"
+        skipped["nixl"] = f"{NOT_TRIED}: see the findings"
     say = _quiet if options.as_json else _progress
-    trials = {"loopback": loopback(say, hopeless)}
+    trials = {"loopback": loopback(say, skipped)}
     if options.peer:
         from kvferry.cli.doctor.peer import try_peer
 

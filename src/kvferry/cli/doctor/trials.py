@@ -31,13 +31,13 @@ class Trials:
     findings: tuple[Finding, ...]
 
 
-def loopback(say: Callable[[str], None], hopeless: Mapping[str, str]) -> Trials:
-    """Read from and write to another process of this machine, over every transport but those that are `hopeless`."""
+def loopback(say: Callable[[str], None], skipped: Mapping[str, str]) -> Trials:
+    """Read from and write to another process of this machine, over every transport but those that are `skipped`."""
     measurements: list[Measurement] = []
     findings: list[Finding] = []
     for name in OPENERS:
-        if name in hopeless:
-            measurements.append(Measurement(name, 0.0, 0.0, 0.0, hopeless[name]))
+        if name in skipped:
+            measurements.append(Measurement(name, 0.0, 0.0, 0.0, skipped[name]))
             continue
         say(f"trying {name} between two processes of this machine")
         measurements.append(_loopback_over(name))

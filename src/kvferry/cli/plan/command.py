@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import friendly
+from kvferry.cli.console import errors_as_messages
 from kvferry.cli.options import Json, check_unused, common, is_given, typed_words
 
 engines = partial(typer.Option, rich_help_panel="Engines")
@@ -45,7 +45,7 @@ def plan(
     cp=N or dcp=N (with run=N tokens), block=N tokens, kernel=N (kernel
     blocks per block), format=NAME, outer=AXIS, pool=shared or separate.
     """
-    with friendly():
+    with errors_as_messages():
         from kvferry.cli.plan import report
 
         if model or is_given(context, "model"):

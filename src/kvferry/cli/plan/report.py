@@ -16,7 +16,7 @@ from kvferry.catalog import Entry, Options, read
 from kvferry.cli import console
 from kvferry.cli.page_file import page_file
 from kvferry.cli.plan.facts import Side, group_facts, layout_facts, pair_facts, side_facts, sums
-from kvferry.cli.plan.folding import rows_of
+from kvferry.cli.plan.row_groups import rows_of
 from kvferry.cli.plan.shape import link_of, shape_of
 from kvferry.cli.plan.verdict import prefill_of, verdict_of
 from kvferry.cli.units import format_bytes, format_seconds
@@ -70,7 +70,7 @@ class Output:
 def plan(options: PlanOptions, output: Output) -> None:
     """Compute and print. Raises ConfigurationError or the planner's own errors."""
     page = page_file(output.page)
-    with console.words.status("planning"):
+    with console.stderr.status("planning"):
         facts = facts_of(options)
     if page:
         _write(page, facts)

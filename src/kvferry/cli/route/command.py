@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import friendly
+from kvferry.cli.console import errors_as_messages
 from kvferry.cli.options import (
     HERE,
     AllowCredentials,
@@ -76,7 +76,7 @@ def route(
     as_child: Child = False,
 ) -> None:
     """Start a router: an OpenAI API in front of prefill and decode engines."""
-    with friendly("router"):
+    with errors_as_messages("router"):
         from kvferry.cli import environment
         from kvferry.cli.route import server
         from kvferry.cli.server.access import access_of

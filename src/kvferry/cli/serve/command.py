@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import friendly
+from kvferry.cli.console import errors_as_messages
 from kvferry.cli.engine_choice import check_engine, check_vllm, extras_of, size
 from kvferry.cli.options import (
     HERE,
@@ -92,7 +92,7 @@ def serve(
 
     With --engine vllm, everything after -- is passed to `vllm serve`.
     """
-    with friendly(extras_of(engine)):
+    with errors_as_messages(extras_of(engine)):
         from kvferry.cli.models import resolve
         from kvferry.options import digest_policy_named, direction_named, may_turn, staging_named
         from kvferry.transport.opening import check_name

@@ -69,7 +69,7 @@ def serve_vllm(options: VllmOptions) -> int:
     told.listen()
     # vLLM does not say which port it got when it is asked for any, so we choose one. And whoever answers at a port that
     # vLLM cannot have would look like vLLM.
-    with listening.hold(options.host, options.port) as held:
+    with listening.reserve(options.host, options.port) as held:
         url = listening.url_of(held)
         # vLLM takes no brackets, and looks for an IPv4 address only where it is given a name.
         host, port = held.getsockname()[:2]

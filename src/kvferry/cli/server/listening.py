@@ -15,10 +15,10 @@ from kvferry.system.tcp_keepalive import keep_alive
 BACKLOG = 128
 
 
-def hold(host: str, port: int) -> socket.socket:
-    """A socket that keeps a port for a server which is told to listen there; port 0 lets the system choose. The server
-    can, if it sets SO_REUSEADDR as servers do; the system gives the port to nobody else. `::` takes IPv4 as well.
-    Raises ConfigurationError when it cannot be had."""
+def reserve(host: str, port: int) -> socket.socket:
+    """Bind a socket, so that the system gives its port to nobody else. A server that sets SO_REUSEADDR, as servers do,
+    can still listen there. Port 0 lets the system choose; `::` takes IPv4 as well. Raises ConfigurationError when the
+    port cannot be bound."""
     with _told_where(host, port):
         family, address = _address_of(host, port)
         # asyncio turns Nagle's algorithm off only where the protocol is named; uvicorn writes head and body apart, and
@@ -39,8 +39,8 @@ def hold(host: str, port: int) -> socket.socket:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 lets the system choose. Raises ConfigurationError when it cannot be had."""
-    bound = hold(host, port)
+    """A listening socket; port 0 lets the system choose. Raises ConfigurationError when the port cannot be bound."""
+    bound = reserve(host, port)
     with _told_where(host, port):
         try:
             bound.listen(BACKLOG)
@@ -51,13 +51,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """The URL of who listens, or is going to listen, where this socket is bound."""
+    """The URL of the server at this socket's address."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _address_of(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
-    """Of a name that has both, the older protocol: clients that know only that one reach it, too."""
+    """IPv4 where a name has both: every client can reach that."""
     bare = host.removeprefix("[").removesuffix("]")
     found = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)

@@ -1,4 +1,4 @@
-"""What the processes of `kvferry` write to stderr: lines for people, or JSON for machines."""
+"""Logs on stderr: plain lines, or JSON."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class LogFormat(StrEnum):
 
 
 def log_to_stderr(format_: LogFormat = LogFormat.PLAIN, access: bool = False) -> None:
-    """What goes wrong becomes a line; with `access` every request does, too; as JSON, so does all that is said.
+    """Log warnings and errors; with `access` every request; as JSON also the messages of the command.
 
-    From now on SIGUSR1 has the stacks of all threads written: also while a model is loaded, or an end does not come.
+    SIGUSR1 prints the stacks of all threads, also while a model is loaded or a process does not end.
     """
     # By the signal itself, not by the interpreter, which may be what hangs.
     faulthandler.register(signal.SIGUSR1, STDERR)
@@ -46,7 +46,7 @@ def log_to_stderr(format_: LogFormat = LogFormat.PLAIN, access: bool = False) ->
         logging.getLogger(ACCESS).setLevel(logging.INFO)
     if format_ is LogFormat.JSON:
         logging.getLogger(SAID).setLevel(logging.INFO)
-        console.say_through(logging.getLogger(SAID).info)
+        console.redirect_messages(logging.getLogger(SAID).info)
 
 
 class JsonLines(logging.Formatter):

@@ -1,4 +1,4 @@
-"""The open requests of an ASGI application: how many there are, and what their clients hear when they are cut off."""
+"""The open requests of an ASGI application: their number, and an error for each client when they are cancelled."""
 
 from __future__ import annotations
 

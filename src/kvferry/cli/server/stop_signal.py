@@ -1,4 +1,4 @@
-"""The order to end, for a main thread that waits for it."""
+"""SIGINT and SIGTERM, for a main thread that waits for them."""
 
 from __future__ import annotations
 

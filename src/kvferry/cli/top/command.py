@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import friendly
+from kvferry.cli.console import errors_as_messages
 from kvferry.cli.options import Json
 from kvferry.errors import ConfigurationError
 
@@ -18,7 +18,7 @@ def top(
     as_json: Json = False,
 ) -> None:
     """Show live what a router and its engines are doing."""
-    with friendly("router"):
+    with errors_as_messages("router"):
         if not url.startswith(("http://", "https://")):
             raise ConfigurationError("invalid router URL", found=url, expected="such as http://127.0.0.1:8000")
         from kvferry.cli.top import watch

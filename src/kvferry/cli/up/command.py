@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import friendly
+from kvferry.cli.console import errors_as_messages
 from kvferry.cli.engine_choice import check_engine, check_vllm, extras_of, size
 from kvferry.cli.options import (
     Digest,
@@ -51,7 +51,7 @@ def up(
 
     With --engine vllm, everything after -- is passed to `vllm serve`, and vLLM's own defaults apply.
     """
-    with friendly(extras_of(engine)):
+    with errors_as_messages(extras_of(engine)):
         from kvferry.cli.up.job import UpOptions
         from kvferry.cli.up.job import up as run
         from kvferry.options import digest_policy_named, direction_named

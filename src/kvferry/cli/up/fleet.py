@@ -74,7 +74,7 @@ class Fleet:
         self._children.append(Child(self._router_command()))
         self.url = self._await(self._children[-1], deadline)
 
-    def mend(self) -> None:
+    def restart_exited(self) -> None:
         """Start again what has died, at its old address. Raises ConfigurationError when that keeps happening."""
         for index, child in enumerate(self._children):
             if child.running:

@@ -27,7 +27,7 @@ EXAMPLE = (
     "The ferry leaves the harbour at dawn. On the other side of the river a train is waiting, and whoever wants to "
     "catch it must not lose a single box on the way. The captain counts the boxes, the porter counts them again, and"
 )
-MEND_S = 1.0
+CHECK_S = 1.0
 LARGE_BYTES = 1 << 20
 VERIFIED = {
     "sampled": "its lease, and a sample of its bytes",
@@ -250,5 +250,5 @@ def _keep_serving(fleet: Fleet) -> None:
     """Until Ctrl-C: mend what breaks."""
     console.say(f"serving an OpenAI API at {fleet.url}/v1 (model {fleet.model}); Ctrl-C or SIGTERM stops everything")
     while True:
-        fleet.mend()
-        time.sleep(MEND_S)
+        fleet.restart_exited()
+        time.sleep(CHECK_S)

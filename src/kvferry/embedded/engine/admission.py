@@ -1,7 +1,7 @@
-"""Who may use how much of the cache: every request gets room for its whole life before it touches the engine.
+"""Admission control: a request gets cache blocks for its whole length before it enters the engine.
 
-The engine has one fatal habit: when blocks that it does not schedule fill its pool, and nothing can run, its thread
-ends. Held and reserved blocks are exactly that, so no request is let in unless it can run to its last token.
+The engine's thread ends when blocks that it does not schedule fill its pool and nothing can run. Held and reserved
+blocks are such blocks, so a request is admitted only if it can run to its last token.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Blocks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
-    """A look at the books, in blocks per cache group.
+class BlockUsage:
+    """The use of the cache at one time, in blocks per cache group.
 
     `granted` is what the admitted requests may use at most, `allocated` what is in block tables now. `num_waiting`
     requests wait for room; the blocks of `num_lent` requests are, or will be, in the hands of a transfer.

@@ -1,6 +1,6 @@
-"""The engine as the rest of the process sees it: requests in, tokens out, and every block accounted for.
+"""The engine for `asyncio`: requests in, tokens out, and the blocks of each request.
 
-Lives on one event loop. The engine's thread reports through `call_soon_threadsafe`; nothing here blocks.
+It belongs to one event loop. The engine's thread reports through `call_soon_threadsafe`; nothing here blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvferry import Memory
 from kvferry.connectors.jobs import Event, Freed, Job, Produced, Settings, Stopped
 from kvferry.connectors.sampling import Sampling
 from kvferry.connectors.transformers import Core
-from kvferry.embedded.engine.admission import Admission, Ledger, blocks_for, longest, quotas
+from kvferry.embedded.engine.admission import Admission, BlockUsage, blocks_for, longest, quotas
 from kvferry.embedded.engine.limits import Limits
 from kvferry.embedded.engine.records import Entry, Grown, Prefilled, Request, Token
 from kvferry.errors import FerryError, RequestError
@@ -76,9 +76,9 @@ class Engine:
         """The cache's memory, shared by descriptor. It must not be used after `close`."""
         return self._core.memory()
 
-    def ledger(self) -> Ledger:
-        """The books: when no request is in the engine, nothing is granted, allocated, waiting or held."""
-        return Ledger(
+    def block_usage(self) -> BlockUsage:
+        """The blocks in use: none are granted, allocated, awaited or held while the engine has no request."""
+        return BlockUsage(
             capacity=self._admission.capacity,
             granted=self._admission.granted,
             allocated=self._core.num_allocated_blocks(),

@@ -19,7 +19,7 @@ from kvferry.embedded.request.parse import (
     decode_release,
     decode_tokenize,
 )
-from kvferry.embedded.serving.openai_objects import ChatShape, CompletionShape
+from kvferry.embedded.serving.openai_objects import ChatObjects, CompletionObjects
 from kvferry.embedded.serving.service import ServeInfo, Service
 from kvferry.embedded.transfer.transfer import Transfer
 from kvferry.errors import FerryError, RequestError
@@ -45,7 +45,7 @@ class Endpoints:
         if (refusal := self._wrong_model(request, body.model)) is not None:
             return refusal
         call = await self._service.call(caller.request_id, ask)
-        return Responder(self._service, CompletionShape(), call, caller)
+        return Responder(self._service, CompletionObjects(), call, caller)
 
     async def chat(self, request: Request) -> Responder | Response:
         caller = caller_of(request.headers)
@@ -53,7 +53,7 @@ class Endpoints:
         if (refusal := self._wrong_model(request, body.model)) is not None:
             return refusal
         call = await self._service.call(caller.request_id, ask)
-        return Responder(self._service, ChatShape(), call, caller)
+        return Responder(self._service, ChatObjects(), call, caller)
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens that a completion or a chat with this prompt computes."""

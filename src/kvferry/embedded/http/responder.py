@@ -14,10 +14,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvferry.embedded.http.caller import Caller
+from kvferry.embedded.serving.chunks import AnswerChunk, joined
 from kvferry.embedded.serving.metrics import Report, summed
-from kvferry.embedded.serving.openai_objects import Envelope, Shape, usage
-from kvferry.embedded.serving.pieces import Piece, joined
-from kvferry.embedded.serving.service import Call, Service
+from kvferry.embedded.serving.openai_objects import Envelope, OpenAiObjects, usage
+from kvferry.embedded.serving.service import Service, TokenizedRequest
 from kvferry.errors import FerryError, TransferError
 from kvferry.http.openai import SSE_DONE, SSE_MEDIA_TYPE, error_event, error_of, sse
 
@@ -31,7 +31,7 @@ CACHE_REASON_HEADER = "x-kvferry-cache-reason"
 class Responder:
     """Answers one call in one shape."""
 
-    def __init__(self, service: Service, shape: Shape, call: Call, caller: Caller) -> None:
+    def __init__(self, service: Service, shape: OpenAiObjects, call: TokenizedRequest, caller: Caller) -> None:
         self._service = service
         self._shape = shape
         self._call = call
@@ -49,7 +49,7 @@ class Responder:
                 self._status = CLIENT_LEFT
         finally:
             if self._status != OK:
-                self._service.forsake(self._call)
+                self._service.client_left(self._call)
             self._service.metrics.count_request(self._call.ask.leg.kind, self._status)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,8 +72,8 @@ class Responder:
             else:
                 await json_response(body, self._headers)(scope, receive, send)
 
-    async def _whole(self, first: Piece, pieces: AsyncGenerator[Piece, None]) -> dict[str, Any]:
-        by_choice: dict[int, list[Piece]] = defaultdict(list, {first.index: [first]})
+    async def _whole(self, first: AnswerChunk, pieces: AsyncGenerator[AnswerChunk, None]) -> dict[str, Any]:
+        by_choice: dict[int, list[AnswerChunk]] = defaultdict(list, {first.index: [first]})
         async for piece in pieces:
             by_choice[piece.index].append(piece)
         wholes = [joined(by_choice[index]) for index in sorted(by_choice)]
@@ -83,7 +83,7 @@ class Responder:
         report = summed([whole.report for whole in wholes])
         return body | self._shown(report) | _reference_of(wholes[0])
 
-    async def _stream(self, piece: Piece, pieces: AsyncGenerator[Piece, None], send: Send) -> None:
+    async def _stream(self, piece: AnswerChunk, pieces: AsyncGenerator[AnswerChunk, None], send: Send) -> None:
         await _start_stream(send, self._headers)
         if piece.reference:
             # Only an early leg has one so soon; its caller can begin with the other leg at once.
@@ -107,7 +107,7 @@ class Responder:
             await _send(send, sse(last))
         await _send(send, SSE_DONE, more=False)
 
-    async def _send_piece(self, piece: Piece, send: Send) -> None:
+    async def _send_piece(self, piece: AnswerChunk, send: Send) -> None:
         is_shown = piece.token_ids and self._call.ask.return_token_ids
         if not (piece.text or piece.finish_reason or is_shown or piece.scored):
             return
@@ -137,14 +137,14 @@ class Responder:
         return choice | {"token_ids": list(token_ids)} if self._call.ask.return_token_ids else choice
 
 
-def cache_word(leg: str, piece: Piece) -> str:
+def cache_word(leg: str, piece: AnswerChunk) -> str:
     """`received` from another engine, `recomputed` here because that failed, or `local`: nobody else was asked."""
     if leg != "decode":
         return "local"
     return "recomputed" if piece.report.recomputed else "received"
 
 
-def cache_headers(leg: str, piece: Piece) -> dict[str, str]:
+def cache_headers(leg: str, piece: AnswerChunk) -> dict[str, str]:
     """How the cache came, why it had to be computed here if it did not, and how long each phase took, in ms."""
     report = piece.report
     headers = {CACHE_HEADER: cache_word(leg, piece)}
@@ -174,7 +174,7 @@ def error_response(error: FerryError, failure: str, headers: dict[str, str]) -> 
     return json_response(body, headers, 503 if failure and status == 500 else status)
 
 
-def _reference_of(piece: Piece) -> dict[str, Any]:
+def _reference_of(piece: AnswerChunk) -> dict[str, Any]:
     return {"kv_transfer_params": piece.reference} if piece.reference else {}
 
 

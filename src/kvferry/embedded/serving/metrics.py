@@ -84,9 +84,9 @@ class Metrics:
 
     def _show_engine(self, engine: Engine) -> None:
         blocks = Gauge("kvferry_engine_blocks", "Blocks of all cache groups.", ("state",), registry=self.registry)
-        blocks.labels("capacity").set_function(lambda: sum(engine.ledger().capacity))
-        blocks.labels("granted").set_function(lambda: sum(engine.ledger().granted))
-        blocks.labels("allocated").set_function(lambda: sum(engine.ledger().allocated))
+        blocks.labels("capacity").set_function(lambda: sum(engine.block_usage().capacity))
+        blocks.labels("granted").set_function(lambda: sum(engine.block_usage().granted))
+        blocks.labels("allocated").set_function(lambda: sum(engine.block_usage().allocated))
         requests = Gauge("kvferry_engine_open_requests", "Requests by state.", ("state",), registry=self.registry)
-        requests.labels("waiting").set_function(lambda: engine.ledger().num_waiting)
-        requests.labels("lent").set_function(lambda: engine.ledger().num_lent)
+        requests.labels("waiting").set_function(lambda: engine.block_usage().num_waiting)
+        requests.labels("lent").set_function(lambda: engine.block_usage().num_lent)

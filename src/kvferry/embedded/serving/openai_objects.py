@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvferry.embedded.serving.chunks import AnswerChunk
 from kvferry.embedded.serving.logprobs import chat_logprobs, completion_logprobs
-from kvferry.embedded.serving.pieces import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,16 @@ class Envelope:
         }
 
 
-class Shape(Protocol):
+class OpenAiObjects(Protocol):
     """One endpoint's objects: names, and one choice of an answer, whole or a piece of it."""
 
     id_prefix: str
     whole_kind: str
     chunk_kind: str
 
-    def whole(self, piece: Piece) -> dict[str, Any]: ...
+    def whole(self, piece: AnswerChunk) -> dict[str, Any]: ...
 
-    def chunk(self, piece: Piece) -> dict[str, Any]: ...
+    def chunk(self, piece: AnswerChunk) -> dict[str, Any]: ...
 
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
         """Choices that go before the first piece."""
@@ -48,15 +48,15 @@ class Shape(Protocol):
         ...
 
 
-class CompletionShape:
+class CompletionObjects:
     id_prefix = "cmpl-"
     whole_kind = "text_completion"
     chunk_kind = "text_completion"
 
-    def whole(self, piece: Piece) -> dict[str, Any]:
+    def whole(self, piece: AnswerChunk) -> dict[str, Any]:
         return self.chunk(piece)
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
+    def chunk(self, piece: AnswerChunk) -> dict[str, Any]:
         return {
             "index": piece.index,
             "text": piece.text,
@@ -72,12 +72,12 @@ class CompletionShape:
         return body | {"choices": choices}
 
 
-class ChatShape:
+class ChatObjects:
     id_prefix = "chatcmpl-"
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def whole(self, piece: Piece) -> dict[str, Any]:
+    def whole(self, piece: AnswerChunk) -> dict[str, Any]:
         message = {"role": "assistant", "content": piece.text}
         return {
             "index": piece.index,
@@ -86,7 +86,7 @@ class ChatShape:
             "finish_reason": piece.finish_reason,
         }
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
+    def chunk(self, piece: AnswerChunk) -> dict[str, Any]:
         delta = {"content": piece.text} if piece.text else {}
         return {
             "index": piece.index,

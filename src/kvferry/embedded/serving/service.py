@@ -1,4 +1,4 @@
-"""The legs of a request: answered whole, computed for another engine, or gone on with after another engine."""
+"""Answers requests: whole ones, prefill legs for another engine, and decode legs after another engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvferry.embedded.engine.detokenizer import TextStream
 from kvferry.embedded.engine.records import Grown, Prefilled, Request, Token
 from kvferry.embedded.request.parse import GenerationRequest
 from kvferry.embedded.request.prompts import Prompts
+from kvferry.embedded.serving.chunks import AnswerChunk, interleaved
 from kvferry.embedded.serving.logprobs import ScoredToken, scored_token
 from kvferry.embedded.serving.metrics import Metrics, Report
-from kvferry.embedded.serving.pieces import Piece, interleaved
 from kvferry.embedded.transfer.readiness import Readiness
 from kvferry.embedded.transfer.transfer import Transfer
 from kvferry.errors import ConfigurationError, PromptTooLongError, RequestError, TransferError
@@ -48,7 +48,7 @@ class ServeInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TokenizedRequest:
     """A client's request on its way through the service: one request to the engine for each choice of the answer, in
     their order. Each has an id that this process uses once. A leg has exactly one. `echoes` are the texts that go
     before the answers, one for each choice, or none.
@@ -111,12 +111,12 @@ class Service:
         """End the lease that a reference of ours names; whether there was one. Raises TransferError."""
         return self._transfer.withdraw(params)
 
-    def forsake(self, call: Call) -> None:
-        """The client has not got the answer: nobody knows the reference that a prefill leg would have given."""
+    def client_left(self, call: TokenizedRequest) -> None:
+        """Drop the cache of a prefill leg whose client has left: nobody knows the reference to it."""
         if call.ask.leg.kind == "prefill":
             self._transfer.abort(call.requests[0].request_id)
 
-    async def call(self, request_id: str, ask: GenerationRequest) -> Call:
+    async def call(self, request_id: str, ask: GenerationRequest) -> TokenizedRequest:
         """Tokenise the prompts. Raises RequestError, PromptTooLongError."""
         prompts = [await self.prompts.token_ids(prompt) for prompt in ask.prompts]
         bad_words_ids = await self.prompts.bad_words_ids(ask.sampling.bad_words)
@@ -125,7 +125,7 @@ class Service:
         samplings = [replace(sampling, seed=(sampling.seed + i) % SEEDS) for i in range(ask.num_choices)]
         requests = [self._request(request_id, ids, ask, one) for ids in prompts for one in samplings]
         texts = [await self.prompts.text_of(prompt) for prompt in ask.prompts] if ask.echoes else []
-        return Call(tuple(requests), ask, tuple(text for text in texts for _ in samplings))
+        return TokenizedRequest(tuple(requests), ask, tuple(text for text in texts for _ in samplings))
 
     def _request(self, request_id: str, prompt: tuple[int, ...], ask: GenerationRequest, sampling: Sampling) -> Request:
         max_new_tokens = self._max_new_tokens(ask, len(prompt))
@@ -145,7 +145,7 @@ class Service:
             sampling=sampling,
         )
 
-    async def answer(self, call: Call) -> AsyncGenerator[Piece, None]:
+    async def answer(self, call: TokenizedRequest) -> AsyncGenerator[AnswerChunk, None]:
         """The pieces of an answer; closing the iterator ends the request. Raises FerryError."""
         match call.ask.leg.kind:
             case "prefill" if call.ask.leg.is_early:
@@ -163,11 +163,11 @@ class Service:
             async for piece in pieces:
                 yield piece
 
-    def _whole(self, call: Call, index: int) -> AsyncGenerator[Piece, None]:
+    def _whole(self, call: TokenizedRequest, index: int) -> AsyncGenerator[AnswerChunk, None]:
         """One choice, with nothing but this engine."""
         return self._pieces(call, self.engine.generate(call.requests[index]), Report(), index)
 
-    async def _prefill(self, call: Call) -> Piece:
+    async def _prefill(self, call: TokenizedRequest) -> AnswerChunk:
         request_id = call.requests[0].request_id
         prefilled = await self.engine.prefill(replace(call.requests[0], max_new_tokens=1))
         with ExitStack() as undo:
@@ -179,7 +179,7 @@ class Service:
             undo.pop_all()
         return self._prefilled(call, prefilled.first, reference)
 
-    async def _prefill_early(self, call: Call) -> AsyncGenerator[Piece, None]:
+    async def _prefill_early(self, call: TokenizedRequest) -> AsyncGenerator[AnswerChunk, None]:
         """The reference first. From then on the blocks come back through the transfer only, however this ends."""
         request_id = call.requests[0].request_id
         await self.engine.begin(replace(call.requests[0], max_new_tokens=1))
@@ -189,7 +189,7 @@ class Service:
             undo.pop_all()
         with ExitStack() as undo:
             undo.callback(self._transfer.abort, request_id)
-            yield Piece("", (), "", reference=reference)
+            yield AnswerChunk("", (), "", reference=reference)
             prefilled = await self._finish(request_id)
             self._transfer.grow(request_id, Grown(prefilled.num_tokens, prefilled.block_tables))
             undo.pop_all()
@@ -207,15 +207,15 @@ class Service:
                 hint="the decode leg has given up, or the reference was released",
             ) from error
 
-    def _prefilled(self, call: Call, first: Token, reference: dict[str, object]) -> Piece:
+    def _prefilled(self, call: TokenizedRequest, first: Token, reference: dict[str, object]) -> AnswerChunk:
         report = Report(tokens_computed=first.num_computed)
         self.metrics.count_answer(report, 1)
         text = TextStream(self.engine.tokenizer, call.ask.ending.text).push(
             first.token_id, last=True, is_stop=first.finish_reason == "stop"
         )
-        return Piece(text, (first.token_id,), first.finish_reason, report, reference)
+        return AnswerChunk(text, (first.token_id,), first.finish_reason, report, reference)
 
-    async def _decode(self, call: Call) -> AsyncGenerator[Piece, None]:
+    async def _decode(self, call: TokenizedRequest) -> AsyncGenerator[AnswerChunk, None]:
         began = time.perf_counter()
         with ExitStack() as undo:
             try:
@@ -238,7 +238,7 @@ class Service:
                 async for piece in pieces:
                     yield piece
 
-    async def _fetch(self, call: Call) -> Report:
+    async def _fetch(self, call: TokenizedRequest) -> Report:
         request_id = call.requests[0].request_id
         began = time.perf_counter()
         with ExitStack() as undo:
@@ -268,8 +268,8 @@ class Service:
         )
 
     async def _pieces(
-        self, call: Call, tokens: AsyncGenerator[Token, None], report: Report, index: int = 0
-    ) -> AsyncGenerator[Piece, None]:
+        self, call: TokenizedRequest, tokens: AsyncGenerator[Token, None], report: Report, index: int = 0
+    ) -> AsyncGenerator[AnswerChunk, None]:
         text, num_tokens, offset = TextStream(self.engine.tokenizer, call.ask.ending.text), 0, 0
         # Not before the first token: until then an error has a status of its own.
         echo = call.echoes[index] if call.echoes else ""
@@ -284,7 +284,7 @@ class Service:
                     finish_reason = "stop" if text.stopped else token.finish_reason
                     scored = self._scored(token, offset)
                     offset += sum(len(one.chosen.text) for one in scored)
-                    yield Piece(shown, (token.token_id,), finish_reason, report, index=index, scored=scored)
+                    yield AnswerChunk(shown, (token.token_id,), finish_reason, report, index=index, scored=scored)
                     if finish_reason:
                         return
         finally:

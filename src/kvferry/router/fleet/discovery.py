@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.http.openai import INVALID_REQUEST, error_body
-from kvferry.http.registration import SIGNATURE, decode_announcement, unbelieved
+from kvferry.http.registration import SIGNATURE, decode_announcement, reason_to_refuse
 from kvferry.router.config import RouterConfig, check_urls
 from kvferry.router.fleet.instance import Origin
 from kvferry.router.fleet.membership import Membership
@@ -61,7 +61,7 @@ class Registry:
         if not self._registration.is_open:
             return "closed"
         if self._registration.key:
-            return unbelieved(self._registration.key, body, headers.get(SIGNATURE, ""), time.time())
+            return reason_to_refuse(self._registration.key, body, headers.get(SIGNATURE, ""), time.time())
         host = urlsplit(decode_announcement(body).url).hostname or ""
         return "" if _is_loopback(client_host) and _is_loopback(host) else "not_local"
 

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from kvferry.cli.plan.page.matrix import COLOURS
-from kvferry.cli.plan.page.memory import Axis, Leaf, Painter, axes_of, drawn_axes, leaves, row_bytes
+from kvferry.cli.plan.page.memory import Axis, CellSources, Leaf, axes_of, drawn_axes, leaves, row_bytes
 from kvferry.cli.units import TIMES, format_bytes, format_count_of
 
 MAX_ITEMS = 20
@@ -89,10 +89,10 @@ def strips(facts: Mapping[str, Any]) -> list[tuple[Strip, Strip]]:
 
 def _strip(side: str, layout: Mapping[str, Any], facts: Mapping[str, Any], row: float) -> Strip:
     outer, inner = axes_of(layout)
-    painter = Painter.of(side, facts)
-    drawn = drawn_axes(inner, painter.divided)
+    sources = CellSources.of(side, facts)
+    drawn = drawn_axes(inner, sources.divided)
     pieces = list(leaves(drawn))
-    groups = _groups(drawn, pieces, painter)
+    groups = _groups(drawn, pieces, sources)
     end, is_open = _row_end(pieces, row)
     block = format_bytes(layout["block_stride"])
     paler = (
@@ -122,12 +122,12 @@ def _level(axis: Axis) -> Level:
     return Level(name, note, min(axis.size, MAX_ITEMS), axis.size > MAX_ITEMS)
 
 
-def _groups(axes: list[Axis], pieces: list[Leaf], painter: Painter) -> tuple[Group, ...]:
+def _groups(axes: list[Axis], pieces: list[Leaf], sources: CellSources) -> tuple[Group, ...]:
     """One for each item of the outermost axis that is drawn; without a heading where that is the only one."""
     has_labels = len(pieces) <= MAX_LABELS
     groups = []
     for number, (at, leaves_of_item) in enumerate(groupby(pieces, key=lambda leaf: leaf.at[:1])):
-        cells = tuple(_cell(leaf, painter, has_labels) for leaf in leaves_of_item)
+        cells = tuple(_cell(leaf, sources, has_labels) for leaf in leaves_of_item)
         label = ""
         if at and len(axes) > 1:
             # The first says what is counted.
@@ -137,13 +137,13 @@ def _groups(axes: list[Axis], pieces: list[Leaf], painter: Painter) -> tuple[Gro
     return tuple(groups)
 
 
-def _cell(leaf: Leaf, painter: Painter, has_label: bool) -> Cell:
+def _cell(leaf: Leaf, sources: CellSources, has_label: bool) -> Cell:
     if leaf.gap:
         return Cell(-1, 0, 0, "…", GAP)
-    source, tone = painter.pair(leaf)
+    source, tone = sources.pair(leaf)
     axis, at = leaf.at[-1] if leaf.at else ("", 0)
-    label = str(at + painter.firsts.get(axis, 0)) if has_label else ""
-    return Cell(source, source % COLOURS, min(tone, 3) if painter.side == "source" else 0, label)
+    label = str(at + sources.firsts.get(axis, 0)) if has_label else ""
+    return Cell(source, source % COLOURS, min(tone, 3) if sources.side == "source" else 0, label)
 
 
 def _row_end(pieces: list[Leaf], row: float) -> tuple[float, bool]:

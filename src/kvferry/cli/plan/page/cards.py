@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.cli.plan.page.matrix import COLOURS, Area, Box, Panel, Region, Stripes, Whole
+from kvferry.cli.plan.page.matrix import COLOURS, Area, Box, CacheExtent, Panel, Region, Stripes
 from kvferry.cli.plan.page.spans import ALL, Tokens
 from kvferry.cli.units import format_bytes, format_span
 
@@ -31,15 +31,15 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class Pen:
+class DrawingContext:
     """What all cards are drawn with: the whole cache, the stripes, and the pairs of the plan."""
 
-    whole: Whole
+    whole: CacheExtent
     stripes: Stripes
     pairs: list[Mapping[str, Any]]
 
 
-def card(side: str, rank: Mapping[str, Any], area: Area, pen: Pen) -> Card:
+def card(side: str, rank: Mapping[str, Any], area: Area, pen: DrawingContext) -> Card:
     """The card of one rank of a side, in its area."""
     matrix = Area(
         area.x + (WORDS if side == "source" else PAD), area.y + PAD, CARD - WORDS - PAD, area.height - 2 * PAD
@@ -64,7 +64,7 @@ def card(side: str, rank: Mapping[str, Any], area: Area, pen: Pen) -> Card:
     )
 
 
-def _arrivals(target: int, panels: list[Panel], pen: Pen) -> list[Region]:
+def _arrivals(target: int, panels: list[Panel], pen: DrawingContext) -> list[Region]:
     """What fills a target rank. Sources that fill the same layers and spans share them in stripes."""
     sharing: dict[Any, list[tuple[int, Box]]] = defaultdict(list)
     for pair in pen.pairs:

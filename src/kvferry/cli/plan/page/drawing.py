@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kvferry.cli.plan.page.cards import CARD, Card, Pen, card
-from kvferry.cli.plan.page.matrix import Area, Box, Stripes, Whole, pattern_name
+from kvferry.cli.plan.page.cards import CARD, Card, DrawingContext, card
+from kvferry.cli.plan.page.matrix import Area, Box, CacheExtent, Stripes, pattern_name
 from kvferry.cli.plan.page.ribbons import Ribbon, ribbons
 from kvferry.cli.units import format_span
 
@@ -35,7 +35,7 @@ class Drawing:
 
     width: float
     height: float
-    whole: Whole
+    whole: CacheExtent
     cards: tuple[Card, ...]
     ribbons: tuple[Ribbon, ...]
     stages: tuple[Stage, ...]
@@ -45,12 +45,12 @@ class Drawing:
 def draw(facts: Mapping[str, Any]) -> Drawing:
     """The drawing of a plan."""
     sides = {side: list(facts[side]["ranks"]) for side in ("source", "target")}
-    whole = Whole.of(sides["source"] + sides["target"])
+    whole = CacheExtent.of(sides["source"] + sides["target"])
     boxes = [Box.of_rank(rank) for ranks in sides.values() for rank in ranks]
     stripes = Stripes(boxes + [Box.of_pair(pair) for pair in facts["pairs"]])
     places, height = _places(sides)
     cards = [
-        card(side, rank, places[side][rank["rank"]], Pen(whole, stripes, facts["pairs"]))
+        card(side, rank, places[side][rank["rank"]], DrawingContext(whole, stripes, facts["pairs"]))
         for side, ranks in sides.items()
         for rank in ranks
     ]

@@ -104,14 +104,14 @@ def pattern_name(key: tuple[int, Tokens]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class CacheExtent:
     """The whole cache as every matrix shows it: layers from the first to the last, and the extent of each axis."""
 
     num_layers: int
     extents: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, ranks: list[Mapping[str, Any]]) -> Whole:
+    def of(cls, ranks: list[Mapping[str, Any]]) -> CacheExtent:
         """What all ranks of both sides hold together."""
         extents: dict[str, int] = {}
         for rank in ranks:

@@ -106,7 +106,7 @@ def leaves(axes: list[Axis], at: tuple[tuple[str, int], ...] = ()) -> Iterator[L
 
 
 @dataclass(frozen=True, slots=True)
-class Painter:
+class CellSources:
     """Whose bytes a cell holds, from the pairs of rank 0 at one side."""
 
     side: str
@@ -115,7 +115,7 @@ class Painter:
     boxes: tuple[tuple[int, Box], ...]
 
     @classmethod
-    def of(cls, side: str, facts: Mapping[str, Any]) -> Painter:
+    def of(cls, side: str, facts: Mapping[str, Any]) -> CellSources:
         """For the first rank of a side."""
         rank = facts[side]["ranks"][0]
         firsts = {axis: span[0] for axis, span in rank["axes"].items()}

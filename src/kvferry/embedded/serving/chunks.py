@@ -12,7 +12,7 @@ from kvferry.embedded.serving.metrics import Report
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerChunk:
     """A part of choice `index` of an answer. The last one has a `finish_reason`, the report, and a prefill leg's
     reference.
 
@@ -28,10 +28,10 @@ class Piece:
     scored: tuple[ScoredToken, ...] = ()
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
+def joined(pieces: Sequence[AnswerChunk]) -> AnswerChunk:
     """The whole of one choice from all its pieces."""
     last = pieces[-1]
-    return Piece(
+    return AnswerChunk(
         text="".join(piece.text for piece in pieces),
         token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
         finish_reason=last.finish_reason,
@@ -42,9 +42,9 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     )
 
 
-async def interleaved(answers: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+async def interleaved(answers: Sequence[AsyncGenerator[AnswerChunk, None]]) -> AsyncGenerator[AnswerChunk, None]:
     """The pieces of several answers as they come. The first error ends all of them, and so does closing this."""
-    arrived: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+    arrived: asyncio.Queue[AnswerChunk | BaseException | None] = asyncio.Queue()
     tasks = [asyncio.create_task(_drain(answer, arrived)) for answer in answers]
     for task in tasks:
         task.add_done_callback(lambda done: arrived.put_nowait(None if done.cancelled() else done.exception()))
@@ -52,7 +52,7 @@ async def interleaved(answers: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGe
         num_open = len(tasks)
         while num_open:
             match await arrived.get():
-                case Piece() as piece:
+                case AnswerChunk() as piece:
                     yield piece
                 case None:
                     num_open -= 1
@@ -64,7 +64,9 @@ async def interleaved(answers: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGe
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _drain(answer: AsyncGenerator[Piece, None], arrived: asyncio.Queue[Piece | BaseException | None]) -> None:
+async def _drain(
+    answer: AsyncGenerator[AnswerChunk, None], arrived: asyncio.Queue[AnswerChunk | BaseException | None]
+) -> None:
     async with aclosing(answer):
         async for piece in answer:
             arrived.put_nowait(piece)
