@@ -17,7 +17,12 @@ from kvferry.embedded.transfer.bridge import AgentTransfer
 from kvferry.session.source.completed_reads import CompletedReads
 
 way = Path(sys.argv.pop(1))
-begin, offer, landed, complete = AgentTransfer.__init__, AgentTransfer.offer, CompletedReads.landed, CompletedReads._complete
+begin, offer, landed, complete = (
+    AgentTransfer.__init__,
+    AgentTransfer.offer,
+    CompletedReads.landed,
+    CompletedReads._complete,
+)
 
 
 def begin_with_memory(self, config, layout, memory, release):
