@@ -12,7 +12,7 @@ import zmq
 
 from kvferry.agent.control.channel import OPTIONS
 from kvferry.cli.server.listening import listen
-from kvferry.router.upstream.connection_pool import Pool, origin_of
+from kvferry.router.upstream.http_client import HttpClient, UpstreamRequest
 from kvferry.system.tcp_keepalive import IDLE_S, INTERVAL_S, NUM_PROBES, USER_TIMEOUT_MS
 from kvferry.transport.tcp.connection import Connection
 
@@ -33,13 +33,19 @@ def options_of(sock) -> dict:
 def test_both_ends_of_a_connection_to_an_engine(loop):
     async def main(server):
         url = "http://{}:{}".format(*server.getsockname())
-        async with contextlib.aclosing(Pool(20.0)) as pool:
-            connection = await pool.connect(origin_of(url))
-            assert options_of(connection._transport.get_extra_info("socket")) == WANTED
-            accepted, _ = server.accept()
+        async with contextlib.aclosing(HttpClient(20.0)) as http:
+            asking = asyncio.create_task(http.send(UpstreamRequest("POST", url, "/x", [], b"")))
+            loop = asyncio.get_running_loop()
+            server.setblocking(False)
+            accepted, _ = await loop.sock_accept(server)
             with accepted:
                 assert options_of(accepted) == WANTED
-            connection.close()
+                await loop.sock_recv(accepted, 1000)
+                accepted.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n")
+                response = await asking
+                connection = response._response.connection
+                assert options_of(connection.transport.get_extra_info("socket")) == WANTED
+                response.close()
 
     with listen("127.0.0.1", 0) as server, asyncio.Runner(loop_factory=loop) as runner:
         runner.run(main(server))

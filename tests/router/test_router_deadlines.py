@@ -19,7 +19,7 @@ from kvferry.router.flow.leg import Leg, Patience
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.headers import decode_headers, timeout_of
 from kvferry.router.telemetry.tracing import UNTRACED_LEG
-from kvferry.router.upstream.exchange import Outgoing
+from kvferry.router.upstream.http_client import UpstreamRequest
 
 # Long enough for an engine in this process, short enough to wait for.
 SHORT = {"x-kvferry-timeout": "0.8"}
@@ -88,7 +88,7 @@ def test_a_stream_that_takes_too_long_ends_with_that_word():
 
 
 def test_a_leg_for_which_there_is_no_time_is_not_sent():
-    outgoing = Outgoing("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
+    outgoing = UpstreamRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
     # Without a pool of connections, nothing can be sent.
     leg = Leg(SimpleNamespace(), SimpleNamespace(), UNTRACED_LEG, outgoing, Patience(1.0, time.monotonic()))
     assert asyncio.run(leg.ask()).reason == TOO_LATE
@@ -100,13 +100,13 @@ def test_an_answer_that_comes_when_it_is_given_up_is_no_broken_one():
     async def main():
         membership = SimpleNamespace(open_legs=OpenLegs())
         reservation = SimpleNamespace(instance=Instance("http://127.0.0.1:1", Role.PREFILL))
-        outgoing = Outgoing("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
+        outgoing = UpstreamRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
         patience = Patience(10.0, time.monotonic() + 10.0)
         leg = Leg(SimpleNamespace(membership=membership), reservation, UNTRACED_LEG, outgoing, patience)
 
         async def promised():
             leg.give_up(INSTANCE_DOWN)
-            leg._exchange = SimpleNamespace(whole=whole)
+            leg._response = SimpleNamespace(whole=whole)
             return Promised(b"{}")
 
         async def whole(_max_bytes):

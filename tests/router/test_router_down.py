@@ -36,7 +36,7 @@ def find_down(c, engine):
 
 async def probe(c) -> None:
     services = c.app.state.services
-    await Prober(services.pool, services.membership, services.config).probe_all()
+    await Prober(services.http, services.membership, services.config).probe_all()
 
 
 @pytest.mark.parametrize("num_others", [0, 1])

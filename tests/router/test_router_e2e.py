@@ -365,6 +365,7 @@ def test_unknown_paths_and_methods_are_openai_errors():
         async with cluster([], [decode_engine()]) as c:
             for method, path, status, words in (
                 ("GET", "/v1/nonsense", 404, "POST to /v1/completions"),
+                ("POST", "/v1/completions/", 404, "POST to /v1/completions"),
                 ("GET", "/v1/completions", 405, "expected: POST"),
                 ("POST", "/v1/models", 405, "expected: "),
                 ("DELETE", "/health", 405, "expected: "),
@@ -454,6 +455,8 @@ def test_readiness_needs_a_decode_instance():
             assert response.error["code"] == "no_decode_instance"
             assert "x-kvferry-path" not in response.headers
             assert p.seen == []
+            labels = 'endpoint="/v1/completions",path="none",status="503"'
+            assert await c.metric(f"kvferry_router_requests_total{{{labels}}}") == 1
             async with c.session.get(c.url + "/health") as response:
                 assert response.status == 200
 

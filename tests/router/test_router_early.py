@@ -57,7 +57,7 @@ from kvferry.router.policy.settings import PrefillFallback
 from kvferry.router.request.client_request import decode_body, prefill_body
 from kvferry.router.telemetry.server_timing import without_beginning
 from kvferry.router.telemetry.tracing import UNTRACED_LEG
-from kvferry.router.upstream.exchange import Outgoing
+from kvferry.router.upstream.http_client import UpstreamRequest
 
 PARAMS = b'{"do_remote_prefill": true, "kvferry": {"lease_id": "x"}}'
 OURS = {**TRANSFER, "kvferry": {"lease_id": "x"}}
@@ -636,7 +636,7 @@ def test_the_first_event_is_found_wherever_it_is_cut(cut):
     async def piece():
         return pieces.pop(0)
 
-    outgoing = Outgoing("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
+    outgoing = UpstreamRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
     leg = Leg(SimpleNamespace(), SimpleNamespace(), UNTRACED_LEG, outgoing, Patience(1.0, 1.0))
     assert asyncio.run(leg._first_event(SimpleNamespace(piece=piece))) == PROMISE
 

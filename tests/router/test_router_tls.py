@@ -10,9 +10,8 @@ import pytest
 import trustme
 import uvloop
 
-from kvferry.router.upstream import connection_pool as pool_module
-from kvferry.router.upstream.connection_pool import Pool
-from kvferry.router.upstream.exchange import FAILURES, REFUSED, Exchange, Outgoing, reason_of
+from kvferry.router.upstream.failures import FAILURES, REFUSED, reason_of
+from kvferry.router.upstream.http_client import HttpClient, UpstreamRequest
 
 DEADLINE_S = 30.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -30,13 +29,10 @@ def believed(authority, tmp_path, monkeypatch):
     path = tmp_path / "authority.pem"
     authority.cert_pem.write_to_path(path)
     monkeypatch.setenv("SSL_CERT_FILE", str(path))
-    pool_module._default_context.cache_clear()
-    yield
-    pool_module._default_context.cache_clear()
 
 
 def run(main, loop, authority, name):
-    """`main(pool, url)` with a server that has a certificate for `name`."""
+    """`main(http, url)` with a server that has a certificate for `name`."""
     connections = []
 
     async def serve(reader, writer):
@@ -51,8 +47,8 @@ def run(main, loop, authority, name):
         authority.issue_cert(name).configure_cert(context)
         listening = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
         url = f"https://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        async with asyncio.timeout(DEADLINE_S), contextlib.aclosing(Pool(DEADLINE_S)) as pool:
-            await main(pool, url)
+        async with asyncio.timeout(DEADLINE_S), contextlib.aclosing(HttpClient(DEADLINE_S)) as http:
+            await main(http, url)
         listening.close()
 
     with asyncio.Runner(loop_factory=loop) as runner:
@@ -60,8 +56,8 @@ def run(main, loop, authority, name):
     return len(connections)
 
 
-async def ask(pool, url):
-    exchange = await Exchange.open(pool, Outgoing("POST", url, "/v1/completions", [], b""))
+async def ask(http, url):
+    exchange = await http.send(UpstreamRequest("POST", url, "/v1/completions", [], b""))
     try:
         return await exchange.whole(100)
     finally:
@@ -70,9 +66,9 @@ async def ask(pool, url):
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_an_authority_in_ssl_cert_file_is_believed_and_its_connections_are_kept(loop, authority, believed):
-    async def main(pool, url):
-        assert await ask(pool, url) == b"ok"
-        assert await ask(pool, url) == b"ok"
+    async def main(http, url):
+        assert await ask(http, url) == b"ok"
+        assert await ask(http, url) == b"ok"
 
     assert run(main, loop, authority, "127.0.0.1") == 1
 
@@ -86,9 +82,9 @@ def test_who_cannot_prove_to_be_the_instance_is_no_instance(loop, name, request)
         authority = request.getfixturevalue("authority")
         request.getfixturevalue("believed")
 
-    async def main(pool, url):
+    async def main(http, url):
         with pytest.raises(FAILURES) as caught:
-            await ask(pool, url)
+            await ask(http, url)
         assert reason_of(caught.value, "deadline") == REFUSED
         assert "certificate" in str(caught.value)
 

@@ -8,17 +8,17 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.fleet.membership import Membership
 from kvferry.router.telemetry.metrics import Metrics
 from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
-from kvferry.router.upstream.background_requests import Errands
-from kvferry.router.upstream.connection_pool import Pool
+from kvferry.router.upstream.background_requests import BackgroundRequests
+from kvferry.router.upstream.http_client import HttpClient
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Made by the app's lifespan; `pool` is open as long as the app serves."""
+    """Made by the app's lifespan; `http` is open as long as the app serves."""
 
     config: RouterConfig
     membership: Membership
     metrics: Metrics
-    pool: Pool
-    errands: Errands
+    http: HttpClient
+    background: BackgroundRequests
     tracing: Tracing = NO_TRACING

@@ -8,8 +8,7 @@ import msgspec
 
 from kvferry.router.fleet.compatibility import Facts
 from kvferry.router.policy.records import Instance
-from kvferry.router.upstream.connection_pool import Pool
-from kvferry.router.upstream.exchange import Exchange, Outgoing
+from kvferry.router.upstream.http_client import HttpClient, UpstreamRequest
 
 Told = TypeVar("Told")
 
@@ -43,25 +42,25 @@ class Version(msgspec.Struct):
     version: str = ""
 
 
-async def ask_facts(pool: Pool, instance: Instance) -> Facts:
+async def ask_facts(http: HttpClient, instance: Instance) -> Facts:
     """Empty where it tells nothing that can be understood. Raises only `FAILURES`."""
-    told = await _get(pool, instance, INFO_PATH)
+    told = await _get(http, instance, INFO_PATH)
     if told:
         info = _understood(told, Info) or Info()
         named = (info.engine, info.version, info.wire_version, info.epoch)
         return Facts(*named, info.models, info.cache, info.prefix_cache, info.early)
-    models = _understood(await _get(pool, instance, "/v1/models"), Models) or Models([])
-    version = _understood(await _get(pool, instance, "/version"), Version) or Version()
+    models = _understood(await _get(http, instance, "/v1/models"), Models) or Models([])
+    version = _understood(await _get(http, instance, "/version"), Version) or Version()
     owners = sorted({model.owned_by for model in models.data})
     return Facts(" ".join(owners), version.version, "", "", tuple(model.id for model in models.data), "")
 
 
-async def _get(pool: Pool, instance: Instance, path: str) -> bytes:
-    exchange = await Exchange.open(pool, Outgoing("GET", instance.url, path, [], b""))
+async def _get(http: HttpClient, instance: Instance, path: str) -> bytes:
+    response = await http.send(UpstreamRequest("GET", instance.url, path, [], b""))
     try:
-        return await exchange.whole(MAX_BYTES) if exchange.status == 200 else b""
+        return await response.whole(MAX_BYTES) if response.status == 200 else b""
     finally:
-        exchange.close()
+        response.close()
 
 
 def _understood(body: bytes, kind: type[Told]) -> Told | None:

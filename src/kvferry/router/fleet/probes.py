@@ -10,8 +10,8 @@ from kvferry.router.fleet.engine_info import ask_facts
 from kvferry.router.fleet.instance import Member, Verdict
 from kvferry.router.fleet.membership import Membership
 from kvferry.router.policy.records import Instance
-from kvferry.router.upstream.connection_pool import Pool
-from kvferry.router.upstream.exchange import CONNECT_TIMEOUT, DEADLINE, FAILURES, REFUSED, Exchange, Outgoing, reason_of
+from kvferry.router.upstream.failures import CONNECT_TIMEOUT, DEADLINE, FAILURES, REFUSED, reason_of
+from kvferry.router.upstream.http_client import HttpClient, UpstreamRequest
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ ROUNDS_PER_INFO = 15
 class Prober:
     """Keeps a membership's health true. One task runs it for the life of the app."""
 
-    def __init__(self, pool: Pool, membership: Membership, config: RouterConfig) -> None:
-        self._pool = pool
+    def __init__(self, http: HttpClient, membership: Membership, config: RouterConfig) -> None:
+        self._http = http
         self._membership = membership
         self._config = config
         self._round = 0
@@ -64,7 +64,7 @@ class Prober:
                 healthy = 200 if ready == 200 else (await self._ask(instance, "/health"))[0]
                 is_new = not member.healthy or epoch not in ("", member.facts.epoch)
                 if healthy == 200 and (is_new or self._round % ROUNDS_PER_INFO == 0):
-                    self._membership.introduce(instance, await ask_facts(self._pool, instance))
+                    self._membership.introduce(instance, await ask_facts(self._http, instance))
         except FAILURES as error:
             reason = reason_of(error, DEADLINE)
             verdict = Verdict.SILENT if reason in SLOW else Verdict.DOWN
@@ -85,7 +85,7 @@ class Prober:
 
     async def _ask(self, instance: Instance, path: str) -> tuple[int, str]:
         """The status, and the epoch of the process that answers, if it tells."""
-        exchange = await Exchange.open(self._pool, Outgoing("GET", instance.url, path, [], b""))
-        exchange.close()
-        epochs = [value.decode("latin-1") for name, value in exchange.headers if name.lower() == EPOCH]
-        return exchange.status, "".join(epochs)
+        response = await self._http.send(UpstreamRequest("GET", instance.url, path, [], b""))
+        response.close()
+        epochs = [value.decode("latin-1") for name, value in response.headers if name.lower() == EPOCH]
+        return response.status, "".join(epochs)

@@ -47,7 +47,7 @@ from kvferry.router.request.call import Call
 from kvferry.router.request.headers import Headers, decode_headers, prefill_headers, with_length
 from kvferry.router.services import Services
 from kvferry.router.telemetry.access_log import outcome_of
-from kvferry.router.upstream.exchange import Outgoing
+from kvferry.router.upstream.http_client import UpstreamRequest
 
 # P may have answered in the moment in which the client left: its word is on its way, and keeps blocks for nobody. Much
 # longer, and P would compute in vain.
@@ -116,7 +116,7 @@ class Legs:
         """Send a leg to the instance that was picked for it."""
         role = command.instance.role
         trace, reservation = self.trace.leg_began(command.instance), self._held[role]
-        leg = Leg(self._services, reservation, trace, self._outgoing(command, trace.headers), self._patience(role))
+        leg = Leg(self._services, reservation, trace, self._request(command, trace.headers), self._patience(role))
         self._sent.append(leg)
         self._judge.sends(reservation, path is Path.DISAGGREGATED)
         self.pace.leg_began(role, _now())
@@ -309,12 +309,12 @@ class Legs:
         decode_s = config.decode_timeout_s if role is Role.DECODE else 0.0
         return Patience(prefill_s + decode_s, self._call.deadline_s)
 
-    def _outgoing(self, command: Send, traced: Headers) -> Outgoing:
+    def _request(self, command: Send, traced: Headers) -> UpstreamRequest:
         select = prefill_headers if command.instance.role is Role.PREFILL else decode_headers
         headers = select(self._call.headers, self._call.request_id)
         if traced:
             headers = [*(pair for pair in headers if pair[0] not in dict(traced)), *traced]
-        return Outgoing("POST", command.instance.url, self._call.target, headers, command.body)
+        return UpstreamRequest("POST", command.instance.url, self._call.target, headers, command.body)
 
     def _take_note(self, event: Opened, path: Path, decode: Instance) -> None:
         """An answer has begun. Whose cache has come has computed it, though its own answer may still be on its way."""

@@ -30,9 +30,9 @@ from kvferry.router.flow.state_machine import Flow
 from kvferry.router.request.call import Call
 from kvferry.router.request.headers import Headers, prefill_headers, response_headers
 from kvferry.router.services import Services
-from kvferry.router.telemetry.access_log import Story
+from kvferry.router.telemetry.access_log import NO_PATH, Story
 from kvferry.router.telemetry.server_timing import server_timing
-from kvferry.router.upstream.exchange import Outgoing
+from kvferry.router.upstream.http_client import UpstreamRequest
 
 RELEASE_PATH = "/kvferry/release"
 # What counts an answer that has begun well and ended badly.
@@ -48,6 +48,11 @@ class Driver:
         self._call = call
         self._client = client
         self._legs = Legs(services, call, client)
+
+    @property
+    def path(self) -> str:
+        """How the answer came about; `none` where no engine was asked."""
+        return str(self.flow.path) if self._legs.urls else NO_PATH
 
     async def run(self) -> None:
         """Serve the request. Cancelling it closes the upstream connections."""
@@ -66,7 +71,7 @@ class Driver:
             endpoint=endpoint,
             model=self._call.task.model,
             status=self._client.status,
-            path=str(self.flow.path),
+            path=self.path,
             reason=self.flow.reason,
             instances=self._legs.urls,
             seconds=time.monotonic() - self._call.started_s,
@@ -97,8 +102,8 @@ class Driver:
         self._legs.leave_early()
         self._services.metrics.count_release(command.reason)
         headers = prefill_headers(self._call.headers, self._call.request_id)
-        outgoing = Outgoing("POST", command.instance.url, RELEASE_PATH, headers, command.body)
-        self._services.errands.send(outgoing)
+        request = UpstreamRequest("POST", command.instance.url, RELEASE_PATH, headers, command.body)
+        self._services.background.send(request)
 
     async def cancel(self, command: Cancel) -> None:
         self._client.status = CLIENT_LEFT

@@ -15,18 +15,9 @@ from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.headers import Headers
 from kvferry.router.services import Services
 from kvferry.router.telemetry.tracing import LegTrace
-from kvferry.router.upstream.exchange import (
-    DEADLINE,
-    FAILURES,
-    GONE,
-    MALFORMED,
-    RESET,
-    STALL,
-    WORDS,
-    Exchange,
-    Outgoing,
-    reason_of,
-)
+from kvferry.router.upstream.failures import DEADLINE, FAILURES, GONE, MALFORMED, RESET, STALL, WORDS, reason_of
+from kvferry.router.upstream.http_client import UpstreamRequest
+from kvferry.router.upstream.response import UpstreamResponse
 
 NOT_WAITING = -1.0
 END_OF_EVENT, DONE = b"\n\n", b"data: [DONE]"
@@ -57,13 +48,18 @@ class Leg:
     """
 
     def __init__(
-        self, services: Services, reservation: Reservation, trace: LegTrace, outgoing: Outgoing, patience: Patience
+        self,
+        services: Services,
+        reservation: Reservation,
+        trace: LegTrace,
+        request: UpstreamRequest,
+        patience: Patience,
     ) -> None:
         self.reservation = reservation
         self.trace = trace
         self._services = services
-        self._outgoing = outgoing
-        self._exchange: Exchange | None = None
+        self._request = request
+        self._response: UpstreamResponse | None = None
         self._first = b""
         # What exactly went wrong, for the log: it names hosts and ports of the inside.
         self.trouble = ""
@@ -89,14 +85,14 @@ class Leg:
     @property
     def head(self) -> Head:
         """What the upstream answered; a status of 0 before it did."""
-        if self._exchange is None:
+        if self._response is None:
             return Head(0, [])
-        return Head(self._exchange.status, list(self._exchange.headers))
+        return Head(self._response.status, list(self._response.headers))
 
     @property
     def is_event_stream(self) -> bool:
         """Whether tokens can be told apart as they come."""
-        return self._exchange is not None and self._exchange.is_plain_event_stream
+        return self._response is not None and self._response.is_plain_event_stream
 
     @property
     def is_plain_json(self) -> bool:
@@ -108,7 +104,7 @@ class Leg:
     @property
     def is_over(self) -> bool:
         """Whether the piece that came last was the last one."""
-        return self._exchange is not None and self._exchange.is_over
+        return self._response is not None and self._response.is_over
 
     async def ask(self) -> Answered | Promised | Opened | Failed:
         """Send the request and wait for the answer: D's success up to its first byte, P's stream up to its first event,
@@ -132,12 +128,12 @@ class Leg:
 
     async def rest(self) -> Answered | Ended | Failed:
         """What follows a promise: its end, or the error that the stream ended with."""
-        if self._exchange is None or self._is_closed:
+        if self._response is None or self._is_closed:
             return Ended()
         self._is_resting = True
         try:
             async with asyncio.timeout(self._ends_s - time.monotonic()):
-                body = self._first + await self._exchange.whole(MAX_STREAM_BYTES)
+                body = self._first + await self._response.whole(MAX_STREAM_BYTES)
         except FAILURES as error:
             return self._failed(error, self._limit)
         finally:
@@ -149,7 +145,7 @@ class Leg:
 
     async def piece(self) -> bytes | Failed:
         """The next bytes of an opened answer, empty at its end."""
-        if self._exchange is None:
+        if self._response is None:
             return b""
         if self._first:
             first, self._first = self._first, b""
@@ -158,7 +154,7 @@ class Leg:
         if self._watch is None:
             self._watch_silence(min(self._services.config.stall_timeout_s, self._left_s()))
         try:
-            return await self._exchange.piece()
+            return await self._response.piece()
         except FAILURES as error:
             return self._failed(TimeoutError() if self._given_up else error, self._given_up or STALL)
         finally:
@@ -172,9 +168,9 @@ class Leg:
         left_s = min(self._services.config.stall_timeout_s - self._silent_s(), self._left_s())
         if left_s > 0:
             self._watch_silence(left_s)
-        elif self._exchange is not None:
+        elif self._response is not None:
             self._given_up = TOO_LATE if self._left_s() <= 0 else STALL
-            self._exchange.close()
+            self._response.close()
 
     def give_up(self, reason: str) -> None:
         """End it with this reason, if its answer has not begun."""
@@ -187,12 +183,12 @@ class Leg:
         that still comes refutes the probe."""
         if self._asking is not None:
             self.give_up(INSTANCE_DOWN)
-        elif self._exchange is not None and self._is_resting:
+        elif self._response is not None and self._is_resting:
             self._is_closed, self._given_up_for = True, INSTANCE_DOWN
-            self._exchange.close()
-        elif self._exchange is not None and self._silent_s() >= self._services.config.probe_timeout_s:
+            self._response.close()
+        elif self._response is not None and self._silent_s() >= self._services.config.probe_timeout_s:
             self._given_up = INSTANCE_DOWN
-            self._exchange.close()
+            self._response.close()
 
     def _silent_s(self) -> float:
         """How long something has been expected of the engine; a slow client's time is not the engine's."""
@@ -204,28 +200,28 @@ class Leg:
         self._is_closed = True
         if self._watch is not None:
             self._watch.cancel()
-        if self._exchange is not None:
-            self._exchange.close()
+        if self._response is not None:
+            self._response.close()
 
     async def _ask(self) -> Answered | Promised | Opened | Failed:
-        exchange = self._exchange = await Exchange.open(self._services.pool, self._outgoing)
-        is_decode, is_stream = self.instance.role is Role.DECODE, exchange.is_plain_event_stream
-        if not 200 <= exchange.status < 300 or not (is_decode or is_stream):
-            return Answered(exchange.status, await exchange.whole(self._services.config.max_answer_bytes))
-        self._first = await (exchange.piece() if is_decode else self._first_event(exchange))
+        response = self._response = await self._services.http.send(self._request)
+        is_decode, is_stream = self.instance.role is Role.DECODE, response.is_plain_event_stream
+        if not 200 <= response.status < 300 or not (is_decode or is_stream):
+            return Answered(response.status, await response.whole(self._services.config.max_answer_bytes))
+        self._first = await (response.piece() if is_decode else self._first_event(response))
         failed = streamed_error(self._first) if is_stream else 0
         if failed:
             # An engine that begins a stream before it knows how that will go: nothing of it has reached the client.
-            return Answered(failed, self._first + await exchange.whole(self._services.config.max_answer_bytes))
+            return Answered(failed, self._first + await response.whole(self._services.config.max_answer_bytes))
         if is_decode:
             return Opened(is_stream)
         promised = promised_cache(self._first)
         return Promised(promised) if promised else self._failed(_no_promise(self._first), MALFORMED)
 
-    async def _first_event(self, exchange: Exchange) -> bytes:
+    async def _first_event(self, response: UpstreamResponse) -> bytes:
         """The bytes up to the end of the first event, or a few more. Raises PeerError when it is too long."""
         found, looked_at = bytearray(), 0
-        while found.find(END_OF_EVENT, looked_at) < 0 and (piece := await exchange.piece()):
+        while found.find(END_OF_EVENT, looked_at) < 0 and (piece := await response.piece()):
             looked_at = max(0, len(found) - 1)
             found += piece
             if len(found) > MAX_STREAM_BYTES:

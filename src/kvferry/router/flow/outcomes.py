@@ -12,7 +12,7 @@ from kvferry.router.fleet.suspects import Suspect, Suspects
 from kvferry.router.flow.engine_response import known_reason, lost_cache
 from kvferry.router.policy.records import Instance, Pair, Role, Task
 from kvferry.router.request.headers import Headers
-from kvferry.router.upstream.exchange import DEADLINE, GONE
+from kvferry.router.upstream.failures import DEADLINE, GONE
 from kvferry.wire.messages import Reason
 
 # The probe finds out about these at once, and finds the instance again at once when it is back; or the client had no

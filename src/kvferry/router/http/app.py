@@ -39,12 +39,11 @@ from kvferry.router.request.client_request import Endpoint, parse_request
 from kvferry.router.request.headers import prefill_headers, request_id_of, timeout_of
 from kvferry.router.request.prompt_cost import task_of
 from kvferry.router.services import Services
-from kvferry.router.telemetry.access_log import Refusal, refused
+from kvferry.router.telemetry.access_log import NO_PATH, Refusal, refused
 from kvferry.router.telemetry.metrics import Metrics
 from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
-from kvferry.router.upstream.background_requests import Errands
-from kvferry.router.upstream.connection_pool import Pool
-from kvferry.router.upstream.exchange import Outgoing
+from kvferry.router.upstream.background_requests import BackgroundRequests
+from kvferry.router.upstream.http_client import HttpClient, UpstreamRequest
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +63,11 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> Front:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with (
-            aclosing(Pool(config.connect_timeout_s, config.engine_api_key)) as pool,
-            aclosing(Errands(pool, config)) as errands,
+            aclosing(HttpClient(config.connect_timeout_s, config.engine_api_key)) as http,
+            aclosing(BackgroundRequests(http, config)) as background,
         ):
-            app.state.services = Services(config, membership, metrics, pool, errands, tracing)
-            prober = Prober(pool, membership, config)
+            app.state.services = Services(config, membership, metrics, http, background, tracing)
+            prober = Prober(http, membership, config)
             await prober.probe_all()
             runs = [prober.run(), *(file.run() for file in watched)]
             tasks = {asyncio.create_task(run) for run in runs}
@@ -93,6 +92,8 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> Front:
     ]
     handlers = {HTTPException: on_http_error, FerryError: on_ferry_error, Exception: on_defect}
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    # A redirection would be the answer to `/v1/completions/`, of which clients lose the body.
+    app.router.redirect_slashes = False
     app.state.membership, app.state.metrics, app.state.config = membership, metrics, config
     app.state.registry = Registry(config, membership, metrics)
     return Front(app)
@@ -165,7 +166,7 @@ class Generate:
                 client.status = 500
             raise
         finally:
-            services.metrics.count_request(self._endpoint, driver.flow.path, client.status)
+            services.metrics.count_request(self._endpoint, driver.path, client.status)
             driver.close(self._endpoint)
 
 
@@ -181,9 +182,9 @@ async def tokenizer(http: Request) -> Response:
         body = await _read(http, state.config.max_body_bytes)
     except ClientDisconnect:
         return Response(status_code=CLIENT_LEFT)
-    outgoing = Outgoing("POST", "", _target(path, http), prefill_headers(headers, request_id), body)
-    answer = await ask(state.services, outgoing, began_s + timeout_of(headers))
-    state.metrics.count_request(path, "none", answer.status)
+    request = UpstreamRequest("POST", "", _target(path, http), prefill_headers(headers, request_id), body)
+    answer = await ask(state.services, request, began_s + timeout_of(headers))
+    state.metrics.count_request(path, NO_PATH, answer.status)
     response = Response(answer.body, answer.status)
     response.raw_headers = [*answer.headers, (b"x-request-id", request_id.encode())]
     return response
@@ -302,7 +303,7 @@ def _refuse(http: Request, status: int, body: dict[str, object], headers: dict[s
 def _tell_refusal(metrics: Metrics, scope: Scope, refusal: Refusal) -> None:
     """It was refused before anything was known of it but its path and, perhaps, its id."""
     known = scope["path"] if scope["path"] in (*Endpoint, *TokenizerPath) else "other"
-    metrics.count_request(known, "none", refusal.status)
+    metrics.count_request(known, NO_PATH, refusal.status)
     # A request that generates has a line of its own, once.
     if BEGAN_S in scope:
         refused(refusal, scope["path"], time.monotonic() - scope[BEGAN_S]).log()

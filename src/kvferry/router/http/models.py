@@ -11,7 +11,8 @@ from kvferry.http.openai import INVALID_REQUEST, SERVER_ERROR, error_body
 from kvferry.router.policy.records import Role
 from kvferry.router.request.headers import Headers
 from kvferry.router.services import Services
-from kvferry.router.upstream.exchange import FAILURES, Exchange, Outgoing
+from kvferry.router.upstream.failures import FAILURES
+from kvferry.router.upstream.http_client import UpstreamRequest
 
 
 class Model(msgspec.Struct):
@@ -33,8 +34,8 @@ async def list_models(services: Services, target: str, headers: Headers) -> tupl
     """
     membership = services.membership
     instances = [*membership.healthy(Role.PREFILL), *membership.healthy(Role.DECODE)]
-    outgoing = [Outgoing("GET", instance.url, target, headers, b"") for instance in instances]
-    answers = await asyncio.gather(*(_ask(services, one) for one in outgoing))
+    requests = [UpstreamRequest("GET", instance.url, target, headers, b"") for instance in instances]
+    answers = await asyncio.gather(*(_ask(services, one) for one in requests))
     models = {model.id: raw for status, body in answers if status == 200 for model, raw in _entries(body)}
     if models:
         return 200, {"object": "list", "data": list(models.values())}
@@ -58,15 +59,15 @@ async def find_model(services: Services, target: str, headers: Headers, name: st
     return 404, error_body(message, INVALID_REQUEST, "model_not_found", "model")
 
 
-async def _ask(services: Services, outgoing: Outgoing) -> tuple[int, bytes]:
+async def _ask(services: Services, request: UpstreamRequest) -> tuple[int, bytes]:
     """Status and body; a status of 0 when the instance could not be asked."""
     try:
         async with asyncio.timeout(services.config.probe_timeout_s):
-            exchange = await Exchange.open(services.pool, outgoing)
+            response = await services.http.send(request)
             try:
-                return exchange.status, await exchange.whole(services.config.max_answer_bytes)
+                return response.status, await response.whole(services.config.max_answer_bytes)
             finally:
-                exchange.close()
+                response.close()
     except FAILURES:
         return 0, b""
 

@@ -14,7 +14,8 @@ from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Count, Counted
 from kvferry.router.policy.records import Instance
 from kvferry.router.request.headers import Headers, response_headers, with_length
 from kvferry.router.services import Services
-from kvferry.router.upstream.exchange import DEADLINE, FAILURES, GONE, WORDS, Exchange, Outgoing, reason_of
+from kvferry.router.upstream.failures import DEADLINE, FAILURES, GONE, WORDS, reason_of
+from kvferry.router.upstream.http_client import UpstreamRequest
 
 
 class TokenizerPath(StrEnum):
@@ -50,14 +51,14 @@ class _Question:
         self.limit.reschedule(asyncio.get_running_loop().time())
 
 
-async def ask(services: Services, outgoing: Outgoing, deadline_s: float) -> Answer:
-    """The first answer of an instance that has the model; `outgoing` has no `base` yet.
+async def ask(services: Services, request: UpstreamRequest, deadline_s: float) -> Answer:
+    """The first answer of an instance that has the model; `request` has no `base` yet.
 
     Any status is an answer. Another instance is asked where one cannot be reached or breaks off. The caller's
     `deadline_s` is on the clock of `time.monotonic`, and the whole takes no longer than a prefill leg may.
     """
     membership, reason = services.membership, ""
-    instances = membership.answering(_model(outgoing.body))
+    instances = membership.answering(_model(request.body))
     if not instances:
         return _refusal(503, "no_instance", "no engine can be reached; hint: the router's log says why", "no_instance")
     patience_s = services.config.prefill_timeout_s
@@ -68,7 +69,7 @@ async def ask(services: Services, outgoing: Outgoing, deadline_s: float) -> Answ
                 if place:
                     services.metrics.count(Count(Counted.RETRY, instance.role, reason))
                 try:
-                    return await _asked(services, instance, replace(outgoing, base=instance.url))
+                    return await _asked(services, instance, replace(request, base=instance.url))
                 except FAILURES as error:
                     # Its own time is over only where a probe has found the instance down.
                     reason = reason_of(error, INSTANCE_DOWN)
@@ -81,24 +82,24 @@ async def ask(services: Services, outgoing: Outgoing, deadline_s: float) -> Answ
     return _refusal(502, "upstream_unavailable", f"the instance did not answer: {WORDS[reason]}", reason)
 
 
-async def _asked(services: Services, instance: Instance, outgoing: Outgoing) -> Answer:
-    """Raises what an exchange does, and TimeoutError when the instance is found down meanwhile."""
+async def _asked(services: Services, instance: Instance, request: UpstreamRequest) -> Answer:
+    """Raises FAILURES, and TimeoutError when the instance is found down meanwhile."""
     async with asyncio.timeout(None) as limit:
         question, open_legs = _Question(instance, limit), services.membership.open_legs
         open_legs.began(question)
         try:
-            return await _whole(services, outgoing)
+            return await _whole(services, request)
         finally:
             open_legs.ended(question)
 
 
-async def _whole(services: Services, outgoing: Outgoing) -> Answer:
-    exchange = await Exchange.open(services.pool, outgoing)
+async def _whole(services: Services, request: UpstreamRequest) -> Answer:
+    response = await services.http.send(request)
     try:
-        body = await exchange.whole(services.config.max_answer_bytes)
-        return Answer(exchange.status, with_length(response_headers(exchange.headers, {}), len(body)), body)
+        body = await response.whole(services.config.max_answer_bytes)
+        return Answer(response.status, with_length(response_headers(response.headers, {}), len(body)), body)
     finally:
-        exchange.close()
+        response.close()
 
 
 def _note(services: Services, instance: Instance, reason: str) -> None:

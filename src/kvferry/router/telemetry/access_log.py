@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from kvferry.router.events import Answered, ClientGone, Ended, Event, Failed
 from kvferry.router.policy.records import Role
 
+NO_PATH = "none"
+"""The path of a request that no engine was asked to serve."""
 ANSWERED = "answered"
 LEFT = "left"
 """Nobody waited for the end of an early leg any more."""
@@ -78,7 +80,7 @@ def refused(refusal: Refusal, endpoint: str, seconds: float) -> Story:
         endpoint=endpoint,
         model="",
         status=refusal.status,
-        path="none",
+        path=NO_PATH,
         reason=refusal.reason,
         instances={},
         seconds=seconds,

@@ -1,0 +1,54 @@
+"""What goes wrong between the router and an engine: labels for counters, words for clients."""
+
+from __future__ import annotations
+
+import errno
+
+import aiohttp
+
+from kvferry.errors import PeerError
+from kvferry.router.events import INSTANCE_DOWN, PREFILL_LOST, TOO_LATE
+
+REFUSED, UNREACHABLE, CONNECT_TIMEOUT = "refused", "unreachable", "connect_timeout"
+RESET, MALFORMED = "reset", "malformed"
+DEADLINE, STALL = "deadline", "stall"
+
+# The reasons that say that nobody is there. A connection that breaks may be the end of one request alone.
+GONE = frozenset((REFUSED, UNREACHABLE, CONNECT_TIMEOUT))
+
+# What a system says of hosts that do not answer it. Where a host answers and nobody listens, it refuses.
+SILENT = frozenset((errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT))
+
+# What a client is told. The error itself names hosts and ports of the inside, so it goes to the log.
+WORDS = {
+    REFUSED: "it cannot be reached",
+    UNREACHABLE: "its host cannot be reached",
+    CONNECT_TIMEOUT: "it did not accept the connection in time",
+    RESET: "its connection broke",
+    MALFORMED: "it does not speak the protocol",
+    DEADLINE: "it took too long",
+    STALL: "it sent nothing for too long",
+    INSTANCE_DOWN: "it does not answer any more",
+    PREFILL_LOST: "the prompt was not computed",
+    TOO_LATE: "the request's own time limit is over",
+}
+
+# Everything that a request to an engine can raise.
+FAILURES = (aiohttp.ClientError, OSError, PeerError)
+
+
+def reason_of(error: BaseException, timeout_reason: str) -> str:
+    """The label of a failure; `timeout_reason` is the one of a time limit that was the caller's own."""
+    match error:
+        case aiohttp.ServerTimeoutError():
+            return CONNECT_TIMEOUT
+        case aiohttp.ClientConnectorError():
+            return UNREACHABLE if error.errno in SILENT else REFUSED
+        case ConnectionRefusedError():
+            return REFUSED
+        case TimeoutError():
+            return timeout_reason
+        case aiohttp.ClientConnectionError() | aiohttp.ClientPayloadError() | OSError():
+            return RESET
+        case _:
+            return MALFORMED
