@@ -24,11 +24,9 @@ from typing import Any
 from goodput_model import make_model
 from measuring import machine, say
 
-from kvferry.bench.load.arrivals import poisson
 from kvferry.bench.load.generator import run_load
-from kvferry.bench.load.lengths import Lengths
 from kvferry.bench.load.target import Target
-from kvferry.bench.load.workload import PlannedRequest, Synthetic, synthetic
+from kvferry.bench.load.workload import Lengths, PlannedRequest, Synthetic, poisson, synthetic
 from kvferry.bench.report.figures import Report, report_of
 from kvferry.bench.report.record import Record
 from kvferry.bench.report.slo import ItlBy, Slo, slo_named

@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.bench.load.answer import Answer
-from kvferry.bench.load.arrivals import poisson
-from kvferry.bench.load.lengths import Lengths, lengths_named
 from kvferry.bench.load.prompts import Piece, Prompt
 from kvferry.bench.load.trace import read_trace
-from kvferry.bench.load.workload import Synthetic, synthetic
+from kvferry.bench.load.workload import Lengths, Synthetic, lengths_named, poisson, synthetic
 from kvferry.bench.report.charts import histogram
 from kvferry.bench.report.figures import report_of
 from kvferry.bench.report.page import page

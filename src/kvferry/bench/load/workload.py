@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 from dataclasses import dataclass
 
-from kvferry.bench.load.lengths import Lengths
 from kvferry.bench.load.prompts import Piece, Prompt
 from kvferry.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Whole numbers from `low` to `high`, both included, each as likely as the other."""
+
+    low: int
+    high: int
+
+    def draw(self, chooser: random.Random) -> int:
+        return chooser.randint(self.low, self.high)
+
+
+def lengths_named(text: str) -> Lengths:
+    """`512` or `256-1024`. Raises ConfigurationError."""
+    found = re.fullmatch(r"(\d{1,8})(?:-(\d{1,8}))?", text.strip(), re.ASCII)
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= low <= high:
+        raise ConfigurationError("invalid number of tokens", found=text, expected="such as 512 or 256-1024")
+    return Lengths(low, high)
+
+
+def poisson(num_requests: int, rate: float, seed: int) -> tuple[float, ...]:
+    """Arrival times in seconds, ascending; at an infinite `rate` (requests/s) all arrive at once, at 0.
+
+    The same seed gives the same times, scaled by the rate. Raises ConfigurationError for a rate that is not positive.
+    """
+    if not rate > 0:
+        raise ConfigurationError("the rate must be positive", found=str(rate), expected="requests/s, or inf")
+    if math.isinf(rate):
+        return (0.0,) * num_requests
+    chooser, at, times = random.Random(seed), 0.0, []
+    for _ in range(num_requests):
+        at += chooser.expovariate(1.0)
+        times.append(at / rate)
+    return tuple(times)
 
 
 @dataclass(frozen=True, slots=True)

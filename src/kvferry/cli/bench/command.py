@@ -77,8 +77,7 @@ def serve(
     Requests are sent without waiting for earlier answers, except with --concurrency.
     """
     with errors_as_messages("router"):
-        from kvferry.bench.load.lengths import lengths_named
-        from kvferry.bench.load.workload import Synthetic
+        from kvferry.bench.load.workload import Synthetic, lengths_named
         from kvferry.bench.report.slo import Slo, slo_named
         from kvferry.bench.report.sweep import rates_named
         from kvferry.cli.bench import serve as bench

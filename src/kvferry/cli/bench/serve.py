@@ -11,12 +11,11 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from kvferry.bench.load.arrivals import poisson
 from kvferry.bench.load.endpoint import Endpoint
 from kvferry.bench.load.generator import run_load
 from kvferry.bench.load.target import Target, served_model
 from kvferry.bench.load.trace import read_trace
-from kvferry.bench.load.workload import PlannedRequest, Synthetic, synthetic
+from kvferry.bench.load.workload import PlannedRequest, Synthetic, poisson, synthetic
 from kvferry.bench.report.figures import Report, report_of
 from kvferry.bench.report.page import page
 from kvferry.bench.report.record import Record
