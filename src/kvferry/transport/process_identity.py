@@ -41,12 +41,12 @@ def host_here() -> str:
         return ""
 
 
-def check_same(peer: str, theirs: Origin, ours: Origin) -> None:
+def check_same(peer: str, remote: Origin, local: Origin) -> None:
     """Raises TransportError unless both are the same."""
-    if theirs != ours:
+    if remote != local:
         raise TransportError(
             f"the memory of peer {peer!r} cannot be reached from here",
-            found=str(theirs),
-            expected=str(ours),
+            found=str(remote),
+            expected=str(local),
             hint="run both in the same container or pod (shared pid namespace), or use tcp or nixl",
         )

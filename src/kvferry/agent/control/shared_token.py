@@ -1,4 +1,4 @@
-"""The secret that all engines of a deployment share: whoever knows it is a peer, nobody else is.
+"""The secret that all engines of a deployment share: only a process that knows it is a peer.
 
 It comes from a file, never from a command line, and is never printed. Both key pairs of the control channel follow
 from it, so that operators handle one file and no keys.
@@ -17,7 +17,7 @@ from kvferry.errors import ConfigurationError
 
 MIN_TOKEN_BYTES = 32
 MAX_TOKEN_BYTES = 4096
-# What somebody typed repeats itself; 32 random hexadecimal digits with fewer different ones do not happen.
+# A typed secret repeats its characters; 32 random hexadecimal digits practically never have fewer different ones.
 MIN_DIFFERENT_BYTES = 8
 MAKE_ONE = "make one with: (umask 077; openssl rand -hex 32 > kvferry.token)"
 READABLE_BY_OTHERS = stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP

@@ -1,7 +1,7 @@
-"""How long a thread that wakes up may wait behind one that copies: its time slice, where the system lets us choose.
+"""Scheduler time slices: how long a thread that wakes up may wait behind one that copies.
 
 A message goes through threads of ZeroMQ's at both ends. Each works for microseconds, but where all cores copy it waits
-for one of them, up to a whole slice of whoever has it, while the peer has nothing to do. Since 6.12 Linux lets a thread
+for one of them, up to a whole time slice of the running thread, while the peer is idle. Since 6.12 Linux lets a thread
 that wakes up interrupt one of a longer slice, and every thread may choose its own: its share of the processor stays.
 """
 

@@ -191,7 +191,7 @@ class Agent:
         self._submit(e.LeaseWithdrawn(request_id))
 
     def hold(self, wanted: e.HoldRequest) -> None:
-        """Keep a remote lease alive until its request's turn comes, and meet its source meanwhile.
+        """Keep a remote lease alive until its request's turn comes, and connect to its source meanwhile.
 
         Raises RequestError for what cannot travel.
         """

@@ -89,7 +89,7 @@ class Digester:
         self._jobs.append(_Job(key, values, self._digest(extracts, values)))
 
     def drop(self, key: WorkKey) -> None:
-        """Nobody wants it any more. Unknown ones are fine."""
+        """Cancel a digest. Unknown ones are fine."""
         self._jobs = deque(job for job in self._jobs if job.key != key)
 
     def run(self, max_bytes: int) -> list[Digested]:

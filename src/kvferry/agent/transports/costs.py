@@ -12,14 +12,14 @@ from kvferry.transport.selection.measurement import FAR_SLOWER, Measurement
 from kvferry.transport.selection.self_test_steps import ROW_BYTES
 
 LEAST_ROW_S = 1e-9
-# Copying on one host is memory's business, whoever does it. Measured against the wire, on 2 cores over NIXL's cma.
+# On one host a gather is a copy in memory, like a transfer. Measured as a factor, on 2 cores over NIXL's cma.
 GATHER_PER_WIRE = 1.2
 # Two cores that copy get on like one and a half: they share the memory.
 STAGES_PER_CORE = 0.75
 # A source plans its share and says when it is written, while it keeps a core from the target: below some milliseconds
 # nothing is gained. Measured between 256 and 2,048 tokens in benchmarks/mixed_tp.py, on 2 cores.
 SHARING_S = 1e-3
-# What makes the processor of whoever reads or writes copy: both sides can do so at once.
+# Carriers for which the posting process copies with its own processor: both sides can do so at once.
 COPYING = ("cma", "knem", "posix", "shm", "sysv", "xpmem")
 # What copies rows with the loops of gathers and scatters, so that a row costs as much in each of them.
 STRIDED = "shm"

@@ -1,4 +1,4 @@
-"""Host memory that a device's kernels reach: pinned while it is in use, and let go before anybody unmaps it."""
+"""Host memory that a device's kernels reach: pinned while it is in use, and unpinned before it is unmapped."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Pinned:
             self._pins = undo.pop_all()
 
     def close(self) -> None:
-        """Let go of the memories; no kernel may reach them any more. Safe to call twice."""
+        """Unpin the memories; no kernel may use them any more. Safe to call twice."""
         self._pins.close()
 
 

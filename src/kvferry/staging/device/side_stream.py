@@ -23,8 +23,8 @@ POLL_S = 0.001
 class SideStream:
     """Launches copies on a stream of its own, which waits for no other: neither does the engine's wait for it.
 
-    What a copy reads must have been written when it is launched, and what it writes must be nobody's: whoever tells the
-    agent of blocks waits for the device first, for what moves straight is not ordered behind its streams either.
+    A copy reads bytes that must have been written when it is launched, and writes memory that must not be in use. So an
+    engine synchronizes with its device before it tells the agent of blocks, as direct transfers require as well.
     `device` is a torch device: `cuda` (also for ROCm) or `xpu`, with its number.
     """
 
@@ -52,7 +52,7 @@ class SideStream:
             done.record(self._stream)
 
         def is_done() -> bool:
-            # Whoever holds this holds the columns too, on both sides: the kernel and the upload read them until then.
+            # This closure keeps the columns alive on both sides: the kernel and the upload read them until then.
             is_over = bool(len(here) == len(columns) and done.query())
             for error in failures if is_over else ():
                 raise error

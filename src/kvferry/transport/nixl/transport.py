@@ -7,7 +7,7 @@ What had to be learned about NIXL 1.5 and is relied on here:
 * Nothing can be cancelled. Releasing a handle that is in progress does not stop its bytes, and over tcp neither does
   removing the remote agent. So a handle is kept until it is terminal, and so is its ticket. The only other fence is
   the end of the agent, which takes down the worker that moves the bytes.
-* There are no time limits: a stopped peer leaves a transfer in progress for ever. The time limit is the lease's.
+* There are no time limits: a stopped peer leaves a transfer in progress without end. The lease has the time limit.
 * An agent is not thread-safe: it belongs to the thread that polls. The progress thread would busy-poll a core, so
   progress is made in `poll`, for peers that read from us too; hence `progress_interval_s`.
 * Over cross-memory attach, posting *is* copying (one system call per descriptor), so long posts go in parts.
@@ -147,7 +147,7 @@ class NixlTransport:
         return seal(body)
 
     def connect(self, peer: str, descriptor: bytes) -> None:
-        """Raises TransportError when the descriptor is damaged, ours, or NIXL cannot load it."""
+        """Raises TransportError when the descriptor is damaged, its own, or NIXL cannot load it."""
         self.disconnect(peer)
         known = decode(peer, unseal(peer, descriptor), NixlDescriptor)
         if known.agent == self._name:
@@ -299,7 +299,7 @@ class NixlTransport:
         self._quietly(self._agent.remove_remote_agent, agent)
 
     def _unload_idle_agents(self) -> None:
-        """Remove the agents of disconnected peers once nothing of theirs is in progress."""
+        """Remove the agents of disconnected peers that have no transfer in progress."""
         needed = {peer.agent for peer in self._peers.values()} | {job.agent for job in self._jobs}
         for agent in set(self._loaded) - needed:
             self._unload(agent)

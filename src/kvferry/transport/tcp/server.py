@@ -60,7 +60,7 @@ class RegistrationLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Wait for those who copy; nobody copies meanwhile."""
+        """Wait until no thread copies, and keep all from copying meanwhile."""
         with self._condition:
             self._is_exclusive = True
             self._condition.wait_for(lambda: not self._num_shared)
