@@ -4,8 +4,7 @@ import itertools
 import time
 
 import pytest
-
-from kvferry.testing.engines.process_engine import NUM_BLOCKS, ProcessEngine
+from process_engine import NUM_BLOCKS, ProcessEngine
 
 pytestmark = pytest.mark.slow
 

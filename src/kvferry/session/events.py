@@ -23,7 +23,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class FrameArrived:
-    """A message from somebody who addresses us: `peer` names whom to answer."""
+    """A message from a peer that has connected to us; `peer` names whom to answer."""
 
     peer: str
     message: Message
@@ -31,7 +31,7 @@ class FrameArrived:
 
 @dataclass(frozen=True, slots=True)
 class AnswerArrived:
-    """A message from a peer that we address."""
+    """A message from a peer to which we have connected."""
 
     peer: PeerKey
     message: Message
@@ -103,9 +103,9 @@ class FetchRequest:
     """The engine wants a remote cache in its own blocks. `addresses` has one control address per source rank.
 
     `block_tables` and `ranges` have one entry per cache group of this rank: where the tokens go, and which are wanted.
-    `attempt` names this one to its sources, and no other ever: a late word about an earlier one of the same request
-    must not be taken for a word about this one. The agent makes it; without it requests need names of their own.
-    `prompt` names the tokens up to the last one that is wanted: a source that has computed others refuses.
+    `attempt` is unique: a late message about an earlier attempt at the same request must not be taken for one about
+    this attempt. The agent makes it; without it, request ids must be unique. `prompt` names the tokens up to the last
+    one that is wanted: a source that has computed others refuses.
     """
 
     request_id: str
@@ -138,8 +138,8 @@ class AbortRequest:
 class PeerConnected:
     """A transport to the peer works; `choice` says which and why, `costs` what moving over it costs.
 
-    With `is_slow` the direction in which we would move the bytes is far slower than the other one. Slots of a target
-    that `reaches_staging` is said of are as near as our own.
+    With `is_slow` the direction in which we would move the bytes is far slower than the other one. With
+    `reaches_staging` we can also gather directly into the slots of a target.
     """
 
     peer: Remote

@@ -11,10 +11,10 @@ class Timing:
 
     A lease ends `lease_s` after it was opened or last renewed. A target renews every `heartbeat_s` and takes a peer
     for lost after `missed_heartbeats` without any answer; it repeats an unanswered message every `resend_s`.
-    A claim that is faster than the engine's own word waits `early_claim_s` for its lease. A peer that nothing has been
-    fetched from for `idle_peer_s` is forgotten. A lease is held for a request that waits for its turn, and slots are
-    for one whose source says that it does, but no longer than `hold_s`. What was under way when a peer's write ended
-    badly, or it died, has landed or is lost after `fence_s`.
+    A claim that arrives before the engine has opened its lease waits `early_claim_s` for it. A peer from which nothing
+    has been fetched for `idle_peer_s` is forgotten. The lease of a request that waits in a queue is renewed for at most
+    `hold_s`; as long may a read hold slots while its source answers `Queued`. Bytes that were in flight when a write of
+    a peer ended badly, or the peer died, have landed or are lost after `fence_s`.
     """
 
     lease_s: float = 30.0

@@ -138,8 +138,8 @@ class CompletedReads:
         """One reader has its bytes. When all have, the lease is done."""
         lease.complete(key.party, digests)
         lease.digests.pop(key, None)
-        told: list[Command] = [Reply(peer, Valid(key.claim_id, digests))]
+        commands: list[Command] = [Reply(peer, Valid(key.claim_id, digests))]
         if lease.finished:
-            return [*told, *self._leases.end(lease, "all readers valid", "done", now)]
+            return [*commands, *self._leases.end(lease, "all readers valid", "done", now)]
         self._leases.renew(lease, now)
-        return told
+        return commands

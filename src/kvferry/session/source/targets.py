@@ -59,7 +59,7 @@ class Targets:
     def offered(self, peer: str, offer: TargetOffer, busy: Collection[Party], now: float) -> list[Command]:
         """Connect to a target that wants to be written to; say so again when it is repeated."""
         if known := self._known.get(offer.party):
-            # Whether we may attach its staging memory, it judges anew each time that it meets us.
+            # Whether we may attach its staging memory is decided anew in each handshake.
             if structs.replace(known.offer, staging=offer.staging) != offer:
                 return _refuse(peer, Reason.MALFORMED, "two different offers of one target rank", str(offer.party))
             if offer == known.offer or offer.party in busy:

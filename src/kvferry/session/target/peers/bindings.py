@@ -28,9 +28,9 @@ A_PROMPT = TokenRange(0, 4096)
 class Binding:
     """The programs of this target rank, one per source rank that it reads or tells that the request is done.
 
-    The program of a rank that is only told moves nothing. `starts` says where the regions of both begin, `templates` is
-    what can be digested of each, `fan_in` how many times as much comes from all of them as from each; `unreadable`
-    names the kinds of memory, on either side, that the CPU cannot read: empty when digests can be made.
+    The program of a rank that is only told about the end moves nothing. `starts` says where the regions of both begin,
+    `templates` is what can be digested of each, `fan_in` how many times as much comes from all of them as from each;
+    `unreadable` names the kinds of memory, on either side, that the CPU cannot read: empty when digests can be made.
     """
 
     peers: tuple[PeerKey, ...]

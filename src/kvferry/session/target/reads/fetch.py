@@ -78,13 +78,12 @@ def _movers(mode: TransferMode) -> set[Direction]:
 class Read:
     """What one fetch reads from one source rank.
 
-    `mode` says who moves it; `movers` are those that still move it straight to its blocks: we (read), the source
-    (write), or both. With a `strategy` other than direct the bytes go through staging memory, which
-    `pipeline` has once the source has answered; what could be planned before is in `plans`. `subject` is what is
-    digested of it, and `extracts` where that lies here, once it `is_prepared`; `ours` and `theirs` are the values, once
-    they are known. A source that writes may have `is_confirmed` it before all is in its place here. `granted_at` is
-    when its source let it move; where it takes several steps, `got_on_at` when it last got on, and `moved_at` when it
-    did or had a reason to wait.
+    `mode` says who moves the bytes; `movers` are those that still move them directly into blocks: we (read), the source
+    (write), or both. With another `strategy` than direct, they go through the slots of `pipeline`, which is there once
+    the source has granted the claim; `plans` has what is planned before that. `subject` is what is digested, `extracts`
+    where it lies here, once it `is_prepared`, and `ours` and `theirs` are the digests. With `is_confirmed` a source
+    that writes has confirmed the read before all bytes were in their blocks. `granted_at` is when the claim was
+    granted, `got_on_at` when the read last made progress, and `moved_at` when it did or had a reason to wait.
     """
 
     machine: StateMachine
@@ -156,7 +155,7 @@ class Read:
             self.machine.move("ticket ended")
 
     def differing(self) -> tuple[str, ...]:
-        """The states of which the received bytes differ than the source has; all when it has not told of each."""
+        """The states whose bytes differ from the source's; all of them when digests are missing."""
         names = self.subject.names
         if len(self.ours) != len(self.theirs):
             return names or ("the request is empty",)

@@ -31,7 +31,7 @@ class Verifier:
         return Landed(self._ours, wanted.claim_id, wanted.reference.lease_id)
 
     def subjects(self, wanted: FetchRequest, binding: Binding) -> dict[PeerKey, Subject]:
-        """What is to be digested of each read. Raises TransferError when it cannot be told."""
+        """What is to be digested of each read. Raises TransferError when it cannot be described."""
         try:
             return {peer: binding.subject(peer, wanted, self.policy) for peer in binding.programs}
         except FerryError as error:

@@ -1,8 +1,7 @@
 """An engine without a model in a process of its own: a pool of blocks and an agent, for tests that kill and restart.
 
-It starts in a fraction of a second.
-`python -m kvferry.testing.engines.process_engine ENGINE_ID TRANSPORT LEASE_S` serves until its
-standard input ends; `ProcessEngine` starts it and speaks with it, one JSON object per line in either direction.
+It starts in a fraction of a second. `python process_engine.py ENGINE_ID TRANSPORT LEASE_S` serves until its standard
+input ends; `ProcessEngine` starts it and speaks with it, one JSON object per line in either direction.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class ProcessEngine:
 
     def __init__(self, engine_id: str, transport: str, lease_s: float = 30.0) -> None:
         """Start it; returns at once, the first question waits."""
-        command = [sys.executable, "-m", __name__, engine_id, transport, str(lease_s)]
+        command = [sys.executable, __file__, engine_id, transport, str(lease_s)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         self._notices: list[Facts] = []
         self._rest = b""
