@@ -66,7 +66,7 @@ def test_nothing_outlives_its_host():
     network = Network("first", "second")
     seconds = str(86_400 + os.getpid())
     told(network.hosts["second"], f"setsid sleep {seconds} >/dev/null 2>&1 &")
-    assert ["sleep", seconds] in commands()
+    eventually(lambda: ["sleep", seconds] in commands(), "it has begun")
     network.close()
     assert ["sleep", seconds] not in commands()
 

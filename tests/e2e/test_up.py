@@ -147,7 +147,7 @@ def test_children_do_not_outlive_a_killed_parent(tiny_model, tmp_path):
     assert not alive
 
 
-@pytest.mark.parametrize(("after", "code"), [("starting", 130), ("Ctrl-C stops", 0)])
+@pytest.mark.parametrize(("after", "code"), [("starting", 130), ("Ctrl-C or SIGTERM stops", 0)])
 def test_a_terminal_that_is_closed_ends_everything_and_leaves_nothing(tiny_model, tmp_path, after, code):
     command = [sys.executable, "-m", "kvferry.cli.main", "up", "--model", str(tiny_model), "--port", "0"]
     # Whoever runs these tests may have had it ignored, which children inherit.
@@ -172,7 +172,7 @@ def test_ctrl_c_ends_what_a_script_has_started_in_the_background(tiny_model):
     """A shell without job control has such a process ignore SIGINT."""
     command = [sys.executable, "-m", "kvferry", "up", "--model", str(tiny_model), "--port", "0"]
     with started(["env", "--ignore-signal=INT", *command]) as parent:
-        assert any("Ctrl-C stops" in line for line in parent.stderr)
+        assert any("Ctrl-C or SIGTERM stops" in line for line in parent.stderr)
         family = psutil.Process(parent.pid).children(recursive=True)
         parent.send_signal(signal.SIGINT)
         assert parent.wait(DEADLINE_S) == 0
@@ -185,7 +185,7 @@ def test_ctrl_c_ends_what_a_script_has_started_in_the_background(tiny_model):
 def test_what_was_started_with_nohup_outlives_its_terminal(tiny_model):
     command = ["nohup", sys.executable, "-m", "kvferry.cli.main", "up", "--model", str(tiny_model), "--port", "0"]
     with started(command) as parent:
-        assert any("Ctrl-C stops" in line for line in parent.stderr)
+        assert any("Ctrl-C or SIGTERM stops" in line for line in parent.stderr)
         family = [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]
         for one in family:
             one.send_signal(signal.SIGHUP)
