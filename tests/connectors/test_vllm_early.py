@@ -209,6 +209,7 @@ def test_a_client_that_leaves_while_it_asks_is_vllms_to_notice():
     asyncio.run(served.middleware(scope, receive, None))
     assert [message["type"] for message in heard] == ["http.request", "http.disconnect"]
     served, heard[:] = early(), []
+    served.leaves, served.says = True, []
 
     async def waiting(scope, receive, send):
         heard.extend([(await receive())["type"], (await receive())["type"]])

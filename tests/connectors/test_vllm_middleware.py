@@ -48,7 +48,8 @@ PARAMS = to_params(REFERENCE, ["tcp://10.0.0.1:7001"], [[1]], 16)
 class Vllm:
     """vLLM's app behind the middleware: reads its request, hears what its workers tell, says its messages.
 
-    `noted` are the fetches that end before it answers. `seen` is what it was asked, `sent` what the client got.
+    `noted` are the fetches that end before it answers. `seen` is what it was asked, `sent` what the client got, which
+    leaves before the last of `says` if it `leaves`, and at once where there is none.
     """
 
     says: list[dict[str, Any]] = field(default_factory=lambda: WHOLE)
@@ -56,6 +57,7 @@ class Vllm:
     workers: Any = ()
     extension: str = "Extension"
     replicas: int = 1
+    leaves: bool = False
     seen: list[Any] = field(default_factory=list)
     sent: list[dict[str, Any]] = field(default_factory=list)
 
@@ -92,14 +94,21 @@ class Vllm:
     def ask(self, path: str, body: object, headers: dict[str, str] | None = None, **scope: str) -> None:
         """One request, its body in pieces; a POST unless `scope` says something else."""
         encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
-        pieces = [encoded[:9], encoded[9:]]
-        messages = [{"type": "http.request", "body": piece, "more_body": piece is pieces[0]} for piece in pieces]
+        pieces, has_left = [encoded[:9], encoded[9:]], asyncio.Event()
+        if self.leaves and not self.says:
+            has_left.set()
+        messages = [{"type": "http.request", "body": piece, "more_body": i == 0} for i, piece in enumerate(pieces)]
 
         async def receive() -> dict[str, Any]:
-            return messages.pop(0) if messages else {"type": "http.disconnect"}
+            if messages:
+                return messages.pop(0)
+            await has_left.wait()
+            return {"type": "http.disconnect"}
 
         async def send(message: dict[str, Any]) -> None:
             self.sent.append(message)
+            if self.leaves and len(self.sent) == len(self.says) - 1:
+                has_left.set()
 
         pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in (headers or {}).items()]
         common = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": pairs, "app": self}
@@ -218,7 +227,6 @@ def test_only_the_head_waits_and_only_for_the_first_of_the_body(body, sent):
 
     async def app(scope, receive, send):
         await receive()
-        await receive()
         served.arrivals.note(IDS[COMPLETIONS], FETCHED)
         for message in STREAM:
             await send(message)
@@ -233,7 +241,6 @@ def test_an_app_that_fails_before_it_answers_leaves_nothing_behind():
     served = Vllm()
 
     async def app(scope, receive, send):
-        await receive()
         await receive()
         await send(WHOLE[0])
         assert len(served.arrivals) == 1
@@ -348,12 +355,26 @@ def head(status):
 @pytest.mark.parametrize(("path", "name"), [(COMPLETIONS, "cmpl-r-0"), (CHAT, "chatcmpl-r")])
 def test_the_cache_of_a_prefill_that_fails_is_not_left_to_its_lease(path, name, status):
     served = asked(path, PREFILL, says=head(status), workers=[True])
-    assert served.seen[1:] == [("kvferry_forsake", (name,))]
+    assert served.seen[1:] == [("kvferry_forsake", ([name],))]
     assert served.sent[0]["status"] == status
 
 
 def test_the_cache_of_a_prefill_that_is_not_answered_is_not_left_to_its_lease():
-    assert asked(body=PREFILL, says=[], workers=[True]).seen[1:] == [("kvferry_forsake", ("cmpl-r-0",))]
+    assert asked(body=PREFILL, says=[], workers=[True]).seen[1:] == [("kvferry_forsake", (["cmpl-r-0"],))]
+
+
+@pytest.mark.parametrize("says", [WHOLE, STREAM, STREAM[:2]], ids=["whole", "streamed", "in the middle"])
+def test_the_cache_of_a_prefill_whose_client_left_just_before_its_answer_is_not_left_to_its_lease(says):
+    """vLLM answers with 200 all the same."""
+    assert asked(body=PREFILL, says=says, leaves=True, workers=[True]).seen[1:] == [
+        ("kvferry_forsake", (["cmpl-r-0"],))
+    ]
+
+
+def test_other_answers_are_sent_without_a_look_at_the_client():
+    for body in (LEG, {"prompt": "a"}):
+        served = asked(body=body, says=WHOLE, leaves=True)
+        assert (len(served.seen), len(served.sent)) == (1, 2)
 
 
 @pytest.mark.parametrize(("body", "status"), [(PREFILL, 200), (PREFILL, 400), (LEG, 500), ({"prompt": "a"}, 500)])
@@ -387,6 +408,24 @@ def test_releases_are_passed_on_one_by_one():
 
     assert asyncio.run(release_all()) == [True] * 5
     assert most == [1] * 5
+
+
+def test_clients_that_leave_while_workers_are_asked_are_told_of_together():
+    asked_for = []
+
+    async def collective_rpc(method, args):
+        asked_for.append(list(args[0]))
+        await asyncio.sleep(0)
+        return [False]
+
+    async def forsake_all():
+        state = Vllm().state
+        state.engine_client.collective_rpc = collective_rpc
+        workers = Workers()
+        await asyncio.gather(*(workers.forsake(state, f"cmpl-{i}-0") for i in range(5)))
+
+    asyncio.run(forsake_all())
+    assert asked_for == [["cmpl-0-0"], [f"cmpl-{i}-0" for i in range(1, 5)]]
 
 
 @pytest.mark.parametrize("reason", ["wrong_engine", "wrong_epoch"])

@@ -319,17 +319,54 @@ NAMED = LeaseOrder("cmpl-r-0-12345678", "lease", ((1,),), 40)
 
 def test_a_lease_whose_answer_nobody_got_is_ended_by_its_callers_name(rank):
     rank.worker.obey(Orders(leases=[NAMED, LEASE]))
-    assert rank.worker.forsake("cmpl-r-0")
+    assert rank.worker.forsake(["cmpl-r-0"])
     assert rank.agent.withdrawn == [NAMED.request_id]
     assert rank.says(LeaseEnded(NAMED.request_id, "withdrawn")) == ({NAMED.request_id}, set(), set())
-    assert not rank.worker.forsake("cmpl-r-0")
+    assert not rank.worker.forsake(["cmpl-r-0"])
 
 
 @pytest.mark.parametrize("name", ["cmpl-r", "cmpl-r-0-", "cmpl-r-0-1234567", "r", ""])
 def test_other_names_forsake_no_lease(rank, name):
     rank.worker.obey(Orders(leases=[NAMED, LEASE]))
-    assert not rank.worker.forsake(name)
+    assert not rank.worker.forsake([name])
+    rank.worker.obey(Orders(leases=[replace(NAMED, request_id="cmpl-r-0-87654321")]))
     assert rank.agent.withdrawn == []
+
+
+def test_a_lease_that_comes_with_the_step_after_its_end_is_ended_at_once(rank):
+    """The request was over, and its client gone, before a step could bring the lease."""
+    assert not rank.worker.forsake(["cmpl-r-0"])
+    rank.worker.obey(Orders(leases=[NAMED, LEASE]))
+    assert [wanted.request_id for wanted in rank.agent.wanted] == [NAMED.request_id, "l"]
+    assert rank.agent.withdrawn == [NAMED.request_id]
+    assert rank.says(LeaseEnded(NAMED.request_id, "withdrawn")) == ({NAMED.request_id}, set(), set())
+
+
+def test_a_later_request_of_a_forsaken_name_keeps_its_lease(rank):
+    """A caller may try again under the same name: what comes with a later step is computed for that."""
+    assert not rank.worker.forsake(["cmpl-r-0"])
+    rank.worker.obey(Orders())
+    rank.worker.obey(Orders(leases=[NAMED]))
+    assert rank.agent.withdrawn == []
+
+
+def test_names_that_were_forsaken_are_not_kept_without_limit(rank):
+    for number in range(100):
+        rank.worker.forsake([f"cmpl-{number}-{other}" for other in range(100)])
+    assert len(rank.worker._forsaken) <= 1024
+
+
+def test_a_lease_that_waits_for_the_device_ends_when_the_agent_hears_of_it(rank, monkeypatch):
+    """Its end may come in between: the agent must not hear of that first."""
+    is_done = []
+    late_orders = LateOrders(lambda: lambda: bool(is_done))
+    monkeypatch.setattr(rank.worker, "_started", [replace(rank.worker._ours(), late_orders=late_orders)])
+    rank.worker.obey(Orders(leases=[NAMED]))
+    assert rank.worker.forsake(["cmpl-r-0"])
+    rank.agent.withdrawn.clear()
+    is_done.append(True)
+    rank.told()
+    assert (len(rank.agent.wanted), rank.agent.withdrawn) == (1, [NAMED.request_id])
 
 
 def test_every_end_of_a_fetch_is_told_by_vllms_name_and_a_reason(rank):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -150,9 +151,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         """End a lease that nobody will read; see `Worker.release`."""
         return self._worker.release(reference)
 
-    def forsake(self, name: str) -> bool:
-        """End the lease of a request whose caller has got no answer; see `Worker.forsake`."""
-        return self._worker.forsake(name)
+    def forsake(self, names: Sequence[str]) -> bool:
+        """End the leases of requests whose callers have got no answer; see `Worker.forsake`."""
+        return self._worker.forsake(names)
 
     def shutdown(self) -> None:
         for worker in self._workers:

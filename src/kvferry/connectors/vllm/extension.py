@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from kvferry import Reason, Reference
@@ -23,10 +25,10 @@ class Extension:
             return str(Reason.WRONG_ENGINE)
         return connector.release(Reference(engine_id, epoch, request_id, lease_id))
 
-    def kvferry_forsake(self, name: str) -> bool:
-        """End the lease of the request that a caller has named so; whether there was one."""
+    def kvferry_forsake(self, names: Sequence[str]) -> bool:
+        """End the leases of the requests that callers have named so; whether there was one."""
         connector = _ours()
-        return connector is not None and connector.forsake(name)
+        return connector is not None and connector.forsake(names)
 
 
 def _ours() -> FerryConnector | None:

@@ -23,7 +23,7 @@ from kvferry.connectors.vllm_middleware.asgi import (
 from kvferry.connectors.vllm_middleware.beginnings import BEGINNINGS, Beginnings
 from kvferry.connectors.vllm_middleware.early import early_leg
 from kvferry.connectors.vllm_middleware.legs import ANSWER_PATHS, is_local, leg_name, prefill_name
-from kvferry.connectors.vllm_middleware.passage import EarlyPassage, Passage
+from kvferry.connectors.vllm_middleware.passage import Delivery, EarlyPassage, Passage
 from kvferry.connectors.vllm_middleware.workers import Workers, is_draining, num_replicas
 from kvferry.errors import ConfigurationError, FerryError, RequestError, TransferError
 from kvferry.http.openai import error_body, error_of
@@ -113,16 +113,19 @@ class FerryMiddleware:
     async def _pass_other(self, path: str, scope: Scope, opened: Opened, send: Send) -> None:
         caller_id = header(scope["headers"], REQUEST_ID)
         prefill = prefill_name(path, caller_id, opened.body)
-        passage = Passage(self._arrivals, leg_name(path, caller_id, opened.body), is_local(opened.body), send)
+        delivery = Delivery(opened.receive, send)
+        out = delivery.send if prefill else send
+        passage = Passage(self._arrivals, leg_name(path, caller_id, opened.body), is_local(opened.body), out)
         try:
             await self._app(scope, opened.receive, passage.send)
         finally:
             passage.close()
-            if prefill and (not passage.status or passage.status >= 500):
+            if prefill and not delivery.is_done:
                 await self._forsake(scope["app"].state, prefill)
 
     async def _forsake(self, state: Any, name: str) -> None:
-        """A prefill has failed, perhaps after its prompt was computed: nobody knows the lease on its cache."""
+        """A prefill has failed, or its client has left, perhaps after its prompt was computed: nobody else will end the
+        lease on its cache."""
         try:
             await self._workers.forsake(state, name)
         except FerryError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kvferry.connectors.vllm_middleware.arrivals import Arrivals
-from kvferry.connectors.vllm_middleware.asgi import Message, Send
+from kvferry.connectors.vllm_middleware.asgi import Message, Receive, Send
 from kvferry.connectors.vllm_middleware.beginnings import Beginnings
 from kvferry.connectors.vllm_middleware.early import is_event_stream
 from kvferry.connectors.vllm_middleware.words import lost, with_headers, with_local
@@ -25,15 +25,11 @@ class Passage:
         self._send = send
         self._heads: list[Message] = []
         self._is_replaced = False
-        # What vLLM has answered; 0 before that.
-        self.status = 0
         if name:
             arrivals.expect(name)
 
     async def send(self, message: Message) -> None:
         """The next message of vLLM."""
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
         if self._is_replaced:
             return
         if self._name and message["type"] == "http.response.start":
@@ -62,6 +58,35 @@ class Passage:
                 await self._send(message)
         else:
             await self._send(with_headers(head, arrival))
+
+
+class Delivery:
+    """Passes an answer on. It `is_done` when the client has it: whole, no failure, and before the client has left."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._status = 0
+        self.is_done = False
+
+    async def send(self, message: Message) -> None:
+        """The next message of vLLM."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        elif not message.get("more_body", False):
+            # Afterwards servers say of every client that it has left.
+            self.is_done = self._status < 500 and not await self._has_left()
+        await self._send(message)
+
+    async def _has_left(self) -> bool:
+        """vLLM answers a client that has left with a status of 200, and does not listen any more once it has an answer.
+        The server drops both without a word."""
+        hearing = asyncio.ensure_future(self._receive())
+        await asyncio.wait((hearing,), timeout=0)
+        if hearing.done():
+            return bool(hearing.result()["type"] == "http.disconnect")
+        hearing.cancel()
+        return False
 
 
 class EarlyPassage:

@@ -33,6 +33,8 @@ class Workers:
         self._addresses: tuple[str, ...] = ()
         # Anybody may send a release: whatever comes, vLLM is asked once per step at most.
         self._turn = asyncio.Lock()
+        # What nobody has told the workers yet.
+        self._forsaken: list[str] = []
 
     async def facts(self, state: Any) -> dict[str, str]:
         """What the first rank tells of its engine. Raises ConfigurationError where it cannot, FerryError."""
@@ -69,10 +71,14 @@ class Workers:
         return RELEASED in answers
 
     async def forsake(self, state: Any, name: str) -> None:
-        """End the lease of the request that a caller has named so, if there is one. Raises ConfigurationError,
+        """End the lease of the request that a caller has named so, if there is one. All that wait for their turn go
+        together: many clients may leave at once, and a name may soon be used again. Raises ConfigurationError,
         FerryError."""
+        self._forsaken.append(name)
         async with self._turn:
-            await _ask(state, "kvferry_forsake", (name,))
+            names, self._forsaken = self._forsaken, []
+            if names:
+                await _ask(state, "kvferry_forsake", (names,))
 
     def _foreign(self, state: Any, reference: Reference) -> str:
         """Why a reference is none of this engine's, as far as that is known without asking it. Of several replicas each
@@ -107,7 +113,7 @@ def _not_ours(reason: str) -> TransferError:
     return TransferError(reason, FOREIGN[Reason(reason)], hint="send it to the server that answered the prefill")
 
 
-async def _ask(state: Any, method: str, arguments: tuple[str, ...]) -> list[Any]:
+async def _ask(state: Any, method: str, arguments: tuple[object, ...]) -> list[Any]:
     client = state.engine_client
     if not client.vllm_config.parallel_config.worker_extension_cls:
         expected = f"vllm serve --worker-extension-cls {EXTENSION}"

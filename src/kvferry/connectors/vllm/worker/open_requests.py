@@ -87,9 +87,13 @@ class OpenRequests:
         promised = self._promised.get(name)
         return promised == lease_id or (name in self._leased and self._leased[name].lease_id == lease_id)
 
-    def leases_of(self, name: str) -> list[str]:
-        """The leases of requests that a caller has named so, by the agent's names."""
-        return [lease for lease, order in self._leased.items() if name in names_of(order.request_id)]
+    def leases_of(self, names: Collection[str]) -> list[tuple[str, str]]:
+        """The leases of requests that callers have named so: the agent's names for these, and the leases' ids."""
+        return [
+            (known, order.lease_id)
+            for known, order in self._leased.items()
+            if any(name in names for name in names_of(order.request_id))
+        ]
 
     def is_fetching(self, request_id: str) -> bool:
         """Whether a fetch of this request is expected to end."""

@@ -48,6 +48,7 @@ from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source
 from kvferry.connectors.vllm.worker.late_orders import LateOrders, end_of_request
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
 from kvferry.connectors.vllm.worker.ranks import Introduction, meet
+from kvferry.connectors.vllm_middleware.arrivals import names_of
 from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.devices import cache_device
 from kvferry.errors import ConfigurationError
@@ -64,7 +65,7 @@ MISSED_HEARTBEATS = 30
 # While nothing is computed vLLM asks step after step, without a pause, and takes from the agent's thread the core and
 # the interpreter that it needs to get done. Short enough that a new request does not notice.
 IDLE_WAIT_S = 0.003
-MAX_EARLY_RELEASES = 64
+MAX_EARLY_RELEASES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,10 @@ class Worker:
         self._open = OpenRequests(settings.is_loss_fatal)
         self._is_idle = False
         self._moved = Moved()
-        # A step may bring a lease later than vLLM's client brings its end.
+        # A step may bring a lease later than vLLM's client brings its end. Of one that was forsaken only the next step
+        # does: what a later one brings is of another request, whose caller has used the name again.
         self._released: deque[tuple[str, str]] = deque(maxlen=MAX_EARLY_RELEASES)
+        self._forsaken: deque[str] = deque(maxlen=MAX_EARLY_RELEASES)
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe this rank's caches, meet the other ranks of the engine, and start the agent.
@@ -156,6 +159,7 @@ class Worker:
             self._obey_early(ours, orders)
         for lease in orders.leases:
             self._lease(lease)
+        self._forsaken.clear()
         for hold in orders.holds:
             self._ours().agent.hold(HoldRequest(hold.reference, hold.addresses))
         for fetch in orders.fetches:
@@ -172,6 +176,8 @@ class Worker:
 
     def _lease(self, order: LeaseOrder) -> None:
         name = self._open.lease(order)
+        if any(caller in self._forsaken for caller in names_of(order.request_id)):
+            self._released.append((name, order.lease_id))
         if self._is_over():
             self._notices.put(LeaseEnded(name, "withdrawn"))
             return
@@ -252,23 +258,29 @@ class Worker:
             return str(Reason.UNKNOWN_LEASE)
         if reference.epoch != agent.party.epoch:
             return str(Reason.WRONG_EPOCH)
-        if not self._open.is_leased(reference.request_id, reference.lease_id):
-            self._released.append((reference.request_id, reference.lease_id))
+        lease = reference.request_id, reference.lease_id
+        if not self._open.is_leased(*lease):
+            self._released.append(lease)
             return str(Reason.UNKNOWN_LEASE)
-        agent.withdraw(reference.request_id)
-        # The agent may not have heard of the lease yet.
-        self._released.append((reference.request_id, reference.lease_id))
+        self._withdraw(lease)
         return RELEASED
 
-    def forsake(self, name: str) -> bool:
-        """End the lease of the request that a caller has named so, whose answer nobody has got: nobody can release it.
+    def forsake(self, names: Sequence[str]) -> bool:
+        """End the leases of the requests that callers have named so, whose answers nobody has got: nobody can release
+        them.
 
-        Whether there was one; one that a later step brings is left to its time.
+        Whether there was one. A request may have ended after the last step: then the next one brings its lease.
         """
-        found = self._open.leases_of(name)
+        self._forsaken.extend(names)
+        found = self._open.leases_of(frozenset(names))
         for lease in found:
-            self._ours().agent.withdraw(lease)
+            self._withdraw(lease)
         return bool(found)
+
+    def _withdraw(self, lease: tuple[str, str]) -> None:
+        """End a lease, by its request and its id, also if the agent has not heard of it yet."""
+        self._released.append(lease)
+        self._ours().agent.withdraw(lease[0])
 
     # --- what has ended ---
 
