@@ -143,5 +143,5 @@ def test_each_request_is_a_line_with_the_clients_id(caplog):
     assert (fields["request_id"], fields["status"], fields["decode"]) == ("from-the-client", 200, decode_url)
     assert (fields["path"], fields["reason"]) == ("decode-only", "prefill_failed")
     assert set(fields["phases_s"]) == {"queue", "prefill", "first_decode"}
-    (trouble,) = [record for record in caplog.records if record.name == "kvferry.router.flow.dispatch"]
+    (trouble,) = [record for record in caplog.records if record.name == "kvferry.router.flow.dispatcher"]
     assert vars(trouble)["request_id"] == "from-the-client"

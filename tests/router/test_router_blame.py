@@ -21,17 +21,17 @@ from router_harness import (
     resetting,
 )
 
-from kvferry.router.fleet.instance import INSTANCE_FUSE
-from kvferry.router.fleet.membership import PAIR_FUSE
-from kvferry.router.fleet.request_kinds import KIND_FUSE, MAX_KINDS, Kind, Kinds, kind_of
-from kvferry.router.fleet.suspects import Suspect, Suspects
+from kvferry.router.fleet.failure_attribution import FailureAttribution, UnattributedFailure
+from kvferry.router.fleet.instance import INSTANCE_BREAKER
+from kvferry.router.fleet.membership import PAIR_BREAKER
+from kvferry.router.fleet.request_kinds import KIND_BREAKER, MAX_KINDS, RequestKind, RequestKinds, kind_of
 from kvferry.router.flow.engine_response import known_reason
-from kvferry.router.policy.records import Instance, Role, Task
+from kvferry.router.policy.records import Instance, RequestCost, Role
 from kvferry.router.request.client_request import Endpoint, parse_request
 
-MANY = 2 * (INSTANCE_FUSE.num_failures + PAIR_FUSE.num_failures + KIND_FUSE.num_failures)
+MANY = 2 * (INSTANCE_BREAKER.num_failures + PAIR_BREAKER.num_failures + KIND_BREAKER.num_failures)
 PLAIN = {"prompt": "a"}
-TASK = Task(model="tiny")
+TASK = RequestCost(model="tiny")
 # Any field will do: engines of this file cannot fulfil a request that has it.
 ODD = {"prompt": "a", "odd": True}
 P0, P1 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(2))
@@ -73,10 +73,10 @@ def test_a_kind_that_keeps_failing_costs_no_prefill_legs_for_a_while(num_prefill
         async with cluster(engines, [decode_engine()]) as c:
             for _ in range(MANY):
                 await c.complete(ODD)
-            assert sum(len(engine.seen) for engine in engines) == num_prefills * KIND_FUSE.num_failures
+            assert sum(len(engine.seen) for engine in engines) == num_prefills * KIND_BREAKER.num_failures
             reply = await c.complete(ODD)
             assert reply.headers["x-kvferry-reason"] == "prefill_keeps_failing"
-            assert await c.metric(FALLBACKS % "prefill_failed") == KIND_FUSE.num_failures
+            assert await c.metric(FALLBACKS % "prefill_failed") == KIND_BREAKER.num_failures
 
     asyncio.run(main())
 
@@ -92,7 +92,7 @@ def test_requests_that_take_too_long_everywhere_take_nobody_out(num_prefills):
                 reply = await c.complete(ODD)
                 assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "decode-only")
             assert set((await breakers(c)).values()) == {"closed"}
-            assert sum(len(engine.seen) for engine in engines) == num_prefills * KIND_FUSE.num_failures
+            assert sum(len(engine.seen) for engine in engines) == num_prefills * KIND_BREAKER.num_failures
             assert (await c.complete(PLAIN)).headers["x-kvferry-path"] == "disaggregated"
 
     asyncio.run(main())
@@ -134,12 +134,12 @@ def test_a_failure_of_prefill_is_known_while_decode_still_answers(failure):
         prefill, decode = prefills(1, failure), decode_engine("d0", slowly)
         async with cluster(prefill, [decode]) as c:
             waiting = []
-            for num in range(1, INSTANCE_FUSE.num_failures + 2):
+            for num in range(1, INSTANCE_BREAKER.num_failures + 2):
                 waiting.append(asyncio.create_task(c.complete(ODD)))
                 while len(decode.seen) < num:
                     decode.arrived.clear()
                     await asyncio.wait_for(decode.arrived.wait(), DEADLINE_S)
-            assert len(prefill[0].seen) == INSTANCE_FUSE.num_failures
+            assert len(prefill[0].seen) == INSTANCE_BREAKER.num_failures
             let_go.set()
             assert {one.status for one in await asyncio.gather(*waiting)} == {200}
 
@@ -164,7 +164,7 @@ def test_a_prefill_that_fails_where_another_one_does_not_is_taken_out(behave):
             for _ in range(MANY):
                 assert (await c.complete(PLAIN)).headers["x-kvferry-path"] == "disaggregated"
             assert await breakers(c) == {bad.url: "open", good.url: "closed", c.decode[0].url: "closed"}
-            assert len(bad.seen) == INSTANCE_FUSE.num_failures
+            assert len(bad.seen) == INSTANCE_BREAKER.num_failures
 
     asyncio.run(main())
 
@@ -242,29 +242,29 @@ def test_an_engines_word_is_a_label_only_where_it_is_known():
 
 
 def test_a_kind_is_tried_again_after_a_while_and_forgotten_when_it_goes_well():
-    kinds, kind = Kinds(), kind_of(parse_request(json.dumps(ODD).encode(), Endpoint.COMPLETIONS), TASK)
-    news = [kinds.failed(kind, 0.0) for _ in range(KIND_FUSE.num_failures + 1)]
-    assert news == [False] * (KIND_FUSE.num_failures - 1) + [True, False]
+    kinds, kind = RequestKinds(), kind_of(parse_request(json.dumps(ODD).encode(), Endpoint.COMPLETIONS), TASK)
+    news = [kinds.failed(kind, 0.0) for _ in range(KIND_BREAKER.num_failures + 1)]
+    assert news == [False] * (KIND_BREAKER.num_failures - 1) + [True, False]
     assert not kinds.may_begin(kind, 0.0)
-    assert kinds.may_begin(kind, KIND_FUSE.open_s)
-    trial = kinds.begin(kind, KIND_FUSE.open_s)
-    assert not kinds.may_begin(kind, KIND_FUSE.open_s)
+    assert kinds.may_begin(kind, KIND_BREAKER.open_s)
+    trial = kinds.begin(kind, KIND_BREAKER.open_s)
+    assert not kinds.may_begin(kind, KIND_BREAKER.open_s)
     kinds.abandoned(kind, trial)
-    assert kinds.may_begin(kind, KIND_FUSE.open_s)
+    assert kinds.may_begin(kind, KIND_BREAKER.open_s)
     kinds.succeeded(kind)
     assert len(kinds) == 0
 
 
 def test_clients_cannot_make_it_remember_without_end():
-    kinds = Kinds()
+    kinds = RequestKinds()
     for i in range(MAX_KINDS + 5):
-        kinds.failed(Kind(str(i).encode(), ""), 0.0)
+        kinds.failed(RequestKind(str(i).encode(), ""), 0.0)
     assert len(kinds) == MAX_KINDS
 
 
 def blamed_of(*steps) -> list[Instance]:
     """Steps are instances that fail, or a role that is served; `None` ends the request. All are judged in the end."""
-    suspects, blamed, acquitted = Suspects(), [], []
+    suspects, blamed, acquitted = FailureAttribution(), [], []
     for step in steps:
         match step:
             case None:
@@ -274,7 +274,7 @@ def blamed_of(*steps) -> list[Instance]:
                 suspects.served(step)
             case instance, is_certain:
                 blame, acquit = (partial(judged.append, instance) for judged in (blamed, acquitted))
-                suspects.add(instance.role, Suspect(instance, blame, acquit, is_certain))
+                suspects.add(instance.role, UnattributedFailure(instance, blame, acquit, is_certain))
     assert len(blamed) + len(acquitted) == sum(isinstance(step, tuple) for step in steps)
     return blamed
 

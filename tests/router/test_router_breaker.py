@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.fleet.circuit_breaker import Breaker, BreakerState, Fuse
-from kvferry.router.fleet.instance import INSTANCE_FUSE, Member, Origin
+from kvferry.router.fleet.circuit_breaker import Breaker, BreakerSettings, BreakerState
+from kvferry.router.fleet.instance import INSTANCE_BREAKER, InstanceState, Origin
 from kvferry.router.fleet.pairs import Pairs
 from kvferry.router.fleet.reservation import Reservation
-from kvferry.router.policy.records import NO_TASK, Instance, Role
+from kvferry.router.policy.records import NO_COST, Instance, Role
 
-FUSE = Fuse(num_failures=3, open_s=5.0, max_open_s=20.0)
+FUSE = BreakerSettings(num_failures=3, open_s=5.0, max_open_s=20.0)
 P0, P1 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(2))
 D0, D1 = (Instance(f"http://d{i}", Role.DECODE) for i in range(2))
 
@@ -89,17 +89,17 @@ def test_late_failures_of_requests_from_before_do_not_prolong_it():
     assert breaker.may_begin(5.0)
 
 
-@pytest.mark.parametrize(("verdict", "state"), [("failed", BreakerState.OPEN), ("acquitted", BreakerState.HALF_OPEN)])
-def test_an_instance_under_suspicion_is_not_tried_again_until_that_is_settled(verdict, state):
+@pytest.mark.parametrize(("result", "state"), [("failed", BreakerState.OPEN), ("acquitted", BreakerState.HALF_OPEN)])
+def test_an_instance_under_suspicion_is_not_tried_again_until_that_is_settled(result, state):
     """Its leg is over, and another instance is asked meanwhile."""
-    member, now = Member(P0, Origin.COMMAND_LINE, math.inf), INSTANCE_FUSE.open_s
-    for _ in range(INSTANCE_FUSE.num_failures):
+    member, now = InstanceState(P0, Origin.COMMAND_LINE, math.inf), INSTANCE_BREAKER.open_s
+    for _ in range(INSTANCE_BREAKER.num_failures):
         member.breaker.failed(0.0)
-    reservation = Reservation(member, NO_TASK, lambda: now)
+    reservation = Reservation(member, NO_COST, lambda: now)
     reservation.suspected()
     reservation.release()
     assert not member.breaker.may_begin(now)
-    getattr(reservation, verdict)()
+    getattr(reservation, result)()
     assert member.breaker.state(now) is state
     assert member.breaker.may_begin(now) is (state is BreakerState.HALF_OPEN)
 

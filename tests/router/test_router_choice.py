@@ -15,19 +15,30 @@ from kvferry.router.policy.balanced import balanced
 from kvferry.router.policy.least_work import choose, homes
 from kvferry.router.policy.plugins import policy_named
 from kvferry.router.policy.prefill_threshold import MAX_THRESHOLD_TOKENS, threshold_tokens
-from kvferry.router.policy.records import Busy, Instance, Limits, Load, Nobody, Question, Role, Skip, Task, Use
+from kvferry.router.policy.records import (
+    Instance,
+    Limits,
+    Load,
+    NoInstance,
+    Overloaded,
+    RequestCost,
+    Role,
+    RoutingQuery,
+    SkipPrefill,
+    UseInstance,
+)
 
 P = tuple(Instance(f"http://p{i}", Role.PREFILL) for i in range(5))
 D = tuple(Instance(f"http://d{i}", Role.DECODE) for i in range(3))
-TASK = Task(prompt_tokens=1000, new_tokens=100)
+TASK = RequestCost(prompt_tokens=1000, new_tokens=100)
 
 
 def load(instance, tokens=0, **facts) -> Load:
     return Load(instance, True, min(tokens, 1), 0, outstanding_tokens=tokens, **facts)
 
 
-def question(role=Role.DECODE, prefill=(), decode=(), task=TASK, **facts) -> Question:
-    return Question(role, task, tuple(prefill), tuple(decode), **facts)
+def question(role=Role.DECODE, prefill=(), decode=(), cost=TASK, **facts) -> RoutingQuery:
+    return RoutingQuery(role, cost, tuple(prefill), tuple(decode), **facts)
 
 
 def test_tokens_count_and_not_requests():
@@ -81,18 +92,18 @@ def test_where_a_prompt_was_sent_before_is_better_than_home():
 
 
 def test_everything_is_taken_where_there_are_no_limits_and_nobody_is_nobody():
-    assert balanced(question(decode=[load(D[0], 10**9)])) == Use(D[0])
-    assert balanced(question()) == Nobody()
-    assert balanced(question(Role.PREFILL, prefill=[load(P[0], 10**9)], decode=[load(D[0])])) == Use(P[0])
+    assert balanced(question(decode=[load(D[0], 10**9)])) == UseInstance(D[0])
+    assert balanced(question()) == NoInstance()
+    assert balanced(question(Role.PREFILL, prefill=[load(P[0], 10**9)], decode=[load(D[0])])) == UseInstance(P[0])
 
 
 def test_a_full_decode_side_turns_requests_away():
     limits = Limits(max_requests=2)
     full = Load(D[0], True, 2, 0)
-    assert balanced(question(decode=[full], limits=limits)) == Busy("decode_full", 1)
-    assert balanced(question(decode=[full, load(D[1])], limits=limits)) == Use(D[1])
-    assert balanced(question(decode=[full], limits=limits, is_retry=True)) == Use(D[0])
-    assert balanced(question(limits=limits)) == Nobody()
+    assert balanced(question(decode=[full], limits=limits)) == Overloaded("decode_full", 1)
+    assert balanced(question(decode=[full, load(D[1])], limits=limits)) == UseInstance(D[1])
+    assert balanced(question(decode=[full], limits=limits, is_retry=True)) == UseInstance(D[0])
+    assert balanced(question(limits=limits)) == NoInstance()
 
 
 def test_the_first_token_is_estimated_from_the_queue_the_speed_and_the_handover():
@@ -108,19 +119,19 @@ def test_the_first_token_is_estimated_from_the_queue_the_speed_and_the_handover(
 def test_a_request_that_would_be_late_is_turned_away_with_the_time_to_wait():
     queue = [load(P[0], 9000, tokens_per_s=1000.0)]
     limits = Limits(ttft_s=4.0)
-    assert balanced(question(prefill=queue, decode=[load(D[0])], limits=limits)) == Busy("ttft", 6)
-    assert balanced(question(prefill=queue, decode=[load(D[0])], limits=Limits(ttft_s=10.0))) == Use(D[0])
-    assert balanced(question(prefill=[load(P[0], 10**9)], decode=[load(D[0])], limits=limits)) == Use(D[0])
+    assert balanced(question(prefill=queue, decode=[load(D[0])], limits=limits)) == Overloaded("ttft", 6)
+    assert balanced(question(prefill=queue, decode=[load(D[0])], limits=Limits(ttft_s=10.0))) == UseInstance(D[0])
+    assert balanced(question(prefill=[load(P[0], 10**9)], decode=[load(D[0])], limits=limits)) == UseInstance(D[0])
 
 
 def test_an_idle_instance_takes_what_it_seems_too_slow_for():
     """Its speed comes from short prompts, say; nobody would ever learn better."""
     limits, busy = Limits(ttft_s=0.1), load(D[0], 100, tokens_per_s=500.0)
     slow = load(P[0], tokens_per_s=1000.0)
-    assert balanced(question(prefill=[slow], decode=[busy], limits=limits)) == Use(D[0])
-    assert balanced(question(decode=[load(D[0], tokens_per_s=500.0)], limits=limits)) == Use(D[0])
+    assert balanced(question(prefill=[slow], decode=[busy], limits=limits)) == UseInstance(D[0])
+    assert balanced(question(decode=[load(D[0], tokens_per_s=500.0)], limits=limits)) == UseInstance(D[0])
     whole = dataclasses.replace(TASK, is_divisible=False)
-    assert balanced(question(prefill=[slow], decode=[busy], task=whole, limits=limits)) == Busy("ttft", 2)
+    assert balanced(question(prefill=[slow], decode=[busy], cost=whole, limits=limits)) == Overloaded("ttft", 2)
 
 
 def test_it_is_the_instance_that_gets_the_request_that_has_to_be_idle():
@@ -128,16 +139,16 @@ def test_it_is_the_instance_that_gets_the_request_that_has_to_be_idle():
     task = dataclasses.replace(TASK, prompt_tokens=10000, prefixes=(1,), prefix_tokens=32)
     warm, idle = load(P[1], 9000, cached_tokens=32, **speed), load(P[0], **speed)
     decode = [load(D[0], 30, num_partners=2)]
-    assert balanced(question(prefill=[idle, warm], decode=decode, task=task, limits=limits)) == Busy("ttft", 5)
+    assert balanced(question(prefill=[idle, warm], decode=decode, cost=task, limits=limits)) == Overloaded("ttft", 5)
     lonely = [load(D[0], 30, num_partners=0, **speed)]
-    assert balanced(question(prefill=[idle], decode=lonely, task=task, limits=limits)) == Busy("ttft", 5)
+    assert balanced(question(prefill=[idle], decode=lonely, cost=task, limits=limits)) == Overloaded("ttft", 5)
 
 
 def test_a_decode_instance_that_keeps_the_time_is_used_when_prefill_cannot():
     queue, fast = [load(P[0], 9000, tokens_per_s=1000.0)], [load(D[0], tokens_per_s=1000.0)]
     limits = Limits(ttft_s=4.0)
-    assert balanced(question(prefill=queue, decode=fast, limits=limits)) == Use(D[0])
-    assert balanced(question(Role.PREFILL, prefill=queue, decode=fast, limits=limits)) == Skip("ttft")
+    assert balanced(question(prefill=queue, decode=fast, limits=limits)) == UseInstance(D[0])
+    assert balanced(question(Role.PREFILL, prefill=queue, decode=fast, limits=limits)) == SkipPrefill("ttft")
 
 
 def test_short_and_cached_prompts_stay_on_the_decode_instance():
@@ -147,10 +158,10 @@ def test_short_and_cached_prompts_stay_on_the_decode_instance():
         limits = Limits(skip_below_tokens=64)
         return balanced(question(Role.PREFILL, [load(P[0])], decode, task, limits=limits))
 
-    assert asked(63) == Skip("short_prompt", "tokens=63; threshold=64")
-    assert asked(64) == Use(P[0])
-    assert asked(1000, cached=937) == Skip("cached_prompt", "tokens=1000; cached=937; threshold=64")
-    assert asked(1000, cached=936) == Use(P[0])
+    assert asked(63) == SkipPrefill("short_prompt", "tokens=63; threshold=64")
+    assert asked(64) == UseInstance(P[0])
+    assert asked(1000, cached=937) == SkipPrefill("cached_prompt", "tokens=1000; cached=937; threshold=64")
+    assert asked(1000, cached=936) == UseInstance(P[0])
 
 
 def test_the_threshold_is_what_decode_computes_during_a_handover():

@@ -13,9 +13,9 @@ from router_harness import chat_chunk, cluster, decode_engine, frame, hanging, o
 
 from kvferry.errors import RequestError
 from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Answered, Promised
-from kvferry.router.fleet.instance import INSTANCE_FUSE
+from kvferry.router.fleet.instance import INSTANCE_BREAKER
 from kvferry.router.fleet.open_legs import OpenLegs
-from kvferry.router.flow.leg import Leg, Patience
+from kvferry.router.flow.leg import Leg, LegTimeouts
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.headers import decode_headers, timeout_of
 from kvferry.router.telemetry.tracing import UNTRACED_LEG
@@ -54,7 +54,7 @@ def test_requests_that_take_too_long_are_504_and_nobody_is_to_blame(slow):
         engine.behave = hanging
         async with cluster([p], [d]) as c:
             # More than would take out an instance that fails.
-            num_requests = INSTANCE_FUSE.num_failures + 1
+            num_requests = INSTANCE_BREAKER.num_failures + 1
             replies = await asyncio.gather(*(c.complete(headers=SHORT) for _ in range(num_requests)))
             assert {(reply.status, reply.error["reason"]) for reply in replies} == {(504, "request_deadline")}
             await until_it_has_left(engine)
@@ -90,7 +90,7 @@ def test_a_stream_that_takes_too_long_ends_with_that_word():
 def test_a_leg_for_which_there_is_no_time_is_not_sent():
     outgoing = UpstreamRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
     # Without a pool of connections, nothing can be sent.
-    leg = Leg(SimpleNamespace(), SimpleNamespace(), UNTRACED_LEG, outgoing, Patience(1.0, time.monotonic()))
+    leg = Leg(SimpleNamespace(), SimpleNamespace(), UNTRACED_LEG, outgoing, LegTimeouts(1.0, time.monotonic()))
     assert asyncio.run(leg.ask()).reason == TOO_LATE
 
 
@@ -101,8 +101,8 @@ def test_an_answer_that_comes_when_it_is_given_up_is_no_broken_one():
         membership = SimpleNamespace(open_legs=OpenLegs())
         reservation = SimpleNamespace(instance=Instance("http://127.0.0.1:1", Role.PREFILL))
         outgoing = UpstreamRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
-        patience = Patience(10.0, time.monotonic() + 10.0)
-        leg = Leg(SimpleNamespace(membership=membership), reservation, UNTRACED_LEG, outgoing, patience)
+        timeouts = LegTimeouts(10.0, time.monotonic() + 10.0)
+        leg = Leg(SimpleNamespace(membership=membership), reservation, UNTRACED_LEG, outgoing, timeouts)
 
         async def promised():
             leg.give_up(INSTANCE_DOWN)

@@ -43,16 +43,16 @@ from kvferry.router.events import (
     Release,
     Send,
 )
-from kvferry.router.fleet.instance import INSTANCE_FUSE
-from kvferry.router.fleet.request_kinds import KIND_FUSE, kind_of
-from kvferry.router.flow import dispatch
+from kvferry.router.fleet.instance import INSTANCE_BREAKER
+from kvferry.router.fleet.request_kinds import KIND_BREAKER, kind_of
+from kvferry.router.flow import dispatcher
 from kvferry.router.flow.early_prefill import EarlyPrefill
 from kvferry.router.flow.engine_response import promised_cache, stream_failure
-from kvferry.router.flow.leg import Leg, Patience
-from kvferry.router.flow.outcomes import Judge
-from kvferry.router.flow.request_timing import Pace
+from kvferry.router.flow.leg import Leg, LegTimeouts
+from kvferry.router.flow.outcomes import OutcomeRecorder
+from kvferry.router.flow.request_timing import RequestTiming
 from kvferry.router.flow.state_machine import Flow
-from kvferry.router.policy.records import NO_TASK, Role
+from kvferry.router.policy.records import NO_COST, Role
 from kvferry.router.policy.settings import PrefillFallback
 from kvferry.router.request.client_request import decode_body, prefill_body
 from kvferry.router.telemetry.server_timing import without_beginning
@@ -155,52 +155,52 @@ def test_decode_is_asked_with_the_promise_and_judged_as_ever(event, commands):
 # --- times
 
 
-def timed(computed_s: float, told: bytes = b"") -> Pace:
+def timed(computed_s: float, told: bytes = b"") -> RequestTiming:
     """A promise after 1 s, a decode leg from then on, a prompt that is computed at `computed_s`, an answer at 10 s."""
-    pace = Pace(0.0)
-    pace.leg_began(Role.PREFILL, 0.5)
-    pace.leg_answered(Role.PREFILL, 1.0, [])
-    pace.promised()
-    pace.leg_began(Role.DECODE, 1.0)
+    timing = RequestTiming(0.0)
+    timing.leg_began(Role.PREFILL, 0.5)
+    timing.leg_answered(Role.PREFILL, 1.0, [])
+    timing.promised()
+    timing.leg_began(Role.DECODE, 1.0)
     if computed_s < 10.0:
-        pace.prefilled(computed_s)
-    pace.leg_answered(Role.DECODE, 10.0, [(b"server-timing", told)] if told else [])
+        timing.prefilled(computed_s)
+    timing.leg_answered(Role.DECODE, 10.0, [(b"server-timing", told)] if told else [])
     if computed_s >= 10.0:
-        pace.prefilled(computed_s)
-    return pace
+        timing.prefilled(computed_s)
+    return timing
 
 
 def test_what_decode_did_while_the_prompt_was_computed_was_waiting_for_it():
-    pace = timed(8.0, b"queue;dur=2000, claim;dur=1000, wire;dur=5500")
-    assert pace.phases == pytest.approx(
+    timing = timed(8.0, b"queue;dur=2000, claim;dur=1000, wire;dur=5500")
+    assert timing.phases == pytest.approx(
         {"queue": 0.5, "prefill": 7.5, "decode_queue": 0.0, "claim": 0.0, "wire": 1.5, "first_decode": 0.5}
     )
-    assert math.fsum(pace.phases.values()) == pytest.approx(10.0)
-    assert pace.handover_s == pytest.approx(2.0)
+    assert math.fsum(timing.phases.values()) == pytest.approx(10.0)
+    assert timing.handover_s == pytest.approx(2.0)
 
 
 def test_a_prompt_whose_end_is_heard_of_after_the_answer_tells_nothing_of_the_handover():
-    pace = timed(11.0, b"wire;dur=8000")
-    assert pace.handover_s == 0.0
-    assert pace.phases == pytest.approx({"queue": 0.5, "prefill": 0.5, "wire": 8.0, "first_decode": 1.0})
+    timing = timed(11.0, b"wire;dur=8000")
+    assert timing.handover_s == 0.0
+    assert timing.phases == pytest.approx({"queue": 0.5, "prefill": 0.5, "wire": 8.0, "first_decode": 1.0})
 
 
 def test_the_times_of_one_try_are_not_those_of_the_next():
-    pace = timed(8.0)
-    pace.leg_began(Role.PREFILL, 11.0)
-    pace.leg_answered(Role.PREFILL, 12.0, [])
-    pace.leg_began(Role.DECODE, 12.0)
-    pace.leg_answered(Role.DECODE, 13.0, [])
-    assert pace.handover_s == pytest.approx(1.0)
-    assert pace.phases == pytest.approx({"queue": 11.0, "prefill": 1.0, "first_decode": 1.0})
+    timing = timed(8.0)
+    timing.leg_began(Role.PREFILL, 11.0)
+    timing.leg_answered(Role.PREFILL, 12.0, [])
+    timing.leg_began(Role.DECODE, 12.0)
+    timing.leg_answered(Role.DECODE, 13.0, [])
+    assert timing.handover_s == pytest.approx(1.0)
+    assert timing.phases == pytest.approx({"queue": 11.0, "prefill": 1.0, "first_decode": 1.0})
 
 
 def test_what_a_lost_prefill_overlapped_is_not_taken_from_the_next_leg():
-    pace = timed(8.0)
-    pace.leg_began(Role.DECODE, 11.0)
-    pace.leg_answered(Role.DECODE, 12.0, [])
-    assert math.fsum(pace.phases.values()) == pytest.approx(12.0)
-    assert pace.phases["first_decode"] == pytest.approx(1.0)
+    timing = timed(8.0)
+    timing.leg_began(Role.DECODE, 11.0)
+    timing.leg_answered(Role.DECODE, 12.0, [])
+    assert math.fsum(timing.phases.values()) == pytest.approx(12.0)
+    assert timing.phases["first_decode"] == pytest.approx(1.0)
 
 
 def test_phases_are_cut_in_their_order():
@@ -294,12 +294,12 @@ def test_promises_that_every_prefill_breaks_leave_decode_alone(num_prefills, fal
         limits = {"early_from_tokens": 1, "prefill_fallback": fallback}
         async with cluster(ps, [decode_engine("d0", behave)], **limits) as c:
             refuses = fallback is PrefillFallback.REFUSE
-            for _ in range(2 * KIND_FUSE.num_failures):
+            for _ in range(2 * KIND_BREAKER.num_failures):
                 reply = await c.complete(LONG)
                 assert reply.status == (503 if refuses else 200)
                 assert ("retry-after" in reply.headers) is refuses
             assert {one["breaker"] for one in (await c.members())["members"]} == {"closed"}
-            assert sum(len(p.seen) for p in ps) == min(num_prefills, 2) * KIND_FUSE.num_failures
+            assert sum(len(p.seen) for p in ps) == min(num_prefills, 2) * KIND_BREAKER.num_failures
 
     asyncio.run(main())
 
@@ -311,7 +311,7 @@ TOLD = frame({"choices": [], "usage": OF_PREFILL}) + b"data: [DONE]\n\n"
 
 @pytest.mark.parametrize("last", [TOLD, frame(chat_chunk("x")) + b"data: [DONE]\n\n"])
 def test_the_figure_of_prefill_is_told_though_decode_has_answered_before(monkeypatch, last):
-    monkeypatch.setattr(dispatch, "LAST_USAGE_S", DEADLINE_S)
+    monkeypatch.setattr(dispatcher, "LAST_USAGE_S", DEADLINE_S)
 
     async def main():
         prompt = Prompt(last)
@@ -332,7 +332,7 @@ def test_the_figure_of_prefill_is_told_though_decode_has_answered_before(monkeyp
 
 def test_no_token_waits_for_the_figure_of_prefill(monkeypatch):
     """Prefill ends its leg only when the client has all tokens; and a usage with each token waits for nothing."""
-    monkeypatch.setattr(dispatch, "LAST_USAGE_S", DEADLINE_S)
+    monkeypatch.setattr(dispatcher, "LAST_USAGE_S", DEADLINE_S)
 
     async def main():
         prompt = Prompt(TOLD)
@@ -363,7 +363,7 @@ def test_no_token_waits_for_the_figure_of_prefill(monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prefill_leg_without_an_end_does_not_keep_a_client(monkeypatch, stream):
-    monkeypatch.setattr(dispatch, "LAST_USAGE_S", 0.05)
+    monkeypatch.setattr(dispatcher, "LAST_USAGE_S", 0.05)
 
     async def main():
         async def behave(request, seen):
@@ -511,17 +511,17 @@ def test_whose_fault_it_is_that_a_promise_is_not_kept(last, reason, blamed):
 
         p, d = early_engine("p0", prompt), decode_engine("d0", behave)
         async with cluster([p], [d], early_from_tokens=1) as c:
-            for _ in range(INSTANCE_FUSE.num_failures):
+            for _ in range(INSTANCE_BREAKER.num_failures):
                 assert (await c.complete(LONG)).status == 200
             assert (await prefill_of(c))["breaker"] == ("open" if blamed else "closed")
             assert ("kvferry_router_upstream_errors_total{" in await c.metrics()) == bool(reason)
-            assert await c.metric(ERRORS % reason) == (INSTANCE_FUSE.num_failures if reason else 0)
+            assert await c.metric(ERRORS % reason) == (INSTANCE_BREAKER.num_failures if reason else 0)
 
     asyncio.run(main())
 
 
 def test_a_request_whose_time_is_over_blames_nobody():
-    judge = Judge(SimpleNamespace(), NO_TASK, kind_of(REQUEST, NO_TASK), streams=True)
+    judge = OutcomeRecorder(SimpleNamespace(), NO_COST, kind_of(REQUEST, NO_COST), streams=True)
     assert judge.hears_end(SimpleNamespace(), Failed(TOO_LATE, "x")) == ""
 
 
@@ -620,7 +620,7 @@ def test_what_the_router_has_left_raises_no_doubts_about_it():
     async def main():
         p, doubts = early_engine("p0", Prompt()), []
         async with cluster([p], [decode_engine()], early_from_tokens=1) as c:
-            c.app.state.membership.doubt = lambda: doubts.append("p0")
+            c.app.state.membership.request_probe = lambda: doubts.append("p0")
             assert (await c.complete(LONG)).status == 200
             await left(p)
             await until_idle(c)
@@ -637,7 +637,7 @@ def test_the_first_event_is_found_wherever_it_is_cut(cut):
         return pieces.pop(0)
 
     outgoing = UpstreamRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
-    leg = Leg(SimpleNamespace(), SimpleNamespace(), UNTRACED_LEG, outgoing, Patience(1.0, 1.0))
+    leg = Leg(SimpleNamespace(), SimpleNamespace(), UNTRACED_LEG, outgoing, LegTimeouts(1.0, 1.0))
     assert asyncio.run(leg._first_event(SimpleNamespace(piece=piece))) == PROMISE
 
 
@@ -645,7 +645,9 @@ def test_legs_that_are_left_are_not_kept_in_memory():
     """Without a collector that looks for cycles."""
 
     def alive():
-        return [sum(type(one) is kind for one in gc.get_objects()) for kind in (EarlyPrefill, Leg, dispatch.Legs)]
+        return [
+            sum(type(one) is kind for one in gc.get_objects()) for kind in (EarlyPrefill, Leg, dispatcher.Dispatcher)
+        ]
 
     async def main():
         p, d = early_engine("p0", Prompt()), decode_engine()
@@ -766,11 +768,11 @@ def test_decode_may_wait_for_the_prompt_as_well(monkeypatch):
     given = []
 
     class Recording(Leg):
-        def __init__(self, services, reservation, trace, outgoing, patience):
-            given.append(patience.limit_s)
-            super().__init__(services, reservation, trace, outgoing, patience)
+        def __init__(self, services, reservation, trace, outgoing, timeouts):
+            given.append(timeouts.limit_s)
+            super().__init__(services, reservation, trace, outgoing, timeouts)
 
-    monkeypatch.setattr(dispatch, "Leg", Recording)
+    monkeypatch.setattr(dispatcher, "Leg", Recording)
 
     async def main(behave):
         p, d = early_engine("p0", behave), decode_engine()

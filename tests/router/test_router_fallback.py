@@ -8,10 +8,10 @@ import pytest
 from aiohttp import web
 from router_harness import answer, cluster, decode_engine, failing, prefill_engine, prefilling
 
-from kvferry.router.fleet.request_kinds import KIND_FUSE
+from kvferry.router.fleet.request_kinds import KIND_BREAKER
 from kvferry.router.flow.fallback import CODE
-from kvferry.router.policy.records import Limits, Nobody, Role, Skip, Use
-from kvferry.router.policy.settings import Judgement, PrefillFallback
+from kvferry.router.policy.records import Limits, NoInstance, Role, SkipPrefill, UseInstance
+from kvferry.router.policy.settings import PolicySettings, PrefillFallback
 
 PLAIN = {"prompt": "a"}
 REFUSED = 'kvferry_router_refused_total{reason="%s"}'
@@ -54,8 +54,8 @@ def test_what_decode_alone_would_have_served_is_refused(prefill, reason):
 def test_a_kind_that_keeps_failing_is_refused_as_well():
     async def main():
         async with cluster([prefill_engine("p0", failing(500, "x"))], [decode_engine()], **REFUSE) as c:
-            reasons = [(await c.complete(PLAIN)).error["reason"] for _ in range(KIND_FUSE.num_failures + 1)]
-            assert reasons == ["prefill_failed"] * KIND_FUSE.num_failures + ["prefill_keeps_failing"]
+            reasons = [(await c.complete(PLAIN)).error["reason"] for _ in range(KIND_BREAKER.num_failures + 1)]
+            assert reasons == ["prefill_failed"] * KIND_BREAKER.num_failures + ["prefill_keeps_failing"]
             assert c.decode[0].seen == []
 
     asyncio.run(main())
@@ -93,8 +93,8 @@ def test_what_cannot_be_divided_is_still_served():
 
 def test_what_the_operator_leaves_to_decode_is_served_by_it():
     async def main():
-        judgement = Judgement(limits=Limits(skip_below_tokens=100))
-        async with cluster([prefill_engine()], [decode_engine()], judgement=judgement, **REFUSE) as c:
+        policy_settings = PolicySettings(limits=Limits(skip_below_tokens=100))
+        async with cluster([prefill_engine()], [decode_engine()], policy_settings=policy_settings, **REFUSE) as c:
             reply = await c.complete(PLAIN)
             assert (reply.status, reply.headers["x-kvferry-path"]) == (200, "decode-only")
 
@@ -104,11 +104,13 @@ def test_what_the_operator_leaves_to_decode_is_served_by_it():
 def test_decode_does_not_help_out_prefill_instances_that_are_too_slow():
     def policy(question):
         if question.role is Role.PREFILL:
-            return Skip("ttft")
-        return Use(question.candidates[0].instance) if question.candidates else Nobody()
+            return SkipPrefill("ttft")
+        return UseInstance(question.candidates[0].instance) if question.candidates else NoInstance()
 
     async def main():
-        async with cluster([prefill_engine()], [decode_engine()], judgement=Judgement(policy), **REFUSE) as c:
+        async with cluster(
+            [prefill_engine()], [decode_engine()], policy_settings=PolicySettings(policy), **REFUSE
+        ) as c:
             assert (await c.complete(PLAIN)).error["reason"] == "ttft"
 
     asyncio.run(main())

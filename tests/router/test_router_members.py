@@ -18,13 +18,13 @@ from kvferry.http.registration import MEMBERS_PATH, SIGNATURE, Side, decode_anno
 from kvferry.router.config import Registration, RouterConfig
 from kvferry.router.fleet.compatibility import Facts
 from kvferry.router.fleet.discovery import MembersFile, Registry
-from kvferry.router.fleet.instance import INSTANCE_FUSE, Origin, Verdict
-from kvferry.router.fleet.membership import PAIR_FUSE, Membership, Wanted
+from kvferry.router.fleet.instance import INSTANCE_BREAKER, Origin, ProbeResult
+from kvferry.router.fleet.membership import PAIR_BREAKER, InstanceRequest, Membership
 from kvferry.router.fleet.readiness import readiness
 from kvferry.router.fleet.reservation import Reservation
 from kvferry.router.http.app import create_app
-from kvferry.router.policy.records import Instance, Limits, Nobody, Role, Task, Use
-from kvferry.router.policy.settings import Judgement
+from kvferry.router.policy.records import Instance, Limits, NoInstance, RequestCost, Role, UseInstance
+from kvferry.router.policy.settings import PolicySettings
 from kvferry.router.telemetry.metrics import Metrics
 
 P0, P1 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(2))
@@ -42,14 +42,14 @@ class Clock:
 
 def membership_of(*instances) -> tuple[Membership, Clock]:
     clock = Clock()
-    membership = Membership(instances, Metrics(), Judgement(clock=clock))
+    membership = Membership(instances, Metrics(), PolicySettings(clock=clock))
     for instance in instances:
-        membership.probed(instance, Verdict.READY, "")
+        membership.probed(instance, ProbeResult.READY, "")
     return membership, clock
 
 
-def taken(membership, role, *partners, task=Task()) -> Instance | None:  # noqa: B008
-    found = membership.reserve(Wanted(role, task, partners=partners))
+def taken(membership, role, *partners, task=RequestCost()) -> Instance | None:  # noqa: B008
+    found = membership.reserve(InstanceRequest(role, task, partners=partners))
     if not isinstance(found, Reservation):
         return None
     found.release()
@@ -58,32 +58,32 @@ def taken(membership, role, *partners, task=Task()) -> Instance | None:  # noqa:
 
 def test_one_missed_probe_is_not_the_end_and_a_refused_one_is():
     membership, _ = membership_of(D0)
-    membership.probed(D0, Verdict.SILENT, "slow")
+    membership.probed(D0, ProbeResult.SILENT, "slow")
     assert membership.healthy(Role.DECODE) == [D0]
-    membership.probed(D0, Verdict.SILENT, "slow")
+    membership.probed(D0, ProbeResult.SILENT, "slow")
     assert membership.healthy(Role.DECODE) == []
-    membership.probed(D0, Verdict.READY, "")
-    membership.probed(D0, Verdict.SILENT, "slow")
-    membership.probed(D0, Verdict.READY, "")
-    membership.probed(D0, Verdict.SILENT, "slow")
+    membership.probed(D0, ProbeResult.READY, "")
+    membership.probed(D0, ProbeResult.SILENT, "slow")
+    membership.probed(D0, ProbeResult.READY, "")
+    membership.probed(D0, ProbeResult.SILENT, "slow")
     assert membership.healthy(Role.DECODE) == [D0]
-    membership.probed(D0, Verdict.DOWN, "refused")
+    membership.probed(D0, ProbeResult.DOWN, "refused")
     assert membership.healthy(Role.DECODE) == []
 
 
 def test_an_instance_that_fails_requests_is_out_and_gets_one_trial():
     membership, clock = membership_of(D0)
-    for _ in range(INSTANCE_FUSE.num_failures):
-        reservation = membership.reserve(Wanted(Role.DECODE))
+    for _ in range(INSTANCE_BREAKER.num_failures):
+        reservation = membership.reserve(InstanceRequest(Role.DECODE))
         reservation.failed()
         reservation.release()
-    assert membership.reserve(Wanted(Role.DECODE)) == Nobody()
+    assert membership.reserve(InstanceRequest(Role.DECODE)) == NoInstance()
     assert readiness(membership, False)[1]["status"] == "every decode instance keeps failing"
-    clock.now += INSTANCE_FUSE.open_s
-    trial = membership.reserve(Wanted(Role.DECODE))
-    assert membership.reserve(Wanted(Role.DECODE)) == Nobody()
+    clock.now += INSTANCE_BREAKER.open_s
+    trial = membership.reserve(InstanceRequest(Role.DECODE))
+    assert membership.reserve(InstanceRequest(Role.DECODE)) == NoInstance()
     trial.release()
-    trial = membership.reserve(Wanted(Role.DECODE))
+    trial = membership.reserve(InstanceRequest(Role.DECODE))
     trial.succeeded()
     trial.release()
     assert taken(membership, Role.DECODE) == D0
@@ -91,29 +91,29 @@ def test_an_instance_that_fails_requests_is_out_and_gets_one_trial():
 
 def test_a_pair_that_loses_caches_is_out_and_the_fleet_is_not():
     membership, clock = membership_of(P0, P1, D0, D1)
-    for _ in range(PAIR_FUSE.num_failures):
+    for _ in range(PAIR_BREAKER.num_failures):
         membership.lost((P0, D0), "peer_lost", None)
     assert {taken(membership, Role.PREFILL, D0) for _ in range(4)} == {P1}
     assert {taken(membership, Role.PREFILL, D1) for _ in range(4)} == {P0, P1}
     assert len(membership.usable_pairs()) == 3
-    clock.now += PAIR_FUSE.open_s
+    clock.now += PAIR_BREAKER.open_s
     assert {taken(membership, Role.PREFILL, D0) for _ in range(4)} >= {P0}
 
 
 def test_a_decode_instance_that_can_work_with_nobody_is_the_last_choice():
     membership, _ = membership_of(P0, D0, D1)
-    for _ in range(PAIR_FUSE.num_failures):
+    for _ in range(PAIR_BREAKER.num_failures):
         membership.lost((P0, D0), "digest", None)
     assert {taken(membership, Role.DECODE) for _ in range(4)} == {D1}
-    whole = Task(is_divisible=False)
+    whole = RequestCost(is_divisible=False)
     assert {taken(membership, Role.DECODE, task=whole) for _ in range(4)} == {D0, D1}
 
 
 def test_the_first_word_about_an_instance_is_news_and_the_same_again_is_none(caplog):
-    membership = Membership((P0,), Metrics(), Judgement(clock=Clock()))
+    membership = Membership((P0,), Metrics(), PolicySettings(clock=Clock()))
     caplog.set_level(logging.INFO)
-    for verdict in (Verdict.DOWN, Verdict.DOWN, Verdict.READY, Verdict.READY):
-        membership.probed(P0, verdict, "its probe failed (refused)")
+    for result in (ProbeResult.DOWN, ProbeResult.DOWN, ProbeResult.READY, ProbeResult.READY):
+        membership.probed(P0, result, "its probe failed (refused)")
     words = [record.getMessage().split(": ")[0].rsplit(" ", 1)[-1] for record in caplog.records]
     assert words == ["down", "up"]
 
@@ -138,10 +138,10 @@ def test_a_request_goes_where_its_model_is():
     membership.introduce(D0, Facts("vllm", models=("a",)))
     membership.introduce(D1, Facts("vllm", models=("b", "c")))
     membership.introduce(P0, Facts("vllm", models=("a",)))
-    assert {taken(membership, Role.DECODE, task=Task(model="c")) for _ in range(4)} == {D1}
-    assert taken(membership, Role.PREFILL, D1, task=Task(model="c")) is None
+    assert {taken(membership, Role.DECODE, task=RequestCost(model="c")) for _ in range(4)} == {D1}
+    assert taken(membership, Role.PREFILL, D1, task=RequestCost(model="c")) is None
     # Nobody has it: the one that can be paired says so.
-    assert taken(membership, Role.DECODE, task=Task(model="z")) == D0
+    assert taken(membership, Role.DECODE, task=RequestCost(model="z")) == D0
 
 
 def asked(membership, role, task, *partners):
@@ -150,16 +150,16 @@ def asked(membership, role, task, *partners):
 
     def policy(question):
         seen.append(question)
-        return Nobody()
+        return NoInstance()
 
-    membership._judgement = Judgement(policy, clock=membership._judgement.clock)
-    assert membership.reserve(Wanted(role, task, partners=partners)) == Nobody()
+    membership._policy_settings = PolicySettings(policy, clock=membership._policy_settings.clock)
+    assert membership.reserve(InstanceRequest(role, task, partners=partners)) == NoInstance()
     return seen[0].candidates
 
 
 def test_what_was_sent_before_counts_where_there_is_a_prefix_cache():
     membership, _ = membership_of(P0, P1)
-    task = Task(prompt_tokens=600, prefixes=(7, 8), prefix_tokens=256)
+    task = RequestCost(prompt_tokens=600, prefixes=(7, 8), prefix_tokens=256)
     for instance in (P0, P1):
         membership.prefixes.remember(instance, task.prefixes)
     membership.introduce(P1, Facts("kvferry", "1", "1", "", ("m",), "c", has_prefix_cache=False))
@@ -167,12 +167,12 @@ def test_what_was_sent_before_counts_where_there_is_a_prefix_cache():
 
 
 @pytest.mark.parametrize(
-    ("decision", "words"), [(Use(D1), "was not offered"), (None, "returned None"), (D0, "returned Instance")]
+    ("decision", "words"), [(UseInstance(D1), "was not offered"), (None, "returned None"), (D0, "returned Instance")]
 )
 def test_a_policy_that_chooses_what_is_not_there_or_nothing_has_chosen_nobody(decision, words, caplog):
-    membership = Membership((D0,), Metrics(), Judgement(lambda question: decision, clock=Clock()))
-    membership.probed(D0, Verdict.READY, "")
-    assert membership.reserve(Wanted(Role.DECODE)) == Nobody()
+    membership = Membership((D0,), Metrics(), PolicySettings(lambda question: decision, clock=Clock()))
+    membership.probed(D0, ProbeResult.READY, "")
+    assert membership.reserve(InstanceRequest(Role.DECODE)) == NoInstance()
     assert words in caplog.text
 
 
@@ -191,13 +191,13 @@ def test_registrations_expire_unless_they_are_renewed():
 
 def test_only_who_brought_an_instance_takes_it_out_and_its_requests_go_on():
     membership, _ = membership_of(D0)
-    running = membership.reserve(Wanted(Role.DECODE))
+    running = membership.reserve(InstanceRequest(Role.DECODE))
     assert not membership.add(D0, Origin.REGISTERED, 1.0)
     assert not membership.remove(D0, Origin.REGISTERED)
     assert membership.remove(D0, Origin.COMMAND_LINE)
     running.succeeded()
     running.release()
-    assert membership.reserve(Wanted(Role.DECODE)) == Nobody()
+    assert membership.reserve(InstanceRequest(Role.DECODE)) == NoInstance()
 
 
 def test_what_left_is_not_measured_any_more():
@@ -214,8 +214,8 @@ def test_what_left_is_not_measured_any_more():
 
 def test_tokens_in_flight_fall_as_they_are_written():
     membership, _ = membership_of(D0)
-    task = Task(prompt_tokens=80, new_tokens=10)
-    running = membership.reserve(Wanted(Role.DECODE, task))
+    task = RequestCost(prompt_tokens=80, new_tokens=10)
+    running = membership.reserve(InstanceRequest(Role.DECODE, task))
     (member,) = membership.members
     assert member.outstanding_tokens == 20
     running.progress(5)
@@ -381,7 +381,7 @@ def test_the_pair_whose_caches_do_not_arrive_is_taken_out_by_traffic():
         async with cluster(prefill, [decode_engine("d0", losing("transport"))]) as c:
             for _ in range(12):
                 assert (await c.complete()).status == 200
-            assert len(prefill[0].seen) == PAIR_FUSE.num_failures
+            assert len(prefill[0].seen) == PAIR_BREAKER.num_failures
             (pair,) = (await c.members())["broken_pairs"]
             assert (pair["prefill"], pair["breaker"]) == (prefill[0].url, "open")
             async with c.session.get(c.url + "/ready") as response:
@@ -401,9 +401,9 @@ def test_prompts_that_are_read_differently_take_out_no_pair(is_told_by):
     async def main():
         behave = losing("wrong_prompt") if is_told_by == "header" else refusing
         async with cluster([prefill_engine("p0")], [decode_engine("d0", behave)]) as c:
-            for _ in range(PAIR_FUSE.num_failures + 1):
+            for _ in range(PAIR_BREAKER.num_failures + 1):
                 assert (await c.complete()).status == 200
-            assert len(c.prefill[0].seen) == PAIR_FUSE.num_failures + 1
+            assert len(c.prefill[0].seen) == PAIR_BREAKER.num_failures + 1
             assert (await c.members())["broken_pairs"] == []
 
     asyncio.run(main())
@@ -413,9 +413,9 @@ def test_prompts_that_are_read_differently_take_out_no_pair(is_told_by):
 def test_prompts_that_a_decode_engine_computes_on_purpose_take_out_no_pair(reason):
     async def main():
         async with cluster([prefill_engine("p0")], [decode_engine("d0", losing(reason))]) as c:
-            for _ in range(PAIR_FUSE.num_failures + 1):
+            for _ in range(PAIR_BREAKER.num_failures + 1):
                 assert (await c.complete()).status == 200
-            assert len(c.prefill[0].seen) == PAIR_FUSE.num_failures + 1
+            assert len(c.prefill[0].seen) == PAIR_BREAKER.num_failures + 1
             assert (await c.members())["broken_pairs"] == []
 
     asyncio.run(main())
@@ -431,7 +431,7 @@ def test_too_much_to_do_is_429_with_a_time_to_come_back():
             return await decoding(request, seen)
 
         engine = decode_engine("d0", slow)
-        async with cluster([], [engine], judgement=Judgement(limits=limits)) as c:
+        async with cluster([], [engine], policy_settings=PolicySettings(limits=limits)) as c:
             first = asyncio.create_task(c.complete())
             await engine.arrived.wait()
             second = await c.complete()
@@ -446,7 +446,7 @@ def test_too_much_to_do_is_429_with_a_time_to_come_back():
 def test_a_short_prompt_is_left_to_decode_and_the_answer_says_so():
     async def main():
         limits = Limits(skip_below_tokens=4)
-        async with cluster([prefill_engine()], [decode_engine()], judgement=Judgement(limits=limits)) as c:
+        async with cluster([prefill_engine()], [decode_engine()], policy_settings=PolicySettings(limits=limits)) as c:
             short = await c.complete({"prompt": [1, 2, 3]})
             assert short.headers["x-kvferry-path"] == "decode-only"
             assert short.headers["x-kvferry-reason"] == "short_prompt; tokens=3; threshold=4"

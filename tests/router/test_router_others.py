@@ -9,11 +9,11 @@ import pytest
 from aiohttp import web
 from router_harness import chat_chunk, cluster, decode_engine, decoding, frame, open_stream, prefill_engine
 
-from kvferry.router.fleet.instance import INSTANCE_FUSE
-from kvferry.router.fleet.membership import PAIR_FUSE
+from kvferry.router.fleet.instance import INSTANCE_BREAKER
+from kvferry.router.fleet.membership import PAIR_BREAKER
 from kvferry.router.flow.engine_response import streamed_error
 from kvferry.router.request.client_request import Endpoint, parse_request
-from kvferry.router.request.prompt_cost import task_of
+from kvferry.router.request.prompt_cost import cost_of
 
 ERROR = {"error": {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}}
 STREAM = {"prompt": "a", "stream": True}
@@ -40,7 +40,7 @@ def test_a_prefill_whose_caches_do_not_come_takes_out_no_decode_instance(body):
     async def main():
         ds = [decode_engine(name, failing_with_caches_of("p0")) for name in ("d0", "d1")]
         async with cluster([prefill_engine("p0")], ds) as c:
-            for _ in range(2 * (INSTANCE_FUSE.num_failures + PAIR_FUSE.num_failures)):
+            for _ in range(2 * (INSTANCE_BREAKER.num_failures + PAIR_BREAKER.num_failures)):
                 reply = await c.complete(body)
                 assert reply.status == 200
                 assert b"Internal server error" not in reply.raw
@@ -76,7 +76,7 @@ def test_an_instance_that_breaks_every_stream_is_taken_out():
 
     async def main():
         async with cluster([], [decode_engine("d0", behave)]) as c:
-            for _ in range(INSTANCE_FUSE.num_failures):
+            for _ in range(INSTANCE_BREAKER.num_failures):
                 assert b"upstream_broke_off" in (await c.complete(STREAM)).raw
             assert (await c.complete(STREAM)).status == 503
 
@@ -85,7 +85,7 @@ def test_an_instance_that_breaks_every_stream_is_taken_out():
 
 def test_a_prompt_counts_as_cached_from_the_first_byte_on():
     prompt = "a prompt that is long enough to have a home " * 64
-    task = task_of(parse_request(json.dumps({"prompt": prompt, "stream": True}).encode(), Endpoint.COMPLETIONS))
+    task = cost_of(parse_request(json.dumps({"prompt": prompt, "stream": True}).encode(), Endpoint.COMPLETIONS))
 
     async def behave(request, seen):
         response = await open_stream(request)
@@ -118,7 +118,7 @@ def test_a_stream_that_ends_well_makes_good_for_those_that_broke_before():
 
     async def main():
         async with cluster([], [decode_engine("d0", behave)]) as c:
-            almost = [False] * (INSTANCE_FUSE.num_failures - 1)
+            almost = [False] * (INSTANCE_BREAKER.num_failures - 1)
             expected = [*almost, True, *almost, True]
             answers[:] = expected
             replies = [await c.complete(STREAM) for _ in expected]

@@ -7,11 +7,11 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.fleet.instance import Verdict
-from kvferry.router.fleet.membership import Membership, Wanted
+from kvferry.router.fleet.instance import ProbeResult
+from kvferry.router.fleet.membership import InstanceRequest, Membership
 from kvferry.router.fleet.reservation import Reservation
 from kvferry.router.policy.least_work import choose
-from kvferry.router.policy.records import Instance, Load, Nobody, Role
+from kvferry.router.policy.records import Instance, Load, NoInstance, Role
 from kvferry.router.telemetry.metrics import Metrics
 
 INSTANCES = tuple(Instance(f"http://h{i}", Role.DECODE) for i in range(6))
@@ -21,12 +21,12 @@ def membership_of(*instances) -> Membership:
     """A membership in which all of these are ready."""
     membership = Membership(instances, Metrics())
     for instance in instances:
-        membership.probed(instance, Verdict.READY, "")
+        membership.probed(instance, ProbeResult.READY, "")
     return membership
 
 
 def reserve(membership, role=Role.DECODE, *excluded) -> Reservation:
-    found = membership.reserve(Wanted(role, excluded=frozenset(excluded)))
+    found = membership.reserve(InstanceRequest(role, excluded=frozenset(excluded)))
     assert isinstance(found, Reservation)
     return found
 
@@ -100,18 +100,18 @@ def test_sequential_requests_go_round():
 
 def test_an_instance_back_from_an_outage_gets_its_share_and_not_more():
     membership = Membership(INSTANCES[:2], Metrics())
-    membership.probed(INSTANCES[0], Verdict.READY, "")
+    membership.probed(INSTANCES[0], ProbeResult.READY, "")
     assert turns(membership, 5) == [0] * 5
-    membership.probed(INSTANCES[1], Verdict.READY, "")
+    membership.probed(INSTANCES[1], ProbeResult.READY, "")
     assert turns(membership, 4) == [1, 0, 1, 0]
 
 
 def test_excluded_unhealthy_and_other_roles_are_not_chosen():
     prefill = dataclasses.replace(INSTANCES[3], role=Role.PREFILL)
     membership = Membership((*INSTANCES[:2], prefill), Metrics())
-    assert membership.reserve(Wanted(Role.DECODE)) == Nobody()
-    membership.probed(prefill, Verdict.READY, "")
-    membership.probed(INSTANCES[0], Verdict.READY, "")
+    assert membership.reserve(InstanceRequest(Role.DECODE)) == NoInstance()
+    membership.probed(prefill, ProbeResult.READY, "")
+    membership.probed(INSTANCES[0], ProbeResult.READY, "")
     assert reserve(membership).instance == INSTANCES[0]
-    assert membership.reserve(Wanted(Role.DECODE, excluded=frozenset(INSTANCES[:1]))) == Nobody()
+    assert membership.reserve(InstanceRequest(Role.DECODE, excluded=frozenset(INSTANCES[:1]))) == NoInstance()
     assert reserve(membership, Role.PREFILL).instance == prefill

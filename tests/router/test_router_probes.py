@@ -61,10 +61,10 @@ def test_however_often_traffic_doubts_an_instance_probes_have_a_pause(monkeypatc
             rounds.append(len(rounds))
 
     async def main():
-        doubted = asyncio.Event()
-        doubted.set()
+        probe_requested = asyncio.Event()
+        probe_requested.set()
         config = SimpleNamespace(probe_interval_s=3600.0)
-        task = asyncio.create_task(Counting(None, SimpleNamespace(doubted=doubted), config).run())
+        task = asyncio.create_task(Counting(None, SimpleNamespace(probe_requested=probe_requested), config).run())
         for _ in range(100):
             await asyncio.sleep(0)
         task.cancel()

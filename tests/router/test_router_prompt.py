@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.router.fleet.compatibility import NO_FACTS, Facts, differences
-from kvferry.router.fleet.prefill_speed import Mean, Speed
+from kvferry.router.fleet.prefill_speed import Mean, PrefillSpeed
 from kvferry.router.policy.prefix_affinity import PrefixIndex
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.client_request import Endpoint, parse_request
-from kvferry.router.request.prompt_cost import DEFAULT_NEW_TOKENS, MAX_PREFIXES, PREFIX_BYTES, task_of
+from kvferry.router.request.prompt_cost import DEFAULT_NEW_TOKENS, MAX_PREFIXES, PREFIX_BYTES, cost_of
 from kvferry.router.telemetry.server_timing import phases_of, server_timing, told_phases
 
 D0, D1 = (Instance(f"http://d{i}", Role.DECODE) for i in range(2))
 
 
 def task(endpoint=Endpoint.COMPLETIONS, **fields):
-    return task_of(parse_request(json.dumps(fields).encode(), endpoint))
+    return cost_of(parse_request(json.dumps(fields).encode(), endpoint))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_an_index_knows_the_shortest_prefixes_longest_and_forgets():
 
 
 def test_speed_is_measured_while_there_is_work():
-    speed = Speed()
+    speed = PrefillSpeed()
     assert speed.tokens_per_s == 0
     speed.began(0.0)
     speed.ended(2.0, 1000)
@@ -97,7 +97,7 @@ def test_speed_is_measured_while_there_is_work():
 
 
 def test_speed_forgets_what_is_long_ago():
-    speed = Speed()
+    speed = PrefillSpeed()
     for i in range(100):
         speed.began(i * 10.0)
         speed.ended(i * 10.0 + 10, 1000)

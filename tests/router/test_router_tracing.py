@@ -24,7 +24,7 @@ from router_harness import (
     web,
 )
 
-from kvferry.router.flow.request_timing import Pace
+from kvferry.router.flow.request_timing import RequestTiming
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.telemetry.opentelemetry import OtelTracing
 
@@ -122,12 +122,12 @@ def test_a_leg_that_nobody_ended_is_ended_with_its_request():
 
 
 def test_what_one_leg_told_is_not_told_of_the_next():
-    pace = Pace(0.0)
-    pace.leg_began(Role.DECODE, 0.0)
-    pace.leg_answered(Role.DECODE, 1.0, [(b"server-timing", b"wire;dur=2")])
-    assert pace.told == {"wire": 0.002}
-    pace.leg_began(Role.PREFILL, 2.0)
-    assert pace.told == {}
+    timing = RequestTiming(0.0)
+    timing.leg_began(Role.DECODE, 0.0)
+    timing.leg_answered(Role.DECODE, 1.0, [(b"server-timing", b"wire;dur=2")])
+    assert timing.told == {"wire": 0.002}
+    timing.leg_began(Role.PREFILL, 2.0)
+    assert timing.told == {}
 
 
 def test_without_tracing_the_clients_own_headers_pass():

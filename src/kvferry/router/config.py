@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from kvferry.errors import ConfigurationError
 from kvferry.http.access import check_key
 from kvferry.router.policy.records import Instance, Role
-from kvferry.router.policy.settings import DEFAULT_JUDGEMENT, Judgement, PrefillFallback
+from kvferry.router.policy.settings import DEFAULT_POLICY, PolicySettings, PrefillFallback
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class RouterConfig:
     max_answer_bytes: int = 32 * 2**20
     members_file: str = ""
     registration: Registration = NO_REGISTRATION
-    judgement: Judgement = DEFAULT_JUDGEMENT
+    policy_settings: PolicySettings = DEFAULT_POLICY
     require_prefill: bool = False
     prefill_fallback: PrefillFallback = PrefillFallback.DECODE
     early_from_tokens: int = 0

@@ -82,7 +82,7 @@ def route(
         from kvferry.cli.server.access import access_of
         from kvferry.router.config import RouterConfig
         from kvferry.router.policy.plugins import policy_named
-        from kvferry.router.policy.settings import Judgement
+        from kvferry.router.policy.settings import PolicySettings
 
         limits = server.limits_of(ttft_slo, max_requests, skip_prefill_below)
         router = RouterConfig(
@@ -93,7 +93,7 @@ def route(
             stall_timeout_s=stall_timeout,
             members_file=members_file,
             registration=server.registration_of(accept_registrations, token_file),
-            judgement=Judgement(policy_named(policy), limits),
+            policy_settings=PolicySettings(policy_named(policy), limits),
             require_prefill=require_prefill,
             prefill_fallback=server.fallback_of(prefill_fallback),
             early_from_tokens=early_decode_from,

@@ -16,7 +16,7 @@ from kvferry.errors import ConfigurationError
 from kvferry.http.access import Access, guarded
 from kvferry.http.registration import KEY_PURPOSE
 from kvferry.router.config import NO_REGISTRATION, Registration, RouterConfig
-from kvferry.router.http.app import Front, create_app
+from kvferry.router.http.app import RouterApp, create_app
 from kvferry.router.policy.records import Limits
 from kvferry.router.policy.settings import PrefillFallback
 from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
@@ -106,7 +106,7 @@ def _tracing(otel: bool) -> Tracing:
     return exporting()
 
 
-async def _route(options: RouteOptions, app: Front, bound: socket.socket, tracing: Tracing) -> None:
+async def _route(options: RouteOptions, app: RouterApp, bound: socket.socket, tracing: Tracing) -> None:
     ends = [http.stdin_closed()] if options.as_child else []
     drain = http.Drain(
         options.drain_s, app.state.membership.drain, senders="clients and load balancers", open_work="open requests"

@@ -15,7 +15,7 @@ class BreakerState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Fuse:
+class BreakerSettings:
     """Blows after `num_failures` in a row, for `open_s`; each trial that fails doubles that, up to `max_open_s`."""
 
     num_failures: int
@@ -36,10 +36,10 @@ class Breaker:
     Requests that were under way when it opened may still fail, or end without a word: only a trial says something new.
     """
 
-    def __init__(self, fuse: Fuse) -> None:
-        self._fuse = fuse
+    def __init__(self, settings: BreakerSettings) -> None:
+        self._settings = settings
         self._num_failures = 0
-        self._open_s = fuse.open_s
+        self._open_s = settings.open_s
         self._closed_again_at: float | None = None
         self._trial: Trial | None = None
 
@@ -63,7 +63,7 @@ class Breaker:
     def succeeded(self) -> None:
         """It works: whatever was before is forgotten."""
         self._num_failures, self._closed_again_at, self._trial = 0, None, None
-        self._open_s = self._fuse.open_s
+        self._open_s = self._settings.open_s
 
     def failed(self, now: float, trial: Trial | None = None) -> None:
         state = self.state(now)
@@ -71,8 +71,8 @@ class Breaker:
             return
         self._num_failures += 1
         if state is BreakerState.HALF_OPEN:
-            self._open_s = min(self._open_s * 2, self._fuse.max_open_s)
-        elif self._num_failures < self._fuse.num_failures:
+            self._open_s = min(self._open_s * 2, self._settings.max_open_s)
+        elif self._num_failures < self._settings.num_failures:
             return
         self._closed_again_at, self._trial = now + self._open_s, None
 

@@ -22,7 +22,7 @@ from kvferry.router.policy.records import Instance, Role
 from kvferry.router.telemetry.metrics import Metrics
 from kvferry.system.os_errors import os_error_text
 
-REFUSED_WORDS = {
+REFUSAL_MESSAGES = {
     "closed": "this router does not accept registrations; hint: start it with --accept-registrations",
     "unsigned": "the registration is not signed; hint: give the engine the router's token file",
     "signature": "the signature is wrong; hint: give the engine the router's token file",
@@ -47,7 +47,7 @@ class Registry:
         if refused:
             self._metrics.count_refused_registration(refused)
             status = 404 if refused == "closed" else 403
-            return status, error_body(REFUSED_WORDS[refused], INVALID_REQUEST, f"registration_{refused}", None)
+            return status, error_body(REFUSAL_MESSAGES[refused], INVALID_REQUEST, f"registration_{refused}", None)
         announcement = decode_announcement(body)
         role = Role(announcement.role)
         check_urls(role, (announcement.url,))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvferry.router.fleet.circuit_breaker import Breaker, Fuse
+from kvferry.router.fleet.circuit_breaker import Breaker, BreakerSettings
 from kvferry.router.fleet.compatibility import NO_FACTS, Facts
-from kvferry.router.fleet.prefill_speed import Speed
-from kvferry.router.policy.records import Instance, Load, Task
+from kvferry.router.fleet.prefill_speed import PrefillSpeed
+from kvferry.router.policy.records import Instance, Load, RequestCost
 
-INSTANCE_FUSE = Fuse(num_failures=5, open_s=5.0, max_open_s=60.0)
+INSTANCE_BREAKER = BreakerSettings(num_failures=5, open_s=5.0, max_open_s=60.0)
 # A probe that is not answered in time may have met a busy engine; one that is refused has met none.
 MAX_MISSED_PROBES = 2
 
@@ -23,7 +23,7 @@ class Origin(StrEnum):
     REGISTERED = "registered"
 
 
-class Verdict(StrEnum):
+class ProbeResult(StrEnum):
     """What a probe found."""
 
     READY = "ready"
@@ -33,7 +33,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(slots=True)
-class Member:
+class InstanceState:
     """One instance. It is not healthy before a probe has proven it to be.
 
     `expires_at` is when a registration ends that is not renewed; infinite for the others.
@@ -50,16 +50,16 @@ class Member:
     last_chosen: int = 0
     num_missed: int = 0
     facts: Facts = NO_FACTS
-    breaker: Breaker = field(default_factory=lambda: Breaker(INSTANCE_FUSE))
-    speed: Speed = field(default_factory=Speed)
+    breaker: Breaker = field(default_factory=lambda: Breaker(INSTANCE_BREAKER))
+    speed: PrefillSpeed = field(default_factory=PrefillSpeed)
 
-    def probed(self, verdict: Verdict) -> bool:
+    def probed(self, result: ProbeResult) -> bool:
         """Take a probe's word; whether that is news, as the first one is in any case."""
         before = self.is_proven, self.healthy, self.ready
-        self.num_missed = self.num_missed + 1 if verdict is Verdict.SILENT else 0
-        if verdict is not Verdict.SILENT or self.num_missed >= MAX_MISSED_PROBES:
-            self.healthy = verdict in (Verdict.READY, Verdict.UNREADY)
-            self.ready = verdict is Verdict.READY
+        self.num_missed = self.num_missed + 1 if result is ProbeResult.SILENT else 0
+        if result is not ProbeResult.SILENT or self.num_missed >= MAX_MISSED_PROBES:
+            self.healthy = result in (ProbeResult.READY, ProbeResult.UNREADY)
+            self.ready = result is ProbeResult.READY
             self.is_proven = True
         return (self.is_proven, self.healthy, self.ready) != before
 
@@ -79,7 +79,7 @@ class Member:
             self.breaker.succeeded()
         return is_new
 
-    def load(self, task: Task, num_cached: int, num_partners: int, now: float) -> Load:
+    def load(self, cost: RequestCost, num_cached: int, num_partners: int, now: float) -> Load:
         """What a policy is told; `num_cached` of the prompt's prefixes were sent here before."""
         return Load(
             instance=self.instance,
@@ -89,6 +89,6 @@ class Member:
             ready=self.ready,
             outstanding_tokens=self.outstanding_tokens,
             tokens_per_s=self.speed.tokens_per_s,
-            cached_tokens=num_cached * task.prefix_tokens if self.facts.has_prefix_cache else 0,
+            cached_tokens=num_cached * cost.prefix_tokens if self.facts.has_prefix_cache else 0,
             num_partners=num_partners,
         )

@@ -8,44 +8,44 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvferry.router.fleet.circuit_breaker import Fuse, Trial
+from kvferry.router.fleet.circuit_breaker import BreakerSettings, Trial
 from kvferry.router.fleet.compatibility import Facts, differences
-from kvferry.router.fleet.instance import Member, Origin, Verdict
+from kvferry.router.fleet.instance import InstanceState, Origin, ProbeResult
 from kvferry.router.fleet.open_legs import OpenLegs
 from kvferry.router.fleet.pairs import Pairs
 from kvferry.router.fleet.prefill_speed import Mean
-from kvferry.router.fleet.request_kinds import Kind, Kinds
+from kvferry.router.fleet.request_kinds import RequestKind, RequestKinds
 from kvferry.router.fleet.reservation import Reservation
 from kvferry.router.policy.prefill_threshold import threshold_tokens
 from kvferry.router.policy.prefix_affinity import PrefixIndex
 from kvferry.router.policy.records import (
-    NO_TASK,
-    Busy,
+    NO_COST,
     Decision,
     Instance,
     Load,
-    Nobody,
+    NoInstance,
+    Overloaded,
     Pair,
-    Question,
+    RequestCost,
     Role,
-    Skip,
-    Task,
-    Use,
+    RoutingQuery,
+    SkipPrefill,
+    UseInstance,
 )
-from kvferry.router.policy.settings import DEFAULT_JUDGEMENT, Judgement
+from kvferry.router.policy.settings import DEFAULT_POLICY, PolicySettings
 from kvferry.router.telemetry.metrics import Metrics
 
-PAIR_FUSE = Fuse(num_failures=3, open_s=30.0, max_open_s=600.0)
+PAIR_BREAKER = BreakerSettings(num_failures=3, open_s=30.0, max_open_s=600.0)
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class InstanceRequest:
     """A leg that needs an instance. `partners` is the decode instance that a prefill instance must get on with."""
 
     role: Role
-    task: Task = NO_TASK
+    cost: RequestCost = NO_COST
     excluded: frozenset[Instance] = frozenset()
     partners: tuple[Instance, ...] = ()
 
@@ -53,31 +53,31 @@ class Wanted:
 class Membership:
     """All instances. Belongs to the app's event loop.
 
-    `changed` is set at each change of health, for whoever clears it and waits. `doubted` is set when traffic
+    `changed` is set at each change of health, for whoever clears it and waits. `probe_requested` is set when traffic
     found something wrong with an instance or a new one came, so that the prober looks at once, whatever its interval.
     """
 
     def __init__(
-        self, instances: Iterable[Instance], metrics: Metrics, judgement: Judgement = DEFAULT_JUDGEMENT
+        self, instances: Iterable[Instance], metrics: Metrics, policy_settings: PolicySettings = DEFAULT_POLICY
     ) -> None:
         self.changed = asyncio.Event()
-        self.doubted = asyncio.Event()
+        self.probe_requested = asyncio.Event()
         self.draining = False
         self.handover = Mean()
-        self.pairs = Pairs(PAIR_FUSE)
-        self.kinds = Kinds()
+        self.pairs = Pairs(PAIR_BREAKER)
+        self.kinds = RequestKinds()
         self.open_legs = OpenLegs()
         self.prefixes = PrefixIndex()
-        self._members: dict[Instance, Member] = {}
+        self._members: dict[Instance, InstanceState] = {}
         # Those that have left while legs were under way on them.
-        self._left: dict[Instance, Member] = {}
+        self._left: dict[Instance, InstanceState] = {}
         self._metrics = metrics
-        self._judgement = judgement
+        self._policy_settings = policy_settings
         self._num_choices = 0
         # The last one about a prefill leg.
-        self._last_question: Question | None = None
+        self._last_query: RoutingQuery | None = None
         # Pairs that are not made of one kind; found when an instance says who it is, not for each request.
-        self._strangers: frozenset[Pair] = frozenset()
+        self._incompatible: frozenset[Pair] = frozenset()
         for instance in instances:
             self.add(instance, Origin.COMMAND_LINE)
 
@@ -86,23 +86,23 @@ class Membership:
         return tuple(self._members)
 
     @property
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[InstanceState, ...]:
         return tuple(self._members.values())
 
     @property
-    def watched(self) -> tuple[Member, ...]:
+    def watched(self) -> tuple[InstanceState, ...]:
         """Those that are to be probed: all members, and whoever has left and still has something to answer."""
         self._left = {one: m for one, m in self._left.items() if self.open_legs.are_on(one)}
         return (*self.members, *self._left.values())
 
     @property
-    def strangers(self) -> tuple[Pair, ...]:
+    def incompatible_pairs(self) -> tuple[Pair, ...]:
         """Pairs whose instances do not hold the same cache, or do not understand each other."""
-        return tuple(self._strangers)
+        return tuple(self._incompatible)
 
     @property
     def now(self) -> float:
-        return self._judgement.clock()
+        return self._policy_settings.clock()
 
     def add(self, instance: Instance, origin: Origin, lease_s: float = math.inf) -> bool:
         """Take an instance in, or renew its registration; whether it is new. It is probed before it is used."""
@@ -111,14 +111,14 @@ class Membership:
             if member.origin is origin:
                 member.expires_at = self.now + lease_s
             return False
-        self._members[instance] = Member(instance, origin, self.now + lease_s)
+        self._members[instance] = InstanceState(instance, origin, self.now + lease_s)
         self._left.pop(instance, None)
         self.kinds.clear()
         self._metrics.show_health(instance, False, False)
         self._metrics.show_load(instance, 0, 0)
         if origin is not Origin.COMMAND_LINE:
             logger.info("%s instance %s has joined: %s", instance.role, instance.url, origin)
-        self.doubted.set()
+        self.probe_requested.set()
         return True
 
     def remove(self, instance: Instance, origin: Origin) -> bool:
@@ -129,7 +129,7 @@ class Membership:
         self._left[instance] = self._members.pop(instance)
         self.pairs.forget(instance)
         self.prefixes.forget(instance)
-        self._strangers = frozenset(pair for pair in self._strangers if instance not in pair)
+        self._incompatible = frozenset(pair for pair in self._incompatible if instance not in pair)
         self._metrics.forget(instance)
         logger.info("%s instance %s has left: %s", instance.role, instance.url, origin)
         self.changed.set()
@@ -146,7 +146,7 @@ class Membership:
         return [m.instance for m in self.members if m.instance.role is role and m.healthy]
 
     def answering(self, model: str) -> list[Instance]:
-        """Healthy instances for a question that any of them can answer, the one to be asked first in front: those that
+        """Healthy instances for a query that any of them can answer, the one to be asked first in front: those that
         want requests, decode instances, the least busy. Where none says that it has the model, all: they refuse it
         better than we could."""
         healthy = [m for m in self.members if m.healthy]
@@ -162,7 +162,7 @@ class Membership:
     def usable_pairs(self) -> list[Pair]:
         """Pairs of ready instances that a request can be served by now."""
         decode = self.ready(Role.DECODE)
-        return [(p, d) for p in self.ready(Role.PREFILL) for d in decode if self._gets_on((p, d))]
+        return [(p, d) for p in self.ready(Role.PREFILL) for d in decode if self._is_compatible((p, d))]
 
     def has_early_legs(self, instance: Instance) -> bool:
         """Whether a prefill instance says that it refers to caches before it has computed them."""
@@ -173,34 +173,34 @@ class Membership:
         """Whether there is a decode instance that a request could be sent to now."""
         return any(m.instance.role is Role.DECODE and m.can_serve(self.now) for m in self.members)
 
-    def reserve(self, wanted: Wanted) -> Reservation | Decision:
+    def reserve(self, wanted: InstanceRequest) -> Reservation | Decision:
         """Have the policy choose; an instance that it chose is reserved, everything else is its decision."""
-        question = self._question(wanted)
-        decision = self._judgement.policy(question)
+        query = self._query(wanted)
+        decision = self._policy_settings.policy(query)
         if wanted.role is Role.PREFILL:
-            self._last_question = question
-        if isinstance(decision, Skip | Busy | Nobody):
+            self._last_query = query
+        if isinstance(decision, SkipPrefill | Overloaded | NoInstance):
             return decision
-        if not isinstance(decision, Use):
+        if not isinstance(decision, UseInstance):
             # Somebody else has written it.
             logger.error("the policy made no decision: it returned %.200r", decision)
-            return Nobody()
-        if decision.instance not in {load.instance for load in question.candidates}:
+            return NoInstance()
+        if decision.instance not in {load.instance for load in query.candidates}:
             logger.error("the policy chose %s, which it was not offered", decision.instance)
-            return Nobody()
+            return NoInstance()
         member = self._members[decision.instance]
         self._num_choices += 1
         member.last_chosen = self._num_choices
-        return Reservation(member, wanted.task, self._judgement.clock)
+        return Reservation(member, wanted.cost, self._policy_settings.clock)
 
-    def probed(self, instance: Instance, verdict: Verdict, reason: str) -> None:
+    def probed(self, instance: Instance, result: ProbeResult, reason: str) -> None:
         """What a probe, or traffic, found out about an instance; of one that has left nobody else needs to know."""
         member = self._members.get(instance)
         if member is None:
             if instance in self._left:
-                self._left[instance].probed(verdict)
+                self._left[instance].probed(result)
             return
-        if not member.probed(verdict):
+        if not member.probed(result):
             return
         self._metrics.show_health(instance, member.healthy, member.ready)
         level, word = (logging.INFO, "up") if member.ready else (logging.WARNING, "not ready")
@@ -223,30 +223,30 @@ class Membership:
             self.kinds.clear()
             self.pairs.forget(instance)
             self.prefixes.forget(instance)
-        self._strangers = frozenset(pair for pair in self._strangers if instance not in pair)
-        for pair, found in self._found_strange(instance):
-            self._strangers |= {pair}
+        self._incompatible = frozenset(pair for pair in self._incompatible if instance not in pair)
+        for pair, found in self._incompatibilities(instance):
+            self._incompatible |= {pair}
             logger.warning("%s and %s are never paired: %s", *_urls(pair), "; ".join(found))
 
     def show(self) -> None:
         """Bring the gauges up to date for whoever reads them; at each request that would cost more than its choice."""
         for member in self.members:
             self._metrics.show_load(member.instance, member.num_outstanding, member.outstanding_tokens)
-        if self._last_question is not None:
-            self._metrics.show_threshold(threshold_tokens(self._last_question))
+        if self._last_query is not None:
+            self._metrics.show_threshold(threshold_tokens(self._last_query))
 
     def drain(self) -> None:
         """This router has been told to end: it is not ready any more, but it answers what comes."""
         self.draining = True
 
-    def lose(self, instance: Instance, reason: str) -> None:
+    def mark_down(self, instance: Instance, reason: str) -> None:
         """Traffic found it dead: down until a probe says otherwise, and that soon."""
-        self.probed(instance, Verdict.DOWN, reason)
-        self.doubt()
+        self.probed(instance, ProbeResult.DOWN, reason)
+        self.request_probe()
 
-    def doubt(self) -> None:
+    def request_probe(self) -> None:
         """Have all instances probed soon: something may be wrong with one, or is over."""
-        self.doubted.set()
+        self.probe_requested.set()
 
     def arrived(self, pair: Pair) -> None:
         """A cache got from one to the other."""
@@ -261,54 +261,54 @@ class Membership:
                 "transfers from %s to %s keep failing (%s): they are not paired for a while", *_urls(pair), reason
             )
 
-    def kind_failed(self, kind: Kind, trial: Trial | None) -> None:
+    def kind_failed(self, kind: RequestKind, trial: Trial | None) -> None:
         """No prefill instance that was asked for such a request's cache has computed it."""
         if self.kinds.failed(kind, self.now, trial):
             logger.warning(
                 "prefill keeps failing for requests with %s: they go to decode alone for a while", kind.words
             )
 
-    def _question(self, wanted: Wanted) -> Question:
+    def _query(self, wanted: InstanceRequest) -> RoutingQuery:
         is_prefill = wanted.role is Role.PREFILL
         prefill = self._loads(Role.PREFILL, wanted)
         decode = self._loads(Role.DECODE, wanted)
         if is_prefill:
             decode = tuple(load for load in decode if load.instance in wanted.partners)
-        return Question(
+        return RoutingQuery(
             role=wanted.role,
-            task=wanted.task,
+            cost=wanted.cost,
             prefill=prefill,
             decode=decode,
-            limits=self._judgement.limits,
+            limits=self._policy_settings.limits,
             handover_s=self.handover.value,
             is_retry=bool(wanted.excluded),
         )
 
-    def _loads(self, role: Role, wanted: Wanted) -> tuple[Load, ...]:
+    def _loads(self, role: Role, wanted: InstanceRequest) -> tuple[Load, ...]:
         allowed = [m for m in self.members if m.instance.role is role and m.instance not in wanted.excluded]
         if role is Role.PREFILL:
-            allowed = [m for m in allowed if all(self._gets_on((m.instance, d)) for d in wanted.partners)]
-        task, now = wanted.task, self.now
-        serving = [m for m in allowed if m.serves(task.model)]
+            allowed = [m for m in allowed if all(self._is_compatible((m.instance, d)) for d in wanted.partners)]
+        cost, now = wanted.cost, self.now
+        serving = [m for m in allowed if m.serves(cost.model)]
         # A decode instance refuses a model that it does not have better than we could.
         members = serving or (allowed if role is Role.DECODE else [])
         return tuple(
-            m.load(task, self.prefixes.num_known(m.instance, task.prefixes), self._num_partners(m, wanted), now)
+            m.load(cost, self.prefixes.num_known(m.instance, cost.prefixes), self._num_partners(m, wanted), now)
             for m in members
         )
 
-    def _num_partners(self, member: Member, wanted: Wanted) -> int:
+    def _num_partners(self, member: InstanceState, wanted: InstanceRequest) -> int:
         """Prefill instances that a decode instance could work with; a prefill instance was asked for its own."""
-        if member.instance.role is Role.PREFILL or not wanted.task.is_divisible or wanted.role is Role.PREFILL:
+        if member.instance.role is Role.PREFILL or not wanted.cost.is_divisible or wanted.role is Role.PREFILL:
             return 1
         now = self.now
         prefill = (m for m in self.members if m.instance.role is Role.PREFILL and m.ready and m.can_serve(now))
-        return sum(self._gets_on((m.instance, member.instance)) for m in prefill)
+        return sum(self._is_compatible((m.instance, member.instance)) for m in prefill)
 
-    def _gets_on(self, pair: Pair) -> bool:
-        return pair not in self._strangers and self.pairs.may_begin(pair, self.now)
+    def _is_compatible(self, pair: Pair) -> bool:
+        return pair not in self._incompatible and self.pairs.may_begin(pair, self.now)
 
-    def _found_strange(self, instance: Instance) -> Iterable[tuple[Pair, tuple[str, ...]]]:
+    def _incompatibilities(self, instance: Instance) -> Iterable[tuple[Pair, tuple[str, ...]]]:
         for other in self.members:
             if other.instance.role is not instance.role:
                 pair = (instance, other.instance) if instance.role is Role.PREFILL else (other.instance, instance)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.router.fleet.circuit_breaker import Breaker, BreakerState, Fuse, Trial
+from kvferry.router.fleet.circuit_breaker import Breaker, BreakerSettings, BreakerState, Trial
 from kvferry.router.policy.records import Instance, Pair
 
 
@@ -12,8 +12,8 @@ class Pairs:
     A transfer that keeps failing between two of them says nothing about either with anybody else.
     """
 
-    def __init__(self, fuse: Fuse) -> None:
-        self._fuse = fuse
+    def __init__(self, settings: BreakerSettings) -> None:
+        self._settings = settings
         self._breakers: dict[Pair, Breaker] = {}
 
     def may_begin(self, pair: Pair, now: float) -> bool:
@@ -30,7 +30,7 @@ class Pairs:
 
     def failed(self, pair: Pair, now: float, trial: Trial | None = None) -> bool:
         """A cache has not arrived. Whether that takes the pair out."""
-        breaker = self._breakers.setdefault(pair, Breaker(self._fuse))
+        breaker = self._breakers.setdefault(pair, Breaker(self._settings))
         was_open = breaker.state(now) is BreakerState.OPEN
         breaker.failed(now, trial)
         return breaker.state(now) is BreakerState.OPEN and not was_open

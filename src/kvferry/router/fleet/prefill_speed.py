@@ -7,7 +7,7 @@ HALF_LIFE_S = 30.0
 WEIGHT = 0.1
 
 
-class Speed:
+class PrefillSpeed:
     """Tokens per second while there was something to do: time in which nothing is asked tells nothing.
 
     `now` is seconds of any monotonic clock.

@@ -7,7 +7,7 @@ import logging
 
 from kvferry.router.config import RouterConfig
 from kvferry.router.fleet.engine_info import ask_facts
-from kvferry.router.fleet.instance import Member, Verdict
+from kvferry.router.fleet.instance import InstanceState, ProbeResult
 from kvferry.router.fleet.membership import Membership
 from kvferry.router.policy.records import Instance
 from kvferry.router.upstream.failures import CONNECT_TIMEOUT, DEADLINE, FAILURES, REFUSED, reason_of
@@ -39,7 +39,7 @@ class Prober:
         while True:
             try:
                 async with asyncio.timeout(self._config.probe_interval_s):
-                    await self._membership.doubted.wait()
+                    await self._membership.probe_requested.wait()
             except TimeoutError:
                 pass
             try:
@@ -51,12 +51,12 @@ class Prober:
 
     async def probe_all(self) -> None:
         """One round, all instances at the same time."""
-        self._membership.doubted.clear()
+        self._membership.probe_requested.clear()
         self._membership.expire()
         self._round += 1
         await asyncio.gather(*(self._probe(member) for member in self._membership.watched))
 
-    async def _probe(self, member: Member) -> None:
+    async def _probe(self, member: InstanceState) -> None:
         instance = member.instance
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
@@ -67,21 +67,21 @@ class Prober:
                     self._membership.introduce(instance, await ask_facts(self._http, instance))
         except FAILURES as error:
             reason = reason_of(error, DEADLINE)
-            verdict = Verdict.SILENT if reason in SLOW else Verdict.DOWN
-            self._membership.probed(instance, verdict, f"its probe failed ({reason})")
+            result = ProbeResult.SILENT if reason in SLOW else ProbeResult.DOWN
+            self._membership.probed(instance, result, f"its probe failed ({reason})")
             # Where nobody listens any more, its system has ended the connections that nobody holds; others may go on.
             if reason != REFUSED:
                 self._membership.end_legs_if_down(instance)
             return
         if healthy != 200:
-            self._membership.probed(instance, Verdict.DOWN, f"its probe was answered with {healthy}")
+            self._membership.probed(instance, ProbeResult.DOWN, f"its probe was answered with {healthy}")
             self._membership.end_legs_if_down(instance)
         elif ready == UNREADY:
             words = "it is draining or its transfers fail: see its /ready"
-            self._membership.probed(instance, Verdict.UNREADY, words)
+            self._membership.probed(instance, ProbeResult.UNREADY, words)
         else:
             # Other engines have no /ready: they are ready when they are healthy.
-            self._membership.probed(instance, Verdict.READY, "it is ready")
+            self._membership.probed(instance, ProbeResult.READY, "it is ready")
 
     async def _ask(self, instance: Instance, path: str) -> tuple[int, str]:
         """The status, and the epoch of the process that answers, if it tells."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from kvferry.http.request_fields import fields_of
-from kvferry.router.fleet.circuit_breaker import Breaker, BreakerState, Fuse, Trial
-from kvferry.router.policy.records import Task
+from kvferry.router.fleet.circuit_breaker import Breaker, BreakerSettings, BreakerState, Trial
+from kvferry.router.policy.records import RequestCost
 from kvferry.router.request.client_request import ClientRequest
 
-KIND_FUSE = Fuse(num_failures=5, open_s=5.0, max_open_s=60.0)
+KIND_BREAKER = BreakerSettings(num_failures=5, open_s=5.0, max_open_s=60.0)
 # Clients write what they like into requests: no more kinds than these are remembered.
 MAX_KINDS = 256
 # In a string of JSON the quotes would be escaped: this is a field.
@@ -25,60 +25,60 @@ MAX_CHOICE_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class RequestKind:
     """`digest` tells kinds apart, whatever clients write; `words` are for the log, and no client's own."""
 
     digest: bytes
     words: str
 
 
-def kind_of(request: ClientRequest, task: Task) -> Kind:
+def kind_of(request: ClientRequest, cost: RequestCost) -> RequestKind:
     """By the endpoint, the model or adapter, the fields, a forced tool call, the parts that messages are made of, and
     the length of the prompt to a power of two: neither images that no engine can read nor prompts that take too long
     are a reason to do without prefill for others."""
     parts = sorted(set(PART_TYPE.findall(bytes(request.fields.get("messages", b"")))))
     choice = bytes(request.fields.get("tool_choice", b""))[:MAX_CHOICE_BYTES]
     digest = blake2b(digest_size=DIGEST_BYTES)
-    length = task.prompt_tokens.bit_length().to_bytes(2)
-    for word in (request.endpoint.encode(), task.model.encode(errors="surrogatepass"), length, choice, *parts):
+    length = cost.prompt_tokens.bit_length().to_bytes(2)
+    for word in (request.endpoint.encode(), cost.model.encode(errors="surrogatepass"), length, choice, *parts):
         digest.update(b"%d:%b" % (len(word), word))
     digest.update("".join(f"{len(name)}:{name}" for name in sorted(request.fields)).encode(errors="surrogatepass"))
     known = request.fields.keys() & fields_of(request.endpoint).keys()
-    return Kind(digest.digest(), ", ".join(sorted(known)))
+    return RequestKind(digest.digest(), ", ".join(sorted(known)))
 
 
-class Kinds:
+class RequestKinds:
     """A breaker for each kind that has failed since it last went well."""
 
-    def __init__(self, fuse: Fuse = KIND_FUSE) -> None:
-        self._fuse = fuse
-        self._breakers: dict[Kind, Breaker] = {}
+    def __init__(self, settings: BreakerSettings = KIND_BREAKER) -> None:
+        self._settings = settings
+        self._breakers: dict[RequestKind, Breaker] = {}
 
     def __len__(self) -> int:
         return len(self._breakers)
 
-    def may_begin(self, kind: Kind, now: float) -> bool:
+    def may_begin(self, kind: RequestKind, now: float) -> bool:
         """Whether a prefill leg may be tried; while one is tried after a pause, no other one is."""
         breaker = self._breakers.get(kind)
         return breaker is None or breaker.may_begin(now)
 
-    def begin(self, kind: Kind, now: float) -> Trial | None:
+    def begin(self, kind: RequestKind, now: float) -> Trial | None:
         """One is tried; `succeeded`, `failed` or `abandoned` follows."""
         return self._breakers[kind].begin(now) if kind in self._breakers else None
 
-    def succeeded(self, kind: Kind) -> None:
+    def succeeded(self, kind: RequestKind) -> None:
         self._breakers.pop(kind, None)
 
-    def failed(self, kind: Kind, now: float, trial: Trial | None = None) -> bool:
+    def failed(self, kind: RequestKind, now: float, trial: Trial | None = None) -> bool:
         """No instance could do it. Whether that makes it go without prefill from now on."""
         if kind not in self._breakers and len(self._breakers) >= MAX_KINDS:
             del self._breakers[next(iter(self._breakers))]
-        breaker = self._breakers.setdefault(kind, Breaker(self._fuse))
+        breaker = self._breakers.setdefault(kind, Breaker(self._settings))
         was_open = breaker.state(now) is BreakerState.OPEN
         breaker.failed(now, trial)
         return breaker.state(now) is BreakerState.OPEN and not was_open
 
-    def abandoned(self, kind: Kind, trial: Trial | None) -> None:
+    def abandoned(self, kind: RequestKind, trial: Trial | None) -> None:
         """The request ended before anybody could tell."""
         if kind in self._breakers:
             self._breakers[kind].abandoned(trial)

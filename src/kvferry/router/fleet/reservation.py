@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvferry.router.fleet.instance import Member
-from kvferry.router.policy.records import Instance, Task
+from kvferry.router.fleet.instance import InstanceState
+from kvferry.router.policy.records import Instance, RequestCost
 
 
 class Reservation:
     """Counts one request and its tokens to a member until `release`; tells its breaker and its speed how it went."""
 
-    def __init__(self, member: Member, task: Task, clock: Callable[[], float]) -> None:
+    def __init__(self, member: InstanceState, cost: RequestCost, clock: Callable[[], float]) -> None:
         self._member, self._clock = member, clock
-        self._tokens = task.work(member.instance.role)
-        self._prompt_tokens = task.prompt_tokens
+        self._tokens = cost.work(member.instance.role)
+        self._prompt_tokens = cost.prompt_tokens
         self._is_open, self._is_judged, self._computes = True, False, False
         member.num_outstanding += 1
         member.outstanding_tokens += self._tokens

@@ -12,7 +12,7 @@ from kvferry.http.openai import error_event
 from kvferry.router.request.headers import Headers
 
 # The status that counts a client who did not wait for one.
-CLIENT_LEFT = 499
+CLIENT_CLOSED_REQUEST = 499
 
 Outcome = TypeVar("Outcome")
 
@@ -21,7 +21,7 @@ class Client:
     """`has_left` says that nobody waits any more; `status` is what the client was told, 499 if nothing yet."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
-        self.status = CLIENT_LEFT
+        self.status = CLIENT_CLOSED_REQUEST
         self.has_left = False
         self._send = send
         self._tail = b""

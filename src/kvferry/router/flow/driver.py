@@ -23,14 +23,14 @@ from kvferry.router.events import (
     Release,
     Send,
 )
-from kvferry.router.flow.client import CLIENT_LEFT, Client
-from kvferry.router.flow.dispatch import Legs
+from kvferry.router.flow.client import CLIENT_CLOSED_REQUEST, Client
+from kvferry.router.flow.dispatcher import Dispatcher
 from kvferry.router.flow.leg import Head
 from kvferry.router.flow.state_machine import Flow
 from kvferry.router.request.call import Call
 from kvferry.router.request.headers import Headers, prefill_headers, response_headers
 from kvferry.router.services import Services
-from kvferry.router.telemetry.access_log import NO_PATH, Story
+from kvferry.router.telemetry.access_log import NO_PATH, AccessLogEntry
 from kvferry.router.telemetry.server_timing import server_timing
 from kvferry.router.upstream.http_client import UpstreamRequest
 
@@ -47,12 +47,12 @@ class Driver:
         self._services = services
         self._call = call
         self._client = client
-        self._legs = Legs(services, call, client)
+        self._dispatcher = Dispatcher(services, call, client)
 
     @property
     def path(self) -> str:
         """How the answer came about; `none` where no engine was asked."""
-        return str(self.flow.path) if self._legs.urls else NO_PATH
+        return str(self.flow.path) if self._dispatcher.urls else NO_PATH
 
     async def run(self) -> None:
         """Serve the request. Cancelling it closes the upstream connections."""
@@ -61,24 +61,24 @@ class Driver:
             while event is not None:
                 event = await self._carry_out(self.flow.handle(event))
         finally:
-            self._legs.close()
+            self._dispatcher.close()
 
     def close(self, endpoint: str) -> None:
         """Tell logs and traces how it went; the client has everything, or has left."""
-        pace = self._legs.pace
-        story = Story(
+        timing = self._dispatcher.timing
+        entry = AccessLogEntry(
             request_id=self._call.request_id,
             endpoint=endpoint,
-            model=self._call.task.model,
+            model=self._call.cost.model,
             status=self._client.status,
             path=self.path,
             reason=self.flow.reason,
-            instances=self._legs.urls,
+            instances=self._dispatcher.urls,
             seconds=time.monotonic() - self._call.started_s,
-            phases=pace.phases if pace.decode_s else {},
+            phases=timing.phases if timing.decode_s else {},
         )
-        story.log()
-        self._legs.trace.ended(story.attributes())
+        entry.log()
+        self._dispatcher.trace.ended(entry.attributes())
 
     async def _carry_out(self, commands: list[Command]) -> Event | None:
         event = None
@@ -87,30 +87,30 @@ class Driver:
         return event
 
     async def count(self, command: Count) -> None:
-        self._legs.count(command)
+        self._dispatcher.count(command)
 
     async def pick(self, command: Pick) -> Event:
-        return self._legs.pick(command)
+        return self._dispatcher.pick(command)
 
     async def send(self, command: Send) -> Event:
-        return await self._legs.send(command, self.flow.path)
+        return await self._dispatcher.send(command, self.flow.path)
 
     async def relay(self, command: Relay) -> Event:
-        return await self._legs.relay(self._response_headers(self._legs.head))
+        return await self._dispatcher.relay(self._response_headers(self._dispatcher.head))
 
     async def release(self, command: Release) -> None:
-        self._legs.leave_early()
+        self._dispatcher.leave_early()
         self._services.metrics.count_release(command.reason)
         headers = prefill_headers(self._call.headers, self._call.request_id)
         request = UpstreamRequest("POST", command.instance.url, RELEASE_PATH, headers, command.body)
         self._services.background.send(request)
 
     async def cancel(self, command: Cancel) -> None:
-        self._client.status = CLIENT_LEFT
-        self._legs.stop()
+        self._client.status = CLIENT_CLOSED_REQUEST
+        self._dispatcher.stop()
 
     async def forward(self, command: Forward) -> None:
-        head, body = self._legs.answer
+        head, body = self._dispatcher.answer
         await self._client.start(head.status, self._response_headers(head))
         await self._client.finish(body)
 
@@ -133,11 +133,11 @@ class Driver:
 
     def _response_headers(self, head: Head, *, tells_path: bool = True) -> Headers:
         """A refusal of the router's own came by no path."""
-        pace = self._legs.pace
+        timing = self._dispatcher.timing
         own = {"x-request-id": self._call.request_id}
         own |= {"x-kvferry-path": str(self.flow.path)} if tells_path else {}
         own |= {"x-kvferry-reason": self.flow.reason} if self.flow.reason else {}
-        own |= {"server-timing": server_timing(pace.phases)} if head.status and pace.decode_s else {}
+        own |= {"server-timing": server_timing(timing.phases)} if head.status and timing.decode_s else {}
         return response_headers(head.headers, own)
 
 

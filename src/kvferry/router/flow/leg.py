@@ -15,7 +15,7 @@ from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.headers import Headers
 from kvferry.router.services import Services
 from kvferry.router.telemetry.tracing import LegTrace
-from kvferry.router.upstream.failures import DEADLINE, FAILURES, GONE, MALFORMED, RESET, STALL, WORDS, reason_of
+from kvferry.router.upstream.failures import DEADLINE, FAILURES, GONE, MALFORMED, MESSAGES, RESET, STALL, reason_of
 from kvferry.router.upstream.http_client import UpstreamRequest
 from kvferry.router.upstream.response import UpstreamResponse
 
@@ -34,7 +34,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class LegTimeouts:
     """An answer may take `limit_s` to come, or to begin; after `deadline_s`, monotonic time, nothing is waited for."""
 
     limit_s: float
@@ -53,7 +53,7 @@ class Leg:
         reservation: Reservation,
         trace: LegTrace,
         request: UpstreamRequest,
-        patience: Patience,
+        timeouts: LegTimeouts,
     ) -> None:
         self.reservation = reservation
         self.trace = trace
@@ -65,7 +65,7 @@ class Leg:
         self.trouble = ""
         self._watch: asyncio.TimerHandle | None = None
         self._waits_since_s = NOT_WAITING
-        self._patience = patience
+        self._timeouts = timeouts
         # When a limit ends what began with `ask`, and which one.
         self._ends_s, self._limit = 0.0, ""
         # It was closed by our own side, perhaps for a reason.
@@ -109,9 +109,9 @@ class Leg:
     async def ask(self) -> Answered | Promised | Opened | Failed:
         """Send the request and wait for the answer: D's success up to its first byte, P's stream up to its first event,
         all others whole."""
-        limit_s, left_s = self._patience.limit_s, self._left_s()
+        limit_s, left_s = self._timeouts.limit_s, self._left_s()
         if left_s <= 0:
-            return Failed(TOO_LATE, WORDS[TOO_LATE])
+            return Failed(TOO_LATE, MESSAGES[TOO_LATE])
         self._ends_s, self._limit = time.monotonic() + min(limit_s, left_s), TOO_LATE if left_s < limit_s else DEADLINE
         self._services.membership.open_legs.began(self)
         try:
@@ -229,7 +229,7 @@ class Leg:
         return bytes(found)
 
     def _left_s(self) -> float:
-        return self._patience.deadline_s - time.monotonic()
+        return self._timeouts.deadline_s - time.monotonic()
 
     def _failed(self, error: BaseException, timeout_reason: str) -> Failed:
         was_closed = self._is_closed
@@ -238,12 +238,12 @@ class Leg:
         self.trouble = f" ({error!r})"
         if was_closed:
             # What our own side has done says nothing about the instance.
-            return Failed(reason, WORDS[reason])
+            return Failed(reason, MESSAGES[reason])
         if reason in GONE:
-            self._services.membership.lose(self.instance, reason)
+            self._services.membership.mark_down(self.instance, reason)
         elif reason == RESET:
-            self._services.membership.doubt()
-        return Failed(reason, WORDS[reason])
+            self._services.membership.request_probe()
+        return Failed(reason, MESSAGES[reason])
 
 
 def _no_end(body: bytes) -> PeerError:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from kvferry.http.request_fields import Undividable
 from kvferry.router.events import INSTANCE_DOWN, PREFILL_LOST, TOO_LATE, Answered, Ended, Event, Failed, Opened
 from kvferry.router.fleet.circuit_breaker import Trial
+from kvferry.router.fleet.failure_attribution import FailureAttribution, UnattributedFailure
 from kvferry.router.fleet.membership import Membership
-from kvferry.router.fleet.request_kinds import Kind
+from kvferry.router.fleet.request_kinds import RequestKind
 from kvferry.router.fleet.reservation import Reservation
-from kvferry.router.fleet.suspects import Suspect, Suspects
 from kvferry.router.flow.engine_response import known_reason, lost_cache
-from kvferry.router.policy.records import Instance, Pair, Role, Task
+from kvferry.router.policy.records import Instance, Pair, RequestCost, Role
 from kvferry.router.request.headers import Headers
 from kvferry.router.upstream.failures import DEADLINE, GONE
 from kvferry.wire.messages import Reason
@@ -23,15 +23,15 @@ OF_THE_REQUEST = frozenset((Reason.WRONG_PROMPT, Reason.UNNAMED_PROMPT, *Undivid
 CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"
 
 
-class Judge:
+class OutcomeRecorder:
     """Of one request. What a pair was given is always ended: a trial that tells nothing leaves the pair on trial."""
 
-    def __init__(self, membership: Membership, task: Task, kind: Kind, streams: bool) -> None:
+    def __init__(self, membership: Membership, cost: RequestCost, kind: RequestKind, streams: bool) -> None:
         self._membership = membership
-        self._task = task
+        self._cost = cost
         self._kind = kind
         self._streams = streams
-        self._suspects = Suspects()
+        self._attribution = FailureAttribution()
         # Whether prefill instances have failed, and none has answered with a cache.
         self._prefill_failed = False
         self._may_prefill = False
@@ -80,7 +80,7 @@ class Judge:
             case Opened():
                 # Whether it is worth anything shows at its end.
                 reservation.answers()
-                self._suspects.served(reservation.instance.role)
+                self._attribution.served(reservation.instance.role)
                 self._remember(reservation)
                 self.has_arrived = self._judge_cache(reservation, headers)
                 if self.has_arrived and self._streams and handover_s:
@@ -112,11 +112,11 @@ class Judge:
         """The request is over: nothing more will be heard of it."""
         self._leave_pair()
         self._end_prefill()
-        self._suspects.end(Role.DECODE)
+        self._attribution.end(Role.DECODE)
 
     def _end_prefill(self) -> None:
         """No other prefill instance will be asked, and the answer may be long: what is known is told now."""
-        self._suspects.end(Role.PREFILL)
+        self._attribution.end(Role.PREFILL)
         if self._prefill_failed:
             self._membership.kind_failed(self._kind, self._kind_trial)
         elif self._may_prefill:
@@ -145,26 +145,26 @@ class Judge:
             return
         membership, trial = self._membership, self._pair_trial
         self._pair, self._pair_trial = None, None
-        suspect = Suspect(
+        suspect = UnattributedFailure(
             pair[1],
             blame=lambda: membership.lost(pair, f"status_{status}", trial),
             acquit=lambda: membership.pairs.abandoned(pair, trial),
         )
-        self._suspects.add(Role.DECODE, suspect)
+        self._attribution.add(Role.DECODE, suspect)
 
     def _suspect(self, reservation: Reservation, *, is_certain: bool) -> None:
         """It has failed, which may be the request's fault: another instance may answer it with an error, too, or take
         too long over it."""
         reservation.suspected()
         role = reservation.instance.role
-        suspect = Suspect(reservation.instance, reservation.failed, reservation.acquitted, is_certain)
-        self._suspects.add(role, suspect)
+        suspect = UnattributedFailure(reservation.instance, reservation.failed, reservation.acquitted, is_certain)
+        self._attribution.add(role, suspect)
         self._prefill_failed |= role is Role.PREFILL
 
     def _prefilled(self, reservation: Reservation) -> None:
         reservation.succeeded()
         self._remember(reservation)
-        self._suspects.served(reservation.instance.role)
+        self._attribution.served(reservation.instance.role)
         self._membership.kinds.succeeded(self._kind)
         self._prefill_failed = False
 
@@ -175,7 +175,7 @@ class Judge:
 
     def _remember(self, reservation: Reservation) -> None:
         """It has the prompt cached from now on."""
-        self._membership.prefixes.remember(reservation.instance, self._task.prefixes)
+        self._membership.prefixes.remember(reservation.instance, self._cost.prefixes)
 
     def _judge_cache(self, reservation: Reservation, headers: Headers) -> bool:
         """Whether a cache has come. Engines of others do not tell how: that it was answered is all there is."""

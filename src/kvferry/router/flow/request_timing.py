@@ -12,7 +12,7 @@ from kvferry.router.telemetry.server_timing import phases_of, told_phases, witho
 END_OF_FRAME = b"\n\n"
 
 
-class Pace:
+class RequestTiming:
     """All times are seconds of the loop's clock."""
 
     def __init__(self, started_s: float) -> None:

@@ -29,7 +29,7 @@ from kvferry.router.fleet.discovery import MembersFile, Registry
 from kvferry.router.fleet.membership import Membership
 from kvferry.router.fleet.probes import Prober
 from kvferry.router.fleet.readiness import readiness
-from kvferry.router.flow.client import CLIENT_LEFT, Client
+from kvferry.router.flow.client import CLIENT_CLOSED_REQUEST, Client
 from kvferry.router.flow.driver import Driver
 from kvferry.router.http.instance_status import status_of
 from kvferry.router.http.models import find_model, list_models
@@ -37,7 +37,7 @@ from kvferry.router.http.tokenize import TokenizerPath, ask
 from kvferry.router.request.call import Call
 from kvferry.router.request.client_request import Endpoint, parse_request
 from kvferry.router.request.headers import prefill_headers, request_id_of, timeout_of
-from kvferry.router.request.prompt_cost import task_of
+from kvferry.router.request.prompt_cost import cost_of
 from kvferry.router.services import Services
 from kvferry.router.telemetry.access_log import NO_PATH, Refusal, refused
 from kvferry.router.telemetry.metrics import Metrics
@@ -52,10 +52,10 @@ MAX_ANNOUNCEMENT_BYTES = 4096
 BEGAN_S = "kvferry.began_s"
 
 
-def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> Front:
+def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp:
     """The router for these instances. Its lifespan owns the connections and the health probe."""
     metrics = Metrics()
-    membership = Membership(config.instances, metrics, config.judgement)
+    membership = Membership(config.instances, metrics, config.policy_settings)
     watched = [MembersFile(path, membership, config.probe_interval_s) for path in (config.members_file,) if path]
     for file in watched:
         file.look()
@@ -96,10 +96,10 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> Front:
     app.router.redirect_slashes = False
     app.state.membership, app.state.metrics, app.state.config = membership, metrics, config
     app.state.registry = Registry(config, membership, metrics)
-    return Front(app)
+    return RouterApp(app)
 
 
-class Front:
+class RouterApp:
     """The ASGI app. Requests that generate take a short way past the framework, which costs as much as their flow.
 
     Everything else, and whatever has another method, is the framework's; `state` is what all of them share.
@@ -154,7 +154,7 @@ class Generate:
         body = await _read(http, http.app.state.config.max_body_bytes)
         request = parse_request(body, self._endpoint)
         target, deadline_s = _target(self._endpoint, http), started_s + timeout_of(headers)
-        return Call(target, headers, request_id, request, task_of(request), started_s, deadline_s)
+        return Call(target, headers, request_id, request, cost_of(request), started_s, deadline_s)
 
     async def _serve(self, services: Services, call: Call, client: Client) -> None:
         driver = Driver(services, call, client)
@@ -162,7 +162,7 @@ class Generate:
             await driver.run()
         except Exception:
             # A defect, of which the client is told further out; a client that has left is not told.
-            if client.status == CLIENT_LEFT and not client.has_left:
+            if client.status == CLIENT_CLOSED_REQUEST and not client.has_left:
                 client.status = 500
             raise
         finally:
@@ -181,7 +181,7 @@ async def tokenizer(http: Request) -> Response:
     try:
         body = await _read(http, state.config.max_body_bytes)
     except ClientDisconnect:
-        return Response(status_code=CLIENT_LEFT)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     request = UpstreamRequest("POST", "", _target(path, http), prefill_headers(headers, request_id), body)
     answer = await ask(state.services, request, began_s + timeout_of(headers))
     state.metrics.count_request(path, NO_PATH, answer.status)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvferry.router.fleet.instance import Member
+from kvferry.router.fleet.instance import InstanceState
 from kvferry.router.fleet.membership import Membership
 
 
@@ -15,16 +15,16 @@ def status_of(membership: Membership) -> dict[str, object]:
         {"prefill": pair[0].url, "decode": pair[1].url, "breaker": str(membership.pairs.state(pair, now))}
         for pair in membership.pairs.broken(now)
     ]
-    strangers = [{"prefill": pair[0].url, "decode": pair[1].url} for pair in membership.strangers]
+    incompatible_pairs = [{"prefill": pair[0].url, "decode": pair[1].url} for pair in membership.incompatible_pairs]
     return {
         "members": [_member(member, now) for member in membership.members],
         "broken_pairs": pairs,
-        "incompatible_pairs": strangers,
+        "incompatible_pairs": incompatible_pairs,
         "handover_s": membership.handover.value,
     }
 
 
-def _member(member: Member, now: float) -> dict[str, object]:
+def _member(member: InstanceState, now: float) -> dict[str, object]:
     facts = member.facts
     lasts_s = None if math.isinf(member.expires_at) else round(member.expires_at - now, 3)
     return {

@@ -14,7 +14,7 @@ from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Count, Counted
 from kvferry.router.policy.records import Instance
 from kvferry.router.request.headers import Headers, response_headers, with_length
 from kvferry.router.services import Services
-from kvferry.router.upstream.failures import DEADLINE, FAILURES, GONE, WORDS, reason_of
+from kvferry.router.upstream.failures import DEADLINE, FAILURES, GONE, MESSAGES, reason_of
 from kvferry.router.upstream.http_client import UpstreamRequest
 
 
@@ -76,10 +76,10 @@ async def ask(services: Services, request: UpstreamRequest, deadline_s: float) -
                     _note(services, instance, reason)
     except TimeoutError:
         if left_s < patience_s:
-            return _refusal(504, "deadline_exceeded", f"there is no answer: {WORDS[TOO_LATE]}", TOO_LATE)
+            return _refusal(504, "deadline_exceeded", f"there is no answer: {MESSAGES[TOO_LATE]}", TOO_LATE)
         _note(services, instance, DEADLINE)
-        return _refusal(504, "upstream_timeout", f"the instance did not answer: {WORDS[DEADLINE]}", DEADLINE)
-    return _refusal(502, "upstream_unavailable", f"the instance did not answer: {WORDS[reason]}", reason)
+        return _refusal(504, "upstream_timeout", f"the instance did not answer: {MESSAGES[DEADLINE]}", DEADLINE)
+    return _refusal(502, "upstream_unavailable", f"the instance did not answer: {MESSAGES[reason]}", reason)
 
 
 async def _asked(services: Services, instance: Instance, request: UpstreamRequest) -> Answer:
@@ -105,9 +105,9 @@ async def _whole(services: Services, request: UpstreamRequest) -> Answer:
 def _note(services: Services, instance: Instance, reason: str) -> None:
     services.metrics.count(Count(Counted.UPSTREAM_ERROR, instance.role, reason))
     if reason in GONE:
-        services.membership.lose(instance, reason)
+        services.membership.mark_down(instance, reason)
     else:
-        services.membership.doubt()
+        services.membership.request_probe()
 
 
 def _model(body: bytes) -> str:

@@ -6,49 +6,49 @@ import math
 from collections.abc import Sequence
 
 from kvferry.router.policy.least_work import able, choose
-from kvferry.router.policy.records import Busy, Load, Question
+from kvferry.router.policy.records import Load, Overloaded, RoutingQuery
 
 MIN_RETRY_S, MAX_RETRY_S = 1, 60
 
 
-def refusal(question: Question) -> Busy | None:
+def refusal(query: RoutingQuery) -> Overloaded | None:
     """Why the request should not be taken now; None when it may be."""
-    decode, limits = able(question.decode), question.limits
-    if question.is_retry or not decode:
+    decode, limits = able(query.decode), query.limits
+    if query.is_retry or not decode:
         return None
     if limits.max_requests and all(load.num_outstanding >= limits.max_requests for load in decode):
-        return Busy("decode_full", _retry_after_s(1.0))
-    estimate_s = first_token_s(question)
-    if limits.ttft_s and estimate_s > limits.ttft_s and not _is_idle(question):
-        return Busy("ttft", _retry_after_s(estimate_s - limits.ttft_s))
+        return Overloaded("decode_full", _retry_after_s(1.0))
+    estimate_s = first_token_s(query)
+    if limits.ttft_s and estimate_s > limits.ttft_s and not _is_idle(query):
+        return Overloaded("ttft", _retry_after_s(estimate_s - limits.ttft_s))
     return None
 
 
-def first_token_s(question: Question) -> float:
+def first_token_s(query: RoutingQuery) -> float:
     """Seconds to the first token by the best way there is; 0 as long as nothing has been measured."""
-    prefill = able(question.prefill) if question.task.is_divisible else []
-    across = [_wait_s(load, question) + question.handover_s for load in prefill]
+    prefill = able(query.prefill) if query.cost.is_divisible else []
+    across = [_wait_s(load, query) + query.handover_s for load in prefill]
     # A decode instance that computes a prompt does so at once: its outstanding work is a batch and not a queue.
-    alone = [_compute_s(load, question) for load in able(question.decode) if load.tokens_per_s]
+    alone = [_compute_s(load, query) for load in able(query.decode) if load.tokens_per_s]
     return min([*across, *alone], default=0.0)
 
 
-def _is_idle(question: Question) -> bool:
+def _is_idle(query: RoutingQuery) -> bool:
     """Whether who would compute the prompt has nothing to do. Then no other request is in the way, and to come back
     later helps nobody; and how fast an instance is shows at what it computes: short prompts say little of it."""
-    is_divided = question.task.is_divisible and any(load.num_partners for load in able(question.decode))
-    computing = question.prefill if is_divided and able(question.prefill) else question.decode
-    chosen = choose(computing, question.task)
+    is_divided = query.cost.is_divisible and any(load.num_partners for load in able(query.decode))
+    computing = query.prefill if is_divided and able(query.prefill) else query.decode
+    chosen = choose(computing, query.cost)
     return any(load.instance == chosen and not load.num_outstanding for load in computing)
 
 
-def _wait_s(load: Load, question: Question) -> float:
+def _wait_s(load: Load, query: RoutingQuery) -> float:
     queue_s = load.outstanding_tokens / load.tokens_per_s if load.tokens_per_s else 0.0
-    return queue_s + _compute_s(load, question)
+    return queue_s + _compute_s(load, query)
 
 
-def _compute_s(load: Load, question: Question) -> float:
-    uncached = max(question.task.prompt_tokens - load.cached_tokens, 0)
+def _compute_s(load: Load, query: RoutingQuery) -> float:
+    uncached = max(query.cost.prompt_tokens - load.cached_tokens, 0)
     return uncached / load.tokens_per_s if load.tokens_per_s else 0.0
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from kvferry.router.policy.admission import refusal
 from kvferry.router.policy.least_work import choose
 from kvferry.router.policy.prefill_threshold import skip
-from kvferry.router.policy.records import Decision, Nobody, Question, Role, Use
+from kvferry.router.policy.records import Decision, NoInstance, Role, RoutingQuery, UseInstance
 
 
-def balanced(question: Question) -> Decision:
-    """Pure: the same question has the same answer."""
-    if question.role is Role.DECODE and (busy := refusal(question)) is not None:
+def balanced(query: RoutingQuery) -> Decision:
+    """Pure: the same query has the same answer."""
+    if query.role is Role.DECODE and (busy := refusal(query)) is not None:
         return busy
-    instance = choose(question.candidates, question.task)
+    instance = choose(query.candidates, query.cost)
     if instance is None:
-        return Nobody()
-    if question.role is Role.PREFILL and (skipped := skip(question)) is not None:
+        return NoInstance()
+    if query.role is Role.PREFILL and (skipped := skip(query)) is not None:
         return skipped
-    return Use(instance)
+    return UseInstance(instance)

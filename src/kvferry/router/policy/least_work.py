@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from kvferry.router.policy.records import NO_TASK, Instance, Load, Role, Task
+from kvferry.router.policy.records import NO_COST, Instance, Load, RequestCost, Role
 
 
 def able(loads: Sequence[Load]) -> list[Load]:
@@ -18,7 +18,7 @@ def able(loads: Sequence[Load]) -> list[Load]:
     return [load for load in healthy if load.ready] or [load for load in healthy if load.instance.role is Role.DECODE]
 
 
-def choose(loads: Sequence[Load], task: Task = NO_TASK) -> Instance | None:
+def choose(loads: Sequence[Load], cost: RequestCost = NO_COST) -> Instance | None:
     """The able instance with the least work, this request's included; None when there is none.
 
     What an instance has in its prefix cache is no work. Among equals the one with the fewest requests, then the one
@@ -29,17 +29,17 @@ def choose(loads: Sequence[Load], task: Task = NO_TASK) -> Instance | None:
     prompts that begin alike meet, and a popular beginning still spreads.
     """
     candidates = able(loads)
-    if task.is_divisible and any(load.num_partners for load in candidates):
+    if cost.is_divisible and any(load.num_partners for load in candidates):
         candidates = [load for load in candidates if load.num_partners]
     if not candidates:
         return None
-    least = min(_cost(load, task) for load in candidates)
-    if task.prefixes:
-        near = [load for load in candidates if _cost(load, task) <= least + task.work(load.instance.role)]
-        home = homes(task.prefixes[0], [load.instance for load in near])[0]
+    least = min(_cost(load, cost) for load in candidates)
+    if cost.prefixes:
+        near = [load for load in candidates if _cost(load, cost) <= least + cost.work(load.instance.role)]
+        home = homes(cost.prefixes[0], [load.instance for load in near])[0]
         warm = max(near, key=lambda load: load.cached_tokens)
         return warm.instance if warm.cached_tokens else home
-    return min(candidates, key=lambda load: (_cost(load, task), load.num_outstanding, load.last_chosen)).instance
+    return min(candidates, key=lambda load: (_cost(load, cost), load.num_outstanding, load.last_chosen)).instance
 
 
 def homes(prefix: int, instances: Sequence[Instance]) -> list[Instance]:
@@ -55,7 +55,7 @@ def _rank(prefix: int, instance: Instance) -> bytes:
     return hashlib.blake2b(f"{prefix:x} {instance.url}".encode(), digest_size=8).digest()
 
 
-def _cost(load: Load, task: Task) -> int:
+def _cost(load: Load, cost: RequestCost) -> int:
     """Tokens of work on this instance once the request is there, cached ones apart."""
-    cached = min(load.cached_tokens, task.prompt_tokens) if load.instance.role is Role.PREFILL else 0
-    return load.outstanding_tokens + task.work(load.instance.role) - cached
+    cached = min(load.cached_tokens, cost.prompt_tokens) if load.instance.role is Role.PREFILL else 0
+    return load.outstanding_tokens + cost.work(load.instance.role) - cached

@@ -27,7 +27,7 @@ def policy_named(name: str) -> Policy:
             names = ", ".join(sorted(["balanced", *known]))
             raise ConfigurationError("unknown policy", found=name, expected=f"{names}, or module:function")
         found = known[name].load()
-    if not callable(found) or not _takes_a_question(found):
+    if not callable(found) or not _takes_a_query(found):
         expected = "a function with one argument (docs/router.md)"
         raise ConfigurationError("invalid policy", found=f"{name} is {found!r}", expected=expected)
     return found
@@ -51,7 +51,7 @@ def _function(name: str) -> object:
     return imported[function]
 
 
-def _takes_a_question(found: Callable[..., object]) -> bool:
+def _takes_a_query(found: Callable[..., object]) -> bool:
     """What cannot be told, as of some functions in C, is found out when a request comes."""
     try:
         inspect.signature(found).bind(None)

@@ -8,39 +8,39 @@ the time of one handover, the handover is the longer of the two, for this reques
 from __future__ import annotations
 
 from kvferry.router.policy.admission import fastest, first_token_s
-from kvferry.router.policy.records import Question, Skip
+from kvferry.router.policy.records import RoutingQuery, SkipPrefill
 
 # However slow handovers are: prompts this long are what prefill instances are there for.
 MAX_THRESHOLD_TOKENS = 4096
 
 
-def threshold_tokens(question: Question) -> int:
+def threshold_tokens(query: RoutingQuery) -> int:
     """Prompts of which fewer tokens are to be computed stay on the decode instance; 0: none do.
 
     A decode instance that has never been seen to compute is taken to be as fast as the prefill instances.
     """
     by_cost = 0
-    if question.limits.skip_by_cost:
-        speed = fastest(question.decode) or fastest(question.prefill)
-        by_cost = min(int(question.handover_s * speed), MAX_THRESHOLD_TOKENS)
-    return max(by_cost, question.limits.skip_below_tokens)
+    if query.limits.skip_by_cost:
+        speed = fastest(query.decode) or fastest(query.prefill)
+        by_cost = min(int(query.handover_s * speed), MAX_THRESHOLD_TOKENS)
+    return max(by_cost, query.limits.skip_below_tokens)
 
 
-def skip(question: Question) -> Skip | None:
+def skip(query: RoutingQuery) -> SkipPrefill | None:
     """Why there should be no prefill leg; None when there should be one."""
-    limit, task = threshold_tokens(question), question.task
-    cached = max((load.cached_tokens for load in question.decode), default=0)
-    if task.prompt_tokens < limit:
-        return Skip("short_prompt", f"tokens={task.prompt_tokens}; threshold={limit}")
-    if task.prompt_tokens - cached < limit:
-        return Skip("cached_prompt", f"tokens={task.prompt_tokens}; cached={cached}; threshold={limit}")
-    return _skip_queue(question)
+    limit, cost = threshold_tokens(query), query.cost
+    cached = max((load.cached_tokens for load in query.decode), default=0)
+    if cost.prompt_tokens < limit:
+        return SkipPrefill("short_prompt", f"tokens={cost.prompt_tokens}; threshold={limit}")
+    if cost.prompt_tokens - cached < limit:
+        return SkipPrefill("cached_prompt", f"tokens={cost.prompt_tokens}; cached={cached}; threshold={limit}")
+    return _skip_queue(query)
 
 
-def _skip_queue(question: Question) -> Skip | None:
+def _skip_queue(query: RoutingQuery) -> SkipPrefill | None:
     """The prefill instances are so busy that only the decode instance keeps the promised time."""
-    promised_s, speed = question.limits.ttft_s, fastest(question.decode)
-    across = Question(question.role, question.task, question.prefill, (), question.limits, question.handover_s)
+    promised_s, speed = query.limits.ttft_s, fastest(query.decode)
+    across = RoutingQuery(query.role, query.cost, query.prefill, (), query.limits, query.handover_s)
     if not promised_s or not speed or first_token_s(across) <= promised_s:
         return None
-    return Skip("ttft") if question.task.prompt_tokens / speed <= promised_s else None
+    return SkipPrefill("ttft") if query.cost.prompt_tokens / speed <= promised_s else None

@@ -27,7 +27,7 @@ Pair = tuple[Instance, Instance]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class RequestCost:
     """What a request will cost, as far as one can tell without a tokenizer.
 
     `prefixes` are names of the prompt's beginnings, the shortest first: two prompts that share a name begin alike.
@@ -46,7 +46,7 @@ class Task:
         return self.prompt_tokens if role is Role.PREFILL else self.new_tokens + self.prompt_tokens // 8
 
 
-NO_TASK = Task()
+NO_COST = RequestCost()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class RoutingQuery:
     """Who takes the leg of `role`? `prefill` and `decode` are the instances that may be chosen and their loads.
 
     When the prefill leg is asked for, `decode` is only the instance that was chosen. `handover_s` is what it usually
@@ -99,7 +99,7 @@ class Question:
     """
 
     role: Role
-    task: Task
+    cost: RequestCost
     prefill: tuple[Load, ...]
     decode: tuple[Load, ...]
     limits: Limits = NO_LIMITS
@@ -112,14 +112,14 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class UseInstance:
     """This instance."""
 
     instance: Instance
 
 
 @dataclass(frozen=True, slots=True)
-class Skip:
+class SkipPrefill:
     """No prefill leg: the decode instance computes the prompt. `reason` is a stable label, `detail` words."""
 
     reason: str
@@ -127,7 +127,7 @@ class Skip:
 
 
 @dataclass(frozen=True, slots=True)
-class Busy:
+class Overloaded:
     """Nobody now: the client is told to come back after `retry_after_s`."""
 
     reason: str
@@ -135,9 +135,9 @@ class Busy:
 
 
 @dataclass(frozen=True, slots=True)
-class Nobody:
+class NoInstance:
     """No instance can take it."""
 
 
-Decision = Use | Skip | Busy | Nobody
-Policy = Callable[[Question], Decision]
+Decision = UseInstance | SkipPrefill | Overloaded | NoInstance
+Policy = Callable[[RoutingQuery], Decision]

@@ -19,7 +19,7 @@ class PrefillFallback(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class PolicySettings:
     """`clock` is seconds of a monotonic clock."""
 
     policy: Policy = balanced
@@ -27,4 +27,4 @@ class Judgement:
     clock: Callable[[], float] = time.monotonic
 
 
-DEFAULT_JUDGEMENT = Judgement()
+DEFAULT_POLICY = PolicySettings()

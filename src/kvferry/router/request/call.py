@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.router.policy.records import Task
+from kvferry.router.policy.records import RequestCost
 from kvferry.router.request.client_request import ClientRequest
 from kvferry.router.request.headers import Headers
 
@@ -20,6 +20,6 @@ class Call:
     headers: Headers
     request_id: str
     request: ClientRequest
-    task: Task
+    cost: RequestCost
     started_s: float
     deadline_s: float

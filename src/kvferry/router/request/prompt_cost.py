@@ -11,7 +11,7 @@ import re
 
 import msgspec
 
-from kvferry.router.policy.records import Task
+from kvferry.router.policy.records import RequestCost
 from kvferry.router.request.client_request import ClientRequest
 
 BYTES_PER_TOKEN = 4
@@ -26,13 +26,13 @@ TOKENS_OF_EMBEDDED = 1024
 TOKEN_IDS = re.compile(rb"\s*\[\s*\[?\s*-?\d")
 
 
-def task_of(request: ClientRequest) -> Task:
+def cost_of(request: ClientRequest) -> RequestCost:
     """Never raises: the request has been checked."""
     content = bytes(request.fields.get("prompt") or request.fields.get("messages") or msgspec.Raw(b""))
     model = _text(request, "model")
     num_prefixes = min(len(content) // PREFIX_BYTES, MAX_PREFIXES)
     prompt_tokens = _num_tokens(content)
-    return Task(
+    return RequestCost(
         prompt_tokens=prompt_tokens,
         new_tokens=_new_tokens(request),
         prefixes=_prefixes(content, num_prefixes, model + _text(request, "cache_salt")),

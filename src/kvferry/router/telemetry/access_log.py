@@ -20,7 +20,7 @@ logger = logging.getLogger("kvferry.router.access")
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class AccessLogEntry:
     """`instances` are those of the last leg of each role; `phases` the parts of the time to the first byte, seconds."""
 
     request_id: str
@@ -73,9 +73,9 @@ class Refusal:
     reason: str
 
 
-def refused(refusal: Refusal, endpoint: str, seconds: float) -> Story:
+def refused(refusal: Refusal, endpoint: str, seconds: float) -> AccessLogEntry:
     """The story of a request of which little is known."""
-    return Story(
+    return AccessLogEntry(
         request_id=refusal.request_id,
         endpoint=endpoint,
         model="",

@@ -20,7 +20,7 @@ GONE = frozenset((REFUSED, UNREACHABLE, CONNECT_TIMEOUT))
 SILENT = frozenset((errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT))
 
 # What a client is told. The error itself names hosts and ports of the inside, so it goes to the log.
-WORDS = {
+MESSAGES = {
     REFUSED: "it cannot be reached",
     UNREACHABLE: "its host cannot be reached",
     CONNECT_TIMEOUT: "it did not accept the connection in time",

@@ -9,7 +9,7 @@ from kvferry.router.policy.records import Instance, Role
 
 
 @dataclass(frozen=True, slots=True)
-class Suspect:
+class UnattributedFailure:
     """An instance whose leg failed. `blame` says so to whoever counts, or `acquit` that it tells nothing; `is_certain`
     where that needs no other's word: an answer with an error, or one that takes too long, may be about the request, a
     broken connection hardly is."""
@@ -20,15 +20,15 @@ class Suspect:
     is_certain: bool = False
 
 
-class Suspects:
+class FailureAttribution:
     """Of one request. An instance that serves it convicts those that failed before; one that fails as well acquits
     them all."""
 
     def __init__(self) -> None:
-        self._open: dict[Role, list[Suspect]] = {}
+        self._open: dict[Role, list[UnattributedFailure]] = {}
         self._acquitted: set[Role] = set()
 
-    def add(self, role: Role, suspect: Suspect) -> None:
+    def add(self, role: Role, suspect: UnattributedFailure) -> None:
         """A leg has failed."""
         others = self._open.setdefault(role, [])
         if any(other.instance != suspect.instance for other in others):

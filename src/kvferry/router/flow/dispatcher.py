@@ -26,14 +26,14 @@ from kvferry.router.events import (
     Skipped,
     TurnedAway,
 )
-from kvferry.router.fleet.membership import Wanted
+from kvferry.router.fleet.membership import InstanceRequest
 from kvferry.router.fleet.request_kinds import kind_of
 from kvferry.router.fleet.reservation import Reservation
 from kvferry.router.flow.client import Client
 from kvferry.router.flow.early_prefill import EarlyPrefill
-from kvferry.router.flow.leg import Head, Leg, Patience
-from kvferry.router.flow.outcomes import Judge
-from kvferry.router.flow.request_timing import Pace
+from kvferry.router.flow.leg import Head, Leg, LegTimeouts
+from kvferry.router.flow.outcomes import OutcomeRecorder
+from kvferry.router.flow.request_timing import RequestTiming
 from kvferry.router.flow.usage import (
     UsageEvents,
     before_final_usage,
@@ -42,7 +42,7 @@ from kvferry.router.flow.usage import (
     with_cached_tokens,
     with_cached_tokens_in_events,
 )
-from kvferry.router.policy.records import Busy, Instance, Role, Skip
+from kvferry.router.policy.records import Instance, Overloaded, Role, SkipPrefill
 from kvferry.router.request.call import Call
 from kvferry.router.request.headers import Headers, decode_headers, prefill_headers, with_length
 from kvferry.router.services import Services
@@ -58,20 +58,22 @@ LAST_USAGE_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class Legs:
+class Dispatcher:
     """One leg is in flight at a time, and an early prefill leg may be beside it. `close` ends them all.
 
     `answer` is the last one that came whole.
     """
 
     def __init__(self, services: Services, call: Call, client: Client) -> None:
-        self.pace = Pace(call.started_s)
+        self.timing = RequestTiming(call.started_s)
         self.trace = services.tracing.begin(call.headers, call.request_id)
         self.answer = (Head(0, []), b"")
         self._services = services
         self._call = call
         self._client = client
-        self._judge = Judge(services.membership, call.task, kind_of(call.request, call.task), call.request.streams)
+        self._outcomes = OutcomeRecorder(
+            services.membership, call.cost, kind_of(call.request, call.cost), call.request.streams
+        )
         self._held: dict[Role, Reservation] = {}
         # All so far; the last one is in flight.
         self._sent: list[Leg] = []
@@ -93,21 +95,21 @@ class Legs:
         """Reserve an instance."""
         if command.role is Role.PREFILL:
             self.leave_early()
-            if not self._judge.may_prefill():
+            if not self._outcomes.may_prefill():
                 return Skipped(PREFILL_FAILS)
         self._let_go(command.role)
         decode = self._held.get(Role.DECODE)
         partners = (decode.instance,) if command.role is Role.PREFILL and decode else ()
-        wanted = Wanted(command.role, self._call.task, command.excluded, partners)
+        wanted = InstanceRequest(command.role, self._call.cost, command.excluded, partners)
         found = self._services.membership.reserve(wanted)
         if isinstance(found, Reservation):
             self._held[command.role] = found
-            self._judge.chosen(found.instance, partners)
+            self._outcomes.chosen(found.instance, partners)
             return Picked(found.instance, self._may_be_early(found.instance))
         match found:
-            case Skip(reason, detail):
+            case SkipPrefill(reason, detail):
                 return Skipped(reason, detail)
-            case Busy(reason, retry_after_s):
+            case Overloaded(reason, retry_after_s):
                 return TurnedAway(reason, retry_after_s)
             case _:
                 return NobodyPicked()
@@ -116,17 +118,17 @@ class Legs:
         """Send a leg to the instance that was picked for it."""
         role = command.instance.role
         trace, reservation = self.trace.leg_began(command.instance), self._held[role]
-        leg = Leg(self._services, reservation, trace, self._request(command, trace.headers), self._patience(role))
+        leg = Leg(self._services, reservation, trace, self._request(command, trace.headers), self._timeouts(role))
         self._sent.append(leg)
-        self._judge.sends(reservation, path is Path.DISAGGREGATED)
-        self.pace.leg_began(role, _now())
+        self._outcomes.sends(reservation, path is Path.DISAGGREGATED)
+        self.timing.leg_began(role, _now())
         event = await self._ask(leg)
-        self.pace.leg_answered(role, _now(), leg.head.headers)
+        self.timing.leg_answered(role, _now(), leg.head.headers)
         if isinstance(event, Answered | Promised | Opened):
-            trace.answered(self.pace.told)
+            trace.answered(self.timing.told)
         if not isinstance(event, Promised | Opened):
             trace.ended(outcome_of(event))
-        self._judge.hears(event, leg.head.headers, self.pace.handover_s)
+        self._outcomes.hears(event, leg.head.headers, self.timing.handover_s)
         if isinstance(event, Answered):
             self.answer = (leg.head, event.body)
         if role is Role.PREFILL:
@@ -179,7 +181,7 @@ class Legs:
         self.stop()
         for role in tuple(self._held):
             self._let_go(role)
-        self._judge.end()
+        self._outcomes.end()
 
     async def _ask(self, leg: Leg) -> Event:
         """The answer of a leg. What P says when the client has just left is its last word, and not for a next leg."""
@@ -193,7 +195,7 @@ class Legs:
         if leg.is_event_stream:
             await self._client.start(leg.head.status, headers)
             return await self._pass_on_events(leg)
-        if self._judge.has_arrived and leg.is_plain_json:
+        if self._outcomes.has_arrived and leg.is_plain_json:
             return await self._pass_on_whole(leg, headers)
         await self._client.start(leg.head.status, headers)
         return await self._pass_on_rest(leg)
@@ -207,7 +209,7 @@ class Legs:
             found += piece
             piece = await leg.piece()
         if not isinstance(piece, Failed) and leg.is_over:
-            self._judge.hears(Ended(), [], 0.0)
+            self._outcomes.hears(Ended(), [], 0.0)
             found += piece
             if tells_usage(found):
                 await self._until_prefill_has_told()
@@ -217,7 +219,7 @@ class Legs:
             return Ended()
         await self._client.start(leg.head.status, headers)
         if isinstance(piece, Failed):
-            self._judge.hears(piece, [], 0.0)
+            self._outcomes.hears(piece, [], 0.0)
             await self._client.pass_on(bytes(found))
             return piece
         await self._client.pass_on(bytes(found + piece))
@@ -227,29 +229,29 @@ class Legs:
         while True:
             piece = await leg.piece()
             if isinstance(piece, Failed):
-                self._judge.hears(piece, [], 0.0)
+                self._outcomes.hears(piece, [], 0.0)
                 return piece
             if leg.is_over:
-                self._judge.hears(Ended(), [], 0.0)
+                self._outcomes.hears(Ended(), [], 0.0)
                 await self._client.finish(piece)
                 return Ended()
             await self._client.pass_on(piece)
 
     async def _pass_on_events(self, leg: Leg) -> Event:
         observe, reservation = self._services.metrics.inter_token(leg.instance).observe, leg.reservation
-        events = UsageEvents() if self._judge.has_arrived else None
+        events = UsageEvents() if self._outcomes.has_arrived else None
         while True:
             piece = await leg.piece()
             if isinstance(piece, Failed):
-                self._judge.hears(piece, [], 0.0)
+                self._outcomes.hears(piece, [], 0.0)
                 if events is not None and (rest := events.rest()):
                     await self._client.pass_on(rest)
                 return piece
-            self.pace.piece(piece, _now(), observe, reservation)
+            self.timing.piece(piece, _now(), observe, reservation)
             if events is not None:
                 piece = await self._with_usage(events.feed(piece))
             if leg.is_over:
-                self._judge.hears(Ended(), [], 0.0)
+                self._outcomes.hears(Ended(), [], 0.0)
                 await self._client.finish(piece + events.rest() if events is not None else piece)
                 return Ended()
             if piece:
@@ -277,12 +279,12 @@ class Legs:
 
     def _may_be_early(self, instance: Instance) -> bool:
         from_tokens = self._services.config.early_from_tokens
-        is_long = 0 < from_tokens <= self._call.task.prompt_tokens
+        is_long = 0 < from_tokens <= self._call.cost.prompt_tokens
         return is_long and instance.role is Role.PREFILL and self._services.membership.has_early_legs(instance)
 
     def _let_compute(self, leg: Leg) -> None:
         self._services.metrics.count_early()
-        self.pace.promised()
+        self.timing.promised()
         self._early = [EarlyPrefill(leg, self._prefilled)]
 
     def _prefilled(self, leg: Leg, event: Event) -> None:
@@ -290,9 +292,9 @@ class Legs:
         self._early = []
         if isinstance(event, Ended):
             self._cached_tokens = leg.cached_tokens
-            self.pace.prefilled(_now())
+            self.timing.prefilled(_now())
         leg.trace.ended(outcome_of(event))
-        if reason := self._judge.hears_end(leg.reservation, event):
+        if reason := self._outcomes.hears_end(leg.reservation, event):
             self.count(Count(Counted.UPSTREAM_ERROR, Role.PREFILL, reason))
             self._sent[-1].give_up(PREFILL_LOST)
         self._let_go(Role.PREFILL)
@@ -302,12 +304,12 @@ class Legs:
         if reservation is not None:
             reservation.release()
 
-    def _patience(self, role: Role) -> Patience:
+    def _timeouts(self, role: Role) -> LegTimeouts:
         """A decode leg waits for what an early prefill leg has not computed yet."""
         config = self._services.config
         prefill_s = config.prefill_timeout_s if role is Role.PREFILL or self._early else 0.0
         decode_s = config.decode_timeout_s if role is Role.DECODE else 0.0
-        return Patience(prefill_s + decode_s, self._call.deadline_s)
+        return LegTimeouts(prefill_s + decode_s, self._call.deadline_s)
 
     def _request(self, command: Send, traced: Headers) -> UpstreamRequest:
         select = prefill_headers if command.instance.role is Role.PREFILL else decode_headers
@@ -318,15 +320,15 @@ class Legs:
 
     def _take_note(self, event: Opened, path: Path, decode: Instance) -> None:
         """An answer has begun. Whose cache has come has computed it, though its own answer may still be on its way."""
-        for early in self._early if self._judge.has_arrived else ():
-            self._judge.hears_end(early.leg.reservation, Ended())
-        metrics, phases = self._services.metrics, self.pace.phases
+        for early in self._early if self._outcomes.has_arrived else ():
+            self._outcomes.hears_end(early.leg.reservation, Ended())
+        metrics, phases = self._services.metrics, self.timing.phases
         if event.can_append:
             metrics.observe_first_token(path, _now() - self._call.started_s)
         else:
             # Without streaming the first byte comes after the last token: that would spoil the figure of first tokens.
             phases["decode"] = phases.pop("first_decode")
-        metrics.observe_phases(phases, self._judge.prefill_url, decode.url)
+        metrics.observe_phases(phases, self._outcomes.prefill_url, decode.url)
 
 
 def _now() -> float:
