@@ -20,7 +20,6 @@ from kvferry.router.events import (
     EndWithError,
     Failed,
     Forward,
-    NobodyPicked,
     Opened,
     Path,
     Pick,
@@ -29,12 +28,10 @@ from kvferry.router.events import (
     Relay,
     Release,
     Send,
-    Skipped,
-    TurnedAway,
 )
 from kvferry.router.flow.engine_response import lost_cache
 from kvferry.router.flow.state_machine import TRANSITIONS, Flow, State
-from kvferry.router.policy.records import Instance, Role
+from kvferry.router.policy.records import Instance, NoInstance, Overloaded, Role, SkipPrefill
 from kvferry.router.request.client_request import Endpoint, decode_body, parse_request, prefill_body
 
 P0, P1, P2 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(3))
@@ -104,7 +101,7 @@ def test_the_transfer_parameters_reach_decode_as_the_bytes_that_prefill_wrote():
 def test_nothing_is_prefilled_without_a_decode_instance():
     flow = new_flow()
     play(flow, (Began(), [pick(Role.DECODE)]))
-    [command] = flow.handle(NobodyPicked())
+    [command] = flow.handle(NoInstance())
     assert isinstance(command, Refuse)
     assert (command.status, command.body["error"]["code"]) == (503, "no_decode_instance")
     assert flow.state is State.DONE
@@ -116,7 +113,7 @@ def test_without_a_prefill_instance_decode_serves_alone():
         flow,
         (Began(), [pick(Role.DECODE)]),
         (Picked(D0), [pick(Role.PREFILL)]),
-        (NobodyPicked(), [fallback("no_prefill_instance"), Send(D0, RAW)]),
+        (NoInstance(), [fallback("no_prefill_instance"), Send(D0, RAW)]),
         (Opened(True), [Relay()]),
         (Ended(), []),
     )
@@ -169,7 +166,7 @@ def test_a_failed_prefill_with_no_other_instance_falls_back_without_a_retry():
         flow,
         *to_prefilling(),
         (Failed("refused", ""), [failed(Role.PREFILL, "refused"), pick(Role.PREFILL, P0)]),
-        (NobodyPicked(), [fallback("prefill_failed"), Send(D0, RAW)]),
+        (NoInstance(), [fallback("prefill_failed"), Send(D0, RAW)]),
     )
 
 
@@ -224,7 +221,7 @@ def test_a_decode_retry_still_has_its_prefill_retry():
         (Picked(D1), [retry(Role.DECODE, "reset"), pick(Role.PREFILL, D0)]),
         (Picked(P0), [Send(P0, PREFILL_BODY)]),
         (Failed("reset", ""), [failed(Role.PREFILL, "reset"), pick(Role.PREFILL, D0, P0)]),
-        (NobodyPicked(), [fallback("prefill_failed"), Send(D1, RAW)]),
+        (NoInstance(), [fallback("prefill_failed"), Send(D1, RAW)]),
     )
 
 
@@ -234,7 +231,7 @@ def test_a_decode_only_request_is_tried_elsewhere_without_a_prefill():
         flow,
         (Began(), [pick(Role.DECODE)]),
         (Picked(D0), [pick(Role.PREFILL)]),
-        (NobodyPicked(), [fallback("no_prefill_instance"), Send(D0, RAW)]),
+        (NoInstance(), [fallback("no_prefill_instance"), Send(D0, RAW)]),
         (Failed("reset", ""), [failed(Role.DECODE, "reset"), pick(Role.DECODE, D0)]),
         (Picked(D1), [retry(Role.DECODE, "reset"), Send(D1, RAW)]),
     )
@@ -250,7 +247,7 @@ def test_a_decode_only_request_is_tried_elsewhere_without_a_prefill():
 def test_a_failed_decode_with_no_other_instance_is_told_to_the_client(event, status, code):
     flow = new_flow()
     play(flow, *to_decoding(), (event, [failed(Role.DECODE, event.reason), pick(Role.DECODE, D0)]))
-    [refusal] = flow.handle(NobodyPicked())
+    [refusal] = flow.handle(NoInstance())
     assert isinstance(refusal, Refuse)
     assert (refusal.status, refusal.body["error"]["code"]) == (status, code)
     assert event.detail in refusal.body["error"]["message"]
@@ -262,8 +259,8 @@ def test_a_5xx_of_the_only_decode_instance_goes_to_the_client_as_it_is():
         flow,
         *to_decoding(),
         (Answered(507, b""), [failed(Role.DECODE, "status_507"), pick(Role.DECODE, D0, P0)]),
-        (NobodyPicked(), [pick(Role.DECODE, P0)]),
-        (NobodyPicked(), [Forward()]),
+        (NoInstance(), [pick(Role.DECODE, P0)]),
+        (NoInstance(), [Forward()]),
     )
 
 
@@ -287,9 +284,9 @@ def test_the_only_decode_that_fails_with_anothers_cache_tries_without_that():
         flow,
         *to_decoding(),
         (Answered(500, b"{}"), [failed(Role.DECODE, "status_500"), pick(Role.DECODE, D0, P0)]),
-        (NobodyPicked(), [pick(Role.DECODE, P0)]),
+        (NoInstance(), [pick(Role.DECODE, P0)]),
         (Picked(D0), [retry(Role.DECODE, "status_500"), pick(Role.PREFILL, P0)]),
-        (NobodyPicked(), [fallback("prefill_failed"), Send(D0, RAW)]),
+        (NoInstance(), [fallback("prefill_failed"), Send(D0, RAW)]),
         (Answered(500, b""), [failed(Role.DECODE, "status_500"), Forward()]),
     )
 
@@ -395,7 +392,7 @@ def test_one_sequence_is_divided(extra):
 EVENTS = {
     Began: Began(),
     Picked: Picked(P0),
-    NobodyPicked: NobodyPicked(),
+    NoInstance: NoInstance(),
     Answered: PREFILLED,
     Opened: Opened(True),
     Ended: Ended(),
@@ -469,7 +466,7 @@ def test_a_prefill_with_too_much_to_do_is_replaced():
 
 def test_where_every_prefill_has_too_much_to_do_the_client_hears_it():
     flow = new_flow()
-    play(flow, *to_other_prefill(), (NobodyPicked(), [Forward()]))
+    play(flow, *to_other_prefill(), (NoInstance(), [Forward()]))
     assert flow.state is State.DONE
     flow = new_flow()
     again = [retry(Role.PREFILL, "status_429"), Send(P1, PREFILL_BODY)]
@@ -485,7 +482,7 @@ def test_a_busy_prefill_and_a_broken_one_leave_decode_alone():
 
 def test_a_policy_may_skip_prefill_and_the_client_is_told_why():
     flow = new_flow()
-    skipped = Skipped("short_prompt", "tokens=3; threshold=9")
+    skipped = SkipPrefill("short_prompt", "tokens=3; threshold=9")
     picking = (Picked(D0), [pick(Role.PREFILL)])
     play(flow, (Began(), [pick(Role.DECODE)]), picking, (skipped, [fallback("short_prompt"), Send(D0, RAW)]))
     assert flow.path is Path.DECODE_ONLY
@@ -496,7 +493,7 @@ def test_a_policy_may_skip_prefill_and_the_client_is_told_why():
 def test_a_policy_may_turn_a_request_away(steps):
     flow = new_flow()
     play(flow, *to_prefilling()[:steps])
-    counted, refusal = flow.handle(TurnedAway("ttft", 7))
+    counted, refusal = flow.handle(Overloaded("ttft", 7))
     assert counted == Count(Counted.TURNED_AWAY, Role.DECODE, "ttft")
     assert (refusal.status, refusal.retry_after_s) == (429, 7)
     assert refusal.body["error"]["reason"] == "ttft"
@@ -540,7 +537,7 @@ def test_a_cache_that_did_not_arrive_and_no_other_prefill_leaves_decode_alone():
         *to_decoding(),
         (LOST, [failed(Role.DECODE, "peer_lost"), pick(Role.DECODE, P0)]),
         (Picked(D0), [retry(Role.DECODE, "peer_lost"), pick(Role.PREFILL, P0)]),
-        (NobodyPicked(), [fallback("prefill_failed"), Send(D0, RAW)]),
+        (NoInstance(), [fallback("prefill_failed"), Send(D0, RAW)]),
     )
 
 

@@ -26,7 +26,6 @@ from kvferry.router.events import (
     EndWithError,
     Failed,
     Forward,
-    NobodyPicked,
     Opened,
     Refuse,
     Relay,
@@ -35,7 +34,7 @@ from kvferry.router.events import (
 )
 from kvferry.router.flow import client
 from kvferry.router.flow.state_machine import Flow
-from kvferry.router.policy.records import Role
+from kvferry.router.policy.records import NoInstance, Role
 from kvferry.router.request.client_request import decode_body
 
 PARAMS = b'{"do_remote_prefill": true, "kvferry": {"lease_id": "x"}}'
@@ -106,7 +105,7 @@ def test_the_last_word_names_the_counter_that_moved():
     flow = Flow(REQUEST)
     play(flow, *to_decoding())
     flow.handle(Failed("deadline", "it took too long"))
-    (last,) = flow.handle(NobodyPicked())
+    (last,) = flow.handle(NoInstance())
     assert isinstance(last, Refuse)
     assert (last.status, last.body["error"]["reason"], last.body["error"]["code"]) == (
         504,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from kvferry.router.policy.records import Instance, Role
+from kvferry.router.policy.records import Instance, NoInstance, Overloaded, Role, SkipPrefill
 
 TOO_LATE = "request_deadline"
 """Why a leg failed of which the client had said how long it may take: no instance is to blame."""
@@ -59,27 +59,6 @@ class Picked:
 
 
 @dataclass(frozen=True, slots=True)
-class NobodyPicked:
-    """No healthy instance is left that a `Pick` allows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """The policy wants no prefill leg for this request; `detail` has its figures."""
-
-    reason: str
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TurnedAway:
-    """The policy wants no more requests for `retry_after_s`."""
-
-    reason: str
-    retry_after_s: int
-
-
-@dataclass(frozen=True, slots=True)
 class Answered:
     """The whole answer of the leg in flight: any answer of P, and those of D that are no success."""
 
@@ -122,7 +101,7 @@ class ClientGone:
 
 
 Event = (
-    Began | Picked | NobodyPicked | Skipped | TurnedAway | Answered | Promised | Opened | Ended | Failed | ClientGone
+    Began | Picked | NoInstance | SkipPrefill | Overloaded | Answered | Promised | Opened | Ended | Failed | ClientGone
 )
 
 
@@ -133,7 +112,7 @@ Event = (
 class Pick:
     """Choose a healthy instance of `role` outside `excluded`.
 
-    Answered by `Picked`, `NobodyPicked`, `Skipped` (prefill only) or `TurnedAway`.
+    Answered by `Picked`, `NoInstance`, `SkipPrefill` (prefill only) or `Overloaded`.
     """
 
     role: Role

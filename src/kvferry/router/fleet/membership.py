@@ -20,7 +20,6 @@ from kvferry.router.policy.prefill_threshold import threshold_tokens
 from kvferry.router.policy.prefix_affinity import PrefixIndex
 from kvferry.router.policy.records import (
     NO_COST,
-    Decision,
     Instance,
     Load,
     NoInstance,
@@ -173,7 +172,7 @@ class Membership:
         """Whether there is a decode instance that a request could be sent to now."""
         return any(m.instance.role is Role.DECODE and m.can_serve(self.now) for m in self.members)
 
-    def reserve(self, wanted: InstanceRequest) -> Reservation | Decision:
+    def reserve(self, wanted: InstanceRequest) -> Reservation | SkipPrefill | Overloaded | NoInstance:
         """Have the policy choose; an instance that it chose is reserved, everything else is its decision."""
         query = self._query(wanted)
         decision = self._policy_settings.policy(query)

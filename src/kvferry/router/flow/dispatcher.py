@@ -16,15 +16,12 @@ from kvferry.router.events import (
     Ended,
     Event,
     Failed,
-    NobodyPicked,
     Opened,
     Path,
     Pick,
     Picked,
     Promised,
     Send,
-    Skipped,
-    TurnedAway,
 )
 from kvferry.router.fleet.membership import InstanceRequest
 from kvferry.router.fleet.request_kinds import kind_of
@@ -42,7 +39,7 @@ from kvferry.router.flow.usage import (
     with_cached_tokens,
     with_cached_tokens_in_events,
 )
-from kvferry.router.policy.records import Instance, Overloaded, Role, SkipPrefill
+from kvferry.router.policy.records import Instance, Role, SkipPrefill
 from kvferry.router.request.call import Call
 from kvferry.router.request.headers import Headers, decode_headers, prefill_headers, with_length
 from kvferry.router.services import Services
@@ -96,7 +93,7 @@ class Dispatcher:
         if command.role is Role.PREFILL:
             self.leave_early()
             if not self._outcomes.may_prefill():
-                return Skipped(PREFILL_FAILS)
+                return SkipPrefill(PREFILL_FAILS)
         self._let_go(command.role)
         decode = self._held.get(Role.DECODE)
         partners = (decode.instance,) if command.role is Role.PREFILL and decode else ()
@@ -106,13 +103,7 @@ class Dispatcher:
             self._held[command.role] = found
             self._outcomes.chosen(found.instance, partners)
             return Picked(found.instance, self._may_be_early(found.instance))
-        match found:
-            case SkipPrefill(reason, detail):
-                return Skipped(reason, detail)
-            case Overloaded(reason, retry_after_s):
-                return TurnedAway(reason, retry_after_s)
-            case _:
-                return NobodyPicked()
+        return found
 
     async def send(self, command: Send, path: Path) -> Event:
         """Send a leg to the instance that was picked for it."""

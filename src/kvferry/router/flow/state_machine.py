@@ -43,7 +43,6 @@ from kvferry.router.events import (
     Event,
     Failed,
     Forward,
-    NobodyPicked,
     Opened,
     Path,
     Pick,
@@ -53,12 +52,10 @@ from kvferry.router.events import (
     Relay,
     Release,
     Send,
-    Skipped,
-    TurnedAway,
 )
 from kvferry.router.flow.engine_response import can_be_released, kept_cache, lost_cache
 from kvferry.router.flow.fallback import is_wanted, refusal
-from kvferry.router.policy.records import Instance, Role
+from kvferry.router.policy.records import Instance, NoInstance, Overloaded, Role, SkipPrefill
 from kvferry.router.policy.settings import PrefillFallback
 from kvferry.router.request.client_request import ClientRequest, decode_body, prefill_body
 from kvferry.wire.messages import Reason
@@ -127,13 +124,13 @@ class Flow:
             return [*counts, *self._send_decode(self._request.raw)]
         return [*counts, *self._pick(Role.PREFILL)]
 
-    def give_up(self, event: NobodyPicked) -> list[Command]:
+    def give_up(self, event: NoInstance) -> list[Command]:
         if self._suspected:
             self._failed, self._suspected = self._failed - self._suspected, frozenset()
             return self._pick(Role.DECODE)
         return self._finish(self._last_word)
 
-    def turn_away(self, event: TurnedAway) -> list[Command]:
+    def turn_away(self, event: Overloaded) -> list[Command]:
         words = f"the service is overloaded; hint: retry in {event.retry_after_s} s"
         body = error_body(words, "rate_limit_error", "overloaded", None)
         body["error"]["reason"] = event.reason
@@ -145,13 +142,13 @@ class Flow:
         self._picked[Role.PREFILL] = event.instance
         return [*self._count_retry(Role.PREFILL), Send(event.instance, prefill_body(self._request, event.is_early))]
 
-    def do_without_prefill(self, event: NobodyPicked) -> list[Command]:
+    def do_without_prefill(self, event: NoInstance) -> list[Command]:
         if self._overloaded:
             return self._finish(Forward())
         failed = any(instance.role is Role.PREFILL for instance in self._failed)
         return self._decode_alone("prefill_failed" if failed else "no_prefill_instance")
 
-    def skip_prefill(self, event: Skipped) -> list[Command]:
+    def skip_prefill(self, event: SkipPrefill) -> list[Command]:
         if self._refuses and not is_wanted(event.reason):
             return self._refuse(event.reason)
         return [*self._fall_back(event.reason, event.detail), *self._send_decode(self._request.raw)]
@@ -329,12 +326,12 @@ AFTER_LOST_DECODE = (State.PICKING_DECODE, State.DONE)
 TRANSITIONS: Mapping[tuple[State, type[Event]], Transition] = {
     (State.NEW, Began): _to(Flow.begin, State.PICKING_DECODE),
     (State.PICKING_DECODE, Picked): _to(Flow.take_decode, *PICKED),
-    (State.PICKING_DECODE, NobodyPicked): _to(Flow.give_up, State.PICKING_DECODE, State.DONE),
-    (State.PICKING_DECODE, TurnedAway): _to(Flow.turn_away, State.DONE),
+    (State.PICKING_DECODE, NoInstance): _to(Flow.give_up, State.PICKING_DECODE, State.DONE),
+    (State.PICKING_DECODE, Overloaded): _to(Flow.turn_away, State.DONE),
     (State.PICKING_PREFILL, Picked): _to(Flow.take_prefill, State.PREFILLING),
-    (State.PICKING_PREFILL, NobodyPicked): _to(Flow.do_without_prefill, State.DECODING, State.DONE),
-    (State.PICKING_PREFILL, Skipped): _to(Flow.skip_prefill, State.DECODING, State.DONE),
-    (State.PICKING_PREFILL, TurnedAway): _to(Flow.turn_away, State.DONE),
+    (State.PICKING_PREFILL, NoInstance): _to(Flow.do_without_prefill, State.DECODING, State.DONE),
+    (State.PICKING_PREFILL, SkipPrefill): _to(Flow.skip_prefill, State.DECODING, State.DONE),
+    (State.PICKING_PREFILL, Overloaded): _to(Flow.turn_away, State.DONE),
     (State.PREFILLING, Answered): _to(Flow.take_prefill_answer, *AFTER_LOST_PREFILL, State.DONE),
     (State.PREFILLING, Promised): _to(Flow.take_promise, State.DECODING),
     (State.PREFILLING, Failed): _to(Flow.lose_prefill, *AFTER_LOST_PREFILL, State.DONE),
