@@ -2,7 +2,7 @@
 
 This is the API for engines: describe a cache (`kvferry.layout`), open an agent for each rank of the engine, lease what
 was computed, fetch into blocks, hear what happened, close. `Agent` tells by a callback, `AsyncAgent` on an event loop.
-What `__all__` names here and in `layout`, `kv_transfer_params`, `options`, `devices` and `testing` is stable: see
+What `__all__` names here and in `layout`, `kv_transfer_params`, `options` and `devices` is stable: see
 docs/api.md. Everything is loaded when it is first used: this import needs no library.
 """
 
