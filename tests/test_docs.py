@@ -148,3 +148,8 @@ def test_the_table_that_is_shown_has_rows_of_the_command(page):
     phases = {"queue", "handshake", "claim", "wire", "verify"}
     assert len(shown) > 6
     assert [row for row in shown if row not in phases and f'"{row}"' not in written] == []
+
+
+def test_every_example_has_a_row_in_the_page_of_examples():
+    named = re.findall(r"^\| `(\w+\.py)` \|", (ROOT / "docs/examples.md").read_text(), re.MULTILINE)
+    assert sorted([*named, "support.py"]) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
