@@ -30,7 +30,7 @@ from kvferry.session.commands import Fetched, FetchFailed, LeaseEnded
 from kvferry.session.events import Ahead, FetchRequest, LeaseProgress, LeaseRequest
 from kvferry.session.source import streamed_write
 from kvferry.session.target.read_strategy import StagingPolicy
-from kvferry.transport.opening import open_transports
+from kvferry.transport.registry import open_transports
 from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared
 
 NUM_LAYERS, BLOCK_TOKENS = 32, 16

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.transport.base import Memory
-from kvferry.transport.opening import open_transports
+from kvferry.transport.registry import open_transports
 
 __all__ = ["Alone"]
 

@@ -24,7 +24,7 @@ from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Copies, Direction
 from kvferry.session.commands import Fetched
 from kvferry.session.events import FetchRequest
-from kvferry.transport.opening import open_transports
+from kvferry.transport.registry import open_transports
 from kvferry.transport.rowcopy.copier import current, wait_until_compiled
 from kvferry.transport.shm.shared_memory import allocate_shared
 from kvferry.wire.messages import Reference

@@ -25,7 +25,7 @@ from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.program import bind
-from kvferry.plan.programs.tiles import Tile, plain, rows_of, tile_of
+from kvferry.plan.programs.row_patterns import Tile, plain, rows_of, tile_of
 from kvferry.plan.routing.route import route
 from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, region_starts
 from kvferry.plan.strategy.strategies import Side, Strategy

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.cli.main import main
-from kvferry.embedded.transfer.bridge import AgentTransfer
+from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 from kvferry.session.source.completed_reads import CompletedReads
 
 way = Path(sys.argv.pop(1))

@@ -15,7 +15,7 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import FetchRequest
 from kvferry.session.timeouts import Timing
 from kvferry.testing.engines import oracle
-from kvferry.transport.opening import open_transports
+from kvferry.transport.registry import open_transports
 from kvferry.transport.shm.shared_memory import allocate_shared
 
 MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)

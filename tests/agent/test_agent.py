@@ -19,7 +19,7 @@ from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, Lease
 from kvferry.session.events import LeaseRequest
 from kvferry.session.timeouts import Timing
 from kvferry.testing.engines import oracle
-from kvferry.transport.opening import open_transports
+from kvferry.transport.registry import open_transports
 from kvferry.wire.codec import decode, frame_of
 from kvferry.wire.messages import WIRE_VERSION, Reason, Reference, Refusal
 

@@ -21,7 +21,7 @@ from kvferry.session.timeouts import Timing
 from kvferry.testing.engines import oracle
 from kvferry.transport import memory_kind
 from kvferry.transport.memory_kind import MemoryKind, register_kind
-from kvferry.transport.opening import open_transports
+from kvferry.transport.registry import open_transports
 
 DEVICE = "abacus"
 MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)

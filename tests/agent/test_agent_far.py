@@ -20,7 +20,7 @@ from kvferry.session.events import FetchRequest, LeaseRequest
 from kvferry.session.target.read_strategy import AUTO, StagingPolicy
 from kvferry.session.timeouts import Timing
 from kvferry.testing.engines import oracle
-from kvferry.transport.opening import open_transports
+from kvferry.transport.registry import open_transports
 
 MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")

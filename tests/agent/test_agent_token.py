@@ -10,7 +10,7 @@ from kvferry.plan.description.describe import EngineShape
 from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.events import LeaseRequest
 from kvferry.session.timeouts import Timing
-from kvferry.transport.opening import open_transports
+from kvferry.transport.registry import open_transports
 
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
 TABLES = ((3, 4, 5),)

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.agent.transports.costs import costs_of
 from kvferry.plan.programs.copies import Direction
-from kvferry.plan.strategy.prices import Counts, prices
+from kvferry.plan.strategy.cost_model import Counts, prices
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.selection.measurement import UNMEASURED, Measurement, Rates

@@ -20,7 +20,7 @@ from kvferry.session.commands import Fetched, FetchFailed, LeaseEnded
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.transport.base import Memory
 from kvferry.transport.cma.transport import CrossMemoryTransport
-from kvferry.transport.opening import open_transports
+from kvferry.transport.registry import open_transports
 from kvferry.transport.selection.probe import allocation_bytes
 from kvferry.transport.shm.shared_memory import SharedMemory
 

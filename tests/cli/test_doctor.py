@@ -21,7 +21,7 @@ from kvferry.cli.doctor import facts as doctor_facts
 from kvferry.cli.doctor import peer
 from kvferry.cli.doctor import report as command
 from kvferry.cli.doctor.peer import try_peer
-from kvferry.cli.doctor.trials import verdict
+from kvferry.cli.doctor.transport_tests import verdict
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.transport.machine.facts import Accelerator, Nic, NicKind, ProcessLimits, SystemFacts, UcxBuild
 from kvferry.transport.machine.finding import Finding, Severity, finding_of, worst

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from kvferry.connectors.vllm_middleware.beginnings import Beginnings
-from kvferry.connectors.vllm_middleware.passage import EarlyPassage
+from kvferry.connectors.vllm_middleware.held_response import EarlyPassage
+from kvferry.connectors.vllm_middleware.prefill_starts import Beginnings
 
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
 HEAD = {"type": "http.response.start", "status": 200, "headers": STREAM}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_vllm_middleware import CHAT, COMPLETIONS, FACTS, STREAM, WHOLE, Vllm
 
-from kvferry.connectors.promise import Promise, unsealed
+from kvferry.connectors.early_lease import Promise, unsealed
 from kvferry.connectors.vllm_middleware.asgi import Opened
 from kvferry.connectors.vllm_middleware.early import EarlyLeg
 from kvferry.kv_transfer_params import from_params

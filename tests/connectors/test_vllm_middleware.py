@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connectors.vllm_middleware import FerryMiddleware
-from kvferry.connectors.vllm_middleware.arrivals import Arrival, Arrivals
 from kvferry.connectors.vllm_middleware.legs import leg_name
+from kvferry.connectors.vllm_middleware.transfer_reports import Arrival, Arrivals
 from kvferry.connectors.vllm_middleware.workers import Workers
 from kvferry.kv_transfer_params import to_params
 from kvferry.router.flow.engine_response import lost_cache

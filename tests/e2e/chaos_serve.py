@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from kvferry.cli.main import main
-from kvferry.transport import opening
+from kvferry.transport import registry
 from kvferry.transport.tcp.transport import TcpTransport
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -12,5 +12,5 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from faulty_transport import GatedTransport
 
 gate = Path(sys.argv.pop(1))
-opening.OPENERS["tcp"] = lambda *_: GatedTransport(TcpTransport(), gate.exists)
+registry.OPENERS["tcp"] = lambda *_: GatedTransport(TcpTransport(), gate.exists)
 main()

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from kvferry.cli.up.fleet import Fleet, FleetOptions
-from kvferry.cli.up.proof import Answer, Question, ask
+from kvferry.cli.up.output_check import Answer, Question, ask
 from kvferry.embedded.model.tiny import ensure_tiny_model
 
 DEADLINE_S = 60.0

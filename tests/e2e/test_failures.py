@@ -11,7 +11,7 @@ import pytest
 from conftest import DEADLINE_S, both, eventually, post, ready, silent
 from test_main_job import prompt_of
 
-from kvferry.cli.up.proof import Question, ask
+from kvferry.cli.up.output_check import Question, ask
 
 PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
 

@@ -6,8 +6,8 @@ import pytest
 
 from kvferry import AgentConfig
 from kvferry.embedded.engine.records import Grown
-from kvferry.embedded.transfer import bridge
-from kvferry.embedded.transfer.bridge import AgentTransfer
+from kvferry.embedded.transfer import agent_transfer
+from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 from kvferry.embedded.transfer.collector import AgentCollector
 from kvferry.errors import TransferError
 from kvferry.plan.description.describe import EngineShape, describe
@@ -274,7 +274,9 @@ def test_a_failure_is_one_line_with_the_request_and_both_epochs(caplog):
         await source.freed()
 
     with_two_sides(scenario)
-    lines = [record.getMessage() for record in caplog.records if record.name == "kvferry.embedded.transfer.bridge"]
+    lines = [
+        record.getMessage() for record in caplog.records if record.name == "kvferry.embedded.transfer.agent_transfer"
+    ]
     (first,) = [line for line in lines if "no cache for request q1: wrong_epoch: from 'p0' epoch 'x\\nERROR" in line]
     assert sum("no cache for request q2: malformed" in line for line in lines) == 1
     assert " to d0 epoch " in first
@@ -329,7 +331,7 @@ def test_a_promise_is_kept_longer_than_a_lease_lives():
 
 
 def test_a_promise_of_an_engine_that_stands_still_runs_out(monkeypatch):
-    monkeypatch.setattr(bridge, "MAX_SILENT_WORDS", 1)
+    monkeypatch.setattr(agent_transfer, "MAX_SILENT_WORDS", 1)
 
     async def scenario(source, target):
         await source.transfer.promise("r1", prompt(7))
@@ -340,7 +342,7 @@ def test_a_promise_of_an_engine_that_stands_still_runs_out(monkeypatch):
 
 
 def test_an_engine_that_goes_on_has_all_its_silent_words_again(monkeypatch):
-    monkeypatch.setattr(bridge, "MAX_SILENT_WORDS", 2)
+    monkeypatch.setattr(agent_transfer, "MAX_SILENT_WORDS", 2)
 
     async def scenario(source, target):
         words = []

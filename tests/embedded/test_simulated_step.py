@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from kvferry.connectors.step_cost import StepCost
-from kvferry.connectors.transformers.pace import Pace
+from kvferry.connectors.transformers.simulated_step_time import Pace
 
 
 class Scheduled:

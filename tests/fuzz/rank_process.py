@@ -16,7 +16,7 @@ from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import LeaseRequest
 from kvferry.testing.engines import oracle
-from kvferry.transport.opening import open_transports
+from kvferry.transport.registry import open_transports
 from kvferry.transport.shm.shared_memory import allocate_shared
 
 MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)

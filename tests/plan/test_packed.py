@@ -14,8 +14,8 @@ from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.program import Section, Strides, bind
 from kvferry.plan.programs.request import Places, bytes_at, copies_for, places_for
-from kvferry.plan.programs.stretch import stretches, unit_tokens
-from kvferry.plan.programs.tiles import rows_of
+from kvferry.plan.programs.row_patterns import rows_of
+from kvferry.plan.programs.token_chunks import stretches, unit_tokens
 from kvferry.plan.routing.route import route
 from kvferry.plan.slots.packed_slots import packed
 from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, region_starts

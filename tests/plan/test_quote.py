@@ -10,8 +10,8 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.routing.route import route
-from kvferry.plan.strategy.costs import Costs
-from kvferry.plan.strategy.quote import Quote, quote
+from kvferry.plan.strategy.calibration import Costs
+from kvferry.plan.strategy.request_estimate import Quote, quote
 
 COSTS = Costs(
     latency_s=1e-5,

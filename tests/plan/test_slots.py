@@ -13,8 +13,8 @@ from kvferry.plan.description.model import CacheModel, LayerCache, attention, la
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
-from kvferry.plan.programs.stretch import stretch_tokens, stretches
-from kvferry.plan.programs.tiles import rows_of
+from kvferry.plan.programs.row_patterns import rows_of
+from kvferry.plan.programs.token_chunks import stretch_tokens, stretches
 from kvferry.plan.routing.route import route
 from kvferry.plan.slots import slot_plan
 from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables, region_starts

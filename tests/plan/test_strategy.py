@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Copies
-from kvferry.plan.strategy.costs import TYPICAL_AGENTS, TYPICAL_HOST, Costs, typical_device
-from kvferry.plan.strategy.prices import ONE_REGION, Counts, choose, choose_by_counts, counts_of, prices
+from kvferry.plan.strategy.calibration import TYPICAL_AGENTS, TYPICAL_HOST, Costs, typical_device
+from kvferry.plan.strategy.cost_model import ONE_REGION, Counts, choose, choose_by_counts, counts_of, prices
 from kvferry.plan.strategy.strategies import RegionStarts, Staging, Strategy, staged
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -12,7 +12,15 @@ from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for, num_rows, volume
-from kvferry.plan.programs.stretch import WHOLE, Stretch, even_stretches, parted, stretch_tokens, stretches, unit_tokens
+from kvferry.plan.programs.token_chunks import (
+    WHOLE,
+    Stretch,
+    even_stretches,
+    parted,
+    stretch_tokens,
+    stretches,
+    unit_tokens,
+)
 from kvferry.plan.routing.route import route
 from kvferry.testing.engines.strategies import handmade, scenarios
 

@@ -9,8 +9,8 @@ import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 
-from kvferry.http.request_fields import FIELDS, OF_ENDPOINT, Api, Endpoint, InPrefill, dropped, fields_of
-from kvferry.http.undividable import DECISIVE, needs_prompt_logits, undividable_reason
+from kvferry.http.disaggregation import DECISIVE, needs_prompt_logits, undividable_reason
+from kvferry.http.prefill_fields import FIELDS, OF_ENDPOINT, Api, Endpoint, InPrefill, dropped, fields_of
 from kvferry.router.request.client_request import REMOTE_DECODE, parse_request, prefill_body
 
 ROWS = [(endpoint, field) for endpoint in Endpoint for field in fields_of(endpoint).values()]

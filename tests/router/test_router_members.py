@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from router_harness import answer, cluster, decode_engine, decoding, open_stream, prefill_engine, serving
 
-from kvferry.embedded.http.registrar import Registrar, RegistrarConfig
+from kvferry.embedded.http.router_registration import Registrar, RegistrarConfig
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.http.registration import MEMBERS_PATH, SIGNATURE, Side, decode_announcement, reason_to_refuse, sign
 from kvferry.router.config import Registration, RouterConfig

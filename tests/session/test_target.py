@@ -15,7 +15,7 @@ from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.routing.route import route
 from kvferry.plan.slots.slot_plan import region_starts
-from kvferry.plan.strategy.costs import TYPICAL_HOST
+from kvferry.plan.strategy.calibration import TYPICAL_HOST
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import (
     Acquire,

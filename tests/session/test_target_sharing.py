@@ -25,10 +25,10 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
-from kvferry.plan.programs.stretch import parted
+from kvferry.plan.programs.token_chunks import parted
 from kvferry.plan.routing.route import route
 from kvferry.plan.slots.slot_plan import region_starts
-from kvferry.plan.strategy.costs import TYPICAL_HOST
+from kvferry.plan.strategy.calibration import TYPICAL_HOST
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import (
     Acquire,

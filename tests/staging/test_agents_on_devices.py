@@ -30,8 +30,8 @@ from kvferry.staging.device.mover import DeviceMover
 from kvferry.staging.device.pinned import CudaRuntime, Pinned
 from kvferry.testing.engines import oracle
 from kvferry.transport.base import Memory
-from kvferry.transport.opening import open_transports
 from kvferry.transport.registered_memory import Regions
+from kvferry.transport.registry import open_transports
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 

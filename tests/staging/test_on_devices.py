@@ -15,7 +15,7 @@ import torch
 from kvferry.agent.memory.arena import Arena, SharedArena
 from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Copies
-from kvferry.plan.programs.tiles import plain
+from kvferry.plan.programs.row_patterns import plain
 from kvferry.staging.device.arena import DeviceArena
 from kvferry.staging.device.mover import DeviceMover
 from kvferry.staging.device.patterns import tiles_of

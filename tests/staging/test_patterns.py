@@ -15,7 +15,7 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import NOTHING, Copies
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
-from kvferry.plan.programs.tiles import Tile, rows_of, tile_of
+from kvferry.plan.programs.row_patterns import Tile, rows_of, tile_of
 from kvferry.plan.routing.route import route
 from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, region_starts
 from kvferry.plan.strategy.strategies import Strategy

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.errors import ConfigurationError
 from kvferry.transport.machine.facts import Place
-from kvferry.transport.opening import open_transports
+from kvferry.transport.registry import open_transports
 from kvferry.transport.ucx.environment import prepare, silence_libraries
 from kvferry.transport.ucx.settings import Origin
 

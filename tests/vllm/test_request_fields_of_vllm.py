@@ -14,8 +14,8 @@ with warnings.catch_warnings():
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from kvferry.http.request_fields import FIELDS, Api, Endpoint
-from kvferry.http.undividable import needs_prompt_logits, undividable_reason
+from kvferry.http.disaggregation import needs_prompt_logits, undividable_reason
+from kvferry.http.prefill_fields import FIELDS, Api, Endpoint
 
 CLASSES = {Api.VLLM_COMPLETIONS: CompletionRequest, Api.VLLM_CHAT: ChatCompletionRequest}
 PROMPTS = {

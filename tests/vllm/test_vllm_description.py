@@ -41,8 +41,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvferry.connectors.vllm.description.cpu_block_layout import Tile, probe
 from kvferry.connectors.vllm.description.describe import EngineFacts, LayerFacts, describe
-from kvferry.connectors.vllm.description.tiles import Tile, probe
 from kvferry.connectors.vllm.scheduler.scheduler import _running
 from kvferry.errors import IncompatibleError, LayoutError
 from kvferry.plan.description.layout import Axis

@@ -18,10 +18,10 @@ from test_vllm_worker import rank as rank  # the fixture
 from kvferry.connectors.vllm.connector import FerryConnector
 from kvferry.connectors.vllm.description.describe import Described, GroupFacts
 from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, LeaseOrder, Orders, PromiseOrder
+from kvferry.connectors.vllm.worker.deferred_commands import LateOrders, end_of_request
 from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source, at_once
-from kvferry.connectors.vllm.worker.growing import MAX_SILENT_WORDS, Growing
-from kvferry.connectors.vllm.worker.late_orders import LateOrders, end_of_request
 from kvferry.connectors.vllm.worker.layer_progress import LayerProgress
+from kvferry.connectors.vllm.worker.prefill_progress import MAX_SILENT_WORDS, Growing
 from kvferry.connectors.vllm.worker.worker import _Started
 from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.plan.description.layout import Layout

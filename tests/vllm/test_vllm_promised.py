@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, 
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec, UniformTypeKVCacheSpecs
 from vllm.v1.request import RequestStatus
 
-from kvferry.connectors.promise import Promise, new_promise, sealed, unsealed
+from kvferry.connectors.early_lease import Promise, new_promise, sealed, unsealed
 from kvferry.connectors.vllm.description.groups import may_grow
 from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, PromiseOrder
 from kvferry.connectors.vllm.scheduler.prompts import Prompts

@@ -21,7 +21,7 @@ from vllm.config import KVTransferConfig
 from kvferry.connectors.vllm.connector import FerryConnector
 from kvferry.connectors.vllm.settings import check_version, settings_of
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
-from kvferry.connectors.vllm_middleware.arrivals import Arrival, Arrivals
+from kvferry.connectors.vllm_middleware.transfer_reports import Arrival, Arrivals
 from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import FetchReport

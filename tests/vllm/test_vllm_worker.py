@@ -20,8 +20,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from kvferry.connectors.vllm.description.describe import Described, GroupFacts
 from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, PromiseOrder, agent_name
 from kvferry.connectors.vllm.settings import Settings
+from kvferry.connectors.vllm.worker.deferred_commands import LateOrders
 from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source, at_once
-from kvferry.connectors.vllm.worker.late_orders import LateOrders
 from kvferry.connectors.vllm.worker.worker import Worker, _Started
 from kvferry.errors import TransferError
 from kvferry.plan.description.layout import Layout

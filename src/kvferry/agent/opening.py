@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvferry.agent.cache import Cache
 from kvferry.agent.config import AgentConfig, Notice
 from kvferry.agent.loop.agent import Agent
-from kvferry.transport.opening import open_transports
+from kvferry.transport.registry import open_transports
 
 
 def open_agent(config: AgentConfig, cache: Cache, notify: Callable[[Notice], None]) -> Agent:

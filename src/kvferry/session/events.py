@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.plan.description.prompt import UNKNOWN_PROMPT, UNNAMED, Prompt, PromptName
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.plan.strategy.costs import TYPICAL_AGENTS, Costs
+from kvferry.plan.strategy.calibration import TYPICAL_AGENTS, Costs
 from kvferry.session.keys import PeerKey, Remote, SlotKey, WorkKey
 from kvferry.wire.messages import Message, Reference
 

@@ -1,4 +1,7 @@
-"""How long a session waits for what."""
+"""How long a session waits for what: the defaults.
+
+Engines give their own: `kvferry.connectors.vllm` has longer heartbeats, because vLLM's workers may be busy for longer.
+"""
 
 from __future__ import annotations
 

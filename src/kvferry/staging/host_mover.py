@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import FerryError, IllegalEventError
-from kvferry.plan.programs.tiles import Tile
+from kvferry.plan.programs.row_patterns import Tile
 from kvferry.staging.mover import CLOSED, Moved
 from kvferry.transport.base import Memory
 from kvferry.transport.registered_memory import Regions, View, view_of

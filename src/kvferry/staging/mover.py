@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple, Protocol
 
-from kvferry.plan.programs.tiles import Tile
+from kvferry.plan.programs.row_patterns import Tile
 from kvferry.transport.registered_memory import View
 
 CLOSED = "the mover was closed"

@@ -2,8 +2,8 @@
 
 No request fails for lack of memory: it waits until a slot fits. The pool promises:
 
-* **EventLoop.** Owners (peers) are served round robin, one request at a time, and each owner's requests in their order.
-So of owners that always wait, with requests of one size, none gets more than one slot ahead of another.
+* **Fairness.** Owners (peers) are served round robin, one request at a time, and each owner's requests in their order.
+  So of owners that always wait, with requests of one size, none gets more than one slot ahead of another.
 * **No starvation.** When the first owner's request does not fit, an extent of the arena is reserved for it: the one
   that needs the fewest bytes to be freed. Later requests may be served before it, but never from that extent. So it is
   served at the latest when the slots that lie there have been released, whatever else is requested meanwhile. No owner

@@ -28,7 +28,7 @@ from kvferry.session.events import FetchRequest, LeaseRequest
 from kvferry.session.timeouts import Timing
 from kvferry.testing.engines import oracle
 from kvferry.transport.base import Completion, Ticket, Transport
-from kvferry.transport.opening import open_transports
+from kvferry.transport.registry import open_transports
 from kvferry.wire.messages import Reason, Reference
 
 Element = NDArray[np.uint8]

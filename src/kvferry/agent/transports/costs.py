@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 
 from kvferry.plan.programs.copies import Direction
-from kvferry.plan.strategy.costs import NUM_STAGES, TYPICAL_AGENTS, Costs
+from kvferry.plan.strategy.calibration import NUM_STAGES, TYPICAL_AGENTS, Costs
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.selection.measurement import FAR_SLOWER, Measurement
 from kvferry.transport.selection.self_test_steps import ROW_BYTES

@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 from kvferry import new_epoch
 from kvferry.agent.control.channel import ControlChannel
 from kvferry.agent.control.shared_token import SharedToken
-from kvferry.cli.doctor.trials import Trials, verdict
+from kvferry.cli.doctor.transport_tests import Trials, verdict
 from kvferry.errors import ConfigurationError, FerryError, TransportError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.keys import PeerKey
 from kvferry.transport.machine.finding import Finding, Severity
-from kvferry.transport.opening import Opened, open_transports
+from kvferry.transport.registry import Opened, open_transports
 from kvferry.transport.selection.candidates import AUTO, candidates
 from kvferry.transport.selection.diagnosis import diagnose
 from kvferry.transport.selection.local_context import LocalContext, local_context

@@ -13,7 +13,7 @@ from kvferry.plan.description.layout import Layout, Placement, State
 from kvferry.plan.description.model import CacheModel
 from kvferry.plan.description.span import Span
 from kvferry.plan.description.tokens import ALL_TOKENS, TokenRange, TokenSet
-from kvferry.plan.strategy.quote import PairQuote, Quote
+from kvferry.plan.strategy.request_estimate import PairQuote, Quote
 
 
 @dataclass(frozen=True, slots=True)

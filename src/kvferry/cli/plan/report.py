@@ -24,8 +24,8 @@ from kvferry.errors import ConfigurationError, LayoutError
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import CacheModel, attention
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.plan.strategy.costs import typical_device
-from kvferry.plan.strategy.quote import quote
+from kvferry.plan.strategy.calibration import typical_device
+from kvferry.plan.strategy.request_estimate import quote
 from kvferry.system.os_errors import os_error_text
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}

@@ -95,7 +95,7 @@ def serve(
     with errors_as_messages(extras_of(engine)):
         from kvferry.cli.models import resolve
         from kvferry.options import digest_policy_named, direction_named, may_turn, staging_named
-        from kvferry.transport.opening import check_name
+        from kvferry.transport.registry import check_name
 
         check_name(transport)
         policy, direction = digest_policy_named(digest), direction_named(transfer_direction)

@@ -20,9 +20,9 @@ from kvferry.connectors.jobs import Settings
 from kvferry.connectors.step_cost import NO_COST
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.http.app import create_app
-from kvferry.embedded.http.registrar import Registrar, RegistrarConfig
+from kvferry.embedded.http.router_registration import Registrar, RegistrarConfig
 from kvferry.embedded.serving.service import ServeInfo
-from kvferry.embedded.transfer.bridge import AgentTransfer
+from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 from kvferry.embedded.transfer.collector import AgentCollector
 from kvferry.errors import FerryError
 from kvferry.http.access import UNAUTHORIZED, Access, guarded

@@ -46,7 +46,7 @@ def joined(join: JoinOptions, url: str, token_file: str) -> Iterator[None]:
         yield
         return
     from kvferry.agent.control.shared_token import read_token
-    from kvferry.embedded.http.registrar import Registrar, RegistrarConfig
+    from kvferry.embedded.http.router_registration import Registrar, RegistrarConfig
 
     token = read_token(token_file)
     key = token.derived(KEY_PURPOSE) if token else b""

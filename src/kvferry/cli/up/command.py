@@ -56,7 +56,7 @@ def up(
         from kvferry.cli.up.job import up as run
         from kvferry.options import digest_policy_named, direction_named
         from kvferry.session.target.read_strategy import allowed_by
-        from kvferry.transport.opening import check_name
+        from kvferry.transport.registry import check_name
 
         check_name(transport)
         digest_policy_named(digest)

@@ -19,7 +19,7 @@ from kvferry.cli import console, environment
 from kvferry.cli.models import TINY, resolve
 from kvferry.cli.up.engine_report import read, report_between, why_chosen
 from kvferry.cli.up.fleet import READY_S, Fleet, FleetOptions
-from kvferry.cli.up.proof import Answer, Question, ask
+from kvferry.cli.up.output_check import Answer, Question, ask
 from kvferry.errors import ConfigurationError, FerryError
 from kvferry.system.os_errors import os_error_text
 

@@ -18,10 +18,10 @@ from kvferry import Memory
 from kvferry.connectors.jobs import Event, GroupSize, Job, Settings, Stopped
 from kvferry.connectors.sampling import GREEDY, Sampling
 from kvferry.connectors.step_cost import NO_COST
-from kvferry.connectors.transformers.pace import Pace
 from kvferry.connectors.transformers.pool import STATES_PER_LAYER, layout_of, owning_layers, ring_tokens, share_pool
 from kvferry.connectors.transformers.sampler import BatchSampler
 from kvferry.connectors.transformers.scheduler import Command, Desk, DeskRouter, FerryScheduler
+from kvferry.connectors.transformers.simulated_step_time import Pace
 from kvferry.errors import ConfigurationError
 from kvferry.layout import Layout
 

@@ -18,9 +18,9 @@ from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 from kvferry import Ahead
 from kvferry.connectors.jobs import Allocated, BlockTables, Event, Freed, Held, Job, Produced, Progressed
 from kvferry.connectors.step_cost import NO_COST
-from kvferry.connectors.transformers.pace import Pace
 from kvferry.connectors.transformers.pool import ring_tokens
 from kvferry.connectors.transformers.sampler import SampledState, TokenSampler
+from kvferry.connectors.transformers.simulated_step_time import Pace
 
 Command = Callable[["FerryScheduler"], None]
 

@@ -1,4 +1,4 @@
-"""Figures through vLLM's own interfaces: the stock connector's names where they mean the same, and phases by peer."""
+"""Metrics through vLLM's own interfaces: the stock connector's names where they mean the same, and phases by peer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnec
 from kvferry import Direction, FetchReport
 from kvferry.connectors.buckets import PHASE_BUCKETS_S
 from kvferry.connectors.peer_labels import PeerLabels
-from kvferry.connectors.vllm_middleware.arrivals import ARRIVALS, Arrival
-from kvferry.connectors.vllm_middleware.beginnings import BEGINNINGS
+from kvferry.connectors.vllm_middleware.prefill_starts import BEGINNINGS
+from kvferry.connectors.vllm_middleware.transfer_reports import ARRIVALS, Arrival
 
 PHASES, FETCHES, MOVED, BEGUN, DECLINED = "phases", "fetches", "moved", "begun", "declined"
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvferry import Reference
-from kvferry.connectors.promise import Promise, new_promise, sealed
+from kvferry.connectors.early_lease import Promise, new_promise, sealed
 from kvferry.connectors.vllm_middleware.asgi import Message, header
 from kvferry.connectors.vllm_middleware.workers import EarlyFacts
 from kvferry.errors import RequestError

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from kvferry import WIRE_VERSION, Reason
-from kvferry.connectors.vllm_middleware.arrivals import ARRIVALS, Arrivals
 from kvferry.connectors.vllm_middleware.asgi import (
     App,
     Message,
@@ -20,10 +19,11 @@ from kvferry.connectors.vllm_middleware.asgi import (
     body_of,
     header,
 )
-from kvferry.connectors.vllm_middleware.beginnings import BEGINNINGS, Beginnings
 from kvferry.connectors.vllm_middleware.early import early_leg
+from kvferry.connectors.vllm_middleware.held_response import Delivery, EarlyPassage, Passage
 from kvferry.connectors.vllm_middleware.legs import ANSWER_PATHS, is_local, leg_name, prefill_name
-from kvferry.connectors.vllm_middleware.passage import Delivery, EarlyPassage, Passage
+from kvferry.connectors.vllm_middleware.prefill_starts import BEGINNINGS, Beginnings
+from kvferry.connectors.vllm_middleware.transfer_reports import ARRIVALS, Arrivals
 from kvferry.connectors.vllm_middleware.workers import Workers, is_draining, num_replicas
 from kvferry.errors import ConfigurationError, FerryError, RequestError, TransferError
 from kvferry.http.openai import error_body, error_of

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from kvferry import WIRE_VERSION, __version__
 from kvferry.embedded.engine.async_engine import Engine
-from kvferry.embedded.http.caller import caller_of
+from kvferry.embedded.http.request_headers import caller_of
 from kvferry.embedded.http.responder import Responder, error_response, json_response
 from kvferry.embedded.request.parse import (
     decode_chat,

@@ -13,7 +13,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvferry.embedded.http.caller import Caller
+from kvferry.embedded.http.request_headers import Caller
 from kvferry.embedded.serving.chunks import AnswerChunk, joined
 from kvferry.embedded.serving.metrics import Report, summed
 from kvferry.embedded.serving.openai_objects import Envelope, OpenAiObjects, usage

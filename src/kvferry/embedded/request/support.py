@@ -1,4 +1,6 @@
-"""Every field that a request may have, and what the embedded engine does with it: one table, pure.
+"""What the embedded engine does with each field that a request may have: one table, pure.
+
+Fields that it honours are those of the records in `bodies`; here are the reasons for all others.
 
 A field that would change the answer is honoured or refused, never ignored. What is not in the table is refused as well,
 as OpenAI's API does it: nobody knows what an unknown field would change, and a misspelled one changes nothing.

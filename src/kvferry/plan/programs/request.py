@@ -13,7 +13,7 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.blocks import Blocks, BlockTables, Owner, checked
 from kvferry.plan.programs.copies import Column, Copies
 from kvferry.plan.programs.program import GroupProgram, Program, Section
-from kvferry.plan.programs.stretch import WHOLE, Stretch
+from kvferry.plan.programs.token_chunks import WHOLE, Stretch
 from kvferry.plan.routing.selection import Indices
 
 Ranges = Sequence[TokenRange]

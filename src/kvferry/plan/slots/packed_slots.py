@@ -16,9 +16,9 @@ import numpy as np
 from kvferry.plan.programs.copies import Column
 from kvferry.plan.programs.program import Section
 from kvferry.plan.programs.request import Places
-from kvferry.plan.programs.tiles import Tile
+from kvferry.plan.programs.row_patterns import Tile
 from kvferry.plan.routing.selection import Indices
-from kvferry.plan.slots.strips import Strips, strips_of
+from kvferry.plan.slots.contiguous_runs import Strips, strips_of
 from kvferry.plan.strategy.strategies import RegionStarts, Side
 
 

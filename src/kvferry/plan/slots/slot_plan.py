@@ -18,8 +18,8 @@ from kvferry.plan.programs.blocks import BlockTables
 from kvferry.plan.programs.copies import Column, Copies
 from kvferry.plan.programs.program import Program
 from kvferry.plan.programs.request import Ranges, bytes_at, copies_for, num_rows, places_for, volume
-from kvferry.plan.programs.stretch import Stretch, even_stretches, stretch_tokens, unit_tokens
-from kvferry.plan.programs.tiles import Tile, plain
+from kvferry.plan.programs.row_patterns import Tile, plain
+from kvferry.plan.programs.token_chunks import Stretch, even_stretches, stretch_tokens, unit_tokens
 from kvferry.plan.slots.packed_slots import Packed, packed
 from kvferry.plan.strategy.strategies import RegionStarts, Side, Stages, Staging, Strategy, staged
 

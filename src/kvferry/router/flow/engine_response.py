@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.http.request_fields import Undividable
+from kvferry.http.prefill_fields import Undividable
 from kvferry.wire.messages import Reason
 
 REASONS = frozenset((*Reason, *Undividable))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.http.request_fields import Undividable
+from kvferry.http.prefill_fields import Undividable
 from kvferry.router.events import INSTANCE_DOWN, PREFILL_LOST, TOO_LATE, Answered, Ended, Event, Failed, Opened
 from kvferry.router.fleet.circuit_breaker import Trial
 from kvferry.router.fleet.failure_attribution import FailureAttribution, UnattributedFailure

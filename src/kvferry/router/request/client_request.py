@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import msgspec
 
 from kvferry.errors import RequestError
-from kvferry.http.request_fields import Endpoint, dropped
-from kvferry.http.undividable import DECISIVE, undividable_reason
+from kvferry.http.disaggregation import DECISIVE, undividable_reason
+from kvferry.http.prefill_fields import Endpoint, dropped
 
 __all__ = ["ClientRequest", "Endpoint", "decode_body", "parse_request", "prefill_body"]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.plan.programs.bundles import Bundle
 from kvferry.plan.programs.copies import Direction
+from kvferry.plan.programs.layer_groups import Bundle
 from kvferry.plan.programs.program import Program
 from kvferry.plan.programs.request import copies_for
-from kvferry.plan.programs.stretch import WHOLE, Stretch, stretch_tokens, stretches
+from kvferry.plan.programs.token_chunks import WHOLE, Stretch, stretch_tokens, stretches
 from kvferry.plan.slots.slot_plan import StagedRequest
 from kvferry.session.commands import Cancel, Command, Post
 from kvferry.session.events import Ahead, TicketEnded

@@ -9,11 +9,11 @@ from msgspec import structs
 
 from kvferry.errors import FerryError, RequestError, TransferError
 from kvferry.plan.description.layout import Layout
-from kvferry.plan.programs.bundles import Bundle, bundles
 from kvferry.plan.programs.copies import NOTHING, Copies
+from kvferry.plan.programs.layer_groups import Bundle, bundles
 from kvferry.plan.programs.program import Program, bind
 from kvferry.plan.programs.request import check_ranges, copies_for
-from kvferry.plan.programs.stretch import WHOLE, parted
+from kvferry.plan.programs.token_chunks import WHOLE, parted
 from kvferry.plan.routing.route import route
 from kvferry.plan.slots.slot_plan import StagedRequest, region_starts
 from kvferry.plan.strategy.strategies import RegionStarts, Strategy

@@ -1,4 +1,7 @@
-"""Heartbeats: they keep leases alive that a target uses, or is going to use."""
+"""Heartbeats: they keep leases alive that a target uses, or is going to use.
+
+How long a peer may be silent is in `kvferry.session.timeouts`; the session takes it for lost then.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 from kvferry.errors import FerryError, IllegalEventError
-from kvferry.plan.programs.tiles import Tile
+from kvferry.plan.programs.row_patterns import Tile
 from kvferry.staging.device.patterns import for_device
 from kvferry.staging.mover import CLOSED, Moved
 from kvferry.transport.registered_memory import Regions, View

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.plan.programs.copies import Copies, split
-from kvferry.plan.programs.tiles import Tile, plain
+from kvferry.plan.programs.row_patterns import Tile, plain
 from kvferry.staging.device.launches import MAX_ROW_BYTES
 
 # Below this, plain rows take less of the processor's time and hardly longer to get to the device.

@@ -1,5 +1,8 @@
 """Transport over NIXL with its UCX backend: RDMA where there is a NIC, cross-memory attach or tcp where there is none.
 
+Transfers are posted with `initialize_xfer`; prepared descriptor lists (`make_prepped_xfer`) are not used, because each
+request has other rows.
+
 What had to be learned about NIXL 1.5 and is relied on here:
 
 * A flipped byte in agent metadata crashes the process that loads it, and a blob that parses half-way spoils its agent

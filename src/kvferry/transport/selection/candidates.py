@@ -1,4 +1,7 @@
-"""Which transports to try with a peer, and which one to use: pure functions of names and measurements."""
+"""Which transports to try with a peer, and which one to use: pure functions of names and measurements.
+
+`kvferry.transport.registry` opens them.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from kvferry.plan.strategy.costs import TYPICAL_HOST, Costs
+from kvferry.plan.strategy.calibration import TYPICAL_HOST, Costs
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.target.read_strategy import AUTO, StagingPolicy
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole
 
+from kvferry.connectors.vllm.description.cpu_block_layout import Affine, Tile, probe
 from kvferry.connectors.vllm.description.parts import Cache, Part, Parts, cache_item, dtype_word, unsupported
-from kvferry.connectors.vllm.description.tiles import Affine, Tile, probe
 from kvferry.layout import UNSHARED, Axis, CacheGroup, Span, State, TokenShare, shares
 
 _PLAIN = frozenset({"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"})

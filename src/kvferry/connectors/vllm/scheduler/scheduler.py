@@ -19,10 +19,10 @@ from vllm.v1.request import Request, RequestStatus
 from kvferry import Reason, Reference, TokenRange, new_lease_id
 from kvferry.connectors.vllm.description.groups import forgets, may_grow
 from kvferry.connectors.vllm.metadata import FetchOrder, HoldOrder, LeaseOrder, Orders, RankAddress, Tables, agent_name
-from kvferry.connectors.vllm.scheduler.declined import Declined
-from kvferry.connectors.vllm.scheduler.expected import Expected
-from kvferry.connectors.vllm.scheduler.promised import Promised
+from kvferry.connectors.vllm.scheduler.early_leases import Promised
+from kvferry.connectors.vllm.scheduler.expected_prompts import Expected
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
+from kvferry.connectors.vllm.scheduler.skipped_transfers import Declined
 from kvferry.connectors.vllm.stats import FerryStats
 from kvferry.errors import RequestError, TransferError
 from kvferry.kv_transfer_params import Reach, RemoteCache, from_params, to_params

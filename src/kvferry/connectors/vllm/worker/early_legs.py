@@ -9,9 +9,9 @@ from types import MappingProxyType
 from kvferry import Agent, LeaseProgress, LeaseRequest
 from kvferry.connectors.vllm.description.describe import Described
 from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, PromiseOrder
-from kvferry.connectors.vllm.worker.growing import Growing, Milestone, at_once
 from kvferry.connectors.vllm.worker.layer_progress import LayerProgress
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
+from kvferry.connectors.vllm.worker.prefill_progress import Growing, Milestone, at_once
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvferry import BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded, Notice
 from kvferry.connectors.vllm.metadata import EndOrder, FetchOrder, LeaseOrder, PromiseOrder, agent_name
 from kvferry.connectors.vllm.stats import FerryStats
-from kvferry.connectors.vllm_middleware.arrivals import Arrival, names_of
+from kvferry.connectors.vllm_middleware.transfer_reports import Arrival, names_of
 from kvferry.errors import TransferError
 
 logger = logging.getLogger(__name__)

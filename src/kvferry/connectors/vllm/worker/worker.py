@@ -38,17 +38,17 @@ from kvferry import (
     open_agent,
     read_token,
 )
-from kvferry.connectors.promise import new_key
+from kvferry.connectors.early_lease import new_key
 from kvferry.connectors.vllm.description.describe import Described, describe, engine_facts
 from kvferry.connectors.vllm.description.groups import may_grow
 from kvferry.connectors.vllm.metadata import FetchOrder, LeaseOrder, Orders, PromiseOrder, RankAddress, agent_name
 from kvferry.connectors.vllm.settings import Settings
 from kvferry.connectors.vllm.stats import FerryStats, Moved
+from kvferry.connectors.vllm.worker.deferred_commands import LateOrders, end_of_request
 from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source
-from kvferry.connectors.vllm.worker.late_orders import LateOrders, end_of_request
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
 from kvferry.connectors.vllm.worker.ranks import Introduction, meet
-from kvferry.connectors.vllm_middleware.arrivals import names_of
+from kvferry.connectors.vllm_middleware.transfer_reports import names_of
 from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.devices import cache_device
 from kvferry.errors import ConfigurationError

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvferry.plan.programs.copies import Direction
-from kvferry.plan.strategy.costs import TYPICAL_AGENTS, Costs
+from kvferry.plan.strategy.calibration import TYPICAL_AGENTS, Costs
 from kvferry.session.keys import PeerKey
 from kvferry.session.state_machine import StateMachine, TransitionTable
 from kvferry.wire.messages import Offer, Reached

@@ -12,9 +12,9 @@ from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.blocks import BlockTables
 from kvferry.plan.programs.copies import NOTHING, Direction
 from kvferry.plan.programs.request import copies_for
-from kvferry.plan.programs.stretch import parted
+from kvferry.plan.programs.token_chunks import parted
 from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables
-from kvferry.plan.strategy.costs import Costs
+from kvferry.plan.strategy.calibration import Costs
 from kvferry.plan.strategy.strategies import Side, Strategy
 from kvferry.session.commands import Fetched, Post, Send
 from kvferry.session.events import Digested, FetchRequest

@@ -1,10 +1,10 @@
-"""Every field of a chat or completion request, and what a prefill leg does with it: one table, pure.
+"""What a prefill leg does with each field of a chat or completion request: one table, pure.
 
 A prefill leg asks an engine for the cache of a prompt and for one token, which nobody reads: the decode engine computes
 the prompt's last token again and writes the whole answer. So the leg keeps what decides the prompt, the choice of the
 cache, or the place in a queue; it drops what a single token cannot fulfil and what only shapes an answer that is thrown
 away. A field that is in no row is kept: an engine may use it for the prompt, and a prompt that differs costs more than
-a field too many. `kvferry.http.undividable` says when a field with a label forbids a prefill leg.
+a field too many. `kvferry.http.disaggregation` says when a field with a label forbids a prefill leg.
 
 The columns are the request classes of vLLM 0.32, of SGLang 0.5.23, and of OpenAI's client; tests compare them.
 """

@@ -6,11 +6,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from kvferry import Prompt, Reason
-from kvferry.connectors.vllm.scheduler.declined import Declined
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
+from kvferry.connectors.vllm.scheduler.skipped_transfers import Declined
 from kvferry.errors import RequestError
-from kvferry.http.request_fields import Undividable
-from kvferry.http.undividable import needs_prompt_logits
+from kvferry.http.disaggregation import needs_prompt_logits
+from kvferry.http.prefill_fields import Undividable
 
 
 class Expected:

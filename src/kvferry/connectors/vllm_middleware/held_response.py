@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.connectors.vllm_middleware.arrivals import Arrivals
 from kvferry.connectors.vllm_middleware.asgi import Message, Receive, Send
-from kvferry.connectors.vllm_middleware.beginnings import Beginnings
 from kvferry.connectors.vllm_middleware.early import is_event_stream
-from kvferry.connectors.vllm_middleware.words import lost, with_headers, with_local
+from kvferry.connectors.vllm_middleware.prefill_starts import Beginnings
+from kvferry.connectors.vllm_middleware.response_fields import lost, with_headers, with_local
+from kvferry.connectors.vllm_middleware.transfer_reports import Arrivals
 
 
 class Passage:

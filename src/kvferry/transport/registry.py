@@ -1,4 +1,4 @@
-"""Open the transports that this process can use, and say why it cannot use the others."""
+"""Every transport between processes by its name. Opens those that this process can use, and says why not the others."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.connectors.vllm_middleware.arrivals import Arrival
 from kvferry.connectors.vllm_middleware.asgi import Headers, Message, json_messages
+from kvferry.connectors.vllm_middleware.transfer_reports import Arrival
 from kvferry.errors import TransferError
 from kvferry.http.openai import error_of
 

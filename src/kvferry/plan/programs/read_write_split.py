@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.plan.programs.program import Program
 from kvferry.plan.programs.request import Ranges, seen, volume
-from kvferry.plan.programs.stretch import ALL_OF_TOKENS, parted, unit_tokens
+from kvferry.plan.programs.token_chunks import ALL_OF_TOKENS, parted, unit_tokens
 
 
 def token_at(program: Program, ranges: Ranges, share: float) -> int:

@@ -10,10 +10,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kvferry import Reason
-from kvferry.connectors.promise import Promise, unsealed
+from kvferry.connectors.early_lease import Promise, unsealed
 from kvferry.connectors.vllm.metadata import EndOrder, GrowthOrder, Orders, PromiseOrder, Tables
-from kvferry.connectors.vllm.scheduler.declined import Declined
 from kvferry.connectors.vllm.scheduler.prompts import Prompts
+from kvferry.connectors.vllm.scheduler.skipped_transfers import Declined
 from kvferry.errors import RequestError
 
 Blocks = tuple[list[int], ...]

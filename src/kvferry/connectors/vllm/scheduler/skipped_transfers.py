@@ -6,7 +6,7 @@ import logging
 from typing import Literal
 
 from kvferry.connectors.vllm.stats import FerryStats
-from kvferry.connectors.vllm_middleware.arrivals import Arrival
+from kvferry.connectors.vllm_middleware.transfer_reports import Arrival
 
 logger = logging.getLogger(__name__)
 

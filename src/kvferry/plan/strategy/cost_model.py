@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.plan.programs.copies import Column, Copies
-from kvferry.plan.strategy.costs import NUM_STAGES, Costs
+from kvferry.plan.strategy.calibration import NUM_STAGES, Costs
 from kvferry.plan.strategy.strategies import Strategy, source_runs
 
 ONE_REGION: Column = np.zeros(0, np.uint64)

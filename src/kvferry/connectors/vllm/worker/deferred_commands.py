@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvferry.connectors.vllm.worker.growing import Milestone, at_once
+from kvferry.connectors.vllm.worker.prefill_progress import Milestone, at_once
 
 Order = Callable[[], None]
 

@@ -13,8 +13,8 @@ from kvferry.plan.programs.blocks import BlockTables
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import Ranges, copies_for
 from kvferry.plan.routing.route import Leg, Route, route
-from kvferry.plan.strategy.costs import Costs
-from kvferry.plan.strategy.prices import Choice, choose
+from kvferry.plan.strategy.calibration import Costs
+from kvferry.plan.strategy.cost_model import Choice, choose
 
 
 @dataclass(frozen=True, slots=True)

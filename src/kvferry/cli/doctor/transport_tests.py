@@ -11,7 +11,7 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.testing.transports.peer import PeerProcess
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.machine.finding import Finding, Severity
-from kvferry.transport.opening import OPENERS
+from kvferry.transport.registry import OPENERS
 from kvferry.transport.selection.candidates import TRANSPORTS, choose, is_worth_testing
 from kvferry.transport.selection.diagnosis import diagnose
 from kvferry.transport.selection.local_context import local_context
