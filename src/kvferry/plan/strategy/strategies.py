@@ -94,13 +94,11 @@ def staged(
     copies: Copies, strategy: Strategy, staging: Staging, starts: RegionStarts, side: Side = Side.BOTH
 ) -> Stages:
     """The stages of one strategy for these rows; those of `pack` that only the other side needs are left out."""
-    match strategy:
-        case Strategy.DIRECT:
-            return direct(copies)
-        case Strategy.SCATTER:
-            return scatter(copies, staging, starts)
-        case Strategy.PACK:
-            return pack(copies, staging, starts, side)
+    if strategy is Strategy.DIRECT:
+        return direct(copies)
+    if strategy is Strategy.SCATTER:
+        return scatter(copies, staging, starts)
+    return pack(copies, staging, starts, side)
 
 
 def direct(copies: Copies) -> Stages:
