@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from answers import alone, judge, prompts_of, wait_until_free
 from crossing import get, metric, post, route
-from proxy import Answer, RefusedError, RoutingQuery, ask, ask_disaggregated, decode, open_request
+from proxy import Answer, RefusedError, Question, ask, ask_disaggregated, decode, open_request
 from servers import Pair, PairSpec, Server, ServerSpec
 
 STEP_TOKENS = 256
@@ -48,7 +48,7 @@ ON_BOTH = pytest.mark.parametrize("spec", [BOTH], ids=["both"])
 class Stream:
     """An early leg, read event by event; `params` are those of its first event."""
 
-    def __init__(self, server: Server, question: RoutingQuery) -> None:
+    def __init__(self, server: Server, question: Question) -> None:
         self._connection = open_request(server, question, question.body(1, EARLY) | {"stream": True})
         self._response = self._connection.getresponse()
         assert self._response.status == 200, self._response.read()
@@ -86,7 +86,7 @@ def sides(pair: Pair, way: str) -> tuple[Server, Server]:
     return both
 
 
-def long_question() -> RoutingQuery:
+def long_question() -> Question:
     """One whose answer says why it has failed, for which a caller gives it an id."""
     (question,) = prompts_of((VERY_LONG,))
     return replace(question, request_id=question.salt)
