@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from answers import alone, judge, prompts_of, wait_until_free
 from crossing import get, metric, post, route
-from proxy import Answer, RefusedError, Question, ask, ask_disaggregated, decode, open_request
+from proxy import Answer, Question, RefusedError, ask, ask_disaggregated, decode, open_request
 from servers import Pair, PairSpec, Server, ServerSpec
 
 STEP_TOKENS = 256
