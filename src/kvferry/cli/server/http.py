@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvferry.cli import console
 from kvferry.cli.server.open_requests import OpenRequests
@@ -67,6 +68,8 @@ async def run(app: Any, bound: socket.socket, ends: Sequence[Awaitable[None]], g
     requests = OpenRequests(app)
     config = uvicorn.Config(
         requests,
+        # Never the slower parser in silence.
+        http=HttpToolsProtocol,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=grace_s + LAST_WORDS_S,

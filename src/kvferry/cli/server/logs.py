@@ -31,10 +31,10 @@ class LogFormat(StrEnum):
 def log_to_stderr(format_: LogFormat = LogFormat.PLAIN, access: bool = False) -> None:
     """Log warnings and errors; with `access` every request; as JSON also the messages of the command.
 
-    SIGUSR1 prints the stacks of all threads, also while a model is loaded or a process does not end.
+    SIGUSR1 prints the stacks of all threads, as soon as the main thread can run Python.
     """
-    # By the signal itself, not by the interpreter, which may be what hangs.
-    faulthandler.register(signal.SIGUSR1, STDERR)
+    # Not `faulthandler.register`: without the interpreter's lock it reads stacks that change meanwhile, and may crash.
+    signal.signal(signal.SIGUSR1, lambda number, frame: faulthandler.dump_traceback(STDERR))
     handler = logging.StreamHandler()
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if format_ is LogFormat.JSON else plain)
