@@ -12,11 +12,11 @@ import torch
 from kvferry.agent.cache import Cache
 from kvferry.agent.memory.arena import Arena, host_arena
 from kvferry.errors import ConfigurationError
+from kvferry.extras import missing_extra
 from kvferry.plan.description.layout import Layout
 from kvferry.staging.device.arena import DeviceArena
-from kvferry.staging.device.mover import DeviceMover
+from kvferry.staging.device.mover import DeviceMover, Launcher
 from kvferry.staging.device.pinned import CudaRuntime, Pinned
-from kvferry.staging.device.side_stream import SideStream
 from kvferry.staging.device.table import StagingMemory, check_pair, check_staging, load_devices
 from kvferry.transport.base import Memory
 from kvferry.transport.memory_kind import HOST
@@ -41,7 +41,7 @@ class CacheDevice:
         if self.name == HOST:
             return Cache(layouts, tuple(memories))
         on_device = tuple(replace(memory, device=self.name, device_id=self.device.index or 0) for memory in memories)
-        stream = SideStream(self.device)
+        stream = _launcher(self.device)
 
         def mover(near: Sequence[Memory], notify: Callable[[], None]) -> DeviceMover:
             known = dict.fromkeys((*on_device, *near))
@@ -70,6 +70,15 @@ class CacheDevice:
 
 def _is_done(event: Any) -> bool:
     return bool(event.query())
+
+
+def _launcher(device: torch.device) -> Launcher:
+    """Raises MissingExtraError without Triton, which caches in host memory do without."""
+    try:
+        from kvferry.staging.device.side_stream import SideStream
+    except ModuleNotFoundError as error:
+        raise (missing_extra(error, "kernels") or error) from error
+    return SideStream(device)
 
 
 def cache_device(device: torch.device, buffer_device: str, staging: StagingMemory = StagingMemory.HOST) -> CacheDevice:

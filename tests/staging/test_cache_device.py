@@ -1,5 +1,6 @@
 """Which memory of a device an agent is told of; no device is touched."""
 
+import sys
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ import torch
 from kvferry import devices as module
 from kvferry.devices import CacheDevice, cache_device
 from kvferry.errors import ConfigurationError
+from kvferry.extras import MissingExtraError
 from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.row_patterns import plain
 from kvferry.staging.device.table import StagingMemory
@@ -66,7 +68,7 @@ def launched(monkeypatch):
     """What was launched on the side of a device that is not there."""
     tiles = []
 
-    class LocatedRows:
+    class Stream:
         def __init__(self, device):
             assert device == torch.device("cuda:1")
             self.finish = lambda: None
@@ -75,7 +77,7 @@ def launched(monkeypatch):
             tiles.extend(found)
             return lambda: True
 
-    monkeypatch.setattr(module, "SideStream", LocatedRows)
+    monkeypatch.setattr(module, "_launcher", Stream)
     monkeypatch.setattr(module, "CudaRuntime", Driver)
     Driver.pinned = {}
     return tiles
@@ -149,3 +151,12 @@ def test_a_milestone_is_an_event_on_the_engines_stream(monkeypatch):
     done.append(True)
     assert is_done()
     assert CacheDevice(torch.device("cpu"), "cpu", "cpu").milestone()()
+
+
+def test_only_caches_on_a_device_need_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "kvferry.staging.device.kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "kvferry.staging.device.side_stream", raising=False)
+    assert cache_device(torch.device("cpu"), "cpu").cache((), CACHES).memories == CACHES
+    with pytest.raises(MissingExtraError, match=r"triton is not installed: pip install 'kvferry\[kernels\]'"):
+        cache_of("cpu", StagingMemory.HOST)
