@@ -39,7 +39,7 @@ def expect_empty(loop: Loop, engine: Engine) -> None:
     assert not any(ledger.granted), ledger
     assert not any(ledger.allocated), ledger
     assert ledger.free == ledger.capacity
-    assert (ledger.num_waiting, ledger.num_lent) == (0, 0)
+    assert (ledger.num_waiting, ledger.num_leased) == (0, 0)
 
 
 def request(name: str, num_tokens: int, max_new_tokens: int = 8, seed: int = 0) -> Request:

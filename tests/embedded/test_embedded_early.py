@@ -160,7 +160,7 @@ def test_a_client_that_leaves_takes_its_promise_back(loop: Loop, prefiller: Serv
         promise = prefiller.transfer.offers.promised[id_of(next(stream))]
         stream.leave()
         loop.run(promise.over.wait())
-        assert prefiller.engine.block_usage().num_lent == 1
+        assert prefiller.engine.block_usage().num_leased == 1
     assert prefiller.engine.block_usage().granted == (44,)
     loop.loop.call_soon_threadsafe(fence.set)
 

@@ -101,7 +101,7 @@ def test_blocks_of_a_failed_fetch_stay_in_quarantine(loop: Loop, decoder: Served
     _, answer = decoder.ask(COMPLETIONS, body(40, kv_transfer_params={"do_remote_prefill": True}))
     assert answer["kvferry"]["recomputed"] == "unknown_lease"
     ledger = decoder.engine.block_usage()
-    assert (ledger.num_lent, ledger.allocated) == (1, (2,))
+    assert (ledger.num_leased, ledger.allocated) == (1, (2,))
     loop.loop.call_soon_threadsafe(fence.set)
 
 

@@ -13,7 +13,7 @@ import msgspec
 from kvferry.cli import console
 
 ACCESS = "kvferry.router.access"
-# Instances that come, go, fail and are back: rare, and half of a story where the other half is a warning.
+# Instances that come, go, fail and are back: rare, and without these lines a warning has no end.
 MEMBERSHIP = "kvferry.router.fleet.membership"
 SAID = "kvferry.cli"
 # Libraries that write their lines to stderr themselves, and hand them on as well: they would be there twice.

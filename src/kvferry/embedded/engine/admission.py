@@ -20,14 +20,14 @@ class BlockUsage:
     """The use of the cache at one time, in blocks per cache group.
 
     `granted` is what the admitted requests may use at most, `allocated` what is in block tables now. `num_waiting`
-    requests wait for room; the blocks of `num_lent` requests are, or will be, in the hands of a transfer.
+    requests wait for room; the blocks of `num_leased` requests are, or will be, in the hands of a transfer.
     """
 
     capacity: Blocks
     granted: Blocks
     allocated: Blocks
     num_waiting: int
-    num_lent: int
+    num_leased: int
 
     @property
     def free(self) -> Blocks:

@@ -83,7 +83,7 @@ class Engine:
             granted=self._admission.granted,
             allocated=self._core.num_allocated_blocks(),
             num_waiting=self._admission.num_waiting,
-            num_lent=sum(entry.lent for entry in self._entries.values()),
+            num_leased=sum(entry.is_leased for entry in self._entries.values()),
         )
 
     async def start(self) -> None:
@@ -102,7 +102,7 @@ class Engine:
 
         Raises PromptTooLongError, RequestError, or FerryError when the engine has stopped.
         """
-        entry = await self._admit(request, len(request.prompt), lent=True)
+        entry = await self._admit(request, len(request.prompt), is_leased=True)
         with contextlib.ExitStack() as undo:
             undo.callback(self._release, request.request_id)
             self._core.admit(_job(request, 1, num_cached=0, hold=True))
@@ -115,7 +115,7 @@ class Engine:
 
         Raises as `prefill`.
         """
-        await self._admit(request, len(request.prompt), lent=True)
+        await self._admit(request, len(request.prompt), is_leased=True)
         self._core.admit(replace(_job(request, 1, num_cached=0, hold=True), tells_progress=True))
 
     async def finish(self, request_id: str, tell: Callable[[Grown], None]) -> Prefilled:
@@ -132,7 +132,7 @@ class Engine:
 
     async def generate(self, request: Request) -> AsyncGenerator[Token, None]:
         """Answer a request with nothing but this engine. Closing the iterator frees the blocks. Raises as `prefill`."""
-        entry = await self._admit(request, _num_cached_at_end(request), lent=False)
+        entry = await self._admit(request, _num_cached_at_end(request), is_leased=False)
         async for token in self._answer(entry, 0):
             yield token
 
@@ -141,7 +141,7 @@ class Engine:
 
         Returns one block table per cache group. Raises as `prefill`.
         """
-        entry = await self._admit(request, _num_cached_at_end(request), lent=True)
+        entry = await self._admit(request, _num_cached_at_end(request), is_leased=True)
         with contextlib.ExitStack() as undo:
             undo.callback(self._release, request.request_id)
             self._core.allocate(request.request_id, len(request.prompt))
@@ -162,7 +162,7 @@ class Engine:
                 found=f"{num_received} tokens received",
                 expected=f"0 <= received < {len(entry.request.prompt)}",
             )
-        entry.lent = False
+        entry.is_leased = False
         async for token in self._answer(entry, num_received):
             yield token
 
@@ -176,10 +176,10 @@ class Engine:
             with contextlib.suppress(RuntimeError):  # the loop was closed: so is the engine
                 self._loop.call_soon_threadsafe(self._release, request_id)
 
-    async def _admit(self, request: Request, num_tokens: int, lent: bool) -> Entry:
+    async def _admit(self, request: Request, num_tokens: int, is_leased: bool) -> Entry:
         """`num_tokens` is how many tokens of the sequence will be in the cache at most."""
         self._check(request)
-        entry = Entry(request, lent)
+        entry = Entry(request, is_leased)
         self._entries[request.request_id] = entry
         self._idle.clear()
         with contextlib.ExitStack() as undo:
@@ -191,7 +191,7 @@ class Engine:
     def _lent(self, request_id: str) -> Entry:
         """A request that has begun or is reserved. Raises RequestError when there is none."""
         entry = self._entries.get(request_id)
-        if entry is None or not entry.lent or entry.freeing:
+        if entry is None or not entry.is_leased or entry.freeing:
             raise RequestError("nothing is reserved for this request", found=request_id)
         return entry
 
@@ -246,7 +246,7 @@ class Engine:
                 self._forget(request_id)
             case _ if entry := self._entries.get(event.request_id):
                 entry.hear(event)
-                if isinstance(event, Produced) and event.finished and not entry.lent:
+                if isinstance(event, Produced) and event.finished and not entry.is_leased:
                     self._forget(event.request_id)
 
     def _stopped(self, reason: str) -> None:

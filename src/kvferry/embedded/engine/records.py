@@ -66,7 +66,7 @@ class Entry:
     `grown` all of a held prompt or an error."""
 
     request: Request
-    lent: bool
+    is_leased: bool
     tokens: asyncio.Queue[Token | FerryError] = field(default_factory=asyncio.Queue)
     grown: asyncio.Queue[Grown | FerryError] = field(default_factory=asyncio.Queue)
     scored: deque[Scored] = field(default_factory=deque)

@@ -89,4 +89,4 @@ class Metrics:
         blocks.labels("allocated").set_function(lambda: sum(engine.block_usage().allocated))
         requests = Gauge("kvferry_engine_open_requests", "Requests by state.", ("state",), registry=self.registry)
         requests.labels("waiting").set_function(lambda: engine.block_usage().num_waiting)
-        requests.labels("lent").set_function(lambda: engine.block_usage().num_lent)
+        requests.labels("lent").set_function(lambda: engine.block_usage().num_leased)

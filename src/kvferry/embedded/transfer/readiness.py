@@ -1,8 +1,7 @@
 """Whether an engine whose transfers fail should be sent requests: a pure function of what has happened, and when.
 
-It works like a fuse with a second chance. So many failures in a row within a minute blow it; a success mends it at
-once. After a quiet minute one more request is let try (half-open): its success mends the fuse, its failure means
-another quiet minute.
+It is a circuit breaker. So many failures in a row within a minute open it; a success closes it at once. After a minute
+without failures one more request is tried (half-open): its success closes it, its failure opens it for another minute.
 """
 
 from __future__ import annotations

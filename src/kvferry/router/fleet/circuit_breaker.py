@@ -1,4 +1,4 @@
-"""A fuse with a second chance, for an instance or for a pair of them: pure, on any monotonic clock."""
+"""A circuit breaker, for an instance or for a pair of them: pure, on any monotonic clock."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Generate:
         http = Request(scope, receive)
         try:
             call = await self._call(http)
-            # From here on its story is the driver's to tell.
+            # From here on the driver writes its entry in the access log.
             scope.pop(BEGAN_S, None)
             await self._serve(http.app.state.services, call, Client(receive, send))
         except ClientDisconnect:

@@ -1,4 +1,4 @@
-"""How a router chooses: the policy, what it is told of the operator's wishes, and the clock of everything measured."""
+"""How a router chooses: the policy, the limits that the operator has set, and the clock of everything measured."""
 
 from __future__ import annotations
 

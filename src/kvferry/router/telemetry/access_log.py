@@ -74,7 +74,7 @@ class Refusal:
 
 
 def refused(refusal: Refusal, endpoint: str, seconds: float) -> AccessLogEntry:
-    """The story of a request of which little is known."""
+    """The entry of a request that was refused before it was read: little is known of it."""
     return AccessLogEntry(
         request_id=refusal.request_id,
         endpoint=endpoint,
