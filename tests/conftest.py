@@ -1,10 +1,14 @@
 """What holds for all tests: which of them count lines, and that no time is short for a property's example."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Processes under test buffer their output as they do at people's machines: what a failed write leaves would go unseen.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 HERE = Path(__file__).parent
 COUNTED = {"plan", "wire", "session", "catalog"}

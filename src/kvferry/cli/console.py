@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
@@ -38,6 +39,20 @@ def data(value: Mapping[str, Any]) -> None:
     """One JSON object on one line of stdout."""
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
+
+
+def flush_or_discard(*outputs: TextIO) -> None:
+    """Write what is left in their buffers, or nothing more where that fails, as to a terminal that is closed.
+
+    Python would try once more when it ends, and exit with code 120.
+    """
+    for output in outputs:
+        try:
+            output.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, output.fileno())
+            os.close(nowhere)
 
 
 def print_error(error: FerryError) -> None:

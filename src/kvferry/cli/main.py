@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 
 from kvferry import __version__
 from kvferry.cli.bench.command import app as bench
-from kvferry.cli.console import print_error
+from kvferry.cli.console import flush_or_discard, print_error
 from kvferry.cli.doctor.command import doctor
 from kvferry.cli.plan.command import plan
 from kvferry.cli.route.command import route
@@ -61,10 +60,11 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EIO):
             raise
-        # What is left in its buffer would fail once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        flush_or_discard(sys.stdout)
         print_error(ConfigurationError("the output cannot be written", found=os_error_text(error)))
         raise SystemExit(2) from None
+    finally:
+        flush_or_discard(sys.stdout, sys.stderr)
 
 
 if __name__ == "__main__":
