@@ -143,13 +143,28 @@ def test_a_caller_that_goes_away_frees_its_blocks():
     with_two_sides(scenario)
 
 
+def test_a_caller_that_goes_away_aborts_a_fetch_that_would_wait():
+    async def scenario(source, target):
+        params = await source.transfer.promise("r1", prompt(7))
+        fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
+        await asyncio.sleep(0)
+        fetch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetch
+        assert await target.freed() == "q1"
+
+    with_two_sides(scenario)
+
+
 @pytest.mark.parametrize("settled_first", [True, False])
-def test_a_caller_that_goes_away_when_all_is_over_frees_its_blocks(settled_first):
+def test_a_caller_that_goes_away_when_all_is_over_frees_its_blocks(settled_first, monkeypatch):
     """The fetch is over and frees nothing by itself: the notice and the cancellation cross each other."""
 
     async def scenario(source, target):
         params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
         await source.transfer.close()
+        # Of a fetch that is over the agent knows nothing any more.
+        monkeypatch.setattr(target.transfer.agent, "abort", lambda request_id: None)
         fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
         await asyncio.sleep(0)
         notice = Fetched("q1", FetchReport(6, 1, 1, "shm", "", "direct"))

@@ -139,6 +139,19 @@ def test_it_always_lets_something_through_in_the_end_and_never_two_while_half_op
     assert breaker.may_begin(now + FUSE.max_open_s)
 
 
+def test_an_earlier_trial_says_nothing_of_a_later_one():
+    breaker = blown()
+    earlier = breaker.begin(5.0)
+    breaker.failed(5.0, earlier)
+    later = breaker.begin(15.0)
+    breaker.failed(15.0, earlier)
+    breaker.abandoned(earlier)
+    assert breaker.state(15.0) is BreakerState.HALF_OPEN
+    assert not breaker.may_begin(15.0)
+    breaker.abandoned(later)
+    assert breaker.may_begin(15.0)
+
+
 def test_a_pair_that_keeps_failing_is_out_and_the_others_are_not():
     pairs = Pairs(FUSE)
     assert [pairs.failed((P0, D0), 0.0) for _ in range(4)] == [False, False, True, False]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import struct
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
@@ -131,6 +133,47 @@ def test_a_connection_is_kept_for_the_next_leg_and_not_for_a_probe(loop):
         assert b"content-length" not in server.asked[2][1].lower()
 
     run(main, loop, OK, OK, OK)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_cookie_of_one_client_is_not_shown_for_another(loop):
+    async def main(server, http):
+        for _ in range(2):
+            assert await told(http, post(server)) == b"ok"
+        assert b"cookie" not in server.asked[1][1].lower()
+
+    run(main, loop, OK.replace(b"OK\r\n", b"OK\r\nSet-Cookie: a=b; Path=/\r\n"), OK)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_redirection_is_an_answer(loop):
+    async def main(server, http):
+        response = await http.send(post(server))
+        assert (response.status, await response.whole(100)) == (307, b"")
+        response.close()
+        assert len(server.asked) == 1
+
+    run(main, loop, b"HTTP/1.1 307 X\r\nLocation: /y\r\nContent-Length: 0\r\n\r\n", OK)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_response_that_was_closed_while_it_was_read_is_not_kept_in_memory(loop):
+    async def main(server, http):
+        response = await http.send(post(server))
+        assert await response.piece() == b"ok"
+        reading = asyncio.create_task(response.piece())
+        await asyncio.sleep(0)
+        response.close()
+        with pytest.raises(ConnectionResetError):
+            await reading
+        there = weakref.ref(response)
+        del response, reading
+        # Until the next turn the loop itself has the task.
+        await asyncio.sleep(0)
+        gc.collect()
+        assert there() is None
+
+    run(main, loop, OPEN)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
