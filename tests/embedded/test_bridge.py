@@ -163,8 +163,9 @@ def test_a_caller_that_goes_away_when_all_is_over_frees_its_blocks(settled_first
     async def scenario(source, target):
         params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
         await source.transfer.close()
-        # Of a fetch that is over the agent knows nothing any more.
-        monkeypatch.setattr(target.transfer.agent, "abort", lambda request_id: None)
+        # Of a fetch that is over the agent says nothing more.
+        for name in ("fetch", "abort"):
+            monkeypatch.setattr(target.transfer.agent, name, lambda request: None)
         fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
         await asyncio.sleep(0)
         notice = Fetched("q1", FetchReport(6, 1, 1, "shm", "", "direct"))
