@@ -22,8 +22,10 @@ import xxhash
 from measuring import Work, interleaved, machine, say
 
 from kvferry.agent.memory.digests import Digester, HostBytes
-from kvferry.plan import CacheModel, EngineShape, Layout, TokenRange, attention, latent
-from kvferry.plan.description.describe import describe
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.description.model import CacheModel, attention, latent
+from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.digests.extractor import Extractor
 from kvferry.plan.digests.subject import DigestPolicy, PartTemplate, Subject, subject_of, templates_of
 from kvferry.plan.routing.route import route

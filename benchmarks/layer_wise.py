@@ -22,8 +22,10 @@ from typing import Any
 from measuring import machine, say
 
 from kvferry import Agent, AgentConfig, Cache, Notice, new_lease_id
-from kvferry.plan import EngineShape, Layout, TokenRange, attention
-from kvferry.plan.description.describe import describe
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import Fetched, FetchFailed, LeaseEnded

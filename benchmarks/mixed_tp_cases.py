@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry import AgentConfig
-from kvferry.plan import EngineShape, Layout, attention, bind
-from kvferry.plan.description.describe import describe
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Copies
-from kvferry.plan.programs.program import Program
+from kvferry.plan.programs.program import Program, bind
 from kvferry.plan.routing.route import route
 from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables, region_starts
 from kvferry.plan.strategy.strategies import Strategy

@@ -16,7 +16,8 @@ import vllm_nixl
 from measuring import Work, allocated
 from planner_cases import BLOCK_TOKENS, HEAD_DIM, ITEM_BYTES, NUM_HEADS, Case, block_ids, engines
 
-from kvferry.plan import Copies, Layout
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.programs.copies import Copies
 
 __all__ = ["Peer", "RequestAgainstVllm", "memory_per_peer"]
 

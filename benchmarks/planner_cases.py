@@ -8,8 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.plan import Copies, EngineShape, Layout, Program, TokenRange, attention, bind, copies_for
-from kvferry.plan.description.describe import describe
+from kvferry.plan.description.describe import EngineShape, describe
+from kvferry.plan.description.layout import Layout
+from kvferry.plan.description.model import attention
+from kvferry.plan.description.tokens import TokenRange
+from kvferry.plan.programs.copies import Copies
+from kvferry.plan.programs.program import Program, bind
+from kvferry.plan.programs.request import copies_for
 from kvferry.plan.routing.route import route
 
 __all__ = [

@@ -117,7 +117,7 @@ class SlotPlan:
 
     def _together(self, number: int) -> range:
         """The stretches that are planned with one: the first alone, since somebody waits for it."""
-        if self._request.strategy is not Strategy.PACK or number == 0:
+        if not self._request.strategy.source_gathers or number == 0:
             return range(number, number + 1)
         start = number - (number - 1) % self._num_together
         stop = min(start + self._num_together, len(self.stretches))
@@ -127,7 +127,7 @@ class SlotPlan:
 
     def _plan(self, numbers: range) -> tuple[tuple[Slot, ...], ...]:
         request, stretches = self._request, self.stretches[numbers.start : numbers.stop]
-        if request.strategy is Strategy.PACK:
+        if request.strategy.source_gathers:
             tables = request.source_tables, request.target_tables
             places = places_for(request.program, tables, request.ranges, stretches)
             num_bytes = bytes_at(places, len(stretches))
@@ -190,7 +190,7 @@ def _slot(stages: Stages, strategy: Strategy, first: int, num_bytes: int) -> Slo
     wire = _between(stages.wire, stages.wire.target, first, num_bytes)
     scatter = _between(stages.scatter, stages.scatter.source, first, num_bytes)
     # Packed bytes come out of a slot, runs of the source out of its blocks.
-    source_shift = shift if strategy is Strategy.PACK else np.uint64(0)
+    source_shift = shift if strategy.source_gathers else np.uint64(0)
     return Slot(
         num_bytes,
         gather=plain(Copies(gather.source, gather.target - shift, gather.length, gather.pieces)),

@@ -105,18 +105,18 @@ def _price(strategy: Strategy, counts: Counts, costs: Costs) -> Price:
         return Price(strategy, 0.0, 0)
     num_rows = _wire_rows(strategy, counts, costs)
     rows_s, bytes_s = num_rows * costs.row_s, counts.num_bytes / costs.wire_bytes_per_s
-    rows_times = 1.0 if strategy is Strategy.PACK else costs.rows_fan_in
+    rows_times = 1.0 if strategy.source_gathers else costs.rows_fan_in
     stages = []
-    if strategy is not Strategy.PACK or not costs.gathers_far:
+    if not strategy.source_gathers or not costs.gathers_far:
         stages.append(_Stage(rows_s + bytes_s, rows_s * rows_times + bytes_s * costs.fan_in))
-    if strategy is Strategy.PACK:
+    if strategy.source_gathers:
         gather_s = _copy_s(counts, costs, costs.gather_bytes_per_s)
         stages.append(_Stage(gather_s, gather_s))
-    if strategy is not Strategy.DIRECT:
+    if strategy.is_staged:
         scatter_s = _copy_s(counts, costs, costs.scatter_bytes_per_s)
         stages.append(_Stage(scatter_s, scatter_s * costs.fan_in))
     moving_s = _overlapped_s(stages, counts, costs)
-    if strategy is Strategy.DIRECT:
+    if not strategy.is_staged:
         return _direct(num_rows, moving_s, costs)
     return Price(strategy, costs.latency_s + costs.staging_s + moving_s, num_rows)
 
@@ -134,7 +134,7 @@ def _direct(num_rows: int, wire_s: float, costs: Costs) -> Price:
 
 
 def _wire_rows(strategy: Strategy, counts: Counts, costs: Costs) -> int:
-    if strategy is Strategy.DIRECT:
+    if not strategy.is_staged:
         return counts.num_rows
     if strategy is Strategy.SCATTER:
         return counts.num_source_runs + _num_slots(counts, costs) - 1
@@ -169,17 +169,17 @@ def _reason(counts: Counts, costs: Costs, found: tuple[Price, ...]) -> str:
         return "direct: there is nothing to move"
     best, second = found[0], found[1]
     rows = f"{_plural(counts.num_rows, 'row')} of {_mean_text(counts)}"
-    if best.strategy is Strategy.DIRECT:
+    if not best.strategy.is_staged:
         instead = f"with {second.strategy} it would be {_time_text(second.seconds)}"
         return f"direct: {rows} would cost {_time_text(best.seconds)}; {instead}"
-    alone = next(price.seconds for price in found if price.strategy is Strategy.DIRECT)
+    alone = next(price.seconds for price in found if not price.strategy.is_staged)
     how = f"{_how(best.strategy, counts, costs)} it is {_time_text(best.seconds)}"
     return f"{best.strategy}: {rows} would cost {_time_text(alone)} one by one; {how}"
 
 
 def _how(strategy: Strategy, counts: Counts, costs: Costs) -> str:
     slots = _plural(_num_slots(counts, costs), "slot")
-    if strategy is Strategy.PACK:
+    if strategy.source_gathers:
         return f"gathered into {slots}"
     return f"read as {_plural(counts.num_source_runs, 'run')} through {slots} at the target"
 

@@ -23,11 +23,23 @@ _ADDRESS_LIMIT = 1 << 63
 
 
 class Strategy(StrEnum):
-    """How rows move, the simplest way first."""
+    """How rows move, the simplest way first. `staged` has the rows of each stage, `cost_model` what they cost; whoever
+    carries a transfer out asks for the properties, not for a name."""
 
     DIRECT = "direct"
     SCATTER = "scatter"
     PACK = "pack"
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether bytes arrive in slots of the target's staging memory, from which the target scatters them."""
+        return self is not Strategy.DIRECT
+
+    @property
+    def source_gathers(self) -> bool:
+        """Whether the source gathers into staging memory of its own and writes whole slots; otherwise rows are sent
+        from the source's blocks."""
+        return self is Strategy.PACK
 
 
 class Side(StrEnum):

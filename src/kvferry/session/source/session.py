@@ -236,7 +236,7 @@ class SourceSession:
             self._leases.renew(lease, now)
         else:
             self._leases.claim(lease, claim, now)
-        if claim.strategy is not Strategy.PACK:
+        if not claim.strategy.source_gathers:
             self._completed_reads.started(lease, claim.party, now)
         return commands + self._completed_reads.written(lease, now)
 

@@ -16,7 +16,7 @@ from kvferry.plan.programs.request import check_ranges, copies_for
 from kvferry.plan.programs.token_chunks import WHOLE, parted
 from kvferry.plan.routing.route import route
 from kvferry.plan.slots.slot_plan import StagedRequest, region_starts
-from kvferry.plan.strategy.strategies import RegionStarts, Strategy
+from kvferry.plan.strategy.strategies import RegionStarts
 from kvferry.session.commands import Command, Connect, Disconnect, Reply
 from kvferry.session.events import LeaseRequest, PeerConnected, PeerUnreachable
 from kvferry.session.refusals import refuse
@@ -111,7 +111,7 @@ class Targets:
         """What moves for a claim through staging memory. Raises TransferError, or BlockTableError for its ranges, when
         it must not be carried out."""
         program, starts = self._program_of(claim), self._known[claim.party].starts
-        if claim.strategy is Strategy.PACK and not claim.slot_bytes:
+        if claim.strategy.source_gathers and not claim.slot_bytes:
             raise TransferError(
                 Reason.MALFORMED, "staging slots of no size", found="0 bytes", expected="at least 1 byte"
             )

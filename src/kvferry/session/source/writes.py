@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from kvferry.errors import FerryError, TransferError
 from kvferry.plan.programs.copies import Direction
-from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import Cancel, Command, Post, Reply
 from kvferry.session.events import Acquired, Staged, TicketEnded
 from kvferry.session.keys import ClaimKey, SlotKey
@@ -66,7 +65,7 @@ class Writes:
 
     def _begin(self, key: ClaimKey, peer: str, claim: Claim, lease: Lease) -> Iterator[Command]:
         """If this raises, none of its commands is carried out."""
-        if claim.strategy is Strategy.PACK:
+        if claim.strategy.source_gathers:
             request = self._targets.request(claim, lease.wanted)
             packing = PackedWrite.started(key, peer, request, lease.num_ready)
             lease.writes[key] = packing

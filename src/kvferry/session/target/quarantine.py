@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from kvferry.errors import TransferError
 from kvferry.plan.programs.copies import Direction
-from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import BlocksReleased, Cancel, Command, Count, Disconnect, DropDigest, FetchFailed
 from kvferry.session.keys import ClaimKey, ReadKey
 from kvferry.session.target.peers.handshakes import Handshakes
@@ -42,7 +41,7 @@ class Quarantine:
         for key in fetch.peers:
             is_exposed = key in fetch.reads and fetch.reads[key].is_exposed
             yield from self._aborts.send(fetch.wanted, key, is_exposed, now)
-        for key in [key for key, read in fetch.reads.items() if read.strategy is not Strategy.DIRECT]:
+        for key in [key for key, read in fetch.reads.items() if read.strategy.is_staged]:
             yield from self.drained(fetch.key(key))
         yield from self.free_when_drained(fetch)
 
@@ -51,7 +50,7 @@ class Quarantine:
         fetch = self._fetches.get(work.claim_id) if isinstance(work, ReadKey) else None
         if fetch is not None and isinstance(work, ReadKey) and fetch.failed and work.peer in fetch.reads:
             read = fetch.reads[work.peer]
-            is_staged = read.strategy is not Strategy.DIRECT and read.state is ReadState.DRAINING
+            is_staged = read.strategy.is_staged and read.state is ReadState.DRAINING
             if is_staged and not any(pipeline.is_open for pipeline in read.pipeline):
                 read.machine.move("ticket ended")
                 yield from self.free_when_drained(fetch)
@@ -68,7 +67,7 @@ class Quarantine:
             fetch = self._fetches.get(key.claim_id)
             if fetch is not None and key.peer in fetch.reads and fetch.reads[key.peer].is_exposed:
                 read = fetch.reads[key.peer]
-                if read.strategy is Strategy.DIRECT:
+                if not read.strategy.is_staged:
                     read.ended(Direction.WRITE)
                 for pipeline in read.pipeline:
                     yield from pipeline.fenced()

@@ -33,7 +33,7 @@ class TransferMode:
     @property
     def writes_to_blocks(self) -> bool:
         """Whether the source writes anything to the target's own blocks."""
-        return self.strategy is Strategy.DIRECT and (self.direction is Direction.WRITE or self.read_from > 0)
+        return not self.strategy.is_staged and (self.direction is Direction.WRITE or self.read_from > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class StagingPolicy:
     def __post_init__(self) -> None:
         if not self.allowed:
             raise ConfigurationError("no strategy is allowed", expected=f"some of {', '.join(Strategy)}")
-        least = 1 if set(self.allowed) - {Strategy.DIRECT} else 0
+        least = int(any(each.is_staged for each in self.allowed))
         if self.slot_bytes < least:
             raise ConfigurationError(
                 "invalid size of staging slots",
@@ -76,7 +76,7 @@ class StagingPolicy:
             price = self._cheapest(counts, replace(costs, sharing_s=0.0), allowed)
         # What a target reads may go through its own staging memory: that is decided when the rows are known.
         return (
-            TransferMode(Direction.WRITE, Strategy.PACK) if price.strategy is Strategy.PACK else TransferMode(direction)
+            TransferMode(Direction.WRITE, price.strategy) if price.strategy.source_gathers else TransferMode(direction)
         )
 
     def packing_only(self, source: str) -> TransferMode:
@@ -93,7 +93,7 @@ class StagingPolicy:
 
     def check_without_packing(self, source: str) -> None:
         """Raises TransferError when nothing is left for a source that cannot write to our staging memory."""
-        if not set(self.allowed) - {Strategy.PACK}:
+        if all(each.source_gathers for each in self.allowed):
             raise TransferError(
                 Reason.UNREACHABLE,
                 f"{source} cannot write to our staging memory, and nothing else is allowed",
@@ -120,7 +120,7 @@ class StagingPolicy:
 
     @property
     def _without_pack(self) -> tuple[Strategy, ...]:
-        return tuple(each for each in self.allowed if each is not Strategy.PACK) or (Strategy.DIRECT,)
+        return tuple(each for each in self.allowed if not each.source_gathers) or (Strategy.DIRECT,)
 
     def _cheapest(self, counts: Counts, costs: Costs, allowed: tuple[Strategy, ...]) -> Price:
         costs = _in_slots(costs, self.slot_bytes) if self.slot_bytes else costs
@@ -157,7 +157,7 @@ def allowed_by(name: str) -> tuple[Strategy, ...]:
 def through_staging_only(policy: StagingPolicy) -> StagingPolicy:
     """The policy without `direct`, for a rank whose own blocks no transport reaches. Raises ConfigurationError if no
     strategy is left."""
-    allowed = tuple(each for each in policy.allowed if each is not Strategy.DIRECT)
+    allowed = tuple(each for each in policy.allowed if each.is_staged)
     if not allowed:
         raise ConfigurationError(
             "the memory of this engine cannot be registered, so the strategy direct is impossible",

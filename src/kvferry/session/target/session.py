@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 
 from kvferry.errors import TransferError
 from kvferry.plan.programs.copies import Direction
-from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import CheckLiveness, Command, Count, Disconnect
 from kvferry.session.events import (
     AbortRequest,
@@ -139,7 +138,7 @@ class TargetSession:
         return frozenset(
             fetch.wanted.request_id
             for fetch in self._fetches.values()
-            if any(read.is_exposed and read.strategy is Strategy.DIRECT for read in fetch.reads.values())
+            if any(read.is_exposed and not read.strategy.is_staged for read in fetch.reads.values())
         )
 
     def _follow(self, steps: Iterator[Step | PeerLost], now: float) -> Iterator[Command]:

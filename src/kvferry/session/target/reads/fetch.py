@@ -124,7 +124,7 @@ class Read:
     @property
     def is_exposed(self) -> bool:
         """Whether the source may write to our blocks, or to our staging memory, for all we know."""
-        if self.strategy is not Strategy.DIRECT:
+        if self.strategy.is_staged:
             return any(pipeline.is_exposed for pipeline in self.pipeline)
         return Direction.WRITE in self.movers
 

@@ -15,7 +15,7 @@ from kvferry.plan.programs.request import copies_for
 from kvferry.plan.programs.token_chunks import parted
 from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables
 from kvferry.plan.strategy.calibration import Costs
-from kvferry.plan.strategy.strategies import Side, Strategy
+from kvferry.plan.strategy.strategies import Side
 from kvferry.session.commands import Fetched, Post, Send
 from kvferry.session.events import Digested, FetchRequest
 from kvferry.session.keys import PeerKey, ReadKey, SlotKey
@@ -101,7 +101,7 @@ class Reads:
             mode = self._staging.before_claim(binding.programs[peer.key], wanted.ranges, costs, peer.direction)
         if wanted.num_tokens and peer.is_staged:
             mode = self._staging.packing_only(str(peer.key))
-        if mode.strategy is Strategy.PACK and peer.can_write is CanWrite.NO:
+        if mode.strategy.source_gathers and peer.can_write is CanWrite.NO:
             self._staging.check_without_packing(str(peer.key))
             mode = TransferMode(peer.direction)
         return mode
@@ -115,7 +115,7 @@ class Reads:
         if mode.direction is Direction.WRITE or mode.read_from:
             where = {"block_tables": wanted.block_tables, "ranges": wanted.ranges}
             claim = structs.replace(claim, direction=mode.direction, read_from=mode.read_from, **where)
-        if mode.strategy is Strategy.PACK:
+        if mode.strategy.source_gathers:
             claim = structs.replace(claim, strategy=mode.strategy, slot_bytes=self._slot_bytes(key))
         return claim
 
@@ -127,7 +127,7 @@ class Reads:
     def grant(self, peer: Peer, grant: Grant, now: float) -> Iterator[Step]:
         """A source lets us read, or has begun to write. While it packs, a repeated grant says that more is computed."""
         for fetch, read in self.of(peer.key, grant.claim_id, ReadState.CLAIMING, ReadState.EXPOSED):
-            if read.strategy is Strategy.PACK:
+            if read.strategy.source_gathers:
                 fetch.granted(read, now)
                 read.machine.move("granted")
                 for plan in read.plans or (self._plan_of(fetch, peer.key),):
@@ -160,12 +160,12 @@ class Reads:
         fetch.granted(read, now)
         if len(copies) and not read.mode.read_from:
             read.strategy = self._staging.before_read(copies, costs, binding.starts[peer.key])
-        if read.strategy is Strategy.SCATTER:
+        if read.strategy.is_staged:
             plan = self._plan_of(fetch, peer.key, grant.block_tables)
             # An error here is reported when the plan is carried out.
             with suppress(FerryError):
                 read.strategy = self._staging.when_cut(copies, costs, plan.slots(0))
-        if read.strategy is Strategy.SCATTER:
+        if read.strategy.is_staged:
             read.movers.clear()
             yield from self.staged.begin(fetch, peer.key, plan, grant, now)
             return
@@ -177,7 +177,7 @@ class Reads:
         """How a read is cut into slots. Where it is packed, its blocks are the source's business, and some may not be
         computed yet."""
         binding, wanted, strategy = self.bindings.to(fetch.peers, self._peers), fetch.wanted, fetch.reads[key].strategy
-        if strategy is Strategy.PACK:
+        if strategy.source_gathers:
             source_tables = any_tables(binding.layouts[key], wanted.num_tokens)
         request = StagedRequest(
             binding.programs[key],
@@ -185,7 +185,7 @@ class Reads:
             wanted.block_tables,
             wanted.ranges,
             strategy,
-            self._slot_bytes(key) if strategy is Strategy.PACK else self._staging.slot_bytes,
+            self._slot_bytes(key) if strategy.source_gathers else self._staging.slot_bytes,
             binding.starts[key],
         )
         return SlotPlan(request, Side.TARGET)
@@ -193,7 +193,7 @@ class Reads:
     def packed(self, peer: Peer, packed: Packed, now: float) -> Iterator[Step]:
         """The source has written a slot. This is ignored for slots that we fill ourselves."""
         for fetch, read in self.of(peer.key, packed.claim_id, ReadState.MOVING, ReadState.DRAINING):
-            if read.strategy is Strategy.PACK:
+            if read.strategy.source_gathers:
                 key = SlotKey(fetch.key(peer.key), packed.stretch, packed.number)
                 yield from self.staged.packed(key, packed, now)
 
@@ -210,7 +210,7 @@ class Reads:
     def written(self, peer: Peer, written: Written, now: float) -> Iterator[Step]:
         """The source's own ticket has ended well. For packed reads it says so slot by slot instead."""
         for fetch, read in self.of(peer.key, written.claim_id, ReadState.EXPOSED, ReadState.MOVING):
-            if read.is_exposed and read.strategy is Strategy.DIRECT:
+            if read.is_exposed and not read.strategy.is_staged:
                 read.num_bytes += written.num_bytes
                 read.num_rows += written.num_rows
                 fetch.granted(read, now)
@@ -278,7 +278,7 @@ class Reads:
                 continue
             read.may_prepare = False
             with suppress(FerryError):
-                if read.strategy is Strategy.PACK:
+                if read.strategy.source_gathers:
                     read.plans = (self._plan_of(fetch, key),)
                     read.plans[0].slots(0)
                 self._verifier.prepare(fetch, key)
@@ -301,7 +301,7 @@ class Reads:
             if now - read.last_sent < self._timing.resend_s:
                 continue
             read.last_sent = now
-            is_writing = read.is_exposed and read.strategy is Strategy.DIRECT
+            is_writing = read.is_exposed and not read.strategy.is_staged
             if read.state in UNGRANTED or ((is_writing or read.is_behind) and not fetch.failed):
                 # A source that writes answers a repeated claim with its progress.
                 yield Send(key, self._claim_of(fetch, key))
@@ -317,4 +317,4 @@ def _costs(peer: Peer, binding: Binding, *, may_share: bool) -> Costs:
 
 def _needs_offer(peer: Peer, mode: TransferMode) -> bool:
     """Whether a source that we read from has to connect to our memory first, blocks or staging."""
-    return (mode.strategy is Strategy.PACK or mode.read_from > 0) and peer.can_write is CanWrite.UNKNOWN
+    return (mode.strategy.source_gathers or mode.read_from > 0) and peer.can_write is CanWrite.UNKNOWN

@@ -72,7 +72,7 @@ class SlotPipeline:
 
     def _may_be_written(self, use: SlotUse) -> bool:
         is_filling = use.state is SlotState.FILLING or (use.state is SlotState.DRAINING and not use.was_emptying)
-        return self._strategy is Strategy.PACK and is_filling
+        return self._strategy.source_gathers and is_filling
 
     def go_on(self) -> Iterator[Command]:
         """Ask for the next slots of what is computed. Raises what planning them raises."""
@@ -105,7 +105,7 @@ class SlotPipeline:
         use.address, use.last_sent = address, now
         self.num_bytes += use.slot.num_bytes
         self.num_rows += len(use.slot.wire)
-        if self._strategy is Strategy.PACK:
+        if self._strategy.source_gathers:
             yield self._pack(use)
         else:
             yield Post(key, use.slot.wire.shifted(0, address), Direction.READ)
@@ -145,7 +145,7 @@ class SlotPipeline:
     def fail(self) -> Iterator[Command]:
         """Wait for what is in flight, and ask for nothing more."""
         for key, use in list(self._open.items()):
-            if use.state is SlotState.FILLING and self._strategy is not Strategy.PACK:
+            if use.state is SlotState.FILLING and not self._strategy.source_gathers:
                 yield Cancel(key)
             if use.fail():
                 del self._open[key]
