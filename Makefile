@@ -49,11 +49,11 @@ RUNS ?= 10000
 SEED ?=
 DEFECTS ?=
 simulate: .venv/dev
-	@PYTHONPATH=tests/simulation $(BIN)/python -m simulator $(if $(DEFECTS),--defects,$(if $(SEED),--seed $(SEED) --runs 1 --log,--runs $(RUNS))) $(ARGS)
+	@PYTHONPATH=tests:tests/simulation $(BIN)/python -m simulator $(if $(DEFECTS),--defects,$(if $(SEED),--seed $(SEED) --runs 1 --log,--runs $(RUNS))) $(ARGS)
 
 # Nonsense for the control channel while a real peer is served: make fuzz FRAMES=1000000 takes some minutes.
 fuzz: .venv/dev
-	@$(BIN)/python tests/fuzz/storm.py --frames $(FRAMES) $(ARGS)
+	@PYTHONPATH=tests $(BIN)/python tests/fuzz/storm.py --frames $(FRAMES) $(ARGS)
 
 # Real vLLM processes on the CPU: a representative part by default, every model and shape with ARGS='-m full'.
 test-vllm: .venv-vllm/ready

@@ -16,19 +16,23 @@ from kvferry.cli.main import app
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
+    r"""^(?P<indent> *)```(?P<language>[\w-]*)(?: title="(?P<title>[^"\n]*)")?[^\n]*\n(?P<text>.*?)^(?P=indent)```$""",
+    re.MULTILINE | re.DOTALL,
 )
 BREAKS = ";&|()\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block of code: its page, the line at which it begins, its language, and its text without indentation."""
+    """A fenced block of code: its page, the line at which it begins, its language, and its text without indentation.
+
+    One with a title is an excerpt: the title is the file, relative to the repository."""
 
     page: Path
     line: int
     language: str
     text: str
+    title: str = ""
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -48,7 +52,13 @@ def blocks(language: str = "") -> list[Block]:
 def _blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     return [
-        Block(page, text.count("\n", 0, each.start()) + 1, each["language"], textwrap.dedent(each["text"]))
+        Block(
+            page,
+            text.count("\n", 0, each.start()) + 1,
+            each["language"],
+            textwrap.dedent(each["text"]),
+            each["title"] or "",
+        )
         for each in FENCE.finditer(text)
     ]
 

@@ -1,12 +1,13 @@
 """An engine without a model in a process of its own: a pool of blocks and an agent, for tests that kill and restart.
 
-It starts in a fraction of a second. `python process_engine.py ENGINE_ID TRANSPORT LEASE_S` serves until its standard
-input ends; `ProcessEngine` starts it and speaks with it, one JSON object per line in either direction.
+It starts in a fraction of a second. `python process_engine.py ENGINE_ID TRANSPORT LEASE_S MEMORY_FD` serves until its
+standard input ends; `ProcessEngine` starts it and speaks with it, one JSON object per line in either direction.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import select
 import signal
@@ -29,14 +30,17 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.commands import AgentStopped, BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.events import FetchRequest, LeaseRequest
 from kvferry.session.timeouts import Timing
+from kvferry.transport.base import Memory
 from kvferry.transport.shm.shared_memory import allocate_shared
 from kvferry.wire.messages import Reference
 
 ANSWER_S = 60.0
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 64
+NEW_MEMORY = -1
 MODEL = attention(num_layers=4, num_heads=2, head_dim=32, dtype="float32", item_bytes=4)
 BLOCK_BYTES = BLOCK_TOKENS * MODEL.bytes_per_token
+SHAPE = EngineShape(1, 1, block_tokens=BLOCK_TOKENS, num_blocks=NUM_BLOCKS, format="block-major")
 
 Facts = dict[str, Any]
 
@@ -44,10 +48,14 @@ Facts = dict[str, Any]
 class ProcessEngine:
     """The other process, as its parent sees it. It is killed at the end of a `with`."""
 
-    def __init__(self, engine_id: str, transport: str, lease_s: float = 30.0) -> None:
-        """Start it; returns at once, the first question waits."""
-        command = [sys.executable, __file__, engine_id, transport, str(lease_s)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    def __init__(self, engine_id: str, transport: str, lease_s: float = 30.0, memory_fd: int = NEW_MEMORY) -> None:
+        """Start it; returns at once, the first question waits. Its pool lies in memory of its own, or in that of a file
+        that is open here."""
+        command = [sys.executable, __file__, engine_id, transport, str(lease_s), str(memory_fd)]
+        shared = () if memory_fd == NEW_MEMORY else (memory_fd,)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=shared
+        )
         self._notices: list[Facts] = []
         self._rest = b""
 
@@ -65,9 +73,17 @@ class ProcessEngine:
         """Compute (from a seed) and lease so many blocks; the answer is what `fetch` of another one needs."""
         return self._ask(do="lease", request=request_id, num_blocks=num_blocks, seed=seed)
 
+    def lease_filled(self, request: LeaseRequest) -> Facts:
+        """Lease blocks that are filled already."""
+        return self._ask(do="lease_filled", request=request.request_id, lease=msgspec.to_builtins(request))
+
     def fetch(self, request_id: str, offer: Facts) -> None:
         """Begin to fetch what another one has leased; `notice` tells how it ended."""
         self._ask(do="fetch", request=request_id, offer=offer)
+
+    def address(self) -> str:
+        """Where its agent listens."""
+        return str(self._ask(do="address")["address"])
 
     def usage(self) -> Facts:
         """What the process uses now: `fds`, `threads`, `memory_bytes` (its own), `free_blocks`."""
@@ -124,11 +140,10 @@ class ProcessEngine:
 class Served:
     """The process itself: its blocks, its agent, and one method per command."""
 
-    def __init__(self, engine_id: str, transport: str, lease_s: float) -> None:
-        shared = allocate_shared(NUM_BLOCKS * BLOCK_BYTES, "kvferry-process-engine")
-        self._blocks = np.frombuffer(shared.buffer, np.uint8).reshape(NUM_BLOCKS, BLOCK_BYTES)
-        shape = EngineShape(1, 1, block_tokens=BLOCK_TOKENS, num_blocks=NUM_BLOCKS, format="block-major")
-        cache = Cache(describe(MODEL, shape, shared.memory.address), (shared.memory,))
+    def __init__(self, engine_id: str, transport: str, lease_s: float, memory_fd: int) -> None:
+        buffer, memory = pool(memory_fd)
+        self._blocks = np.frombuffer(buffer, np.uint8).reshape(NUM_BLOCKS, BLOCK_BYTES)
+        cache = Cache(describe(MODEL, SHAPE, memory.address), (memory,))
         # Always read: what a busy machine makes of a self-test must not decide what is tested.
         config = AgentConfig(engine_id, transport=transport, timing=Timing(lease_s=lease_s), may_turn=False)
         self._agent = open_agent(config, cache, self._on_notice)
@@ -142,14 +157,17 @@ class Served:
         dice = np.random.default_rng(command["seed"])
         for block in table:
             self._blocks[block] = dice.integers(0, 256, BLOCK_BYTES, np.uint8)
-        num_tokens, digest = len(table) * BLOCK_TOKENS, self._digest(table)
-        reference = self._agent.lease(LeaseRequest(command["request"], new_lease_id(), (table,), num_tokens))
-        return {
-            "reference": msgspec.to_builtins(reference),
-            "address": self._agent.address,
-            "num_blocks": len(table),
-            "digest": digest,
-        }
+        digest = self._digest(table)
+        request = LeaseRequest(command["request"], new_lease_id(), (table,), len(table) * BLOCK_TOKENS)
+        return {**self._lease(request), "num_blocks": len(table), "digest": digest}
+
+    def lease_filled(self, command: Facts) -> Facts:
+        request = msgspec.convert(command["lease"], LeaseRequest)
+        (table,) = request.block_tables
+        with self._lock:
+            self._free = deque(block for block in self._free if block not in table)
+            self._tables[request.request_id] = table
+        return self._lease(request)
 
     def fetch(self, command: Facts) -> Facts:
         offer = command["offer"]
@@ -158,6 +176,9 @@ class Served:
         reference, tokens = msgspec.convert(offer["reference"], Reference), TokenRange(0, len(table) * BLOCK_TOKENS)
         self._agent.fetch(FetchRequest(command["request"], reference, (offer["address"],), (table,), (tokens,)))
         return {}
+
+    def address(self, command: Facts) -> Facts:
+        return {"address": self._agent.address}
 
     def usage(self, command: Facts) -> Facts:
         with open("/proc/self/statm", encoding="ascii") as file:
@@ -173,6 +194,10 @@ class Served:
 
     def close(self) -> None:
         self._agent.close()
+
+    def _lease(self, request: LeaseRequest) -> Facts:
+        reference = self._agent.lease(request)
+        return {"reference": msgspec.to_builtins(reference), "address": self._agent.address}
 
     def _take(self, request_id: str, num_blocks: int) -> tuple[int, ...]:
         with self._lock:
@@ -203,6 +228,15 @@ class Served:
         return blake2b(self._blocks[list(table)].tobytes(), digest_size=16).hexdigest()
 
 
+def pool(memory_fd: int) -> tuple[memoryview, Memory]:
+    """New memory, or that of a file that the parent has opened."""
+    if memory_fd == NEW_MEMORY:
+        shared = allocate_shared(NUM_BLOCKS * BLOCK_BYTES, "kvferry-process-engine")
+        return shared.buffer, shared.memory
+    buffer = memoryview(mmap.mmap(memory_fd, NUM_BLOCKS * BLOCK_BYTES))
+    return buffer, Memory(int(np.frombuffer(buffer, np.uint8).ctypes.data), len(buffer), memory_fd)
+
+
 def say(facts: Facts) -> None:
     """One line on standard output, in one piece: two threads speak."""
     os.write(sys.stdout.fileno(), json.dumps(facts).encode() + b"\n")
@@ -210,9 +244,10 @@ def say(facts: Facts) -> None:
 
 def main(arguments: list[str]) -> None:
     """Serve until standard input ends."""
-    engine_id, transport, lease_s = arguments
-    served = Served(engine_id, transport, float(lease_s))
-    commands = {"lease": served.lease, "fetch": served.fetch, "usage": served.usage}
+    engine_id, transport, lease_s, memory_fd = arguments
+    served = Served(engine_id, transport, float(lease_s), int(memory_fd))
+    answers = (served.lease, served.lease_filled, served.fetch, served.address, served.usage)
+    commands = {answer.__name__: answer for answer in answers}
     for line in sys.stdin:
         command = json.loads(line)
         say({"answer": commands[command["do"]](command)})

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import subprocess
+import textwrap
 import tomllib
 
 import pytest
@@ -108,7 +109,21 @@ def test_every_key_of_the_connector_is_in_its_table():
     assert keys_of_the_connector() <= set(re.findall(r"`(\w+)`", rows))
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=str)
+@pytest.mark.parametrize("block", [block for block in blocks("python") if block.title], ids=str)
+def test_every_excerpt_is_in_its_file_as_it_is_shown(block):
+    """Whole lines of it, all indented as much: forges show no includes, and these files have tests of their own."""
+    lines = (ROOT / block.title).read_text().splitlines()
+    shown = block.text.splitlines()
+    parts = (lines[start : start + len(shown)] for start in range(len(lines)))
+    assert shown in (textwrap.dedent("\n".join(part)).splitlines() for part in parts)
+
+
+def test_the_tutorial_shows_its_example():
+    shown = [block.text for block in blocks("python") if block.title == "examples/own_engine.py"]
+    assert sum(text.count("\n") for text in shown) > 30
+
+
+@pytest.mark.parametrize("block", [block for block in blocks("python") if not block.title], ids=str)
 def test_every_python_block_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(block.text, str(block), "exec"), {"__name__": "docs_example"})

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+from engines import oracle
 from faulty_transport import GatedTransport
 
 from kvferry import new_lease_id
@@ -14,7 +15,6 @@ from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import LeaseRequest
 from kvferry.staging.host_mover import HostMover, host_regions
-from kvferry.testing.engines import oracle
 from kvferry.testing.transports.world import wait_for_unmapping
 
 SOURCE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")

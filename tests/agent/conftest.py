@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from engines import oracle
 
 from kvferry import Agent, AgentConfig, Cache, new_epoch
 from kvferry.agent.cache import host_mover
@@ -14,7 +15,6 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import FetchRequest
 from kvferry.session.timeouts import Timing
-from kvferry.testing.engines import oracle
 from kvferry.transport.registry import open_transports
 from kvferry.transport.shm.shared_memory import allocate_shared
 

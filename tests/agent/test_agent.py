@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import zmq
 from agent_support import SOURCE, TARGET
+from engines import oracle
 
 from kvferry import Agent, AgentConfig, Cache, new_lease_id
 from kvferry.agent.control import channel
@@ -18,7 +19,6 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, LeaseEnded
 from kvferry.session.events import LeaseRequest
 from kvferry.session.timeouts import Timing
-from kvferry.testing.engines import oracle
 from kvferry.transport.registry import open_transports
 from kvferry.wire.codec import decode, frame_of
 from kvferry.wire.messages import WIRE_VERSION, Reason, Reference, Refusal

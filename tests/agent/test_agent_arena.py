@@ -7,6 +7,7 @@ import agent_support
 import numpy as np
 import pytest
 from agent_support import Gate
+from engines import oracle
 from host_devices import FAR_ADDRESS, DeviceMemory, DeviceTransport, device_mover
 
 from kvferry import Agent, AgentConfig, Cache, new_lease_id
@@ -18,7 +19,6 @@ from kvferry.session.commands import Fetched, LeaseEnded
 from kvferry.session.events import FetchRequest, LeaseRequest
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.session.timeouts import Timing
-from kvferry.testing.engines import oracle
 from kvferry.transport import memory_kind
 from kvferry.transport.memory_kind import MemoryKind, register_kind
 from kvferry.transport.registry import open_transports

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import agent_support
 import pytest
+from engines import oracle
 from host_devices import FAR_ADDRESS, FarDevice, far_mover
 
 from kvferry import Agent, AgentConfig, Cache, new_lease_id
@@ -19,7 +20,6 @@ from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, Lease
 from kvferry.session.events import FetchRequest, LeaseRequest
 from kvferry.session.target.read_strategy import AUTO, StagingPolicy
 from kvferry.session.timeouts import Timing
-from kvferry.testing.engines import oracle
 from kvferry.transport.registry import open_transports
 
 MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)

@@ -15,6 +15,7 @@ from agent_support import (
     num_mappings,
     wire_only,
 )
+from engines import oracle
 
 from kvferry import new_lease_id
 from kvferry.agent.loop import agent
@@ -26,7 +27,6 @@ from kvferry.session.commands import BlocksReleased, Fetched, FetchFailed, Lease
 from kvferry.session.events import Ahead, FetchRequest, LeaseProgress, LeaseRequest
 from kvferry.session.source import writes
 from kvferry.session.target.read_strategy import StagingPolicy
-from kvferry.testing.engines import oracle
 
 # About five tokens: several slots, and more than the window.
 SLOT_BYTES = 5 * BYTES_PER_TOKEN

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from engines import oracle
 from faulty_transport import FaultyTransport
 
 from kvferry import new_lease_id
@@ -13,7 +14,6 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import Fetched, LeaseEnded
 from kvferry.session.events import LeaseRequest
 from kvferry.session.target.read_strategy import NO_STAGING
-from kvferry.testing.engines import oracle
 
 SHAPE = EngineShape(1, 1, block_tokens=4, num_blocks=16, format="token-major")
 SOURCE_TABLES, TARGET_TABLES, NUM_TOKENS = ((3, 9, 1),), ((8, 0, 5),), 10

@@ -3,53 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from embedded_loopback import move
 from embedded_support import Loop, collect, expect_empty, ids_of, request
-from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM
 
 from kvferry.connectors.jobs import Settings
 from kvferry.embedded.engine.async_engine import Engine
-
-COMMON = {
-    "vocab_size": 1024,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "sliding_window": 50,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-
-def _gemma() -> torch.nn.Module:
-    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-    config = Gemma3TextConfig(**COMMON, num_hidden_layers=4, layer_types=kinds, query_pre_attn_scalar=16)
-    return Gemma3ForCausalLM(config)
-
-
-def _mistral() -> torch.nn.Module:
-    return MistralForCausalLM(MistralConfig(**COMMON, num_hidden_layers=2))
-
-
-@pytest.fixture(params=[_gemma, _mistral], ids=["gemma", "mistral"])
-def sliding_path(request: pytest.FixtureRequest, tmp_path: Path, model_path: Path) -> Path:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        model = request.param()
-    model.save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model_path / name, tmp_path / name)
-    return tmp_path
 
 
 def test_rings_move_between_engines(loop: Loop, sliding_path: Path) -> None:

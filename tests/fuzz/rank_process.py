@@ -9,13 +9,13 @@ import queue
 import sys
 
 import numpy as np
+from engines import oracle
 
 from kvferry import Agent, AgentConfig, Cache, new_lease_id, read_token
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.events import LeaseRequest
-from kvferry.testing.engines import oracle
 from kvferry.transport.registry import open_transports
 from kvferry.transport.shm.shared_memory import allocate_shared
 

@@ -6,6 +6,7 @@ and once on one with a token, for strangers.
 
 import argparse
 import json
+import os
 import secrets
 import socket
 import struct
@@ -21,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import zmq
+from engines import oracle
 from frame_maker import FrameMaker
 from rank_process import NUM_TOKENS, TARGET, TARGET_TABLES, Rank
 
@@ -29,7 +31,6 @@ from kvferry.agent.control.curve import secure_connecting
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session.commands import Fetched
 from kvferry.session.events import FetchRequest
-from kvferry.testing.engines import oracle
 from kvferry.wire.messages import Reference
 
 DEADLINE_S = 60.0
@@ -63,7 +64,10 @@ class Victim:
 
     def __init__(self, token_file: str) -> None:
         command = [sys.executable, str(Path(__file__).with_name("rank_process.py")), token_file]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         self._lock = threading.Lock()
         self.address = json.loads(self._process.stdout.readline())["address"]
         self.usage = psutil.Process(self._process.pid)

@@ -9,6 +9,7 @@ import random
 
 import msgspec
 import pytest
+from engines import oracle
 
 from kvferry.errors import WireError
 from kvferry.plan.description.describe import EngineShape, describe
@@ -21,7 +22,6 @@ from kvferry.session.keys import PeerKey
 from kvferry.session.target.peers.identity import TargetIdentity
 from kvferry.session.target.session import TargetSession
 from kvferry.session.timeouts import Timing
-from kvferry.testing.engines import oracle
 from kvferry.wire import messages as m
 from kvferry.wire.codec import decode, frame_of
 

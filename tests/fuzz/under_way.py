@@ -3,12 +3,13 @@
 import random
 from collections import Counter
 
+from engines import oracle
+
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.session import commands as c
 from kvferry.session import events as e
 from kvferry.session import keys as k
-from kvferry.testing.engines import oracle
 from kvferry.wire import messages as m
 from kvferry.wire.codec import decode, encode
 

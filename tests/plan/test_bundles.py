@@ -1,6 +1,7 @@
 """Bundles of states: together they are the program, and each needs no state that is computed later."""
 
 import pytest
+from engines.strategies import handmade, scenarios
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_stretch import moved
@@ -11,7 +12,6 @@ from kvferry.plan.programs.layer_groups import bundles
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.routing.route import route
-from kvferry.testing.engines.strategies import handmade, scenarios
 
 
 @settings(max_examples=60)

@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import xxhash
+from engines import oracle
+from engines.strategies import Scenario, handmade, scenarios
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,8 +35,6 @@ from kvferry.plan.digests.subject import (
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.routing.route import route
-from kvferry.testing.engines import oracle
-from kvferry.testing.engines.strategies import Scenario, handmade, scenarios
 from kvferry.transport.base import Memory
 
 many = settings(max_examples=60)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engines import oracle
 from golden_models import FOLDER, Plan, case_of, filed, golden, model_of, plan_of, planned, rendered
 
 from kvferry import catalog
@@ -22,7 +23,6 @@ from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.layout import Axis, Layout, State
 from kvferry.plan.description.model import CacheModel, Kept, LayerCache
 from kvferry.plan.description.tokens import TokenRange, TokenShare
-from kvferry.testing.engines import oracle
 
 pytestmark = pytest.mark.uncounted
 NAMES = catalog.names()

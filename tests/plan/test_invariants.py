@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from engines import oracle
+from engines.strategies import Scenario, handmade, scenarios
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,8 +15,6 @@ from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.routing.route import route
-from kvferry.testing.engines import oracle
-from kvferry.testing.engines.strategies import Scenario, handmade, scenarios
 
 pytestmark = pytest.mark.uncounted
 many = settings(max_examples=200)

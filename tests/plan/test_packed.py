@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from engines.strategies import handmade, scenarios
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from kvferry.plan.routing.route import route
 from kvferry.plan.slots.packed_slots import packed
 from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, region_starts
 from kvferry.plan.strategy.strategies import RegionStarts, Side, Staging, Strategy, staged
-from kvferry.testing.engines.strategies import handmade, scenarios
 
 engines = st.one_of(scenarios(), handmade())
 MODEL = attention(2, 4, 8, "float16", 2)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from engines.strategies import handmade, handmade_scenario, scenarios
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from kvferry.plan.programs.read_write_split import token_at
 from kvferry.plan.programs.request import volume
 from kvferry.plan.programs.token_chunks import parted, unit_tokens
 from kvferry.plan.routing.route import route
-from kvferry.testing.engines.strategies import handmade, handmade_scenario, scenarios
 
 MODEL = attention(2, 2, 8, "float32", 4)
 

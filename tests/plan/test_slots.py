@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from engines import oracle
+from engines.strategies import handmade, scenarios
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +21,6 @@ from kvferry.plan.routing.route import route
 from kvferry.plan.slots import slot_plan
 from kvferry.plan.slots.slot_plan import SlotPlan, StagedRequest, any_tables, region_starts
 from kvferry.plan.strategy.strategies import Strategy
-from kvferry.testing.engines import oracle
-from kvferry.testing.engines.strategies import handmade, scenarios
 
 engines = st.one_of(scenarios(), handmade())
 STAGED = st.sampled_from([Strategy.SCATTER, Strategy.PACK])

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from engines.strategies import handmade, scenarios
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,6 @@ from kvferry.plan.programs.token_chunks import (
     unit_tokens,
 )
 from kvferry.plan.routing.route import route
-from kvferry.testing.engines.strategies import handmade, scenarios
 
 many = settings(max_examples=60)
 engines = st.one_of(scenarios(), handmade())

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engines import oracle
 
 from kvferry import Agent, AgentConfig, Cache, new_lease_id
 from kvferry.plan.description.describe import EngineShape, describe
@@ -28,7 +29,6 @@ from kvferry.session.timeouts import Timing
 from kvferry.staging.device import patterns
 from kvferry.staging.device.mover import DeviceMover
 from kvferry.staging.device.pinned import CudaRuntime, Pinned
-from kvferry.testing.engines import oracle
 from kvferry.transport.base import Memory
 from kvferry.transport.registered_memory import Regions
 from kvferry.transport.registry import open_transports

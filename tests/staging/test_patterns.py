@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from engines.strategies import handmade, scenarios
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,6 @@ from kvferry.plan.strategy.strategies import Strategy
 from kvferry.staging.device import patterns
 from kvferry.staging.device.launches import MAX_ROW_BYTES
 from kvferry.staging.device.patterns import for_device, tiles_of
-from kvferry.testing.engines.strategies import handmade, scenarios
 
 STAGED = st.sampled_from([Strategy.SCATTER, Strategy.PACK])
 MIB = 1 << 20

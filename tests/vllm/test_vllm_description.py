@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     importlib.import_module("vllm.model_executor.layers.mamba.mamba_mixer2")
 
 import torch
+from engines.oracle import Memory, element_addresses, execute
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
@@ -51,7 +52,6 @@ from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.program import bind
 from kvferry.plan.programs.request import copies_for
 from kvferry.plan.routing.route import route
-from kvferry.testing.engines.oracle import Memory, element_addresses, execute
 
 HEADS, DIM, BLOCKS = 4, 32, 7
 NAMES = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")

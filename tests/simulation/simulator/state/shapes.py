@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations
 
+from engines.models import random_model
+
 from kvferry.errors import FerryError
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.description.model import CacheModel
 from kvferry.plan.routing.route import route
-from kvferry.testing.engines.models import random_model
 from simulator.state.memory import ByteMap
 
 MAX_TOKENS = 9

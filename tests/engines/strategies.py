@@ -10,13 +10,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from engines.handmade import make_model, make_side
+from engines.models import random_model
 from kvferry.errors import LayoutError
 from kvferry.plan.description.describe import EngineShape, describe, divided
 from kvferry.plan.description.layout import CacheGroup, Layout
 from kvferry.plan.description.model import CacheModel
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.testing.engines.handmade import make_model, make_side
-from kvferry.testing.engines.models import random_model
 
 FORMATS = ["".join(letters) for letters in permutations("LKBNHD")]
 Tables = tuple[list[list[int]], ...]
@@ -54,7 +54,7 @@ def scenarios() -> st.SearchStrategy[Scenario]:
 
 
 def handmade() -> st.SearchStrategy[Scenario]:
-    """Engines that no helper of ours describes; see `kvferry.testing.engines.handmade`."""
+    """Engines that no helper of ours describes; see `engines/handmade.py`."""
     return st.integers(0, 2**32).map(handmade_scenario)
 
 

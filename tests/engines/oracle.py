@@ -7,10 +7,8 @@ value that its coordinate should have; every other byte must still be the poison
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +16,9 @@ from numpy.typing import NDArray
 from kvferry.plan.description.layout import CacheGroup, Layout, Placement, State
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.programs.copies import Copies
+from kvferry.testing.elements import Tables, element_addresses, kernel_tokens, own_tokens, value_of
 
 POISON = 0xA5
-Tables = Sequence[Sequence[int]]
-Coordinate = tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -44,56 +41,14 @@ class Memory:
         raise AssertionError(f"{address}+{length} leaves every region")
 
 
-def value_of(state: State, token: int, coordinate: Coordinate) -> bytes:
-    """The bytes that one element must hold: they encode its whole identity."""
-    identity = f"{state.name}|{token}|{coordinate}".encode()
-    return hashlib.blake2b(identity, digest_size=state.item_bytes).digest()
-
-
-def element_addresses(
-    layout: Layout, placement: Placement, tables: Tables, tokens: TokenRange
-) -> Iterator[tuple[int, Coordinate, int]]:
-    """(token, logical coordinate, address) of every element of a placement; token 0 for a state without tokens."""
-    state = layout.state_named()[placement.state]
-    group, table = layout.groups[placement.group], tables[placement.group]
-    start = layout.regions[placement.region].address + placement.offset
-    for token, position in _own(group, tokens) if state.per_token else ((0, 0),):
-        slot = position % group.ring_tokens if group.ring_tokens else position
-        if not 0 <= table[slot // group.block_tokens] < group.num_blocks:
-            continue  # the request has no such block any more
-        kernel, slot = divmod(
-            table[slot // group.block_tokens] * group.block_tokens + slot % group.block_tokens, tile(group)
-        )
-        base = start + kernel * placement.block_stride + slot * placement.token_stride
-        for coordinate in product(*(range(s.start, s.stop) for s in placement.spans)):
-            steps = zip(coordinate, placement.spans, placement.strides, strict=True)
-            yield token, coordinate, base + sum((c - span.start) * stride for c, span, stride in steps)
-
-
-def tile(group: CacheGroup) -> int:
-    """Tokens of the smallest block that lies in one piece."""
-    return group.block_tokens // group.kernel_blocks
-
-
-def _own(group: CacheGroup, tokens: TokenRange) -> Iterator[tuple[int, int]]:
-    """The tokens of a range that a rank has, and how many it has before each: counted one by one."""
-    share, num_before = group.share, 0
-    for token in range(tokens.last):
-        if token // share.run_tokens % share.num_shares != share.share:
-            continue
-        if token >= tokens.first:
-            yield token, num_before
-        num_before += 1
-
-
 def free_tail(group: CacheGroup, tokens: TokenRange) -> list[TokenRange]:
     """The tokens behind a range that would lie in the same small block as its last one, where that is free."""
-    own = list(_own(group, TokenRange(0, tokens.last)))
+    own = list(own_tokens(group, TokenRange(0, tokens.last)))
     if not group.tail_is_free or group.ring_tokens or not own or own[-1][0] < tokens.first:
         return []
-    last_block, period = own[-1][1] // tile(group), group.share.num_shares * group.share.run_tokens
-    beyond = TokenRange(tokens.last, tokens.last + period * (tile(group) + 1))
-    inside = [token for token, position in _own(group, beyond) if position // tile(group) == last_block]
+    last_block, period = own[-1][1] // kernel_tokens(group), group.share.num_shares * group.share.run_tokens
+    beyond = TokenRange(tokens.last, tokens.last + period * (kernel_tokens(group) + 1))
+    inside = [token for token, position in own_tokens(group, beyond) if position // kernel_tokens(group) == last_block]
     return [TokenRange(inside[0], inside[-1] + 1)] if inside else []
 
 
