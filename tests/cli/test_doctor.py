@@ -20,6 +20,7 @@ from kvferry.agent.control.shared_token import NO_TOKEN
 from kvferry.cli.doctor import facts as doctor_facts
 from kvferry.cli.doctor import peer
 from kvferry.cli.doctor import report as command
+from kvferry.cli.doctor.command import DoctorOptions
 from kvferry.cli.doctor.peer import try_peer
 from kvferry.cli.doctor.transport_tests import verdict
 from kvferry.errors import ConfigurationError, TransportError
@@ -142,13 +143,13 @@ def test_a_fallback_to_tcp_is_a_warning_although_everything_works():
 )
 def test_the_device_is_the_option_or_what_is_found(monkeypatch, device, buffer_device, expected):
     monkeypatch.setattr(command, "accelerators", tuple)
-    *names, origins = command._devices(command.DoctorOptions(device, buffer_device, "", "", True))
+    *names, origins = command._devices(DoctorOptions(device=device, buffer_device=buffer_device))
     assert (*names, *(origin for _, _, origin in origins)) == expected
 
 
 def test_a_device_that_is_found_is_chosen(monkeypatch):
     monkeypatch.setattr(command, "accelerators", lambda: (Accelerator("0000:03:00.0", "cuda"),))
-    *names, origins = command._devices(command.DoctorOptions("", "", "", "", True))
+    *names, origins = command._devices(DoctorOptions())
     assert (*names, *(origin for _, _, origin in origins)) == ("cuda", "cuda", "chosen", "chosen")
 
 
@@ -172,7 +173,7 @@ def test_a_wrong_option_is_told_before_anything_is_tried(monkeypatch, options, s
     monkeypatch.setattr(command, "_examine", lambda options: pytest.fail("tried"))
     given = {"device": "", "buffer_device": "", "peer": "", "token_file": "", **options}
     with pytest.raises(ConfigurationError, match=says):
-        command.doctor(command.DoctorOptions(**given, as_json=True))
+        command.doctor(DoctorOptions(**given, as_json=True))
 
 
 def test_lines_are_wrapped_on_a_screen_and_whole_in_a_pipe():

@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from kvferry.cli.serve.joining import NOWHERE, JoinOptions, joined
+from kvferry.cli.serve.command import JoinOptions
+from kvferry.cli.serve.joining import joined
 from kvferry.errors import ConfigurationError
 from kvferry.http.registration import MEMBERS_PATH, SIGNATURE, Side
 
@@ -46,7 +47,7 @@ def test_it_joins_for_each_role_and_leaves(router, tmp_path):
     token = tmp_path / "token"
     token.write_text("0123456789abcdef0123456789abcdef")
     token.chmod(0o600)
-    with joined(JoinOptions((url,), (Side.PREFILL, Side.DECODE)), "http://engine", str(token)):
+    with joined(JoinOptions([url], [Side.PREFILL, Side.DECODE]), "http://engine", str(token)):
         come = [told.get(timeout=DEADLINE_S) for _ in range(2)]
     gone = [told.get(timeout=DEADLINE_S) for _ in range(2)]
     assert {(path, body["url"]) for path, body, _ in come + gone} == {(MEMBERS_PATH, "http://engine")}
@@ -57,25 +58,25 @@ def test_it_joins_for_each_role_and_leaves(router, tmp_path):
 
 def test_another_url_may_be_told_and_without_a_token_nothing_is_signed(router):
     url, told = router
-    with joined(JoinOptions((url,), (Side.DECODE,), "http://outside:1"), "http://engine", ""):
+    with joined(JoinOptions([url], [Side.DECODE], "http://outside:1"), "http://engine", ""):
         _, body, signature = told.get(timeout=DEADLINE_S)
     assert (body["url"], signature) == ("http://outside:1", "")
 
 
 def test_nowhere_is_nothing_and_a_role_is_needed():
-    with joined(NOWHERE, "http://engine", ""):
+    with joined(JoinOptions(), "http://engine", ""):
         assert threading.active_count() >= 1
     with pytest.raises(ConfigurationError, match="role"):
-        JoinOptions(("http://router",))
+        JoinOptions(["http://router"])
 
 
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        (((), (Side.DECODE,)), "needs --register; found: --role"),
-        (((), (), "http://here"), "needs --register; found: --advertise-url"),
-        ((("router:8000",), (Side.DECODE,)), "invalid URL; found: router:8000"),
-        ((("http://router",), (Side.DECODE,), "here"), "invalid URL; found: here"),
+        (([], [Side.DECODE]), "needs --register; found: --role"),
+        (([], [], "http://here"), "needs --register; found: --advertise-url"),
+        ((["router:8000"], [Side.DECODE]), "invalid URL; found: router:8000"),
+        ((["http://router"], [Side.DECODE], "here"), "invalid URL; found: here"),
     ],
 )
 def test_what_nobody_would_be_told_and_what_is_no_url_are_refused(told, words):

@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from kvferry.cli import console
 from kvferry.cli.doctor import report as doctor
+from kvferry.cli.doctor.command import DoctorOptions
 from kvferry.cli.main import app
 from kvferry.cli.top import watch
+from kvferry.cli.top.command import TopOptions
 
 SOURCE = Path(__file__).parents[2] / "src" / "kvferry"
 URL = "http://[fd00::1]:8200"
@@ -43,7 +45,7 @@ def test_top_shows_the_whole_address(monkeypatch, capsys, once):
     monkeypatch.setattr(watch, "get", answer)
     monkeypatch.setenv("COLUMNS", "120")
     with nullcontext() if once else pytest.raises(KeyboardInterrupt):
-        watch.top(watch.TopOptions("http://127.0.0.1:1", 0.0, once, as_json=False), end)
+        watch.top(TopOptions("http://127.0.0.1:1", 0.0, once, as_json=False), end)
     assert URL in capsys.readouterr().out
 
 
@@ -60,7 +62,7 @@ def test_plan_shows_the_whole_path_of_a_model(tmp_path):
 def test_doctor_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "missing_modules", lambda extra: ["zmq"])
     monkeypatch.setattr(doctor, "_examine", lambda options: doctor._Report((), {}, ()))
-    doctor.doctor(doctor.DoctorOptions("cpu", "cpu", "", "", as_json=False))
+    doctor.doctor(DoctorOptions(device="cpu", buffer_device="cpu"))
     assert "kvferry[agent] is not installed" in capsys.readouterr().out
 
 

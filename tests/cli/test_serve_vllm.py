@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,9 @@ from typer.testing import CliRunner
 
 from kvferry.agent.config import STAGING_BYTES
 from kvferry.cli import main
-from kvferry.cli.serve.vllm import VllmOptions, vllm_command, vllm_environment
+from kvferry.cli.options import AccessOptions, TransferOptions
+from kvferry.cli.serve.command import ServeOptions
+from kvferry.cli.serve.vllm import vllm_command, vllm_environment
 from kvferry.connectors.vllm_middleware import FerryMiddleware, middleware
 from kvferry.errors import ConfigurationError
 
@@ -50,12 +53,20 @@ class Server(http.server.HTTPServer):
     address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 Server((host, port), Handler).serve_forever()
 """
-OPTIONS = VllmOptions("m", "name", "e-1", "shm", 0, "auto", "recompute", "127.0.0.1", 0, 0, (), False, False)
+OPTIONS = ServeOptions(
+    model="m",
+    served_name="name",
+    engine_id="e-1",
+    transfer=TransferOptions("shm"),
+    block_tokens=0,
+    staging_mib=0,
+    lease_timeout=0.0,
+    drain_timeout=0.0,
+)
 
 
-def options(**changed) -> VllmOptions:
-    fields = {name: getattr(OPTIONS, name) for name in OPTIONS.__slots__}
-    return VllmOptions(**fields | changed)
+def options(**changed) -> ServeOptions:
+    return replace(OPTIONS, **changed)
 
 
 def after(command: list[str], option: str) -> str:
@@ -63,15 +74,15 @@ def after(command: list[str], option: str) -> str:
 
 
 def test_vllm_gets_its_key_through_the_environment_and_not_on_the_command_line():
-    given = options(api_keys=("first-key",))
+    given = options(http_access=AccessOptions(["first-key"]))
     assert vllm_environment(given)["VLLM_API_KEY"] == "first-key"
     assert "first-key" not in " ".join(vllm_command(given, 8123)) + repr(given)
     with pytest.raises(ConfigurationError, match="one --api-key"):
-        vllm_environment(options(api_keys=("first-key", "second-key")))
+        vllm_environment(options(http_access=AccessOptions(["first-key", "second-key"])))
 
 
 def test_the_command_line_names_our_connector():
-    command = vllm_command(options(transport="tcp", transfer_port=7000, failure_policy="fail"), 8123)
+    command = vllm_command(options(transfer=TransferOptions("tcp"), transfer_port=7000, failure_policy="fail"), 8123)
     assert command[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", "m"]
     assert (after(command, "--port"), after(command, "--served-model-name")) == ("8123", "name")
     assert json.loads(after(command, "--kv-transfer-config")) == {
@@ -98,7 +109,7 @@ def test_our_router_finds_the_paths_that_it_knows():
 
 def test_leases_and_draining_are_vllms_own_unless_chosen():
     assert "--shutdown-timeout" not in vllm_command(OPTIONS, 1)
-    command = vllm_command(options(lease_s=12.5, drain_s=20.5), 1)
+    command = vllm_command(options(lease_timeout=12.5, drain_timeout=20.5), 1)
     assert after(command, "--shutdown-timeout") == "21"
     assert json.loads(after(command, "--kv-transfer-config"))["kv_connector_extra_config"]["kv_lease_duration"] == 12.5
 
@@ -127,7 +138,7 @@ def test_vllm_may_drain_unless_whoever_started_us_is_in_a_hurry(given, drain_s, 
     monkeypatch.setattr("kvferry.cli.serve.vllm.serve_vllm", lambda options: seen.append(options) or 0)
     result = CliRunner().invoke(main.app, ["serve", "--engine", "vllm", "--model", str(tmp_path), *given])
     assert result.exit_code == 0, result.output
-    assert [options.drain_s for options in seen] == [drain_s]
+    assert [options.drain_timeout for options in seen] == [drain_s]
 
 
 @pytest.mark.parametrize("option", ["--num-blocks", "--max-batch-tokens", "--heartbeat"])
@@ -157,7 +168,8 @@ def test_the_token_is_named_by_its_file_and_a_host_only_when_it_is_another():
 
 @pytest.mark.parametrize(("direction", "extra"), [("auto", None), ("pull", "pull"), ("push", "push")])
 def test_who_moves_a_cache_is_said_only_when_it_is_chosen(direction, extra):
-    assert transfer_of(vllm_command(options(direction=direction), 1)).get("transfer_direction") == extra
+    chosen = options(transfer=TransferOptions(transfer_direction=direction))
+    assert transfer_of(vllm_command(chosen, 1)).get("transfer_direction") == extra
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])

@@ -19,9 +19,9 @@ def token_file(tmp_path):
 
 @pytest.fixture
 def served(monkeypatch):
-    """What would be served; nothing is."""
+    """Agents of what would be served; nothing is."""
     found = []
-    monkeypatch.setattr(command, "serve", found.append)
+    monkeypatch.setattr(command, "serve", lambda options, settings, agent, access: found.append(agent))
     return found
 
 
@@ -32,14 +32,14 @@ def run(*arguments, **environment):
 
 def test_without_a_token_there_is_none(served):
     assert run().exit_code == 0
-    assert not served[0].agent.token
+    assert not served[0].token
 
 
 def test_an_option_and_a_variable_name_the_file(served, token_file, tmp_path):
     assert run("--token-file", token_file, KVFERRY_TOKEN_FILE=tmp_path / "another").exit_code == 0
     assert run(KVFERRY_TOKEN_FILE=token_file).exit_code == 0
     secret = token_file.read_bytes()
-    assert [each.agent.token.secret for each in served] == [secret, secret]
+    assert [each.token.secret for each in served] == [secret, secret]
     assert secret.decode() not in repr(served)
 
 
@@ -49,7 +49,7 @@ def test_beyond_this_host_a_token_is_needed_and_said_so_at_once(served, token_fi
     assert "--token-file" in result.output
     assert served == []
     assert run("--transfer-host", "192.0.2.7", "--token-file", token_file).exit_code == 0
-    assert served[0].agent.host == "192.0.2.7"
+    assert served[0].host == "192.0.2.7"
 
 
 def test_a_file_that_others_can_read_is_an_error_with_a_hint(served, token_file):

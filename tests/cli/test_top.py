@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from kvferry.cli import main
 from kvferry.cli.metrics import reading_of
 from kvferry.cli.top import watch as command
+from kvferry.cli.top.command import TopOptions
 from kvferry.cli.top.view import Frame, summary, view
 from kvferry.errors import ConfigurationError
 
@@ -115,7 +116,7 @@ def test_once_shows_totals_since_the_router_started(capsys):
                 await c.complete({"prompt": "x", "stream": True})
             no_nap = lambda seconds: pytest.fail("waited")  # noqa: E731
             for as_json in (False, True):
-                options = command.TopOptions(c.url, 2.0, once=True, as_json=as_json)
+                options = TopOptions(c.url, 2.0, once=True, as_json=as_json)
                 await asyncio.to_thread(command.top, options, no_nap)
 
     asyncio.run(main())
@@ -144,7 +145,7 @@ def test_into_a_pipe_frames_follow_one_another(capsys):
 
     async def main():
         async with cluster([], [decode_engine()]) as c:
-            options = command.TopOptions(c.url, 2.0, once=False, as_json=False)
+            options = TopOptions(c.url, 2.0, once=False, as_json=False)
             with pytest.raises(KeyboardInterrupt):
                 await asyncio.to_thread(command.top, options, sleep)
             assert capsys.readouterr().out.count(c.decode[0].url) == 2
@@ -155,13 +156,11 @@ def test_into_a_pipe_frames_follow_one_another(capsys):
 def test_the_command_asks_a_running_router(capsys):
     async def main():
         async with cluster([], [decode_engine()]) as c:
-            options = command.TopOptions(c.url, 2.0, once=True, as_json=True)
+            options = TopOptions(c.url, 2.0, once=True, as_json=True)
             await asyncio.to_thread(command.top, options, lambda _: None)
             told = json.loads(capsys.readouterr().out)
             assert [member["role"] for member in told["members"]] == ["decode"]
-            await asyncio.to_thread(
-                command.top, command.TopOptions(c.url, 2.0, once=True, as_json=False), lambda _: None
-            )
+            await asyncio.to_thread(command.top, TopOptions(c.url, 2.0, once=True, as_json=False), lambda _: None)
             told = capsys.readouterr().out
             assert c.decode[0].url in told
             assert told.endswith("\n")
@@ -171,14 +170,14 @@ def test_the_command_asks_a_running_router(capsys):
 
 def test_a_router_that_is_not_there_is_said_to_be_so():
     with pytest.raises(ConfigurationError, match="no router answers"):
-        command.top(command.TopOptions("http://127.0.0.1:1", 1.0, once=True, as_json=True))
+        command.top(TopOptions("http://127.0.0.1:1", 1.0, once=True, as_json=True))
 
 
 @pytest.mark.parametrize("once", [True, False])
 def test_an_engine_is_no_router(once):
     async def main():
         async with cluster([], [decode_engine()]) as c:
-            options = command.TopOptions(c.decode[0].url, 2.0, once, as_json=False)
+            options = TopOptions(c.decode[0].url, 2.0, once, as_json=False)
             with pytest.raises(ConfigurationError, match="no router answers"):
                 await asyncio.to_thread(command.top, options, lambda _: None)
 

@@ -41,6 +41,14 @@ def data(value: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def announce(as_json: bool, text: str, **facts: str) -> None:
+    """That a server is ready, for people or for programs."""
+    if as_json:
+        data({"event": "ready", **facts})
+    else:
+        say(text)
+
+
 def flush_or_discard(*outputs: TextIO) -> None:
     """Write what is left in their buffers, or nothing more where that fails, as to a terminal that is closed.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 import typer
 
@@ -49,6 +50,6 @@ def _may_be_a_model(context: typer.Context) -> bool:
     return context.info_name == "serve" and not context.args[0].startswith("-")
 
 
-def size(context: typer.Context, name: str, engine: str) -> int:
-    """The number that was given; 0 where it was not and the engine is vLLM, whose own default then applies."""
-    return int(context.params[name]) if engine != "vllm" or is_given(context, name) else 0
+def left_to_vllm(context: typer.Context, *names: str) -> dict[str, Any]:
+    """0 for each of these options that was not given: vLLM's own default then applies."""
+    return {name: 0 for name in names if not is_given(context, name)}

@@ -1,15 +1,23 @@
-"""Options of several commands, the panels of `--help`, and which options were given."""
+"""Options of several commands, the panels of `--help`, commands made of records, and which options were given."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import StrEnum
-from functools import partial
-from typing import Annotated
+from functools import partial, wraps
+from inspect import Parameter, Signature
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
 
+from kvferry.cli import environment
+from kvferry.cli.console import errors_as_messages
 from kvferry.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from kvferry.http.access import Access
 
 HERE = "127.0.0.1"
 
@@ -32,27 +40,118 @@ output = partial(typer.Option, rich_help_panel="Advanced: output")
 
 Model = Annotated[str, common(help="Model folder or Hugging Face name; tiny is built on this machine.")]
 Engine = Annotated[str, common(help="transformers (built in), or vllm; pass vLLM's own options after --.")]
-Digest = Annotated[str, moving(help="How much of a received cache is verified: sampled, full or off.")]
-Transport = Annotated[str, common(help="auto, shm, cma, tcp or nixl.")]
-Strategy = Annotated[str, moving(help="How caches are copied: auto, direct, scatter or pack.")]
-TransferDirection = Annotated[
-    str, moving(help="pull (the decode engine reads), push (the prefill engine writes) or auto.")
-]
 Host = Annotated[str, common(help="Address to listen on.")]
 TokenFile = Annotated[str, common(help="File with the shared token; else KVFERRY_TOKEN_FILE.")]
-ApiKey = Annotated[list[str], access(help="API key that clients need; repeatable. Else KVFERRY_API_KEY.")]
-AllowedOrigins = Annotated[list[str], access(help="Web origin that browsers may come from, or *; repeatable.")]
-AllowedMethods = Annotated[list[str], access(help="HTTP method for those origins; repeatable.")]
-AllowedHeaders = Annotated[list[str], access(help="Request header for those origins; repeatable.")]
-AllowCredentials = Annotated[bool, access("--allow-credentials", help="Those origins may send cookies.")]
 Drain = Annotated[float, times(min=0.0, max=86400.0, help="Limit for open requests and leases after SIGTERM.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Child = Annotated[bool, typer.Option("--as-child", hidden=True, help="Exit when standard input closes.")]
 
 
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """How engines move caches."""
+
+    transport: Annotated[str, common(help="auto, shm, cma, tcp or nixl.")] = "auto"
+    strategy: Annotated[str, moving(help="How caches are copied: auto, direct, scatter or pack.")] = "auto"
+    transfer_direction: Annotated[
+        str, moving(help="pull (the decode engine reads), push (the prefill engine writes) or auto.")
+    ] = "auto"
+    digest: Annotated[str, moving(help="How much of a received cache is verified: sampled, full or off.")] = "sampled"
+
+    def check(self) -> None:
+        """Raises ConfigurationError."""
+        from kvferry.options import digest_policy_named, direction_named
+        from kvferry.session.target.read_strategy import allowed_by
+        from kvferry.transport.registry import check_name
+
+        check_name(self.transport)
+        digest_policy_named(self.digest)
+        direction_named(self.transfer_direction)
+        allowed_by(self.strategy)
+
+
+@dataclass(frozen=True, slots=True)
+class AccessOptions:
+    """Who may use a server that a command starts."""
+
+    api_key: Annotated[list[str], access(help="API key that clients need; repeatable. Else KVFERRY_API_KEY.")] = field(
+        default_factory=list, repr=False
+    )
+    allowed_origins: Annotated[list[str], access(help="Web origin that browsers may come from, or *; repeatable.")] = (
+        field(default_factory=list)
+    )
+    allowed_methods: Annotated[list[str], access(help="HTTP method for those origins; repeatable.")] = field(
+        default_factory=lambda: ["*"]
+    )
+    allowed_headers: Annotated[list[str], access(help="Request header for those origins; repeatable.")] = field(
+        default_factory=lambda: ["*"]
+    )
+    allow_credentials: Annotated[bool, access("--allow-credentials", help="Those origins may send cookies.")] = False
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        return tuple(self.api_key) or environment.api_keys()
+
+    def checked(self) -> Access:
+        """Raises ConfigurationError for a key that is none."""
+        from kvferry.http.access import Access
+
+        lists = tuple(self.allowed_origins), tuple(self.allowed_methods), tuple(self.allowed_headers)
+        return Access(self.api_keys, *lists, self.allow_credentials)
+
+
+Record = TypeVar("Record")
+Work = Callable[[typer.Context, Record], int | None]
+
+
+def command_of(record: type[Record], extras: str = "") -> Callable[[Work[Record]], Callable[..., None]]:
+    """Make a command of a function that takes such a record and returns the exit code.
+
+    The options of the command are the fields that have annotations of typer's; a field that is a record itself has its
+    own. `extras`, with commas, are what the command needs of kvferry's extras.
+    """
+
+    def decorate(work: Work[Record]) -> Callable[..., None]:
+        @wraps(work)
+        def command(context: typer.Context, **given: Any) -> None:
+            with errors_as_messages(extras):
+                code = work(context, _record_of(record, given))
+            raise typer.Exit(code or 0)
+
+        first = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        vars(command)["__signature__"] = Signature([first, *_parameters(record)])
+        return command
+
+    return decorate
+
+
+def _parameters(record: Any) -> Iterator[Parameter]:
+    hints = get_type_hints(record, include_extras=True)
+    for each in fields(record):
+        hint = hints[each.name]
+        if is_dataclass(hint):
+            yield from _parameters(hint)
+        elif get_origin(hint) is Annotated:
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            default = Parameter.empty if default is MISSING else default
+            yield Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _record_of(record: Any, given: dict[str, Any]) -> Any:
+    hints = get_type_hints(record)
+    own = {each.name: given[each.name] for each in fields(record) if each.name in given}
+    nested = {name: _record_of(hint, given) for name, hint in hints.items() if is_dataclass(hint)}
+    return record(**own, **nested)
+
+
+def option_of(name: str) -> str:
+    """The option of a field."""
+    return f"--{name.removeprefix('as_').replace('_', '-')}"
+
+
 def check_unused(context: typer.Context, names: tuple[str, ...], beside: str) -> None:
     """Raises ConfigurationError for an option that would do nothing beside another."""
-    given = [f"--{name.replace('_', '-')}" for name in names if is_given(context, name)]
+    given = [option_of(name) for name in names if is_given(context, name)]
     if given:
         hint = "leave one of them out"
         raise ConfigurationError(f"these options have no effect {beside}", found=", ".join(given), hint=hint)
@@ -69,6 +168,6 @@ def typed_words(context: typer.Context, without: tuple[str, ...]) -> str:
     words = ["kvferry", str(context.info_name)]
     for name, value in context.params.items():
         if name not in without and is_given(context, name):
-            option = f"--{name.replace('_', '-')}"
+            option = option_of(name)
             words += [option] if value is True else [option, str(value)]
     return shlex.join(words)

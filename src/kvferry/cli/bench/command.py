@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Annotated
 
 import typer
 
 from kvferry.bench.load.endpoint import Endpoint
 from kvferry.bench.report.slo import ItlBy
-from kvferry.cli.console import errors_as_messages
-from kvferry.cli.options import Json, common, is_given
+from kvferry.cli.options import Json, command_of, common, is_given, option_of
 from kvferry.errors import ConfigurationError
 
 server = partial(typer.Option, rich_help_panel="Server")
@@ -35,70 +36,54 @@ def bench() -> None:
     """Measure a running server."""
 
 
-@app.command()
-def serve(
-    context: typer.Context,
-    url: Annotated[str, server(help="URL of the server, without /v1.")] = "http://127.0.0.1:8000",
-    model: Annotated[str, server(help="Model name, if not the first one that is served.")] = "",
-    endpoint: Annotated[Endpoint, server(help="API to send requests to.")] = Endpoint.COMPLETIONS,
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What to ask of which server, when, and what to tell of it. Time limits are in seconds."""
+
+    url: Annotated[str, server(help="URL of the server, without /v1.")] = "http://127.0.0.1:8000"
+    model: Annotated[str, server(help="Model name, if not the first one that is served.")] = ""
+    endpoint: Annotated[Endpoint, server(help="API to send requests to.")] = Endpoint.COMPLETIONS
     header: Annotated[
         list[str], server(help="'Name: value', sent with every request; repeatable. API key: KVFERRY_API_KEY.")
-    ] = [],  # noqa: B006
-    timeout: Annotated[float, server(min=0.1, help="Time limit of one request, in seconds.")] = 600.0,
-    rate: Annotated[float, arrivals(help="Requests per second (Poisson process); inf sends all at once.")] = float(
-        "inf"
-    ),
-    concurrency: Annotated[int, arrivals(min=0, help="Instead of --rate: number of requests in flight.")] = 0,
-    trace: Annotated[str, arrivals(help="Instead of --rate: replay a JSONL trace in Mooncake's format.")] = "",
-    trace_speed: Annotated[float, arrivals(help="Factor by which the trace is sped up.")] = 1.0,
-    sweep: Annotated[str, arrivals(help="Instead of --rate: one run per rate, such as 1,2,4,8.")] = "",
-    requests: Annotated[int, asked(min=1, help="Number of requests.")] = 100,
-    prompt_tokens: Annotated[str, asked(help="Prompt length in tokens: 512, or 256-1024.")] = "512",
-    output_tokens: Annotated[str, asked(help="Answer length in tokens: 64, or 16-128.")] = "64",
-    prefix_tokens: Annotated[int, asked(min=0, help="Tokens of a shared prefix before each prompt.")] = 0,
-    prefixes: Annotated[int, asked(min=1, help="Number of different prefixes.")] = 1,
-    text: Annotated[bool, asked("--text", help="Send prompts as text, not as token ids.")] = False,
-    may_stop: Annotated[bool, asked("--may-stop", help="Let answers end before their length (no ignore_eos).")] = False,
-    warm_up: Annotated[int, asked(min=0, help="Warm-up requests, sent one by one and not counted.")] = 1,
-    seed: Annotated[int, asked(help="Seed of prompts and arrival times.")] = 0,
-    slo: Annotated[str, good(help="Latency limits of an answer: ttft=5s,itl=100ms,e2el=30s.")] = "",
-    itl_by: Annotated[ItlBy, good(help="ITL of a request: the mean or the p99 of its gaps.")] = ItlBy.MEAN,
+    ] = field(default_factory=list)
+    timeout: Annotated[float, server(min=0.1, help="Time limit of one request, in seconds.")] = 600.0
+    rate: Annotated[float, arrivals(help="Requests per second (Poisson process); inf sends all at once.")] = inf
+    concurrency: Annotated[int, arrivals(min=0, help="Instead of --rate: number of requests in flight.")] = 0
+    trace: Annotated[str, arrivals(help="Instead of --rate: replay a JSONL trace in Mooncake's format.")] = ""
+    trace_speed: Annotated[float, arrivals(help="Factor by which the trace is sped up.")] = 1.0
+    sweep: Annotated[str, arrivals(help="Instead of --rate: one run per rate, such as 1,2,4,8.")] = ""
+    requests: Annotated[int, asked(min=1, help="Number of requests.")] = 100
+    prompt_tokens: Annotated[str, asked(help="Prompt length in tokens: 512, or 256-1024.")] = "512"
+    output_tokens: Annotated[str, asked(help="Answer length in tokens: 64, or 16-128.")] = "64"
+    prefix_tokens: Annotated[int, asked(min=0, help="Tokens of a shared prefix before each prompt.")] = 0
+    prefixes: Annotated[int, asked(min=1, help="Number of different prefixes.")] = 1
+    text: Annotated[bool, asked("--text", help="Send prompts as text, not as token ids.")] = False
+    may_stop: Annotated[bool, asked("--may-stop", help="Let answers end before their length (no ignore_eos).")] = False
+    warm_up: Annotated[int, asked(min=0, help="Warm-up requests, sent one by one and not counted.")] = 1
+    seed: Annotated[int, asked(help="Seed of prompts and arrival times.")] = 0
+    slo: Annotated[str, good(help="Latency limits of an answer: ttft=5s,itl=100ms,e2el=30s.")] = ""
+    itl_by: Annotated[ItlBy, good(help="ITL of a request: the mean or the p99 of its gaps.")] = ItlBy.MEAN
     attainment: Annotated[
         float, good(min=0.0, max=1.0, help="Share of requests that must meet --slo, for --sweep.")
-    ] = 0.9,
-    plot: Annotated[str, common(help="Write an HTML page with distributions and a timeline.")] = "",
-    as_json: Json = False,
+    ] = 0.9
+    plot: Annotated[str, common(help="Write an HTML page with distributions and a timeline.")] = ""
+    as_json: Json = False
     every_request: Annotated[
         bool, common("--every-request", help="Include the times of every request in the JSON.")
-    ] = False,
-) -> None:
+    ] = False
+
+
+@app.command()
+@command_of(BenchOptions, "router")
+def serve(context: typer.Context, options: BenchOptions) -> int:
     """Send load to an OpenAI server and report latency, throughput and goodput.
 
     Requests are sent without waiting for earlier answers, except with --concurrency.
     """
-    with errors_as_messages("router"):
-        from kvferry.bench.load.workload import Synthetic, lengths_named
-        from kvferry.bench.report.slo import Slo, slo_named
-        from kvferry.bench.report.sweep import rates_named
-        from kvferry.cli.bench import serve as bench
+    from kvferry.cli.bench.serve import bench_serve
 
-        _check(context)
-        lengths = lengths_named(prompt_tokens), lengths_named(output_tokens)
-        load = Synthetic(requests, *lengths, seed, prefix_tokens, prefixes)
-        rates = rates_named(sweep) if sweep else (rate,)
-        code = bench.bench_serve(
-            bench.BenchOptions(
-                server=bench.Server(url, model, endpoint, text, may_stop, bench.headers_named(header)),
-                arrival=bench.Arrival(rates, concurrency, trace, trace_speed),
-                load=load,
-                slo=slo_named(slo, itl_by) if slo else Slo(itl_by=itl_by),
-                attainment=attainment,
-                warm_up=warm_up,
-                timeout_s=timeout,
-                output=bench.Output(as_json, every_request, plot),
-            )
-        )
-    raise typer.Exit(code)
+    _check(context)
+    return bench_serve(options)
 
 
 def _check(context: typer.Context) -> None:
@@ -108,7 +93,7 @@ def _check(context: typer.Context) -> None:
         raise ConfigurationError("these options exclude each other", found=" and ".join(ways), expected="one of them")
     for name, needed in NEEDS.items():
         if is_given(context, name) and not context.params[needed]:
-            found, expected = (f"--{each.removeprefix('as_').replace('_', '-')}" for each in (name, needed))
+            found, expected = option_of(name), option_of(needed)
             raise ConfigurationError(
                 f"{found} has no effect without {expected}", hint=f"add {expected}, or leave {found} out"
             )

@@ -6,22 +6,21 @@ import asyncio
 import contextlib
 import math
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from kvferry.bench.load.endpoint import Endpoint
 from kvferry.bench.load.generator import run_load
 from kvferry.bench.load.target import Target, served_model
 from kvferry.bench.load.trace import read_trace
-from kvferry.bench.load.workload import PlannedRequest, Synthetic, poisson, synthetic
+from kvferry.bench.load.workload import PlannedRequest, Synthetic, lengths_named, poisson, synthetic
 from kvferry.bench.report.figures import Report, report_of
 from kvferry.bench.report.page import page
 from kvferry.bench.report.record import Record
-from kvferry.bench.report.slo import Slo
-from kvferry.bench.report.sweep import best_of
+from kvferry.bench.report.slo import Slo, slo_named
+from kvferry.bench.report.sweep import best_of, rates_named
 from kvferry.cli import console, environment
+from kvferry.cli.bench.command import BenchOptions
 from kvferry.cli.bench.table import show
 from kvferry.cli.page_file import page_file
 from kvferry.errors import ConfigurationError
@@ -30,48 +29,8 @@ from kvferry.system.os_errors import os_error_text
 # A load generator that is later than this measures itself.
 LATE_MS = 50.0
 
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """What is asked; the model's name may be empty. See `Target`."""
-
-    url: str
-    model: str
-    endpoint: Endpoint
-    as_text: bool
-    may_stop: bool
-    headers: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One run per rate; or one with `concurrency` requests open at a time; or one of the requests of a trace."""
-
-    rates: tuple[float, ...]
-    concurrency: int = 0
-    trace: str = ""
-    trace_speed: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """`plot` is a file, or empty."""
-
-    as_json: bool
-    every_request: bool
-    plot: str
-
-
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
-    server: Server
-    arrival: Arrival
-    load: Synthetic
-    slo: Slo
-    attainment: float
-    warm_up: int
-    timeout_s: float
-    output: Output
+Plans = list[tuple[float, tuple[PlannedRequest, ...]]]
+"""For each run, its rate in requests/s and its requests."""
 
 
 def headers_named(words: list[str]) -> dict[str, str]:
@@ -89,30 +48,31 @@ def headers_named(words: list[str]) -> dict[str, str]:
 
 def bench_serve(options: BenchOptions) -> int:
     """Exit code 0, or 1 when no request at all was answered. Raises ConfigurationError."""
-    plot = page_file(options.output.plot)
-    plans = _plans(options)
+    plot, plans = page_file(options.plot), _plans(options)
+    slo = slo_named(options.slo, options.itl_by) if options.slo else Slo(itl_by=options.itl_by)
     try:
-        target, reports = asyncio.run(_run(options, plans))
+        target, reports = asyncio.run(_run(options, plans, slo))
     except KeyboardInterrupt:
         console.say("interrupted: partial results are not reported")
         raise
     if plot is not None:
         plot.write_text(page(f"{target.model} at {target.url}", reports), encoding="utf-8")
         console.say(f"wrote {plot}")
-    if options.output.as_json:
+    if options.as_json:
         console.data(_json(options, target, reports))
     else:
         show(reports, options.attainment)
     return 0 if any(report.answered for report in reports) else 1
 
 
-def _plans(options: BenchOptions) -> list[tuple[float, tuple[PlannedRequest, ...]]]:
-    """For each run, its rate and its requests."""
-    arrival, load = options.arrival, options.load
-    if arrival.trace:
-        return [(math.inf, _read(arrival.trace, arrival.trace_speed))]
-    arrivals = {rate: poisson(load.num_requests, rate, load.seed) for rate in arrival.rates}
-    return [(rate, synthetic(load, times)) for rate, times in arrivals.items()]
+def _plans(options: BenchOptions) -> Plans:
+    """One run per rate, or one for a trace or with so many requests in flight."""
+    lengths = lengths_named(options.prompt_tokens), lengths_named(options.output_tokens)
+    load = Synthetic(options.requests, *lengths, options.seed, options.prefix_tokens, options.prefixes)
+    rates = rates_named(options.sweep) if options.sweep else (options.rate,)
+    if options.trace:
+        return [(math.inf, _read(options.trace, options.trace_speed))]
+    return [(rate, synthetic(load, poisson(load.num_requests, rate, load.seed))) for rate in rates]
 
 
 def _read(path: str, speed: float) -> tuple[PlannedRequest, ...]:
@@ -124,20 +84,18 @@ def _read(path: str, speed: float) -> tuple[PlannedRequest, ...]:
         raise ConfigurationError("cannot read the trace", found=found, expected="a JSONL file") from None
 
 
-async def _run(
-    options: BenchOptions, plans: list[tuple[float, tuple[PlannedRequest, ...]]]
-) -> tuple[Target, tuple[Report, ...]]:
-    server, url = options.server, options.server.url.rstrip("/").removesuffix("/v1")
-    model = await served_model(url, server.model, server.headers)
-    target = Target(url, model, server.endpoint, server.as_text, server.may_stop, server.headers)
+async def _run(options: BenchOptions, plans: Plans, slo: Slo) -> tuple[Target, tuple[Report, ...]]:
+    url, headers = options.url.rstrip("/").removesuffix("/v1"), headers_named(options.header)
+    model = await served_model(url, options.model, headers)
+    target = Target(url, model, options.endpoint, options.text, options.may_stop, headers)
     await _warm_up(options, target, plans[0][1])
     reports = []
     with _progress() as progress:
         for rate, planned in plans:
             words = f"{rate:g} requests/s" if math.isfinite(rate) else "load"
             watch = Watch(progress, progress.add_task(words, total=len(planned), errors=0))
-            outcome = await run_load(target, planned, options.arrival.concurrency, options.timeout_s, watch.ended)
-            reports.append(report_of(outcome.records, outcome.duration_s, rate, outcome.most_open, options.slo))
+            outcome = await run_load(target, planned, options.concurrency, options.timeout, watch.ended)
+            reports.append(report_of(outcome.records, outcome.duration_s, rate, outcome.most_open, slo))
             _warn(reports[-1])
     return target, tuple(reports)
 
@@ -146,7 +104,7 @@ async def _warm_up(options: BenchOptions, target: Target, planned: tuple[Planned
     """Raises ConfigurationError when the server does not answer such requests."""
     if not options.warm_up:
         return
-    outcome = await run_load(target, planned[: options.warm_up], 1, options.timeout_s, _ignore)
+    outcome = await run_load(target, planned[: options.warm_up], 1, options.timeout, _ignore)
     if all(record.error for record in outcome.records):
         raise ConfigurationError(
             "the warm-up request failed",
@@ -193,12 +151,12 @@ def _json(options: BenchOptions, target: Target, reports: tuple[Report, ...]) ->
         "model_id": target.model,
         "url": target.url,
         "endpoint": target.endpoint.path,
-        "max_concurrency": options.arrival.concurrency or None,
-        "trace": options.arrival.trace or None,
-        "seed": options.load.seed,
+        "max_concurrency": options.concurrency or None,
+        "trace": options.trace or None,
+        "seed": options.seed,
     }
-    runs = [report.as_json(options.output.every_request) for report in reports]
+    runs = [report.as_json(options.every_request) for report in reports]
     if len(runs) == 1:
         return facts | runs[0]
-    best = best_of(reports, options.attainment).as_json() if options.slo.is_limited else {}
+    best = best_of(reports, options.attainment).as_json() if reports[0].slo.is_limited else {}
     return facts | best | {"sweep": runs}

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kvferry import read_token
 from kvferry.cli import console
+from kvferry.cli.doctor.command import DoctorOptions
 from kvferry.cli.doctor.facts import Fact, machine_facts, machine_findings, setting_facts, ucx_facts
 from kvferry.cli.doctor.transport_tests import Trials, loopback, verdict
 from kvferry.errors import ConfigurationError, FerryError
@@ -41,17 +42,6 @@ NAME_WIDTH: Final = 28
 LEAST_WIDTH: Final = 20
 NOT_TRIED: Final = "not tried"
 TITLES: Final = {"ucx": "UCX (what NIXL moves bytes with)", "settings": "Settings, and where they come from"}
-
-
-@dataclass(frozen=True, slots=True)
-class DoctorOptions:
-    """`device` and `buffer_device` are empty for what is found; `peer` is `host:port` or empty."""
-
-    device: str
-    buffer_device: str
-    peer: str
-    token_file: str
-    as_json: bool
 
 
 @dataclass(frozen=True, slots=True)

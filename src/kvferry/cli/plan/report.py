@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from rich.text import Text
 from kvferry.catalog import Entry, Options, read
 from kvferry.cli import console
 from kvferry.cli.page_file import page_file
+from kvferry.cli.plan.command import PlanOptions
 from kvferry.cli.plan.facts import Side, group_facts, layout_facts, pair_facts, side_facts, sums
 from kvferry.cli.plan.row_groups import rows_of
 from kvferry.cli.plan.shape import link_of, shape_of
@@ -33,48 +34,14 @@ MAX_WIDTH = 1000
 MAX_TOKENS_PER_S = 10**12
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """How many tokens the prompt has, how many of them the target has already, and how its blocks lie in the pool."""
-
-    tokens: int
-    cached: int
-    scattered: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """What to plan: a model, two engines in words (`tp=4,block=16`), a prompt, a link in words (`50GB/s`).
-
-    `typed` is the command line that says all this.
-    """
-
-    entry: Entry
-    prefill: str
-    decode: str
-    layout: str
-    prompt: Prompt
-    link: str
-    prefill_tokens_per_s: float
-    typed: str
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Where the plan goes: a table or JSON on stdout, and a page if a file is named."""
-
-    as_json: bool
-    page: str
-
-
-def plan(options: PlanOptions, output: Output) -> None:
-    """Compute and print. Raises ConfigurationError or the planner's own errors."""
-    page = page_file(output.page)
+def plan(options: PlanOptions, entry: Entry, typed: str) -> None:
+    """Compute and print; `typed` is the command line. Raises ConfigurationError or the planner's own errors."""
+    page = page_file(options.html)
     with console.stderr.status("planning"):
-        facts = facts_of(options)
+        facts = facts_of(options, entry) | {"command": typed}
     if page:
         _write(page, facts)
-    if output.as_json:
+    if options.as_json:
         console.data(facts)
         return
     screen = Console(markup=False)
@@ -82,17 +49,18 @@ def plan(options: PlanOptions, output: Output) -> None:
     # Numbers that are cut are worse than lines that wrap.
     needed = next((width for width in tables if width <= screen.width), min(tables))
     Console(width=max(screen.width, needed), markup=False).print(tables[needed])
-    for line in _summary(facts, options.entry):
+    for line in _summary(facts):
         screen.print(line, highlight=False, markup=False)
 
 
-def model_of(source: str, cache_dtype: str, draft_layers: bool) -> Entry:
+def model_of(options: PlanOptions) -> Entry:
     """A model by its `config.json` or its name in the catalog."""
-    return read(source, Options(cache_dtype, draft_layers))
+    return read(options.model, Options(options.cache_dtype, options.draft))
 
 
-def model_of_numbers(num_layers: int, num_heads: int, head_dim: int, dtype: str) -> Entry:
+def model_of_numbers(options: PlanOptions) -> Entry:
     """A model of full attention by its numbers. Raises ConfigurationError for an unknown dtype."""
+    num_layers, num_heads, head_dim, dtype = options.layers, options.heads, options.head_dim, options.dtype
     if dtype not in ITEM_BYTES:
         raise ConfigurationError("unknown dtype", found=dtype, expected=", ".join(ITEM_BYTES))
     name = f"{num_layers} layers of {num_heads} heads of {head_dim} {dtype}"
@@ -106,55 +74,53 @@ def check_speed(tokens_per_s: float) -> None:
         raise ConfigurationError("--prefill-speed is out of range", found=f"{tokens_per_s:g}", expected=expected)
 
 
-def facts_of(options: PlanOptions) -> dict[str, Any]:
+def facts_of(options: PlanOptions, entry: Entry) -> dict[str, Any]:
     """The whole plan as plain data: see the README for its keys."""
-    model, prompt = options.entry.cache, options.prompt
-    if not 0 <= prompt.cached <= prompt.tokens:
-        found, expected = f"{prompt.cached} of {prompt.tokens}", "0 <= cached <= tokens"
+    model = entry.cache
+    if not 0 <= options.cached <= options.tokens:
+        found, expected = f"{options.cached} of {options.tokens}", "0 <= cached <= tokens"
         raise ConfigurationError("--cached is larger than --tokens", found=found, expected=expected)
-    source = _side("--prefill", options.prefill, options, 1 << 50)
-    target = _side("--decode", options.decode, options, 1 << 51)
-    tables = _tables(source, prompt), _tables(target, prompt)
-    wanted = TokenRange(prompt.cached, prompt.tokens)
+    source = _side("--prefill", options.prefill, options, model, 1 << 50)
+    target = _side("--decode", options.decode, options, model, 1 << 51)
+    tables = _tables(source, options), _tables(target, options)
+    wanted = TokenRange(options.cached, options.tokens)
     link_bytes_per_s = link_of(options.link)
     costs = typical_device(link_bytes_per_s)
     quoted = quote((source.layouts, target.layouts), tables, (wanted,) * len(model.groups()), costs)
     pairs = [pair_facts(pair, model) for pair in quoted.pairs]
-    prefill = prefill_of(options.prefill_tokens_per_s, options.entry.num_active_parameters, source.shape.num_ranks)
+    prefill = prefill_of(options.prefill_speed, entry.num_active_parameters, source.shape.num_ranks)
     return {
-        "model": options.entry.name,
-        "tokens": prompt.tokens,
-        "cached_tokens": prompt.cached,
+        "model": entry.name,
+        "tokens": options.tokens,
+        "cached_tokens": options.cached,
         "bytes_per_token": model.bytes_per_token,
         "fixed_bytes": model.fixed_bytes,
         **sums(quoted),
         "link_bytes_per_s": link_bytes_per_s,
-        "blocks": "scattered" if prompt.scattered else "adjacent",
+        "blocks": "scattered" if options.scattered else "adjacent",
         "groups": group_facts(model, wanted),
         "source": side_facts(source, model, pairs, "source_rank"),
         "target": side_facts(target, model, pairs, "target_rank"),
         "layouts": {"source": layout_facts(source, model), "target": layout_facts(target, model)},
         "pairs": pairs,
         "verdict": asdict(verdict_of(len(wanted), quoted.predicted_s, prefill)),
-        "notes": list(options.entry.notes),
-        "command": options.typed,
+        "notes": list(entry.notes),
     }
 
 
-def _side(name: str, words: str, options: PlanOptions, first_address: int) -> Side:
+def _side(name: str, words: str, options: PlanOptions, model: CacheModel, first_address: int) -> Side:
     """An engine whose pool is twice as large as the prompt needs. Raises ConfigurationError, with the side's name."""
     try:
-        return _engine(words, options, first_address)
+        return _engine(words, options, model, first_address)
     except (ConfigurationError, LayoutError) as error:
         what = f"{name} {words}: {error.what}"
         raise ConfigurationError(what, found=error.found, expected=error.expected, hint=error.hint) from error
 
 
-def _engine(words: str, options: PlanOptions, first_address: int) -> Side:
-    model, tokens = options.entry.cache, options.prompt.tokens
+def _engine(words: str, options: PlanOptions, model: CacheModel, first_address: int) -> Side:
     shape = shape_of(words, options.layout)
     _check_outer(shape.outer_axis, model)
-    num_needed = _num_needed(shape, tokens)
+    num_needed = _num_needed(shape, options.tokens)
     shape = replace(shape, num_blocks=2 * num_needed * max(1, len(model.groups())))
     return Side(words, shape, describe(model, shape, first_address))
 
@@ -176,15 +142,15 @@ def _num_needed(shape: EngineShape, tokens: int) -> int:
     return max(1, -(-own // shape.block_tokens))
 
 
-def _tables(side: Side, prompt: Prompt) -> list[list[int]]:
+def _tables(side: Side, options: PlanOptions) -> list[list[int]]:
     """Block ids of the prompt per group: adjacent, or at random (the same ones every time) as in a busy pool.
 
     Different for every group, so that groups that share a pool do not meet.
     """
     ids = list(range(side.shape.num_blocks))
-    if prompt.scattered:
+    if options.scattered:
         random.Random(0).shuffle(ids)
-    num_needed = _num_needed(side.shape, prompt.tokens)
+    num_needed = _num_needed(side.shape, options.tokens)
     num_groups = len(side.layouts[0].groups)
     return [ids[index * num_needed : (index + 1) * num_needed] for index in range(num_groups)]
 
@@ -272,7 +238,7 @@ def _remarks(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _summary(facts: dict[str, Any], entry: Entry) -> list[str]:
+def _summary(facts: dict[str, Any]) -> list[str]:
     moved = facts["tokens"] - facts["cached_tokens"]
     lines = [
         f"{moved:,} of {facts['tokens']:,} tokens, {facts['bytes_per_token']:,} bytes each"
@@ -288,5 +254,5 @@ def _summary(facts: dict[str, Any], entry: Entry) -> list[str]:
     reasons = dict.fromkeys(pair["reason"] for pair in facts["pairs"])
     lines += [f"  {reason}" for reason in list(reasons)[:4]]
     lines.append(facts["verdict"]["text"])
-    lines += [f"note: {note}" for note in entry.notes]
+    lines += [f"note: {note}" for note in facts["notes"]]
     return lines

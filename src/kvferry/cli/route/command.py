@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import errors_as_messages
 from kvferry.cli.options import (
     HERE,
-    AllowCredentials,
-    AllowedHeaders,
-    AllowedMethods,
-    AllowedOrigins,
-    ApiKey,
+    AccessOptions,
     Child,
     Drain,
     Host,
     Json,
     TokenFile,
     access,
+    command_of,
     common,
     output,
     times,
@@ -31,75 +28,52 @@ engines = partial(typer.Option, rich_help_panel="Advanced: engines")
 choice = partial(typer.Option, rich_help_panel="Advanced: scheduling")
 
 
-def route(
-    context: typer.Context,
-    prefill: Annotated[list[str], common(help="URL of a prefill engine; repeatable.")] = [],  # noqa: B006
-    decode: Annotated[list[str], common(help="URL of a decode engine; repeatable.")] = [],  # noqa: B006
-    members_file: Annotated[str, engines(help="JSON file that lists engines; reread when it changes.")] = "",
+@dataclass(frozen=True, slots=True)
+class RouteOptions:
+    """Which engines to route to, how, and where to listen. All time limits are in seconds."""
+
+    prefill: Annotated[list[str], common(help="URL of a prefill engine; repeatable.")] = field(default_factory=list)
+    decode: Annotated[list[str], common(help="URL of a decode engine; repeatable.")] = field(default_factory=list)
+    members_file: Annotated[str, engines(help="JSON file that lists engines; reread when it changes.")] = ""
     accept_registrations: Annotated[
         bool, common("--accept-registrations", help="Let engines join (serve --register).")
-    ] = False,
-    token_file: TokenFile = "",
+    ] = False
+    token_file: TokenFile = ""
     require_prefill: Annotated[
         bool, engines("--require-prefill", help="/ready answers 503 without a prefill engine.")
-    ] = False,
+    ] = False
     prefill_fallback: Annotated[
         str, engines(help="Without a prefill engine: decode computes the prompt, or refuse with 503.")
-    ] = "decode",
-    policy: Annotated[str, choice(help="balanced, an entry point's name, or module:function.")] = "balanced",
+    ] = "decode"
+    policy: Annotated[str, choice(help="balanced, an entry point's name, or module:function.")] = "balanced"
     skip_prefill_below: Annotated[
         str, common(help="The decode engine computes prompts of fewer tokens itself: a number, or auto.")
-    ] = "0",
+    ] = "0"
     early_decode_from: Annotated[
         int, choice(min=0, help="Start decode together with prefill from this prompt length on; 0: never.")
-    ] = 0,
-    max_requests: Annotated[int, choice(min=0, help="Open requests per decode engine; 0: no limit.")] = 0,
+    ] = 0
+    max_requests: Annotated[int, choice(min=0, help="Open requests per decode engine; 0: no limit.")] = 0
     ttft_slo: Annotated[
         float, common(min=0, help="Refuse requests (429) whose first token would take longer, in seconds; 0: never.")
-    ] = 0.0,
-    prefill_timeout: Annotated[float, times(min=0.1, help="Until a prefill is complete.")] = 300.0,
-    decode_timeout: Annotated[float, times(min=0.1, help="Until an answer begins.")] = 1800.0,
-    stall_timeout: Annotated[float, times(min=0.1, help="Between two pieces of an answer.")] = 120.0,
-    drain_timeout: Drain = 30.0,
-    host: Host = HERE,
-    port: Annotated[int, common(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
-    api_key: ApiKey = [],  # noqa: B006
-    engine_api_key: Annotated[str, access(help="API key to show to engines. Else KVFERRY_ENGINE_API_KEY.")] = "",
-    allowed_origins: AllowedOrigins = [],  # noqa: B006
-    allowed_methods: AllowedMethods = ["*"],  # noqa: B006
-    allowed_headers: AllowedHeaders = ["*"],  # noqa: B006
-    allow_credentials: AllowCredentials = False,
-    log_format: Annotated[LogFormat, output(help="Format of the log on stderr.")] = LogFormat.PLAIN,
-    access_log: Annotated[bool, common("--access-log", help="Log every request.")] = False,
-    otel: Annotated[bool, output("--otel", help="Export OpenTelemetry spans; set OTEL_* variables.")] = False,
-    as_json: Json = False,
-    as_child: Child = False,
-) -> None:
-    """Start a router: an OpenAI API in front of prefill and decode engines."""
-    with errors_as_messages("router"):
-        from kvferry.cli import environment
-        from kvferry.cli.route import server
-        from kvferry.cli.server.access import access_of
-        from kvferry.router.config import RouterConfig
-        from kvferry.router.policy.plugins import policy_named
-        from kvferry.router.policy.settings import PolicySettings
+    ] = 0.0
+    prefill_timeout: Annotated[float, times(min=0.1, help="Until a prefill is complete.")] = 300.0
+    decode_timeout: Annotated[float, times(min=0.1, help="Until an answer begins.")] = 1800.0
+    stall_timeout: Annotated[float, times(min=0.1, help="Between two pieces of an answer.")] = 120.0
+    drain_timeout: Drain = 30.0
+    host: Host = HERE
+    port: Annotated[int, common(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000
+    http_access: AccessOptions = field(default_factory=AccessOptions)
+    engine_api_key: Annotated[str, access(help="API key to show to engines. Else KVFERRY_ENGINE_API_KEY.")] = ""
+    log_format: Annotated[LogFormat, output(help="Format of the log on stderr.")] = LogFormat.PLAIN
+    access_log: Annotated[bool, common("--access-log", help="Log every request.")] = False
+    otel: Annotated[bool, output("--otel", help="Export OpenTelemetry spans; set OTEL_* variables.")] = False
+    as_json: Json = False
+    as_child: Child = False
 
-        limits = server.limits_of(ttft_slo, max_requests, skip_prefill_below)
-        router = RouterConfig(
-            prefill_urls=tuple(prefill),
-            decode_urls=tuple(decode),
-            prefill_timeout_s=prefill_timeout,
-            decode_timeout_s=decode_timeout,
-            stall_timeout_s=stall_timeout,
-            members_file=members_file,
-            registration=server.registration_of(accept_registrations, token_file),
-            policy_settings=PolicySettings(policy_named(policy), limits),
-            require_prefill=require_prefill,
-            prefill_fallback=server.fallback_of(prefill_fallback),
-            early_from_tokens=early_decode_from,
-            engine_api_key=engine_api_key or environment.engine_api_key(),
-        )
-        logs = server.LogOptions(log_format, access_log, otel)
-        server.route(
-            server.RouteOptions(router, host, port, drain_timeout, as_json, as_child, logs, access_of(context.params))
-        )
+
+@command_of(RouteOptions, "router")
+def route(context: typer.Context, options: RouteOptions) -> None:
+    """Start a router: an OpenAI API in front of prefill and decode engines."""
+    from kvferry.cli.route import server
+
+    server.route(options)

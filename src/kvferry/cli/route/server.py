@@ -4,52 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import socket
-from dataclasses import dataclass
+from contextlib import closing
 
 import uvloop
 
 from kvferry.cli import console, environment
+from kvferry.cli.route.command import RouteOptions
 from kvferry.cli.server import http, listening
-from kvferry.cli.server.logs import LogFormat, log_to_stderr
+from kvferry.cli.server.logs import log_to_stderr
 from kvferry.errors import ConfigurationError
-from kvferry.http.access import Access, guarded
+from kvferry.http.access import guarded
 from kvferry.http.registration import KEY_PURPOSE
 from kvferry.router.config import NO_REGISTRATION, Registration, RouterConfig
-from kvferry.router.http.app import RouterApp, create_app
+from kvferry.router.http.app import create_app
+from kvferry.router.policy.plugins import policy_named
 from kvferry.router.policy.records import Limits
-from kvferry.router.policy.settings import PrefillFallback
+from kvferry.router.policy.settings import PolicySettings, PrefillFallback
 from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
 
 # More than a hundred open streams hold, and looked through in a few milliseconds.
 NUM_NEW_OBJECTS = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class LogOptions:
-    """What is written about requests: lines of a format, one per request if `access`, and spans if `otel`."""
-
-    format: LogFormat = LogFormat.PLAIN
-    access: bool = False
-    otel: bool = False
-
-
-DEFAULT_LOGS = LogOptions()
-EVERYBODY = Access()
-
-
-@dataclass(frozen=True, slots=True)
-class RouteOptions:
-    """Which engines to route to, where to listen, and how long open requests may go on after SIGTERM."""
-
-    router: RouterConfig
-    host: str
-    port: int
-    drain_s: float
-    as_json: bool
-    as_child: bool
-    logs: LogOptions = DEFAULT_LOGS
-    access: Access = EVERYBODY
 
 
 def limits_of(ttft_s: float, max_requests: int, skip_below: str) -> Limits:
@@ -82,20 +56,49 @@ def registration_of(is_open: bool, token_file: str) -> Registration:
     return Registration(True, token.derived(KEY_PURPOSE) if token else b"")
 
 
+def config_of(options: RouteOptions) -> RouterConfig:
+    """Raises ConfigurationError."""
+    limits = limits_of(options.ttft_slo, options.max_requests, options.skip_prefill_below)
+    return RouterConfig(
+        prefill_urls=tuple(options.prefill),
+        decode_urls=tuple(options.decode),
+        prefill_timeout_s=options.prefill_timeout,
+        decode_timeout_s=options.decode_timeout,
+        stall_timeout_s=options.stall_timeout,
+        members_file=options.members_file,
+        registration=registration_of(options.accept_registrations, options.token_file),
+        policy_settings=PolicySettings(policy_named(options.policy), limits),
+        require_prefill=options.require_prefill,
+        prefill_fallback=fallback_of(options.prefill_fallback),
+        early_from_tokens=options.early_decode_from,
+        engine_api_key=options.engine_api_key or environment.engine_api_key(),
+    )
+
+
 def route(options: RouteOptions) -> None:
     """Route until told to stop. Raises ConfigurationError."""
-    log_to_stderr(options.logs.format, options.logs.access)
-    tracing = _tracing(options.logs.otel)
+    log_to_stderr(options.log_format, options.access_log)
+    tracing = _tracing(options.otel)
     # What is wrong with its settings is told before anybody takes it for ready.
-    app = create_app(options.router, tracing)
-    with listening.listen(options.host, options.port) as bound:
+    app = create_app(config_of(options), tracing)
+    served = guarded(app, options.http_access.checked(), app.turn_away)
+    drain = http.Drain(
+        options.drain_timeout,
+        app.state.membership.drain,
+        senders="clients and load balancers",
+        open_work="open requests",
+    )
+    with closing(tracing), listening.listen(options.host, options.port) as bound:
         url = listening.url_of(bound)
-        if options.as_json:
-            console.data({"event": "ready", "url": url})
-        else:
-            console.say(f"routing at {url}/v1")
+        console.announce(options.as_json, f"routing at {url}/v1", url=url)
+        # What is there now stays: a collector that looks at all of it again holds up every open stream for tens of ms.
+        # A request that is answered leaves no cycles behind, so there is nothing to look for often.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(NUM_NEW_OBJECTS)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_route(options, app, bound, tracing))
+            ends = [http.stdin_closed()] if options.as_child else []
+            runner.run(http.run(served, bound, ends, http.ROUTER_GRACE_S, drain))
 
 
 def _tracing(otel: bool) -> Tracing:
@@ -104,19 +107,3 @@ def _tracing(otel: bool) -> Tracing:
     from kvferry.router.telemetry.opentelemetry import exporting
 
     return exporting()
-
-
-async def _route(options: RouteOptions, app: RouterApp, bound: socket.socket, tracing: Tracing) -> None:
-    ends = [http.stdin_closed()] if options.as_child else []
-    drain = http.Drain(
-        options.drain_s, app.state.membership.drain, senders="clients and load balancers", open_work="open requests"
-    )
-    # What is there now stays: a collector that looks at all of it again holds up every open stream for tens of ms. A
-    # request that is answered leaves no cycles behind, so there is nothing to look for often.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(NUM_NEW_OBJECTS)
-    try:
-        await http.run(guarded(app, options.access, app.turn_away), bound, ends, http.ROUTER_GRACE_S, drain)
-    finally:
-        tracing.close()

@@ -11,56 +11,29 @@ import subprocess
 import sys
 import time
 import urllib.request
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import ceil
 
 from kvferry.cli import console
-from kvferry.cli.serve.joining import NOWHERE, JoinOptions, joined
+from kvferry.cli.options import HERE
+from kvferry.cli.serve.command import ServeOptions
+from kvferry.cli.serve.joining import joined
 from kvferry.cli.server import listening
 from kvferry.cli.server.stop_signal import StopSignal
 from kvferry.errors import ConfigurationError
 
 READY_S = 600.0
-HERE = "127.0.0.1"
 POLL_S = 0.25
 # Less than our own parent gives us before it kills us: nobody else would end vLLM then.
 STOP_S = 8.0
 # What our router asks of an engine, on vLLM's own server.
 MIDDLEWARE = "kvferry.connectors.vllm_middleware.FerryMiddleware"
+# What the connector does if it is not told.
+DEFAULTS = {"digest": "sampled", "strategy": "auto", "transfer_direction": "auto", "host": HERE}
 EXTENSION = "kvferry.connectors.vllm.extension.Extension"
 
 
-@dataclass(frozen=True, slots=True)
-class VllmOptions:
-    """What to serve and where. What is 0 is left to vLLM; `arguments` go to `vllm serve` as they are."""
-
-    model: str
-    served_name: str
-    engine_id: str
-    transport: str
-    block_tokens: int
-    dtype: str
-    failure_policy: str
-    host: str
-    port: int
-    transfer_port: int
-    arguments: tuple[str, ...]
-    as_json: bool
-    as_child: bool
-    transfer_host: str = HERE
-    token_file: str = ""
-    digest: str = "sampled"
-    strategy: str = "auto"
-    staging_bytes: int = 0
-    direction: str = "auto"
-    layer_wise: bool = False
-    lease_s: float = 0.0
-    drain_s: float = 0.0
-    join: JoinOptions = NOWHERE
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-
-
-def serve_vllm(options: VllmOptions) -> int:
+def serve_vllm(options: ServeOptions) -> int:
     """Run vLLM until it ends or we are told to end; returns its exit code, 0 when we were told.
 
     Raises ConfigurationError when its port is taken, it ends early or is not ready in time.
@@ -86,53 +59,56 @@ def serve_vllm(options: VllmOptions) -> int:
         try:
             return _watch(process, options, url, told)
         finally:
-            _stop(process, options.drain_s + STOP_S)
+            _stop(process, options.drain_timeout + STOP_S)
 
 
-def vllm_command(options: VllmOptions, port: int) -> list[str]:
+def vllm_command(options: ServeOptions, port: int) -> list[str]:
     """The command line that starts vLLM with our connector. It names the token's file and not the token."""
-    extra = {"transport": options.transport, "port": options.transfer_port}
-    extra |= {"digest": options.digest} if options.digest != "sampled" else {}
-    extra |= {"strategy": options.strategy} if options.strategy != "auto" else {}
-    extra |= {"staging_bytes": options.staging_bytes} if options.staging_bytes else {}
-    extra |= {"transfer_direction": options.direction} if options.direction != "auto" else {}
-    extra |= {"layer_wise": True} if options.layer_wise else {}
-    extra |= {"host": options.transfer_host} if options.transfer_host != HERE else {}
-    extra |= {"kv_lease_duration": options.lease_s} if options.lease_s else {}
-    extra |= {"token_file": options.token_file} if options.token_file else {}
-    transfer = {
+    transfer = options.transfer
+    chosen = {
+        "digest": transfer.digest,
+        "strategy": transfer.strategy,
+        "staging_bytes": options.staging_mib << 20,
+        "transfer_direction": transfer.transfer_direction,
+        "layer_wise": options.layer_wise,
+        "host": options.transfer_host,
+        "kv_lease_duration": options.lease_timeout,
+        "token_file": options.token_file,
+    }
+    extra = {name: value for name, value in chosen.items() if value and value != DEFAULTS.get(name)}
+    connector = {
         "kv_connector": "FerryConnector",
         "kv_connector_module_path": "kvferry.connectors.vllm",
         "kv_role": "kv_both",
         "engine_id": options.engine_id,
         "kv_load_failure_policy": options.failure_policy,
-        "kv_connector_extra_config": extra,
+        "kv_connector_extra_config": {"transport": transfer.transport, "port": options.transfer_port, **extra},
     }
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
     command += ["--host", options.host, "--port", str(port), "--served-model-name", options.served_name]
-    command += ["--dtype", options.dtype, "--kv-transfer-config", json.dumps(transfer)]
+    command += ["--dtype", options.dtype, "--kv-transfer-config", json.dumps(connector)]
     command += ["--middleware", MIDDLEWARE, "--worker-extension-cls", EXTENSION]
     command += ["--block-size", str(options.block_tokens)] if options.block_tokens else []
-    command += ["--shutdown-timeout", str(ceil(options.drain_s))] if options.drain_s else []
+    command += ["--shutdown-timeout", str(ceil(options.drain_timeout))] if options.drain_timeout else []
     return [*command, *options.arguments]
 
 
-def vllm_environment(options: VllmOptions) -> dict[str, str]:
+def vllm_environment(options: ServeOptions) -> dict[str, str]:
     """vLLM takes a key from there as well: everybody on this host can read command lines.
 
     Raises ConfigurationError for several keys, of which it takes one there.
     """
-    if len(options.api_keys) > 1:
+    keys = options.http_access.api_keys
+    if len(keys) > 1:
         raise ConfigurationError(
             "vLLM takes one --api-key from kvferry",
-            found=f"{len(options.api_keys)} keys",
+            found=f"{len(keys)} keys",
             hint="pass several behind --, where everybody on this host can read them: -- --api-key A B",
         )
-    keys = dict(zip(["VLLM_API_KEY"], options.api_keys, strict=False))
-    return {**os.environ, **keys}
+    return {**os.environ, **dict(zip(["VLLM_API_KEY"], keys, strict=False))}
 
 
-def _watch(process: subprocess.Popen[bytes], options: VllmOptions, url: str, told: StopSignal) -> int:
+def _watch(process: subprocess.Popen[bytes], options: ServeOptions, url: str, told: StopSignal) -> int:
     """Until vLLM ends or we are told to; announces it once it answers."""
     deadline = time.monotonic() + READY_S
     while not _is_healthy(url):
@@ -144,7 +120,9 @@ def _watch(process: subprocess.Popen[bytes], options: VllmOptions, url: str, tol
             return 0
         if time.monotonic() > deadline:
             raise ConfigurationError("vLLM did not become ready in time", expected=f"within {READY_S:g} s")
-    _announce(options, url)
+    name, model = options.engine_id, options.served_name
+    words = f"{name}: {model} at {url}/v1, served by vLLM"
+    console.announce(options.as_json, words, engine_id=name, model=model, url=url)
     with joined(options.join, url, options.token_file):
         while process.poll() is None:
             if told.wait(POLL_S) or _is_orphan(options):
@@ -152,7 +130,7 @@ def _watch(process: subprocess.Popen[bytes], options: VllmOptions, url: str, tol
     return process.returncode
 
 
-def _is_orphan(options: VllmOptions) -> bool:
+def _is_orphan(options: ServeOptions) -> bool:
     return options.as_child and _input_is_closed()
 
 
@@ -162,14 +140,6 @@ def _is_healthy(url: str) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
-
-
-def _announce(options: VllmOptions, url: str) -> None:
-    facts = {"event": "ready", "engine_id": options.engine_id, "model": options.served_name, "url": url}
-    if options.as_json:
-        console.data(facts)
-    else:
-        console.say(f"{options.engine_id}: {options.served_name} at {url}/v1, served by vLLM")
 
 
 def _input_is_closed() -> bool:

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group
@@ -14,6 +13,7 @@ from rich.live import Live
 
 from kvferry.cli import console
 from kvferry.cli.metrics import START, Reading, get, reading_of
+from kvferry.cli.top.command import TopOptions
 from kvferry.cli.top.view import Frame, summary, view
 from kvferry.errors import ConfigurationError
 from kvferry.system.os_errors import os_error_text
@@ -21,31 +21,14 @@ from kvferry.system.os_errors import os_error_text
 TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class TopOptions:
-    """Which router, how often, and whether until Ctrl-C or once: as a table or as JSON.
-
-    `once` shows totals since the router started; JSON without it, rates over one interval.
-    """
-
-    url: str
-    interval_s: float
-    once: bool
-    as_json: bool
-
-    @property
-    def is_live(self) -> bool:
-        return not (self.once or self.as_json)
-
-
 def top(options: TopOptions, sleep: Callable[[float], None] = time.sleep) -> None:
     """Show it. Raises ConfigurationError when the router cannot be asked; once it was shown live, it is waited for."""
     frame = _frame(options.url, START)
-    if options.is_live:
+    if not (options.once or options.as_json):
         _live(options, frame.now, sleep)
         return
     if not options.once:
-        sleep(options.interval_s)
+        sleep(options.interval)
         frame = _frame(options.url, frame.now)
     if options.as_json:
         console.data(summary(frame))
@@ -58,7 +41,7 @@ def _live(options: TopOptions, before: Reading, sleep: Callable[[float], None]) 
     screen = Console(markup=False)
     with Live(console=screen, auto_refresh=False, screen=True) if screen.is_terminal else nullcontext() as live:
         while True:
-            sleep(options.interval_s)
+            sleep(options.interval)
             try:
                 frame = _frame(options.url, before)
                 before, shown = frame.now, view(frame)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from rich.table import Table
 
 from kvferry.cli import console, environment
 from kvferry.cli.models import TINY, resolve
+from kvferry.cli.options import option_of
+from kvferry.cli.up.command import UpOptions
 from kvferry.cli.up.engine_report import read, report_between, why_chosen
 from kvferry.cli.up.fleet import READY_S, Fleet, FleetOptions
 from kvferry.cli.up.output_check import Answer, Question, ask
@@ -42,34 +44,6 @@ DOWNLOAD_READY_S = 3600.0
 SALTS = ("kvferry-together", "kvferry-alone")
 
 
-@dataclass(frozen=True, slots=True)
-class UpOptions:
-    """What to start and what to ask. With a prompt in `prompts` everything stops after its answer.
-
-    `engine` is `transformers` or `vllm`; `engine_arguments` go to `vllm serve` as they are.
-    """
-
-    engine: str
-    engine_arguments: tuple[str, ...]
-    model: str
-    num_prefill: int
-    num_decode: int
-    transport: str
-    digest: str
-    direction: str
-    strategy: str
-    prompts: tuple[str, ...]
-    max_tokens: int
-    temperature: float
-    seed: int
-    prefill_block_tokens: int
-    decode_block_tokens: int
-    cache_tokens: int
-    port: int
-    log_directory: str
-    as_json: bool
-
-
 def up(options: UpOptions) -> int:
     """Run it; returns the exit code: 0 when the answers are equal. Raises ConfigurationError, RequestError."""
     # A shell without job control has its background jobs ignore SIGINT: whoever ends the script means this, too.
@@ -79,18 +53,11 @@ def up(options: UpOptions) -> int:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
     path, name = resolve(options.model)
-    logs = _log_folder(options.log_directory)
-    arguments: tuple[str, ...] = ("--model", path, "--served-name", name, "--transport", options.transport)
-    arguments += ("--engine", options.engine, "--digest", options.digest)
-    arguments += ("--strategy", options.strategy) if options.strategy != "auto" else ()
-    arguments += ("--transfer-direction", options.direction) if options.direction != "auto" else ()
-    # Left to itself, vLLM makes bfloat16 of the tiny model's float32.
-    arguments += ("--dtype", "float32") if (options.engine, name) == ("vllm", TINY) else ()
-    arguments += ("--", *options.engine_arguments) if options.engine_arguments else ()
-    useful = str(options.log_directory)
+    logs = _log_folder(options.log_dir)
+    useful = options.log_dir
     try:
         environment.share_api_key()
-        with Fleet(_fleet_options(options, arguments), logs) as fleet:
+        with Fleet(_fleet_options(options, path, name), logs) as fleet:
             return _run(options, fleet)
     except FerryError as error:
         useful += str(error)
@@ -120,11 +87,11 @@ def _log_folder(path: str) -> Path:
 def _run(options: UpOptions, fleet: Fleet) -> int:
     is_serving = False
     try:
-        engines = f"{options.num_prefill} prefill and {options.num_decode} decode"
+        engines = f"{options.prefill} prefill and {options.decode} decode"
         console.say(f"starting {engines} engines and a router")
         fleet.start()
         equal = _show_proof(options, fleet)
-        if not options.prompts:
+        if options.once is None:
             is_serving = True
             _keep_serving(fleet)
     except KeyboardInterrupt:
@@ -138,11 +105,17 @@ def _run(options: UpOptions, fleet: Fleet) -> int:
     return 0 if equal else 1
 
 
-def _fleet_options(options: UpOptions, engine_arguments: tuple[str, ...]) -> FleetOptions:
+def _fleet_options(options: UpOptions, path: str, name: str) -> FleetOptions:
+    arguments = ["--model", path, "--served-name", name, "--engine", options.engine]
+    for option, value in asdict(options.transfer).items():
+        arguments += [option_of(option), value] if value != "auto" else []
+    # Left to itself, vLLM makes bfloat16 of the tiny model's float32.
+    arguments += ["--dtype", "float32"] if (options.engine, name) == ("vllm", TINY) else []
+    arguments += ["--", *options.arguments] if options.arguments else []
     return FleetOptions(
-        num_prefill=options.num_prefill,
-        num_decode=options.num_decode,
-        engine_arguments=engine_arguments,
+        num_prefill=options.prefill,
+        num_decode=options.decode,
+        engine_arguments=tuple(arguments),
         prefill_block_tokens=options.prefill_block_tokens,
         decode_block_tokens=options.decode_block_tokens,
         # How large vLLM's cache is, is for its own options to say.
@@ -160,7 +133,7 @@ def _ready_s(options: UpOptions) -> float:
 
 
 def _show_proof(options: UpOptions, fleet: Fleet) -> bool:
-    prompt = options.prompts[0] if options.prompts else EXAMPLE
+    prompt = EXAMPLE if options.once is None else options.once
     temperature, seed = options.temperature, options.seed
     together, by_itself = (Question(fleet.model, prompt, options.max_tokens, salt, temperature, seed) for salt in SALTS)
     show = _silent if options.as_json else _typewriter
