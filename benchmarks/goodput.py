@@ -26,11 +26,10 @@ from measuring import machine, say
 
 from kvferry.bench.load.generator import run_load
 from kvferry.bench.load.target import Target
-from kvferry.bench.load.workload import Lengths, PlannedRequest, Synthetic, poisson, synthetic
-from kvferry.bench.report.figures import Report, report_of
+from kvferry.bench.load.workload import Lengths, PlannedRequest, Synthetic, poisson, rates_named, synthetic
+from kvferry.bench.report.figures import Report, best_of, report_of
 from kvferry.bench.report.record import Record
 from kvferry.bench.report.slo import ItlBy, Slo, slo_named
-from kvferry.bench.report.sweep import best_of, rates_named
 from kvferry.cli.up.fleet import Fleet, FleetOptions
 
 # The mark: Llama-3.3-70B int4, fp8 cache, 8 cards, 1,500 tokens in and 150 out: 1.06 against 0.64 requests/s.

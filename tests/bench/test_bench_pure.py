@@ -11,16 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.bench.load.answer import Answer
-from kvferry.bench.load.prompts import Piece, Prompt
-from kvferry.bench.load.trace import read_trace
-from kvferry.bench.load.workload import Lengths, Synthetic, lengths_named, poisson, synthetic
-from kvferry.bench.report.charts import histogram
-from kvferry.bench.report.figures import report_of
-from kvferry.bench.report.page import page
-from kvferry.bench.report.record import Record
+from kvferry.bench.load.workload import (
+    Lengths,
+    Piece,
+    Prompt,
+    Synthetic,
+    lengths_named,
+    poisson,
+    rates_named,
+    read_trace,
+    synthetic,
+)
+from kvferry.bench.report.figures import best_of, report_of
+from kvferry.bench.report.page import histogram, page
+from kvferry.bench.report.record import Record, percentile, summary
 from kvferry.bench.report.slo import ItlBy, Slo, slo_named
-from kvferry.bench.report.summary import percentile, summary
-from kvferry.bench.report.sweep import best_of, rates_named
 from kvferry.errors import ConfigurationError
 
 times = st.floats(0, 1e4, allow_nan=False)

@@ -8,9 +8,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvferry.bench.load.endpoint import Endpoint
-from kvferry.bench.load.prompts import Prompt
-from kvferry.bench.load.workload import PlannedRequest
+from kvferry.bench.load.workload import Endpoint, PlannedRequest, Prompt
 from kvferry.errors import ConfigurationError
 from kvferry.http.client_errors import client_error_text
 

@@ -1,14 +1,76 @@
-"""Synthetic requests with their arrival times, by seed. Pure."""
+"""Requests with their arrival times: synthetic ones by seed, and recorded ones. Pure.
+
+A line of a trace has the keys of Mooncake's traces: `{"timestamp": 1200, "input_length": 6755, "output_length": 500,
+"hash_ids": [0, 1, 2]}`: milliseconds, tokens, and, if given, a name for every 512 tokens of the prompt; prompts that
+share names begin alike.
+"""
 
 from __future__ import annotations
 
 import math
 import random
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
-from kvferry.bench.load.prompts import Piece, Prompt
+import msgspec
+
 from kvferry.errors import ConfigurationError
+
+# Every model has these ids, and no special token is among them: bytes in most vocabularies.
+FIRST_ID, LAST_ID = 32, 255
+# Words that most tokenizers know as one token each.
+WORDS = (
+    *("the", "a", "one", "two", "on", "in", "at", "over", "when", "then", "and", "or", "not", "all", "some", "river"),
+    *("water", "boat", "sea", "wind", "night", "day", "hour", "time", "way", "side", "end", "bank", "line", "house"),
+)
+BLOCK_TOKENS = 512
+MAX_TOKENS = 10_000_000
+
+
+class Endpoint(StrEnum):
+    """By the words of the command line."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self is Endpoint.CHAT else "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`num_tokens` tokens that follow from `name` alone: prompts that begin with the same pieces begin alike."""
+
+    name: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Pieces, one after the other."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(piece.num_tokens for piece in self.pieces)
+
+    def token_ids(self) -> list[int]:
+        """Exactly `num_tokens` ids."""
+        ids: list[int] = []
+        for piece in self.pieces:
+            ids.extend(random.Random(piece.name).choices(range(FIRST_ID, LAST_ID + 1), k=piece.num_tokens))
+        return ids
+
+    def text(self) -> str:
+        """About `num_tokens` tokens, a word each: the server's tokenizer has the last word."""
+        words: list[str] = []
+        for piece in self.pieces:
+            words.extend(random.Random(piece.name).choices(WORDS, k=piece.num_tokens))
+        return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +91,17 @@ def lengths_named(text: str) -> Lengths:
     if not 1 <= low <= high:
         raise ConfigurationError("invalid number of tokens", found=text, expected="such as 512 or 256-1024")
     return Lengths(low, high)
+
+
+def rates_named(text: str) -> tuple[float, ...]:
+    """`1,2,4,8`, ascending, each once. Raises ConfigurationError."""
+    try:
+        rates = sorted({float(word) for word in text.split(",")})
+    except ValueError:
+        rates = []
+    if not rates or not all(0 < rate < float("inf") for rate in rates):
+        raise ConfigurationError("invalid rates for --sweep", found=text, expected="requests/s such as 1,2,4,8")
+    return tuple(rates)
 
 
 def poisson(num_requests: int, rate: float, seed: int) -> tuple[float, ...]:
@@ -92,3 +165,60 @@ def _planned(load: Synthetic, number: int, at_s: float, chooser: random.Random) 
         return PlannedRequest(at_s, Prompt((own,)), load.output.draw(chooser))
     shared = Piece(f"{load.seed}/shared/{chooser.randrange(load.num_prefixes)}", load.prefix_tokens)
     return PlannedRequest(at_s, Prompt((shared, own)), load.output.draw(chooser))
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One line; keys that it does not have are ignored."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def read_trace(lines: Iterable[str], speed: float = 1.0) -> tuple[PlannedRequest, ...]:
+    """The requests in the order of their arrival, the first at 0; `speed` 2 lets them come twice as fast.
+
+    Raises ConfigurationError naming the line.
+    """
+    if not speed > 0:
+        raise ConfigurationError("--trace-speed must be positive", found=str(speed), expected="such as 1 or 2.5")
+    numbered = ((number, text) for number, text in enumerate(lines, 1) if text.strip())
+    read = sorted(((_line(number, text), number) for number, text in numbered), key=lambda pair: pair[0].timestamp)
+    if not read:
+        raise ConfigurationError("the trace is empty", expected="one JSON object per line")
+    first_ms = read[0][0].timestamp
+    return tuple(
+        PlannedRequest((line.timestamp - first_ms) / 1000 / speed, _prompt(line, number), line.output_length)
+        for line, number in read
+    )
+
+
+def _line(number: int, text: str) -> Line:
+    try:
+        line = msgspec.json.decode(text, type=Line)
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        raise _wrong(number, str(error)) from None
+    if not (1 <= line.input_length <= MAX_TOKENS and 1 <= line.output_length <= MAX_TOKENS and line.timestamp >= 0):
+        raise _wrong(number, text.strip())
+    return line
+
+
+def _wrong(number: int, found: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"invalid line {number} of the trace",
+        found=found,
+        expected=f"timestamp (ms, not negative), input_length and output_length (tokens, 1 to {MAX_TOKENS})",
+        hint='such as {"timestamp": 1200, "input_length": 6755, "output_length": 500, "hash_ids": [0, 1]}',
+    )
+
+
+def _prompt(line: Line, number: int) -> Prompt:
+    pieces, left = [], line.input_length
+    for hash_id in line.hash_ids:
+        if left > 0:
+            pieces.append(Piece(f"hash/{hash_id}", min(left, BLOCK_TOKENS)))
+            left -= BLOCK_TOKENS
+    if left > 0:
+        pieces.append(Piece(f"line/{number}", left))
+    return Prompt(tuple(pieces))

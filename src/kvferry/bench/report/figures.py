@@ -1,4 +1,4 @@
-"""Figures of one run, with the names that `vllm bench serve --save-result` gives them. Pure."""
+"""Figures of one run, as `vllm bench serve --save-result` names them, and the best of several runs. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.bench.report.record import Record
+from kvferry.bench.report.record import PERCENTILES, Record, Summary, summary
 from kvferry.bench.report.slo import Slo
-from kvferry.bench.report.summary import PERCENTILES, Summary, summary
 
 MAX_ERRORS = 5
 
@@ -115,3 +114,35 @@ def _lists(report: Report) -> dict[str, Any]:
         "errors": [record.error for record in records],
         "start_times": [record.sent_s for record in records],
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """`rate` is the highest at which at least `attainment` of the requests met the SLO, as at all lower ones, or 0.
+
+    `goodput` is the most requests/s that met it at any rate, which was `goodput_rate`.
+    """
+
+    attainment: float
+    rate: float
+    goodput: float
+    goodput_rate: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "wanted_attainment": self.attainment,
+            "highest_rate_within_slo": self.rate,
+            "best_goodput": self.goodput,
+            "best_goodput_rate": self.goodput_rate,
+        }
+
+
+def best_of(reports: Sequence[Report], attainment: float) -> Best:
+    """Of at least one report."""
+    highest = 0.0
+    for report in sorted(reports, key=lambda report: report.rate):
+        if report.attainment < attainment:
+            break
+        highest = report.rate
+    best = max(reports, key=lambda report: report.goodput)
+    return Best(attainment, highest, best.goodput, best.rate)

@@ -1,10 +1,38 @@
-"""The measurements of one request. Pure."""
+"""The measurements of one request, and what many of them come to. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.bench.report.summary import percentile
+import numpy as np
+
+PERCENTILES = (90, 95, 99)
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """`part` (0 to 100) of the values are at most this, by linear interpolation; 0 of no values."""
+    return float(np.percentile(values, part)) if values else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Of many values, in their own unit; all 0 when there are none. `percentiles` are those of `PERCENTILES`."""
+
+    mean: float
+    median: float
+    std: float
+    percentiles: tuple[float, ...]
+
+    @property
+    def p99(self) -> float:
+        return self.percentiles[PERCENTILES.index(99)]
+
+
+def summary(values: Sequence[float]) -> Summary:
+    found = values or (0.0,)
+    parts = tuple(percentile(found, part) for part in PERCENTILES)
+    return Summary(float(np.mean(found)), percentile(found, 50), float(np.std(found)), parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,12 @@ import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from kvferry.bench.report.record import Record
 from kvferry.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from kvferry.bench.report.record import Record
 
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
 EXAMPLE = "such as ttft=5s,itl=100ms,e2el=30s"

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.bench.load.endpoint import Endpoint
+from kvferry.bench.load.workload import Endpoint
 from kvferry.bench.report.slo import ItlBy
 from kvferry.cli.options import Json, command_of, common, is_given, option_of
 from kvferry.errors import ConfigurationError

@@ -12,13 +12,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from kvferry.bench.load.generator import run_load
 from kvferry.bench.load.target import Target, served_model
-from kvferry.bench.load.trace import read_trace
-from kvferry.bench.load.workload import PlannedRequest, Synthetic, lengths_named, poisson, synthetic
-from kvferry.bench.report.figures import Report, report_of
+from kvferry.bench.load.workload import (
+    PlannedRequest,
+    Synthetic,
+    lengths_named,
+    poisson,
+    rates_named,
+    read_trace,
+    synthetic,
+)
+from kvferry.bench.report.figures import Report, best_of, report_of
 from kvferry.bench.report.page import page
 from kvferry.bench.report.record import Record
 from kvferry.bench.report.slo import Slo, slo_named
-from kvferry.bench.report.sweep import best_of, rates_named
 from kvferry.cli import console, environment
 from kvferry.cli.bench.command import BenchOptions
 from kvferry.cli.bench.table import show

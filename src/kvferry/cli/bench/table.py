@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.bench.report.figures import Report
+from kvferry.bench.report.figures import Report, best_of
+from kvferry.bench.report.record import Summary
 from kvferry.bench.report.slo import Slo
-from kvferry.bench.report.summary import Summary
-from kvferry.bench.report.sweep import best_of
 
 TIMES = (
     ("ttft", "time to first token"),
