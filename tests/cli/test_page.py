@@ -12,7 +12,7 @@ from page_samples import DENSE, SAMPLES, Shape
 from kvferry.cli.plan.page.blocks import strips
 from kvferry.cli.plan.page.drawing import draw
 from kvferry.cli.plan.page.html import page
-from kvferry.cli.plan.page.spans import ALL, Tokens, boxes_of, tokens_of
+from kvferry.cli.plan.page.matrix import ALL, Tokens, boxes_of, tokens_of
 from kvferry.cli.units import format_bytes, format_count, format_seconds
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -108,7 +108,7 @@ def test_in_a_target_every_part_has_the_colour_of_the_source_that_fills_it():
 def test_ribbons_are_as_wide_as_their_bytes_and_no_wider_than_a_card():
     facts = SAMPLES["latent"]()
     facts["pairs"][0]["bytes"] //= 2
-    widths = {(ribbon.source, ribbon.target): ribbon.width for ribbon in draw(facts).ribbons}
+    widths = {(ribbon.pair["source_rank"], ribbon.pair["target_rank"]): ribbon.width for ribbon in draw(facts).ribbons}
     assert widths[0, 0] * 2 == pytest.approx(widths[1, 1])
     assert 2 * widths[1, 1] < 82
 

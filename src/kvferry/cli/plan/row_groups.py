@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvferry.cli.plan.page.spans import boxes_of
+from kvferry.cli.plan.page.matrix import boxes_of
 from kvferry.cli.units import format_count_of
 
 MAX_RUNS = 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from typing import Any
@@ -15,7 +14,7 @@ from markupsafe import Markup
 
 from kvferry.cli.plan.page.blocks import strips
 from kvferry.cli.plan.page.drawing import draw
-from kvferry.cli.plan.page.matrix import COLOURS
+from kvferry.cli.plan.page.matrix import COLOURS, colour_of
 from kvferry.cli.units import TIMES, format_bytes, format_count, format_seconds, format_span
 
 
@@ -33,7 +32,6 @@ def page(facts: Mapping[str, Any]) -> str:
         groups=_groups(facts),
         mix=Counter(pair["strategy"] for pair in facts["pairs"]).most_common(),
         reasons=_reasons(facts["pairs"]),
-        details=_details(facts),
         totals=_totals(facts["pairs"]),
         colours=COLOURS,
     )
@@ -53,6 +51,7 @@ def _environment() -> Environment:
     environment.filters["time"] = format_seconds
     environment.filters["count"] = format_count
     environment.globals["format_span"] = format_span
+    environment.globals["colour_of"] = colour_of
     return environment
 
 
@@ -62,30 +61,17 @@ def _part(environment: Environment, name: str) -> Markup:
     return Markup(loader.get_source(environment, name)[0] if loader else "")
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A cache group: its bytes, and which part of the request's tokens moves, in percent of the width."""
-
-    name: str
-    layers: int
-    bytes: int
-    share: float
-    tail: float
-    words: str
-
-
-def _groups(facts: Mapping[str, Any]) -> list[_Group]:
-    tokens = max(1, facts["tokens"])
+def _groups(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The cache groups: their bytes, and which part of the request's tokens moves, in percent of the width."""
     groups = []
     for group in facts["groups"]:
         moved, per_token, fixed = group["moved_tokens"], group["bytes_per_token"], group["fixed_bytes"]
         parts = [f"{moved:,} tokens {TIMES} {format_bytes(per_token)}"] if moved and per_token else []
         parts += [f"{format_bytes(fixed)} that do not depend on the length"] if fixed else []
-        tail = 100 * min(1.0, moved / tokens) if per_token else 0.0
-        num_bytes = moved * per_token + fixed
-        groups.append(_Group(group["name"], group["layers"], num_bytes, 0.0, tail, " + ".join(parts) or "nothing"))
-    most = max([1, *(group.bytes for group in groups)])
-    return [_Group(g.name, g.layers, g.bytes, 100 * g.bytes / most, g.tail, g.words) for g in groups]
+        tail = 100 * min(1.0, moved / max(1, facts["tokens"])) if per_token else 0.0
+        words = " + ".join(parts) or "nothing"
+        groups.append({**group, "bytes": moved * per_token + fixed, "tail": tail, "words": words})
+    return groups
 
 
 def _reasons(pairs: list[Mapping[str, Any]]) -> dict[str, str]:
@@ -97,24 +83,3 @@ def _totals(pairs: list[Mapping[str, Any]]) -> dict[str, float]:
     """The price of each strategy summed over the pairs, of those strategies that every pair could use."""
     names = [name for name in (pairs[0]["prices"] if pairs else ()) if all(name in pair["prices"] for pair in pairs)]
     return {name: sum(pair["prices"][name] for pair in pairs) for name in names}
-
-
-@dataclass(frozen=True, slots=True)
-class _Detail:
-    """What the panel shows of a rank: its pairs, each with the rank at the other end and its share in percent."""
-
-    side: str
-    rank: Mapping[str, Any]
-    pairs: tuple[tuple[Mapping[str, Any], int, float], ...]
-    bytes: int
-
-
-def _details(facts: Mapping[str, Any]) -> list[_Detail]:
-    details = []
-    for side, other in (("source", "target"), ("target", "source")):
-        for rank in facts[side]["ranks"]:
-            mine = [pair for pair in facts["pairs"] if pair[f"{side}_rank"] == rank["rank"]]
-            most = max([1, *(pair["bytes"] for pair in mine)])
-            listed = tuple((pair, pair[f"{other}_rank"], 100 * pair["bytes"] / most) for pair in mine)
-            details.append(_Detail(side, rank, listed, sum(pair["bytes"] for pair in mine)))
-    return details

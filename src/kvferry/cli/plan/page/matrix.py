@@ -1,13 +1,15 @@
-"""The small matrices of a rank: layers downwards, one panel per divided axis; tokens that alternate are stripes."""
+"""The small matrices of a rank: layers downwards, one panel per divided axis; tokens that alternate are stripes.
+
+The spans in a plan's words become numbers to draw with.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
-
-from kvferry.cli.plan.page.spans import ALL, Tokens, boxes_of, tokens_of
 
 COLOURS = 16
 MAX_PANELS = 3
@@ -15,6 +17,42 @@ PANEL_GAP = 4.0
 # The thinnest stripe, and the longest pattern before it repeats: both in units of the drawing.
 STRIPE, LONGEST = 5.0, 40.0
 Span = tuple[int, int]
+BOX = re.compile(r"([^\s,]+) \[(\d+), (\d+)\)")
+TOKENS = re.compile(r"t % (\d+) in \[(\d+), (\d+)\)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Tokens:
+    """The tokens t with t % period in [first, last)."""
+
+    period: int
+    first: int
+    last: int
+
+    def __contains__(self, token: int) -> bool:
+        return self.first <= token % self.period < self.last
+
+    def nth(self, index: int) -> int:
+        """The token that a rank keeps at its place `index`."""
+        width = self.last - self.first
+        return index // width * self.period + self.first + index % width
+
+
+ALL = Tokens(1, 0, 1)
+
+
+def tokens_of(words: str) -> Tokens:
+    """`all` and what cannot be drawn are ALL: the words themselves stand on the page in any case."""
+    found = TOKENS.search(words)
+    if not found:
+        return ALL
+    period, first, last = (int(number) for number in found.groups())
+    return Tokens(period, first, last) if 0 <= first < last <= period else ALL
+
+
+def boxes_of(words: list[str]) -> list[tuple[str, int, int]]:
+    """(axis, first, last) of each span named in a pair's boxes."""
+    return [(axis, int(first), int(last)) for text in words for axis, first, last in BOX.findall(text)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +101,9 @@ class Box:
         return found if found or self.spans else [(0, extent)]
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A filled part of a matrix; `path` has one rectangle per span, the label stands in the largest."""
-
-    source: int
-    target: int
-    colour: int
-    path: str
-    fill: str
-    label: str
-    label_x: float
-    label_y: float
+def colour_of(source: int) -> int:
+    """The number of a source rank's colour."""
+    return source % COLOURS
 
 
 class Stripes:
