@@ -1,4 +1,4 @@
-"""Output of commands: messages and errors on stderr, one JSON object per line on stdout."""
+"""Output of commands: messages and errors on stderr, one JSON object per line on stdout, pages in files."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
 
-from kvferry.errors import FerryError
+from kvferry.errors import ConfigurationError, FerryError
 from kvferry.extras import MissingExtraError, missing_extra
+from kvferry.system.os_errors import os_error_text
+
+PAGES = (".html", ".htm")
 
 stderr = Console(stderr=True, highlight=False, markup=False)
 """Messages for people: progress, warnings, errors."""
@@ -97,3 +101,29 @@ def errors_as_messages(extras: str = "") -> Iterator[None]:
         if missing is None:
             raise
         fail(missing)
+
+
+def page_file(path: str) -> Path | None:
+    """The HTML file that a command is asked to write, if it is; to be called before anything is computed or measured.
+
+    Raises ConfigurationError when the file is not HTML or its folder does not exist.
+    """
+    if not path:
+        return None
+    page, folder = Path(path), Path(path).absolute().parent
+    if page.suffix.lower() not in PAGES:
+        what, hint = "the page must be an HTML file", "for another format, open the page in a browser and print it"
+        raise ConfigurationError(what, found=path, expected="a name that ends in .html", hint=hint)
+    if not folder.is_dir():
+        raise ConfigurationError("the folder does not exist", found=str(folder), hint="create the folder first")
+    return page
+
+
+def write_page(page: Path, text: str) -> None:
+    """Raises ConfigurationError when that fails."""
+    try:
+        page.write_text(text, encoding="utf-8")
+    except OSError as error:
+        found = f"{page}: {os_error_text(error)}"
+        raise ConfigurationError("cannot write the page", found=found, hint="name a file in a folder") from error
+    say(f"wrote {page}")

@@ -28,7 +28,6 @@ from kvferry.bench.report.slo import Slo, slo_named
 from kvferry.cli import console, environment
 from kvferry.cli.bench.command import BenchOptions
 from kvferry.cli.bench.table import show
-from kvferry.cli.page_file import page_file
 from kvferry.errors import ConfigurationError
 from kvferry.system.os_errors import os_error_text
 
@@ -54,7 +53,7 @@ def headers_named(words: list[str]) -> dict[str, str]:
 
 def bench_serve(options: BenchOptions) -> int:
     """Exit code 0, or 1 when no request at all was answered. Raises ConfigurationError."""
-    plot, plans = page_file(options.plot), _plans(options)
+    plot, plans = console.page_file(options.plot), _plans(options)
     slo = slo_named(options.slo, options.itl_by) if options.slo else Slo(itl_by=options.itl_by)
     try:
         target, reports = asyncio.run(_run(options, plans, slo))
@@ -62,8 +61,7 @@ def bench_serve(options: BenchOptions) -> int:
         console.say("interrupted: partial results are not reported")
         raise
     if plot is not None:
-        plot.write_text(page(f"{target.model} at {target.url}", reports), encoding="utf-8")
-        console.say(f"wrote {plot}")
+        console.write_page(plot, page(f"{target.model} at {target.url}", reports))
     if options.as_json:
         console.data(_json(options, target, reports))
     else:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.catalog.records import Entry
 from kvferry.cli.plan.shape import replicas_of
 from kvferry.plan.description.describe import EngineShape
 from kvferry.plan.description.layout import Layout, Placement, State
@@ -25,13 +24,14 @@ class Side:
     layouts: tuple[Layout, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Sides:
-    """Both engines and the model that they serve."""
+class ModelNames:
+    """The layers and axes of a model's states, by the state's name; divided axes as `_axis_names` calls them."""
 
-    entry: Entry
-    source: Side
-    target: Side
+    def __init__(self, model: CacheModel) -> None:
+        self.groups = model.groups()
+        self.layer_of = {kept.state.name: layer.layer for layer in model.layers for kept in layer.kept}
+        self.axes = {kept.state.name: kept.state.axes for kept in model.kept()}
+        self.divided = _axis_names(model)
 
 
 def group_facts(model: CacheModel, tokens: TokenRange) -> list[dict[str, Any]]:
@@ -53,11 +53,10 @@ def group_facts(model: CacheModel, tokens: TokenRange) -> list[dict[str, Any]]:
     return facts
 
 
-def side_facts(side: Side, model: CacheModel, pairs: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
+def side_facts(side: Side, names: ModelNames, pairs: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
     """An engine and what each rank of it holds and moves; `key` names the rank in the facts of a pair."""
     shape = side.shape
     per_stage = shape.num_ranks // shape.pipeline_parallel
-    layer_of = {kept.state.name: layer.layer for layer in model.layers for kept in layer.kept}
     return {
         "words": side.words,
         "data_parallel": replicas_of(side.words),
@@ -72,8 +71,8 @@ def side_facts(side: Side, model: CacheModel, pairs: Sequence[dict[str, Any]], k
             {
                 "rank": rank,
                 "stage": rank // per_stage,
-                "layers": _hull([layer_of[placement.state] for placement in layout.placements]),
-                "axes": _axes(layout, model),
+                "layers": _hull([names.layer_of[placement.state] for placement in layout.placements]),
+                "axes": _axes(layout, names),
                 "tokens": _tokens_words(layout),
                 "bytes": sum(pair["bytes"] for pair in pairs if pair[key] == rank),
             }
@@ -82,20 +81,18 @@ def side_facts(side: Side, model: CacheModel, pairs: Sequence[dict[str, Any]], k
     }
 
 
-def pair_facts(pair: PairQuote, model: CacheModel) -> dict[str, Any]:
+def pair_facts(pair: PairQuote, names: ModelNames) -> dict[str, Any]:
     """What moves between two ranks, in which way, and what the other ways would take."""
-    layer_of = {kept.state.name: layer.layer for layer in model.layers for kept in layer.kept}
-    named, axes = _axis_names(model), {kept.state.name: kept.state.axes for kept in model.kept()}
     boxes = {
-        f"{named[leg.state, axis.name]} {span}"
+        f"{names.divided[leg.state, axis.name]} {span}"
         for leg in pair.legs
-        for axis, span in zip(axes[leg.state], leg.box, strict=True)
-        if (leg.state, axis.name) in named
+        for axis, span in zip(names.axes[leg.state], leg.box, strict=True)
+        if (leg.state, axis.name) in names.divided
     }
     return {
         "source_rank": pair.source_rank,
         "target_rank": pair.target_rank,
-        "layers": _runs(sorted({layer_of[leg.state] for leg in pair.legs})),
+        "layers": _runs(sorted({names.layer_of[leg.state] for leg in pair.legs})),
         "draft_layers": sorted({found for leg in pair.legs if (found := _draft_layer(leg.state)) is not None}),
         "boxes": sorted(boxes),
         "tokens": _set_words([leg.tokens for leg in pair.legs]),
@@ -110,18 +107,17 @@ def pair_facts(pair: PairQuote, model: CacheModel) -> dict[str, Any]:
     }
 
 
-def layout_facts(side: Side, model: CacheModel) -> list[dict[str, Any]]:
+def layout_facts(side: Side, names: ModelNames) -> list[dict[str, Any]]:
     """Per cache group, how the first rank that has it stores a block of it. Divided axes have the names of a pair's."""
-    facts, named = [], _axis_names(model)
-    layer_of = {kept.state.name: layer.layer for layer in model.layers for kept in layer.kept}
-    for index, name in enumerate(model.groups()):
+    facts = []
+    for index, name in enumerate(names.groups):
         for layout in side.layouts:
             held = [placement for placement in layout.placements if placement.group == index]
             if held:
-                num_layers = len({layer_of[placement.state] for placement in held})
+                num_layers = len({names.layer_of[placement.state] for placement in held})
                 block = _block_facts(side.shape, layout, held, num_layers)
                 state = held[0].state
-                block["order"] = [named.get((state, axis), axis) for axis in block["order"]]
+                block["order"] = [names.divided.get((state, axis), axis) for axis in block["order"]]
                 facts.append({"group": name, **block})
                 break
     return facts
@@ -172,14 +168,13 @@ def _steps(shape: EngineShape, state: State, placement: Placement) -> list[str]:
     return [name for letter in shape.letters for name in words[letter]]
 
 
-def _axes(layout: Layout, model: CacheModel) -> dict[str, list[int]]:
-    """The part of each divided axis that a rank holds, over all its states."""
-    named, spans = _axis_names(model), dict[str, list[Span]]()
-    axes = {kept.state.name: kept.state.axes for kept in model.kept()}
+def _axes(layout: Layout, names: ModelNames) -> dict[str, list[int]]:
+    """The part of each divided axis that a rank holds, over all its states; of several of one name, of the longest."""
+    spans: dict[str, list[Span]] = {}
     for placement in layout.placements:
-        for axis, span in zip(axes[placement.state], placement.spans, strict=True):
-            name = named.get((placement.state, axis.name), "_of_")
-            if "_of_" not in name:
+        for axis, span in zip(names.axes[placement.state], placement.spans, strict=True):
+            name = names.divided.get((placement.state, axis.name), "")
+            if name and "_of_" not in name:
                 spans.setdefault(name, []).append(span)
     return {name: [min(s.start for s in found), max(s.stop for s in found)] for name, found in spans.items()}
 
@@ -187,30 +182,21 @@ def _axes(layout: Layout, model: CacheModel) -> dict[str, list[int]]:
 def _axis_names(model: CacheModel) -> dict[tuple[str, str], str]:
     """What to call the divided axis of each state: `head`; `group.head` where a model has several groups; and
     `head_of_16` where the same group has a longer axis of that name (query heads beside value heads)."""
-    extents = {
-        (layer.group, kept.state.name): axis.extent
+    divided = [
+        (layer.group, kept.state.name, axis)
         for layer in model.layers
         for kept in layer.kept
         for axis in kept.state.axes
         if axis.name == kept.divided_axis
-    }
+    ]
     longest: dict[tuple[str, str], int] = {}
-    for layer in model.layers:
-        for kept in layer.kept:
-            key, extent = (layer.group, kept.divided_axis), extents.get((layer.group, kept.state.name), 0)
-            longest[key] = max(longest.get(key, 0), extent)
-    prefix = "{}." if model.groups()[1:] else ""
-    return {
-        (kept.state.name, kept.divided_axis): prefix.format(layer.group)
-        + _axis_name(kept.divided_axis, extent, longest[layer.group, kept.divided_axis])
-        for layer in model.layers
-        for kept in layer.kept
-        if (extent := extents.get((layer.group, kept.state.name), 0))
-    }
-
-
-def _axis_name(name: str, extent: int, longest: int) -> str:
-    return name if extent == longest else f"{name}_of_{extent}"
+    for group, _, axis in divided:
+        longest[group, axis.name] = max(longest.get((group, axis.name), 0), axis.extent)
+    names = {}
+    for group, state, axis in divided:
+        name = axis.name if axis.extent == longest[group, axis.name] else f"{axis.name}_of_{axis.extent}"
+        names[state, axis.name] = f"{group}.{name}" if len(model.groups()) > 1 else name
+    return names
 
 
 def _tokens_words(layout: Layout) -> str:

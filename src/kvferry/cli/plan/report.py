@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -14,9 +13,8 @@ from rich.text import Text
 
 from kvferry.catalog import Entry, Options, read
 from kvferry.cli import console
-from kvferry.cli.page_file import page_file
 from kvferry.cli.plan.command import PlanOptions
-from kvferry.cli.plan.facts import Side, group_facts, layout_facts, pair_facts, side_facts, sums
+from kvferry.cli.plan.facts import ModelNames, Side, group_facts, layout_facts, pair_facts, side_facts, sums
 from kvferry.cli.plan.row_groups import rows_of
 from kvferry.cli.plan.shape import link_of, shape_of
 from kvferry.cli.plan.verdict import prefill_of, verdict_of
@@ -27,7 +25,6 @@ from kvferry.plan.description.model import CacheModel, attention
 from kvferry.plan.description.tokens import TokenRange
 from kvferry.plan.strategy.calibration import typical_device
 from kvferry.plan.strategy.request_estimate import quote
-from kvferry.system.os_errors import os_error_text
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 MAX_WIDTH = 1000
@@ -36,11 +33,13 @@ MAX_TOKENS_PER_S = 10**12
 
 def plan(options: PlanOptions, entry: Entry, typed: str) -> None:
     """Compute and print; `typed` is the command line. Raises ConfigurationError or the planner's own errors."""
-    page = page_file(options.html)
+    page = console.page_file(options.html)
     with console.stderr.status("planning"):
         facts = facts_of(options, entry) | {"command": typed}
     if page:
-        _write(page, facts)
+        from kvferry.cli.plan.page import html
+
+        console.write_page(page, html.page(facts))
     if options.as_json:
         console.data(facts)
         return
@@ -87,7 +86,8 @@ def facts_of(options: PlanOptions, entry: Entry) -> dict[str, Any]:
     link_bytes_per_s = link_of(options.link)
     costs = typical_device(link_bytes_per_s)
     quoted = quote((source.layouts, target.layouts), tables, (wanted,) * len(model.groups()), costs)
-    pairs = [pair_facts(pair, model) for pair in quoted.pairs]
+    names = ModelNames(model)
+    pairs = [pair_facts(pair, names) for pair in quoted.pairs]
     prefill = prefill_of(options.prefill_speed, entry.num_active_parameters, source.shape.num_ranks)
     return {
         "model": entry.name,
@@ -99,9 +99,9 @@ def facts_of(options: PlanOptions, entry: Entry) -> dict[str, Any]:
         "link_bytes_per_s": link_bytes_per_s,
         "blocks": "scattered" if options.scattered else "adjacent",
         "groups": group_facts(model, wanted),
-        "source": side_facts(source, model, pairs, "source_rank"),
-        "target": side_facts(target, model, pairs, "target_rank"),
-        "layouts": {"source": layout_facts(source, model), "target": layout_facts(target, model)},
+        "source": side_facts(source, names, pairs, "source_rank"),
+        "target": side_facts(target, names, pairs, "target_rank"),
+        "layouts": {"source": layout_facts(source, names), "target": layout_facts(target, names)},
         "pairs": pairs,
         "verdict": asdict(verdict_of(len(wanted), quoted.predicted_s, prefill)),
         "notes": list(entry.notes),
@@ -153,17 +153,6 @@ def _tables(side: Side, options: PlanOptions) -> list[list[int]]:
     num_needed = _num_needed(side.shape, options.tokens)
     num_groups = len(side.layouts[0].groups)
     return [ids[index * num_needed : (index + 1) * num_needed] for index in range(num_groups)]
-
-
-def _write(path: Path, facts: dict[str, Any]) -> None:
-    from kvferry.cli.plan.page.html import page
-
-    try:
-        path.write_text(page(facts), encoding="utf-8")
-    except OSError as error:
-        found = f"{path}: {os_error_text(error)}"
-        raise ConfigurationError("cannot write the page", found=found, hint="name a file in a folder") from error
-    console.say(f"wrote {path}")
 
 
 def _table(facts: dict[str, Any], *, is_narrow: bool = False) -> Table:
