@@ -1,7 +1,8 @@
-"""An engine that is another process joins its routers from a thread and leaves them at the end."""
+"""An engine process joins its routers and leaves them at the end."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import queue
 import threading
@@ -9,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from kvferry import SharedToken
+from kvferry.agent.control.shared_token import NO_TOKEN
 from kvferry.cli.serve.command import JoinOptions
 from kvferry.cli.serve.joining import joined
 from kvferry.errors import ConfigurationError
@@ -42,14 +45,21 @@ def router():
     server.server_close()
 
 
-def test_it_joins_for_each_role_and_leaves(router, tmp_path):
+def heard(told, num_come, *joining):
+    """What routers hear before and after the end."""
+
+    async def scenario():
+        async with joined(*joining):
+            return [await asyncio.to_thread(told.get, timeout=DEADLINE_S) for _ in range(num_come)]
+
+    come = asyncio.run(scenario())
+    return come, [told.get(timeout=DEADLINE_S) for _ in range(num_come)]
+
+
+def test_it_joins_for_each_role_and_leaves(router):
     url, told = router
-    token = tmp_path / "token"
-    token.write_text("0123456789abcdef0123456789abcdef")
-    token.chmod(0o600)
-    with joined(JoinOptions([url], [Side.PREFILL, Side.DECODE]), "http://engine", str(token)):
-        come = [told.get(timeout=DEADLINE_S) for _ in range(2)]
-    gone = [told.get(timeout=DEADLINE_S) for _ in range(2)]
+    token = SharedToken(b"0123456789abcdef0123456789abcdef")
+    come, gone = heard(told, 2, JoinOptions([url], [Side.PREFILL, Side.DECODE]), "http://engine", token)
     assert {(path, body["url"]) for path, body, _ in come + gone} == {(MEMBERS_PATH, "http://engine")}
     assert [sorted(body["role"] for _, body, _ in told) for told in (come, gone)] == [["decode", "prefill"]] * 2
     assert [{body["leaving"] for _, body, _ in told} for told in (come, gone)] == [{False}, {True}]
@@ -58,14 +68,12 @@ def test_it_joins_for_each_role_and_leaves(router, tmp_path):
 
 def test_another_url_may_be_told_and_without_a_token_nothing_is_signed(router):
     url, told = router
-    with joined(JoinOptions([url], [Side.DECODE], "http://outside:1"), "http://engine", ""):
-        _, body, signature = told.get(timeout=DEADLINE_S)
+    ((_, body, signature),), _ = heard(told, 1, JoinOptions([url], [Side.DECODE], "http://outside:1"), "", NO_TOKEN)
     assert (body["url"], signature) == ("http://outside:1", "")
 
 
 def test_nowhere_is_nothing_and_a_role_is_needed():
-    with joined(JoinOptions(), "http://engine", ""):
-        assert threading.active_count() >= 1
+    assert heard(None, 0, JoinOptions(), "http://engine", NO_TOKEN) == ([], [])
     with pytest.raises(ConfigurationError, match="role"):
         JoinOptions(["http://router"])
 

@@ -13,14 +13,13 @@ from starlette.types import Scope
 from kvferry import AgentConfig
 from kvferry.cli import console
 from kvferry.cli.serve.command import ServeOptions
-from kvferry.cli.serve.joining import registrar_of
+from kvferry.cli.serve.joining import joined
 from kvferry.cli.server import http, listening
 from kvferry.cli.server.logs import log_to_stderr
 from kvferry.connectors.jobs import Settings
 from kvferry.connectors.step_cost import NO_COST
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.http.app import create_app
-from kvferry.embedded.http.router_registration import Registrar
 from kvferry.embedded.serving.service import ServeInfo
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 from kvferry.embedded.transfer.collector import AgentCollector
@@ -61,9 +60,7 @@ async def _serve(
         words = f"{name}: {model} at {url}/v1, transfers at {address}"
         facts = {"engine_id": name, "model": model, "url": url, "transfer_address": address}
         console.announce(options.as_json, words, **facts)
-        registrar = registrar_of(options.join, url, config.token)
-        registering = asyncio.create_task(registrar.run())
-        undo.push_async_callback(_finish, registrar, registering)
+        registrar = await undo.enter_async_context(joined(options.join, url, config.token))
 
         def announce_end() -> None:
             app.state.service.drain()
@@ -91,9 +88,3 @@ def _info(options: ServeOptions, engine: Engine, transfer: AgentTransfer) -> Ser
         epoch=transfer.agent.party.epoch,
         cache=contents(engine.layout()),
     )
-
-
-async def _finish(registrar: Registrar, registering: asyncio.Task[None]) -> None:
-    """Routers hear of the end, if they have not yet; that has a time limit of its own."""
-    registrar.leave()
-    await asyncio.wait({registering})

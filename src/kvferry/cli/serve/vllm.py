@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
 import os
-import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from asyncio.subprocess import Process
+from collections.abc import Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from math import ceil
+from typing import Any
 
+from kvferry import SharedToken, read_token
 from kvferry.cli import console
 from kvferry.cli.options import HERE
 from kvferry.cli.serve.command import ServeOptions
 from kvferry.cli.serve.joining import joined
-from kvferry.cli.server import listening
-from kvferry.cli.server.stop_signal import StopSignal
+from kvferry.cli.server import http, listening
 from kvferry.errors import ConfigurationError
 
 READY_S = 600.0
@@ -38,28 +42,42 @@ def serve_vllm(options: ServeOptions) -> int:
 
     Raises ConfigurationError when its port is taken, it ends early or is not ready in time.
     """
-    told = StopSignal()
-    told.listen()
     # vLLM does not say which port it got when it is asked for any, so we choose one. And whoever answers at a port that
     # vLLM cannot have would look like vLLM.
     with listening.reserve(options.host, options.port) as held:
+        return asyncio.run(_run(options, held, read_token(options.token_file)))
+
+
+async def _run(options: ServeOptions, held: socket.socket, token: SharedToken) -> int:
+    told = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    # vLLM takes no brackets, and looks for an IPv4 address only where it is given a name.
+    host, port = held.getsockname()[:2]
+    # A group of its own: Ctrl-C reaches it through us only, and what it leaves behind can be ended with it. Not a
+    # session: Linux schedules sessions as wholes, and lets one that rarely runs wait for a tenth of a second and more.
+    process = await asyncio.create_subprocess_exec(
+        *vllm_command(replace(options, host=host), port),
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        process_group=0,
+        env=vllm_environment(options),
+    )
+    ends = [process.wait(), told.wait(), *([http.stdin_closed()] if options.as_child else [])]
+    ending = asyncio.create_task(_first(ends))
+    try:
         url = listening.url_of(held)
-        # vLLM takes no brackets, and looks for an IPv4 address only where it is given a name.
-        host, port = held.getsockname()[:2]
-        # A group of its own: Ctrl-C reaches it through us only, and what it leaves behind can be ended with it. Not a
-        # session: Linux schedules sessions as wholes, and lets one that rarely runs wait for a tenth of a second and
-        # more.
-        process = subprocess.Popen(
-            vllm_command(replace(options, host=host), port),
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-            process_group=0,
-            env=vllm_environment(options),
-        )
-        try:
-            return _watch(process, options, url, told)
-        finally:
-            _stop(process, options.drain_timeout + STOP_S)
+        await _ready(process, ending, url)
+        if not ending.done():
+            name, model = options.engine_id, options.served_name
+            words = f"{name}: {model} at {url}/v1, served by vLLM"
+            console.announce(options.as_json, words, engine_id=name, model=model, url=url)
+            async with joined(options.join, url, token):
+                await ending
+        return process.returncode or 0
+    finally:
+        ending.cancel()
+        await _stop(process, options.drain_timeout + STOP_S)
 
 
 def vllm_command(options: ServeOptions, port: int) -> list[str]:
@@ -108,30 +126,29 @@ def vllm_environment(options: ServeOptions) -> dict[str, str]:
     return {**os.environ, **dict(zip(["VLLM_API_KEY"], keys, strict=False))}
 
 
-def _watch(process: subprocess.Popen[bytes], options: ServeOptions, url: str, told: StopSignal) -> int:
-    """Until vLLM ends or we are told to; announces it once it answers."""
+async def _first(ends: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Returns when one of them has."""
+    tasks = [asyncio.create_task(end) for end in ends]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _ready(process: Process, ending: asyncio.Task[None], url: str) -> None:
+    """Returns when vLLM answers, or when we were told to end. Raises ConfigurationError when it has ended itself."""
     deadline = time.monotonic() + READY_S
-    while not _is_healthy(url):
-        if process.poll() is not None:
+    while not await asyncio.to_thread(_is_healthy, url):
+        await asyncio.wait({ending}, timeout=POLL_S)
+        if process.returncode is not None:
             # What a first try runs into: two servers, each of which wants nearly all of one machine's memory.
             hint = "see its output above; if memory ran out, limit each server: -- --kv-cache-memory-bytes 1073741824"
             raise ConfigurationError("vLLM has exited", found=f"exit code {process.returncode}", hint=hint)
-        if told.wait(POLL_S) or _is_orphan(options):
-            return 0
+        if ending.done():
+            return
         if time.monotonic() > deadline:
             raise ConfigurationError("vLLM did not become ready in time", expected=f"within {READY_S:g} s")
-    name, model = options.engine_id, options.served_name
-    words = f"{name}: {model} at {url}/v1, served by vLLM"
-    console.announce(options.as_json, words, engine_id=name, model=model, url=url)
-    with joined(options.join, url, options.token_file):
-        while process.poll() is None:
-            if told.wait(POLL_S) or _is_orphan(options):
-                return 0
-    return process.returncode
-
-
-def _is_orphan(options: ServeOptions) -> bool:
-    return options.as_child and _input_is_closed()
 
 
 def _is_healthy(url: str) -> bool:
@@ -142,17 +159,12 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
-def _input_is_closed() -> bool:
-    """As a child: whether standard input has ended, which it does when the parent dies."""
-    readable, _, _ = select.select([sys.stdin], [], [], 0)
-    return bool(readable) and not os.read(sys.stdin.fileno(), 4096)
-
-
-def _stop(process: subprocess.Popen[bytes], within_s: float) -> None:
+async def _stop(process: Process, within_s: float) -> None:
     """Politely, then by force; nothing of its group survives."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(within_s)
-    with contextlib.suppress(ProcessLookupError):
+    with suppress(ProcessLookupError):
+        process.terminate()
+    with suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), within_s)
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(STOP_S)
+    await process.wait()
