@@ -30,7 +30,7 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
 from kvferry.session.commands import Fetched, FetchFailed, LeaseEnded
 from kvferry.session.events import Ahead, FetchRequest, LeaseProgress, LeaseRequest
-from kvferry.session.source import streamed_write
+from kvferry.session.source import direct_write
 from kvferry.session.target.read_strategy import StagingPolicy
 from kvferry.transport.registry import open_transports
 from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared
@@ -39,7 +39,7 @@ NUM_LAYERS, BLOCK_TOKENS = 32, 16
 MODEL = attention(NUM_LAYERS, 8, 128, "bfloat16", 2)
 DEADLINE_S = 60.0
 SIZES_MIB = (2, 4, 8, 16, 32, 64, 128)
-WAYS = {"step": (False, streamed_write.MIN_AHEAD), "layers": (True, streamed_write.MIN_AHEAD)}
+WAYS = {"step": (False, direct_write.MIN_AHEAD), "layers": (True, direct_write.MIN_AHEAD)}
 WAYS["layers, no cut-off"] = True, 1
 
 
@@ -106,7 +106,7 @@ def row(size_mib: int, step_ms: float, repeats: int) -> dict[str, Any]:
     try:
         for repeat in range(repeats + 1):
             for name, (is_layer_wise, min_ahead) in WAYS.items():
-                streamed_write.MIN_AHEAD = min_ahead
+                direct_write.MIN_AHEAD = min_ahead
                 took_ms = transfer(source, target, num_tokens, step_ms / 1000, is_layer_wise)
                 if repeat:
                     times[name].append(took_ms)

@@ -17,7 +17,6 @@ from kvferry.plan.programs.request import copies_for
 from kvferry.plan.routing.route import route
 from kvferry.session.slot import SLOT_TABLE
 from kvferry.session.source.lease import LEASE_TABLE
-from kvferry.session.source.single_write import WRITE_TABLE
 from kvferry.session.state_machine import diagram
 from kvferry.session.target.peers.peer import PEER_TABLE
 from kvferry.session.target.reads.fetch import READ_TABLE
@@ -28,8 +27,8 @@ DESIGN = ROOT / "docs/design"
 
 @pytest.mark.parametrize(
     "table",
-    [LEASE_TABLE, READ_TABLE, WRITE_TABLE, SLOT_TABLE, PEER_TABLE],
-    ids=["lease", "read", "write", "slot", "peer"],
+    [LEASE_TABLE, READ_TABLE, SLOT_TABLE, PEER_TABLE],
+    ids=["lease", "read", "slot", "peer"],
 )
 def test_the_diagrams_are_those_of_the_tables(table):
     assert diagram(table) in (DESIGN / "sessions.md").read_text()

@@ -25,9 +25,9 @@ from kvferry.session.events import (
     Tick,
     TicketEnded,
 )
-from kvferry.session.keys import ClaimKey
-from kvferry.session.source.aborted_claims import MAX_ABORTED
+from kvferry.session.keys import ClaimKey, SlotKey
 from kvferry.session.source.completed_reads import LOOK_AFTER_S
+from kvferry.session.source.early_messages import MAX_ABORTED
 from kvferry.session.source.session import SourceSession
 from kvferry.session.timeouts import Timing
 from kvferry.wire import messages as m
@@ -36,7 +36,8 @@ TIMING = Timing(lease_s=10.0, tombstone_s=60.0, idle_peer_s=100.0)
 LEASE = LeaseRequest("r1", "l1", ((3, 5),), 7)
 CLAIM = m.Claim(THEM, "c1", REFERENCE, 6, (0,), Direction.WRITE, ((2,),), (TokenRange(0, 6),))
 KEY = ClaimKey("l1", THEM, "c1")
-GRANT, CANCEL = Reply("x", m.Grant("c1", ())), Cancel(KEY)
+TICKET = SlotKey(KEY, 0, 0)
+GRANT, CANCEL = Reply("x", m.Grant("c1", ())), Cancel(TICKET)
 ABORT = m.Abort(THEM, "c1", "l1")
 CLEAN, UNCLEAN = Reply("x", m.Aborted("c1", "epoch-1")), Reply("x", m.Aborted("c1", "epoch-1", is_clean=False))
 LANDED = m.Landed(THEM, "c1", "l1")
@@ -63,9 +64,9 @@ TWO = describe(MODEL, EngineShape(2, 1, 8, 4, "head-major"), 1 << 30)
 
 def test_a_cache_is_written_and_valid(source):
     _, post = play(source, WRITING)
-    assert (post.key, post.direction, post.copies.num_bytes) == (KEY, Direction.WRITE, NUM_BYTES)
+    assert (post.key, post.direction, post.copies.num_bytes) == (TICKET, Direction.WRITE, NUM_BYTES)
     written = m.Written("c1", NUM_BYTES, len(post.copies))
-    play(source, [(2, TicketEnded(KEY, ""), [Reply("x", written), VALID, FREE])])
+    play(source, [(2, TicketEnded(TICKET, ""), [Reply("x", written), VALID, FREE])])
     assert source.num_live() == 0
 
 
@@ -78,12 +79,12 @@ def two_readers(source, subject=NOTHING):
         claim = msgspec.structs.replace(CLAIM, party=party, readers=(0, 1), subject=subject)
         play(source, [(0, said(offer), [Connect]), (0, PeerConnected(party, "shm", ""), [Reply])])
         play(source, [(1, said(claim), [GRANT, Post])])
-    return [ClaimKey("l1", party, "c1") for party in parties]
+    return [SlotKey(ClaimKey("l1", party, "c1"), 0, 0) for party in parties]
 
 
 def test_what_was_lost_of_its_end_is_said_again_when_the_lease_is_over(source):
     _, post = play(source, WRITING)
-    play(source, [(2, TicketEnded(KEY, ""), [*ENDED, FREE])])
+    play(source, [(2, TicketEnded(TICKET, ""), [*ENDED, FREE])])
     forgotten = source.next_deadline()
     written = m.Written("c1", NUM_BYTES, len(post.copies))
     renewed = Reply("x", m.Renewed(()))
@@ -93,7 +94,7 @@ def test_what_was_lost_of_its_end_is_said_again_when_the_lease_is_over(source):
 
 
 def test_another_claim_of_what_is_written_is_none_of_it(source):
-    play(source, [*WRITING, (2, TicketEnded(KEY, ""), [*ENDED, FREE])])
+    play(source, [*WRITING, (2, TicketEnded(TICKET, ""), [*ENDED, FREE])])
     fields = {each: getattr(CLAIM, each) for each in CLAIM.__struct_fields__}
     for changes in ({"claim_id": "c2"}, {"party": m.Party("d0", "epoch-9", 1)}, {"direction": Direction.READ}):
         commands = source.handle(said(m.Claim(**fields | changes)), 3.0)
@@ -106,7 +107,7 @@ def test_what_is_written_is_digested_at_once_and_the_reader_told(source):
     """It may ask meanwhile."""
     claim = msgspec.structs.replace(CLAIM, subject=SUBJECT)
     play(source, [*MET, (1, said(claim), [GRANT, Post])])
-    *_, digest = play(source, [(2, TicketEnded(KEY, ""), [Reply, Digest])])
+    *_, digest = play(source, [(2, TicketEnded(TICKET, ""), [Reply, Digest])])
     assert digest.key == KEY
     values = (b"12345678", b"abcdefgh")
     play(source, [(3, said(LANDED, "y"), [Reply("y", m.Renewed(()))])])
@@ -120,21 +121,21 @@ def test_what_is_written_is_digested_meanwhile(source, is_there):
     play(source, [*MET, (1, said(claim), [GRANT, Post]), (1 + LOOK_AFTER_S, Tick(), [Digest])])
     valid, digested = [Reply("x", m.Valid("c1", values)), FREE], Digested(KEY, values)
     if is_there:
-        play(source, [(2, digested, []), (3, TicketEnded(KEY, ""), [Reply, *valid])])
+        play(source, [(2, digested, []), (3, TicketEnded(TICKET, ""), [Reply, *valid])])
     else:
-        play(source, [(2, TicketEnded(KEY, ""), [Reply]), (3, digested, valid)])
+        play(source, [(2, TicketEnded(TICKET, ""), [Reply]), (3, digested, valid)])
 
 
 def test_the_end_of_one_write_says_nothing_of_another_that_is_digested(source):
     """Neither while the lease lives nor afterwards, when its blocks may be another request's."""
     both = two_readers(source, SUBJECT)
-    play(source, [(2, TicketEnded(KEY, ""), [Reply, Digest]), (3, TicketEnded(both[1], ""), [Reply, Digest])])
+    play(source, [(2, TicketEnded(TICKET, ""), [Reply, Digest]), (3, TicketEnded(both[1], ""), [Reply, Digest])])
     play(source, [(4, LeaseWithdrawn("r1"), [LeaseEnded, DropDigest, Reply, Count, DropDigest, Reply, Count])])
 
 
 def test_a_write_that_ends_after_its_lease_begins_no_digest_of_another(source):
     both = two_readers(source, SUBJECT)
-    play(source, [(2, TicketEnded(KEY, ""), [Reply, Digest])])
+    play(source, [(2, TicketEnded(TICKET, ""), [Reply, Digest])])
     told = [Cancel(both[1]), Reply, Count, DropDigest(KEY), Reply, Count]
     play(source, [(3, LeaseWithdrawn("r1"), told), (4, TicketEnded(both[1], ""), [LeaseEnded("r1", "withdrawn")])])
 
@@ -147,24 +148,28 @@ def test_a_claim_said_again_after_the_end_of_its_lease_is_told_of_that(source):
 def test_what_is_written_for_a_reader_that_has_left_is_not_digested(source):
     claim = msgspec.structs.replace(CLAIM, subject=SUBJECT)
     play(source, [*MET, (1, said(claim), [GRANT, Post]), (2, said(ABORT), [CANCEL])])
-    play(source, [(3, TicketEnded(KEY, ""), [CLEAN, LeaseEnded("r1", m.Reason.ABORTED)])])
+    play(source, [(3, TicketEnded(TICKET, ""), [CLEAN, LeaseEnded("r1", m.Reason.ABORTED)])])
 
 
 def test_of_two_readers_the_last_that_is_written_to_frees_the_blocks(source):
     _, other = two_readers(source)
-    play(source, [(2, TicketEnded(other, ""), ENDED), (3, TicketEnded(KEY, ""), [*ENDED, FREE])])
+    play(source, [(2, TicketEnded(other, ""), ENDED), (3, TicketEnded(TICKET, ""), [*ENDED, FREE])])
 
 
 def test_a_claim_said_twice_is_written_once(source):
     play(
         source,
-        [*WRITING, (2, said(CLAIM, "y"), [Reply("y", GRANT.message)]), (3, TicketEnded(KEY, ""), [Reply, Reply, FREE])],
+        [
+            *WRITING,
+            (2, said(CLAIM, "y"), [Reply("y", GRANT.message)]),
+            (3, TicketEnded(TICKET, ""), [Reply, Reply, FREE]),
+        ],
     )
 
 
 def test_who_says_its_claim_again_is_answered_where_it_is_by_then(source):
     play(source, [*WRITING, (2, said(CLAIM, "y"), [Reply("y", GRANT.message)])])
-    words = source.handle(TicketEnded(KEY, ""), 3)
+    words = source.handle(TicketEnded(TICKET, ""), 3)
     assert [status.peer for status in words if isinstance(status, Reply)] == ["y", "y"]
 
 
@@ -184,7 +189,7 @@ def test_a_target_that_cannot_be_reached_is_told_and_forgotten(source):
 
 
 def test_a_failed_write_is_told_again_and_again(source):
-    failed = [(2, TicketEnded(KEY, "peer reset"), [Reply, Count]), (3, said(CLAIM), [Reply])]
+    failed = [(2, TicketEnded(TICKET, "peer reset"), [Reply, Count]), (3, said(CLAIM), [Reply])]
     assert reason(play(source, [*WRITING, *failed])) == "transport"
     play(source, [(4, said(ABORT), [UNCLEAN, LeaseEnded("r1", m.Reason.ABORTED)])])
 
@@ -195,7 +200,8 @@ def test_an_abort_is_acknowledged_and_the_blocks_come_back_when_the_ticket_has_e
     assert source.num_live() == 1
     status = UNCLEAN if error else CLEAN
     play(
-        source, [(5, TicketEnded(KEY, error), [status, LeaseEnded("r1", m.Reason.ABORTED)]), (6, said(ABORT), [status])]
+        source,
+        [(5, TicketEnded(TICKET, error), [status, LeaseEnded("r1", m.Reason.ABORTED)]), (6, said(ABORT), [status])],
     )
     assert source.num_live() == 0
 
@@ -215,7 +221,7 @@ def test_a_lease_that_ends_while_it_is_written_keeps_its_blocks_and_is_never_val
     # Longer than its record would be kept.
     play(source, [(100, Tick(), []), (200, Tick(), [])])
     assert source.num_live() == 1
-    freed, *counted = source.handle(TicketEnded(KEY, ""), 201)
+    freed, *counted = source.handle(TicketEnded(TICKET, ""), 201)
     assert freed == LeaseEnded("r1", how)
     assert counted == ([Count("leases_expired", "expired")] if how == "expired" else [])
     play(source, [(202, said(ABORT), [CLEAN]), (203, said(CLAIM), [Reply, Count])])
@@ -282,7 +288,7 @@ def test_a_target_that_meets_us_again_may_judge_otherwise_whether_we_are_near(so
     play(source, [*MET, (1, said(near), [Disconnect(THEM), Connect(THEM, near)]), MET[2]])
     play(source, [(1, said(near), MET[2][2]), (2, said(CLAIM), [GRANT, Post])])
     # Not while it is written to.
-    play(source, [(3, said(OFFER), MET[2][2]), (3, TicketEnded(KEY, ""), [*ENDED, FREE])])
+    play(source, [(3, said(OFFER), MET[2][2]), (3, TicketEnded(TICKET, ""), [*ENDED, FREE])])
 
 
 def test_another_model_is_refused_with_every_difference(source):
@@ -317,7 +323,7 @@ def test_a_target_that_is_written_to_is_not_idle(source):
 
 def test_a_target_that_has_just_been_written_to_is_not_idle(source):
     """It has heard of us, and does not forget us either."""
-    play(source, [*WRITING, (12, Tick(), [CANCEL, Reply, Count]), (70, TicketEnded(KEY, ""), [LeaseEnded, Count])])
+    play(source, [*WRITING, (12, Tick(), [CANCEL, Reply, Count]), (70, TicketEnded(TICKET, ""), [LeaseEnded, Count])])
     play(source, [(269, Tick(), []), (271, Tick(), [Disconnect(THEM)])])
 
 

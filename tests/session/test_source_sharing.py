@@ -25,7 +25,7 @@ from kvferry.session.events import (
     Tick,
     TicketEnded,
 )
-from kvferry.session.keys import ClaimKey
+from kvferry.session.keys import ClaimKey, SlotKey
 from kvferry.session.source.completed_reads import LOOK_AFTER_S
 from kvferry.session.source.session import SourceSession
 from kvferry.session.timeouts import Timing
@@ -36,7 +36,8 @@ TABLES = ((3, 5, 6),)
 LEASE, GROWING = LeaseRequest("r1", "l1", TABLES, 12), LeaseRequest("r1", "l1", ((),), 12, is_growing=True)
 CLAIM = m.Claim(THEM, "c1", REFERENCE, 12, (0,), Direction.READ, ((2, 0),), (TokenRange(0, 12),), read_from=8)
 KEY = ClaimKey("l1", THEM, "c1")
-GRANT, CANCEL = Reply("x", m.Grant("c1", TABLES)), Cancel(KEY)
+TICKET = SlotKey(KEY, 0, 0)
+GRANT, CANCEL = Reply("x", m.Grant("c1", TABLES)), Cancel(TICKET)
 ABORT, LANDED = m.Abort(THEM, "c1", "l1"), m.Landed(THEM, "c1", "l1")
 CLEAN, UNCLEAN = Reply("x", m.Aborted("c1", "epoch-1")), Reply("x", m.Aborted("c1", "epoch-1", is_clean=False))
 FREE, VALID, WITHDRAWN = LeaseEnded("r1", "done"), Reply("x", m.Valid("c1")), LeaseEnded("r1", "withdrawn")
@@ -64,10 +65,10 @@ def test_it_grants_writes_its_part_and_is_asked(source):
     assert source.next_deadline() > 1
     program = source._targets._known[THEM].programs[0]
     ours = copies_for(program, TABLES, CLAIM.block_tables, CLAIM.ranges, parted(8)[0])
-    assert (post.key, post.direction, post.copies.num_bytes) == (KEY, Direction.WRITE, 8 * MODEL.bytes_per_token)
+    assert (post.key, post.direction, post.copies.num_bytes) == (TICKET, Direction.WRITE, 8 * MODEL.bytes_per_token)
     assert post.copies.target.tolist() == ours.target.tolist()
     written = Reply("x", m.Written("c1", ours.num_bytes, len(ours)))
-    play(source, [(2, TicketEnded(KEY, ""), [written]), (3, said(LANDED), [VALID, FREE])])
+    play(source, [(2, TicketEnded(TICKET, ""), [written]), (3, said(LANDED), [VALID, FREE])])
     assert source.num_live() == 0
 
 
@@ -88,7 +89,7 @@ def test_a_claim_that_is_repeated_is_granted_again_and_written_once(source):
             (2, said(CLAIM, "y"), [Reply("y", GRANT.message)]),
         ],
     )
-    (status,) = play(source, [(3, TicketEnded(KEY, ""), [Reply])])
+    (status,) = play(source, [(3, TicketEnded(TICKET, ""), [Reply])])
     assert status.peer == "y"
     play(source, [(4, said(CLAIM), [GRANT, Reply("x", status.message)])])
     # Late, or repeated: who has been told that all is valid must not hear that the lease is over.
@@ -96,7 +97,7 @@ def test_a_claim_that_is_repeated_is_granted_again_and_written_once(source):
 
 
 def test_who_has_not_heard_of_its_grant_hears_when_the_lease_is_over(source):
-    play(source, [*WRITING, (2, TicketEnded(KEY, ""), [Reply]), (3, LeaseWithdrawn("r1"), [WITHDRAWN])])
+    play(source, [*WRITING, (2, TicketEnded(TICKET, ""), [Reply]), (3, LeaseWithdrawn("r1"), [WITHDRAWN])])
     assert reason(source.handle(said(CLAIM), 4.0)) == "expired"
 
 
@@ -110,7 +111,7 @@ def test_what_the_source_has_not_computed_waits(source):
 
 def test_a_write_that_fails_is_told_and_told_again(source):
     play(source, WRITING)
-    assert reason(play(source, [(2, TicketEnded(KEY, "gone"), [Reply, Count])])) == "transport"
+    assert reason(play(source, [(2, TicketEnded(TICKET, "gone"), [Reply, Count])])) == "transport"
     assert reason(source.handle(said(CLAIM), 3.0)) == "transport"
     play(source, [(4, said(ABORT), [UNCLEAN, LeaseEnded("r1", "aborted")])])
 
@@ -129,19 +130,20 @@ def test_what_ends_before_it_is_written_is_not_written(source, event, ends):
 def test_what_ends_while_it_is_written_waits_for_its_ticket(source):
     play(source, WRITING)
     assert reason(play(source, [(2, LeaseWithdrawn("r1"), [CANCEL, Reply, Count])])) == "expired"
-    play(source, [(3, said(ABORT), []), (4, TicketEnded(KEY, "cancelled"), [UNCLEAN, WITHDRAWN])])
+    play(source, [(3, said(ABORT), []), (4, TicketEnded(TICKET, "cancelled"), [UNCLEAN, WITHDRAWN])])
 
 
 def test_an_abort_waits_for_its_ticket(source):
     play(
-        source, [*WRITING, (2, said(ABORT), [CANCEL]), (3, TicketEnded(KEY, ""), [CLEAN, LeaseEnded("r1", "aborted")])]
+        source,
+        [*WRITING, (2, said(ABORT), [CANCEL]), (3, TicketEnded(TICKET, ""), [CLEAN, LeaseEnded("r1", "aborted")])],
     )
 
 
 def test_a_sample_is_made_while_it_moves_and_told_when_it_is_asked_for(source):
     claim = msgspec.structs.replace(CLAIM, subject=SUBJECT)
     play(source, [*GRANTED[:-1], (1, said(claim), [GRANT]), (1, Tick(), [Post]), (1 + LOOK_AFTER_S, Tick(), [Digest])])
-    play(source, [(2, Digested(KEY, (b"v" * 8,) * 2), []), (2, TicketEnded(KEY, ""), [Reply])])
+    play(source, [(2, Digested(KEY, (b"v" * 8,) * 2), []), (2, TicketEnded(TICKET, ""), [Reply])])
     play(source, [(3, said(LANDED), [Reply("x", m.Valid("c1", (b"v" * 8,) * 2)), FREE])])
 
 

@@ -1,7 +1,12 @@
 """What a source keeps of messages that came too early, and of claims that have been aborted."""
 
-from kvferry.session.source.aborted_claims import MAX_ABORTED, AbortedClaims
-from kvferry.session.source.early_messages import MAX_EARLY_OF_ONE, EarlyMessage, EarlyMessages
+from kvferry.session.source.early_messages import (
+    MAX_ABORTED,
+    MAX_EARLY_OF_ONE,
+    AbortedClaims,
+    EarlyMessage,
+    EarlyMessages,
+)
 from kvferry.wire import messages as m
 
 ONE, OTHER = (m.Party(name, "epoch-9", 0) for name in ("d0", "d1"))

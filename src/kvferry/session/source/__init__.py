@@ -2,8 +2,7 @@
 
 Enters: events of the engine, of target ranks and of transports. Leaves: commands. `session` gives each message to whom
 it concerns: `handshake` answers what comes before a claim, `lease_table` has all leases, `writes` carries out claims
-that the source writes itself (`single_write`, `streamed_write`, `packed_write`) to the `targets` that it has reached,
-and `completed_reads` answers whether what has arrived is valid. `early_messages` and `aborted_claims` are for messages
-that overtake others. The source's record is the only authority on who may read what; it knows nothing of the target's
-engine.
+that the source writes itself (`direct_write`, `packed_write`) to the `targets` that it has reached, and
+`completed_reads` answers whether what has arrived is valid. `early_messages` keeps messages that overtake others. The
+source's record is the only authority on who may read what; it knows nothing of the target's engine.
 """

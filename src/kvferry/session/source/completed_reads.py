@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from math import inf
 
-from kvferry.errors import FerryError
+from kvferry.errors import FerryError, TransferError
 from kvferry.plan.digests.extractor import Extractor
 from kvferry.plan.digests.subject import DigestPolicy
 from kvferry.plan.programs.copies import Direction
@@ -20,7 +20,7 @@ from kvferry.session.keys import ClaimKey
 from kvferry.session.refusals import refuse, unknown_lease
 from kvferry.session.source.lease import Lease, OwnDigest
 from kvferry.session.source.lease_table import LeaseTable
-from kvferry.wire.messages import Landed, Party, Reason, Refusal, Renewed, Valid
+from kvferry.wire.messages import Landed, Party, Reason, Renewed, Valid
 
 # A digest at once would delay the grant, which another thread is about to send.
 LOOK_AFTER_S = 0.001
@@ -74,12 +74,11 @@ class CompletedReads:
         return Digest(key, extracts)
 
     def landed(self, peer: str, landed: Landed, now: float) -> list[Command]:
-        """A reader asks whether it may use what has landed."""
+        """A reader asks whether it may use what has landed. Raises FerryError where it must not."""
         lease = self._leases.get(landed.lease_id)
         if lease is None:
-            return refuse(peer, unknown_lease(landed))
-        for refusal in lease.refusal_of_landed(landed):
-            return refuse(peer, refusal)
+            raise unknown_lease(landed.lease_id)
+        lease.check_landed(landed)
         if landed.party in lease.completed:
             return [Reply(peer, Valid(landed.claim_id, lease.completed[landed.party]))]
         return self._answer(peer, ClaimKey(landed.lease_id, landed.party, landed.claim_id), lease, now)
@@ -111,7 +110,7 @@ class CompletedReads:
             try:
                 commands = [self._begin(key, lease)]
             except FerryError as error:
-                return refuse(peer, Refusal(Reason.OUT_OF_RANGE, error.what, error.found, error.expected, key.claim_id))
+                return refuse(peer, error, key.claim_id)
         lease.digests[key].peer = peer
         self._leases.renew(lease, now)
         return commands
@@ -127,8 +126,8 @@ class CompletedReads:
         if event.error:
             # It is tried again when a reader asks again.
             del lease.digests[key]
-            refusal = Refusal(Reason.DIGEST, "no digest can be made", event.error, "", key.claim_id)
-            return refuse(digest.peer, refusal) if digest.peer else []
+            error = TransferError(Reason.DIGEST, "no digest can be made", found=event.error)
+            return refuse(digest.peer, error, key.claim_id) if digest.peer else []
         digest.values = event.values
         return self._complete(digest.peer, key, lease, event.values, now) if digest.peer else []
 

@@ -1,4 +1,5 @@
-"""Claims and aborts of leases that this rank does not know yet: a reference may be faster than the engine."""
+"""Messages that overtake others: claims and aborts of leases that this rank does not know yet, because a reference was
+faster than the engine, and claims that arrive after their own abort."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from kvferry.wire.messages import Abort, Claim, Party
 MAX_EARLY = 1024
 # One peer cannot take the room of all others.
 MAX_EARLY_OF_ONE = 128
+# Aborts are sent by whoever can connect.
+MAX_ABORTED = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +63,36 @@ class EarlyMessages:
 
     def _take(self, chosen: Callable[[tuple[str, Party], EarlyMessage], bool]) -> list[EarlyMessage]:
         return [self._waiting.pop(key) for key, early in list(self._waiting.items()) if chosen(key, early)]
+
+
+class AbortedClaims:
+    """Claims that their targets have aborted. Each is remembered until it cannot arrive any more: it must not be
+    granted, as the target was told that no ticket of it is open, and uses its blocks again."""
+
+    def __init__(self) -> None:
+        self._until: dict[tuple[Party, str], float] = {}
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def __contains__(self, claim: tuple[Party, str]) -> bool:
+        return claim in self._until
+
+    def add(self, party: Party, claim_id: str, until: float) -> bool:
+        """Remember a claim of a target. False when there is no room for it: then its abort must not be acknowledged."""
+        claim = party, claim_id
+        # The newest is last.
+        self._until.pop(claim, None)
+        if len(self._until) >= MAX_ABORTED:
+            return False
+        self._until[claim] = until
+        return True
+
+    def expire(self, now: float) -> None:
+        """Forget those that are old enough."""
+        while self.next_deadline() <= now:
+            del self._until[next(iter(self._until))]
+
+    def next_deadline(self) -> float:
+        """When the next one is old enough; infinity when there is none."""
+        return next(iter(self._until.values()), inf)

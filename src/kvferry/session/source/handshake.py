@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.errors import TransferError
 from kvferry.plan.description.layout import Layout, fingerprint
-from kvferry.wire.messages import (
-    MAX_SLOT_BYTES,
-    WIRE_VERSION,
-    Hello,
-    Offer,
-    OfferRequest,
-    Party,
-    Probe,
-    Reason,
-    Refusal,
-    TransportOffer,
-    Welcome,
-)
+from kvferry.wire import messages as m
+from kvferry.wire.messages import MAX_SLOT_BYTES, WIRE_VERSION, Party, Probe, Reason, TransportOffer
 
 # Offers are asked for by whoever can connect: only so many are remembered.
 MAX_OFFERED = 512
@@ -53,8 +43,8 @@ class SourceHandshake:
         self._handshake_s = handshake_s
         self._offered: dict[Party, float] = {}
 
-    def hello(self, hello: Hello) -> Welcome | Refusal:
-        """Who we are, if the target means us."""
+    def hello(self, hello: m.Hello) -> m.Welcome:
+        """Who we are. Raises TransferError if the target means somebody else."""
         identity, ours = self._identity, self._identity.party
         checks = (
             (Reason.WIRE_VERSION, "wire versions differ", str(hello.wire_version), str(WIRE_VERSION)),
@@ -63,17 +53,17 @@ class SourceHandshake:
         )
         for reason, what, found, expected in checks:
             if found != expected:
-                return Refusal(reason, what, found, expected, "")
+                raise TransferError(reason, what, found=found, expected=expected)
         name = fingerprint(identity.layout)
-        return Welcome(WIRE_VERSION, identity.product_version, ours, len(identity.layouts), name)
+        return m.Welcome(WIRE_VERSION, identity.product_version, ours, len(identity.layouts), name)
 
-    def offer(self, request: OfferRequest, now: float) -> Offer:
+    def offer(self, request: m.OfferRequest, now: float) -> m.Offer:
         """Where our memory is, and how it is reached."""
         identity = self._identity
         self._offered = {party: until for party, until in self._offered.items() if until > now}
         if len(self._offered) < MAX_OFFERED:
             self._offered[request.party] = now + self._handshake_s
-        return Offer(
+        return m.Offer(
             identity.party,
             identity.layout,
             identity.transports,

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from kvferry.errors import TransferError
 from kvferry.plan.digests.subject import NOTHING, Subject
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.events import NOT_AHEAD, Ahead, LeaseProgress, LeaseRequest
 from kvferry.session.keys import ClaimKey
+from kvferry.session.source.direct_write import DirectWrite
 from kvferry.session.source.packed_write import PackedWrite
-from kvferry.session.source.single_write import SingleWrite
-from kvferry.session.source.streamed_write import StreamedWrite
 from kvferry.session.state_machine import StateMachine, TransitionTable
-from kvferry.wire.messages import Claim, Landed, Party, Reason, Refusal
-
-TOO_LATE = "the lease expired before the transfer was confirmed"
+from kvferry.wire.messages import Claim, Landed, Party, Reason
 
 
 class LeaseState(StrEnum):
@@ -80,7 +78,7 @@ class Lease:
     claims: dict[Party, Granted] = field(default_factory=dict)
     completed: dict[Party, tuple[bytes, ...]] = field(default_factory=dict)
     digests: dict[ClaimKey, OwnDigest] = field(default_factory=dict)
-    writes: dict[ClaimKey, SingleWrite | PackedWrite | StreamedWrite] = field(default_factory=dict)
+    writes: dict[ClaimKey, PackedWrite | DirectWrite] = field(default_factory=dict)
     ended_as: str = ""
     is_freed: bool = False
 
@@ -148,52 +146,50 @@ class Lease:
             self.num_ready, self.ahead = event.num_ready, event.ahead
             self.wanted = replace(self.wanted, block_tables=event.block_tables)
 
-    def refusal_of(self, claim: Claim) -> tuple[Refusal, ...]:
-        """Why a claim cannot be granted; empty when it can."""
+    def check(self, claim: Claim) -> None:
+        """Raises TransferError for a claim that cannot be granted."""
         party, wanted = claim.party, self.wanted
         if not self.live:
-            return _refusal(claim, Reason.EXPIRED, "the lease has ended", self.machine.state, "open or claimed")
+            what, expected = "the lease has ended", "open or claimed"
+            raise TransferError(Reason.EXPIRED, what, found=self.machine.state, expected=expected)
         if wanted.is_unnamed:
-            what = "engines cannot compare what this prompt depends on"
-            return _refusal(claim, Reason.UNNAMED_PROMPT, what, "a prompt without a name", "the source's log says why")
+            what, expected = "engines cannot compare what this prompt depends on", "the source's log says why"
+            raise TransferError(Reason.UNNAMED_PROMPT, what, found="a prompt without a name", expected=expected)
         others = {(other.engine_id, other.epoch) for other in self.claims}
         if others - {(party.engine_id, party.epoch)}:
             what = "another engine has claimed this lease"
-            return _refusal(claim, Reason.ALREADY_CLAIMED, what, party.engine_id, "one engine")
+            raise TransferError(Reason.ALREADY_CLAIMED, what, found=party.engine_id, expected="one engine")
         if party in self.claims and not self.has_granted(party, claim.claim_id):
             what = "another attempt has claimed this lease"
-            return _refusal(claim, Reason.ALREADY_CLAIMED, what, claim.claim_id, "one attempt")
+            raise TransferError(Reason.ALREADY_CLAIMED, what, found=claim.claim_id, expected="one attempt")
         if claim.direction is Direction.WRITE and party in self.completed:
             what = "this reader has already received the whole cache"
-            return _refusal(claim, Reason.ALREADY_CLAIMED, what, claim.claim_id, "one claim")
+            raise TransferError(Reason.ALREADY_CLAIMED, what, found=claim.claim_id, expected="one claim")
         if claim.num_tokens > wanted.num_tokens:
-            found, expected = f"{claim.num_tokens} tokens", f"at most {wanted.num_tokens}"
-            return _refusal(claim, Reason.OUT_OF_RANGE, "more tokens than were computed", found, expected)
+            what, expected = "more tokens than were computed", f"at most {wanted.num_tokens}"
+            raise TransferError(Reason.OUT_OF_RANGE, what, found=f"{claim.num_tokens} tokens", expected=expected)
         if not wanted.prompt.begins_with(claim.prompt, wanted.lease_id):
             what, found = "this is the cache of another prompt", f"another prompt of {claim.prompt.num_tokens} tokens"
             computed = f"the {wanted.prompt.num_tokens} tokens that were computed"
             expected = f"{computed}, or their beginning, with the same images, adapter and cache_salt"
-            return _refusal(claim, Reason.WRONG_PROMPT, what, found, expected)
-        return ()
+            raise TransferError(Reason.WRONG_PROMPT, what, found=found, expected=expected)
 
-    def refusal_of_landed(self, landed: Landed) -> tuple[Refusal, ...]:
-        """Why bytes that have landed must not be used; empty when they are the request's own."""
+    def check_landed(self, landed: Landed) -> None:
+        """Raises TransferError where bytes that have landed must not be used, as they may be another request's."""
         if not self.has_granted(landed.party, landed.claim_id):
-            return _refusal(landed, Reason.NOT_CLAIMED, "landed without a claim", landed.claim_id, "a claim first")
+            what, found = "landed without a claim", landed.claim_id
+            raise TransferError(Reason.NOT_CLAIMED, what, found=found, expected="a claim first")
         if landed.party in self.completed:
-            return ()
+            return
         if not self.live:
-            return _refusal(landed, Reason.EXPIRED, TOO_LATE, self.machine.state, "live")
+            raise self.ended_error
         write = self.writes.get(ClaimKey(landed.lease_id, landed.party, landed.claim_id))
         if write is not None and not write.is_written:
             what = "landed before it was written"
-            return _refusal(landed, Reason.NOT_CLAIMED, what, "still being written", "written")
-        return ()
+            raise TransferError(Reason.NOT_CLAIMED, what, found="still being written", expected="written")
 
-    def refusal_of_end(self, key: ClaimKey) -> Refusal:
-        """The refusal of a write or a digest during which the lease has ended: its bytes may be another request's."""
-        return Refusal(Reason.EXPIRED, TOO_LATE, self.machine.state, "live", key.claim_id)
-
-
-def _refusal(about: Claim | Landed, reason: Reason, what: str, found: str, expected: str) -> tuple[Refusal, ...]:
-    return (Refusal(reason, what, found, expected, about.claim_id),)
+    @property
+    def ended_error(self) -> TransferError:
+        """What is said of a transfer or a digest during which the lease has ended."""
+        what = "the lease expired before the transfer was confirmed"
+        return TransferError(Reason.EXPIRED, what, found=self.machine.state, expected="live")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from heapq import heappop, heappush, heapreplace
 from math import inf
 
+from kvferry.errors import TransferError
 from kvferry.plan.description.prompt import UNKNOWN_PROMPT
 from kvferry.session.commands import Command, Count, DropDigest, LeaseEnded
 from kvferry.session.events import LeaseRequest
@@ -14,7 +15,7 @@ from kvferry.session.refusals import refuse
 from kvferry.session.source.lease import Lease
 from kvferry.session.source.writes import Writes
 from kvferry.session.timeouts import Timing
-from kvferry.wire.messages import Claim, Party, Reason, Refusal
+from kvferry.wire.messages import Claim, Party, Reason
 
 
 class LeaseTable:
@@ -114,9 +115,10 @@ class LeaseTable:
         commands = list(self._writes.end(lease))
         for key, digest in lease.digests.items():
             commands += [DropDigest(key)] if digest.values is None else []
-            commands += refuse(digest.peer, lease.refusal_of_end(key)) if digest.peer else []
+            commands += refuse(digest.peer, lease.ended_error, key.claim_id) if digest.peer else []
         for peer, claim in lease.waiting.values():
-            commands += refuse(peer, Refusal(Reason.EXPIRED, "the lease has ended", reason, "live", claim.claim_id))
+            error = TransferError(Reason.EXPIRED, "the lease has ended", found=reason, expected="live")
+            commands += refuse(peer, error, claim.claim_id)
         lease.digests, lease.waiting = {}, {}
         # A lease that has ended grants no claim: it needs no megabyte of tokens.
         lease.wanted = replace(lease.wanted, prompt=UNKNOWN_PROMPT)

@@ -12,7 +12,7 @@ from kvferry.plan.slots.slot_plan import Slot, SlotPlan, StagedRequest
 from kvferry.plan.strategy.strategies import Side
 from kvferry.session.commands import Acquire, Cancel, Command, Post, Release, Reply, Stage
 from kvferry.session.events import Acquired, Staged, TicketEnded
-from kvferry.session.keys import ClaimKey, SlotKey
+from kvferry.session.keys import ClaimKey, SlotKey, WorkKey
 from kvferry.session.slot import SlotState, SlotUse
 from kvferry.wire.messages import Grant, Pack, Packed, Queued, Reason, Refusal, Renewed
 
@@ -31,7 +31,7 @@ class PackedWrite:
     plan: SlotPlan
     num_bytes: int
     num_ready: int
-    uses: dict[SlotKey, SlotUse] = field(default_factory=dict)
+    uses: dict[WorkKey, SlotUse] = field(default_factory=dict)
     done: set[SlotKey] = field(default_factory=set)
     num_written_bytes: int = 0
     error: str = ""
@@ -43,10 +43,6 @@ class PackedWrite:
         """One of which nothing is asked for yet. Raises BlockTableError for ranges that cannot be."""
         plan = SlotPlan(request, Side.SOURCE, num_ready)
         return cls(key, peer, request, plan, plan.num_bytes, num_ready)
-
-    @property
-    def claim_id(self) -> str:
-        return self.key.claim_id
 
     @property
     def is_open(self) -> bool:
@@ -61,8 +57,8 @@ class PackedWrite:
     def status(self) -> Grant | Refusal:
         """Its progress, while its lease is live."""
         if self.error:
-            return Refusal(Reason.TRANSPORT, "a slot could not be written", self.error, "", self.claim_id)
-        return Grant(self.claim_id, (), self._num_missing)
+            return Refusal(Reason.TRANSPORT, "a slot could not be written", self.error, "", self.key.claim_id)
+        return Grant(self.key.claim_id, (), self._num_missing)
 
     @property
     def _num_missing(self) -> int:
@@ -86,7 +82,7 @@ class PackedWrite:
             yield Reply(peer, self._how_far(key, gets_on))
         elif not self._is_ready(key):
             # The target was told how many tokens are missing, and will ask again.
-            yield Reply(peer, Queued(self.claim_id))
+            yield Reply(peer, Queued(self.key.claim_id))
         else:
             use = self.uses[key] = SlotUse.started(key, self._slot(key), message.address)
             yield Acquire(key, use.slot.num_bytes, use.far_address)
@@ -98,7 +94,7 @@ class PackedWrite:
         if self.error:
             return self.status()
         is_waiting = self.uses[key].state is SlotState.WAITING
-        return Queued(self.claim_id) if is_waiting and gets_on else Renewed(())
+        return Queued(self.key.claim_id) if is_waiting and gets_on else Renewed(())
 
     def _is_ready(self, key: SlotKey) -> bool:
         """Whether the tokens of a slot are computed; of one that does not exist, there is nothing to wait for."""
@@ -118,43 +114,41 @@ class PackedWrite:
         found = f"slot {key.number} of stretch {key.stretch}"
         raise RequestError("unknown staging slot", found=found, expected=f"one of {num_stretches} stretches")
 
-    def is_far(self, key: SlotKey, event: Acquired | Staged | TicketEnded) -> bool:
-        """Whether a slot is the target's own, as we know by now, or by this event."""
-        return self.uses[key].is_far or (isinstance(event, Acquired) and event.is_far)
+    def is_far(self, event: Acquired | Staged | TicketEnded) -> bool:
+        """Whether an event is about a slot of the target's own."""
+        return self.uses[event.key].is_far or (isinstance(event, Acquired) and event.is_far)
 
-    def acquired(self, event: Acquired) -> Iterator[Command]:
-        """A slot is ours: gather. Without one the claim cannot be carried out."""
+    def handle(self, event: Acquired | Staged | TicketEnded) -> Iterator[Command]:
+        """One of its slots is acquired, gathered or written, or cannot be."""
         use = self.uses[event.key]
+        if isinstance(event, Acquired):
+            yield from self._acquired(use, event)
+            return
+        self.is_clean = self.is_clean and not (isinstance(event, TicketEnded) and event.error)
+        if use.state is SlotState.DRAINING or event.error:
+            yield from self._over(use, event.error)
+        elif isinstance(event, TicketEnded):
+            yield from self._written(use)
+        else:
+            yield from self._gathered(use)
+
+    def _acquired(self, use: SlotUse, event: Acquired) -> Iterator[Command]:
+        """A slot is ours: gather. Without one the claim cannot be carried out."""
         if event.error:
-            del self.uses[event.key]
+            del self.uses[use.key]
             yield from self.fail(event.error)
             return
         use.machine.move("acquired")
         use.address, use.is_far = event.address, event.is_far
-        yield Stage(event.key, use.gather)
+        yield Stage(use.key, use.gather)
 
-    def staged(self, event: Staged) -> Iterator[Command]:
-        """Gathered: on the wire with it, unless that was into the target's own slot."""
-        use = self.uses[event.key]
-        if use.state is SlotState.DRAINING or event.error:
-            yield from self._over(use, event.error)
-            return
+    def _gathered(self, use: SlotUse) -> Iterator[Command]:
+        """On the wire with it, unless that was into the target's own slot."""
         use.machine.move("filled")
         if use.is_far:
             yield from self._written(use)
-            return
-        yield Post(event.key, use.slot.wire.shifted(use.address, use.far_address), Direction.WRITE)
-
-    def ticket_ended(self, event: TicketEnded) -> Iterator[Command]:
-        """Written, or not."""
-        use = self.uses[event.key] if isinstance(event.key, SlotKey) else None
-        if use is None:
-            return
-        self.is_clean = self.is_clean and not event.error
-        if use.state is SlotState.DRAINING or event.error:
-            yield from self._over(use, event.error)
-            return
-        yield from self._written(use)
+        else:
+            yield Post(use.key, use.slot.wire.shifted(use.address, use.far_address), Direction.WRITE)
 
     def _written(self, use: SlotUse) -> Iterator[Command]:
         """It is in the target's slot."""
@@ -168,7 +162,7 @@ class PackedWrite:
         yield Reply(self.peer, self._packed(use.key))
 
     def _packed(self, key: SlotKey) -> Packed:
-        return Packed(self.claim_id, key.stretch, key.number, self._num_missing)
+        return Packed(self.key.claim_id, key.stretch, key.number, self._num_missing)
 
     def _over(self, use: SlotUse, error: str) -> Iterator[Command]:
         """Release a slot that was not written."""
@@ -181,9 +175,9 @@ class PackedWrite:
         """Begin nothing more, and wait for what is in flight."""
         self.error = self.error or error
         self.plan.forget()
-        for key, use in list(self.uses.items()):
+        for use in list(self.uses.values()):
             if use.state is SlotState.EMPTYING:
-                yield Cancel(key)
+                yield Cancel(use.key)
             if use.fail():
-                del self.uses[key]
-                yield Release(key)
+                del self.uses[use.key]
+                yield Release(use.key)

@@ -8,65 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvferry.errors import TransferError
+from kvferry.errors import FerryError, IllegalEventError, TransferError
 from kvferry.plan.digests.extractor import Extractor
 from kvferry.plan.programs.copies import Direction
 from kvferry.plan.strategy.strategies import Strategy
+from kvferry.session import events as e
 from kvferry.session.commands import Command, Reply
-from kvferry.session.events import (
-    Acquired,
-    Digested,
-    FrameArrived,
-    LeaseProgress,
-    LeaseRequest,
-    LeaseWithdrawn,
-    PeerConnected,
-    PeerUnreachable,
-    Staged,
-    Tick,
-    TicketEnded,
-)
 from kvferry.session.keys import ClaimKey, SlotKey
-from kvferry.session.refusals import because_of, refuse, unknown_lease
-from kvferry.session.source.aborted_claims import AbortedClaims
+from kvferry.session.refusals import refuse, unknown_lease
 from kvferry.session.source.completed_reads import CompletedReads
-from kvferry.session.source.early_messages import EarlyMessage, EarlyMessages
+from kvferry.session.source.early_messages import AbortedClaims, EarlyMessage, EarlyMessages
 from kvferry.session.source.handshake import SourceHandshake, SourceIdentity
 from kvferry.session.source.lease import Lease
 from kvferry.session.source.lease_table import LeaseTable
 from kvferry.session.source.targets import Targets
 from kvferry.session.source.writes import Writes
 from kvferry.session.timeouts import Timing
-from kvferry.wire.messages import (
-    Abort,
-    Aborted,
-    Claim,
-    Grant,
-    Hello,
-    Landed,
-    OfferRequest,
-    Pack,
-    Queued,
-    Reason,
-    Refusal,
-    Renew,
-    Renewed,
-    TargetOffer,
-)
+from kvferry.wire import messages as m
+from kvferry.wire.messages import Reason
 
-SourceEvent = (
-    LeaseRequest
-    | LeaseProgress
-    | LeaseWithdrawn
-    | FrameArrived
-    | PeerConnected
-    | PeerUnreachable
-    | TicketEnded
-    | Acquired
-    | Staged
-    | Digested
-    | Tick
-)
+_EngineEvent = e.LeaseRequest | e.LeaseProgress | e.LeaseWithdrawn
+_WriteEvent = e.TicketEnded | e.Acquired | e.Staged
+SourceEvent = _EngineEvent | _WriteEvent | e.FrameArrived | e.PeerConnected | e.PeerUnreachable | e.Digested | e.Tick
 
 
 class SourceSession:
@@ -83,27 +46,27 @@ class SourceSession:
         self._leases = LeaseTable(self._writes, timing)
         self._completed_reads = CompletedReads(self._leases, Extractor(identity.layout, "source"))
         self._handlers: dict[type, Callable[..., list[Command]]] = {
-            LeaseRequest: self._lease,
-            LeaseProgress: self._grow,
-            LeaseWithdrawn: self._withdraw,
-            FrameArrived: self._answer,
-            PeerConnected: self._connected,
-            PeerUnreachable: self._connected,
-            TicketEnded: self._write_progressed,
-            Acquired: self._write_progressed,
-            Staged: self._write_progressed,
-            Digested: self._completed_reads.digested,
-            Tick: self._tick,
+            e.LeaseRequest: self._lease,
+            e.LeaseProgress: self._grow,
+            e.LeaseWithdrawn: self._withdraw,
+            e.FrameArrived: self._answer,
+            e.PeerConnected: self._connected,
+            e.PeerUnreachable: self._connected,
+            e.TicketEnded: self._write_progressed,
+            e.Acquired: self._write_progressed,
+            e.Staged: self._write_progressed,
+            e.Digested: self._completed_reads.digested,
+            e.Tick: self._tick,
         }
         self._answers: dict[type, Callable[..., list[Command]]] = {
-            Hello: self._hello,
-            OfferRequest: self._offer,
-            TargetOffer: self._target_offer,
-            Claim: self._claim,
-            Pack: self._pack,
-            Landed: self._completed_reads.landed,
-            Renew: self._renew,
-            Abort: self._abort,
+            m.Hello: self._hello,
+            m.OfferRequest: self._offer,
+            m.TargetOffer: self._target_offer,
+            m.Claim: self._claim,
+            m.Pack: self._pack,
+            m.Landed: self._completed_reads.landed,
+            m.Renew: self._renew,
+            m.Abort: self._abort,
         }
 
     def handle(self, event: SourceEvent, now: float) -> list[Command]:
@@ -111,7 +74,7 @@ class SourceSession:
         return [*self._expire(now), *self._handlers[type(event)](event, now)]
 
     def next_deadline(self) -> float:
-        """When `handle(Tick())` is due next, 0 for at once; infinity when nothing is waited for."""
+        """When `handle(e.Tick())` is due next, 0 for at once; infinity when nothing is waited for."""
         if self._writes.has_shares:
             return 0.0
         waiting = self._early.next_deadline(), self._aborted.next_deadline(), self._targets.next_deadline()
@@ -127,12 +90,12 @@ class SourceSession:
 
     # --- how leases begin and end ---
 
-    def _lease(self, event: LeaseRequest, now: float) -> list[Command]:
+    def _lease(self, event: e.LeaseRequest, now: float) -> list[Command]:
         self._leases.open(event, now)
         early = self._early.opened(event.lease_id)
-        return [command for each in early for command in self._answer(FrameArrived(each.peer, each.message), now)]
+        return [command for each in early for command in self._answer(e.FrameArrived(each.peer, each.message), now)]
 
-    def _grow(self, event: LeaseProgress, now: float) -> list[Command]:
+    def _grow(self, event: e.LeaseProgress, now: float) -> list[Command]:
         """More tokens of a request are computed: write them, and grant the claims that were waiting for the last
         one."""
         lease = self._leases.of_request(event.request_id)
@@ -146,18 +109,18 @@ class SourceSession:
         for party, (peer, claim) in list(lease.waiting.items()):
             if claim.num_tokens <= lease.num_ready:
                 del lease.waiting[party]
-                commands += self._claim(peer, claim, now)
+                commands += self._answer(e.FrameArrived(peer, claim), now)
         if lease.readers and lease.finished:
             commands += self._leases.end(lease, "all readers valid", "done", now)
         return commands
 
-    def _tick(self, event: Tick, now: float) -> list[Command]:
+    def _tick(self, event: e.Tick, now: float) -> list[Command]:
         return [*self._writes.prepare(), *self._completed_reads.prepare(now)]
 
-    def _connected(self, event: PeerConnected | PeerUnreachable, now: float) -> list[Command]:
+    def _connected(self, event: e.PeerConnected | e.PeerUnreachable, now: float) -> list[Command]:
         return self._targets.settled(event)
 
-    def _withdraw(self, event: LeaseWithdrawn, now: float) -> list[Command]:
+    def _withdraw(self, event: e.LeaseWithdrawn, now: float) -> list[Command]:
         lease = self._leases.of_request(event.request_id)
         return self._leases.end(lease, "withdraw", "withdrawn", now) if lease is not None and lease.live else []
 
@@ -166,72 +129,76 @@ class SourceSession:
             return []
         commands = self._leases.expire(now)
         for early in self._early.expired(now):
-            if isinstance(early.message, Claim):
-                commands += refuse(early.peer, unknown_lease(early.message))
+            if isinstance(early.message, m.Claim):
+                unknown = unknown_lease(early.message.reference.lease_id)
+                commands += refuse(early.peer, unknown, early.message.claim_id)
         self._aborted.expire(now)
         return commands + self._targets.expire(self._leases.writing, now)
 
     # --- what targets send ---
 
-    def _answer(self, event: FrameArrived, now: float) -> list[Command]:
-        handler = self._answers.get(type(event.message))
-        if handler is None:
-            found = type(event.message).__name__
-            return refuse(event.peer, Refusal(Reason.MALFORMED, "unexpected message from a target", found, "", ""))
-        return handler(event.peer, event.message, now)
+    def _answer(self, event: e.FrameArrived, now: float) -> list[Command]:
+        """Whatever stands in the way of an answer is a refusal. A target that is not known here has to begin again with
+        its offer: that refusal is not about a claim."""
+        message = event.message
+        try:
+            handler = self._answers.get(type(message))
+            if handler is None:
+                found = type(message).__name__
+                raise TransferError(Reason.MALFORMED, "unexpected message from a target", found=found)
+            return handler(event.peer, message, now)
+        except IllegalEventError:
+            raise
+        except FerryError as error:
+            is_unmet = isinstance(error, TransferError) and error.reason == Reason.UNREACHABLE
+            return refuse(event.peer, error, "" if is_unmet else getattr(message, "claim_id", ""))
 
-    def _hello(self, peer: str, hello: Hello, now: float) -> list[Command]:
-        answer = self._handshake.hello(hello)
-        return refuse(peer, answer) if isinstance(answer, Refusal) else [Reply(peer, answer)]
+    def _hello(self, peer: str, hello: m.Hello, now: float) -> list[Command]:
+        return [Reply(peer, self._handshake.hello(hello))]
 
-    def _offer(self, peer: str, request: OfferRequest, now: float) -> list[Command]:
+    def _offer(self, peer: str, request: m.OfferRequest, now: float) -> list[Command]:
         return [Reply(peer, self._handshake.offer(request, now))]
 
-    def _target_offer(self, peer: str, offer: TargetOffer, now: float) -> list[Command]:
+    def _target_offer(self, peer: str, offer: m.TargetOffer, now: float) -> list[Command]:
         return self._targets.offered(peer, offer, self._leases.writing, now)
 
-    def _claim(self, peer: str, claim: Claim, now: float) -> list[Command]:
+    def _claim(self, peer: str, claim: m.Claim, now: float) -> list[Command]:
+        """Grant a claim, if the lease's record supports it. Raises FerryError if not."""
         reference, ours = claim.reference, self._identity.party
         # A target that reads now may want to be written to later, and expects that its offer is still known.
         self._targets.heard(claim.party, now)
         self._handshake.end_test(claim.party)
         if (reference.engine_id, reference.epoch) != (ours.engine_id, ours.epoch):
             what = "the engine has been restarted since it computed this cache"
-            return refuse(peer, Refusal(Reason.WRONG_EPOCH, what, reference.epoch, ours.epoch, claim.claim_id))
+            raise TransferError(Reason.WRONG_EPOCH, what, found=reference.epoch, expected=ours.epoch)
         if (claim.party, claim.claim_id) in self._aborted:
-            return refuse(peer, Refusal(Reason.ABORTED, "the claim has been aborted", "", "", claim.claim_id))
+            raise TransferError(Reason.ABORTED, "the claim has been aborted")
         lease = self._leases.get(reference.lease_id)
-        return self._wait_for_lease(peer, claim, now) if lease is None else self._open(peer, claim, lease, now)
-
-    def _open(self, peer: str, claim: Claim, lease: Lease, now: float) -> list[Command]:
-        """Grant a claim, if the lease's record supports it."""
-        if lease.wanted.request_id != claim.reference.request_id:
-            return refuse(peer, unknown_lease(claim))
+        if lease is None:
+            return self._wait_for_lease(peer, claim, now)
+        if lease.wanted.request_id != reference.request_id:
+            raise unknown_lease(reference.lease_id)
         if answer := self._writes.repeated(peer, claim, lease):
             return answer
-        for refusal in (*_refusal_of_share(claim), *lease.refusal_of(claim), *self._refusal_of_state(lease, claim)):
-            return refuse(peer, refusal)
-        if claim.direction is Direction.WRITE:
-            return self._write(peer, claim, lease, now)
+        _check_share(claim)
+        lease.check(claim)
+        self._check_length(lease, claim)
+        return (self._write if claim.direction is Direction.WRITE else self._let_read)(peer, claim, lease, now)
+
+    def _let_read(self, peer: str, claim: m.Claim, lease: Lease, now: float) -> list[Command]:
         if lease.num_ready < claim.num_tokens:
             lease.waiting[claim.party] = peer, claim
             self._leases.renew(lease, now)
-            return [Reply(peer, Queued(claim.claim_id))]
-        try:
-            shared = self._writes.share(peer, claim, lease) if claim.read_from else []
-        except TransferError as error:
-            return refuse(peer, _of_writing(error, claim))
+            return [Reply(peer, m.Queued(claim.claim_id))]
+        shared = self._writes.share(peer, claim, lease) if claim.read_from else []
         self._leases.claim(lease, claim, now)
         self._completed_reads.started(lease, claim.party, now)
-        return [Reply(peer, Grant(claim.claim_id, lease.wanted.block_tables)), *shared]
+        return [Reply(peer, m.Grant(claim.claim_id, lease.wanted.block_tables)), *shared]
 
-    def _write(self, peer: str, claim: Claim, lease: Lease, now: float) -> list[Command]:
+    def _write(self, peer: str, claim: m.Claim, lease: Lease, now: float) -> list[Command]:
         """Carry a claim out."""
         is_known = lease.has_granted(claim.party, claim.claim_id)
-        try:
-            commands = self._writes.begin(peer, claim, lease)
-        except TransferError as error:
-            return refuse(peer, _of_writing(error, claim))
+        commands = self._writes.begin(peer, claim, lease)
         if is_known:
             self._leases.renew(lease, now)
         else:
@@ -240,55 +207,46 @@ class SourceSession:
             self._completed_reads.started(lease, claim.party, now)
         return commands + self._completed_reads.written(lease, now)
 
-    def _pack(self, peer: str, pack: Pack, now: float) -> list[Command]:
+    def _pack(self, peer: str, pack: m.Pack, now: float) -> list[Command]:
         """Write one slot of a claim. After the end of its claim nothing may be written: the target's slot may belong to
         another transfer."""
         self._targets.heard(pack.party, now)
         lease = self._leases.get(pack.lease_id)
         if lease is None:
-            return refuse(peer, unknown_lease(pack))
+            raise unknown_lease(pack.lease_id)
         key = ClaimKey(pack.lease_id, pack.party, pack.claim_id)
         # What is written is confirmed again, also when the lease is over.
         is_served = lease.live or lease.is_written(key)
         if (pack.party, pack.claim_id) in self._aborted or not is_served:
-            return refuse(peer, lease.refusal_of_end(key))
-        try:
-            commands = list(self._writes.pack(peer, pack, lease, now))
-        except TransferError as error:
-            return refuse(peer, because_of(error, pack.claim_id))
+            raise lease.ended_error
+        commands = list(self._writes.pack(peer, pack, lease, now))
         if lease.live:
             self._leases.renew(lease, now)
             self._completed_reads.started(lease, pack.party, now)
         return commands
 
-    def _write_progressed(self, event: TicketEnded | Acquired | Staged, now: float) -> list[Command]:
+    def _write_progressed(self, event: _WriteEvent, now: float) -> list[Command]:
         """A claim that the source writes has made progress."""
         key = event.key.work if isinstance(event.key, SlotKey) else event.key
         if not isinstance(key, ClaimKey) or (lease := self._leases.get(key.lease_id)) is None:
             return []
         self._targets.heard(key.party, now)
-        if isinstance(event, TicketEnded) and not isinstance(event.key, SlotKey):
-            commands = list(self._writes.ticket_ended(event, lease))
-        else:
-            commands = list(self._writes.slot_changed(event, lease, now))
+        commands = list(self._writes.progressed(event, lease, now))
         if lease.live:
             self._leases.renew(lease, now)
         return [*commands, *self._completed_reads.written(lease, now), *self._leases.free_when_drained(lease)]
 
-    def _refusal_of_state(self, lease: Lease, claim: Claim) -> tuple[Refusal, ...]:
+    def _check_length(self, lease: Lease, claim: m.Claim) -> None:
         """A state of fixed size is the one after the last token: it cannot be used after any other token."""
         layout = self._identity.layout
         named = layout.state_named()
         is_fixed = any(not named[placement.state].per_token for placement in layout.placements)
-        if not is_fixed or claim.num_tokens in (0, lease.wanted.num_tokens):
-            return ()
-        what, expected = (
-            "the states of fixed size belong to a prompt of another length",
-            f"{lease.wanted.num_tokens} tokens",
-        )
-        return (Refusal(Reason.OUT_OF_RANGE, what, f"{claim.num_tokens} tokens", expected, claim.claim_id),)
+        if is_fixed and claim.num_tokens not in (0, lease.wanted.num_tokens):
+            what = "the states of fixed size belong to a prompt of another length"
+            found, expected = f"{claim.num_tokens} tokens", f"{lease.wanted.num_tokens} tokens"
+            raise TransferError(Reason.OUT_OF_RANGE, what, found=found, expected=expected)
 
-    def _wait_for_lease(self, peer: str, claim: Claim, now: float) -> list[Command]:
+    def _wait_for_lease(self, peer: str, claim: m.Claim, now: float) -> list[Command]:
         """A claim may arrive before the engine has told this rank of the lease: it waits for that a while.
 
         Meanwhile a repeated claim is answered, so that the target knows that its source is alive.
@@ -296,10 +254,10 @@ class SourceSession:
         lease_id = claim.reference.lease_id
         repeated = self._early.knows(lease_id, claim.party)
         if not self._early.add(lease_id, EarlyMessage(peer, claim, now + self._timing.early_claim_s)):
-            return refuse(peer, unknown_lease(claim))
-        return [Reply(peer, Renewed(()))] if repeated else []
+            raise unknown_lease(lease_id)
+        return [Reply(peer, m.Renewed(()))] if repeated else []
 
-    def _renew(self, peer: str, renew: Renew, now: float) -> list[Command]:
+    def _renew(self, peer: str, renew: m.Renew, now: float) -> list[Command]:
         self._targets.heard(renew.party, now)
         if not renew.lease_ids:
             self._handshake.end_test(renew.party)
@@ -310,9 +268,9 @@ class SourceSession:
                 gone.append(lease_id)
             elif lease.live:
                 self._leases.renew(lease, now)
-        return [Reply(peer, Renewed(tuple(gone)))]
+        return [Reply(peer, m.Renewed(tuple(gone)))]
 
-    def _abort(self, peer: str, abort: Abort, now: float) -> list[Command]:
+    def _abort(self, peer: str, abort: m.Abort, now: float) -> list[Command]:
         """Only a lease's own claim ends it; before any claim, whoever knows its unguessable id.
 
         It is acknowledged when nothing is written for it any more and nothing ever will be.
@@ -322,7 +280,7 @@ class SourceSession:
             return []
         if lease is None:
             self._early.add(abort.lease_id, EarlyMessage(peer, abort, now + self._timing.early_claim_s))
-            return [Reply(peer, Aborted(abort.claim_id, self._identity.party.epoch, is_clean=True))]
+            return [Reply(peer, m.Aborted(abort.claim_id, self._identity.party.epoch, is_clean=True))]
         lease.waiting.pop(abort.party, None)
         commands = list(self._writes.abort(peer, ClaimKey(abort.lease_id, abort.party, abort.claim_id), lease))
         if lease.live and (not lease.claims or lease.has_granted(abort.party, abort.claim_id)):
@@ -330,15 +288,8 @@ class SourceSession:
         return commands
 
 
-def _refusal_of_share(claim: Claim) -> tuple[Refusal, ...]:
+def _check_share(claim: m.Claim) -> None:
     """A share can be written only of what is read directly: otherwise the target would lack the rest."""
-    if not claim.read_from or (claim.direction, claim.strategy) == (Direction.READ, Strategy.DIRECT):
-        return ()
-    found = f"direction {claim.direction}, strategy {claim.strategy}"
-    what, expected = "only a direct read can be shared", f"{Direction.READ}, {Strategy.DIRECT}"
-    return (Refusal(Reason.MALFORMED, what, found, expected, claim.claim_id),)
-
-
-def _of_writing(error: TransferError, claim: Claim) -> Refusal:
-    """The refusal of a write. A target that is not known here has to begin again with its offer."""
-    return because_of(error, "" if error.reason == Reason.UNREACHABLE else claim.claim_id)
+    if claim.read_from and (claim.direction, claim.strategy) != (Direction.READ, Strategy.DIRECT):
+        what, found = "only a direct read can be shared", f"direction {claim.direction}, strategy {claim.strategy}"
+        raise TransferError(Reason.MALFORMED, what, found=found, expected=f"{Direction.READ}, {Strategy.DIRECT}")

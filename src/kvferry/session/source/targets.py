@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from kvferry.errors import FerryError, RequestError, TransferError
+from kvferry.errors import FerryError, TransferError
 from kvferry.plan.description.layout import Layout
-from kvferry.plan.programs.copies import NOTHING, Copies
 from kvferry.plan.programs.layer_groups import Bundle, bundles
 from kvferry.plan.programs.program import Program, bind
-from kvferry.plan.programs.request import check_ranges, copies_for
-from kvferry.plan.programs.token_chunks import WHOLE, parted
+from kvferry.plan.programs.request import check_ranges
 from kvferry.plan.routing.route import route
 from kvferry.plan.slots.slot_plan import StagedRequest, region_starts
 from kvferry.plan.strategy.strategies import RegionStarts
@@ -21,7 +19,7 @@ from kvferry.session.commands import Command, Connect, Disconnect, Reply
 from kvferry.session.events import LeaseRequest, PeerConnected, PeerUnreachable
 from kvferry.session.refusals import refuse
 from kvferry.session.timeouts import Timing
-from kvferry.wire.messages import Claim, Party, Reached, Reason, Refusal, TargetOffer
+from kvferry.wire.messages import Claim, Party, Reached, Reason, TargetOffer
 
 MAX_TARGETS = 512
 NUM_BUNDLES = 8
@@ -57,20 +55,21 @@ class Targets:
         return len(self._known)
 
     def offered(self, peer: str, offer: TargetOffer, busy: Collection[Party], now: float) -> list[Command]:
-        """Connect to a target that wants to be written to; say so again when it is repeated."""
+        """Connect to a target that wants to be written to; say so again when it is repeated. Raises TransferError for
+        an offer that makes no sense, or where there are too many."""
         if known := self._known.get(offer.party):
             # Whether we may attach its staging memory is decided anew in each handshake.
             if structs.replace(known.offer, staging=offer.staging) != offer:
-                return _refuse(peer, Reason.MALFORMED, "two different offers of one target rank", str(offer.party))
+                raise TransferError(Reason.MALFORMED, "two different offers of one target rank", found=str(offer.party))
             if offer == known.offer or offer.party in busy:
                 known.peer, known.last_heard = peer, now
                 return [Reply(peer, reached) for reached in known.reached]
         if offer.party.rank >= len(offer.layouts):
             found = f"rank {offer.party.rank} of {len(offer.layouts)}"
-            return _refuse(peer, Reason.MALFORMED, "an offer of a rank without a layout", found)
+            raise TransferError(Reason.MALFORMED, "an offer of a rank without a layout", found=found)
         replaced = [self._forget(party) for party in list(self._known) if _is_met_anew(party, offer.party)]
         if len(self._known) >= MAX_TARGETS:
-            return _refuse(peer, Reason.UNREACHABLE, "too many targets at once", f"{len(self._known)} targets")
+            raise TransferError(Reason.UNREACHABLE, "too many targets at once", found=f"{len(self._known)} targets")
         starts = region_starts(self._layouts[self._rank], offer.layouts[offer.party.rank])
         self._known[offer.party] = _Target(peer, offer, now, starts)
         return [*replaced, Connect(offer.party, offer)]
@@ -83,38 +82,21 @@ class Targets:
         if isinstance(event, PeerConnected):
             known.reached = (Reached(event.transport, event.choice[:4096], event.reaches_staging),)
             return [Reply(known.peer, known.reached[0])]
-        refusal = _refuse(known.peer, Reason.UNREACHABLE, "no transport reaches the target", event.error)
-        return [self._forget(known.offer.party), *refusal]
+        error = TransferError(Reason.UNREACHABLE, "no transport reaches the target", found=event.error)
+        return [self._forget(known.offer.party), *refuse(known.peer, error)]
 
     def heard(self, party: Party, now: float) -> None:
         """A target is there."""
         if known := self._known.get(party):
             known.last_heard = now
 
-    def check(self, claim: Claim) -> None:
-        """Raises TransferError, or BlockTableError for its ranges, when a claim cannot or must not be carried out."""
-        self._program_of(claim)
-
-    def copies(self, claim: Claim, lease: LeaseRequest) -> Copies:
-        """The rows to write for a claim, or our share. Raises TransferError, or BlockTableError for its ranges, when
-        it cannot or must not be carried out."""
-        program = self._program_of(claim)
-        if not claim.num_tokens:
-            return NOTHING
-        try:
-            ours = parted(claim.read_from)[0] if claim.read_from else WHOLE
-            return copies_for(program, lease.block_tables, claim.block_tables, claim.ranges, ours)
-        except RequestError as error:
-            raise TransferError(Reason.OUT_OF_RANGE, error.what, found=error.found, expected=error.expected) from error
-
     def request(self, claim: Claim, lease: LeaseRequest) -> StagedRequest:
-        """What moves for a claim through staging memory. Raises TransferError, or BlockTableError for its ranges, when
-        it must not be carried out."""
+        """What moves for a claim, and where. Raises TransferError, or BlockTableError for its ranges, when it cannot or
+        must not be carried out."""
         program, starts = self._program_of(claim), self._known[claim.party].starts
         if claim.strategy.source_gathers and not claim.slot_bytes:
-            raise TransferError(
-                Reason.MALFORMED, "staging slots of no size", found="0 bytes", expected="at least 1 byte"
-            )
+            what = "staging slots of no size"
+            raise TransferError(Reason.MALFORMED, what, found="0 bytes", expected="at least 1 byte")
         return StagedRequest(
             program, lease.block_tables, claim.block_tables, claim.ranges, claim.strategy, claim.slot_bytes, starts
         )
@@ -176,7 +158,3 @@ class Targets:
 def _is_met_anew(known: Party, party: Party) -> bool:
     """Itself, or another start of the same engine: what was known need not be kept mapped."""
     return (known.engine_id, known.rank) == (party.engine_id, party.rank)
-
-
-def _refuse(peer: str, reason: Reason, what: str, found: str) -> list[Command]:
-    return refuse(peer, Refusal(reason, what, found[:4096], "", ""))

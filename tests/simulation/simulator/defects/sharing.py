@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from kvferry.plan.programs.copies import Direction
+from kvferry.plan.programs.token_chunks import parted
 from kvferry.session.commands import Command
 from kvferry.session.events import FrameArrived, TicketEnded
 from kvferry.session.keys import ClaimKey, ReadKey
+from kvferry.session.source.direct_write import DirectWrite
 from kvferry.session.source.session import SourceEvent, SourceSession
-from kvferry.session.source.single_write import SingleWrite, WriteState
 from kvferry.session.target.session import TargetEvent, TargetSession
 from kvferry.wire.messages import Claim
 
@@ -27,9 +28,11 @@ class LateShare(SourceSession):
     """Writes what it has once granted, whatever has become of it."""
 
     def handle(self, event: SourceEvent, now: float) -> list[Command]:
+        granted = {write.key: list(write.todo) for write, _ in self._writes._shares}
         commands = super().handle(event, now)
-        for claim, lease in self._writes._shares:
-            _grant_again(lease.writes[ClaimKey(lease.wanted.lease_id, claim.party, claim.claim_id)])
+        for write, _ in self._writes._shares:
+            if not write.is_open:
+                write.todo, write.error = granted[write.key], ""
         return commands
 
 
@@ -41,12 +44,7 @@ class ShareAgain(SourceSession):
             claim = event.message
             lease = self._leases.get(claim.reference.lease_id)
             write = lease.writes.get(ClaimKey(claim.reference.lease_id, claim.party, claim.claim_id)) if lease else None
-            if lease and write and lease.live and write.is_written:
-                _grant_again(write)
-                self._writes._shares.append((claim, lease))
+            if lease and isinstance(write, DirectWrite) and lease.live and write.is_written:
+                write.todo = [parted(claim.read_from)[0]]
+                self._writes._shares.append((write, lease))
         return super().handle(event, now)
-
-
-def _grant_again(write: object) -> None:
-    if isinstance(write, SingleWrite) and not write.is_open:
-        write.machine.state = WriteState.GRANTED

@@ -154,9 +154,9 @@ class FarAtOnce(SourceSession):
             write for lease in self._leases for write in lease.writes.values() if isinstance(write, PackedWrite)
         ]
         for packing in packings:
-            for key in [key for key, use in packing.uses.items() if use.is_far and use.state is SlotState.DRAINING]:
-                del packing.uses[key]
-                commands.append(Release(key))
+            for use in [use for use in packing.uses.values() if use.is_far and use.state is SlotState.DRAINING]:
+                del packing.uses[use.key]
+                commands.append(Release(use.key))
         return commands
 
 

@@ -1,4 +1,5 @@
-"""A claim that a source writes straight into the target's blocks, stretch by stretch, as its tokens are computed."""
+"""A claim that a source writes straight into the target's blocks: at once, or by stretches of tokens as they are
+computed."""
 
 from __future__ import annotations
 
@@ -6,30 +7,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from kvferry.plan.description.tokens import TokenRange
-from kvferry.plan.programs.copies import Direction
+from kvferry.plan.programs.copies import NOTHING, Direction
 from kvferry.plan.programs.layer_groups import Bundle
 from kvferry.plan.programs.program import Program
 from kvferry.plan.programs.request import copies_for
-from kvferry.plan.programs.token_chunks import WHOLE, Stretch, stretch_tokens, stretches
+from kvferry.plan.programs.token_chunks import WHOLE, Stretch
 from kvferry.plan.slots.slot_plan import StagedRequest
 from kvferry.session.commands import Cancel, Command, Post
-from kvferry.session.events import Ahead, TicketEnded
-from kvferry.session.keys import ClaimKey, SlotKey
+from kvferry.session.events import Acquired, Ahead, Staged, TicketEnded
+from kvferry.session.keys import ClaimKey, SlotKey, WorkKey
 from kvferry.wire.messages import Grant, Queued, Reason, Refusal, Written
-
-STRETCH_BYTES = 4 << 20
 
 MIN_AHEAD = 2
 """Fewer stretches than these are not sent state by state: they are sent faster than they are cut."""
 
 
 @dataclass(slots=True)
-class StreamedWrite:
-    """`peer` names whom to answer. `todo` are the stretches that are not posted, `uses` the tickets that are open; what
-    is said of a `SingleWrite` is true of this. `has_got_on`: one has ended since the target last asked.
+class DirectWrite:
+    """`peer` names whom to answer, `error` says what did not work. `todo` are the stretches that are not posted, `uses`
+    the tickets that are open, in their order. `has_got_on`: one has ended since the target last asked.
 
     With `bundles` of states, what is computed of some states is sent before the other states are: `cut` is the
-    stretch that is sent so, and `cut_todo` what is not posted of it.
+    stretch that is sent so, and `cut_todo` what is not posted of it. `is_clean` says that nothing which was sent can be
+    under way once no ticket is open. With `is_aborted` the target waits to hear that no ticket is open.
     """
 
     key: ClaimKey
@@ -39,7 +39,7 @@ class StreamedWrite:
     bundles: tuple[Bundle, ...] = ()
     cut: Stretch = WHOLE
     cut_todo: list[Bundle] = field(default_factory=list)
-    uses: set[SlotKey] = field(default_factory=set)
+    uses: dict[WorkKey, None] = field(default_factory=dict)
     num_posted: int = 0
     num_bytes: int = 0
     num_rows: int = 0
@@ -48,16 +48,6 @@ class StreamedWrite:
     is_clean: bool = True
     is_aborted: bool = False
 
-    @classmethod
-    def started(cls, key: ClaimKey, peer: str, request: StagedRequest, stretch_bytes: int) -> StreamedWrite:
-        """One of which nothing is posted yet; a ticket writes about `stretch_bytes`."""
-        cuts = stretches(request.ranges, stretch_tokens(request.program, stretch_bytes))
-        return cls(key, peer, request, list(cuts))
-
-    @property
-    def claim_id(self) -> str:
-        return self.key.claim_id
-
     @property
     def is_open(self) -> bool:
         """Whether something is written, or will be."""
@@ -65,22 +55,23 @@ class StreamedWrite:
 
     @property
     def is_written(self) -> bool:
+        """Whether all bytes are there, as far as we know."""
         return not self.is_open and not self.error
 
     def status(self) -> Grant | Queued | Written | Refusal:
         """Its progress, while its lease is live. `Queued` keeps the target waiting: only a prefill may do so, not a
         write that hangs."""
         if self.error:
-            return Refusal(Reason.TRANSPORT, "the write failed", self.error, "", self.claim_id)
+            return Refusal(Reason.TRANSPORT, "the write failed", self.error, "", self.key.claim_id)
         has_got_on, self.has_got_on = self.has_got_on, False
         if (self.todo or self.cut_todo) and (has_got_on or not self.uses):
-            return Queued(self.claim_id)
+            return Queued(self.key.claim_id)
         if self.is_open:
-            return Grant(self.claim_id, ())
-        return Written(self.claim_id, self.num_bytes, self.num_rows)
+            return Grant(self.key.claim_id, ())
+        return Written(self.key.claim_id, self.num_bytes, self.num_rows)
 
     def grown(self, block_tables: tuple[tuple[int, ...], ...], num_ready: int, ahead: Ahead) -> Iterator[Command]:
-        """Post what has become ready. Raises what planning it raises."""
+        """Post what is ready. Raises what planning it raises."""
         self.request = replace(self.request, source_tables=block_tables)
         yield from self._post_bundles(num_ready, ahead)
         while self.todo and self._end(self.todo[0]) <= num_ready:
@@ -105,23 +96,30 @@ class StreamedWrite:
         while self.cut_todo and (is_ready or self.cut_todo[0].num_states <= num_states):
             yield self._post(self.cut_todo.pop(0).program, self.cut)
 
+    @property
+    def _num_tokens(self) -> int:
+        return max((tokens.last for tokens in self.request.ranges), default=0)
+
     def _end(self, stretch: Stretch) -> int:
         """How many tokens must be there. The last stretch ends with the request."""
-        return min(stretch.tokens.last, max(tokens.last for tokens in self.request.ranges))
+        return min(stretch.tokens.last, self._num_tokens)
 
     def _post(self, program: Program, stretch: Stretch) -> Post:
-        request = self.request
-        copies = copies_for(program, request.source_tables, request.target_tables, request.ranges, stretch)
+        request, copies = self.request, NOTHING
+        if self._num_tokens:
+            copies = copies_for(program, request.source_tables, request.target_tables, request.ranges, stretch)
         self.num_bytes += copies.num_bytes
         self.num_rows += len(copies)
         key = SlotKey(self.key, stretch=self.num_posted, number=0)
         self.num_posted += 1
-        self.uses.add(key)
+        self.uses[key] = None
         return Post(key, copies, Direction.WRITE)
 
-    def ticket_ended(self, event: TicketEnded) -> Iterator[Command]:
-        """A stretch is written, or is not."""
-        self.uses -= {key for key in self.uses if key == event.key}
+    def handle(self, event: Acquired | Staged | TicketEnded) -> Iterator[Command]:
+        """A ticket has ended, well or not; nothing else concerns it."""
+        if not isinstance(event, TicketEnded):
+            return
+        self.uses.pop(event.key, None)
         self.is_clean = self.is_clean and not event.error
         self.has_got_on = True
         if event.error:
@@ -129,8 +127,8 @@ class StreamedWrite:
 
     def fail(self, error: str) -> Iterator[Command]:
         """Begin nothing more, and wait for what is in flight."""
-        is_known, self.error = bool(self.error), self.error or error
+        is_stopped, self.error = bool(self.error), self.error or error
         self.todo.clear()
         self.cut_todo.clear()
-        for key in sorted(self.uses, key=lambda key: key.stretch) if not is_known else ():
+        for key in self.uses if not is_stopped else ():
             yield Cancel(key)
