@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
@@ -102,13 +102,12 @@ def ucx_facts(system: SystemFacts, ucx_version: str) -> Iterator[Fact]:
         yield Fact("ucx", "copies", "none found")
 
 
-def setting_facts(chosen: Sequence[Environment], system: SystemFacts, token_file: str) -> Iterator[Fact]:
+def setting_facts(chosen: Environment | None, system: SystemFacts, token_file: str) -> Iterator[Fact]:
     """Settings of UCX, chosen or (where that was impossible) only the user's own, and of kvferry."""
-    for setting in (setting for each in chosen for setting in each.settings):
+    for setting in chosen.settings if chosen else ():
         yield Fact("settings", str(setting), setting.reason, str(setting.origin))
-    if not chosen:
-        for name, value in sorted(system.user.items()):
-            yield Fact("settings", f"{name}={value}", "set by you", "environment")
+    for name, value in sorted(system.user.items()) if not chosen else ():
+        yield Fact("settings", f"{name}={value}", "set by you", "environment")
     yield Fact("settings", "cache folder", str(environment.cache_directory()), environment.cache_origin())
     if token_file:
         yield Fact("settings", "token file", token_file, environment.token_origin(token_file))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from ipaddress import ip_address
 from socket import SOCK_STREAM, create_connection, getaddrinfo
 from typing import Final
@@ -13,7 +15,7 @@ from urllib.parse import urlsplit
 from kvferry import new_epoch
 from kvferry.agent.control.channel import ControlChannel
 from kvferry.agent.control.shared_token import SharedToken
-from kvferry.cli.doctor.transport_tests import Trials, verdict
+from kvferry.cli.doctor.transport_tests import Trials, unusable, verdict
 from kvferry.errors import ConfigurationError, FerryError, TransportError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.keys import PeerKey
@@ -68,26 +70,22 @@ class _Asking:
 
     def offer(self) -> Offer:
         """How its memory is reached; it also goes on making progress for us for some seconds. Raises TransportError."""
-        began = asked = time.monotonic()
-        self._ask()
+        began, asked = time.monotonic(), -math.inf
         while (now := time.monotonic()) - began < ANSWER_S:
+            if now - asked > ASK_AGAIN_S:
+                asked = now
+                self._channel.send(self._peer, encode(OfferRequest(self._party)))
             for arrival in self._channel.receive(TURN_S):
                 message = decode(arrival.frame)
                 if isinstance(message, Offer):
                     return message
                 if isinstance(message, Refusal):
                     raise TransportError(message.what, found=message.found, expected=message.expected)
-            if now - asked > ASK_AGAIN_S:
-                asked = now
-                self._ask()
         raise TransportError(
             f"no engine answers at {self._peer.address} within {ANSWER_S:g} s",
             expected=EXPECTED,
             hint="is the engine suspended or overloaded? does it have the same --token-file?",
         )
-
-    def _ask(self) -> None:
-        self._channel.send(self._peer, encode(OfferRequest(self._party)))
 
 
 def _measurements(asking: _Asking, offer: Offer, opened: Opened, say: Callable[[str], None]) -> Iterator[Measurement]:
@@ -102,13 +100,13 @@ def _measurements(asking: _Asking, offer: Offer, opened: Opened, say: Callable[[
             asking.offer()
             transport.connect(PEER, offered[transport.name].descriptor)
         except FerryError as error:
-            yield Measurement(transport.name, 0.0, 0.0, 0.0, error.found or error.what)
+            yield unusable(transport.name, error.found or error.what)
             continue
         probe = offer.probe
         yield measure(transport, PEER, Probe(probe.address, probe.size_bytes, probe.seed, probe.num_marks))
         transport.disconnect(PEER)
     for name, reason in opened.unavailable.items():
-        yield Measurement(name, 0.0, 0.0, 0.0, reason)
+        yield unusable(name, reason)
 
 
 def _findings(measurements: tuple[Measurement, ...], context: LocalContext, offer: Offer) -> Iterator[Finding]:
@@ -122,8 +120,7 @@ def _findings(measurements: tuple[Measurement, ...], context: LocalContext, offe
     for each in measurements:
         if not each.error and each.name in (chosen, "nixl"):
             for finding in diagnose(each, Direction.READ, place, context):
-                severity = finding.severity if each.name == chosen else Severity.NOTE
-                yield Finding(severity, finding.what, finding.found, finding.expected, finding.hint)
+                yield finding if each.name == chosen else replace(finding, severity=Severity.NOTE)
 
 
 def _check_greeting(endpoint: str) -> str:
@@ -138,10 +135,8 @@ def _check_greeting(endpoint: str) -> str:
             here: str = connection.getsockname()[0]
             said = connection.recv(len(GREETING))
     except TimeoutError:
-        found, hint = (
-            f"nothing was said within {GREETING_S:g} s",
-            "is this the engine's HTTP port, or is the engine suspended or overloaded?",
-        )
+        found = f"nothing was said within {GREETING_S:g} s"
+        hint = "is this the engine's HTTP port, or is the engine suspended or overloaded?"
     except OSError as error:
         found, hint = error.strerror or str(error), "is the engine running?"
     else:
@@ -161,13 +156,9 @@ def endpoint_of(address: str, token: SharedToken) -> str:
     except (OSError, ValueError):
         found = ""
     if not found:
-        raise ConfigurationError(
-            "invalid --peer address",
-            found=address,
-            expected="host:port, with a port from 1 to 65535",
-            hint="such as 127.0.0.1:41234",
-        )
+        expected, hint = "host:port, with a port from 1 to 65535", "such as 127.0.0.1:41234"
+        raise ConfigurationError("invalid --peer address", found=address, expected=expected, hint=hint)
     if not token and not ip_address(found).is_loopback:
-        what = "engines on other hosts need a shared token"
-        raise ConfigurationError(what, found=address, hint="pass the engine's --token-file")
+        what, hint = "engines on other hosts need a shared token", "pass the engine's --token-file"
+        raise ConfigurationError(what, found=address, hint=hint)
     return f"tcp://[{found}]:{port}" if ":" in str(found) else f"tcp://{found}:{port}"

@@ -23,10 +23,9 @@ from kvferry.staging.device.table import check_pair, devices, load_devices
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.machine.finding import Finding, Severity, finding_of, worst
 from kvferry.transport.machine.hardware import KINDS, accelerators
-from kvferry.transport.selection.measurement import UNMEASURED, Measurement
+from kvferry.transport.selection.measurement import UNMEASURED, Measurement, Rates
 from kvferry.transport.ucx.environment import prepare, silence_libraries, system_facts
 from kvferry.transport.ucx.introspection import UcxIntrospection
-from kvferry.transport.ucx.settings import Environment
 
 EXIT_CODES: Final = {Severity.OK: 0, Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}
 STYLES: Final = {Severity.NOTE: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
@@ -37,6 +36,7 @@ VERDICTS: Final = {
     Severity.ERROR: "Not ready for transfers as set up",
 }
 NO_AGENT: Final = "Transports can be tried, but engines cannot use them: kvferry[agent] is not installed"
+LOOPBACK: Final = "Loopback: host memory of another process of this machine"
 WHERE: Final = {"loopback": "on this host", "peer": "to the peer"}
 NAME_WIDTH: Final = 28
 LEAST_WIDTH: Final = 20
@@ -86,15 +86,19 @@ def _examine(options: DoctorOptions) -> _Report:
     place = Place.UNKNOWN if options.token_file else Place.SAME_HOST
     findings: list[Finding] = []
     skipped: dict[str, str] = {}
-    environment: list[Environment] = []
+    environment = None
     try:
         prepared = prepare(device, buffer_device, place)
-        environment.append(prepared.environment)
-        findings += [*prepared.environment.warnings, *prepared.late]
+        environment = prepared.environment
+        findings += [*environment.warnings, *prepared.late]
     except ConfigurationError as error:
         findings.append(finding_of(error))
         skipped["nixl"] = f"{NOT_TRIED}: see the findings"
-    say = _quiet if options.as_json else _progress
+
+    def say(text: str) -> None:
+        if not options.as_json:
+            console.say(f"{text} …")
+
     trials = {"loopback": loopback(say, skipped)}
     if options.peer:
         from kvferry.cli.doctor.peer import try_peer
@@ -133,17 +137,8 @@ def _missing(device: str) -> Iterator[Finding]:
     """That a device is planned for which is not here."""
     if device in KINDS and device not in {each.kind for each in accelerators()}:
         what = f"this machine has no {device} device; the report describes a machine that has one"
-        yield Finding(
-            Severity.NOTE, what, "none on the PCI bus", device, "omit --device to check the devices of this machine"
-        )
-
-
-def _progress(text: str) -> None:
-    console.say(f"{text} …")
-
-
-def _quiet(text: str) -> None:
-    """Whoever reads JSON does not wait at a screen."""
+        hint = "omit --device to check the devices of this machine"
+        yield Finding(Severity.NOTE, what, "none on the PCI bus", device, hint)
 
 
 def _as_json(report: _Report) -> dict[str, Any]:
@@ -156,15 +151,17 @@ def _as_json(report: _Report) -> dict[str, Any]:
 
 
 def _trials_as_json(trials: Trials) -> dict[str, Any]:
-    """Infinite times have no place in JSON: what failed has no figures."""
-    rows = []
-    for found in trials.measurements:
-        row: dict[str, Any] = {"transport": found.name, "error": found.error, "carriers": list(found.carriers)}
-        for direction in Direction:
-            rates = found.rates(direction)
-            row[direction] = {"error": rates.error} if rates.error else asdict(rates)
-        rows.append(row)
+    rows = [
+        {"transport": found.name, "error": found.error, "carriers": list(found.carriers)}
+        | {str(direction): _rates_as_json(found.rates(direction)) for direction in Direction}
+        for found in trials.measurements
+    ]
     return {"place": str(trials.place), "chosen": verdict(trials.measurements), "transports": rows}
+
+
+def _rates_as_json(rates: Rates) -> dict[str, Any]:
+    """Infinite times have no place in JSON: what failed has no figures."""
+    return {"error": rates.error} if rates.error else asdict(rates)
 
 
 def _print(report: _Report, screen: Console) -> None:
@@ -185,11 +182,8 @@ def _print(report: _Report, screen: Console) -> None:
 def _verdict(report: _Report) -> str:
     """Whether transfers work here, over what, and how much there is to read."""
     counts = Counter(finding.severity for finding in report.findings)
-    found = [
-        f"{number} {severity}{'s' if number > 1 else ''}"
-        for severity in (Severity.ERROR, Severity.WARNING, Severity.NOTE)
-        if (number := counts[severity])
-    ]
+    words = {severity: f"{number} {severity}{'s' if number > 1 else ''}" for severity, number in counts.items()}
+    found = [words[severity] for severity in (Severity.ERROR, Severity.WARNING, Severity.NOTE) if severity in words]
     state = NO_AGENT if missing_modules("agent") else VERDICTS[worst(report.findings)]
     taken = [f"{verdict(trials.measurements)} {WHERE[name]}" for name, trials in report.trials.items()]
     return f"{state} ({', '.join(found) or 'no findings'}). --transport auto takes {' and '.join(taken)}."
@@ -197,12 +191,7 @@ def _verdict(report: _Report) -> str:
 
 def _print_trials(report: _Report, screen: Console) -> None:
     for name, trials in report.trials.items():
-        title = (
-            "Loopback: host memory of another process of this machine"
-            if name == "loopback"
-            else f"Peer ({trials.place})"
-        )
-        screen.print(f"\n{title}", style="bold")
+        screen.print(f"\n{LOOPBACK if name == 'loopback' else f'Peer ({trials.place})'}", style="bold")
         for found in trials.measurements:
             _line(screen, found.name, _words(found))
         _line(screen, "auto takes", verdict(trials.measurements))

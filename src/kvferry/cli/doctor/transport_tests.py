@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 
 from kvferry.errors import FerryError, TransportError
@@ -31,51 +32,47 @@ class Trials:
     findings: tuple[Finding, ...]
 
 
+def unusable(name: str, reason: str) -> Measurement:
+    """What is known of a transport that was not measured."""
+    return Measurement(name, 0.0, 0.0, 0.0, reason)
+
+
 def loopback(say: Callable[[str], None], skipped: Mapping[str, str]) -> Trials:
     """Read from and write to another process of this machine, over every transport but those that are `skipped`."""
-    measurements: list[Measurement] = []
-    findings: list[Finding] = []
-    for name in OPENERS:
-        if name in skipped:
-            measurements.append(Measurement(name, 0.0, 0.0, 0.0, skipped[name]))
-            continue
-        say(f"trying {name} between two processes of this machine")
-        measurements.append(_loopback_over(name))
-        findings += _of_one(measurements[-1], Place.SAME_HOST)
-    return Trials(Place.SAME_HOST, tuple(measurements), tuple(findings))
+    tried = [unusable(name, skipped[name]) if name in skipped else _loopback_over(name, say) for name in OPENERS]
+    findings = [finding for found in tried if found.name not in skipped for finding in _of_one(found)]
+    return Trials(Place.SAME_HOST, tuple(tried), tuple(findings))
 
 
-def _loopback_over(name: str) -> Measurement:
+def _loopback_over(name: str, say: Callable[[str], None]) -> Measurement:
+    say(f"trying {name} between two processes of this machine")
     try:
         transport = OPENERS[name]("127.0.0.1")
     except FerryError as error:
-        return Measurement(name, 0.0, 0.0, 0.0, str(error))
+        return unusable(name, str(error))
     try:
-        with PeerProcess(name, PROBE_BYTES, SEED) as peer:
+        with closing(transport), PeerProcess(name, PROBE_BYTES, SEED) as peer:
             transport.connect("peer", peer.descriptor)
             return measure(transport, "peer", peer.probe)
     except (FerryError, json.JSONDecodeError) as error:
-        return Measurement(name, 0.0, 0.0, 0.0, f"the other process: {error}")
-    finally:
-        transport.close()
+        return unusable(name, f"the other process: {error}")
 
 
-def _of_one(found: Measurement, place: Place) -> Iterator[Finding]:
+def _of_one(found: Measurement) -> Iterator[Finding]:
     """Of a transport that was tried for itself: that tcp is tcp is no surprise then."""
-    if found.error:
-        # A transport that is not installed is no fault; that is said once, elsewhere.
-        if "not installed" not in found.error:
-            hint = "see the other findings, and docs/transports.md for what each transport needs"
-            if found.name == "nixl":
-                hint += "; UCX_LOG_LEVEL=info kvferry doctor shows UCX's own messages"
-            yield Finding(Severity.WARNING, f"{found.name} does not work here", found.error, "a successful copy", hint)
-        return
-    yield from diagnose(found, Direction.READ, place, local_context(found.name))
-    if found.writing.error:
-        what = f"{found.name} cannot write, so it cannot be used with --transfer-direction push"
-        yield Finding(
-            Severity.WARNING, what, found.writing.error, "a successful copy", "use auto, the default, or pull"
-        )
+    expected = "a successful copy"
+    if not found.error:
+        yield from diagnose(found, Direction.READ, Place.SAME_HOST, local_context(found.name))
+        if found.writing.error:
+            what = f"{found.name} cannot write, so it cannot be used with --transfer-direction push"
+            hint = "use auto, the default, or pull"
+            yield Finding(Severity.WARNING, what, found.writing.error, expected, hint)
+    # A transport that is not installed is no fault; that is said once, elsewhere.
+    elif "not installed" not in found.error:
+        hint = "see the other findings, and docs/transports.md for what each transport needs"
+        if found.name == "nixl":
+            hint += "; UCX_LOG_LEVEL=info kvferry doctor shows UCX's own messages"
+        yield Finding(Severity.WARNING, f"{found.name} does not work here", found.error, expected, hint)
 
 
 def verdict(measurements: Iterable[Measurement]) -> str:
