@@ -17,7 +17,7 @@ import sys
 import tempfile
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def judged(report: Report, by: ItlBy) -> Report:
 
 
 def facts(system: System, fleet: Fleet, reports: list[Report]) -> dict[str, Any]:
-    best = {str(by): best_of([judged(report, by) for report in reports], ATTAINMENT).as_json() for by in ItlBy}
+    best = {str(by): asdict(best_of([judged(report, by) for report in reports], ATTAINMENT)) for by in ItlBy}
     runs = []
     for report in reports:
         attainment = {f"attainment_by_{by}": judged(report, by).attainment for by in ItlBy}

@@ -7,8 +7,8 @@ import hmac
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry.errors import ConfigurationError
@@ -91,7 +91,7 @@ class _ApiKeys:
             if not self._is_known(key):
                 request_id = id_of_refusal(scope["headers"])
                 self._turned_away(scope, request_id)
-                await _refuse(send, request_id, was_shown=bool(key))
+                await _refusal(request_id, was_shown=bool(key))(scope, receive, send)
                 return
             # A router forwards headers to engines, which must not learn the key of its clients.
             scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != AUTHORIZATION]}
@@ -118,14 +118,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-async def _refuse(send: Send, request_id: str, was_shown: bool) -> None:
+def _refusal(request_id: str, was_shown: bool) -> JSONResponse:
     message = "the API key is not valid" if was_shown else "an API key is needed: Authorization: Bearer KEY"
-    body = msgspec.json.encode(error_body(message, INVALID_REQUEST, INVALID_KEY, None))
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"www-authenticate", b"Bearer"),
-        (NAME, request_id.encode()),
-    ]
-    await send({"type": "http.response.start", "status": UNAUTHORIZED, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    headers = {"www-authenticate": "Bearer", NAME.decode(): request_id}
+    return JSONResponse(error_body(message, INVALID_REQUEST, INVALID_KEY, None), UNAUTHORIZED, headers)

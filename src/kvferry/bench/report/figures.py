@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from kvferry.bench.report.record import PERCENTILES, Record, Summary, summary
@@ -118,31 +119,18 @@ def _lists(report: Report) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """`rate` is the highest at which at least `attainment` of the requests met the SLO, as at all lower ones, or 0.
+    """At `highest_rate_within_slo`, and at all lower ones, at least `wanted_attainment` of the requests met the SLO; it
+    is 0 where there is none. `best_goodput` is the most requests/s that met it at any rate, at `best_goodput_rate`."""
 
-    `goodput` is the most requests/s that met it at any rate, which was `goodput_rate`.
-    """
-
-    attainment: float
-    rate: float
-    goodput: float
-    goodput_rate: float
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "wanted_attainment": self.attainment,
-            "highest_rate_within_slo": self.rate,
-            "best_goodput": self.goodput,
-            "best_goodput_rate": self.goodput_rate,
-        }
+    wanted_attainment: float
+    highest_rate_within_slo: float
+    best_goodput: float
+    best_goodput_rate: float
 
 
 def best_of(reports: Sequence[Report], attainment: float) -> Best:
     """Of at least one report."""
-    highest = 0.0
-    for report in sorted(reports, key=lambda report: report.rate):
-        if report.attainment < attainment:
-            break
-        highest = report.rate
+    ascending = sorted(reports, key=lambda report: report.rate)
+    met = [report.rate for report in takewhile(lambda report: report.attainment >= attainment, ascending)]
     best = max(reports, key=lambda report: report.goodput)
-    return Best(attainment, highest, best.goodput, best.rate)
+    return Best(attainment, max(met, default=0.0), best.goodput, best.rate)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -162,5 +163,5 @@ def _json(options: BenchOptions, target: Target, reports: tuple[Report, ...]) ->
     runs = [report.as_json(options.every_request) for report in reports]
     if len(runs) == 1:
         return facts | runs[0]
-    best = best_of(reports, options.attainment).as_json() if reports[0].slo.is_limited else {}
+    best = asdict(best_of(reports, options.attainment)) if reports[0].slo.is_limited else {}
     return facts | best | {"sweep": runs}

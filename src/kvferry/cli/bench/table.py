@@ -33,8 +33,8 @@ def show(reports: Sequence[Report], attainment: float) -> None:
         best = best_of(reports, attainment)
         _say(
             out,
-            f"highest rate at which {best.attainment:.0%} met the limits: {best.rate:g} requests/s; "
-            f"best goodput: {best.goodput:.3g} requests/s, at {best.goodput_rate:g}",
+            f"highest rate at which {attainment:.0%} met the limits: {best.highest_rate_within_slo:g} requests/s; "
+            f"best goodput: {best.best_goodput:.3g} requests/s, at {best.best_goodput_rate:g}",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 
-import msgspec
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.http.openai import SERVER_ERROR, SSE_MEDIA_TYPE, error_body, error_event
@@ -57,7 +57,7 @@ class OpenRequests:
             if not self._is_over:
                 raise
             task.uncancel()
-            await answer.break_off()
+            await answer.break_off(scope, receive)
         finally:
             self._open.discard(task)
             if not self._open:
@@ -84,13 +84,9 @@ class _Answer:
         self._is_over = message["type"] == "http.response.body" and not message.get("more_body", False)
         await self._send(message)
 
-    async def break_off(self) -> None:
-        if self._is_over:
-            return
-        body = error_event(WORDS, CODE) if self._takes_event else b""
+    async def break_off(self, scope: Scope, receive: Receive) -> None:
         if not self._has_begun:
-            body = msgspec.json.encode(error_body(WORDS, SERVER_ERROR, CODE, None))
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-            await self._send({"type": "http.response.start", "status": 503, "headers": headers})
-        if body:
-            await self._send({"type": "http.response.body", "body": body})
+            refusal = JSONResponse(error_body(WORDS, SERVER_ERROR, CODE, None), 503)
+            await refusal(scope, receive, self._send)
+        elif self._takes_event and not self._is_over:
+            await self._send({"type": "http.response.body", "body": error_event(WORDS, CODE)})
