@@ -8,13 +8,19 @@ from math import prod
 
 import pytest
 import torch
+from test_families import BASE
 from test_shipped import AUTO, FIGURES, config_of
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import remap_legacy_layer_types
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from kvferry import catalog
 from kvferry.catalog.config.families import _FAMILIES, language_fields
 from kvferry.catalog.layers.layer_types import layers_of
+from kvferry.errors import ConfigurationError
 
 TINY = {
     "vocab_size": 64,
@@ -162,3 +168,30 @@ def test_defaults_are_those_of_the_configuration_class(family):
         ours = remap_legacy_layer_types([layer.word for layer in layers_of(language_fields(family, config))])
         indexed = family == "deepseek_v32"
         assert ours == (["full_attention"] * len(words) if indexed else words)
+
+
+@pytest.mark.parametrize("family", sorted(MODEL_FOR_MASKED_LM_MAPPING_NAMES))
+def test_a_family_that_fills_in_masks_is_refused(family):
+    """Of those that transformers knows; an encoder with a decoder is refused for that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = CONFIG_MAPPING[family]().to_dict()
+    with pytest.raises(ConfigurationError):
+        catalog.of_config({name: value for name, value in config.items() if name != "architectures"}, family, AUTO)
+
+
+# Of pictures, sounds and pages, and one whose code is on the Hub.
+@pytest.mark.parametrize("family", ["clip", "jina_bert", "layoutlmv3", "siglip", "vit", "wav2vec2"])
+def test_an_encoder_that_fills_in_no_masks_is_refused(family):
+    with pytest.raises(ConfigurationError, match="generates no text"):
+        catalog.of_config({**BASE, "model_type": family}, family, AUTO)
+
+
+@pytest.mark.parametrize("family", [name for name, family in _FAMILIES.items() if family.encoder])
+def test_an_encoder_is_described_as_a_decoder_only(family):
+    assert family in CONFIG_MAPPING or family == "jina_bert"
+    with pytest.raises(ConfigurationError, match="generates no text"):
+        catalog.of_config({**BASE, "model_type": family}, family, AUTO)
+    if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        described = catalog.of_config({**BASE, "model_type": family, "is_decoder": True}, family, AUTO)
+        assert described.cache.num_layers == BASE["num_hidden_layers"]

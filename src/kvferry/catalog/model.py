@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from kvferry.catalog.config.dtypes import PACKED_LATENT, Item, cache_item, model_item, recurrent_item
+from kvferry.catalog.config.dtypes import PACKED_LATENT, cache_item, model_item, recurrent_item
 from kvferry.catalog.config.families import language_fields
 from kvferry.catalog.config.fields import Fields
 from kvferry.catalog.layers import linear, mamba
-from kvferry.catalog.layers.attention import attention_of, attention_parameters, keep_attention, reach_of
-from kvferry.catalog.layers.latent import indexer_layers, keep_latent, latent_of, latent_parameters
+from kvferry.catalog.layers.attention import attention
+from kvferry.catalog.layers.latent import indexer_layers, latent_attention
 from kvferry.catalog.layers.layer_types import Layer, draft_layers, layers_of
+from kvferry.catalog.layers.mixer import Mixer
 from kvferry.catalog.layers.mlp import mlp_parameters
 from kvferry.catalog.records import Entry, Options
 from kvferry.errors import ConfigurationError
-from kvferry.plan.description.model import CacheModel, Kept, LayerCache
-
-
-@dataclass(frozen=True, slots=True)
-class _Mixer:
-    """One way to mix tokens: its cache group, its weights, and what it keeps under a layer's name."""
-
-    group: str
-    num_parameters: int
-    keep: Callable[[str], tuple[Kept, ...]]
+from kvferry.plan.description.model import CacheModel, LayerCache
 
 
 def of_config(config: Mapping[str, object], name: str, options: Options) -> Entry:
@@ -63,64 +55,45 @@ def _num_own_layers(fields: Fields, num_layers: int) -> int:
     return num_layers - num_sharing
 
 
-def _cache(layer: int, prefix: str, mixer: _Mixer) -> LayerCache:
-    return LayerCache(layer, mixer.group, mixer.keep(prefix))
+def _cache(layer: int, prefix: str, mixer: Mixer) -> LayerCache:
+    states = [replace(kept.state, name=f"{prefix}.{kept.state.name}") for kept in mixer.kept]
+    kept = [replace(kept, state=state) for kept, state in zip(mixer.kept, states, strict=True)]
+    return LayerCache(layer, mixer.group, tuple(kept))
 
 
 def _mixers(
     fields: Fields, layers: tuple[Layer, ...], has_indexers: tuple[bool, ...], options: Options
-) -> list[tuple[_Mixer, ...]]:
+) -> list[tuple[Mixer, ...]]:
     """The mixers of each layer; layers alike share one description."""
-    made: dict[tuple[Layer, bool], tuple[_Mixer, ...]] = {}
-    for key in zip(layers, has_indexers, strict=True):
-        if key not in made:
-            made[key] = _layer_mixers(fields, *key, options)
-    return [made[key] for key in zip(layers, has_indexers, strict=True)]
+    keys = list(zip(layers, has_indexers, strict=True))
+    made = {key: tuple(_layer_mixers(fields, *key, options)) for key in dict.fromkeys(keys)}
+    return [made[key] for key in keys]
 
 
-def _layer_mixers(fields: Fields, layer: Layer, has_indexer: bool, options: Options) -> tuple[_Mixer, ...]:
-    mixers: list[_Mixer] = []
+def _layer_mixers(fields: Fields, layer: Layer, has_indexer: bool, options: Options) -> Iterator[Mixer]:
     if layer.attention:
-        mixers.append(_attention(fields, layer.attention, has_indexer, cache_item(fields, options)))
+        item = cache_item(fields, options)
+        if fields.has("kv_lora_rank"):
+            yield latent_attention(fields, layer.attention, item, has_indexer)
+        else:
+            yield attention(fields, layer.attention, item)
     if layer.recurrent == "conv":
-        mixers.append(_short_convolution(fields))
+        yield linear.short_convolution(fields, model_item(fields))
     if layer.recurrent == "linear":
-        mixers.append(_recurrent(fields))
-    return tuple(mixers)
+        yield _recurrent(fields)
 
 
-def _attention(fields: Fields, kind: str, has_indexer: bool, item: Item) -> _Mixer:
-    reach = reach_of(fields, kind)
-    if fields.has("kv_lora_rank"):
-        latent = latent_of(fields)
-        num_parameters = latent_parameters(latent, has_indexer)
-        return _Mixer(reach.group, num_parameters, lambda prefix: keep_latent(latent, prefix, item, reach, has_indexer))
-    attention = attention_of(fields, kind)
-    num_parameters = attention_parameters(attention)
-    return _Mixer(reach.group, num_parameters, lambda prefix: keep_attention(attention, prefix, item, reach))
-
-
-def _short_convolution(fields: Fields) -> _Mixer:
-    convolution, item = linear.short_convolution_of(fields), model_item(fields)
-    num_parameters = linear.short_convolution_parameters(convolution)
-    return _Mixer("recurrent", num_parameters, lambda prefix: linear.keep_short_convolution(convolution, prefix, item))
-
-
-def _recurrent(fields: Fields) -> _Mixer:
+def _recurrent(fields: Fields) -> Mixer:
     """The recurrent mixer that the config's fields describe."""
     item, recurrent = model_item(fields), recurrent_item(fields)
-    if linear.is_delta_net(fields) or linear.is_kimi_delta_net(fields):
-        net = linear.delta_net_of(fields) if linear.is_delta_net(fields) else linear.kimi_delta_net_of(fields)
-        num_parameters = linear.delta_net_parameters(net)
-        return _Mixer("recurrent", num_parameters, lambda prefix: linear.keep_delta_net(net, prefix, item))
+    if linear.is_delta_net(fields):
+        return linear.delta_net(fields, item, recurrent)
+    if linear.is_kimi_delta_net(fields):
+        return linear.kimi_delta_net(fields, item)
     if mamba.is_mamba2(fields):
-        second = mamba.mamba2_of(fields)
-        num_parameters = mamba.mamba2_parameters(second)
-        return _Mixer("recurrent", num_parameters, lambda prefix: mamba.keep_mamba2(second, prefix, item, recurrent))
+        return mamba.mamba2(fields, item, recurrent)
     if mamba.is_mamba1(fields):
-        first = mamba.mamba1_of(fields)
-        num_parameters = mamba.mamba1_parameters(first)
-        return _Mixer("recurrent", num_parameters, lambda prefix: mamba.keep_mamba1(first, prefix, item, recurrent))
+        return mamba.mamba1(fields, item, recurrent)
     raise fields.missing("mamba_d_state", "ssm_state_size", "linear_num_value_heads", "linear_attn_config")
 
 

@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvferry.catalog.config.dtypes import Item
 from kvferry.catalog.config.fields import Fields
-from kvferry.plan.description.layout import Axis, State
-from kvferry.plan.description.model import Kept
+from kvferry.catalog.layers.mixer import Mixer, reach_of
+from kvferry.plan.description.layout import Axis
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """How far back a token sees, and the name of the cache group of all layers that see as far."""
+def attention(fields: Fields, kind: str, item: Item) -> Mixer:
+    """Key and value of a token, whose heads tensor parallelism divides; and the weights of the four projections.
 
-    group: str
-    window_tokens: int
-    chunk_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """Heads and dimensions over all ranks. `gated`: the query projection also yields a gate of its own size."""
-
-    hidden_size: int
-    num_query_heads: int
-    num_heads: int
-    key_dim: int
-    value_dim: int
-    gated: bool
-
-
-def reach_of(fields: Fields, kind: str) -> Reach:
-    """The reach of a layer whose attention is `full`, `window` or `chunk`."""
-    if kind == "window":
-        tokens = fields.number("sliding_window", "sliding_window_size")
-        return Reach(f"window-{tokens}", tokens, 0)
-    if kind == "chunk":
-        tokens = fields.number("attention_chunk_size")
-        return Reach(f"chunk-{tokens}", 0, tokens)
-    return Reach("full", 0, 0)
-
-
-def attention_of(fields: Fields, kind: str) -> Attention:
-    """The attention of a layer. Some models give their sliding (`swa_`) or full (`global_`) layers other heads."""
-    swa = ("swa_",) if kind == "window" else ()
+    Some models give their sliding (`swa_`) or full (`global_`) layers other heads.
+    """
+    reach, swa = reach_of(fields, kind), ("swa_",) if kind == "window" else ()
     hidden_size = fields.number("hidden_size")
     num_query_heads = fields.number(*_variants("num_attention_heads", swa))
     num_heads = fields.number_or(num_query_heads, *_head_fields(fields, kind, swa))
@@ -56,33 +25,13 @@ def attention_of(fields: Fields, kind: str) -> Attention:
     key_dim = fields.count(*own_dim, *_variants("head_dim", swa), "attention_head_dim") or fields.quotient(
         hidden_size, num_query_heads, "hidden_size per head"
     )
-    return Attention(
-        hidden_size,
-        num_query_heads,
-        num_heads,
-        key_dim,
-        value_dim=fields.number_or(key_dim, *_variants("v_head_dim", swa)),
-        gated=fields.flag("attn_output_gate", False),
-    )
-
-
-def keep_attention(attention: Attention, prefix: str, item: Item, reach: Reach) -> tuple[Kept, ...]:
-    """Key and value of a token; tensor parallelism divides the heads."""
-
-    def kept(kind: str, dim: int) -> Kept:
-        axes = (Axis("head", attention.num_heads), Axis("dim", dim))
-        limits = (reach.window_tokens, reach.chunk_tokens)
-        return Kept(State(f"{prefix}.{kind}", item.dtype, item.num_bytes, axes, True, *limits), "head")
-
-    return kept("k", attention.key_dim), kept("v", attention.value_dim)
-
-
-def attention_parameters(attention: Attention) -> int:
-    """Weights of the four projections."""
-    query = attention.num_query_heads * attention.key_dim * (2 if attention.gated else 1)
-    output = attention.num_query_heads * attention.value_dim
-    keys_and_values = attention.num_heads * (attention.key_dim + attention.value_dim)
-    return attention.hidden_size * (query + keys_and_values + output)
+    value_dim = fields.number_or(key_dim, *_variants("v_head_dim", swa))
+    # The query projection may also yield a gate of its own size.
+    query_dim = key_dim * (2 if fields.flag("attn_output_gate", False) else 1)
+    num_parameters = hidden_size * (num_query_heads * (query_dim + value_dim) + num_heads * (key_dim + value_dim))
+    head = Axis("head", num_heads)
+    kept = [reach.row(name, item, (head, Axis("dim", dim)), "head") for name, dim in (("k", key_dim), ("v", value_dim))]
+    return Mixer(reach.group, num_parameters, tuple(kept))
 
 
 def _variants(name: str, prefixes: tuple[str, ...]) -> tuple[str, ...]:
