@@ -19,8 +19,7 @@ def families():
     """The names of all metrics of the engine and the router, as they are shown."""
     files = (
         "embedded/serving/metrics.py",
-        "embedded/transfer/collector.py",
-        "embedded/transfer/histograms.py",
+        "embedded/transfer/agent_report.py",
         "router/telemetry/metrics.py",
     )
     source = {name: (ROOT / "src/kvferry" / name).read_text() for name in files}

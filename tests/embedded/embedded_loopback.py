@@ -7,9 +7,10 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvferry import FetchReport, PeerReport
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.engine.records import Grown
-from kvferry.embedded.transfer.transfer import TransferReport
+from kvferry.embedded.transfer.agent_transfer import ReceivedCache
 from kvferry.errors import TransferError
 from kvferry.plan.description.layout import Layout
 from kvferry.plan.description.prompt import Prompt
@@ -61,6 +62,7 @@ class Loopback:
     quarantined: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     forgone: list[str] = field(default_factory=list)
+    peers: tuple[PeerReport, ...] = ()
     _fencing: asyncio.Task[None] | None = None
 
     @property
@@ -84,7 +86,7 @@ class Loopback:
 
     async def fetch(
         self, request_id: str, params: object, block_tables: list[list[int]], prompt: Prompt
-    ) -> TransferReport:
+    ) -> ReceivedCache:
         self.entered.set()
         self.quarantined.append(request_id)
         await self.gate.wait()
@@ -100,10 +102,8 @@ class Loopback:
         tables = (self.offers.tables.pop(remote), block_tables)
         num_bytes, num_rows = move((self.offers.layout, self.engine.layout()), tables, num_tokens)
         self.offers.release(remote)
-        return TransferReport(num_tokens, num_bytes, num_rows, "loopback", "e", "direct", {"wire": 0.0})
-
-    def peers(self) -> list[dict[str, object]]:
-        return [{"peer": "e"}]
+        report = FetchReport(num_tokens, num_bytes, num_rows, "loopback", "", "direct", {"wire": 0.0})
+        return ReceivedCache("e", report)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -128,3 +128,16 @@ class Loopback:
         for request_id in self.quarantined:
             self.engine.release(request_id)
         self.quarantined.clear()
+
+
+class NoTransfer:
+    """Nobody to exchange caches with: whoever asks for that is told so."""
+
+    failure = ""
+    peers = ()
+
+    async def offer(self, request_id: str, block_tables: list[list[int]], prompt: Prompt) -> dict[str, object]:
+        raise TransferError("no_transfer", "this engine is not connected to other engines")
+
+    def abort(self, request_id: str) -> None:
+        return

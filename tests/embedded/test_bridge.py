@@ -7,8 +7,8 @@ import pytest
 from kvferry import AgentConfig
 from kvferry.embedded.engine.records import Grown
 from kvferry.embedded.transfer import agent_transfer
+from kvferry.embedded.transfer.agent_report import AgentCollector
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
-from kvferry.embedded.transfer.collector import AgentCollector
 from kvferry.errors import TransferError
 from kvferry.plan.description.describe import EngineShape, describe
 from kvferry.plan.description.model import attention
@@ -87,8 +87,8 @@ def test_the_reference_of_a_prompt_that_is_promised_is_bound_to_it():
 def test_an_offer_is_fetched_and_the_source_is_free():
     async def scenario(source, target):
         params = await source.transfer.offer("r1", [[1, 3]], prompt(7))
-        report = await target.transfer.fetch("q1", params, [[0, 5]], prompt(6))
-        assert (report.tokens, report.bytes, report.transport) == (6, 6 * MODEL.bytes_per_token, "shm")
+        report = (await target.transfer.fetch("q1", params, [[0, 5]], prompt(6))).report
+        assert (report.tokens, report.num_bytes, report.transport) == (6, 6 * MODEL.bytes_per_token, "shm")
         assert await source.freed() == "r1"
         assert target.released.empty()
         families = {family.name: family.samples for family in AgentCollector(target.transfer).collect()}
@@ -306,7 +306,7 @@ def test_a_promise_is_fetched_once_it_is_kept():
         fetch = asyncio.create_task(target.transfer.fetch("q1", params, [[0, 5]], prompt(6)))
         source.transfer.grow("r1", Grown(4, [[1]]))
         source.transfer.grow("r1", Grown(7, [[1, 3]]))
-        assert (await fetch).bytes == 6 * MODEL.bytes_per_token
+        assert (await fetch).report.num_bytes == 6 * MODEL.bytes_per_token
         assert await source.freed() == "r1"
         source.transfer.grow("r1", Grown(7, [[1, 3]]))
         assert dict(source.transfer.leases_ended) == {"done": 1}

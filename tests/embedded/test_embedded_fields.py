@@ -48,8 +48,8 @@ def decode(endpoint: Endpoint, fields: dict[str, Any]) -> object:
     if endpoint is Endpoint.CHAT:
         fields = ({"logprobs": True} if "top_logprobs" in fields else {}) | fields
         fields = ({"add_generation_prompt": False} if fields.get("continue_final_message") else {}) | fields
-        return decode_chat(msgspec.json.encode({"messages": HONOURED["messages"]} | fields))[1]
-    return decode_completion(msgspec.json.encode({"prompt": "a"} | fields))[1]
+        return decode_chat(msgspec.json.encode({"messages": HONOURED["messages"]} | fields))
+    return decode_completion(msgspec.json.encode({"prompt": "a"} | fields))
 
 
 @pytest.mark.parametrize(("row", "endpoint"), CASES, ids=IDS)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from embedded_loopback import NoTransfer
 from embedded_server import Served, serve
 from embedded_support import Loop, request
 
@@ -16,7 +17,6 @@ from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.http.app import create_app
 from kvferry.embedded.serving.openai_objects import CompletionObjects
 from kvferry.embedded.serving.service import ServeInfo
-from kvferry.embedded.transfer.transfer import NoTransfer
 from kvferry.errors import ConfigurationError, FerryError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -13,7 +13,6 @@ from embedded_support import Loop
 from kvferry.agent.transports.negotiation import PeerReport
 from kvferry.embedded.http.app import create_app
 from kvferry.embedded.serving.service import ServeInfo
-from kvferry.embedded.transfer.peers import peers_json
 from kvferry.errors import TransferError
 from kvferry.http.openai import LOST_CACHE, error_of
 from kvferry.plan.programs.copies import Direction
@@ -105,13 +104,14 @@ def test_every_reason_has_words_for_clients() -> None:
 
 
 def test_operators_are_told_how_each_peer_is_reached(decoder: Served) -> None:
-    assert decoder.ask("/kvferry/info")[1]["peers"] == [{"peer": "e"}]
     finding = Finding(Severity.WARNING, "slow", "tcp", "shm", "look")
     measured = Measurement("tcp", 2.0, 0.5, 1e-4, "")
     met = PeerReport(
         PeerKey(ADDRESS, "p0", "1"), Place.OTHER_HOST, Direction.READ, "tcp", (measured,), (finding,), "tcp 2.0 GB/s"
     )
-    (told,) = peers_json([met])
+    decoder.transfer.peers = (met,)
+    (told,) = decoder.ask("/kvferry/info")[1]["peers"]
+    decoder.transfer.peers = ()
     assert (told["peer"], told["transport"], told["choice"]) == (f"p0 at {ADDRESS}", "tcp", "tcp 2.0 GB/s")
     assert told["measured"] == [
         {

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import pytest
 from embedded_server import Served
-from prometheus_client import CollectorRegistry
 
+from kvferry import FetchReport
 from kvferry.connectors.buckets import BYTES_BUCKETS, PHASE_BUCKETS_S
 from kvferry.connectors.peer_labels import MAX_PEERS, OTHER_PEERS
-from kvferry.embedded.transfer.histograms import TransferHistograms
-from kvferry.embedded.transfer.transfer import TransferReport
+from kvferry.embedded.engine.async_engine import Engine
+from kvferry.embedded.serving.metrics import Metrics
+from kvferry.embedded.transfer.agent_transfer import ReceivedCache
 
 COMPLETIONS = "/v1/completions"
 REMOTE_DECODE = {"do_remote_decode": True}
 
 
-def report(peer: str) -> TransferReport:
-    return TransferReport(8, 4096, 4, "shm", peer, "direct", {"claim": 0.001, "wire": 0.002})
+def received(peer: str) -> ReceivedCache:
+    return ReceivedCache(peer, FetchReport(8, 4096, 4, "shm", "", "direct", {"claim": 0.001, "wire": 0.002}))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -38,13 +39,14 @@ def test_every_transfer_is_observed_streamed_or_not(prefiller: Served, decoder: 
     assert decoder.metric(f"kvferry_engine_transfer_bytes_sum{{{labels}}}") > total
 
 
-def test_peers_that_come_and_go_do_not_grow_the_page_for_ever() -> None:
-    registry = CollectorRegistry()
-    histograms = TransferHistograms(registry)
+def test_peers_that_come_and_go_do_not_grow_the_page_for_ever(source: Engine) -> None:
+    metrics = Metrics(source, lambda: True)
     for number in range(MAX_PEERS + 5):
-        histograms.observe(report(f"p{number}"), 0.0)
+        metrics.observe_transfer(received(f"p{number}"), 0.0)
     counts = {
-        name: registry.get_sample_value("kvferry_engine_transfer_bytes_count", {"peer": name, "transport": "shm"})
+        name: metrics.registry.get_sample_value(
+            "kvferry_engine_transfer_bytes_count", {"peer": name, "transport": "shm"}
+        )
         for name in ("p0", OTHER_PEERS, f"p{MAX_PEERS}")
     }
     assert counts == {"p0": 1, OTHER_PEERS: 5, f"p{MAX_PEERS}": None}

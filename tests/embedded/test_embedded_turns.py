@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.embedded.request.prompts import SHORT_TEXT, ChatPrompt, Prompts
+from kvferry.embedded.request.prompts import SHORT_TEXT, ChatPrompt, Prompts, TextPrompt
 
 
 class Tokenizer:
@@ -31,7 +31,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer()
 
 
-def asked(tokenizer: Tokenizer, *prompts: str | ChatPrompt, bad_words: tuple[str, ...] = ()) -> int:
+def asked(tokenizer: Tokenizer, *prompts: TextPrompt | ChatPrompt, bad_words: tuple[str, ...] = ()) -> int:
     """Tokenise all of it; how many turns somebody else has had meanwhile."""
 
     async def main() -> int:
@@ -56,7 +56,7 @@ def asked(tokenizer: Tokenizer, *prompts: str | ChatPrompt, bad_words: tuple[str
 
 
 def test_others_have_a_turn_between_any_two_short_prompts(tokenizer: Tokenizer) -> None:
-    assert asked(tokenizer, *["short"] * 50) >= 50
+    assert asked(tokenizer, *[TextPrompt("short")] * 50) >= 50
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from kvferry.connectors.step_cost import NO_COST
 from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.http.app import create_app
 from kvferry.embedded.serving.service import ServeInfo
+from kvferry.embedded.transfer.agent_report import AgentCollector
 from kvferry.embedded.transfer.agent_transfer import AgentTransfer
-from kvferry.embedded.transfer.collector import AgentCollector
 from kvferry.errors import FerryError
 from kvferry.http.access import UNAUTHORIZED, Access, guarded
 from kvferry.plan.description.layout import contents

@@ -7,7 +7,9 @@ blocks are such blocks, so a request is admitted only if it can run to its last 
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.connectors.jobs import GroupSize
@@ -96,13 +98,12 @@ def blocks_for(groups: tuple[GroupSize, ...], num_tokens: int) -> Blocks:
 
 def longest(groups: tuple[GroupSize, ...], capacity: Blocks, at_most: int) -> int:
     """The longest sequence, up to `at_most` tokens, that fits the capacity of every group."""
-    low, high = 0, at_most
-    while low < high:
-        middle = (low + high + 1) // 2
-        wanted = blocks_for(groups, middle)
-        fits = all(blocks <= room for blocks, room in zip(wanted, capacity, strict=True))
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
+
+    def fits(num_tokens: int) -> bool:
+        wanted = blocks_for(groups, num_tokens)
+        return all(blocks <= room for blocks, room in zip(wanted, capacity, strict=True))
+
+    return _most(fits, at_most)
 
 
 def quotas(groups: tuple[GroupSize, ...], num_sectors: int, max_tokens: int) -> Blocks:
@@ -112,12 +113,8 @@ def quotas(groups: tuple[GroupSize, ...], num_sectors: int, max_tokens: int) -> 
     is lost to the others. With a share per group, rounded to whole sectors, that cannot starve anyone: a group never
     holds more sectors than its share has. The shares are those of the longest sequence that the pool can hold.
     """
-    low, high = 0, max_tokens
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = sum(_sectors(groups, middle)) <= num_sectors
-        low, high = (middle, high) if fits else (low, middle - 1)
-    wanted = _sectors(groups, low)
+    most = _most(lambda num_tokens: sum(_sectors(groups, num_tokens)) <= num_sectors, max_tokens)
+    wanted = _sectors(groups, most)
     spare = num_sectors - sum(wanted)
     shares = [sectors + spare * sectors // max(1, sum(wanted)) for sectors in wanted]
     shares[shares.index(max(shares))] += num_sectors - sum(shares)
@@ -127,3 +124,8 @@ def quotas(groups: tuple[GroupSize, ...], num_sectors: int, max_tokens: int) -> 
 def _sectors(groups: tuple[GroupSize, ...], num_tokens: int) -> list[int]:
     blocks = blocks_for(groups, num_tokens)
     return [-(-count // group.blocks_per_sector) for count, group in zip(blocks, groups, strict=True)]
+
+
+def _most(fits: Callable[[int], bool], at_most: int) -> int:
+    """The largest number up to `at_most` that fits, as all below it do."""
+    return bisect_left(range(1, at_most + 1), True, key=lambda number: not fits(number))

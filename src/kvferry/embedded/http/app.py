@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -13,15 +15,16 @@ from kvferry.embedded.engine.async_engine import Engine
 from kvferry.embedded.http.request_headers import caller_of
 from kvferry.embedded.http.responder import Responder, error_response, json_response
 from kvferry.embedded.request.parse import (
+    GenerationRequest,
     decode_chat,
     decode_completion,
     decode_detokenize,
     decode_release,
     decode_tokenize,
 )
-from kvferry.embedded.serving.openai_objects import ChatObjects, CompletionObjects
+from kvferry.embedded.serving.openai_objects import ChatObjects, CompletionObjects, OpenAiObjects
 from kvferry.embedded.serving.service import ServeInfo, Service
-from kvferry.embedded.transfer.transfer import Transfer
+from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 from kvferry.errors import FerryError, RequestError
 from kvferry.http.openai import HTTP_CODES, error_body
 from kvferry.http.request_ids import id_of_refusal
@@ -40,20 +43,20 @@ class Endpoints:
         self._service = service
 
     async def completions(self, request: Request) -> Responder | Response:
-        caller = caller_of(request.headers)
-        body, ask = decode_completion(await _body(request))
-        if (refusal := self._wrong_model(request, body.model)) is not None:
-            return refusal
-        call = await self._service.call(caller.request_id, ask)
-        return Responder(self._service, CompletionObjects(), call, caller)
+        return await self._generate(request, decode_completion, CompletionObjects())
 
     async def chat(self, request: Request) -> Responder | Response:
+        return await self._generate(request, decode_chat, ChatObjects())
+
+    async def _generate(
+        self, request: Request, decode: Callable[[bytes], GenerationRequest], objects: OpenAiObjects
+    ) -> Responder | Response:
         caller = caller_of(request.headers)
-        body, ask = decode_chat(await _body(request))
-        if (refusal := self._wrong_model(request, body.model)) is not None:
+        ask = decode(await _body(request))
+        if (refusal := self._wrong_model(request, ask.model)) is not None:
             return refusal
         call = await self._service.call(caller.request_id, ask)
-        return Responder(self._service, ChatObjects(), call, caller)
+        return Responder(self._service, objects, call, caller)
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens that a completion or a chat with this prompt computes."""
@@ -140,7 +143,7 @@ class Endpoints:
         return json_response(body, _id_header(request), 404)
 
 
-def create_app(engine: Engine, transfer: Transfer, info: ServeInfo) -> Starlette:
+def create_app(engine: Engine, transfer: AgentTransfer, info: ServeInfo) -> Starlette:
     """The routes of one engine. The caller starts and closes the engine; `app.state.registry` takes more metrics.
 
     `app.state.service` is for the caller to tell that the process is to end.

@@ -41,13 +41,13 @@ PROMPT_KINDS = {int: "token ids", str: "strings", list: "lists"}
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text with or without the tokenizer's special tokens; a plain string is one with them."""
+    """Text with or without the tokenizer's special tokens."""
 
     text: str
-    add_special_tokens: bool
+    add_special_tokens: bool = True
 
 
-PromptInput = str | tuple[int, ...] | ChatPrompt | TextPrompt
+PromptInput = tuple[int, ...] | ChatPrompt | TextPrompt
 """A prompt as it comes: text, token ids, or chat messages."""
 
 
@@ -87,10 +87,13 @@ class StopConditions:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What a request wants: `num_choices` answers to each of `prompts`. `max_new_tokens` is -1 when the caller left it
-    to us. Only a leg with the same `cache_salt` may use the cache. With `echoes` the prompt's text goes before answers.
+    """What a request wants: `num_choices` answers to each of `prompts`, of `model` where it names one.
+
+    `max_new_tokens` is -1 when the caller left it to us. Only a leg with the same `cache_salt` may use the cache. With
+    `echoes` the prompt's text goes before answers.
     """
 
+    model: str | None
     prompts: tuple[PromptInput, ...]
     num_choices: int
     max_new_tokens: int
@@ -114,8 +117,8 @@ class TokenizeRequest:
     return_token_strs: bool
 
 
-def decode_completion(body: bytes) -> tuple[CompletionBody, GenerationRequest]:
-    """The body, and what it asks for. Raises RequestError naming the field, what was found and what to do."""
+def decode_completion(body: bytes) -> GenerationRequest:
+    """What a body asks for. Raises RequestError naming the field, what was found and what to do."""
     completion = _decode_supported(body, CompletionBody)
     if completion.echo and completion.logprobs is not None:
         raise RequestError(
@@ -126,14 +129,13 @@ def decode_completion(body: bytes) -> tuple[CompletionBody, GenerationRequest]:
             param="echo",
         )
     with_special = completion.add_special_tokens is not False
-    ask = _ask(completion, tuple(_as_text(prompt, with_special) for prompt in _prompts(completion.prompt)))
-    return completion, replace(ask, echoes=bool(completion.echo))
+    return replace(_ask(completion, _prompts(completion.prompt, with_special)), echoes=bool(completion.echo))
 
 
-def decode_chat(body: bytes) -> tuple[ChatBody, GenerationRequest]:
-    """The body, and what it asks for. Raises RequestError naming the field, what was found and what to do."""
+def decode_chat(body: bytes) -> GenerationRequest:
+    """What a body asks for. Raises RequestError naming the field, what was found and what to do."""
     chat = _decode_supported(body, ChatBody)
-    return chat, _ask(chat, (chat_prompt(chat),))
+    return _ask(chat, (chat_prompt(chat),))
 
 
 def decode_tokenize(body: bytes) -> TokenizeRequest:
@@ -181,6 +183,7 @@ def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> G
         raise RequestError("an early prefill request must be streamed", found="no stream", hint="set stream to true")
     num_choices = _num_choices(body, len(prompts), leg)
     return GenerationRequest(
+        model=body.model,
         prompts=prompts,
         num_choices=num_choices,
         max_new_tokens=_max_new_tokens(body),
@@ -195,19 +198,15 @@ def _ask(body: CompletionBody | ChatBody, prompts: tuple[PromptInput, ...]) -> G
     )
 
 
-def _as_text(prompt: str | tuple[int, ...], with_special: bool) -> PromptInput:
-    """Token ids stay what they are."""
-    return prompt if with_special or isinstance(prompt, tuple) else TextPrompt(prompt, with_special)
-
-
-def _prompts(prompt: str | list[int | str | list[int]]) -> tuple[str | tuple[int, ...], ...]:
-    if isinstance(prompt, str):
-        return (prompt,)
-    kinds = {type(item) for item in prompt}
-    if len(kinds) == 1 and int not in kinds:
-        return tuple(item if isinstance(item, str) else _token_ids(item) for item in prompt)
+def _prompts(prompt: str | list[int | str | list[int]], with_special: bool) -> tuple[PromptInput, ...]:
+    items = [prompt] if isinstance(prompt, str) else prompt
+    kinds = {type(item) for item in items}
+    if kinds == {str}:
+        return tuple(TextPrompt(str(item), with_special) for item in items)
     if kinds == {int}:
-        return (_token_ids(prompt),)
+        return (_token_ids(items),)
+    if kinds == {list}:
+        return tuple(map(_token_ids, items))
     expected = "a string, a list of token ids, a list of strings, or a list of lists of token ids"
     found = " and ".join(word for kind, word in PROMPT_KINDS.items() if kind in kinds)
     what = "the items of prompt are of different types"

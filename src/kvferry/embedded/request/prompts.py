@@ -37,16 +37,14 @@ class Prompts:
     async def token_ids(self, prompt: PromptInput) -> tuple[int, ...]:
         """Raises RequestError when messages do not fit the model's chat template."""
         match prompt:
-            case str():
-                return await self._tokenised(prompt, add_special_tokens=True)
+            case tuple():
+                return prompt
+            case TextPrompt():
+                text = prompt.text
             case ChatPrompt():
                 size = sum(_size(message.get("content")) for message in prompt.messages)
                 text = await self._off_loop(size, lambda: self._rendered(prompt))
-                return await self._tokenised(text, prompt.add_special_tokens)
-            case TextPrompt():
-                return await self._tokenised(prompt.text, prompt.add_special_tokens)
-            case _:
-                return prompt
+        return await self._off_loop(len(text), lambda: self._ids(text, prompt.add_special_tokens))
 
     async def token_strs(self, token_ids: tuple[int, ...]) -> list[str]:
         """Each token as the tokenizer's vocabulary writes it."""
@@ -62,13 +60,9 @@ class Prompts:
 
     async def text_of(self, prompt: PromptInput) -> str:
         """A completion's prompt as it was written, or the text of its tokens. Raises RequestError as `text`."""
-        match prompt:
-            case tuple():
-                return await self.text(prompt, "prompt")
-            case TextPrompt():
-                return prompt.text
-            case _:
-                return str(prompt)
+        if isinstance(prompt, tuple):
+            return await self.text(prompt, "prompt")
+        return prompt.text if isinstance(prompt, TextPrompt) else ""
 
     async def bad_words_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Each word as the start of a text, and within one. Raises RequestError for a word without tokens."""
@@ -77,20 +71,14 @@ class Prompts:
     def _of_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         found: list[tuple[int, ...]] = []
         for word in words:
-            start, within = (self._ids(prefix + word.lstrip()) for prefix in ("", " "))
+            start, within = (self._ids(prefix + word.lstrip(), add_special_tokens=False) for prefix in ("", " "))
             if not start:
                 raise RequestError("a word of bad_words has no tokens", found=repr(word)[:80], param="bad_words")
             found += [start, within]
         return tuple(found)
 
-    def _ids(self, text: str) -> tuple[int, ...]:
-        return tuple(self._engine.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    async def _tokenised(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        def tokenise() -> tuple[int, ...]:
-            return tuple(self._engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-
-        return await self._off_loop(len(text), tokenise)
+    def _ids(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        return tuple(self._engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     async def _off_loop(self, size: int, work: Callable[[], Result]) -> Result:
         """Done at once when it is little; others have their turn before, however much of little there is."""

@@ -1,4 +1,4 @@
-"""Parts of answers, and several answers that come side by side."""
+"""Parts of answers, with log-probabilities of their tokens, and several answers that come side by side."""
 
 from __future__ import annotations
 
@@ -7,8 +7,39 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from kvferry.embedded.serving.logprobs import ScoredToken
+from kvferry.connectors.jobs import Scored, TokenLogprob
+from kvferry.embedded.engine.detokenizer import Tokenizer
 from kvferry.embedded.serving.metrics import Report
+
+# JSON has no infinity; the number is vLLM's.
+LEAST = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token as text, and the logarithm of its probability."""
+
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of an answer, its place in the answer's text in characters, and the likeliest tokens there."""
+
+    chosen: Candidate
+    top: tuple[Candidate, ...]
+    text_offset: int
+
+
+def scored_token(tokenizer: Tokenizer, scored: Scored, text_offset: int) -> ScoredToken:
+    """From token ids to text, each token by itself."""
+
+    def candidate(found: TokenLogprob) -> Candidate:
+        text = tokenizer.decode([found.token_id], skip_special_tokens=False)
+        return Candidate(text, max(found.logprob, LEAST))
+
+    return ScoredToken(candidate(scored.chosen), tuple(candidate(one) for one in scored.top), text_offset)
 
 
 @dataclass(frozen=True, slots=True)

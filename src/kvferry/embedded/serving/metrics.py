@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvferry.connectors.buckets import BYTES_BUCKETS, PHASE_BUCKETS_S, ROWS_BUCKETS
+from kvferry.connectors.peer_labels import PeerLabels
 from kvferry.embedded.engine.async_engine import Engine
-from kvferry.embedded.transfer.histograms import TransferHistograms
-from kvferry.embedded.transfer.transfer import TransferReport
+from kvferry.embedded.transfer.agent_transfer import ReceivedCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,29 @@ class Metrics:
         self._generated = self._counter("tokens_generated", "Generated tokens.")
         self._bytes = self._counter("received_bytes", "Bytes of cache that came from other engines.")
         self._failures = self._counter("transfer_failures", "Transfers that failed, by reason.", "reason")
-        self._transfers = TransferHistograms(self.registry)
+        self._peers = PeerLabels()
+        # vLLM's connector has the same.
+        self._phases = self._histogram(
+            "kvferry_engine_phase_seconds",
+            "Time of each phase of fetching a request's cache.",
+            PHASE_BUCKETS_S,
+            *("phase", "peer", "transport"),
+        )
+        self._transfer_bytes = self._histogram(
+            "kvferry_engine_transfer_bytes", "Bytes of each cache that came.", BYTES_BUCKETS, "peer", "transport"
+        )
+        self._rows = self._histogram(
+            "kvferry_engine_transfer_descriptors",
+            "Descriptors of each cache that came: rows of adjacent bytes.",
+            ROWS_BUCKETS,
+            *("peer", "transport"),
+        )
+        self._failed = self._histogram(
+            "kvferry_engine_failed_transfer_seconds",
+            "Time until a cache that did not come was given up.",
+            PHASE_BUCKETS_S,
+            "reason",
+        )
         self._show_engine(engine)
         ready = Gauge("kvferry_engine_ready", "1 if the engine accepts requests.", registry=self.registry)
         ready.set_function(is_ready)
@@ -61,13 +84,18 @@ class Metrics:
         self._requests.labels(leg, str(status)).inc()
 
     def count_failure(self, reason: str, seconds: float) -> None:
-        """A transfer was given up after so long, its time in the queue included."""
+        """A transfer was given up after so long, its time in the queue included. Whose it was is what a client said, so
+        no label names it."""
         self._failures.labels(reason).inc()
-        self._transfers.observe_failure(reason, seconds)
+        self._failed.labels(reason).observe(seconds)
 
-    def observe_transfer(self, transfer: TransferReport, queue_s: float) -> None:
+    def observe_transfer(self, received: ReceivedCache, queue_s: float) -> None:
         """One cache has come; it waited `queue_s` for blocks to come into."""
-        self._transfers.observe(transfer, queue_s)
+        peer, report = self._peers.label(received.peer), received.report
+        for phase, seconds in {"queue": queue_s, **report.phases_s}.items():
+            self._phases.labels(phase, peer, report.transport).observe(seconds)
+        self._transfer_bytes.labels(peer, report.transport).observe(report.num_bytes)
+        self._rows.labels(peer, report.transport).observe(report.num_rows)
 
     def count_answer(self, report: Report, num_tokens: int) -> None:
         self._computed.inc(report.tokens_computed)
@@ -81,6 +109,9 @@ class Metrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"kvferry_engine_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
     def _show_engine(self, engine: Engine) -> None:
         blocks = Gauge("kvferry_engine_blocks", "Blocks of all cache groups.", ("state",), registry=self.registry)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvferry.embedded.serving.chunks import AnswerChunk
-from kvferry.embedded.serving.logprobs import chat_logprobs, completion_logprobs
+from kvferry.embedded.serving.chunks import AnswerChunk, Candidate, ScoredToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +111,28 @@ def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:
         "completion_tokens": num_new_tokens,
         "total_tokens": num_prompt_tokens + num_new_tokens,
     }
+
+
+def completion_logprobs(tokens: tuple[ScoredToken, ...]) -> dict[str, Any] | None:
+    """The object of `/v1/completions`; the chosen token is among the likeliest, whether it is one or not."""
+    if not tokens:
+        return None
+    return {
+        "tokens": [token.chosen.text for token in tokens],
+        "token_logprobs": [token.chosen.logprob for token in tokens],
+        "top_logprobs": [{one.text: one.logprob for one in (*token.top, token.chosen)} for token in tokens],
+        "text_offset": [token.text_offset for token in tokens],
+    }
+
+
+def chat_logprobs(tokens: tuple[ScoredToken, ...]) -> dict[str, Any] | None:
+    """The object of `/v1/chat/completions`."""
+    if not tokens:
+        return None
+    return {
+        "content": [_candidate(token.chosen) | {"top_logprobs": list(map(_candidate, token.top))} for token in tokens]
+    }
+
+
+def _candidate(one: Candidate) -> dict[str, Any]:
+    return {"token": one.text, "logprob": one.logprob, "bytes": list(one.text.encode())}

@@ -16,11 +16,11 @@ from kvferry.embedded.engine.detokenizer import TextStream
 from kvferry.embedded.engine.records import Grown, Prefilled, Request, Token
 from kvferry.embedded.request.parse import GenerationRequest
 from kvferry.embedded.request.prompts import Prompts
-from kvferry.embedded.serving.chunks import AnswerChunk, interleaved
-from kvferry.embedded.serving.logprobs import ScoredToken, scored_token
+from kvferry.embedded.serving.chunks import AnswerChunk, ScoredToken, interleaved, scored_token
 from kvferry.embedded.serving.metrics import Metrics, Report
+from kvferry.embedded.transfer.agent_report import peers_json
+from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 from kvferry.embedded.transfer.readiness import Readiness
-from kvferry.embedded.transfer.transfer import Transfer
 from kvferry.errors import ConfigurationError, PromptTooLongError, RequestError, TransferError
 
 SEEDS = 2**63
@@ -73,7 +73,7 @@ class TokenizedRequest:
 class Service:
     """Answers calls with an engine and a transfer."""
 
-    def __init__(self, engine: Engine, transfer: Transfer, info: ServeInfo) -> None:
+    def __init__(self, engine: Engine, transfer: AgentTransfer, info: ServeInfo) -> None:
         self.engine = engine
         self.info = info
         self.metrics = Metrics(engine, lambda: not self.not_ready)
@@ -97,7 +97,7 @@ class Service:
     @property
     def peers(self) -> list[dict[str, object]]:
         """How each connected engine is reached: for operators, since it names addresses."""
-        return self._transfer.peers()
+        return peers_json(self._transfer.peers)
 
     def drain(self) -> None:
         """The process has been told to end: from now on it is not ready, but it answers what comes."""
@@ -251,16 +251,17 @@ class Service:
         with ExitStack() as undo:
             undo.callback(self._transfer.abort, request_id)
             try:
-                got = await self._transfer.fetch(request_id, call.ask.leg.params, tables, prompt)
+                received = await self._transfer.fetch(request_id, call.ask.leg.params, tables, prompt)
             except TransferError:
                 undo.pop_all()  # it has ended by itself
                 raise
             undo.pop_all()
-        self.metrics.observe_transfer(got, queue_s)
+        self.metrics.observe_transfer(received, queue_s)
+        got = received.report
         return Report(
             tokens_received=got.tokens,
-            bytes=got.bytes,
-            descriptors=got.descriptors,
+            bytes=got.num_bytes,
+            descriptors=got.num_rows,
             transport=got.transport,
             strategy=got.strategy,
             verified=got.verified,

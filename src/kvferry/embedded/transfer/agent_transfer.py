@@ -15,18 +15,18 @@ from kvferry import (
     AsyncAgent,
     BlocksReleased,
     Cache,
+    FetchReport,
     FetchRequest,
     LeaseEnded,
     LeaseProgress,
     LeaseRequest,
     Memory,
+    PeerReport,
     Prompt,
     TokenRange,
     new_lease_id,
 )
 from kvferry.embedded.engine.records import Grown
-from kvferry.embedded.transfer.peers import peers_json
-from kvferry.embedded.transfer.transfer import TransferReport
 from kvferry.errors import TransferError
 from kvferry.kv_transfer_params import Reach, RemoteCache, from_params, to_params
 from kvferry.layout import Layout
@@ -47,8 +47,23 @@ class _Promise:
     num_words: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ReceivedCache:
+    """A cache that has come: the name of the engine that it came from, and what that took."""
+
+    peer: str
+    report: FetchReport
+
+
 class AgentTransfer:
-    """Moves caches for one engine of one rank; see `Transfer` for what it promises the engine.
+    """Offers the blocks of prompts that one engine of one rank has computed, and fetches those of others.
+
+    It calls `release`, the engine's own, for a request when
+
+    * its offered blocks are no longer needed: fetched, expired, or aborted; every offer ends in one of these;
+    * its target blocks are safe after a `fetch` that raised or was aborted: no byte can land in them any more.
+
+    After a fetch that succeeded it does not call it: the blocks are the engine's again.
 
     Lives on one event loop, from `start` to `close`. Raises ConfigurationError when the agent cannot be set up.
     """
@@ -89,12 +104,19 @@ class AgentTransfer:
         await self._agent.close()
 
     async def offer(self, request_id: str, block_tables: list[list[int]], prompt: Prompt) -> dict[str, object]:
-        """Lease a computed prompt's blocks; the answer goes through the HTTP layer. Raises TransferError."""
+        """Lease a computed prompt's blocks. Returns the reference that goes through the HTTP layer (plain JSON).
+
+        Raises TransferError.
+        """
         tables, num_tokens = _tables(block_tables), prompt.num_tokens
         return self._lease(LeaseRequest(request_id, new_lease_id(), tables, num_tokens, prompt=prompt))
 
     async def promise(self, request_id: str, prompt: Prompt) -> dict[str, object]:
-        """Lease a prompt's blocks before they are computed. Raises TransferError."""
+        """Lease a prompt's blocks before they are computed; `grow` says how far that is. Returns the reference at once.
+
+        It stays promised, however long that takes, until all is computed: from then on it is an offer like any other.
+        Raises TransferError.
+        """
         nowhere, num_tokens = ((),) * self._num_groups, prompt.num_tokens
         wanted = LeaseRequest(request_id, new_lease_id(), nowhere, num_tokens, is_growing=True, prompt=prompt)
         params = self._lease(wanted)
@@ -103,7 +125,7 @@ class AgentTransfer:
         return params
 
     def grow(self, request_id: str, grown: Grown) -> None:
-        """More of what was promised is computed."""
+        """So much of what was promised is in these blocks, and stays. Unknown ids are fine."""
         promise = self._growing.get(request_id)
         if promise is None:
             return
@@ -128,8 +150,13 @@ class AgentTransfer:
 
     async def fetch(
         self, request_id: str, params: object, block_tables: list[list[int]], prompt: Prompt
-    ) -> TransferReport:
-        """Bring the cache of a prompt into these blocks. Raises TransferError; a cancelled caller aborts the fetch."""
+    ) -> ReceivedCache:
+        """Bring the cache of `prompt`, which may be empty, into these blocks. What the untrusted `params` refer to is
+        the cache of that prompt, or of one that begins with it, or an error.
+
+        Raises TransferError, whatever is wrong with `params`, the peer or the transport. A cancelled caller aborts the
+        fetch.
+        """
         try:
             wanted = _wanted(request_id, from_params(params, self._reach), block_tables, prompt)
         except TransferError as error:
@@ -138,32 +165,24 @@ class AgentTransfer:
             logger.warning("no cache for request %s: %s: %s", request_id, error.reason, _one_line(error))
             raise
         try:
-            report = await self._agent.fetch(wanted)
+            return ReceivedCache(wanted.reference.engine_id, await self._agent.fetch(wanted))
         except TransferError as error:
             self._log_failure(wanted, error)
             raise
-        return TransferReport(
-            tokens=report.tokens,
-            bytes=report.num_bytes,
-            descriptors=report.num_rows,
-            transport=report.transport,
-            peer=wanted.reference.engine_id,
-            strategy=report.strategy,
-            phases_s=dict(report.phases_s),
-            verified=report.verified,
-        )
 
-    def peers(self) -> list[dict[str, object]]:
-        """How each connected peer is reached."""
-        return peers_json(self.agent.peers)
+    @property
+    def peers(self) -> tuple[PeerReport, ...]:
+        """How each connected peer is reached, and what that was chosen from."""
+        return self.agent.peers
 
     def abort(self, request_id: str) -> None:
-        """Nobody waits for this request any more, offered or being fetched."""
+        """Nobody waits for this request any more, offered or being fetched. Unknown ids are fine."""
         self.agent.abort(request_id)
         self.agent.withdraw(request_id)
 
     def forgo(self, request_id: str, params: object) -> None:
-        """Nobody will fetch this: the source hears of it and need not wait for its lease to run out."""
+        """What the untrusted `params` refer to will not be fetched: the source hears of it, if it can be told, and need
+        not wait for its lease to run out."""
         try:
             # Nothing of every group: should the source grant it before it hears of the end, that moves nothing.
             wanted = _wanted(request_id, from_params(params, self._reach), [()] * self._num_groups, UNKNOWN_PROMPT)

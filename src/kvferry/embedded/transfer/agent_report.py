@@ -1,31 +1,25 @@
-"""What the transfer agent has counted and measured, for `/metrics`."""
+"""What the transfer agent has counted and measured: families for `/metrics`, and plain JSON for `/kvferry/info`.
+
+The latter names addresses and is for operators; answers to clients have nothing of it.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvferry import Agent, Direction, PeerReport
+from kvferry import Direction, Measurement, PeerReport, Rates
+from kvferry.embedded.transfer.agent_transfer import AgentTransfer
 
 PEER = ("peer", "transport", "carrier")
-
-
-class _Transfer(Protocol):
-    @property
-    def agent(self) -> Agent: ...
-
-    @property
-    def leases_ended(self) -> Counter[str]: ...
 
 
 class AgentCollector(Collector):
     """The agent's counters, and how each connected peer is reached."""
 
-    def __init__(self, transfer: _Transfer) -> None:
+    def __init__(self, transfer: AgentTransfer) -> None:
         self._transfer = transfer
 
     def collect(self) -> Iterator[Metric]:
@@ -83,3 +77,33 @@ def _of_peers(everyone: tuple[PeerReport, ...]) -> Iterator[Metric]:
                     rates.add_metric((*labels, direction, "4KiB"), found.row_gigabytes_per_s * 1e9)
                     latency.add_metric((*labels, direction), found.latency_s)
     yield from (rates, latency, warnings)
+
+
+def peers_json(everyone: Iterable[PeerReport]) -> list[dict[str, object]]:
+    """How each connected peer is reached, and what that was chosen from."""
+    return [
+        {
+            "peer": met.label,
+            "place": str(met.place),
+            "direction": str(met.direction),
+            "transport": met.transport,
+            "choice": met.choice,
+            "measured": [_measured(each) for each in met.measurements],
+            "warnings": [str(finding) for finding in met.findings],
+        }
+        for met in everyone
+    ]
+
+
+def _measured(each: Measurement) -> dict[str, object]:
+    facts: dict[str, object] = {"transport": each.name, "carriers": list(each.carriers), "error": each.error}
+    return facts | {str(direction): _rates(each.rates(direction)) for direction in Direction}
+
+
+def _rates(rates: Rates) -> dict[str, object]:
+    return {
+        "bytes_per_second": rates.gigabytes_per_s * 1e9,
+        "bytes_per_second_in_rows_of_4_kib": rates.row_gigabytes_per_s * 1e9,
+        "latency_seconds": rates.latency_s,
+        "error": rates.error,
+    }
