@@ -11,7 +11,7 @@ import pytest
 from test_vllm_middleware import CHAT, COMPLETIONS, FACTS, STREAM, WHOLE, Vllm
 
 from kvferry.connectors.early_lease import Promise, unsealed
-from kvferry.connectors.vllm_middleware.asgi import Opened
+from kvferry.connectors.vllm_middleware.buffered_request import BufferedRequest
 from kvferry.connectors.vllm_middleware.early import EarlyLeg
 from kvferry.kv_transfer_params import from_params
 
@@ -81,7 +81,7 @@ def test_the_length_of_the_body_is_that_of_the_new_one():
     app = served.app
 
     async def noting(scope, receive, send):
-        opened = await Opened.read(receive, 1 << 20)
+        opened = await BufferedRequest.read(scope, receive, 1 << 20)
         lengths.append((dict(scope["headers"]), len(opened.body)))
         await app(scope, opened.receive, send)
 
@@ -263,12 +263,12 @@ def test_a_body_is_not_kept_while_its_answer_lasts():
 
     async def looking(scope, receive, send):
         gc.collect()
-        alive = [one for one in gc.get_objects() if type(one) in (Opened, EarlyLeg)]
+        alive = [one for one in gc.get_objects() if type(one) in (BufferedRequest, EarlyLeg)]
         seen.append([(type(one), one.body, one._messages) for one in alive])
 
     for body in ({**LEG, "prompt": "x" * 1000}, ASK):
         asked_in_pieces([json.dumps(body).encode()], looking)
-    assert seen == [[(Opened, b"", [])]] * 2
+    assert seen == [[(BufferedRequest, b"", [])]] * 2
 
 
 def test_a_body_that_is_too_large_to_be_looked_at_is_vllms(monkeypatch):

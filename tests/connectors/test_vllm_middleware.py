@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connectors.vllm_middleware import FerryMiddleware
-from kvferry.connectors.vllm_middleware.legs import leg_name
-from kvferry.connectors.vllm_middleware.transfer_reports import Arrival, Arrivals
+from kvferry.connectors.vllm_middleware.legs import leg_of
+from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, FetchOutcomes
 from kvferry.connectors.vllm_middleware.workers import Workers
 from kvferry.kv_transfer_params import to_params
 from kvferry.router.flow.engine_response import lost_cache
@@ -37,8 +37,8 @@ STREAM = [
 ]
 BROKEN_STREAM = [*STREAM[:2], {**STREAM[1], "body": b'data: {"error": {"code": 500}}\n\n'}, STREAM[2]]
 LOCAL = (b"x-kvferry-cache", b"local")
-FETCHED = Arrival(phases_s={"claim": 0.002, "wire": 0.0105})
-LOST = Arrival("peer_lost", "it is gone")
+FETCHED = FetchOutcome(phases_s={"claim": 0.002, "wire": 0.0105})
+LOST = FetchOutcome("peer_lost", "it is gone")
 FATAL = replace(LOST, is_fatal=True)
 REFERENCE = Reference("p", "epoch", "cmpl-r-0-12345678", "lease")
 PARAMS = to_params(REFERENCE, ["tcp://10.0.0.1:7001"], [[1]], 16)
@@ -53,7 +53,7 @@ class Vllm:
     """
 
     says: list[dict[str, Any]] = field(default_factory=lambda: WHOLE)
-    noted: dict[str, Arrival] = field(default_factory=dict)
+    noted: dict[str, FetchOutcome] = field(default_factory=dict)
     workers: Any = ()
     extension: str = "Extension"
     replicas: int = 1
@@ -62,8 +62,8 @@ class Vllm:
     sent: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.arrivals = Arrivals()
-        self.middleware = FerryMiddleware(self.app, self.arrivals)
+        self.outcomes = FetchOutcomes()
+        self.middleware = FerryMiddleware(self.app, self.outcomes)
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(worker_extension_cls=self.extension, data_parallel_size=self.replicas),
             cache_config=SimpleNamespace(enable_prefix_caching=True),
@@ -86,8 +86,8 @@ class Vllm:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
         self.seen.append(body)
-        for request_id, arrival in self.noted.items():
-            self.arrivals.note(request_id, arrival)
+        for request_id, outcome in self.noted.items():
+            self.outcomes.note(request_id, outcome)
         for message in self.says:
             await send(message)
 
@@ -132,7 +132,7 @@ class Vllm:
 def asked(path=COMPLETIONS, body=LEG, request_id="r", **vllm) -> Vllm:
     served = Vllm(**vllm)
     served.ask(path, body, {"X-Request-Id": request_id} if request_id else {})
-    assert len(served.arrivals) == 0
+    assert len(served.outcomes) == 0
     return served
 
 
@@ -181,7 +181,7 @@ def test_an_error_for_want_of_a_cache_is_that_of_our_own_engine(says):
 
 
 def test_a_request_that_has_taken_over_the_name_of_one_that_was_given_up_is_answered_by_vllm():
-    gone = Arrival("aborted", "the request was aborted", is_fatal=True)
+    gone = FetchOutcome("aborted", "the request was aborted", is_fatal=True)
     served = asked(says=STREAM, noted={IDS[COMPLETIONS]: gone})
     assert served.sent == STREAM
 
@@ -227,12 +227,12 @@ def test_only_the_head_waits_and_only_for_the_first_of_the_body(body, sent):
 
     async def app(scope, receive, send):
         await receive()
-        served.arrivals.note(IDS[COMPLETIONS], FETCHED)
+        served.outcomes.note(IDS[COMPLETIONS], FETCHED)
         for message in STREAM:
             await send(message)
             counts.append(len(served.sent))
 
-    served.middleware = FerryMiddleware(app, served.arrivals)
+    served.middleware = FerryMiddleware(app, served.outcomes)
     served.ask(COMPLETIONS, body, {"X-Request-Id": "r"})
     assert counts == sent
 
@@ -243,13 +243,13 @@ def test_an_app_that_fails_before_it_answers_leaves_nothing_behind():
     async def app(scope, receive, send):
         await receive()
         await send(WHOLE[0])
-        assert len(served.arrivals) == 1
+        assert len(served.outcomes) == 1
         raise ValueError("a defect")
 
-    served.middleware = FerryMiddleware(app, served.arrivals)
+    served.middleware = FerryMiddleware(app, served.outcomes)
     with pytest.raises(ValueError, match="a defect"):
         served.ask(COMPLETIONS, LEG, {"X-Request-Id": "r"})
-    assert (served.sent, len(served.arrivals)) == ([], 0)
+    assert (served.sent, len(served.outcomes)) == ([], 0)
 
 
 def test_what_is_no_request_and_what_is_no_door_of_ours_is_vllms():
@@ -263,7 +263,7 @@ def test_what_is_no_request_and_what_is_no_door_of_ours_is_vllms():
     async def app(scope, receive, send):
         scopes.append(scope)
 
-    asyncio.run(FerryMiddleware(app, Arrivals())({"type": "lifespan"}, None, None))
+    asyncio.run(FerryMiddleware(app, FetchOutcomes())({"type": "lifespan"}, None, None))
     assert scopes == [{"type": "lifespan"}]
 
 
@@ -272,9 +272,9 @@ def test_what_is_no_request_and_what_is_no_door_of_ours_is_vllms():
 
 def test_the_callers_header_goes_before_the_bodys_id():
     body = json.dumps({**LEG, "request_id": "of-body"}).encode()
-    assert leg_name(CHAT, None, body) == "chatcmpl-of-body"
-    assert leg_name(COMPLETIONS, "given", body) == "cmpl-given-0"
-    assert leg_name(COMPLETIONS, None, json.dumps(LEG).encode()) == ""
+    assert leg_of(CHAT, None, body).decode_name == "chatcmpl-of-body"
+    assert leg_of(COMPLETIONS, "given", body).decode_name == "cmpl-given-0"
+    assert leg_of(COMPLETIONS, None, json.dumps(LEG).encode()).decode_name == ""
 
 
 @pytest.mark.parametrize(
@@ -282,50 +282,50 @@ def test_the_callers_header_goes_before_the_bodys_id():
 )
 def test_a_body_that_makes_no_sense_is_vllms_to_refuse(text):
     body = '{"kv_transfer_params": {"do_remote_prefill": true}, ' + text + "}"
-    assert leg_name(CHAT, "given", body.encode("latin-1")) == ""
+    assert leg_of(CHAT, "given", body.encode("latin-1")).decode_name == ""
 
 
 @given(st.text(min_size=1), st.text("0123456789abcdef", min_size=8, max_size=8))
 def test_any_id_is_found_with_and_without_vllms_random_characters(given_id, random):
-    arrivals = Arrivals()
-    name = leg_name(CHAT, given_id, json.dumps(LEG).encode())
+    outcomes = FetchOutcomes()
+    name = leg_of(CHAT, given_id, json.dumps(LEG).encode()).decode_name
     for request_id in (f"{name}-{random}", name):
-        arrivals.expect(name)
-        arrivals.note(request_id, LOST)
-        assert arrivals.told(name) == LOST
-        arrivals.forget(name)
-    assert len(arrivals) == 0
+        outcomes.expect(name)
+        outcomes.note(request_id, LOST)
+        assert outcomes.known(name) == LOST
+        outcomes.forget(name)
+    assert len(outcomes) == 0
 
 
 def test_ranks_tell_the_slowest_phases_and_any_failure():
-    arrivals = Arrivals()
-    arrivals.expect("a")
-    for arrival in (Arrival(phases_s={"wire": 2.0}), FATAL, Arrival(phases_s={"wire": 1.0, "verify": 0.5})):
-        arrivals.note("a-12345678", arrival)
-    assert arrivals.told("a") == Arrival("peer_lost", "it is gone", True, {"wire": 2.0, "verify": 0.5})
+    outcomes = FetchOutcomes()
+    outcomes.expect("a")
+    for outcome in (FetchOutcome(phases_s={"wire": 2.0}), FATAL, FetchOutcome(phases_s={"wire": 1.0, "verify": 0.5})):
+        outcomes.note("a-12345678", outcome)
+    assert outcomes.known("a") == FetchOutcome("peer_lost", "it is gone", True, {"wire": 2.0, "verify": 0.5})
 
 
 def test_two_answers_that_wait_under_one_name_are_not_told_apart():
-    arrivals = Arrivals()
-    arrivals.expect("a")
-    arrivals.expect("a")
-    arrivals.note("a-12345678", LOST)
-    assert arrivals.told("a") is None
-    arrivals.forget("a")
-    assert arrivals.told("a") == LOST
-    arrivals.forget("a")
-    assert (arrivals.told("a"), len(arrivals)) == (None, 0)
+    outcomes = FetchOutcomes()
+    outcomes.expect("a")
+    outcomes.expect("a")
+    outcomes.note("a-12345678", LOST)
+    assert outcomes.known("a") is None
+    outcomes.forget("a")
+    assert outcomes.known("a") == LOST
+    outcomes.forget("a")
+    assert (outcomes.known("a"), len(outcomes)) == (None, 0)
 
 
 def test_what_nobody_waits_for_is_not_kept():
-    arrivals = Arrivals()
-    arrivals.expect("b")
-    arrivals.note("b-c", LOST)
-    assert arrivals.told("b") is None
-    arrivals.forget("b")
-    arrivals.note("a-12345678", LOST)
-    arrivals.expect("a")
-    assert arrivals.told("a") is None
+    outcomes = FetchOutcomes()
+    outcomes.expect("b")
+    outcomes.note("b-c", LOST)
+    assert outcomes.known("b") is None
+    outcomes.forget("b")
+    outcomes.note("a-12345678", LOST)
+    outcomes.expect("a")
+    assert outcomes.known("a") is None
 
 
 # --- the paths of our own ---
@@ -526,7 +526,7 @@ def test_a_server_that_does_not_drain_is_as_ready_as_it_is_healthy(root):
         asked_for.append((scope["method"], scope["path"]))
         await app(scope, receive, send)
 
-    vllm.middleware = FerryMiddleware(noting, vllm.arrivals)
+    vllm.middleware = FerryMiddleware(noting, vllm.outcomes)
     vllm.ask(f"{root}/ready", b"", method="GET", root_path=root)
     assert asked_for == [("GET", f"{root}/health")]
     assert vllm.sent == WHOLE

@@ -21,7 +21,7 @@ from vllm.config import KVTransferConfig
 from kvferry.connectors.vllm.connector import FerryConnector
 from kvferry.connectors.vllm.settings import check_version, settings_of
 from kvferry.connectors.vllm.stats import FerryPromMetrics, FerryStats
-from kvferry.connectors.vllm_middleware.transfer_reports import Arrival, Arrivals
+from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, FetchOutcomes
 from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import FetchReport
@@ -199,25 +199,25 @@ class Silent:
 
 def test_the_front_end_hears_how_each_cache_came(monkeypatch):
     """Over two ranks and the encoding that vLLM sends them in."""
-    arrivals = Arrivals()
-    monkeypatch.setattr("kvferry.connectors.vllm.stats.ARRIVALS", arrivals)
+    outcomes = FetchOutcomes()
+    monkeypatch.setattr("kvferry.connectors.vllm.stats.FETCH_OUTCOMES", outcomes)
     one, other = FerryStats(), FerryStats()
     one.fetched("cmpl-a-0-12345678", REPORT, "prefill")
     one.fetched("cmpl-b-0-12345678", REPORT, "prefill")
-    other.failed("cmpl-a-0-12345678", Arrival("peer_lost", "it is gone", True))
+    other.failed("cmpl-a-0-12345678", FetchOutcome("peer_lost", "it is gone", True))
     told = msgspec.msgpack.decode(msgspec.msgpack.encode(one.aggregate(other).to_dict()))
-    arrivals.expect("cmpl-a-0")
-    arrivals.expect("cmpl-b-0")
+    outcomes.expect("cmpl-a-0")
+    outcomes.expect("cmpl-b-0")
     config = SimpleNamespace(kv_transfer_config=None)
     kinds = dict.fromkeys((Gauge, Counter, Histogram), Silent)
     FerryPromMetrics(config, kinds, ["engine"], {0: ["0"]}).observe(told)
-    assert arrivals.told("cmpl-a-0") == Arrival("peer_lost", "it is gone", True, REPORT.phases_s)
-    assert arrivals.told("cmpl-b-0") == Arrival(phases_s=REPORT.phases_s)
+    assert outcomes.known("cmpl-a-0") == FetchOutcome("peer_lost", "it is gone", True, REPORT.phases_s)
+    assert outcomes.known("cmpl-b-0") == FetchOutcome(phases_s=REPORT.phases_s)
 
 
 def test_failures_alone_are_reported():
     stats = FerryStats()
     assert stats.is_empty()
-    stats.failed("a", Arrival("peer_lost", "it is gone"))
+    stats.failed("a", FetchOutcome("peer_lost", "it is gone"))
     assert not stats.is_empty()
     assert stats.reduce()["Num failed transfers"] == 1

@@ -13,8 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnec
 from kvferry import Direction, FetchReport
 from kvferry.connectors.buckets import PHASE_BUCKETS_S
 from kvferry.connectors.peer_labels import PeerLabels
-from kvferry.connectors.vllm_middleware.prefill_starts import BEGINNINGS
-from kvferry.connectors.vllm_middleware.transfer_reports import ARRIVALS, Arrival
+from kvferry.connectors.vllm_middleware.worker_reports import FETCH_OUTCOMES, PREFILL_STARTS, FetchOutcome
 
 PHASES, FETCHES, MOVED, BEGUN, DECLINED = "phases", "fetches", "moved", "begun", "declined"
 
@@ -22,7 +21,7 @@ PHASES, FETCHES, MOVED, BEGUN, DECLINED = "phases", "fetches", "moved", "begun",
 @dataclass
 class FerryStats(NixlKVConnectorStats):
     """The stock connector's lists, one record per phase of a fetch (phase, peer, transport, seconds), one per fetch
-    that has ended (vLLM's id of the request, and the fields of its `Arrival`), how many bytes the agent has moved
+    that has ended (vLLM's id of the request, and the fields of its `FetchOutcome`), how many bytes the agent has moved
     in each direction, the names of early legs that have begun, and caches that were not transferred on purpose (side
     and reason).
     """
@@ -55,20 +54,20 @@ class FerryStats(NixlKVConnectorStats):
         self.data["bytes_transferred"].append(report.num_bytes)
         self.data["num_descriptors"].append(report.num_rows)
         self.data[PHASES] += [[phase, peer, report.transport, seconds] for phase, seconds in phases.items()]
-        self.told(request_id, Arrival(phases_s=dict(phases)))
+        self.told(request_id, FetchOutcome(phases_s=dict(phases)))
 
-    def failed(self, request_id: str, arrival: Arrival) -> None:
+    def failed(self, request_id: str, outcome: FetchOutcome) -> None:
         """One fetch that has failed."""
         self.count("num_failed_transfers")
-        self.told(request_id, arrival)
+        self.told(request_id, outcome)
 
     def declined(self, side: str, reason: str) -> None:
         """One cache that was not transferred on purpose, as this side has decided."""
         self.data[DECLINED].append([side, reason])
 
-    def told(self, request_id: str, arrival: Arrival) -> None:
+    def told(self, request_id: str, outcome: FetchOutcome) -> None:
         """How the cache of a request came, for its answer."""
-        self.data[FETCHES].append([request_id, *astuple(arrival)])
+        self.data[FETCHES].append([request_id, *astuple(outcome)])
 
     def count(self, name: str) -> None:
         """One more of what the stock connector counts under this name."""
@@ -134,7 +133,7 @@ class FerryPromMetrics(NixlPromMetrics):
             self._moved.labels(*labels, direction).inc(num_bytes)
         for side, reason in transfer_stats_data.get(DECLINED, []):
             self._declined.labels(*labels, side, reason).inc()
-        for request_id, *arrival in transfer_stats_data.get(FETCHES, []):
-            ARRIVALS.note(request_id, Arrival(*arrival))
+        for request_id, *outcome in transfer_stats_data.get(FETCHES, []):
+            FETCH_OUTCOMES.note(request_id, FetchOutcome(*outcome))
         for name in transfer_stats_data.get(BEGUN, []):
-            BEGINNINGS.note(name)
+            PREFILL_STARTS.note(name)

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from starlette.types import Message
 
 from kvferry import Reference
 from kvferry.connectors.early_lease import Promise, new_promise, sealed
-from kvferry.connectors.vllm_middleware.asgi import Message, header
 from kvferry.connectors.vllm_middleware.workers import EarlyFacts
 from kvferry.errors import RequestError
-from kvferry.http.openai import SSE_MEDIA_TYPE, sse
+from kvferry.http.openai import sse
 from kvferry.kv_transfer_params import early_params, wants_early
 
 _KINDS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat.completion.chunk"}
@@ -69,12 +69,6 @@ def early_leg(path: str, body: bytes) -> EarlyLeg | None:
         return None
     _check(fields, params)
     return EarlyLeg(path, fields, params)
-
-
-def is_event_stream(head: Message) -> bool:
-    """Whether an answer begins to stream, so that an event can go before the others."""
-    media_type = header(head.get("headers", []), b"content-type") or ""
-    return head["status"] == 200 and media_type.startswith(SSE_MEDIA_TYPE)
 
 
 def _check(fields: Mapping[str, msgspec.Raw], params: Mapping[str, Any]) -> None:

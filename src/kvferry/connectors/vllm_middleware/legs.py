@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 # How vLLM's two OpenAI endpoints make a request's name of the caller's id: that of the first of several prompts.
 _NAMES = {"/v1/completions": "cmpl-{}-0", "/v1/chat/completions": "chatcmpl-{}"}
 ANSWER_PATHS = frozenset(_NAMES)
-MARK, PREFILL_MARK = b"do_remote_prefill", b"do_remote_decode"
+DECODE_MARK, PREFILL_MARK = b"do_remote_prefill", b"do_remote_decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """vLLM's name of a prefill or decode leg; both are empty for any other request, and where vLLM makes up the name.
+    `is_local` says that no other engine is asked for a cache; it is false where that is not known."""
+
+    prefill_name: str = ""
+    decode_name: str = ""
+    is_local: bool = False
 
 
 class _Params(msgspec.Struct):
@@ -22,43 +34,22 @@ class _Body(msgspec.Struct):
     request_id: str | None = None
 
 
-def is_local(body: bytes) -> bool:
-    """Whether no other engine is asked for a cache; false where that is not known: an empty body was too large."""
-    if MARK not in body:
-        return bool(body)
-    return any(not _is_decode_leg(asked) for asked in _read(body))
-
-
-def leg_name(path: str, header_id: str | None, body: bytes) -> str:
-    """vLLM's name for a decode leg; empty for any other request, and for one whose name vLLM makes up.
+def leg_of(path: str, header_id: str | None, body: bytes) -> Leg:
+    """What a request is. Of an empty body nothing is known: it was too large.
 
     `header_id` is the caller's `X-Request-Id`, which goes before the body's `request_id`.
     """
-    for asked in filter(_is_decode_leg, _read(body) if MARK in body else ()):
-        return _name(path, header_id, asked)
-    return ""
-
-
-def prefill_name(path: str, header_id: str | None, body: bytes) -> str:
-    """The same of a prefill leg."""
-    for asked in _read(body) if PREFILL_MARK in body else ():
-        params = asked.kv_transfer_params
-        return _name(path, header_id, asked) if params is not None and params.do_remote_decode else ""
-    return ""
-
-
-def _name(path: str, header_id: str | None, asked: _Body) -> str:
-    given = asked.request_id if header_id is None else header_id
-    return _NAMES[path].format(given) if given is not None else ""
-
-
-def _read(body: bytes) -> tuple[_Body, ...]:
-    """What a body says, if that can be understood."""
+    if DECODE_MARK not in body and PREFILL_MARK not in body:
+        return Leg(is_local=bool(body))
     try:
-        return (msgspec.json.decode(body, type=_Body),)
+        asked = msgspec.json.decode(body, type=_Body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ()
-
-
-def _is_decode_leg(asked: _Body) -> bool:
-    return asked.kv_transfer_params is not None and asked.kv_transfer_params.do_remote_prefill
+        return Leg(is_local=DECODE_MARK not in body)
+    params = asked.kv_transfer_params or _Params()
+    given = asked.request_id if header_id is None else header_id
+    name = _NAMES[path].format(given) if given is not None else ""
+    return Leg(
+        prefill_name=name if params.do_remote_decode else "",
+        decode_name=name if params.do_remote_prefill else "",
+        is_local=not params.do_remote_prefill,
+    )

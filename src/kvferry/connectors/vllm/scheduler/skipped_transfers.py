@@ -6,7 +6,7 @@ import logging
 from typing import Literal
 
 from kvferry.connectors.vllm.stats import FerryStats
-from kvferry.connectors.vllm_middleware.transfer_reports import Arrival
+from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Declined:
     def fetch(self, request_id: str, reason: str, words: str) -> None:
         """This engine does not fetch a cache that was offered."""
         self._say("target", request_id, reason, f"its prompt is computed here: {words}")
-        self._stats.told(request_id, Arrival(str(reason), words))
+        self._stats.told(request_id, FetchOutcome(str(reason), words))
 
     def take_stats(self) -> FerryStats:
         """What was declined since the last call."""

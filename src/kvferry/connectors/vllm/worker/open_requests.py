@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvferry import BlocksReleased, Fetched, FetchFailed, FetchReport, LeaseEnded, Notice
 from kvferry.connectors.vllm.metadata import EndOrder, FetchOrder, LeaseOrder, PromiseOrder, agent_name
 from kvferry.connectors.vllm.stats import FerryStats
-from kvferry.connectors.vllm_middleware.transfer_reports import Arrival, names_of
+from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, names_of
 from kvferry.errors import TransferError
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class OpenRequests:
     def _warn(self, order: FetchOrder, reason: str, why: str) -> None:
         reference = order.reference
         logger.warning("request %s from %s#%s: %s", order.request_id, reference.engine_id, reference.epoch, why)
-        self._stats.failed(order.request_id, Arrival(str(reason), why, self._is_loss_fatal))
+        self._stats.failed(order.request_id, FetchOutcome(str(reason), why, self._is_loss_fatal))
 
     def _end_fetch(self, name: str) -> None:
         order = self._fetching.pop(name, None)

@@ -48,7 +48,7 @@ from kvferry.connectors.vllm.worker.deferred_commands import LateOrders, end_of_
 from kvferry.connectors.vllm.worker.early_legs import EarlyLegs, Source
 from kvferry.connectors.vllm.worker.open_requests import OpenRequests
 from kvferry.connectors.vllm.worker.ranks import Introduction, meet
-from kvferry.connectors.vllm_middleware.transfer_reports import names_of
+from kvferry.connectors.vllm_middleware.worker_reports import names_of
 from kvferry.connectors.vllm_middleware.workers import RELEASED
 from kvferry.devices import cache_device
 from kvferry.errors import ConfigurationError

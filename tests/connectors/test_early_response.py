@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from kvferry.connectors.vllm_middleware.held_response import EarlyPassage
-from kvferry.connectors.vllm_middleware.prefill_starts import Beginnings
+from kvferry.connectors.vllm_middleware.responses import EarlyResponse
+from kvferry.connectors.vllm_middleware.worker_reports import PrefillStarts
 
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
 HEAD = {"type": "http.response.start", "status": 200, "headers": STREAM}
@@ -42,41 +42,41 @@ class Caller:
 
 
 def passing(test):
-    """Run a test with a passage between vLLM and a caller."""
+    """Run a test with a response between vLLM and a caller."""
 
     async def main():
-        caller, beginnings = Caller(), Beginnings()
-        passage = EarlyPassage(beginnings, "early-1", PROMISE, caller.send)
+        caller, starts = Caller(), PrefillStarts()
+        response = EarlyResponse(starts, "early-1", PROMISE, caller.send)
         try:
-            await test(passage, caller, beginnings)
+            await test(response, caller, starts)
         finally:
-            passage.close()
-        assert len(beginnings) == 0
+            response.close()
+        assert len(starts) == 0
 
     asyncio.run(main())
 
 
 def test_the_promise_is_told_when_the_prompt_is_begun():
-    async def test(passage, caller, beginnings):
-        await passage.send(HEAD)
+    async def test(response, caller, starts):
+        await response.send(HEAD)
         for _ in range(5):
             await asyncio.sleep(0)
         assert caller.messages == [HEAD]
-        beginnings.note("early-2")
-        await asyncio.to_thread(beginnings.note, "early-1")
+        starts.note("early-2")
+        await asyncio.to_thread(starts.note, "early-1")
         await caller.until(2)
-        beginnings.note("early-1")
-        await passage.send(body(b"data: token\n\n"))
-        await passage.send(body(b"", more=False))
+        starts.note("early-1")
+        await response.send(body(b"data: token\n\n"))
+        await response.send(body(b"", more=False))
         assert caller.messages == [HEAD, PROMISE, body(b"data: token\n\n"), body(b"", more=False)]
 
     passing(test)
 
 
 def test_a_prompt_may_be_begun_before_its_stream_is():
-    async def test(passage, caller, beginnings):
-        beginnings.note("early-1")
-        await passage.send(HEAD)
+    async def test(response, caller, starts):
+        starts.note("early-1")
+        await response.send(HEAD)
         await caller.until(2)
         assert caller.messages == [HEAD, PROMISE]
 
@@ -84,20 +84,20 @@ def test_a_prompt_may_be_begun_before_its_stream_is():
 
 
 def test_without_news_the_promise_comes_before_the_first_token():
-    async def test(passage, caller, beginnings):
-        await passage.send(HEAD)
-        await passage.send(body(b"data: token\n\n"))
+    async def test(response, caller, starts):
+        await response.send(HEAD)
+        await response.send(body(b"data: token\n\n"))
         assert caller.messages == [HEAD, PROMISE, body(b"data: token\n\n")]
 
     passing(test)
 
 
 def test_news_and_the_first_token_at_once_are_told_in_order_and_once():
-    async def test(passage, caller, beginnings):
-        await passage.send(HEAD)
-        beginnings.note("early-1")
-        await asyncio.gather(passage.send(body(b"1")), asyncio.sleep(0))
-        await passage.send(body(b"2"))
+    async def test(response, caller, starts):
+        await response.send(HEAD)
+        starts.note("early-1")
+        await asyncio.gather(response.send(body(b"1")), asyncio.sleep(0))
+        await response.send(body(b"2"))
         assert caller.messages == [HEAD, PROMISE, body(b"1"), body(b"2")]
 
     passing(test)
@@ -107,20 +107,20 @@ def test_news_and_the_first_token_at_once_are_told_in_order_and_once():
     "head", [{**HEAD, "status": 400}, {**HEAD, "headers": [(b"content-type", b"application/json")]}]
 )
 def test_any_other_answer_passes_as_it_is(head):
-    async def test(passage, caller, beginnings):
-        await passage.send(head)
-        beginnings.note("early-1")
-        await passage.send(body(b"{}", more=False))
+    async def test(response, caller, starts):
+        await response.send(head)
+        starts.note("early-1")
+        await response.send(body(b"{}", more=False))
         assert caller.messages == [head, body(b"{}", more=False)]
 
     passing(test)
 
 
 def test_a_caller_that_has_left_is_told_nothing():
-    async def test(passage, caller, beginnings):
-        await passage.send(HEAD)
-        passage.close()
-        beginnings.note("early-1")
+    async def test(response, caller, starts):
+        await response.send(HEAD)
+        response.close()
+        starts.note("early-1")
         for _ in range(5):
             await asyncio.sleep(0)
         assert caller.messages == [HEAD]

@@ -1,19 +1,22 @@
-"""How the caches of requests came: told by vLLM's statistics, asked for by the answers that wait for it.
+"""What vLLM's workers report of fetches and prefills through its statistics, for the answers that wait for it.
 
-Both are in vLLM's API server, which makes each of them by itself: they meet in `ARRIVALS`.
+Both are in vLLM's API server, which makes each of them by itself: they meet in `FETCH_OUTCOMES` and `PREFILL_STARTS`.
+Only what an answer waits for is kept. Both may be used from any thread.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvferry import Reason
 
+RANDOM_CHARACTERS = 8
+
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class FetchOutcome:
     """How one request's cache came. Of one that did not, `reason` is why, and `words` tell it in full; where that
     `is_fatal` the request ends with an error, else it is computed here.
 
@@ -26,30 +29,30 @@ class Arrival:
     phases_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def is_given_up(self) -> bool:
+    def is_aborted(self) -> bool:
         """Whether nobody waited for it any more. An answer of today is not that request's, but of one that has taken
         over its name."""
         return self.reason == Reason.ABORTED
 
-    def joined(self, other: Arrival) -> Arrival:
-        """What two ranks of one engine tell together: what one of them lacks, the request lacks."""
+    def joined(self, other: FetchOutcome) -> FetchOutcome:
+        """What two ranks of one engine report together: what one of them lacks, the request lacks."""
         failed = self if self.reason else other
         phases = {**self.phases_s}
         for name, seconds in other.phases_s.items():
             phases[name] = max(seconds, phases.get(name, 0.0))
-        return Arrival(failed.reason, failed.words, failed.is_fatal, phases)
+        return FetchOutcome(failed.reason, failed.words, failed.is_fatal, phases)
 
 
 @dataclass(slots=True)
 class _Expected:
-    """So many answers wait for news of a request of this name; the news by the id that vLLM made of the name."""
+    """So many answers wait for the outcome of a request of this name; outcomes by the id that vLLM made of the name."""
 
     num_waiting: int = 0
-    found: dict[str, Arrival] = field(default_factory=dict)
+    found: dict[str, FetchOutcome] = field(default_factory=dict)
 
 
-class Arrivals:
-    """Only what an answer waits for is kept, and only as long as it does. May be used from any thread."""
+class FetchOutcomes:
+    """By vLLM's name of the request."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,15 +67,15 @@ class Arrivals:
         with self._lock:
             self._expected.setdefault(name, _Expected()).num_waiting += 1
 
-    def note(self, request_id: str, arrival: Arrival) -> None:
-        """What a rank tells of a request, by vLLM's id for it; what nobody waits for is dropped."""
+    def note(self, request_id: str, outcome: FetchOutcome) -> None:
+        """What a rank reports of a request, by vLLM's id for it."""
         with self._lock:
             for name in names_of(request_id):
                 if (expected := self._expected.get(name)) is not None:
                     before = expected.found.get(request_id)
-                    expected.found[request_id] = arrival if before is None else before.joined(arrival)
+                    expected.found[request_id] = outcome if before is None else before.joined(outcome)
 
-    def told(self, name: str) -> Arrival | None:
+    def known(self, name: str) -> FetchOutcome | None:
         """How the cache of the request of this name came, if that is known. Of several that cannot be told apart (a
         client may use a name twice) nothing is."""
         with self._lock:
@@ -91,10 +94,37 @@ class Arrivals:
                     del self._expected[name]
 
 
-ARRIVALS = Arrivals()
+class PrefillStarts:
+    """By the agents' name of an early leg."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, Callable[[], object]] = {}
+
+    def __len__(self) -> int:
+        """Names that are waited for."""
+        return len(self._waiting)
+
+    def expect(self, name: str, started: Callable[[], object]) -> None:
+        """Call `started`, from whatever thread, when vLLM begins to compute it; `forget` follows."""
+        with self._lock:
+            self._waiting[name] = started
+
+    def note(self, name: str) -> None:
+        """vLLM has begun to compute it."""
+        with self._lock:
+            started = self._waiting.pop(name, None)
+        if started is not None:
+            started()
+
+    def forget(self, name: str) -> None:
+        """Nobody waits any more. Unknown ones are fine."""
+        with self._lock:
+            self._waiting.pop(name, None)
 
 
-RANDOM_CHARACTERS = 8
+FETCH_OUTCOMES = FetchOutcomes()
+PREFILL_STARTS = PrefillStarts()
 
 
 def names_of(request_id: str) -> Iterator[str]:
