@@ -12,7 +12,7 @@ import zmq
 
 from kvferry.agent.control.channel import OPTIONS
 from kvferry.cli.server.listening import listen
-from kvferry.router.upstream.http_client import HttpClient, UpstreamRequest
+from kvferry.router.upstream.http_client import HttpClient, HttpRequest
 from kvferry.system.tcp_keepalive import IDLE_S, INTERVAL_S, NUM_PROBES, USER_TIMEOUT_MS
 from kvferry.transport.tcp.connection import Connection
 
@@ -34,7 +34,7 @@ def test_both_ends_of_a_connection_to_an_engine(loop):
     async def main(server):
         url = "http://{}:{}".format(*server.getsockname())
         async with contextlib.aclosing(HttpClient(20.0)) as http:
-            asking = asyncio.create_task(http.send(UpstreamRequest("POST", url, "/x", [], b"")))
+            asking = asyncio.create_task(http.send(HttpRequest("POST", url, "/x", [], b"")))
             loop = asyncio.get_running_loop()
             server.setblocking(False)
             accepted, _ = await loop.sock_accept(server)

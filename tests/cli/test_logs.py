@@ -16,7 +16,7 @@ from kvferry.cli import console
 from kvferry.cli.server.logs import JsonLines, LogFormat, log_to_stderr
 from kvferry.errors import ConfigurationError
 from kvferry.http.request_ids import is_usable
-from kvferry.router.fleet.membership import Membership
+from kvferry.router.fleet.instance_pool import InstancePool
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "router"))
 from router_harness import cluster, decode_engine, failing, prefill_engine
@@ -70,7 +70,7 @@ def test_the_format_is_chosen(format_, capsys):
         (handler,) = root.handlers
         assert isinstance(handler.formatter, JsonLines) == (format_ is LogFormat.JSON)
         assert access.level == logging.INFO
-        assert logging.getLogger("kvferry.router.fleet.membership").isEnabledFor(logging.INFO)
+        assert logging.getLogger("kvferry.router.fleet.instance_pool").isEnabledFor(logging.INFO)
         console.say("routing")
         err = capsys.readouterr().err
         console.print_error(ConfigurationError("no", found="this", hint="do that"))
@@ -113,7 +113,7 @@ ASKED = {"prompt": "x"}
 
 
 def test_a_request_that_meets_a_defect_is_one_line_with_its_id(caplog, monkeypatch):
-    monkeypatch.setattr(Membership, "reserve", lambda *_: 1 / 0)
+    monkeypatch.setattr(InstancePool, "reserve", lambda *_: 1 / 0)
 
     async def main():
         async with (

@@ -18,7 +18,7 @@ from kvferry.connectors.vllm_middleware.worker_reports import FetchOutcome, Fetc
 from kvferry.connectors.vllm_middleware.workers import Workers
 from kvferry.kv_transfer_params import to_params
 from kvferry.router.flow.engine_response import lost_cache
-from kvferry.router.telemetry.server_timing import told_phases
+from kvferry.router.telemetry.request_timing import told_phases
 from kvferry.wire.messages import Reference
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

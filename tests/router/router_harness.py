@@ -232,7 +232,7 @@ class Cluster:
             return await response.json()
 
     async def until_health_changes(self) -> None:
-        changed = self.app.state.membership.changed
+        changed = self.app.state.pool.changed
         await changed.wait()
         changed.clear()
 
@@ -267,7 +267,7 @@ async def cluster(
             async with serving(app) as url, aiohttp.ClientSession() as session:
                 async with session.get(url + "/health") as response:
                     assert response.status == 200
-                app.state.membership.changed.clear()
+                app.state.pool.changed.clear()
                 yield Cluster(prefill, decode, url, session, app)
         finally:
             for engine in (*prefill, *decode):

@@ -21,13 +21,14 @@ from router_harness import (
     resetting,
 )
 
+from kvferry.router.fleet.circuit_breaker import BreakerTable
 from kvferry.router.fleet.failure_attribution import FailureAttribution, UnattributedFailure
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
-from kvferry.router.fleet.membership import PAIR_BREAKER
-from kvferry.router.fleet.request_kinds import KIND_BREAKER, MAX_KINDS, RequestKind, RequestKinds, kind_of
+from kvferry.router.fleet.instance_pool import KIND_BREAKER, MAX_KINDS, PAIR_BREAKER
 from kvferry.router.flow.engine_response import known_reason
 from kvferry.router.policy.records import Instance, RequestCost, Role
 from kvferry.router.request.client_request import Endpoint, parse_request
+from kvferry.router.request.request_kind import RequestKind, kind_of
 
 MANY = 2 * (INSTANCE_BREAKER.num_failures + PAIR_BREAKER.num_failures + KIND_BREAKER.num_failures)
 PLAIN = {"prompt": "a"}
@@ -242,7 +243,10 @@ def test_an_engines_word_is_a_label_only_where_it_is_known():
 
 
 def test_a_kind_is_tried_again_after_a_while_and_forgotten_when_it_goes_well():
-    kinds, kind = RequestKinds(), kind_of(parse_request(json.dumps(ODD).encode(), Endpoint.COMPLETIONS), TASK)
+    kinds, kind = (
+        BreakerTable(KIND_BREAKER, MAX_KINDS),
+        kind_of(parse_request(json.dumps(ODD).encode(), Endpoint.COMPLETIONS), TASK),
+    )
     news = [kinds.failed(kind, 0.0) for _ in range(KIND_BREAKER.num_failures + 1)]
     assert news == [False] * (KIND_BREAKER.num_failures - 1) + [True, False]
     assert not kinds.may_begin(kind, 0.0)
@@ -256,7 +260,7 @@ def test_a_kind_is_tried_again_after_a_while_and_forgotten_when_it_goes_well():
 
 
 def test_clients_cannot_make_it_remember_without_end():
-    kinds = RequestKinds()
+    kinds = BreakerTable(KIND_BREAKER, MAX_KINDS)
     for i in range(MAX_KINDS + 5):
         kinds.failed(RequestKind(str(i).encode(), ""), 0.0)
     assert len(kinds) == MAX_KINDS

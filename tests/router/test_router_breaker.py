@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.fleet.circuit_breaker import Breaker, BreakerSettings, BreakerState
-from kvferry.router.fleet.instance import INSTANCE_BREAKER, InstanceState, Origin
-from kvferry.router.fleet.pairs import Pairs
-from kvferry.router.fleet.reservation import Reservation
+from kvferry.router.fleet.circuit_breaker import Breaker, BreakerSettings, BreakerState, BreakerTable
+from kvferry.router.fleet.instance import INSTANCE_BREAKER, InstanceState, Origin, Reservation
 from kvferry.router.policy.records import NO_COST, Instance, Role
 
 FUSE = BreakerSettings(num_failures=3, open_s=5.0, max_open_s=20.0)
@@ -153,25 +151,25 @@ def test_an_earlier_trial_says_nothing_of_a_later_one():
 
 
 def test_a_pair_that_keeps_failing_is_out_and_the_others_are_not():
-    pairs = Pairs(FUSE)
+    pairs = BreakerTable(FUSE)
     assert [pairs.failed((P0, D0), 0.0) for _ in range(4)] == [False, False, True, False]
     assert not pairs.may_begin((P0, D0), 1.0)
     assert all(pairs.may_begin(pair, 1.0) for pair in ((P0, D1), (P1, D0), (P1, D1)))
-    assert pairs.broken(1.0) == [(P0, D0)]
+    assert pairs.not_closed(1.0) == [(P0, D0)]
     trial = pairs.begin((P0, D0), 5.0)
     assert not pairs.may_begin((P0, D0), 5.0)
     pairs.abandoned((P0, D0), trial)
     assert pairs.may_begin((P0, D0), 5.0)
     assert pairs.succeeded((P0, D0))
     assert not pairs.succeeded((P0, D0))
-    assert pairs.broken(5.0) == []
+    assert pairs.not_closed(5.0) == []
 
 
 def test_a_new_incarnation_is_not_blamed_for_the_old_one():
-    pairs = Pairs(FUSE)
+    pairs = BreakerTable(FUSE)
     for _ in range(3):
         pairs.failed((P0, D0), 0.0)
-    pairs.forget(P1)
+    pairs.forget(lambda pair: P1 in pair)
     assert not pairs.may_begin((P0, D0), 0.0)
-    pairs.forget(D0)
+    pairs.forget(lambda pair: D0 in pair)
     assert pairs.may_begin((P0, D0), 0.0)

@@ -13,13 +13,12 @@ from router_harness import chat_chunk, cluster, decode_engine, frame, hanging, o
 
 from kvferry.errors import RequestError
 from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Answered, Promised
-from kvferry.router.fleet.instance import INSTANCE_BREAKER
-from kvferry.router.fleet.open_legs import OpenLegs
-from kvferry.router.flow.leg import Leg, LegTimeouts
+from kvferry.router.fleet.instance import INSTANCE_BREAKER, OpenRequests
+from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.headers import decode_headers, timeout_of
-from kvferry.router.telemetry.tracing import UNTRACED_LEG
-from kvferry.router.upstream.http_client import UpstreamRequest
+from kvferry.router.telemetry.tracing import UpstreamTrace
+from kvferry.router.upstream.http_client import HttpRequest
 
 # Long enough for an engine in this process, short enough to wait for.
 SHORT = {"x-kvferry-timeout": "0.8"}
@@ -88,9 +87,11 @@ def test_a_stream_that_takes_too_long_ends_with_that_word():
 
 
 def test_a_leg_for_which_there_is_no_time_is_not_sent():
-    outgoing = UpstreamRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
+    outgoing = HttpRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
     # Without a pool of connections, nothing can be sent.
-    leg = Leg(SimpleNamespace(), SimpleNamespace(), UNTRACED_LEG, outgoing, LegTimeouts(1.0, time.monotonic()))
+    leg = UpstreamRequest(
+        SimpleNamespace(), SimpleNamespace(), UpstreamTrace(), outgoing, Timeouts(1.0, time.monotonic())
+    )
     assert asyncio.run(leg.ask()).reason == TOO_LATE
 
 
@@ -98,11 +99,11 @@ def test_an_answer_that_comes_when_it_is_given_up_is_no_broken_one():
     """The limit has been set to now, and the answer was there first: what comes after is read."""
 
     async def main():
-        membership = SimpleNamespace(open_legs=OpenLegs())
+        pool = SimpleNamespace(open_requests=OpenRequests())
         reservation = SimpleNamespace(instance=Instance("http://127.0.0.1:1", Role.PREFILL))
-        outgoing = UpstreamRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
-        timeouts = LegTimeouts(10.0, time.monotonic() + 10.0)
-        leg = Leg(SimpleNamespace(membership=membership), reservation, UNTRACED_LEG, outgoing, timeouts)
+        outgoing = HttpRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
+        timeouts = Timeouts(10.0, time.monotonic() + 10.0)
+        leg = UpstreamRequest(SimpleNamespace(pool=pool), reservation, UpstreamTrace(), outgoing, timeouts)
 
         async def promised():
             leg.give_up(INSTANCE_DOWN)

@@ -36,7 +36,7 @@ def find_down(c, engine):
 
 async def probe(c) -> None:
     services = c.app.state.services
-    await Prober(services.http, services.membership, services.config).probe_all()
+    await Prober(services.http, services.pool, services.config).probe_all()
 
 
 @pytest.mark.parametrize("num_others", [0, 1])
@@ -146,7 +146,7 @@ def test_where_nobody_listens_any_more_what_is_open_goes_on():
             await d.arrived.wait()
             await next(iter(d.runner.sites)).stop()
             await probe(c)
-            assert not c.app.state.membership.can_serve()
+            assert not c.app.state.pool.can_serve()
             may_end.set()
             assert (await asking).status == 200
 
@@ -157,14 +157,14 @@ def test_an_instance_that_has_left_is_probed_as_long_as_something_is_open_there(
     async def main():
         silent = prefill_engine("p0", hanging)
         async with cluster([silent], [decode_engine()]) as c:
-            membership = c.app.state.membership
+            pool = c.app.state.pool
             asking = asyncio.create_task(c.complete())
             await silent.arrived.wait()
-            instance = next(one for one in membership.instances if one.url == silent.url)
-            assert membership.remove(instance, Origin.COMMAND_LINE)
+            instance = next(one for one in pool.instances if one.url == silent.url)
+            assert pool.remove(instance, Origin.COMMAND_LINE)
             await find_down(c, silent)
             assert (await asking).headers["x-kvferry-path"] == "decode-only"
-            assert instance not in {member.instance for member in membership.watched}
+            assert instance not in {state.instance for state in pool.probed_states}
 
     asyncio.run(main())
 

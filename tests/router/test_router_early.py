@@ -27,37 +27,23 @@ from router_harness import (
 )
 from test_router_flow import D0, P0, REQUEST, failed, pick, play
 
-from kvferry.router.events import (
-    PREFILL_LOST,
-    TOO_LATE,
-    Answered,
-    Began,
-    Cancel,
-    ClientGone,
-    Failed,
-    Forward,
-    Opened,
-    Picked,
-    Promised,
-    Relay,
-    Release,
-    Send,
-)
+from kvferry.router.commands import Cancel, Forward, Relay, Release, Send
+from kvferry.router.config import PrefillFallback
+from kvferry.router.events import PREFILL_LOST, TOO_LATE, Answered, Began, ClientGone, Failed, Opened, Picked, Promised
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
-from kvferry.router.fleet.request_kinds import KIND_BREAKER, kind_of
-from kvferry.router.flow import dispatcher
+from kvferry.router.fleet.instance_pool import KIND_BREAKER
+from kvferry.router.flow import dispatcher, early_prefill
 from kvferry.router.flow.early_prefill import EarlyPrefill
 from kvferry.router.flow.engine_response import promised_cache, stream_failure
-from kvferry.router.flow.leg import Leg, LegTimeouts
 from kvferry.router.flow.outcomes import OutcomeRecorder
-from kvferry.router.flow.request_timing import RequestTiming
 from kvferry.router.flow.state_machine import Flow
+from kvferry.router.flow.upstream_request import Timeouts, UpstreamRequest
 from kvferry.router.policy.records import NO_COST, Role
-from kvferry.router.policy.settings import PrefillFallback
 from kvferry.router.request.client_request import decode_body, prefill_body
-from kvferry.router.telemetry.server_timing import without_beginning
-from kvferry.router.telemetry.tracing import UNTRACED_LEG
-from kvferry.router.upstream.http_client import UpstreamRequest
+from kvferry.router.request.request_kind import kind_of
+from kvferry.router.telemetry.request_timing import RequestTiming, without_beginning
+from kvferry.router.telemetry.tracing import UpstreamTrace
+from kvferry.router.upstream.http_client import HttpRequest
 
 PARAMS = b'{"do_remote_prefill": true, "kvferry": {"lease_id": "x"}}'
 OURS = {**TRANSFER, "kvferry": {"lease_id": "x"}}
@@ -158,13 +144,13 @@ def test_decode_is_asked_with_the_promise_and_judged_as_ever(event, commands):
 def timed(computed_s: float, told: bytes = b"") -> RequestTiming:
     """A promise after 1 s, a decode leg from then on, a prompt that is computed at `computed_s`, an answer at 10 s."""
     timing = RequestTiming(0.0)
-    timing.leg_began(Role.PREFILL, 0.5)
-    timing.leg_answered(Role.PREFILL, 1.0, [])
+    timing.began(Role.PREFILL, 0.5)
+    timing.answered(Role.PREFILL, 1.0, [])
     timing.promised()
-    timing.leg_began(Role.DECODE, 1.0)
+    timing.began(Role.DECODE, 1.0)
     if computed_s < 10.0:
         timing.prefilled(computed_s)
-    timing.leg_answered(Role.DECODE, 10.0, [(b"server-timing", told)] if told else [])
+    timing.answered(Role.DECODE, 10.0, [(b"server-timing", told)] if told else [])
     if computed_s >= 10.0:
         timing.prefilled(computed_s)
     return timing
@@ -187,18 +173,18 @@ def test_a_prompt_whose_end_is_heard_of_after_the_answer_tells_nothing_of_the_ha
 
 def test_the_times_of_one_try_are_not_those_of_the_next():
     timing = timed(8.0)
-    timing.leg_began(Role.PREFILL, 11.0)
-    timing.leg_answered(Role.PREFILL, 12.0, [])
-    timing.leg_began(Role.DECODE, 12.0)
-    timing.leg_answered(Role.DECODE, 13.0, [])
+    timing.began(Role.PREFILL, 11.0)
+    timing.answered(Role.PREFILL, 12.0, [])
+    timing.began(Role.DECODE, 12.0)
+    timing.answered(Role.DECODE, 13.0, [])
     assert timing.handover_s == pytest.approx(1.0)
     assert timing.phases == pytest.approx({"queue": 11.0, "prefill": 1.0, "first_decode": 1.0})
 
 
 def test_what_a_lost_prefill_overlapped_is_not_taken_from_the_next_leg():
     timing = timed(8.0)
-    timing.leg_began(Role.DECODE, 11.0)
-    timing.leg_answered(Role.DECODE, 12.0, [])
+    timing.began(Role.DECODE, 11.0)
+    timing.answered(Role.DECODE, 12.0, [])
     assert math.fsum(timing.phases.values()) == pytest.approx(12.0)
     assert timing.phases["first_decode"] == pytest.approx(1.0)
 
@@ -311,7 +297,7 @@ TOLD = frame({"choices": [], "usage": OF_PREFILL}) + b"data: [DONE]\n\n"
 
 @pytest.mark.parametrize("last", [TOLD, frame(chat_chunk("x")) + b"data: [DONE]\n\n"])
 def test_the_figure_of_prefill_is_told_though_decode_has_answered_before(monkeypatch, last):
-    monkeypatch.setattr(dispatcher, "LAST_USAGE_S", DEADLINE_S)
+    monkeypatch.setattr(early_prefill, "LAST_USAGE_S", DEADLINE_S)
 
     async def main():
         prompt = Prompt(last)
@@ -332,7 +318,7 @@ def test_the_figure_of_prefill_is_told_though_decode_has_answered_before(monkeyp
 
 def test_no_token_waits_for_the_figure_of_prefill(monkeypatch):
     """Prefill ends its leg only when the client has all tokens; and a usage with each token waits for nothing."""
-    monkeypatch.setattr(dispatcher, "LAST_USAGE_S", DEADLINE_S)
+    monkeypatch.setattr(early_prefill, "LAST_USAGE_S", DEADLINE_S)
 
     async def main():
         prompt = Prompt(TOLD)
@@ -363,7 +349,7 @@ def test_no_token_waits_for_the_figure_of_prefill(monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prefill_leg_without_an_end_does_not_keep_a_client(monkeypatch, stream):
-    monkeypatch.setattr(dispatcher, "LAST_USAGE_S", 0.05)
+    monkeypatch.setattr(early_prefill, "LAST_USAGE_S", 0.05)
 
     async def main():
         async def behave(request, seen):
@@ -600,7 +586,7 @@ def test_the_handover_is_from_the_end_of_the_prefill_to_an_answer_made_of_its_ca
         async with cluster([early_engine("p0", prompt)], [decode_engine("d0", behave)], early_from_tokens=1) as c:
             async with c.session.post(c.url + "/v1/completions", json=LONG | {"stream": True}) as response:
                 await response.read()
-            assert (c.app.state.membership.handover.value > 0) is tells
+            assert (c.app.state.pool.handover.value > 0) is tells
 
     asyncio.run(main())
 
@@ -620,7 +606,7 @@ def test_what_the_router_has_left_raises_no_doubts_about_it():
     async def main():
         p, doubts = early_engine("p0", Prompt()), []
         async with cluster([p], [decode_engine()], early_from_tokens=1) as c:
-            c.app.state.membership.request_probe = lambda: doubts.append("p0")
+            c.app.state.pool.request_probe = lambda: doubts.append("p0")
             assert (await c.complete(LONG)).status == 200
             await left(p)
             await until_idle(c)
@@ -636,8 +622,8 @@ def test_the_first_event_is_found_wherever_it_is_cut(cut):
     async def piece():
         return pieces.pop(0)
 
-    outgoing = UpstreamRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
-    leg = Leg(SimpleNamespace(), SimpleNamespace(), UNTRACED_LEG, outgoing, LegTimeouts(1.0, 1.0))
+    outgoing = HttpRequest("POST", "http://127.0.0.1:1", "/v1/completions", [], b"")
+    leg = UpstreamRequest(SimpleNamespace(), SimpleNamespace(), UpstreamTrace(), outgoing, Timeouts(1.0, 1.0))
     assert asyncio.run(leg._first_event(SimpleNamespace(piece=piece))) == PROMISE
 
 
@@ -646,7 +632,8 @@ def test_legs_that_are_left_are_not_kept_in_memory():
 
     def alive():
         return [
-            sum(type(one) is kind for one in gc.get_objects()) for kind in (EarlyPrefill, Leg, dispatcher.Dispatcher)
+            sum(type(one) is kind for one in gc.get_objects())
+            for kind in (EarlyPrefill, UpstreamRequest, dispatcher.Dispatcher)
         ]
 
     async def main():
@@ -767,12 +754,12 @@ def test_decode_may_wait_for_the_prompt_as_well(monkeypatch):
     """Its own limit alone would be over before the prompt is computed."""
     given = []
 
-    class Recording(Leg):
+    class Recording(UpstreamRequest):
         def __init__(self, services, reservation, trace, outgoing, timeouts):
             given.append(timeouts.limit_s)
             super().__init__(services, reservation, trace, outgoing, timeouts)
 
-    monkeypatch.setattr(dispatcher, "Leg", Recording)
+    monkeypatch.setattr(dispatcher, "UpstreamRequest", Recording)
 
     async def main(behave):
         p, d = early_engine("p0", behave), decode_engine()

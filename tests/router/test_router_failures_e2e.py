@@ -69,7 +69,7 @@ def test_a_prefill_that_is_gone_is_refused_tried_elsewhere_and_marked_down():
             response = await c.complete()
             assert response.headers["x-kvferry-path"] == "disaggregated"
             assert await c.metric(f'{RETRIES}{{reason="refused",role="prefill"}}') == 1
-            assert [i.url for i in c.app.state.membership.healthy(Role.PREFILL)] == [p1.url]
+            assert [i.url for i in c.app.state.pool.healthy(Role.PREFILL)] == [p1.url]
             assert (await c.complete()).status == 200
             assert await c.metric(f'{RETRIES}{{reason="refused",role="prefill"}}') == 1
 
@@ -381,7 +381,7 @@ def test_an_instance_that_is_gone_after_a_hiccup_is_found_out_at_once():
             assert (await c.complete()).status == 502
             d.health_status = 500
             assert (await c.complete()).status == 502
-            while c.app.state.membership.healthy(Role.DECODE):
+            while c.app.state.pool.healthy(Role.DECODE):
                 await c.until_health_changes()
             assert (await c.complete()).status == 503
 

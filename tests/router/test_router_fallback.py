@@ -8,10 +8,10 @@ import pytest
 from aiohttp import web
 from router_harness import answer, cluster, decode_engine, failing, prefill_engine, prefilling
 
-from kvferry.router.fleet.request_kinds import KIND_BREAKER
-from kvferry.router.flow.fallback import CODE
+from kvferry.router.config import PolicySettings, PrefillFallback
+from kvferry.router.fleet.instance_pool import KIND_BREAKER
+from kvferry.router.flow.refusals import PREFILL_UNAVAILABLE
 from kvferry.router.policy.records import Limits, NoInstance, Role, SkipPrefill, UseInstance
-from kvferry.router.policy.settings import PolicySettings, PrefillFallback
 
 PLAIN = {"prompt": "a"}
 REFUSED = 'kvferry_router_refused_total{reason="%s"}'
@@ -41,7 +41,7 @@ def test_what_decode_alone_would_have_served_is_refused(prefill, reason):
         engines = [prefill_engine(f"p{i}", behave) for i, behave in enumerate(prefill)]
         async with cluster(engines, [decode_engine()], **REFUSE) as c:
             reply = await c.complete(PLAIN)
-            assert (reply.status, reply.error["code"], reply.error["reason"]) == (503, CODE, reason)
+            assert (reply.status, reply.error["code"], reply.error["reason"]) == (503, PREFILL_UNAVAILABLE, reason)
             assert int(reply.headers["retry-after"]) > 0
             assert reply.headers["x-kvferry-reason"] == reason
             assert "x-kvferry-path" not in reply.headers

@@ -15,7 +15,7 @@ import uvloop
 
 from kvferry.router.upstream import http_client
 from kvferry.router.upstream.failures import DEADLINE, FAILURES, reason_of
-from kvferry.router.upstream.http_client import MAX_HEADER_BYTES, HttpClient, UpstreamRequest
+from kvferry.router.upstream.http_client import MAX_HEADER_BYTES, HttpClient, HttpRequest
 
 DEADLINE_S = 30.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -74,8 +74,8 @@ def run(main, loop, *answers, connect_timeout_s=DEADLINE_S):
         runner.run(whole())
 
 
-def post(server, target="/x", headers=(), body=b"{}") -> UpstreamRequest:
-    return UpstreamRequest("POST", server.url, target, list(headers), body)
+def post(server, target="/x", headers=(), body=b"{}") -> HttpRequest:
+    return HttpRequest("POST", server.url, target, list(headers), body)
 
 
 async def told(http, request) -> bytes:
@@ -97,7 +97,7 @@ async def failure(http, request) -> str:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_request_is_what_was_to_be_sent(loop):
     async def main(server, http):
-        base = UpstreamRequest(
+        base = HttpRequest(
             "POST", server.url + "/behind", "/v1/x?a=%C3%A4", [(b"x-name", "caf\xe9".encode())], b'{"a": 1}'
         )
         assert await told(http, base) == b"ok"
@@ -128,7 +128,7 @@ def test_a_connection_is_kept_for_the_next_leg_and_not_for_a_probe(loop):
     async def main(server, http):
         for _ in range(2):
             await told(http, post(server))
-        await told(http, UpstreamRequest("GET", server.url, "/ready", [], b""))
+        await told(http, HttpRequest("GET", server.url, "/ready", [], b""))
         assert [number for number, *_ in server.asked] == [1, 1, 2]
         assert b"content-length" not in server.asked[2][1].lower()
 
@@ -210,9 +210,9 @@ def test_failures_have_names(loop):
     async def main(server, http):
         assert await failure(http, post(server)) == "reset"
         assert await failure(http, post(server)) == "malformed"
-        nobody = UpstreamRequest("POST", "http://127.0.0.1:1", "/x", [], b"")
+        nobody = HttpRequest("POST", "http://127.0.0.1:1", "/x", [], b"")
         assert await failure(http, nobody) == "refused"
-        unnamed = UpstreamRequest("POST", "http://" + "a" * 70 + ".invalid:1", "/x", [], b"")
+        unnamed = HttpRequest("POST", "http://" + "a" * 70 + ".invalid:1", "/x", [], b"")
         assert await failure(http, unnamed) == "refused"
 
     run(main, loop, None, b"no http at all\r\n\r\n")

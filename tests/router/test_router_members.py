@@ -1,4 +1,4 @@
-"""Instances that come, go, expire, differ, and lose caches: the membership on a virtual clock, and real sockets."""
+"""Instances that come, go, expire, differ, and lose caches: the pool on a virtual clock, and real sockets."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from router_harness import answer, cluster, decode_engine, decoding, open_stream
 from kvferry.embedded.http.router_registration import Registrar, RegistrarConfig
 from kvferry.errors import ConfigurationError, RequestError
 from kvferry.http.registration import MEMBERS_PATH, SIGNATURE, Side, decode_announcement, reason_to_refuse, sign
-from kvferry.router.config import Registration, RouterConfig
-from kvferry.router.fleet.compatibility import Facts
+from kvferry.router.config import PolicySettings, Registration, RouterConfig
 from kvferry.router.fleet.discovery import MembersFile, Registry
-from kvferry.router.fleet.instance import INSTANCE_BREAKER, Origin, ProbeResult
-from kvferry.router.fleet.membership import PAIR_BREAKER, InstanceRequest, Membership
-from kvferry.router.fleet.readiness import readiness
-from kvferry.router.fleet.reservation import Reservation
+from kvferry.router.fleet.engine_info import EngineInfo
+from kvferry.router.fleet.instance import INSTANCE_BREAKER, Origin, ProbeResult, Reservation
+from kvferry.router.fleet.instance_pool import PAIR_BREAKER, InstancePool, InstanceRequest
 from kvferry.router.http.app import create_app
+from kvferry.router.http.status import readiness
 from kvferry.router.policy.records import Instance, Limits, NoInstance, RequestCost, Role, UseInstance
-from kvferry.router.policy.settings import PolicySettings
 from kvferry.router.telemetry.metrics import Metrics
 
 P0, P1 = (Instance(f"http://p{i}", Role.PREFILL) for i in range(2))
@@ -40,16 +38,16 @@ class Clock:
         return self.now
 
 
-def membership_of(*instances) -> tuple[Membership, Clock]:
+def pool_of(*instances) -> tuple[InstancePool, Clock]:
     clock = Clock()
-    membership = Membership(instances, Metrics(), PolicySettings(clock=clock))
+    pool = InstancePool(instances, Metrics(), PolicySettings(clock=clock))
     for instance in instances:
-        membership.probed(instance, ProbeResult.READY, "")
-    return membership, clock
+        pool.probed(instance, ProbeResult.READY, "")
+    return pool, clock
 
 
-def taken(membership, role, *partners, task=RequestCost()) -> Instance | None:  # noqa: B008
-    found = membership.reserve(InstanceRequest(role, task, partners=partners))
+def taken(pool, role, *partners, task=RequestCost()) -> Instance | None:  # noqa: B008
+    found = pool.reserve(InstanceRequest(role, task, partners=partners))
     if not isinstance(found, Reservation):
         return None
     found.release()
@@ -57,94 +55,94 @@ def taken(membership, role, *partners, task=RequestCost()) -> Instance | None:  
 
 
 def test_one_missed_probe_is_not_the_end_and_a_refused_one_is():
-    membership, _ = membership_of(D0)
-    membership.probed(D0, ProbeResult.SILENT, "slow")
-    assert membership.healthy(Role.DECODE) == [D0]
-    membership.probed(D0, ProbeResult.SILENT, "slow")
-    assert membership.healthy(Role.DECODE) == []
-    membership.probed(D0, ProbeResult.READY, "")
-    membership.probed(D0, ProbeResult.SILENT, "slow")
-    membership.probed(D0, ProbeResult.READY, "")
-    membership.probed(D0, ProbeResult.SILENT, "slow")
-    assert membership.healthy(Role.DECODE) == [D0]
-    membership.probed(D0, ProbeResult.DOWN, "refused")
-    assert membership.healthy(Role.DECODE) == []
+    pool, _ = pool_of(D0)
+    pool.probed(D0, ProbeResult.SILENT, "slow")
+    assert pool.healthy(Role.DECODE) == [D0]
+    pool.probed(D0, ProbeResult.SILENT, "slow")
+    assert pool.healthy(Role.DECODE) == []
+    pool.probed(D0, ProbeResult.READY, "")
+    pool.probed(D0, ProbeResult.SILENT, "slow")
+    pool.probed(D0, ProbeResult.READY, "")
+    pool.probed(D0, ProbeResult.SILENT, "slow")
+    assert pool.healthy(Role.DECODE) == [D0]
+    pool.probed(D0, ProbeResult.DOWN, "refused")
+    assert pool.healthy(Role.DECODE) == []
 
 
 def test_an_instance_that_fails_requests_is_out_and_gets_one_trial():
-    membership, clock = membership_of(D0)
+    pool, clock = pool_of(D0)
     for _ in range(INSTANCE_BREAKER.num_failures):
-        reservation = membership.reserve(InstanceRequest(Role.DECODE))
+        reservation = pool.reserve(InstanceRequest(Role.DECODE))
         reservation.failed()
         reservation.release()
-    assert membership.reserve(InstanceRequest(Role.DECODE)) == NoInstance()
-    assert readiness(membership, False)[1]["status"] == "every decode instance keeps failing"
+    assert pool.reserve(InstanceRequest(Role.DECODE)) == NoInstance()
+    assert readiness(pool, False)[1]["status"] == "every decode instance keeps failing"
     clock.now += INSTANCE_BREAKER.open_s
-    trial = membership.reserve(InstanceRequest(Role.DECODE))
-    assert membership.reserve(InstanceRequest(Role.DECODE)) == NoInstance()
+    trial = pool.reserve(InstanceRequest(Role.DECODE))
+    assert pool.reserve(InstanceRequest(Role.DECODE)) == NoInstance()
     trial.release()
-    trial = membership.reserve(InstanceRequest(Role.DECODE))
+    trial = pool.reserve(InstanceRequest(Role.DECODE))
     trial.succeeded()
     trial.release()
-    assert taken(membership, Role.DECODE) == D0
+    assert taken(pool, Role.DECODE) == D0
 
 
 def test_a_pair_that_loses_caches_is_out_and_the_fleet_is_not():
-    membership, clock = membership_of(P0, P1, D0, D1)
+    pool, clock = pool_of(P0, P1, D0, D1)
     for _ in range(PAIR_BREAKER.num_failures):
-        membership.lost((P0, D0), "peer_lost", None)
-    assert {taken(membership, Role.PREFILL, D0) for _ in range(4)} == {P1}
-    assert {taken(membership, Role.PREFILL, D1) for _ in range(4)} == {P0, P1}
-    assert len(membership.usable_pairs()) == 3
+        pool.lost((P0, D0), "peer_lost", None)
+    assert {taken(pool, Role.PREFILL, D0) for _ in range(4)} == {P1}
+    assert {taken(pool, Role.PREFILL, D1) for _ in range(4)} == {P0, P1}
+    assert len(pool.usable_pairs()) == 3
     clock.now += PAIR_BREAKER.open_s
-    assert {taken(membership, Role.PREFILL, D0) for _ in range(4)} >= {P0}
+    assert {taken(pool, Role.PREFILL, D0) for _ in range(4)} >= {P0}
 
 
 def test_a_decode_instance_that_can_work_with_nobody_is_the_last_choice():
-    membership, _ = membership_of(P0, D0, D1)
+    pool, _ = pool_of(P0, D0, D1)
     for _ in range(PAIR_BREAKER.num_failures):
-        membership.lost((P0, D0), "digest", None)
-    assert {taken(membership, Role.DECODE) for _ in range(4)} == {D1}
+        pool.lost((P0, D0), "digest", None)
+    assert {taken(pool, Role.DECODE) for _ in range(4)} == {D1}
     whole = RequestCost(is_divisible=False)
-    assert {taken(membership, Role.DECODE, task=whole) for _ in range(4)} == {D0, D1}
+    assert {taken(pool, Role.DECODE, task=whole) for _ in range(4)} == {D0, D1}
 
 
 def test_the_first_word_about_an_instance_is_news_and_the_same_again_is_none(caplog):
-    membership = Membership((P0,), Metrics(), PolicySettings(clock=Clock()))
+    pool = InstancePool((P0,), Metrics(), PolicySettings(clock=Clock()))
     caplog.set_level(logging.INFO)
     for result in (ProbeResult.DOWN, ProbeResult.DOWN, ProbeResult.READY, ProbeResult.READY):
-        membership.probed(P0, result, "its probe failed (refused)")
+        pool.probed(P0, result, "its probe failed (refused)")
     words = [record.getMessage().split(": ")[0].rsplit(" ", 1)[-1] for record in caplog.records]
     assert words == ["down", "up"]
 
 
 def test_incompatible_sides_are_never_paired():
-    membership, _ = membership_of(P0, P1, D0)
-    membership.introduce(D0, Facts("kvferry", "1", "1", "e0", ("m",), "cache-a"))
-    membership.introduce(P0, Facts("kvferry", "1", "1", "e1", ("m",), "cache-b"))
-    membership.introduce(P1, Facts("kvferry", "1", "1", "e2", ("m",), "cache-a"))
-    assert {taken(membership, Role.PREFILL, D0) for _ in range(4)} == {P1}
-    assert membership.usable_pairs() == [(P1, D0)]
-    membership.introduce(P1, Facts("kvferry", "1", "2", "e3", ("m",), "cache-a"))
-    assert taken(membership, Role.PREFILL, D0) is None
-    assert readiness(membership, False)[0] == 200
-    assert readiness(membership, True) == (503, readiness(membership, True)[1])
-    membership.introduce(P1, Facts("kvferry", "1", "1", "e4", ("m",), "cache-a"))
-    assert readiness(membership, True)[0] == 200
+    pool, _ = pool_of(P0, P1, D0)
+    pool.introduce(D0, EngineInfo("kvferry", "1", "1", "e0", ("m",), "cache-a"))
+    pool.introduce(P0, EngineInfo("kvferry", "1", "1", "e1", ("m",), "cache-b"))
+    pool.introduce(P1, EngineInfo("kvferry", "1", "1", "e2", ("m",), "cache-a"))
+    assert {taken(pool, Role.PREFILL, D0) for _ in range(4)} == {P1}
+    assert pool.usable_pairs() == [(P1, D0)]
+    pool.introduce(P1, EngineInfo("kvferry", "1", "2", "e3", ("m",), "cache-a"))
+    assert taken(pool, Role.PREFILL, D0) is None
+    assert readiness(pool, False)[0] == 200
+    assert readiness(pool, True) == (503, readiness(pool, True)[1])
+    pool.introduce(P1, EngineInfo("kvferry", "1", "1", "e4", ("m",), "cache-a"))
+    assert readiness(pool, True)[0] == 200
 
 
 def test_a_request_goes_where_its_model_is():
-    membership, _ = membership_of(P0, D0, D1)
-    membership.introduce(D0, Facts("vllm", models=("a",)))
-    membership.introduce(D1, Facts("vllm", models=("b", "c")))
-    membership.introduce(P0, Facts("vllm", models=("a",)))
-    assert {taken(membership, Role.DECODE, task=RequestCost(model="c")) for _ in range(4)} == {D1}
-    assert taken(membership, Role.PREFILL, D1, task=RequestCost(model="c")) is None
+    pool, _ = pool_of(P0, D0, D1)
+    pool.introduce(D0, EngineInfo("vllm", models=("a",)))
+    pool.introduce(D1, EngineInfo("vllm", models=("b", "c")))
+    pool.introduce(P0, EngineInfo("vllm", models=("a",)))
+    assert {taken(pool, Role.DECODE, task=RequestCost(model="c")) for _ in range(4)} == {D1}
+    assert taken(pool, Role.PREFILL, D1, task=RequestCost(model="c")) is None
     # Nobody has it: the one that can be paired says so.
-    assert taken(membership, Role.DECODE, task=RequestCost(model="z")) == D0
+    assert taken(pool, Role.DECODE, task=RequestCost(model="z")) == D0
 
 
-def asked(membership, role, task, *partners):
+def asked(pool, role, task, *partners):
     """What the policy is told of the candidates of a role."""
     seen = []
 
@@ -152,71 +150,71 @@ def asked(membership, role, task, *partners):
         seen.append(question)
         return NoInstance()
 
-    membership._policy_settings = PolicySettings(policy, clock=membership._policy_settings.clock)
-    assert membership.reserve(InstanceRequest(role, task, partners=partners)) == NoInstance()
+    pool._policy_settings = PolicySettings(policy, clock=pool._policy_settings.clock)
+    assert pool.reserve(InstanceRequest(role, task, partners=partners)) == NoInstance()
     return seen[0].candidates
 
 
 def test_what_was_sent_before_counts_where_there_is_a_prefix_cache():
-    membership, _ = membership_of(P0, P1)
+    pool, _ = pool_of(P0, P1)
     task = RequestCost(prompt_tokens=600, prefixes=(7, 8), prefix_tokens=256)
     for instance in (P0, P1):
-        membership.prefixes.remember(instance, task.prefixes)
-    membership.introduce(P1, Facts("kvferry", "1", "1", "", ("m",), "c", has_prefix_cache=False))
-    assert [load.cached_tokens for load in asked(membership, Role.PREFILL, task)] == [512, 0]
+        pool.prefixes.remember(instance, task.prefixes)
+    pool.introduce(P1, EngineInfo("kvferry", "1", "1", "", ("m",), "c", prefix_cache=False))
+    assert [load.cached_tokens for load in asked(pool, Role.PREFILL, task)] == [512, 0]
 
 
 @pytest.mark.parametrize(
     ("decision", "words"), [(UseInstance(D1), "was not offered"), (None, "returned None"), (D0, "returned Instance")]
 )
 def test_a_policy_that_chooses_what_is_not_there_or_nothing_has_chosen_nobody(decision, words, caplog):
-    membership = Membership((D0,), Metrics(), PolicySettings(lambda question: decision, clock=Clock()))
-    membership.probed(D0, ProbeResult.READY, "")
-    assert membership.reserve(InstanceRequest(Role.DECODE)) == NoInstance()
+    pool = InstancePool((D0,), Metrics(), PolicySettings(lambda question: decision, clock=Clock()))
+    pool.probed(D0, ProbeResult.READY, "")
+    assert pool.reserve(InstanceRequest(Role.DECODE)) == NoInstance()
     assert words in caplog.text
 
 
 def test_registrations_expire_unless_they_are_renewed():
-    membership, clock = membership_of(D0)
-    assert membership.add(P0, Origin.REGISTERED, 15.0)
+    pool, clock = pool_of(D0)
+    assert pool.add(P0, Origin.REGISTERED, 15.0)
     clock.now += 10
-    assert not membership.add(P0, Origin.REGISTERED, 15.0)
+    assert not pool.add(P0, Origin.REGISTERED, 15.0)
     clock.now += 14
-    membership.expire()
-    assert P0 in membership.instances
+    pool.expire()
+    assert P0 in pool.instances
     clock.now += 1
-    membership.expire()
-    assert membership.instances == (D0,)
+    pool.expire()
+    assert pool.instances == (D0,)
 
 
 def test_only_who_brought_an_instance_takes_it_out_and_its_requests_go_on():
-    membership, _ = membership_of(D0)
-    running = membership.reserve(InstanceRequest(Role.DECODE))
-    assert not membership.add(D0, Origin.REGISTERED, 1.0)
-    assert not membership.remove(D0, Origin.REGISTERED)
-    assert membership.remove(D0, Origin.COMMAND_LINE)
+    pool, _ = pool_of(D0)
+    running = pool.reserve(InstanceRequest(Role.DECODE))
+    assert not pool.add(D0, Origin.REGISTERED, 1.0)
+    assert not pool.remove(D0, Origin.REGISTERED)
+    assert pool.remove(D0, Origin.COMMAND_LINE)
     running.succeeded()
     running.release()
-    assert membership.reserve(InstanceRequest(Role.DECODE)) == NoInstance()
+    assert pool.reserve(InstanceRequest(Role.DECODE)) == NoInstance()
 
 
 def test_what_left_is_not_measured_any_more():
     metrics = Metrics()
-    membership = Membership((P0, D0), metrics)
-    membership.lost((P0, D0), "digest", None)
+    pool = InstancePool((P0, D0), metrics)
+    pool.lost((P0, D0), "digest", None)
     metrics.observe_phases({"wire": 0.1}, P0.url, D0.url)
-    metrics.inter_token(D0).observe(0.1)
-    membership.remove(D0, Origin.COMMAND_LINE)
+    metrics.inter_token.labels(D0.url).observe(0.1)
+    pool.remove(D0, Origin.COMMAND_LINE)
     shown = metrics.render().decode()
     assert D0.url not in shown
     assert P0.url in shown
 
 
 def test_tokens_in_flight_fall_as_they_are_written():
-    membership, _ = membership_of(D0)
+    pool, _ = pool_of(D0)
     task = RequestCost(prompt_tokens=80, new_tokens=10)
-    running = membership.reserve(InstanceRequest(Role.DECODE, task))
-    (member,) = membership.members
+    running = pool.reserve(InstanceRequest(Role.DECODE, task))
+    (member,) = pool.states
     assert member.outstanding_tokens == 20
     running.progress(5)
     assert member.outstanding_tokens == 15
@@ -228,28 +226,28 @@ def test_tokens_in_flight_fall_as_they_are_written():
 
 
 def test_a_members_file_is_followed_and_nonsense_is_not(tmp_path):
-    membership, _ = membership_of(D0)
+    pool, _ = pool_of(D0)
     path = tmp_path / "fleet.json"
-    file = MembersFile(str(path), membership, 1.0)
+    file = MembersFile(str(path), pool, 1.0)
     with pytest.raises(ConfigurationError, match="members file"):
         file.look()
     path.write_text('{"prefill": ["http://p0/"], "decode": ["http://d1"]}')
     file.look()
-    assert set(membership.instances) == {D0, P0, D1}
+    assert set(pool.instances) == {D0, P0, D1}
     path.write_text('{"prefill": ["http://p1"], "decode": ["http://d0", "http://d1"]}')
     file.look()
-    assert set(membership.instances) == {D0, P1, D1}
+    assert set(pool.instances) == {D0, P1, D1}
     for nonsense in ("{", '{"prefil": []}', '{"decode": ["no url"]}'):
         path.write_text(nonsense)
         with pytest.raises(ConfigurationError):
             file.look()
         file.look()
-        assert set(membership.instances) == {D0, P1, D1}
+        assert set(pool.instances) == {D0, P1, D1}
 
 
 def test_a_members_file_that_is_gone_is_logged_each_time_that_it_goes(tmp_path, caplog):
     path = tmp_path / "fleet.json"
-    file = MembersFile(str(path), membership_of()[0], 1.0)
+    file = MembersFile(str(path), pool_of()[0], 1.0)
     for _ in range(2):
         path.write_text("{}")
         file.follow()
@@ -464,10 +462,10 @@ def test_a_short_prompt_is_left_to_decode_and_the_answer_says_so():
 )
 def test_without_a_key_only_this_host_may_register(client, status):
     """A router that listens on `::` sees clients of IPv4 as addresses of IPv6."""
-    membership = SimpleNamespace(add=lambda *_: True)
-    metrics = SimpleNamespace(count_refused_registration=lambda _: None)
+    pool = SimpleNamespace(add=lambda *_: True)
+    metrics = Metrics()
     config = RouterConfig((), (), registration=Registration(True))
-    registry = Registry(config, membership, metrics)
+    registry = Registry(config, pool, metrics)
     body = json.dumps({"url": "http://127.0.0.1:8100", "role": "decode"}).encode()
     assert registry.take(body, {}, client)[0] == status
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from router_harness import chat_chunk, cluster, decode_engine, decoding, frame, open_stream, prefill_engine
 
 from kvferry.router.fleet.instance import INSTANCE_BREAKER
-from kvferry.router.fleet.membership import PAIR_BREAKER
+from kvferry.router.fleet.instance_pool import PAIR_BREAKER
 from kvferry.router.flow.engine_response import streamed_error
 from kvferry.router.request.client_request import Endpoint, parse_request
 from kvferry.router.request.prompt_cost import cost_of
@@ -95,12 +95,12 @@ def test_a_prompt_counts_as_cached_from_the_first_byte_on():
 
     async def main():
         async with cluster([], [decode_engine("d0", behave)]) as c:
-            membership = c.app.state.membership
-            (instance,) = membership.instances
+            pool = c.app.state.pool
+            (instance,) = pool.instances
             body = {"prompt": prompt, "stream": True}
             async with c.session.post(c.url + "/v1/completions", json=body) as response:
                 assert await response.content.readany() == frame(chat_chunk("one"))
-                assert membership.prefixes.num_known(instance, task.prefixes) == len(task.prefixes) > 0
+                assert pool.prefixes.num_known(instance, task.prefixes) == len(task.prefixes) > 0
 
     asyncio.run(main())
 

@@ -7,9 +7,8 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.fleet.instance import ProbeResult
-from kvferry.router.fleet.membership import InstanceRequest, Membership
-from kvferry.router.fleet.reservation import Reservation
+from kvferry.router.fleet.instance import ProbeResult, Reservation
+from kvferry.router.fleet.instance_pool import InstancePool, InstanceRequest
 from kvferry.router.policy.least_work import choose
 from kvferry.router.policy.records import Instance, Load, NoInstance, Role
 from kvferry.router.telemetry.metrics import Metrics
@@ -17,16 +16,16 @@ from kvferry.router.telemetry.metrics import Metrics
 INSTANCES = tuple(Instance(f"http://h{i}", Role.DECODE) for i in range(6))
 
 
-def membership_of(*instances) -> Membership:
-    """A membership in which all of these are ready."""
-    membership = Membership(instances, Metrics())
+def pool_of(*instances) -> InstancePool:
+    """A pool in which all of these are ready."""
+    pool = InstancePool(instances, Metrics())
     for instance in instances:
-        membership.probed(instance, ProbeResult.READY, "")
-    return membership
+        pool.probed(instance, ProbeResult.READY, "")
+    return pool
 
 
-def reserve(membership, role=Role.DECODE, *excluded) -> Reservation:
-    found = membership.reserve(InstanceRequest(role, excluded=frozenset(excluded)))
+def reserve(pool, role=Role.DECODE, *excluded) -> Reservation:
+    found = pool.reserve(InstanceRequest(role, excluded=frozenset(excluded)))
     assert isinstance(found, Reservation)
     return found
 
@@ -68,7 +67,7 @@ def test_a_tie_from_the_start_goes_to_the_first():
 @given(st.integers(1, 6), st.lists(st.booleans(), max_size=60))
 def test_idle_instances_take_turns_and_busy_ones_stay_level(num, finishes):
     """Requests arrive, or the oldest one ends: loads differ by at most what the endings took away."""
-    membership = membership_of(*INSTANCES[:num])
+    pool = pool_of(*INSTANCES[:num])
     outstanding = {instance: 0 for instance in INSTANCES[:num]}
     running = []
     for finish in finishes:
@@ -77,41 +76,41 @@ def test_idle_instances_take_turns_and_busy_ones_stay_level(num, finishes):
             ended.release()
             outstanding[ended.instance] -= 1
         else:
-            chosen = reserve(membership)
+            chosen = reserve(pool)
             assert outstanding[chosen.instance] == min(outstanding.values())
             running.append(chosen)
             outstanding[chosen.instance] += 1
     assert max(outstanding.values()) - min(outstanding.values()) <= 1
 
 
-def turns(membership, num):
+def turns(pool, num):
     """The numbers of the instances that get `num` requests one after the other."""
     found = []
     for _ in range(num):
-        reservation = reserve(membership)
+        reservation = reserve(pool)
         found.append(INSTANCES.index(reservation.instance))
         reservation.release()
     return found
 
 
 def test_sequential_requests_go_round():
-    assert turns(membership_of(*INSTANCES[:3]), 7) == [0, 1, 2, 0, 1, 2, 0]
+    assert turns(pool_of(*INSTANCES[:3]), 7) == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_an_instance_back_from_an_outage_gets_its_share_and_not_more():
-    membership = Membership(INSTANCES[:2], Metrics())
-    membership.probed(INSTANCES[0], ProbeResult.READY, "")
-    assert turns(membership, 5) == [0] * 5
-    membership.probed(INSTANCES[1], ProbeResult.READY, "")
-    assert turns(membership, 4) == [1, 0, 1, 0]
+    pool = InstancePool(INSTANCES[:2], Metrics())
+    pool.probed(INSTANCES[0], ProbeResult.READY, "")
+    assert turns(pool, 5) == [0] * 5
+    pool.probed(INSTANCES[1], ProbeResult.READY, "")
+    assert turns(pool, 4) == [1, 0, 1, 0]
 
 
 def test_excluded_unhealthy_and_other_roles_are_not_chosen():
     prefill = dataclasses.replace(INSTANCES[3], role=Role.PREFILL)
-    membership = Membership((*INSTANCES[:2], prefill), Metrics())
-    assert membership.reserve(InstanceRequest(Role.DECODE)) == NoInstance()
-    membership.probed(prefill, ProbeResult.READY, "")
-    membership.probed(INSTANCES[0], ProbeResult.READY, "")
-    assert reserve(membership).instance == INSTANCES[0]
-    assert membership.reserve(InstanceRequest(Role.DECODE, excluded=frozenset(INSTANCES[:1]))) == NoInstance()
-    assert reserve(membership, Role.PREFILL).instance == prefill
+    pool = InstancePool((*INSTANCES[:2], prefill), Metrics())
+    assert pool.reserve(InstanceRequest(Role.DECODE)) == NoInstance()
+    pool.probed(prefill, ProbeResult.READY, "")
+    pool.probed(INSTANCES[0], ProbeResult.READY, "")
+    assert reserve(pool).instance == INSTANCES[0]
+    assert pool.reserve(InstanceRequest(Role.DECODE, excluded=frozenset(INSTANCES[:1]))) == NoInstance()
+    assert reserve(pool, Role.PREFILL).instance == prefill

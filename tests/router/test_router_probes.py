@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from router_harness import cluster, decode_engine, prefill_engine
 
 from kvferry.router.fleet import probes
-from kvferry.router.fleet.membership import Membership
+from kvferry.router.fleet.instance_pool import InstancePool
 
 DEADLINE_S = 20
 
@@ -35,14 +35,14 @@ def test_an_instance_that_comes_back_as_another_one_between_two_probes_is_asked_
 
 
 def test_a_defect_in_a_round_of_probes_is_not_the_end_of_them(monkeypatch, caplog):
-    def fail(membership):
+    def fail(pool):
         raise ZeroDivisionError("the defect")
 
     async def main():
         p = prefill_engine()
         async with cluster([p], [decode_engine()], probe_interval_s=0.05) as c, asyncio.timeout(DEADLINE_S):
             with monkeypatch.context() as patch:
-                patch.setattr(Membership, "expire", fail)
+                patch.setattr(InstancePool, "expire", fail)
                 while "the defect" not in caplog.text:
                     await asyncio.sleep(0)
             p.health_status = 500

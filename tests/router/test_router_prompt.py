@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.fleet.compatibility import NO_FACTS, Facts, differences
+from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo, differences
 from kvferry.router.fleet.prefill_speed import Mean, PrefillSpeed
 from kvferry.router.policy.prefix_affinity import PrefixIndex
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.client_request import Endpoint, parse_request
 from kvferry.router.request.prompt_cost import DEFAULT_NEW_TOKENS, MAX_PREFIXES, PREFIX_BYTES, cost_of
-from kvferry.router.telemetry.server_timing import phases_of, server_timing, told_phases
+from kvferry.router.telemetry.request_timing import phases_of, server_timing, told_phases
 
 D0, D1 = (Instance(f"http://d{i}", Role.DECODE) for i in range(2))
 
@@ -139,18 +139,18 @@ def test_phases_add_up_to_the_time_to_the_first_token(queue_s, prefill_s, rest_s
     assert set(told_phases([(b"server-timing", server_timing(phases).encode())])) == {"queue", "wire", "verify"}
 
 
-OURS = Facts("kvferry", "0.1.0", "1", "e1", ("tiny",), "c1")
+OURS = EngineInfo("kvferry", "0.1.0", "1", "e1", ("tiny",), "c1")
 
 
 @pytest.mark.parametrize(
     ("decode", "named"),
     [
         (OURS, []),
-        (NO_FACTS, []),
-        (Facts("kvferry", "0.2.0", "1", "e2", ("tiny", "more"), "c1"), []),
-        (Facts("kvferry", "0.1.0", "2", "e2", ("tiny",), "c1"), ["wire_version"]),
-        (Facts("kvferry", "0.1.0", "1", "e2", ("other",), "c2"), ["model", "cache"]),
-        (Facts("vllm", "0.32.0", models=("tiny",)), []),
+        (UNKNOWN_ENGINE, []),
+        (EngineInfo("kvferry", "0.2.0", "1", "e2", ("tiny", "more"), "c1"), []),
+        (EngineInfo("kvferry", "0.1.0", "2", "e2", ("tiny",), "c1"), ["wire_version"]),
+        (EngineInfo("kvferry", "0.1.0", "1", "e2", ("other",), "c2"), ["model", "cache"]),
+        (EngineInfo("vllm", "0.32.0", models=("tiny",)), []),
     ],
 )
 def test_only_what_both_tell_and_differs_keeps_them_apart(decode, named):
@@ -159,6 +159,6 @@ def test_only_what_both_tell_and_differs_keeps_them_apart(decode, named):
 
 
 def test_engines_of_others_are_paired_within_one_release():
-    old, new = Facts("vllm", "0.32.0"), Facts("vllm", "0.33.0")
+    old, new = EngineInfo("vllm", "0.32.0"), EngineInfo("vllm", "0.33.0")
     assert differences(old, old) == ()
     assert differences(old, new) == ("version: 0.32.0 and 0.33.0",)

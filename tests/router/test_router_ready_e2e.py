@@ -76,7 +76,7 @@ def test_an_instance_is_found_ready_again():
 def test_a_draining_router_says_so_and_goes_on():
     async def main():
         async with cluster([prefill_engine()], [decode_engine()]) as c:
-            c.app.state.membership.drain()
+            c.app.state.pool.drain()
             async with c.session.get(c.url + "/ready") as response:
                 assert "draining" in (await response.json())["status"]
             assert response.status == 503

@@ -19,19 +19,8 @@ from router_harness import (
 )
 from test_router_flow import D0, P0, REQUEST, failed, pick, play, to_prefilling
 
-from kvferry.router.events import (
-    Answered,
-    Cancel,
-    ClientGone,
-    EndWithError,
-    Failed,
-    Forward,
-    Opened,
-    Refuse,
-    Relay,
-    Release,
-    Send,
-)
+from kvferry.router.commands import Cancel, EndWithError, Forward, Refuse, Relay, Release, Send
+from kvferry.router.events import Answered, ClientGone, Failed, Opened
 from kvferry.router.flow import client
 from kvferry.router.flow.state_machine import Flow
 from kvferry.router.policy.records import NoInstance, Role
@@ -146,7 +135,7 @@ def test_the_prefill_instance_is_told_when_the_client_leaves():
 
 def test_an_answer_of_prefill_that_is_under_way_when_the_client_leaves_is_heard(monkeypatch):
     """Its blocks are kept already, for a decode leg that will not be: the decode instance hears nothing of it."""
-    monkeypatch.setattr("kvferry.router.flow.dispatcher.LAST_WORD_S", DEADLINE_S)
+    monkeypatch.setattr("kvferry.router.flow.dispatcher.LAST_ANSWER_S", DEADLINE_S)
     left, wait_until_gone = asyncio.Event(), client._wait_until_gone
 
     async def noticed(receive):

@@ -11,7 +11,7 @@ import trustme
 import uvloop
 
 from kvferry.router.upstream.failures import FAILURES, REFUSED, reason_of
-from kvferry.router.upstream.http_client import HttpClient, UpstreamRequest
+from kvferry.router.upstream.http_client import HttpClient, HttpRequest
 
 DEADLINE_S = 30.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -57,7 +57,7 @@ def run(main, loop, authority, name):
 
 
 async def ask(http, url):
-    exchange = await http.send(UpstreamRequest("POST", url, "/v1/completions", [], b""))
+    exchange = await http.send(HttpRequest("POST", url, "/v1/completions", [], b""))
     try:
         return await exchange.whole(100)
     finally:

@@ -115,7 +115,7 @@ def test_another_instance_is_asked_when_one_cannot_be_reached(behave: Behaviour 
             for name in ("upstream_errors", "retries"):
                 assert await c.metric(f'kvferry_router_{name}_total{{reason="{reason}",role="decode"}}') == 1
             if behave is None:
-                assert [i.url for i in c.app.state.membership.healthy(Role.DECODE)] == [d1.url]
+                assert [i.url for i in c.app.state.pool.healthy(Role.DECODE)] == [d1.url]
 
     run(main)
 

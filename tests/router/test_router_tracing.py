@@ -24,9 +24,9 @@ from router_harness import (
     web,
 )
 
-from kvferry.router.flow.request_timing import RequestTiming
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.telemetry.opentelemetry import OtelTracing
+from kvferry.router.telemetry.request_timing import RequestTiming
 
 NONE = {}
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -114,7 +114,7 @@ def test_a_leg_that_nobody_ended_is_ended_with_its_request():
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     request = OtelTracing(provider).begin([], "mine")
-    request.leg_began(Instance("http://d0", Role.DECODE))
+    request.upstream_began(Instance("http://d0", Role.DECODE))
     request.ended({})
     spans = {span.name: span for span in exporter.get_finished_spans()}
     assert spans["kvferry.decode"].attributes["kvferry.outcome"] == "unknown"
@@ -123,10 +123,10 @@ def test_a_leg_that_nobody_ended_is_ended_with_its_request():
 
 def test_what_one_leg_told_is_not_told_of_the_next():
     timing = RequestTiming(0.0)
-    timing.leg_began(Role.DECODE, 0.0)
-    timing.leg_answered(Role.DECODE, 1.0, [(b"server-timing", b"wire;dur=2")])
+    timing.began(Role.DECODE, 0.0)
+    timing.answered(Role.DECODE, 1.0, [(b"server-timing", b"wire;dur=2")])
     assert timing.told == {"wire": 0.002}
-    timing.leg_began(Role.PREFILL, 2.0)
+    timing.began(Role.PREFILL, 2.0)
     assert timing.told == {}
 
 

@@ -19,7 +19,7 @@ from proxy import REMOTE_DECODE, Question, open_request, prefill
 from servers import PLAIN, Pair
 
 from kvferry import __version__
-from kvferry.router.telemetry.server_timing import told_phases
+from kvferry.router.telemetry.request_timing import told_phases
 from kvferry.wire.messages import WIRE_VERSION
 
 # Long before the leases of these pairs end.

@@ -1,14 +1,49 @@
-"""What a router is told: its instances and its limits."""
+"""What a router is told: its instances, its limits, and how it chooses."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigurationError
 from kvferry.http.access import check_key
-from kvferry.router.policy.records import Instance, Role
-from kvferry.router.policy.settings import DEFAULT_POLICY, PolicySettings, PrefillFallback
+from kvferry.router.policy.balanced import balanced
+from kvferry.router.policy.records import NO_LIMITS, Instance, Limits, Policy, Role
+
+# The fields of RouterConfig that must be above 0.
+LIMITS = (
+    "connect_timeout_s",
+    "prefill_timeout_s",
+    "decode_timeout_s",
+    "stall_timeout_s",
+    "probe_interval_s",
+    "probe_timeout_s",
+    "max_body_bytes",
+    "max_answer_bytes",
+)
+
+
+class PrefillFallback(StrEnum):
+    """Where there is no prefill instance to be had. DECODE: the decode instance computes the prompt. REFUSE: nobody
+    does, the client is told to come back."""
+
+    DECODE = "decode"
+    REFUSE = "refuse"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """How a router chooses. `clock` is that of everything measured: seconds of a monotonic clock."""
+
+    policy: Policy = balanced
+    limits: Limits = NO_LIMITS
+    clock: Callable[[], float] = time.monotonic
+
+
+DEFAULT_POLICY = PolicySettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +65,7 @@ NO_REGISTRATION = Registration()
 class RouterConfig:
     """The addresses of the engines, and how long and how large anything may get.
 
-    `prefill_urls` may be empty: then D serves alone; with `takes_members` there may be no decode instance yet either.
+    `prefill_urls` may be empty: then D serves alone; with `instances_may_join` there may be no decode instance yet.
     `prefill_timeout_s` is for a whole prefill leg; `decode_timeout_s` ends with the first byte of the answer's body,
     which without streaming is the whole generation. After it only silence is limited: `stall_timeout_s` between two
     pieces. With `require_prefill` the router is not ready while no pair of instances is; with a `prefill_fallback` of
@@ -61,7 +96,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.engine_api_key:
             check_key(self.engine_api_key)
-        if not self.decode_urls and not self.takes_members:
+        if not self.decode_urls and not self.instances_may_join:
             raise ConfigurationError(
                 "the router needs a decode engine",
                 found="no decode URL",
@@ -70,8 +105,8 @@ class RouterConfig:
             )
         for role, urls in ((Role.PREFILL, self.prefill_urls), (Role.DECODE, self.decode_urls)):
             check_urls(role, urls)
-        for name, value in self._limits().items():
-            if not value > 0:
+        for name in LIMITS:
+            if not (value := getattr(self, name)) > 0:
                 raise ConfigurationError(f"{name} must be positive", found=str(value), expected="a number above 0")
 
     @property
@@ -80,7 +115,7 @@ class RouterConfig:
         return self.require_prefill or self.prefill_fallback is PrefillFallback.REFUSE
 
     @property
-    def takes_members(self) -> bool:
+    def instances_may_join(self) -> bool:
         """Whether instances may come while the router serves."""
         return bool(self.members_file) or self.registration.is_open
 
@@ -90,18 +125,6 @@ class RouterConfig:
         prefill = (Instance(url.rstrip("/"), Role.PREFILL) for url in self.prefill_urls)
         decode = (Instance(url.rstrip("/"), Role.DECODE) for url in self.decode_urls)
         return (*prefill, *decode)
-
-    def _limits(self) -> dict[str, float]:
-        return {
-            "connect_timeout_s": self.connect_timeout_s,
-            "prefill_timeout_s": self.prefill_timeout_s,
-            "decode_timeout_s": self.decode_timeout_s,
-            "stall_timeout_s": self.stall_timeout_s,
-            "probe_interval_s": self.probe_interval_s,
-            "probe_timeout_s": self.probe_timeout_s,
-            "max_body_bytes": self.max_body_bytes,
-            "max_answer_bytes": self.max_answer_bytes,
-        }
 
 
 def check_urls(role: Role, urls: tuple[str, ...]) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.router.config import RouterConfig
-from kvferry.router.fleet.membership import Membership
+from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.telemetry.metrics import Metrics
 from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
-from kvferry.router.upstream.background_requests import BackgroundRequests
 from kvferry.router.upstream.http_client import HttpClient
 
 
@@ -17,8 +16,7 @@ class Services:
     """Made by the app's lifespan; `http` is open as long as the app serves."""
 
     config: RouterConfig
-    membership: Membership
+    pool: InstancePool
     metrics: Metrics
     http: HttpClient
-    background: BackgroundRequests
     tracing: Tracing = NO_TRACING

@@ -15,11 +15,10 @@ from kvferry.cli.server.logs import log_to_stderr
 from kvferry.errors import ConfigurationError
 from kvferry.http.access import guarded
 from kvferry.http.registration import KEY_PURPOSE
-from kvferry.router.config import NO_REGISTRATION, Registration, RouterConfig
+from kvferry.router.config import NO_REGISTRATION, PolicySettings, PrefillFallback, Registration, RouterConfig
 from kvferry.router.http.app import create_app
 from kvferry.router.policy.plugins import policy_named
 from kvferry.router.policy.records import Limits
-from kvferry.router.policy.settings import PolicySettings, PrefillFallback
 from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
 
 # More than a hundred open streams hold, and looked through in a few milliseconds.
@@ -84,7 +83,7 @@ def route(options: RouteOptions) -> None:
     served = guarded(app, options.http_access.checked(), app.turn_away)
     drain = http.Drain(
         options.drain_timeout,
-        app.state.membership.drain,
+        app.state.pool.drain,
         senders="clients and load balancers",
         open_work="open requests",
     )

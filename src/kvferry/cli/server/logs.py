@@ -14,7 +14,7 @@ from kvferry.cli import console
 
 ACCESS = "kvferry.router.access"
 # Instances that come, go, fail and are back: rare, and without these lines a warning has no end.
-MEMBERSHIP = "kvferry.router.fleet.membership"
+INSTANCES = "kvferry.router.fleet.instance_pool"
 SAID = "kvferry.cli"
 # Libraries that write their lines to stderr themselves, and hand them on as well: they would be there twice.
 TWICE = ("huggingface_hub",)
@@ -41,7 +41,7 @@ def log_to_stderr(format_: LogFormat = LogFormat.PLAIN, access: bool = False) ->
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for name in TWICE:
         logging.getLogger(name).handlers.clear()
-    logging.getLogger(MEMBERSHIP).setLevel(logging.INFO)
+    logging.getLogger(INSTANCES).setLevel(logging.INFO)
     if access:
         logging.getLogger(ACCESS).setLevel(logging.INFO)
     if format_ is LogFormat.JSON:

@@ -1,9 +1,14 @@
-"""A circuit breaker, for an instance or for a pair of them: pure, on any monotonic clock."""
+"""A circuit breaker, for an instance, for a pair of them or for a kind of requests: pure, on any monotonic clock."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class BreakerState(StrEnum):
@@ -16,7 +21,7 @@ class BreakerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerSettings:
-    """Blows after `num_failures` in a row, for `open_s`; each trial that fails doubles that, up to `max_open_s`."""
+    """Opens after `num_failures` in a row, for `open_s`; each trial that fails doubles that, up to `max_open_s`."""
 
     num_failures: int
     open_s: float
@@ -83,3 +88,52 @@ class Breaker:
 
     def _is_on(self, trial: Trial | None) -> bool:
         return trial is not None and trial is self._trial
+
+
+class BreakerTable(Generic[Key]):
+    """A breaker for each key that has failed since it last succeeded. Beyond `max_keys` the oldest is forgotten."""
+
+    def __init__(self, settings: BreakerSettings, max_keys: float = math.inf) -> None:
+        self._settings = settings
+        self._max_keys = max_keys
+        self._breakers: dict[Key, Breaker] = {}
+
+    def __len__(self) -> int:
+        return len(self._breakers)
+
+    def state(self, key: Key, now: float) -> BreakerState:
+        return self._breakers[key].state(now) if key in self._breakers else BreakerState.CLOSED
+
+    def not_closed(self, now: float) -> list[Key]:
+        return [key for key in self._breakers if self.state(key, now) is not BreakerState.CLOSED]
+
+    def may_begin(self, key: Key, now: float) -> bool:
+        return key not in self._breakers or self._breakers[key].may_begin(now)
+
+    def begin(self, key: Key, now: float) -> Trial | None:
+        """`succeeded`, `failed` or `abandoned` follows."""
+        return self._breakers[key].begin(now) if key in self._breakers else None
+
+    def succeeded(self, key: Key) -> bool:
+        """Whether it had failed before."""
+        return self._breakers.pop(key, None) is not None
+
+    def failed(self, key: Key, now: float, trial: Trial | None = None) -> bool:
+        """Whether that opens the breaker."""
+        if key not in self._breakers and len(self._breakers) >= self._max_keys:
+            del self._breakers[next(iter(self._breakers))]
+        breaker = self._breakers.setdefault(key, Breaker(self._settings))
+        was_open = breaker.state(now) is BreakerState.OPEN
+        breaker.failed(now, trial)
+        return breaker.state(now) is BreakerState.OPEN and not was_open
+
+    def abandoned(self, key: Key, trial: Trial | None) -> None:
+        if key in self._breakers:
+            self._breakers[key].abandoned(trial)
+
+    def forget(self, concerns: Callable[[Key], bool]) -> None:
+        """Forget the keys of which this is true."""
+        self._breakers = {key: breaker for key, breaker in self._breakers.items() if not concerns(key)}
+
+    def clear(self) -> None:
+        self._breakers.clear()

@@ -17,7 +17,7 @@ from kvferry.http.openai import INVALID_REQUEST, error_body
 from kvferry.http.registration import SIGNATURE, decode_announcement, reason_to_refuse
 from kvferry.router.config import RouterConfig, check_urls
 from kvferry.router.fleet.instance import Origin
-from kvferry.router.fleet.membership import Membership
+from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.telemetry.metrics import Metrics
 from kvferry.system.os_errors import os_error_text
@@ -36,16 +36,16 @@ logger = logging.getLogger(__name__)
 class Registry:
     """Takes announcements of engines: `POST /kvferry/members`."""
 
-    def __init__(self, config: RouterConfig, membership: Membership, metrics: Metrics) -> None:
+    def __init__(self, config: RouterConfig, pool: InstancePool, metrics: Metrics) -> None:
         self._registration = config.registration
-        self._membership = membership
+        self._pool = pool
         self._metrics = metrics
 
     def take(self, body: bytes, headers: dict[str, str], client_host: str) -> tuple[int, dict[str, object]]:
         """Status and body. Raises RequestError, ConfigurationError for announcements that make no sense."""
         refused = self._refused(body, headers, client_host)
         if refused:
-            self._metrics.count_refused_registration(refused)
+            self._metrics.refused_registrations.labels(refused).inc()
             status = 404 if refused == "closed" else 403
             return status, error_body(REFUSAL_MESSAGES[refused], INVALID_REQUEST, f"registration_{refused}", None)
         announcement = decode_announcement(body)
@@ -53,8 +53,8 @@ class Registry:
         check_urls(role, (announcement.url,))
         instance = Instance(announcement.url.rstrip("/"), role)
         if announcement.leaving:
-            return 200, {"left": self._membership.remove(instance, Origin.REGISTERED)}
-        new = self._membership.add(instance, Origin.REGISTERED, self._registration.lease_s)
+            return 200, {"left": self._pool.remove(instance, Origin.REGISTERED)}
+        new = self._pool.add(instance, Origin.REGISTERED, self._registration.lease_s)
         return 200, {"new": new, "lease_s": self._registration.lease_s}
 
     def _refused(self, body: bytes, headers: dict[str, str], client_host: str) -> str:
@@ -86,11 +86,11 @@ class Listed(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MembersFile:
-    """Keeps the membership equal to a file. One that cannot be read leaves everything as it was."""
+    """Keeps the pool equal to a file. One that cannot be read leaves everything as it was."""
 
-    def __init__(self, path: str, membership: Membership, interval_s: float) -> None:
+    def __init__(self, path: str, pool: InstancePool, interval_s: float) -> None:
         self._path = Path(path)
-        self._membership = membership
+        self._pool = pool
         self._interval_s = interval_s
         self._seen: tuple[int, int, int] = (0, 0, 0)
         self._listed: frozenset[Instance] = frozenset()
@@ -133,7 +133,7 @@ class MembersFile:
         wanted = {Instance(url.rstrip("/"), Role.PREFILL) for url in listed.prefill}
         wanted |= {Instance(url.rstrip("/"), Role.DECODE) for url in listed.decode}
         for instance in self._listed - wanted:
-            self._membership.remove(instance, Origin.FILE)
+            self._pool.remove(instance, Origin.FILE)
         for instance in sorted(wanted - self._listed, key=lambda one: (one.role, one.url)):
-            self._membership.add(instance, Origin.FILE)
+            self._pool.add(instance, Origin.FILE)
         self._listed = frozenset(wanted)

@@ -1,23 +1,18 @@
-"""Asks an instance who it is: kvferry's engines at `/kvferry/info`, others by what they have."""
+"""What an engine says of itself, and which engines must not be paired. What it does not say is not held against it."""
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 
-from kvferry.router.fleet.compatibility import Facts
-from kvferry.router.policy.records import Instance
-from kvferry.router.upstream.http_client import HttpClient, UpstreamRequest
 
-Told = TypeVar("Told")
+class EngineInfo(msgspec.Struct, frozen=True):
+    """The answer of `/kvferry/info`; empty where the engine says nothing.
 
-INFO_PATH = "/kvferry/info"
-MAX_BYTES = 1 << 20
-
-
-class Info(msgspec.Struct):
-    """What kvferry's engines tell."""
+    `epoch` is new at every start. `cache` names what is kept of a request: equal names can be exchanged, whatever the
+    parallelism, block size and memory format. Engines with a `wire_version` are kvferry's own. Without a `prefix_cache`
+    nothing that was sent there before spares it any work. With `early` it can refer to a prompt's cache before it has
+    computed it.
+    """
 
     engine: str = ""
     version: str = ""
@@ -29,42 +24,21 @@ class Info(msgspec.Struct):
     early: bool = False
 
 
-class Model(msgspec.Struct):
-    id: str
-    owned_by: str = ""
+UNKNOWN_ENGINE = EngineInfo()
 
 
-class Models(msgspec.Struct):
-    data: list[Model]
+def differences(prefill: EngineInfo, decode: EngineInfo) -> tuple[str, ...]:
+    """Everything that keeps the two from exchanging a cache, with both values.
 
-
-class Version(msgspec.Struct):
-    version: str = ""
-
-
-async def ask_facts(http: HttpClient, instance: Instance) -> Facts:
-    """Empty where it tells nothing that can be understood. Raises only `FAILURES`."""
-    told = await _get(http, instance, INFO_PATH)
-    if told:
-        info = _understood(told, Info) or Info()
-        named = (info.engine, info.version, info.wire_version, info.epoch)
-        return Facts(*named, info.models, info.cache, info.prefix_cache, info.early)
-    models = _understood(await _get(http, instance, "/v1/models"), Models) or Models([])
-    version = _understood(await _get(http, instance, "/version"), Version) or Version()
-    owners = sorted({model.owned_by for model in models.data})
-    return Facts(" ".join(owners), version.version, "", "", tuple(model.id for model in models.data), "")
-
-
-async def _get(http: HttpClient, instance: Instance, path: str) -> bytes:
-    response = await http.send(UpstreamRequest("GET", instance.url, path, [], b""))
-    try:
-        return await response.whole(MAX_BYTES) if response.status == 200 else b""
-    finally:
-        response.close()
-
-
-def _understood(body: bytes, kind: type[Told]) -> Told | None:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError):
-        return None
+    kvferry's engines understand each other when their wire versions are equal; of other engines nothing is known but
+    their release, and connectors such as vLLM's refuse to speak to another one.
+    """
+    found = []
+    if prefill.models and decode.models and not set(prefill.models) & set(decode.models):
+        found.append(f"model: {', '.join(prefill.models)} and {', '.join(decode.models)}")
+    names = ["wire_version", "cache"]
+    if prefill.engine == decode.engine and not prefill.wire_version and not decode.wire_version:
+        names.append("version")
+    values = ((name, getattr(prefill, name), getattr(decode, name)) for name in names)
+    found.extend(f"{name}: {left} and {right}" for name, left, right in values if left and right and left != right)
+    return tuple(found)

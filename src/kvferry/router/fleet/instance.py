@@ -1,12 +1,14 @@
-"""What the router knows of one instance: pure, on any monotonic clock."""
+"""What the router knows of one instance, and what requests add to that: pure, on any monotonic clock."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from kvferry.router.fleet.circuit_breaker import Breaker, BreakerSettings
-from kvferry.router.fleet.compatibility import NO_FACTS, Facts
+from kvferry.router.fleet.engine_info import UNKNOWN_ENGINE, EngineInfo
 from kvferry.router.fleet.prefill_speed import PrefillSpeed
 from kvferry.router.policy.records import Instance, Load, RequestCost
 
@@ -49,7 +51,7 @@ class InstanceState:
     outstanding_tokens: int = 0
     last_chosen: int = 0
     num_missed: int = 0
-    facts: Facts = NO_FACTS
+    info: EngineInfo = UNKNOWN_ENGINE
     breaker: Breaker = field(default_factory=lambda: Breaker(INSTANCE_BREAKER))
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)
 
@@ -69,12 +71,12 @@ class InstanceState:
 
     def serves(self, model: str) -> bool:
         """Whether it has this model, as far as it tells."""
-        return not model or not self.facts.models or model in self.facts.models
+        return not model or not self.info.models or model in self.info.models
 
-    def introduce(self, facts: Facts) -> bool:
+    def introduce(self, info: EngineInfo) -> bool:
         """It says who it is; whether it is another process than before, so that nothing of the old one counts."""
-        is_new = bool(self.facts.epoch) and facts.epoch != self.facts.epoch
-        self.facts = facts
+        is_new = bool(self.info.epoch) and info.epoch != self.info.epoch
+        self.info = info
         if is_new:
             self.breaker.succeeded()
         return is_new
@@ -89,6 +91,111 @@ class InstanceState:
             ready=self.ready,
             outstanding_tokens=self.outstanding_tokens,
             tokens_per_s=self.speed.tokens_per_s,
-            cached_tokens=num_cached * cost.prefix_tokens if self.facts.has_prefix_cache else 0,
+            cached_tokens=num_cached * cost.prefix_tokens if self.info.prefix_cache else 0,
             num_partners=num_partners,
         )
+
+
+class Reservation:
+    """An instance that was chosen for a request: counts the request and its tokens to the instance until `release`, and
+    tells the instance's breaker and speed how it went."""
+
+    def __init__(self, state: InstanceState, cost: RequestCost, clock: Callable[[], float]) -> None:
+        self._state, self._clock = state, clock
+        self._tokens = cost.work(state.instance.role)
+        self._prompt_tokens = cost.prompt_tokens
+        self._is_open, self._is_judged, self._computes = True, False, False
+        state.num_outstanding += 1
+        state.outstanding_tokens += self._tokens
+        self._trial = state.breaker.begin(clock())
+
+    @property
+    def instance(self) -> Instance:
+        return self._state.instance
+
+    def computes(self) -> None:
+        """From now on it computes the request's prompt, so its answer tells how fast it is."""
+        self._computes = True
+        self._state.speed.began(self._clock())
+
+    def answers(self) -> None:
+        """Its first byte is there, so the prompt is computed."""
+        self._end_computing(self._prompt_tokens)
+
+    def succeeded(self) -> None:
+        """It has answered, all of it."""
+        self._end_computing(self._prompt_tokens)
+        self._is_judged = True
+        self._state.breaker.succeeded()
+
+    def failed(self) -> None:
+        """It did not, and that is its own fault."""
+        self._end_computing(0)
+        self._is_judged = True
+        self._state.breaker.failed(self._clock(), self._trial)
+
+    def suspected(self) -> None:
+        """It did not, and whose fault that is shows later: `failed` or `acquitted` follows."""
+        self._end_computing(0)
+        self._is_judged = True
+
+    def acquitted(self) -> None:
+        """It did not, and nobody can say whose fault that is."""
+        self._state.breaker.abandoned(self._trial)
+
+    def progress(self, num_tokens: int) -> None:
+        """That many tokens have been written."""
+        done = min(num_tokens, self._tokens)
+        self._tokens -= done
+        self._state.outstanding_tokens -= done
+
+    def release(self) -> None:
+        """The request is over. May be called again."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._end_computing(0)
+        if not self._is_judged:
+            self._state.breaker.abandoned(self._trial)
+        self._state.num_outstanding -= 1
+        self._state.outstanding_tokens -= self._tokens
+
+    def _end_computing(self, num_tokens: int) -> None:
+        if self._computes:
+            self._computes = False
+            self._state.speed.ended(self._clock(), num_tokens)
+
+
+class Interruptible(Protocol):
+    """A request to an instance that something is expected of."""
+
+    @property
+    def instance(self) -> Instance: ...
+
+    def instance_is_down(self) -> None:
+        """Its instance does not answer probes. Said at each probe, as long as that is so."""
+
+
+class OpenRequests:
+    """Belongs to the app's event loop."""
+
+    def __init__(self) -> None:
+        self._open: dict[Instance, set[Interruptible]] = {}
+
+    def began(self, request: Interruptible) -> None:
+        self._open.setdefault(request.instance, set()).add(request)
+
+    def ended(self, request: Interruptible) -> None:
+        """May be told again."""
+        requests = self._open.get(request.instance)
+        if requests is not None:
+            requests.discard(request)
+            if not requests:
+                del self._open[request.instance]
+
+    def are_on(self, instance: Instance) -> bool:
+        return instance in self._open
+
+    def instance_is_down(self, instance: Instance) -> None:
+        for request in tuple(self._open.get(instance, ())):
+            request.instance_is_down()

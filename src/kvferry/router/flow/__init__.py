@@ -1,5 +1,6 @@
-"""One request on its way through its legs.
+"""One client's request on its way through a prefill and a decode instance.
 
-Enters: a checked request. Leaves: an answer, and what its legs say about instances. `state_machine` decides without
-I/O; `driver` carries out. It does not know how instances are found or chosen.
+Enters: a checked request. Leaves: an answer, and what it says about instances. `state_machine` decides without I/O,
+`driver` carries out: `dispatcher` sends requests to instances, `relay` passes the answer on. It does not know how
+instances are found or chosen.
 """

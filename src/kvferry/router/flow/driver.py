@@ -1,38 +1,24 @@
-"""Carries out a flow's commands: where a request's flow meets its client and its legs."""
+"""Carries out the commands of a request's flow: towards the client here, towards instances by the dispatcher."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 import msgspec
 
-from kvferry.router.events import (
-    Began,
-    Cancel,
-    Command,
-    Count,
-    Cut,
-    EndWithError,
-    Event,
-    Forward,
-    Pick,
-    Refuse,
-    Relay,
-    Release,
-    Send,
-)
+from kvferry.router import commands
+from kvferry.router.commands import Command
+from kvferry.router.events import Began, Event
 from kvferry.router.flow.client import CLIENT_CLOSED_REQUEST, Client
 from kvferry.router.flow.dispatcher import Dispatcher
-from kvferry.router.flow.leg import Head
 from kvferry.router.flow.state_machine import Flow
-from kvferry.router.request.call import Call
+from kvferry.router.flow.upstream_request import Head
+from kvferry.router.request.client_request import Call
 from kvferry.router.request.headers import Headers, prefill_headers, response_headers
 from kvferry.router.services import Services
 from kvferry.router.telemetry.access_log import NO_PATH, AccessLogEntry
-from kvferry.router.telemetry.server_timing import server_timing
-from kvferry.router.upstream.http_client import UpstreamRequest
+from kvferry.router.telemetry.request_timing import server_timing
+from kvferry.router.upstream.http_client import HttpRequest
 
 RELEASE_PATH = "/kvferry/release"
 # What counts an answer that has begun well and ended badly.
@@ -80,56 +66,58 @@ class Driver:
         entry.log()
         self._dispatcher.trace.ended(entry.attributes())
 
-    async def _carry_out(self, commands: list[Command]) -> Event | None:
+    async def _carry_out(self, batch: list[Command]) -> Event | None:
         event = None
-        for command in commands:
-            event = await ACTIONS[type(command)](self, command)
+        for command in batch:
+            match command:
+                case commands.Pick():
+                    event = self._dispatcher.pick(command)
+                case commands.Send():
+                    event = await self._dispatcher.send(command, self.flow.path)
+                case commands.Relay():
+                    event = await self._dispatcher.relay(self._response_headers(self._dispatcher.head))
+                case commands.Count():
+                    self._dispatcher.count(command)
+                case commands.Release():
+                    self._release(command)
+                case _:
+                    await self._end(command)
         return event
 
-    async def count(self, command: Count) -> None:
-        self._dispatcher.count(command)
+    async def _end(self, command: Command) -> None:
+        """Of a broken answer that cannot have an error frame the client is told nothing: a server closes the connection
+        of an app that returns amid its response."""
+        match command:
+            case commands.Forward():
+                await self._answer(*self._dispatcher.answer)
+            case commands.Refuse():
+                await self._refuse(command)
+            case commands.EndWithError():
+                self._client.status = BROKEN_OFF
+                await self._client.finish_with_error(command.message, command.code, command.reason)
+            case commands.Cut():
+                self._client.status = BROKEN_OFF
+            case commands.Cancel():
+                self._client.status = CLIENT_CLOSED_REQUEST
+                self._dispatcher.stop()
 
-    async def pick(self, command: Pick) -> Event:
-        return self._dispatcher.pick(command)
-
-    async def send(self, command: Send) -> Event:
-        return await self._dispatcher.send(command, self.flow.path)
-
-    async def relay(self, command: Relay) -> Event:
-        return await self._dispatcher.relay(self._response_headers(self._dispatcher.head))
-
-    async def release(self, command: Release) -> None:
+    def _release(self, command: commands.Release) -> None:
         self._dispatcher.leave_early()
-        self._services.metrics.count_release(command.reason)
+        self._services.metrics.releases.labels(command.reason).inc()
         headers = prefill_headers(self._call.headers, self._call.request_id)
-        request = UpstreamRequest("POST", command.instance.url, RELEASE_PATH, headers, command.body)
-        self._services.background.send(request)
+        request = HttpRequest("POST", command.instance.url, RELEASE_PATH, headers, command.body)
+        self._services.http.send_in_background(request, self._services.config.probe_timeout_s)
 
-    async def cancel(self, command: Cancel) -> None:
-        self._client.status = CLIENT_CLOSED_REQUEST
-        self._dispatcher.stop()
-
-    async def forward(self, command: Forward) -> None:
-        head, body = self._dispatcher.answer
-        await self._client.start(head.status, self._response_headers(head))
-        await self._client.finish(body)
-
-    async def refuse(self, command: Refuse) -> None:
+    async def _refuse(self, command: commands.Refuse) -> None:
         body = msgspec.json.encode(command.body)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if command.retry_after_s:
             headers.append((b"retry-after", str(command.retry_after_s).encode()))
-        headers = self._response_headers(Head(command.status, headers), tells_path=False)
-        await self._client.start(command.status, headers)
+        await self._answer(Head(command.status, headers), body, tells_path=False)
+
+    async def _answer(self, head: Head, body: bytes, *, tells_path: bool = True) -> None:
+        await self._client.start(head.status, self._response_headers(head, tells_path=tells_path))
         await self._client.finish(body)
-
-    async def end_with_error(self, command: EndWithError) -> None:
-        self._client.status = BROKEN_OFF
-        await self._client.finish_with_error(command.message, command.code, command.reason)
-
-    async def cut(self, command: Cut) -> None:
-        """Send nothing: a server closes the connection of an app that returns amid its response."""
-        self._client.status = BROKEN_OFF
 
     def _response_headers(self, head: Head, *, tells_path: bool = True) -> Headers:
         """A refusal of the router's own came by no path."""
@@ -139,17 +127,3 @@ class Driver:
         own |= {"x-kvferry-reason": self.flow.reason} if self.flow.reason else {}
         own |= {"server-timing": server_timing(timing.phases)} if head.status and timing.decode_s else {}
         return response_headers(head.headers, own)
-
-
-ACTIONS: Mapping[type[Command], Callable[[Driver, Any], Awaitable[Event | None]]] = {
-    Cancel: Driver.cancel,
-    Count: Driver.count,
-    Cut: Driver.cut,
-    EndWithError: Driver.end_with_error,
-    Forward: Driver.forward,
-    Pick: Driver.pick,
-    Refuse: Driver.refuse,
-    Relay: Driver.relay,
-    Release: Driver.release,
-    Send: Driver.send,
-}

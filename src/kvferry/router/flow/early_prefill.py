@@ -1,20 +1,25 @@
-"""A prefill leg that has promised a cache, and computes it beside the decode leg."""
+"""A prefill that has promised a cache, and computes it beside the decode request."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvferry.router.events import Event
-from kvferry.router.flow.leg import Leg
+from kvferry.router.flow.upstream_request import UpstreamRequest
 from kvferry.router.telemetry.access_log import LEFT
+
+# An early prefill tells at its end what it had cached, and D may have answered by then. Its prompt is computed: that is
+# near.
+LAST_USAGE_S = 1.0
 
 
 class EarlyPrefill:
-    """Reads a promised leg to its end and tells `ended` how that was, unless it is closed before."""
+    """Reads the promised answer to its end and tells `ended` how that was, unless it is closed before."""
 
-    def __init__(self, leg: Leg, ended: Callable[[Leg, Event], None]) -> None:
-        self.leg = leg
+    def __init__(self, request: UpstreamRequest, ended: Callable[[UpstreamRequest, Event], None]) -> None:
+        self.request = request
         self._ended = ended
         self._is_left = False
         # It ends by itself when the connection does. Cancelling it would leave a cycle.
@@ -23,14 +28,31 @@ class EarlyPrefill:
     def close(self) -> None:
         """Leave the stream: the promise is taken back, unless it is kept already."""
         self._is_left = True
-        self.leg.close()
-        self.leg.trace.ended(LEFT)
+        self.request.close()
+        self.request.trace.ended(LEFT)
 
     async def until_ended(self, limit_s: float) -> None:
         """Wait for its end, but not for long."""
         await asyncio.wait({self._reading}, timeout=limit_s)
 
     async def _read(self) -> None:
-        event = await self.leg.rest()
+        event = await self.request.rest()
         if not self._is_left:
-            self._ended(self.leg, event)
+            self._ended(self.request, event)
+
+
+@dataclass(slots=True)
+class PrefillUsage:
+    """What the prefill engine had cached of the prompt: `cached_tokens`, None as long as it has not told. While an
+    `early` prefill is under way, it still may."""
+
+    cached_tokens: int | None = None
+    early: EarlyPrefill | None = None
+
+    @property
+    def may_come(self) -> bool:
+        return self.cached_tokens is None and self.early is not None
+
+    async def wait(self) -> None:
+        if self.cached_tokens is None and self.early is not None:
+            await self.early.until_ended(LAST_USAGE_S)

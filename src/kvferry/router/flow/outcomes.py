@@ -1,4 +1,4 @@
-"""Tells the membership what a request's legs say about instances, and about pairs of them."""
+"""Tells the pool what the answers to one request say about instances, and about pairs of them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from kvferry.http.prefill_fields import Undividable
 from kvferry.router.events import INSTANCE_DOWN, PREFILL_LOST, TOO_LATE, Answered, Ended, Event, Failed, Opened
 from kvferry.router.fleet.circuit_breaker import Trial
 from kvferry.router.fleet.failure_attribution import FailureAttribution, UnattributedFailure
-from kvferry.router.fleet.membership import Membership
-from kvferry.router.fleet.request_kinds import RequestKind
-from kvferry.router.fleet.reservation import Reservation
+from kvferry.router.fleet.instance import Reservation
+from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.flow.engine_response import known_reason, lost_cache
 from kvferry.router.policy.records import Instance, Pair, RequestCost, Role
 from kvferry.router.request.headers import Headers
+from kvferry.router.request.request_kind import RequestKind
 from kvferry.router.upstream.failures import DEADLINE, GONE
 from kvferry.wire.messages import Reason
 
@@ -26,8 +26,8 @@ CACHE, CACHE_REASON = b"x-kvferry-cache", b"x-kvferry-cache-reason"
 class OutcomeRecorder:
     """Of one request. What a pair was given is always ended: a trial that tells nothing leaves the pair on trial."""
 
-    def __init__(self, membership: Membership, cost: RequestCost, kind: RequestKind, streams: bool) -> None:
-        self._membership = membership
+    def __init__(self, pool: InstancePool, cost: RequestCost, kind: RequestKind, streams: bool) -> None:
+        self._pool = pool
         self._cost = cost
         self._kind = kind
         self._streams = streams
@@ -50,10 +50,10 @@ class OutcomeRecorder:
 
     def may_prefill(self) -> bool:
         """Whether a request of this kind is to have a prefill leg; asked once, a second leg is the same try."""
-        membership = self._membership
-        if not self._may_prefill and membership.kinds.may_begin(self._kind, membership.now):
+        pool = self._pool
+        if not self._may_prefill and pool.kinds.may_begin(self._kind, pool.now):
             self._may_prefill = True
-            self._kind_trial = membership.kinds.begin(self._kind, membership.now)
+            self._kind_trial = pool.kinds.begin(self._kind, pool.now)
         return self._may_prefill
 
     def chosen(self, instance: Instance, partners: tuple[Instance, ...]) -> None:
@@ -61,10 +61,10 @@ class OutcomeRecorder:
         self._leave_pair()
         if instance.role is Role.PREFILL and partners:
             self._pair = (instance, partners[0])
-            self._pair_trial = self._membership.pairs.begin(self._pair, self._membership.now)
+            self._pair_trial = self._pool.pairs.begin(self._pair, self._pool.now)
 
     def sends(self, reservation: Reservation, divided: bool) -> None:
-        """A leg begins. Who computes a prompt shows how fast it is; of a whole answer only its end is seen."""
+        """A request is sent. Who computes a prompt shows how fast it is; of a whole answer only its end is seen."""
         self._reservation, self._divided = reservation, divided
         if reservation.instance.role is Role.DECODE and not divided:
             self._end_prefill()
@@ -72,7 +72,7 @@ class OutcomeRecorder:
             reservation.computes()
 
     def hears(self, event: Event, headers: Headers, handover_s: float) -> None:
-        """How the leg went. `handover_s` is from a computed prompt to this, 0 where that is not known."""
+        """How a request went. `handover_s` is from a computed prompt to this, 0 where that is not known."""
         reservation = self._reservation
         if reservation is None:
             return
@@ -84,7 +84,7 @@ class OutcomeRecorder:
                 self._remember(reservation)
                 self.has_arrived = self._judge_cache(reservation, headers)
                 if self.has_arrived and self._streams and handover_s:
-                    self._membership.handover.add(handover_s)
+                    self._pool.handover.add(handover_s)
             case Ended():
                 reservation.succeeded()
             case Answered(status, body):
@@ -93,7 +93,7 @@ class OutcomeRecorder:
                 self._suspect(reservation, is_certain=reason != DEADLINE)
 
     def hears_end(self, prefill: Reservation, event: Event) -> str:
-        """How an early prefill leg ended, whatever the decode leg does meanwhile; the reason, if it is at fault."""
+        """How an early prefill ended, whatever decode does meanwhile; the reason, if it is at fault."""
         match event:
             case Ended():
                 self._prefilled(prefill)
@@ -118,14 +118,14 @@ class OutcomeRecorder:
         """No other prefill instance will be asked, and the answer may be long: what is known is told now."""
         self._attribution.end(Role.PREFILL)
         if self._prefill_failed:
-            self._membership.kind_failed(self._kind, self._kind_trial)
+            self._pool.kind_failed(self._kind, self._kind_trial)
         elif self._may_prefill:
-            self._membership.kinds.abandoned(self._kind, self._kind_trial)
+            self._pool.kinds.abandoned(self._kind, self._kind_trial)
         self._prefill_failed = self._may_prefill = False
 
     def _leave_pair(self) -> None:
         if self._pair is not None:
-            self._membership.pairs.abandoned(self._pair, self._pair_trial)
+            self._pool.pairs.abandoned(self._pair, self._pair_trial)
         self._pair, self._pair_trial = None, None
 
     def _judge_answer(self, reservation: Reservation, status: int, body: bytes) -> None:
@@ -143,12 +143,12 @@ class OutcomeRecorder:
         if reason := lost_cache(body):
             self._lost(pair, reason)
             return
-        membership, trial = self._membership, self._pair_trial
+        pool, trial = self._pool, self._pair_trial
         self._pair, self._pair_trial = None, None
         suspect = UnattributedFailure(
             pair[1],
-            blame=lambda: membership.lost(pair, f"status_{status}", trial),
-            acquit=lambda: membership.pairs.abandoned(pair, trial),
+            blame=lambda: pool.lost(pair, f"status_{status}", trial),
+            acquit=lambda: pool.pairs.abandoned(pair, trial),
         )
         self._attribution.add(Role.DECODE, suspect)
 
@@ -165,17 +165,17 @@ class OutcomeRecorder:
         reservation.succeeded()
         self._remember(reservation)
         self._attribution.served(reservation.instance.role)
-        self._membership.kinds.succeeded(self._kind)
+        self._pool.kinds.succeeded(self._kind)
         self._prefill_failed = False
 
     def _lost(self, pair: Pair, reason: str) -> None:
         """A cache has not come. Where the reason lies in the request, the two are not to blame."""
         if reason not in OF_THE_REQUEST:
-            self._membership.lost(pair, reason, self._pair_trial)
+            self._pool.lost(pair, reason, self._pair_trial)
 
     def _remember(self, reservation: Reservation) -> None:
         """It has the prompt cached from now on."""
-        self._membership.prefixes.remember(reservation.instance, self._cost.prefixes)
+        self._pool.prefixes.remember(reservation.instance, self._cost.prefixes)
 
     def _judge_cache(self, reservation: Reservation, headers: Headers) -> bool:
         """Whether a cache has come. Engines of others do not tell how: that it was answered is all there is."""
@@ -185,5 +185,5 @@ class OutcomeRecorder:
         if told.get(CACHE) == b"recomputed":
             self._lost(self._pair, known_reason(told.get(CACHE_REASON, b"").decode("latin-1")))
             return False
-        self._membership.arrived(self._pair)
+        self._pool.arrived(self._pair)
         return True

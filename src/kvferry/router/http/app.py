@@ -26,24 +26,21 @@ from kvferry.http.registration import MEMBERS_PATH
 from kvferry.http.request_ids import id_of_refusal
 from kvferry.router.config import RouterConfig
 from kvferry.router.fleet.discovery import MembersFile, Registry
-from kvferry.router.fleet.membership import Membership
+from kvferry.router.fleet.instance_pool import InstancePool
 from kvferry.router.fleet.probes import Prober
-from kvferry.router.fleet.readiness import readiness
 from kvferry.router.flow.client import CLIENT_CLOSED_REQUEST, Client
 from kvferry.router.flow.driver import Driver
-from kvferry.router.http.instance_status import status_of
 from kvferry.router.http.models import find_model, list_models
+from kvferry.router.http.status import readiness, status_of
 from kvferry.router.http.tokenize import TokenizerPath, ask
-from kvferry.router.request.call import Call
-from kvferry.router.request.client_request import Endpoint, parse_request
+from kvferry.router.request.client_request import Call, Endpoint, parse_request
 from kvferry.router.request.headers import prefill_headers, request_id_of, timeout_of
 from kvferry.router.request.prompt_cost import cost_of
 from kvferry.router.services import Services
-from kvferry.router.telemetry.access_log import NO_PATH, Refusal, refused
+from kvferry.router.telemetry.access_log import NO_PATH, AccessLogEntry
 from kvferry.router.telemetry.metrics import Metrics
 from kvferry.router.telemetry.tracing import NO_TRACING, Tracing
-from kvferry.router.upstream.background_requests import BackgroundRequests
-from kvferry.router.upstream.http_client import HttpClient, UpstreamRequest
+from kvferry.router.upstream.http_client import HttpClient, HttpRequest
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +52,16 @@ BEGAN_S = "kvferry.began_s"
 def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp:
     """The router for these instances. Its lifespan owns the connections and the health probe."""
     metrics = Metrics()
-    membership = Membership(config.instances, metrics, config.policy_settings)
-    watched = [MembersFile(path, membership, config.probe_interval_s) for path in (config.members_file,) if path]
+    pool = InstancePool(config.instances, metrics, config.policy_settings)
+    watched = [MembersFile(path, pool, config.probe_interval_s) for path in (config.members_file,) if path]
     for file in watched:
         file.look()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with (
-            aclosing(HttpClient(config.connect_timeout_s, config.engine_api_key)) as http,
-            aclosing(BackgroundRequests(http, config)) as background,
-        ):
-            app.state.services = Services(config, membership, metrics, http, background, tracing)
-            prober = Prober(http, membership, config)
+        async with aclosing(HttpClient(config.connect_timeout_s, config.engine_api_key)) as http:
+            app.state.services = Services(config, pool, metrics, http, tracing)
+            prober = Prober(http, pool, config)
             await prober.probe_all()
             runs = [prober.run(), *(file.run() for file in watched)]
             tasks = {asyncio.create_task(run) for run in runs}
@@ -94,8 +88,8 @@ def create_app(config: RouterConfig, tracing: Tracing = NO_TRACING) -> RouterApp
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     # A redirection would be the answer to `/v1/completions/`, of which clients lose the body.
     app.router.redirect_slashes = False
-    app.state.membership, app.state.metrics, app.state.config = membership, metrics, config
-    app.state.registry = Registry(config, membership, metrics)
+    app.state.pool, app.state.metrics, app.state.config = pool, metrics, config
+    app.state.registry = Registry(config, pool, metrics)
     return RouterApp(app)
 
 
@@ -123,7 +117,7 @@ class RouterApp:
         """A request without a key is answered before it comes here: it counts all the same."""
         is_generating = scope["method"] == "POST" and scope["path"] in self._generating
         began = {BEGAN_S: time.monotonic()} if is_generating else {}
-        _tell_refusal(self.state.metrics, {**scope, **began}, Refusal(request_id, UNAUTHORIZED, INVALID_KEY))
+        _tell_refusal(self.state.metrics, {**scope, **began}, request_id, UNAUTHORIZED, INVALID_KEY)
 
 
 class Generate:
@@ -166,7 +160,7 @@ class Generate:
                 client.status = 500
             raise
         finally:
-            services.metrics.count_request(self._endpoint, driver.path, client.status)
+            services.metrics.requests.labels(self._endpoint, driver.path, client.status).inc()
             driver.close(self._endpoint)
 
 
@@ -182,9 +176,9 @@ async def tokenizer(http: Request) -> Response:
         body = await _read(http, state.config.max_body_bytes)
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    request = UpstreamRequest("POST", "", _target(path, http), prefill_headers(headers, request_id), body)
+    request = HttpRequest("POST", "", _target(path, http), prefill_headers(headers, request_id), body)
     answer = await ask(state.services, request, began_s + timeout_of(headers))
-    state.metrics.count_request(path, NO_PATH, answer.status)
+    state.metrics.requests.labels(path, NO_PATH, answer.status).inc()
     response = Response(answer.body, answer.status)
     response.raw_headers = [*answer.headers, (b"x-request-id", request_id.encode())]
     return response
@@ -212,12 +206,12 @@ async def health(http: Request) -> Response:
 
 
 async def ready(http: Request) -> Response:
-    status, body = readiness(http.app.state.membership, http.app.state.config.needs_pair)
+    status, body = readiness(http.app.state.pool, http.app.state.config.needs_pair)
     return _json(status, body, {})
 
 
 async def show_members(http: Request) -> Response:
-    return _json(200, status_of(http.app.state.membership), {})
+    return _json(200, status_of(http.app.state.pool), {})
 
 
 async def take_member(http: Request) -> Response:
@@ -230,8 +224,8 @@ async def take_member(http: Request) -> Response:
 
 async def show_metrics(http: Request) -> Response:
     state = http.app.state
-    state.metrics.show_ready(readiness(state.membership, state.config.needs_pair)[0] == 200)
-    state.membership.show()
+    state.metrics.router_ready.set(readiness(state.pool, state.config.needs_pair)[0] == 200)
+    state.pool.show()
     return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -296,17 +290,18 @@ def _refuse(http: Request, status: int, body: dict[str, object], headers: dict[s
     request_id = id_of_refusal(http.scope["headers"])
     error = body.get("error")
     reason = str(error.get("code", "")) if isinstance(error, dict) else ""
-    _tell_refusal(http.app.state.metrics, http.scope, Refusal(request_id, status, reason))
+    _tell_refusal(http.app.state.metrics, http.scope, request_id, status, reason)
     return _json(status, body, headers | {"x-request-id": request_id})
 
 
-def _tell_refusal(metrics: Metrics, scope: Scope, refusal: Refusal) -> None:
+def _tell_refusal(metrics: Metrics, scope: Scope, request_id: str, status: int, reason: str) -> None:
     """It was refused before anything was known of it but its path and, perhaps, its id."""
-    known = scope["path"] if scope["path"] in (*Endpoint, *TokenizerPath) else "other"
-    metrics.count_request(known, NO_PATH, refusal.status)
+    path = scope["path"]
+    known = path if path in (*Endpoint, *TokenizerPath) else "other"
+    metrics.requests.labels(known, NO_PATH, status).inc()
     # A request that generates has a line of its own, once.
     if BEGAN_S in scope:
-        refused(refusal, scope["path"], time.monotonic() - scope[BEGAN_S]).log()
+        AccessLogEntry(request_id, path, status, reason, time.monotonic() - scope[BEGAN_S]).log()
 
 
 def _json(status: int, body: object, headers: dict[str, str]) -> Response:

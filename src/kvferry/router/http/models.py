@@ -12,7 +12,7 @@ from kvferry.router.policy.records import Role
 from kvferry.router.request.headers import Headers
 from kvferry.router.services import Services
 from kvferry.router.upstream.failures import FAILURES
-from kvferry.router.upstream.http_client import UpstreamRequest
+from kvferry.router.upstream.http_client import HttpRequest
 
 
 class Model(msgspec.Struct):
@@ -32,9 +32,9 @@ async def list_models(services: Services, target: str, headers: Headers) -> tupl
 
     When none lists any, the first refusal is passed on, such as a 401; where no instance could be asked, 503.
     """
-    membership = services.membership
-    instances = [*membership.healthy(Role.PREFILL), *membership.healthy(Role.DECODE)]
-    requests = [UpstreamRequest("GET", instance.url, target, headers, b"") for instance in instances]
+    pool = services.pool
+    instances = [*pool.healthy(Role.PREFILL), *pool.healthy(Role.DECODE)]
+    requests = [HttpRequest("GET", instance.url, target, headers, b"") for instance in instances]
     answers = await asyncio.gather(*(_ask(services, one) for one in requests))
     models = {model.id: raw for status, body in answers if status == 200 for model, raw in _entries(body)}
     if models:
@@ -59,15 +59,12 @@ async def find_model(services: Services, target: str, headers: Headers, name: st
     return 404, error_body(message, INVALID_REQUEST, "model_not_found", "model")
 
 
-async def _ask(services: Services, request: UpstreamRequest) -> tuple[int, bytes]:
+async def _ask(services: Services, request: HttpRequest) -> tuple[int, bytes]:
     """Status and body; a status of 0 when the instance could not be asked."""
     try:
         async with asyncio.timeout(services.config.probe_timeout_s):
-            response = await services.http.send(request)
-            try:
-                return response.status, await response.whole(services.config.max_answer_bytes)
-            finally:
-                response.close()
+            response = await services.http.fetch(request, services.config.max_answer_bytes)
+            return response.status, response.body
     except FAILURES:
         return 0, b""
 

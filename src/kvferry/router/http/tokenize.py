@@ -9,13 +9,15 @@ from enum import StrEnum
 
 import msgspec
 
-from kvferry.http.openai import SERVER_ERROR, error_body
-from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Count, Counted
+from kvferry.router.commands import Count, Counted
+from kvferry.router.events import INSTANCE_DOWN, TOO_LATE
+from kvferry.router.flow.refusals import refusal
 from kvferry.router.policy.records import Instance
-from kvferry.router.request.headers import Headers, response_headers, with_length
+from kvferry.router.request.headers import response_headers, with_length
+from kvferry.router.request.lenient_json import decoded
 from kvferry.router.services import Services
 from kvferry.router.upstream.failures import DEADLINE, FAILURES, GONE, MESSAGES, reason_of
-from kvferry.router.upstream.http_client import UpstreamRequest
+from kvferry.router.upstream.http_client import HttpRequest, WholeResponse
 
 
 class TokenizerPath(StrEnum):
@@ -31,15 +33,6 @@ class Named(msgspec.Struct):
     model: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """As an engine gave it, or ours where none did."""
-
-    status: int
-    headers: Headers
-    body: bytes
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Question:
     """One that waits for its answer, and need not when its instance is down."""
@@ -51,14 +44,14 @@ class _Question:
         self.limit.reschedule(asyncio.get_running_loop().time())
 
 
-async def ask(services: Services, request: UpstreamRequest, deadline_s: float) -> Answer:
+async def ask(services: Services, request: HttpRequest, deadline_s: float) -> WholeResponse:
     """The first answer of an instance that has the model; `request` has no `base` yet.
 
     Any status is an answer. Another instance is asked where one cannot be reached or breaks off. The caller's
-    `deadline_s` is on the clock of `time.monotonic`, and the whole takes no longer than a prefill leg may.
+    `deadline_s` is on the clock of `time.monotonic`, and the whole takes no longer than a prefill may.
     """
-    membership, reason = services.membership, ""
-    instances = membership.answering(_model(request.body))
+    pool, reason = services.pool, ""
+    instances = pool.answering(_model(request.body))
     if not instances:
         return _refusal(503, "no_instance", "no engine can be reached; hint: the router's log says why", "no_instance")
     patience_s = services.config.prefill_timeout_s
@@ -82,45 +75,32 @@ async def ask(services: Services, request: UpstreamRequest, deadline_s: float) -
     return _refusal(502, "upstream_unavailable", f"the instance did not answer: {MESSAGES[reason]}", reason)
 
 
-async def _asked(services: Services, instance: Instance, request: UpstreamRequest) -> Answer:
+async def _asked(services: Services, instance: Instance, request: HttpRequest) -> WholeResponse:
     """Raises FAILURES, and TimeoutError when the instance is found down meanwhile."""
     async with asyncio.timeout(None) as limit:
-        question, open_legs = _Question(instance, limit), services.membership.open_legs
-        open_legs.began(question)
+        question, open_requests = _Question(instance, limit), services.pool.open_requests
+        open_requests.began(question)
         try:
-            return await _whole(services, request)
+            found = await services.http.fetch(request, services.config.max_answer_bytes)
         finally:
-            open_legs.ended(question)
-
-
-async def _whole(services: Services, request: UpstreamRequest) -> Answer:
-    response = await services.http.send(request)
-    try:
-        body = await response.whole(services.config.max_answer_bytes)
-        return Answer(response.status, with_length(response_headers(response.headers, {}), len(body)), body)
-    finally:
-        response.close()
+            open_requests.ended(question)
+    return replace(found, headers=with_length(response_headers(found.headers, {}), len(found.body)))
 
 
 def _note(services: Services, instance: Instance, reason: str) -> None:
     services.metrics.count(Count(Counted.UPSTREAM_ERROR, instance.role, reason))
     if reason in GONE:
-        services.membership.mark_down(instance, reason)
+        services.pool.mark_down(instance, reason)
     else:
-        services.membership.request_probe()
+        services.pool.request_probe()
 
 
 def _model(body: bytes) -> str:
     """Empty where the body names none, or is none: an engine says what is wrong with it."""
-    try:
-        return msgspec.json.decode(body, type=Named).model or ""
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
+    named = decoded(body, Named)
+    return (named and named.model) or ""
 
 
-def _refusal(status: int, code: str, message: str, reason: str) -> Answer:
-    """`reason` is the label of the counter that the failure moves."""
-    body = error_body(message, SERVER_ERROR, code, None)
-    body["error"]["reason"] = reason
-    raw = msgspec.json.encode(body)
-    return Answer(status, with_length([(b"content-type", b"application/json")], len(raw)), raw)
+def _refusal(status: int, code: str, message: str, reason: str) -> WholeResponse:
+    body = msgspec.json.encode(refusal(status, code, message, reason).body)
+    return WholeResponse(status, with_length([(b"content-type", b"application/json")], len(body)), body)

@@ -15,8 +15,10 @@ import msgspec
 from kvferry.errors import RequestError
 from kvferry.http.disaggregation import DECISIVE, undividable_reason
 from kvferry.http.prefill_fields import Endpoint, dropped
+from kvferry.router.policy.records import RequestCost
+from kvferry.router.request.headers import Headers
 
-__all__ = ["ClientRequest", "Endpoint", "decode_body", "parse_request", "prefill_body"]
+__all__ = ["Call", "ClientRequest", "Endpoint", "decode_body", "parse_request", "prefill_body"]
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Fields = Mapping[str, msgspec.Raw]
@@ -25,13 +27,30 @@ Fields = Mapping[str, msgspec.Raw]
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
     """`raw` is the body as it came, `fields` its top level. `undivided_reason` is empty when the request can be
-    split into a prefill and a decode leg, else the label of what stands against it. `streams`: as it is written."""
+    split into a prefill and a decode request, else the label of what stands against it. `streams`: as it is written."""
 
     raw: bytes
     fields: Fields
     endpoint: Endpoint
     undivided_reason: str
     streams: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A client's request with what the router has found out about it.
+
+    `target` is path and query, `headers` are as they came. `started_s` and `deadline_s`, after which the client has no
+    use for an answer, are monotonic time.
+    """
+
+    target: str
+    headers: Headers
+    request_id: str
+    request: ClientRequest
+    cost: RequestCost
+    started_s: float
+    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +89,7 @@ CONTENT_RULES = {
 # Of these only the value counts; engines check the type.
 DECISIVE_RULES = {endpoint: tuple(_rule(name, Any, "JSON") for name in DECISIVE[endpoint]) for endpoint in Endpoint}
 
-# What a prefill leg asks of P, in the keys that vLLM's connectors and their proxies use.
+# What a prefill request asks of P, in the keys that vLLM's connectors and their proxies use.
 REMOTE_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -79,7 +98,7 @@ REMOTE_DECODE = {
     "remote_host": None,
     "remote_port": None,
 }
-# Fields of a fleet's own legs. From a client they would name places of the inside.
+# Fields of the router's own requests. From a client they would name places of the inside.
 FOR_ENGINES = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
 NOT_FOR_PREFILL = {endpoint: dropped(endpoint) for endpoint in Endpoint}
 
@@ -112,7 +131,7 @@ def parse_request(raw: bytes, endpoint: Endpoint) -> ClientRequest:
 
 
 def prefill_body(request: ClientRequest, is_early: bool = False) -> bytes:
-    """The body of the prefill leg: one token, and the wish to have the cache kept for another engine.
+    """The body of the prefill request: one token, and the wish to have the cache kept for another engine.
 
     With `is_early` it is a stream, of which the first event refers to the cache that is going to be computed.
     """

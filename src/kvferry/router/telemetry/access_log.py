@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.router.events import Answered, ClientGone, Ended, Event, Failed
 from kvferry.router.policy.records import Role
@@ -13,7 +13,7 @@ NO_PATH = "none"
 """The path of a request that no engine was asked to serve."""
 ANSWERED = "answered"
 LEFT = "left"
-"""Nobody waited for the end of an early leg any more."""
+"""Nobody waited for the end of an early prefill any more."""
 
 # One line per request, at the level INFO: shown with `--access-log`.
 logger = logging.getLogger("kvferry.router.access")
@@ -21,17 +21,18 @@ logger = logging.getLogger("kvferry.router.access")
 
 @dataclass(frozen=True, slots=True)
 class AccessLogEntry:
-    """`instances` are those of the last leg of each role; `phases` the parts of the time to the first byte, seconds."""
+    """`instances` are those that were asked last of each role; `phases` the parts of the time to the first byte,
+    seconds. Of a request that the router refused before it was read, little is known."""
 
     request_id: str
     endpoint: str
-    model: str
     status: int
-    path: str
     reason: str
-    instances: Mapping[Role, str]
     seconds: float
-    phases: Mapping[str, float]
+    model: str = ""
+    path: str = NO_PATH
+    instances: Mapping[Role, str] = field(default_factory=dict)
+    phases: Mapping[str, float] = field(default_factory=dict)
 
     def log(self) -> None:
         """Write the line, with its values as fields for those who log JSON."""
@@ -64,32 +65,8 @@ class AccessLogEntry:
         return own | {f"kvferry.phase.{name}_s": seconds for name, seconds in self.phases.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """The router's own answer to a request that it did not pass on; `reason` is the code of the error."""
-
-    request_id: str
-    status: int
-    reason: str
-
-
-def refused(refusal: Refusal, endpoint: str, seconds: float) -> AccessLogEntry:
-    """The entry of a request that was refused before it was read: little is known of it."""
-    return AccessLogEntry(
-        request_id=refusal.request_id,
-        endpoint=endpoint,
-        model="",
-        status=refusal.status,
-        path=NO_PATH,
-        reason=refusal.reason,
-        instances={},
-        seconds=seconds,
-        phases={},
-    )
-
-
 def outcome_of(event: Event) -> str:
-    """A leg's end in a word: `answered` are successes and the engine's own refusals."""
+    """The end of a request to an engine in a word: `answered` are successes and the engine's own refusals."""
     match event:
         case Ended():
             return ANSWERED

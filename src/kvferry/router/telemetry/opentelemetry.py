@@ -1,4 +1,4 @@
-"""Spans for OpenTelemetry, an extra: `kvferry.request`, its legs, and the phases of a cache's way."""
+"""Spans for OpenTelemetry, an extra: `kvferry.request`, its requests to engines, and the phases of a cache's way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from kvferry.router.policy.records import Instance
 from kvferry.router.request.headers import Headers
 from kvferry.router.telemetry.access_log import ANSWERED, LEFT
-from kvferry.router.telemetry.tracing import LegTrace, RequestTrace
+from kvferry.router.telemetry.tracing import RequestTrace, Tracing, UpstreamTrace
 
 NS_PER_S = 1_000_000_000
 
@@ -28,7 +28,7 @@ def exporting() -> OtelTracing:
     return OtelTracing(provider)
 
 
-class OtelTracing:
+class OtelTracing(Tracing):
     """Spans of one provider."""
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -47,12 +47,12 @@ class OtelTracing:
         self._provider.shutdown()
 
 
-class _OtelRequest:
+class _OtelRequest(RequestTrace):
     def __init__(self, tracer: trace.Tracer, propagator: TraceContextTextMapPropagator, span: Span) -> None:
         self._tracer, self._propagator, self._span = tracer, propagator, span
-        self._legs: list[_OtelLeg] = []
+        self._upstreams: list[_OtelUpstream] = []
 
-    def leg_began(self, instance: Instance) -> LegTrace:
+    def upstream_began(self, instance: Instance) -> UpstreamTrace:
         context = trace.set_span_in_context(self._span)
         attributes = {"server.address": instance.url, "gen_ai.operation.name": str(instance.role)}
         began_ns = time.time_ns()
@@ -61,8 +61,8 @@ class _OtelRequest:
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, trace.set_span_in_context(span))
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in carrier.items()]
-        self._legs.append(_OtelLeg(self._tracer, span, began_ns, headers))
-        return self._legs[-1]
+        self._upstreams.append(_OtelUpstream(self._tracer, span, began_ns, headers))
+        return self._upstreams[-1]
 
     def ended(self, facts: Mapping[str, str | float]) -> None:
         for name, value in facts.items():
@@ -70,12 +70,12 @@ class _OtelRequest:
         status = facts.get("http.response.status_code", 0)
         if isinstance(status, int) and status >= 500:
             self._span.set_status(StatusCode.ERROR)
-        for leg in self._legs:
-            leg.ended("unknown")
+        for upstream in self._upstreams:
+            upstream.ended("unknown")
         self._span.end()
 
 
-class _OtelLeg:
+class _OtelUpstream(UpstreamTrace):
     def __init__(self, tracer: trace.Tracer, span: Span, began_ns: int, headers: Headers) -> None:
         self._tracer, self._span, self._began_ns = tracer, span, began_ns
         self.headers = headers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import socket
 import ssl
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from yarl import URL
 
 from kvferry.http.access import bearer
 from kvferry.router.request.headers import Headers
-from kvferry.router.upstream.response import UpstreamResponse
+from kvferry.router.upstream.failures import FAILURES
+from kvferry.router.upstream.response import HttpResponse
 from kvferry.system.tcp_keepalive import keep_alive
 
 # Less than servers keep theirs (vLLM: 5 s): a connection that the engine closes in the moment of its next use looks
@@ -25,14 +27,25 @@ MAX_HEADER_BYTES = 1 << 16
 # aiohttp warns of longer bodies that are given as bytes, since it writes them in one go.
 LARGE_BODY_BYTES = 1 << 20
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
-class UpstreamRequest:
+class HttpRequest:
     """A request to an engine: `base` is the URL of an instance, `target` path and query, already encoded."""
 
     method: str
     base: str
     target: str
+    headers: Headers
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WholeResponse:
+    """A response that has come to its end."""
+
+    status: int
     headers: Headers
     body: bytes
 
@@ -46,10 +59,11 @@ class HttpClient:
         # `connect` covers everything up to an open connection: name, TCP, TLS.
         self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s)
         self._tls = ssl.create_default_context()
+        self._background: set[asyncio.Task[None]] = set()
         self._kept = self._session(keepalive_timeout=KEEP_ALIVE_S)
         self._single_use = self._session(force_close=True)
 
-    async def send(self, request: UpstreamRequest) -> UpstreamResponse:
+    async def send(self, request: HttpRequest) -> HttpResponse:
         """Send a request and wait for the head of its response. Raises FAILURES. Cancelling it closes the connection.
 
         A GET has a connection of its own: a probe is to find out whether there is one.
@@ -68,10 +82,33 @@ class HttpClient:
             )
         except UnicodeError as error:
             raise ConnectionRefusedError(f"{request.base} has no host that can be looked up: {error}") from error
-        return UpstreamResponse(response)
+        return HttpResponse(response)
+
+    async def fetch(self, request: HttpRequest, max_bytes: int) -> WholeResponse:
+        """The response with its whole body. Raises FAILURES, among them PeerError for more than `max_bytes`."""
+        response = await self.send(request)
+        try:
+            return WholeResponse(response.status, response.headers, await response.whole(max_bytes))
+        finally:
+            response.close()
+
+    def send_in_background(self, request: HttpRequest, limit_s: float) -> None:
+        """Send a request of which the response does not matter; one that fails is only logged."""
+        task = asyncio.create_task(self._send_and_forget(request, limit_s))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _send_and_forget(self, request: HttpRequest, limit_s: float) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                (await self.send(request)).close()
+        except FAILURES as error:
+            logger.info("a background request to %s failed: %r", request.base, error)
 
     async def aclose(self) -> None:
-        """Close all connections."""
+        """Close all connections, after what is under way in the background: it has time limits of its own."""
+        if self._background:
+            await asyncio.wait(self._background)
         await self._kept.close()
         await self._single_use.close()
         # The event loop closes sockets in its next turn.

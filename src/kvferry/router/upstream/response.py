@@ -10,7 +10,7 @@ from kvferry.errors import PeerError
 from kvferry.router.request.headers import Headers
 
 
-class UpstreamResponse:
+class HttpResponse:
     """Raises only FAILURES; `close` it in the end. `is_over` says that the last piece of the body has been taken."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:

@@ -1,4 +1,4 @@
-"""One leg of a request: a POST to one instance, under the time limits of its role."""
+"""A prefill or decode request: a POST to one instance, under the time limits of its role."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from kvferry.errors import PeerError
 from kvferry.router.events import INSTANCE_DOWN, TOO_LATE, Answered, Ended, Failed, Opened, Promised
-from kvferry.router.fleet.reservation import Reservation
+from kvferry.router.fleet.instance import Reservation
 from kvferry.router.flow.engine_response import promised_cache, stream_failure, streamed_error
 from kvferry.router.flow.usage import cached_tokens_of_stream
 from kvferry.router.policy.records import Instance, Role
 from kvferry.router.request.headers import Headers
 from kvferry.router.services import Services
-from kvferry.router.telemetry.tracing import LegTrace
+from kvferry.router.telemetry.tracing import UpstreamTrace
 from kvferry.router.upstream.failures import DEADLINE, FAILURES, GONE, MALFORMED, MESSAGES, RESET, STALL, reason_of
-from kvferry.router.upstream.http_client import UpstreamRequest
-from kvferry.router.upstream.response import UpstreamResponse
+from kvferry.router.upstream.http_client import HttpRequest
+from kvferry.router.upstream.response import HttpResponse
 
 NOT_WAITING = -1.0
 END_OF_EVENT, DONE = b"\n\n", b"data: [DONE]"
@@ -34,14 +34,14 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class LegTimeouts:
+class Timeouts:
     """An answer may take `limit_s` to come, or to begin; after `deadline_s`, monotonic time, nothing is waited for."""
 
     limit_s: float
     deadline_s: float
 
 
-class Leg:
+class UpstreamRequest:
     """`ask` once; after `Opened`, `piece` until it is empty; after `Promised`, `rest`.
 
     Failures come back as events, never as exceptions.
@@ -51,15 +51,15 @@ class Leg:
         self,
         services: Services,
         reservation: Reservation,
-        trace: LegTrace,
-        request: UpstreamRequest,
-        timeouts: LegTimeouts,
+        trace: UpstreamTrace,
+        request: HttpRequest,
+        timeouts: Timeouts,
     ) -> None:
         self.reservation = reservation
         self.trace = trace
         self._services = services
         self._request = request
-        self._response: UpstreamResponse | None = None
+        self._response: HttpResponse | None = None
         self._first = b""
         # What exactly went wrong, for the log: it names hosts and ports of the inside.
         self.trouble = ""
@@ -74,7 +74,7 @@ class Leg:
         self._asking: asyncio.Timeout | None = None
         # Which limit ended a stream, if one did.
         self._given_up = ""
-        # While the rest of an early leg is waited for, and what that told of its prompt.
+        # While the rest of an early prefill is waited for, and what that told of its prompt.
         self._is_resting = False
         self.cached_tokens: int | None = None
 
@@ -113,7 +113,7 @@ class Leg:
         if left_s <= 0:
             return Failed(TOO_LATE, MESSAGES[TOO_LATE])
         self._ends_s, self._limit = time.monotonic() + min(limit_s, left_s), TOO_LATE if left_s < limit_s else DEADLINE
-        self._services.membership.open_legs.began(self)
+        self._services.pool.open_requests.began(self)
         try:
             async with asyncio.timeout(self._ends_s - time.monotonic()) as self._asking:
                 answered = await self._ask()
@@ -196,7 +196,7 @@ class Leg:
 
     def close(self) -> None:
         """Close the connection; the upstream sees its client leave."""
-        self._services.membership.open_legs.ended(self)
+        self._services.pool.open_requests.ended(self)
         self._is_closed = True
         if self._watch is not None:
             self._watch.cancel()
@@ -218,7 +218,7 @@ class Leg:
         promised = promised_cache(self._first)
         return Promised(promised) if promised else self._failed(_no_promise(self._first), MALFORMED)
 
-    async def _first_event(self, response: UpstreamResponse) -> bytes:
+    async def _first_event(self, response: HttpResponse) -> bytes:
         """The bytes up to the end of the first event, or a few more. Raises PeerError when it is too long."""
         found, looked_at = bytearray(), 0
         while found.find(END_OF_EVENT, looked_at) < 0 and (piece := await response.piece()):
@@ -240,9 +240,9 @@ class Leg:
             # What our own side has done says nothing about the instance.
             return Failed(reason, MESSAGES[reason])
         if reason in GONE:
-            self._services.membership.mark_down(self.instance, reason)
+            self._services.pool.mark_down(self.instance, reason)
         elif reason == RESET:
-            self._services.membership.request_probe()
+            self._services.pool.request_probe()
         return Failed(reason, MESSAGES[reason])
 
 

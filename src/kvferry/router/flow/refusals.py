@@ -1,0 +1,57 @@
+"""What clients are told when there is no answer of an engine to pass on: pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.http.openai import SERVER_ERROR, error_body
+from kvferry.router.commands import Refuse
+from kvferry.router.events import Failed
+from kvferry.router.policy.records import Overloaded
+
+PREFILL_UNAVAILABLE = "prefill_unavailable"
+RETRY_AFTER_S = 5
+
+
+def refusal(status: int, code: str, message: str, reason: str, retry_after_s: int = 0) -> Refuse:
+    """Of a failure of the service. `reason` is the label of the counter that it moves."""
+    return Refuse(status, refusal_body(code, message, reason, SERVER_ERROR), retry_after_s)
+
+
+def refusal_body(code: str, message: str, reason: str, type_: str) -> dict[str, Any]:
+    body = error_body(message, type_, code, None)
+    body["error"]["reason"] = reason
+    return body
+
+
+def no_decode_instance() -> Refuse:
+    message = "no decode instance is healthy; hint: the router's log and its /kvferry/members say why"
+    return refusal(503, "no_decode_instance", message, "no_decode_instance")
+
+
+def no_prefill_instance(reason: str) -> Refuse:
+    """Where decode instances are not to compute prompts."""
+    message = (
+        "no prefill instance can compute this prompt now, and this router does not let decode instances compute it;"
+        f" hint: try again in {RETRY_AFTER_S} s"
+    )
+    return refusal(503, PREFILL_UNAVAILABLE, message, reason, RETRY_AFTER_S)
+
+
+def overloaded(event: Overloaded) -> Refuse:
+    message = f"the service is overloaded; hint: retry in {event.retry_after_s} s"
+    body = refusal_body("overloaded", message, event.reason, "rate_limit_error")
+    return Refuse(429, body, event.retry_after_s)
+
+
+def too_late(event: Failed) -> Refuse:
+    return refusal(504, "deadline_exceeded", f"there is no answer: {event.detail}", event.reason)
+
+
+def decode_failed(event: Failed) -> Refuse:
+    status, code = (504, "upstream_timeout") if event.reason == "deadline" else (502, "upstream_unavailable")
+    return refusal(status, code, f"the decode instance did not answer: {event.detail}", event.reason)
+
+
+def prefill_lost(event: Failed) -> Refuse:
+    return refusal(502, "prefill_failed", f"the cache did not arrive: {event.detail}", event.reason)

@@ -1,0 +1,119 @@
+"""Passes the answer of a decode instance on to the client, with the prefill instance's usage in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvferry.router.events import Ended, Event, Failed
+from kvferry.router.flow.client import Client
+from kvferry.router.flow.early_prefill import PrefillUsage
+from kvferry.router.flow.outcomes import OutcomeRecorder
+from kvferry.router.flow.upstream_request import UpstreamRequest
+from kvferry.router.flow.usage import (
+    UsageEvents,
+    before_final_usage,
+    tells_usage,
+    with_cached_tokens,
+    with_cached_tokens_in_events,
+)
+from kvferry.router.request.headers import Headers, with_length
+
+OnTokens = Callable[[bytes, float], None]
+
+
+class Relay:
+    """`run` once; its event is the end of the answer. `outcomes` hears that end before the client does."""
+
+    def __init__(
+        self,
+        request: UpstreamRequest,
+        client: Client,
+        outcomes: OutcomeRecorder,
+        usage: PrefillUsage,
+        on_tokens: OnTokens,
+    ) -> None:
+        self._request = request
+        self._client = client
+        self._outcomes = outcomes
+        self._usage = usage
+        self._on_tokens = on_tokens
+
+    async def run(self, headers: Headers, max_kept_bytes: int) -> Event:
+        """An answer that is not streamed has its usage at its end: it is kept here until then if it is short enough."""
+        if not self._request.is_event_stream and self._outcomes.has_arrived and self._request.is_plain_json:
+            return await self._pass_on_whole(headers, max_kept_bytes)
+        await self._client.start(self._request.head.status, headers)
+        if self._request.is_event_stream:
+            return await self._pass_on_events()
+        return await self._pass_on_rest()
+
+    async def _piece(self) -> bytes | Failed:
+        piece = await self._request.piece()
+        if isinstance(piece, Failed):
+            self._outcomes.hears(piece, [], 0.0)
+        elif self._request.is_over:
+            self._outcomes.hears(Ended(), [], 0.0)
+        return piece
+
+    async def _pass_on_whole(self, headers: Headers, max_kept_bytes: int) -> Event:
+        found = bytearray()
+        while len(found) <= max_kept_bytes:
+            piece = await self._piece()
+            if isinstance(piece, Failed):
+                await self._client.start(self._request.head.status, headers)
+                await self._client.pass_on(bytes(found))
+                return piece
+            found += piece
+            if self._request.is_over:
+                return await self._finish_whole(bytes(found), headers)
+        await self._client.start(self._request.head.status, headers)
+        await self._client.pass_on(bytes(found))
+        return await self._pass_on_rest()
+
+    async def _finish_whole(self, body: bytes, headers: Headers) -> Event:
+        if tells_usage(body):
+            await self._usage.wait()
+        body = with_cached_tokens(body, self._usage.cached_tokens)
+        await self._client.start(self._request.head.status, with_length(headers, len(body)))
+        await self._client.finish(body)
+        return Ended()
+
+    async def _pass_on_rest(self) -> Event:
+        while True:
+            piece = await self._piece()
+            if isinstance(piece, Failed):
+                return piece
+            if self._request.is_over:
+                await self._client.finish(piece)
+                return Ended()
+            await self._client.pass_on(piece)
+
+    async def _pass_on_events(self) -> Event:
+        events = UsageEvents() if self._outcomes.has_arrived else None
+        while True:
+            piece = await self._piece()
+            if isinstance(piece, Failed):
+                if events is not None and (rest := events.rest()):
+                    await self._client.pass_on(rest)
+                return piece
+            self._on_tokens(piece, time.monotonic())
+            if events is not None:
+                piece = await self._with_usage(events.feed(piece))
+            if self._request.is_over:
+                await self._client.finish(piece + events.rest() if events is not None else piece)
+                return Ended()
+            if piece:
+                await self._client.pass_on(piece)
+
+    async def _with_usage(self, events: bytes) -> bytes:
+        """Whole events with the prefill engine's figure; no token waits for that."""
+        if not tells_usage(events):
+            return events
+        at = before_final_usage(events)
+        if self._usage.may_come and at < len(events):
+            if at:
+                await self._client.pass_on(with_cached_tokens_in_events(events[:at], self._usage.cached_tokens))
+            await self._usage.wait()
+            events = events[at:]
+        return with_cached_tokens_in_events(events, self._usage.cached_tokens)

@@ -1,0 +1,19 @@
+"""JSON of which the router reads what it knows, whoever has written it: pure."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+Value = TypeVar("Value")
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def decoded(body: bytes, kind: type[Value]) -> Value | None:
+    """None for what is no JSON, or no JSON of this kind."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except UNREADABLE:
+        return None
