@@ -28,7 +28,7 @@ from goodput_model import Shape, make_model
 from measuring import machine, say
 
 from kvferry.cli.up.fleet import READY_S, Fleet, FleetOptions
-from kvferry.cli.up.processes import Child, Command
+from kvferry.cli.up.processes import Child
 
 WAYS = {
     "pull": ("--transfer-direction", "pull", "--strategy", "direct"),
@@ -59,7 +59,7 @@ def site(way: str, options: argparse.Namespace, folder: Path) -> Iterator[Site]:
         started.start()
         engines = ("--prefill", started.prefill_urls[0], "--decode", started.decode_urls[0])
         arguments = ("route", "--port", "0", *engines, "--early-decode-from", "1")
-        router = Child(Command("early", arguments, logs / "early.log"))
+        router = Child("early", arguments, logs / "early.log")
         try:
             early_url = str(router.wait_until_ready(time.monotonic() + READY_S)["url"])
             yield Site(started.prefill_urls[0], started.url, early_url)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kvferry.cli.up.processes import Child, Command
+from kvferry.cli.up.processes import Child
 from kvferry.errors import ConfigurationError
 
 
@@ -12,7 +12,7 @@ from kvferry.errors import ConfigurationError
 def test_a_childs_own_error_is_told_and_where_others_have_said_more(tmp_path, others):
     log = tmp_path / "p0.log"
     log.write_text(others)
-    child = Child(Command("p0", ("serve", "--transport", "pigeon"), log))
+    child = Child("p0", ("serve", "--transport", "pigeon"), log)
     try:
         with pytest.raises(ConfigurationError, match="p0: unknown transport") as raised:
             child.wait_until_ready(time.monotonic() + 60.0)
@@ -26,7 +26,7 @@ def test_a_childs_own_error_is_told_and_where_others_have_said_more(tmp_path, ot
 def test_a_child_that_ends_without_a_word_of_its_own_has_ended(tmp_path):
     """Its output closes a moment before it is gone, and what it says last is what counts."""
     log = tmp_path / "p0.log"
-    child = Child(Command("p0", ("no-such-command",), log))
+    child = Child("p0", ("no-such-command",), log)
     log.write_text("Traceback\n  call()\n  ^^^^^^\nValueError: too late\n")
     try:
         with pytest.raises(ConfigurationError, match="p0 has exited \\(exit code 2\\)") as raised:

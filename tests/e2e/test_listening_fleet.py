@@ -13,7 +13,7 @@ import pytest
 from conftest import DEADLINE_S, eventually
 from test_main_job import prompt_of
 
-from kvferry.cli.up.processes import Child, Command
+from kvferry.cli.up.processes import Child
 
 READY_S = 240.0
 
@@ -23,7 +23,7 @@ def start(tmp_path):
     children = []
 
     def begin(name: str, *arguments: str) -> tuple[Child, dict]:
-        child = Child(Command(name, arguments, tmp_path / f"{name}.log"))
+        child = Child(name, arguments, tmp_path / f"{name}.log")
         children.append(child)
         return child, child.wait_until_ready(time.monotonic() + READY_S)
 

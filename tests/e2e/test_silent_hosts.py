@@ -16,7 +16,7 @@ import pytest
 from conftest import eventually
 from hosts import WHY_NOT, Host, Network
 
-from kvferry.cli.up.processes import Child, Command
+from kvferry.cli.up.processes import Child
 
 pytestmark = [
     pytest.mark.slow,
@@ -80,7 +80,7 @@ class Fleet:
 
 
 def start(host: Host, log, *arguments: str) -> Child:
-    child = host.do(lambda: Child(Command(host.name, arguments, log)))
+    child = host.do(lambda: Child(host.name, arguments, log))
     child.wait_until_ready(time.monotonic() + READY_S)
     return child
 

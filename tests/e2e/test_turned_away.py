@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 from conftest import DEADLINE_S
 
-from kvferry.cli.up.processes import Child, Command
+from kvferry.cli.up.processes import Child
 
 READY_S = 240.0
 
@@ -20,7 +20,7 @@ def start(tmp_path):
 
     def begin(*arguments: str) -> tuple[str, object]:
         log = tmp_path / "log"
-        child = Child(Command(arguments[0], (*arguments, "--port", "0"), log))
+        child = Child(arguments[0], (*arguments, "--port", "0"), log)
         children.append(child)
         return child.wait_until_ready(time.monotonic() + READY_S)["url"], log
 

@@ -19,7 +19,7 @@ from models import MODELS, model_folder
 from proxy import REMOTE_DECODE
 from servers import ENVIRONMENT
 
-from kvferry.cli.up.processes import Child, Command
+from kvferry.cli.up.processes import Child
 
 __all__ = [
     "Crossing",
@@ -81,25 +81,25 @@ def crossing(model: str, block_tokens: tuple[int, int], logs: Path) -> Iterator[
     more = (*VLLM_ARGUMENTS, *MODELS[model].flags)
     left = ("--engine-id", "vllm", "--engine", "vllm", "--block-tokens", str(block_tokens[0]), "--", *more)
     right = ("--engine-id", "ours", "--block-tokens", str(block_tokens[1]), "--num-blocks", str(NUM_BLOCKS))
-    commands = (Command("vllm", (*common, *left), logs / "vllm.log"), Command("ours", (*common, *right), logs / "ours"))
-    with _children(commands) as (vllm, ours):
+    commands = (("vllm", (*common, *left), logs / "vllm.log"), ("ours", (*common, *right), logs / "ours"))
+    with _children(*commands) as (vllm, ours):
         yield Crossing(model, Engine("vllm", vllm), Engine("transformers", ours))
 
 
 @contextmanager
 def route(prefill: str, decode: str, log: Path, *more: str) -> Iterator[str]:
     """Our router in front of one prefill and one decode engine; its URL."""
-    command = Command("router", ("route", "--port", "0", "--prefill", prefill, "--decode", decode, *more), log)
-    with _children((command,)) as (url,):
+    arguments = ("route", "--port", "0", "--prefill", prefill, "--decode", decode, *more)
+    with _children(("router", arguments, log)) as (url,):
         yield url
 
 
 @contextmanager
-def _children(commands: tuple[Command, ...]) -> Iterator[tuple[str, ...]]:
+def _children(*commands: tuple[str, tuple[str, ...], Path]) -> Iterator[tuple[str, ...]]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        children = [Child(command) for command in commands]
+        children = [Child(*command) for command in commands]
     try:
         deadline = time.monotonic() + READY_S
         yield tuple(str(child.wait_until_ready(deadline)["url"]) for child in children)

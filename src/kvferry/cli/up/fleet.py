@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvferry.cli import console
 from kvferry.cli.server import listening
-from kvferry.cli.up.processes import Child, Command
+from kvferry.cli.up.processes import Child
 from kvferry.errors import ConfigurationError
 
 HOST = "127.0.0.1"
@@ -45,6 +45,7 @@ class Fleet:
         self._logs = logs
         self._children: list[Child] = []
         self._restarted_at: list[float] = []
+        self._ports: dict[str, int] = {}
         self.model = ""
         self.url = ""
         self.prefill_urls: tuple[str, ...] = ()
@@ -64,14 +65,16 @@ class Fleet:
         options = self._options
         # The router comes last; to say only then that its port is taken would be unkind.
         listening.listen(HOST, options.port).close()
-        prefill = [self._command("prefill", i, options.prefill_block_tokens) for i in range(options.num_prefill)]
-        decode = [self._command("decode", i, options.decode_block_tokens) for i in range(options.num_decode)]
-        self._children = [Child(command) for command in (*prefill, *decode)]
+        # One by one into the list: what has been started is ended, whatever happens.
+        for number in range(options.num_prefill):
+            self._children.append(self._engine(f"prefill-{number}", options.prefill_block_tokens))
+        for number in range(options.num_decode):
+            self._children.append(self._engine(f"decode-{number}", options.decode_block_tokens))
         deadline = time.monotonic() + options.ready_s
         urls = [self._await(child, deadline) for child in self._children]
         self.prefill_urls = tuple(urls[: options.num_prefill])
         self.decode_urls = tuple(urls[options.num_prefill :])
-        self._children.append(Child(self._router_command()))
+        self._children.append(self._router())
         self.url = self._await(self._children[-1], deadline)
 
     def restart_exited(self) -> None:
@@ -79,52 +82,45 @@ class Fleet:
         for index, child in enumerate(self._children):
             if child.running:
                 continue
-            console.say(f"{child.command.name} has exited ({child.ending}, see {child.command.log}); restarting it")
+            console.say(f"{child.name} has exited ({child.ending}, see {child.log}); restarting it")
             child.stop()
             now = time.monotonic()
             self._restarted_at = [*(at for at in self._restarted_at if now - at < RESTARTS_WITHIN_S), now]
             if len(self._restarted_at) > MAX_RESTARTS:
                 raise ConfigurationError("the engines keep exiting", hint=f"their output is in {self._logs}")
-            self._children[index] = Child(child.command)
+            self._children[index] = Child(child.name, child.arguments, child.log, self._ports[child.name])
             self._await(self._children[index], time.monotonic() + self._options.ready_s)
 
     @property
     def names(self) -> str:
         """What is running, in words."""
-        return ", ".join(child.command.name for child in self._children if child.running) or "nothing"
+        return ", ".join(child.name for child in self._children if child.running) or "nothing"
 
     @property
     def pids(self) -> dict[str, int]:
         """Process ids by name."""
-        return {child.command.name: child.pid for child in self._children}
+        return {child.name: child.pid for child in self._children}
 
     def _await(self, child: Child, deadline: float) -> str:
         """The URL of a child that can serve; from now on it is started again at the same port."""
         ready = child.wait_until_ready(deadline)
         url = str(ready["url"])
-        console.say(f"{child.command.name} is ready at {url} (process {child.pid})")
+        console.say(f"{child.name} is ready at {url} (process {child.pid})")
         self.model = str(ready.get("model", self.model))
-        child.command = _at_port(child.command, urlsplit(url).port or 0)
+        self._ports[child.name] = urlsplit(url).port or 0
         return url
 
-    def _command(self, role: str, number: int, block_tokens: int) -> Command:
-        name = f"{role}-{number}"
+    def _engine(self, name: str, block_tokens: int) -> Child:
         sizes: tuple[str, ...] = ()
         if block_tokens:
             sizes = ("--block-tokens", str(block_tokens))
         if block_tokens and self._options.cache_tokens:
             num_blocks = -(-self._options.cache_tokens // block_tokens)
             sizes += ("--num-blocks", str(num_blocks))
-        arguments = ("serve", "--port", "0", "--engine-id", name, *sizes, *self._options.engine_arguments)
-        return Command(name, arguments, self._logs / f"{name}.log")
+        arguments = ("serve", "--engine-id", name, *sizes, *self._options.engine_arguments)
+        return Child(name, arguments, self._logs / f"{name}.log", port=0)
 
-    def _router_command(self) -> Command:
+    def _router(self) -> Child:
         engines = [("--prefill", url) for url in self.prefill_urls] + [("--decode", url) for url in self.decode_urls]
         words = [word for pair in engines for word in pair]
-        arguments = ("route", "--port", str(self._options.port), *words)
-        return Command("router", arguments, self._logs / "router.log")
-
-
-def _at_port(command: Command, port: int) -> Command:
-    subcommand, option, _, *others = command.arguments
-    return replace(command, arguments=(subcommand, option, str(port), *others))
+        return Child("router", ("route", *words), self._logs / "router.log", self._options.port)

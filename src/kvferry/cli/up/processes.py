@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +17,23 @@ from kvferry.errors import ConfigurationError
 STOP_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """How to start a child: its name, the arguments of `kvferry`, its subcommand first, and where its words go."""
-
-    name: str
-    arguments: tuple[str, ...]
-    log: Path
-
-
 class Child:
-    """One running child. It ends by itself when this process dies: its standard input closes then."""
+    """One running child. It ends by itself when this process dies: its standard input closes then.
 
-    def __init__(self, command: Command) -> None:
-        self.command = command
-        subcommand, *arguments = command.arguments
+    `arguments` are those of `kvferry`, its subcommand first; what it says on stderr goes to `log`.
+    """
+
+    def __init__(self, name: str, arguments: tuple[str, ...], log: Path, port: int | None = None) -> None:
+        self.name, self.arguments, self.log = name, arguments, log
+        subcommand, *others = arguments
         # Ours come first: what follows `--` belongs to the engine.
-        words = (subcommand, "--json", "--as-child", *arguments)
-        with command.log.open("ab") as log:
+        ours = ("--json", "--as-child", *(("--port", str(port)) if port is not None else ()))
+        with log.open("ab") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvferry", *words],
+                [sys.executable, "-m", "kvferry", subcommand, *ours, *others],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=log,
+                stderr=stderr,
             )
 
     @property
@@ -58,7 +51,7 @@ class Child:
         """
         stdout = self._process.stdout
         if stdout is None:
-            raise ConfigurationError(f"{self.command.name} was started without an output")
+            raise ConfigurationError(f"{self.name} was started without an output")
         with selectors.DefaultSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
             if not selector.select(max(0.0, deadline - time.monotonic())):
@@ -99,16 +92,16 @@ class Child:
 
     def _failed(self, what: str) -> ConfigurationError:
         """The child's own error, if it has told one; else the end of its output."""
-        lines = self.command.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         told = [index for index, line in enumerate(lines) if line.startswith("error: ")]
         if not told:
             telling = [line.strip() for line in lines if line.strip(" ^~")]
             shown = " | ".join(telling[-5:])
-            hint = f"its full output is in {self.command.log}"
-            return ConfigurationError(f"{self.command.name} {what} ({self.ending})", found=shown, hint=hint)
+            hint = f"its full output is in {self.log}"
+            return ConfigurationError(f"{self.name} {what} ({self.ending})", found=shown, hint=hint)
         parts = dict(line.strip().split(":", 1) for line in lines[told[-1] :] if ":" in line)
         texts = {name: parts.get(name, "").strip() for name in ("found", "expected", "hint")}
         if told[-1]:
             # Somebody else had something to say before: vLLM, of which the child only knows that it has ended.
-            texts["hint"] = "; ".join(filter(None, (texts["hint"], f"its full output is in {self.command.log}")))
-        return ConfigurationError(f"{self.command.name}: {parts['error'].strip()}", **texts)
+            texts["hint"] = "; ".join(filter(None, (texts["hint"], f"its full output is in {self.log}")))
+        return ConfigurationError(f"{self.name}: {parts['error'].strip()}", **texts)

@@ -6,7 +6,7 @@ Only what is drawn is decided here; the browser gives every box its place and wi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -17,7 +17,6 @@ from kvferry.cli.units import TIMES, format_bytes, format_count_of
 MAX_CELLS = 32
 TRUNCATED = ("token", "layer", "block")
 """Axes of which the first few tell all; of the others a picture shows every part."""
-MAX_ITEMS = 20
 # More labels than this have no room side by side.
 MAX_WORDS, MAX_LABELS = 8, 40
 GAP = 0.5
@@ -40,16 +39,6 @@ class Leaf:
     at: tuple[tuple[str, int], ...]
     num_bytes: float
     gap: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """One outer axis: its items side by side, of which the first is opened into the next level."""
-
-    name: str
-    note: str
-    items: int
-    more: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +68,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """The layout of one cache group at one side. The first row to copy is `row_percent` of the strip long, and longer
-    with `row_open`."""
+    """The layout of one cache group at one side: `outer` axes, each the first item of the one before, around the cells
+    of a block. The first row to copy is `row_percent` of the strip long, and longer with `row_open`."""
 
     side: str
     group: str
-    levels: tuple[Level, ...]
+    outer: tuple[Axis, ...]
     groups: tuple[Group, ...]
     row_percent: float
     row_words: str
@@ -110,20 +99,19 @@ def strips(facts: Mapping[str, Any]) -> list[tuple[Strip, Strip]]:
 
 def _strip(side: str, layout: Mapping[str, Any], facts: Mapping[str, Any], row: float) -> Strip:
     outer, inner = axes_of(layout)
-    sources = CellSources.of(side, facts)
+    sources = CellSources(side, facts)
     drawn = drawn_axes(inner, sources.divided)
     pieces = list(leaves(drawn))
     groups = _groups(drawn, pieces, sources)
     end, is_open = _row_end(pieces, row)
     block = format_bytes(layout["block_stride"])
-    paler = (
-        " Paler cells go to other target ranks." if any(cell.tone for group in groups for cell in group.cells) else ""
-    )
+    has_paler = any(cell.tone for group in groups for cell in group.cells)
+    paler = " Paler cells go to other target ranks." if has_paler else ""
     words = f" {TIMES} ".join(format_count_of(axis.size, _own_name(axis.name)) for axis in inner)
     return Strip(
         side=side,
         group=layout["group"],
-        levels=tuple(_level(axis) for axis in outer),
+        outer=tuple(outer),
         groups=groups,
         row_percent=100 * end / max(1.0, sum(group.width for group in groups)),
         row_words=f"one row: {format_bytes(row)}",
@@ -136,11 +124,6 @@ def _strip(side: str, layout: Mapping[str, Any], facts: Mapping[str, Any], row: 
 def _own_name(axis: str) -> str:
     """Inside its group, and beside no other: `recurrent.head_of_16` is the head."""
     return axis.rpartition(".")[2].partition("_of_")[0]
-
-
-def _level(axis: Axis) -> Level:
-    name, note = f"{axis.name} {TIMES} {axis.size:,}", f"{format_bytes(axis.stride)} each"
-    return Level(name, note, min(axis.size, MAX_ITEMS), axis.size > MAX_ITEMS)
 
 
 def _groups(axes: list[Axis], pieces: list[Leaf], sources: CellSources) -> tuple[Group, ...]:
@@ -202,6 +185,7 @@ def row_bytes(source: Mapping[str, Any], target: Mapping[str, Any], facts: Mappi
     pair = next((pair for pair in facts["pairs"] if pair["target_rank"] == 0), None)
     if pair is None:
         return 0.0
+    token_words = {pair["tokens"], *(facts[side]["ranks"][0]["tokens"] for side in ("source", "target"))}
     box, left, right = Box.of_pair(pair), axes_of(source)[1], axes_of(target)[1]
     length = right[-1].stride if right else 0.0
     for mine, theirs in zip(reversed(left), reversed(right), strict=False):
@@ -209,7 +193,7 @@ def row_bytes(source: Mapping[str, Any], target: Mapping[str, Any], facts: Mappi
             break
         moved = [last - first for name, first, last in box.spans if name == mine.name]
         count = min([mine.size, theirs.size, *moved])
-        if mine.name == "token" and len({pair["tokens"], *_tokens_of_first(facts)}) > 1:
+        if mine.name == "token" and len(token_words) > 1:
             count = box.tokens.last - box.tokens.first
         length *= count
         if count < max(mine.size, theirs.size):
@@ -217,23 +201,17 @@ def row_bytes(source: Mapping[str, Any], target: Mapping[str, Any], facts: Mappi
     return length
 
 
-def _tokens_of_first(facts: Mapping[str, Any]) -> list[str]:
-    return [facts[side]["ranks"][0]["tokens"] for side in ("source", "target")]
-
-
 def drawn_axes(inner: list[Axis], divided: frozenset[str]) -> list[Axis]:
     """The axes whose items become cells, few enough to be seen: not the last, if every rank has all of it."""
     axes = inner[:-1] if len(inner) > 1 and inner[-1].name not in divided else inner
-    sizes = [min(axis.size, 16) for axis in axes if axis.name not in TRUNCATED]
-    room = MAX_CELLS // max(1, prod(sizes))
+    room = MAX_CELLS // max(1, prod(min(axis.size, 16) for axis in axes if axis.name not in TRUNCATED))
     drawn = []
     for axis in axes:
+        bins = min(axis.size, 16)
+        shown = [at * axis.size // bins for at in range(bins)]
         if axis.name in TRUNCATED:
-            count = min(axis.size, max(2, min(room, 16)))
-            drawn.append(Axis(axis.name, axis.size, axis.stride, tuple(range(count))))
-        else:
-            bins = min(axis.size, 16)
-            drawn.append(Axis(axis.name, axis.size, axis.stride, tuple(at * axis.size // bins for at in range(bins))))
+            shown = list(range(min(bins, max(2, room))))
+        drawn.append(replace(axis, shown=tuple(shown)))
     return drawn
 
 
@@ -251,39 +229,27 @@ def leaves(axes: list[Axis], at: tuple[tuple[str, int], ...] = ()) -> Iterator[L
         yield Leaf(at, 0.0, gap=True)
 
 
-@dataclass(frozen=True, slots=True)
 class CellSources:
-    """Whose bytes a cell holds, from the pairs of rank 0 at one side."""
+    """Whose bytes a cell holds, from the pairs of rank 0 at one side; `divided` are the axes that ranks share."""
 
-    side: str
-    firsts: Mapping[str, int]
-    tokens: str
-    boxes: tuple[tuple[int, Box], ...]
-
-    @classmethod
-    def of(cls, side: str, facts: Mapping[str, Any]) -> CellSources:
-        """For the first rank of a side."""
+    def __init__(self, side: str, facts: Mapping[str, Any]) -> None:
         rank = facts[side]["ranks"][0]
-        firsts = {axis: span[0] for axis, span in rank["axes"].items()}
         mine = [pair for pair in facts["pairs"] if pair[f"{side}_rank"] == rank["rank"]]
-        boxes = [(pair["source_rank"], Box.of_pair(pair)) for pair in mine]
-        return cls(side, firsts, rank["tokens"], tuple(boxes))
-
-    @property
-    def divided(self) -> frozenset[str]:
-        """The axes that ranks divide between them."""
-        return frozenset(self.firsts) | {axis for _, box in self.boxes for axis, _, _ in box.spans}
+        self.side, self._tokens = side, tokens_of(rank["tokens"])
+        self.firsts = {axis: span[0] for axis, span in rank["axes"].items()}
+        self._boxes = [(pair["source_rank"], Box.of_pair(pair)) for pair in mine]
+        self.divided = frozenset(self.firsts) | {axis for _, box in self._boxes for axis, _, _ in box.spans}
 
     def pair(self, leaf: Leaf) -> tuple[int, int]:
         """(source rank, index of the pair among those of this rank); (-1, 0) when nobody moves it."""
-        for index, (source, box) in enumerate(self.boxes):
+        for index, (source, box) in enumerate(self._boxes):
             if all(self._holds(box, axis, at) for axis, at in leaf.at):
                 return source, index
         return -1, 0
 
     def _holds(self, box: Box, axis: str, at: int) -> bool:
         if axis == "token":
-            return tokens_of(self.tokens).nth(at) in box.tokens
+            return self._tokens.nth(at) in box.tokens
         spans = [(first, last) for name, first, last in box.spans if name == axis]
         logical = at + self.firsts.get(axis, 0)
         return not spans or any(first <= logical < last for first, last in spans)

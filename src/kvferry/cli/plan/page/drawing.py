@@ -100,7 +100,7 @@ class _Context:
 def draw(facts: Mapping[str, Any]) -> Drawing:
     """The drawing of a plan."""
     sides = {side: list(facts[side]["ranks"]) for side in ("source", "target")}
-    whole = CacheExtent.of(sides["source"] + sides["target"])
+    whole = CacheExtent(sides["source"] + sides["target"])
     boxes = [Box.of_rank(rank) for ranks in sides.values() for rank in ranks]
     stripes = Stripes(boxes + [Box.of_pair(pair) for pair in facts["pairs"]])
     places, height = _places(sides)

@@ -132,22 +132,17 @@ def pattern_name(key: tuple[int, Tokens]) -> str:
     return f"stripes-{colour}-{tokens.period}-{tokens.first}-{tokens.last}"
 
 
-@dataclass(frozen=True, slots=True)
 class CacheExtent:
     """The whole cache as every matrix shows it: layers from the first to the last, and the extent of each axis."""
 
-    num_layers: int
-    extents: tuple[tuple[str, int], ...]
-
-    @classmethod
-    def of(cls, ranks: list[Mapping[str, Any]]) -> CacheExtent:
-        """What all ranks of both sides hold together."""
+    def __init__(self, ranks: list[Mapping[str, Any]]) -> None:
+        """`ranks` are those of both sides."""
         extents: dict[str, int] = {}
         for rank in ranks:
             for axis, span in rank["axes"].items():
                 extents[axis] = max(extents.get(axis, 1), span[1])
-        shown = tuple(extents.items())[:MAX_PANELS] or (("", 1),)
-        return cls(max([1, *(rank["layers"][1] for rank in ranks)]), shown)
+        self.extents = tuple(extents.items())[:MAX_PANELS] or (("", 1),)
+        self.num_layers = max([1, *(rank["layers"][1] for rank in ranks)])
 
     def panels(self, area: Area) -> list[Panel]:
         """The area shared evenly between the axes."""
