@@ -1,7 +1,7 @@
 """Liveness probes: a refused connection proves that the process of a peer has ended.
 
 A stopped process still has its socket, so its host accepts the connection; a host that is gone does not answer. Neither
-is taken for an end. `kvferry.session.target.session` decides what follows, and when a silent peer counts as lost.
+is taken for an end. `kvferry.session.target.liveness` decides what follows, and when a silent peer counts as lost.
 """
 
 from __future__ import annotations

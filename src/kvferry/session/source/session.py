@@ -74,7 +74,7 @@ class SourceSession:
         return [*self._expire(now), *self._handlers[type(event)](event, now)]
 
     def next_deadline(self) -> float:
-        """When `handle(e.Tick())` is due next, 0 for at once; infinity when nothing is waited for."""
+        """When `handle(Tick())` is due next, 0 for at once; infinity when nothing is waited for."""
         if self._writes.has_shares:
             return 0.0
         waiting = self._early.next_deadline(), self._aborted.next_deadline(), self._targets.next_deadline()

@@ -1,16 +1,119 @@
-"""Fetches that have failed: engine and sources are told, and the blocks stay until nothing can write to them."""
+"""Fetches that have failed: engine and sources are told, and the blocks stay until nothing can write to them.
+
+Blocks to which a source may still write must not be used by anybody else, so they wait until it acknowledges the abort.
+Silence proves nothing, since a process that was stopped continues where it was. One of these does prove that it writes
+no more:
+
+* the source acknowledges, which means that no ticket of the claim is open;
+* another incarnation answers at its address, or its host says that nobody listens there: then its process has ended.
+
+Bytes that were sent before may still be in the buffers of a transport, unless the write ended well. After anything else
+the blocks wait for `fence_s` more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
 
 from kvferry.errors import TransferError
 from kvferry.plan.programs.copies import Direction
-from kvferry.session.commands import BlocksReleased, Cancel, Command, Count, Disconnect, DropDigest, FetchFailed
-from kvferry.session.keys import ClaimKey, ReadKey
+from kvferry.session import commands as c
+from kvferry.session.events import FetchRequest
+from kvferry.session.keys import ClaimKey, PeerKey, ReadKey
 from kvferry.session.target.peers.handshakes import Handshakes
-from kvferry.session.target.pending_aborts import PendingAborts
 from kvferry.session.target.reads.fetch import Fetch, ReadState
+from kvferry.session.timeouts import Timing
+from kvferry.wire.messages import Abort, Aborted, Party
+
+
+@dataclass(slots=True)
+class _PendingAbort:
+    """With `is_exposed` the source may still write. `fence_s` is how long the blocks still have to wait, counted from
+    `fenced_at`; it is infinite until the source has acknowledged or its process has ended."""
+
+    abort: Abort
+    first_sent: float
+    last_sent: float
+    is_exposed: bool
+    fence_s: float = inf
+    fenced_at: float = 0.0
+
+    def fence(self, fence_s: float, now: float) -> None:
+        """No acknowledgement is needed any more. If this is repeated, the first time counts."""
+        if fence_s < self.fence_s:
+            self.fence_s, self.fenced_at = fence_s, now
+
+
+class PendingAborts:
+    """Aborts that a source has not acknowledged yet: sent again until it does, or until it counts as silent."""
+
+    def __init__(self, ours: Party, peers: Handshakes, timing: Timing) -> None:
+        self._ours = ours
+        self._peers = peers
+        self._timing = timing
+        self._open: dict[ReadKey, _PendingAbort] = {}
+        self._last_turn = 0.0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def send(self, wanted: FetchRequest, key: PeerKey, is_exposed: bool, now: float) -> Iterator[c.Send]:
+        """Tell a source that its blocks are not wanted any more; one that has been lost only if it may still write."""
+        if is_exposed or key in self._peers:
+            abort = Abort(self._ours, wanted.claim_id, wanted.reference.lease_id)
+            self._open[ReadKey(wanted.claim_id, key)] = _PendingAbort(abort, now, now, is_exposed)
+            yield c.Send(key, abort)
+
+    def awaits(self, peer: PeerKey) -> bool:
+        """Whether an acknowledgement of a peer is still missing."""
+        return any(key.peer == peer for key in self._open)
+
+    def acknowledged(self, peer: PeerKey, aborted: Aborted, now: float) -> None:
+        """The source has acknowledged. A repeated or late acknowledgement changes nothing."""
+        key = ReadKey(aborted.claim_id, peer)
+        if pending := self._open.get(key):
+            # Another incarnation knows nothing of the claim: its answer means that the one we asked has ended.
+            is_clean = aborted.is_clean and aborted.epoch == peer.epoch
+            pending.fence(0.0 if is_clean else self._timing.fence_s, now)
+
+    def gone(self, peer: PeerKey, now: float) -> None:
+        """The process of a peer has ended."""
+        for key, pending in self._open.items():
+            if key.peer == peer:
+                pending.fence(self._timing.fence_s, now)
+
+    def take_finished(self, now: float) -> list[ReadKey]:
+        """Forget those that are over, and return them.
+
+        Only time in which this process runs is counted: its own buffers empty only then.
+        """
+        over = [key for key, pending in self._open.items() if self._is_over(key, pending, now)]
+        self._last_turn = now
+        for key in over:
+            del self._open[key]
+        return over
+
+    def _is_over(self, key: ReadKey, pending: _PendingAbort, now: float) -> bool:
+        if not pending.is_exposed:
+            is_silent = now - pending.first_sent >= self._timing.silence_s
+            return pending.fence_s < inf or is_silent or key.peer not in self._peers
+        pending.fence_s -= min(now - max(self._last_turn, pending.fenced_at), self._timing.resend_s)
+        return pending.fence_s <= 0.0
+
+    def repeat(self, now: float) -> Iterator[c.Send | c.CheckLiveness]:
+        """Send again what has not been acknowledged for a while, and check whether a silent source is still there."""
+        silent: dict[PeerKey, None] = {}
+        for key, pending in self._open.items():
+            if pending.fence_s < inf or now - pending.last_sent < self._timing.resend_s:
+                continue
+            pending.last_sent = now
+            yield c.Send(key.peer, pending.abort)
+            if pending.is_exposed and now - pending.first_sent >= self._timing.silence_s:
+                silent[key.peer] = None
+        for peer in silent:
+            yield c.CheckLiveness(peer)
 
 
 class Quarantine:
@@ -21,18 +124,18 @@ class Quarantine:
         self._aborts = aborts
         self._peers = peers
 
-    def fail(self, fetch: Fetch, error: TransferError, now: float) -> Iterator[Command]:
+    def fail(self, fetch: Fetch, error: TransferError, now: float) -> Iterator[c.Command]:
         """End a fetch: tell the engine, tell every source, and keep the blocks until nothing can write to them."""
         fetch.failed = True
-        yield Count("fetches_failed", error.reason)
-        yield FetchFailed(fetch.wanted.request_id, error)
+        yield c.Count("fetches_failed", error.reason)
+        yield c.FetchFailed(fetch.wanted.request_id, error)
         for key, read in fetch.reads.items():
             if read.state is ReadState.MOVING and Direction.READ in read.movers:
-                yield Cancel(fetch.key(key))
+                yield c.Cancel(fetch.key(key))
             for pipeline in read.pipeline:
                 yield from pipeline.fail()
             if read.is_digesting:
-                yield DropDigest(fetch.key(key))
+                yield c.DropDigest(fetch.key(key))
             is_posted = read.state is ReadState.MOVING
             read.machine.move("fail")
             if not is_posted and read.is_open:
@@ -45,7 +148,7 @@ class Quarantine:
             yield from self.drained(fetch.key(key))
         yield from self.free_when_drained(fetch)
 
-    def drained(self, work: ReadKey | ClaimKey) -> Iterator[Command]:
+    def drained(self, work: ReadKey | ClaimKey) -> Iterator[c.Command]:
         """A failed read through staging memory is over when all its slots are; another one when its ticket is."""
         fetch = self._fetches.get(work.claim_id) if isinstance(work, ReadKey) else None
         if fetch is not None and isinstance(work, ReadKey) and fetch.failed and work.peer in fetch.reads:
@@ -55,13 +158,13 @@ class Quarantine:
                 read.machine.move("ticket ended")
                 yield from self.free_when_drained(fetch)
 
-    def free_when_drained(self, fetch: Fetch) -> Iterator[Command]:
+    def free_when_drained(self, fetch: Fetch) -> Iterator[c.Command]:
         """Give the blocks of a failed fetch back when no ticket of it is open."""
         if not fetch.has_open_tickets and self._fetches.get(fetch.wanted.claim_id) is fetch:
             del self._fetches[fetch.wanted.claim_id]
-            yield BlocksReleased(fetch.wanted.request_id)
+            yield c.BlocksReleased(fetch.wanted.request_id)
 
-    def end_acknowledged(self, now: float) -> Iterator[Command]:
+    def end_acknowledged(self, now: float) -> Iterator[c.Command]:
         """End the quarantine that waited for a source which has acknowledged, or which cannot write any more."""
         for key in self._aborts.take_finished(now):
             fetch = self._fetches.get(key.claim_id)
@@ -74,4 +177,4 @@ class Quarantine:
                 yield from self.drained(key)
                 yield from self.free_when_drained(fetch)
                 if key.peer not in self._peers and not self._aborts.awaits(key.peer):
-                    yield Disconnect(key.peer)
+                    yield c.Disconnect(key.peer)

@@ -173,7 +173,7 @@ class Node:
             "targets": len(source._targets),
             "fetches": target.num_open(),
             "pending aborts": len(target._aborts),
-            "queued leases": len(target._queued._leases),
+            "queued leases": len(target._liveness.queued),
             "peers": len(list(target._peers)),
             "bindings": len(target._reads.bindings._known),
             "slots": self._stager.num_open,

@@ -7,30 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from kvferry.errors import TransferError
 from kvferry.plan.description.layout import fingerprint
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.commands import CheckLiveness, Command, Connect, Count, Send
-from kvferry.session.events import PeerConnected
+from kvferry.session.events import PeerConnected, PeerUnreachable
 from kvferry.session.keys import PeerKey
 from kvferry.session.state_machine import StateMachine
 from kvferry.session.target.peers.identity import TargetIdentity
 from kvferry.session.target.peers.peer import PEER_TABLE, CanWrite, Peer, PeerState
 from kvferry.session.timeouts import Timing
-from kvferry.wire.messages import (
-    WIRE_VERSION,
-    Hello,
-    Message,
-    Offer,
-    OfferRequest,
-    Party,
-    Reason,
-    Renew,
-    TargetOffer,
-    Welcome,
-)
+from kvferry.wire import messages as m
+from kvferry.wire.messages import Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +30,15 @@ class PeerLost:
     error: TransferError
 
 
-Step = Command | PeerLost
-"""What follows from an answer: a command, or that a peer is lost."""
+@dataclass(frozen=True, slots=True)
+class PeerReady:
+    """A peer from which what waits can be claimed now."""
+
+    peer: PeerKey
+
+
+Step = Command | PeerLost | PeerReady
+"""What follows from an answer."""
 
 
 class Handshakes:
@@ -76,7 +72,7 @@ class Handshakes:
         """The next `greet` begins a new handshake. Unknown peers are ignored."""
         self._peers.pop(key, None)
 
-    def welcomed(self, peer: Peer, welcome: Welcome, now: float) -> Iterator[Step]:
+    def welcomed(self, peer: Peer, welcome: m.Welcome, now: float) -> Iterator[Step]:
         """The first step is done: ask for the layout. An earlier incarnation at this address has ended."""
         if wrong := _identity_error(peer.key, welcome.party):
             yield PeerLost(peer.key, wrong)
@@ -91,7 +87,7 @@ class Handshakes:
                 what = f"{other.key} has been replaced by {peer.key}"
                 yield PeerLost(other.key, TransferError(Reason.PEER_LOST, what))
 
-    def offered(self, peer: Peer, offer: Offer, now: float) -> Iterator[Step]:
+    def offered(self, peer: Peer, offer: m.Offer, now: float) -> Iterator[Step]:
         """The second step is done: we or the source choose a transport."""
         if not peer.machine.allows("offer"):
             # It is repeated, or it answers a handshake that has been given up.
@@ -109,10 +105,17 @@ class Handshakes:
         else:
             yield from self._ask(peer)
 
-    def connected(self, peer: Peer, event: PeerConnected, now: float) -> bool:
-        """Whether the peer has become ready by this."""
-        if not peer.machine.allows("connected"):
-            return False
+    def reached(self, peer: Peer, reached: m.Reached, now: float) -> Iterator[Step]:
+        """The source is connected to our memory; it also says whether it can attach our staging memory."""
+        peer.note_reached(reached)
+        if peer.direction is Direction.WRITE or peer.machine.state is PeerState.OFFERING:
+            yield from self.connected(PeerConnected(peer.key, reached.transport, reached.choice), now)
+
+    def connected(self, event: PeerConnected, now: float) -> Iterator[Step]:
+        """A transport works, in one direction or in both."""
+        peer = self._peers.get(event.peer) if isinstance(event.peer, PeerKey) else None
+        if peer is None or not peer.machine.allows("connected"):
+            return
         is_reached = peer.machine.state is PeerState.OFFERING or peer.direction is Direction.WRITE
         peer.can_write = CanWrite.YES if is_reached else peer.can_write
         if peer.machine.state is PeerState.CONNECTING:
@@ -126,7 +129,16 @@ class Handshakes:
             peer.transport, peer.choice = event.transport, event.choice
         peer.machine.move("connected")
         peer.last_heard = now
-        return True
+        if peer.is_turning:
+            yield from self.offer_memory(peer, now)
+        else:
+            yield PeerReady(peer.key)
+
+    def unreachable(self, event: PeerUnreachable, now: float) -> Iterator[Step]:
+        """No transport works."""
+        if isinstance(event.peer, PeerKey):
+            what, hint = "no transport reaches the source", "start both engines with --transport tcp"
+            yield PeerLost(event.peer, TransferError(Reason.UNREACHABLE, what, found=event.error, hint=hint))
 
     def offer_memory(self, peer: Peer, now: float) -> Iterator[Command]:
         """Have a source that we read from connect to our memory too, so that it can write to it."""
@@ -139,21 +151,20 @@ class Handshakes:
         serves the test for as long as a handshake may take."""
         if not peer.is_told_unneeded:
             peer.is_told_unneeded = True
-            yield Send(peer.key, Renew(self._ours.party, ()))
+            yield Send(peer.key, m.Renew(self._ours.party, ()))
 
-    def not_reached(self, peer: Peer) -> bool:
-        """A source cannot connect to our memory. Returns whether it can be used nevertheless."""
-        if not peer.machine.allows("refused"):
-            return False
+    def not_reached(self, peer: Peer, reason: Reason) -> Iterator[Step]:
+        """A source that we read from cannot connect to our memory: it is used nevertheless."""
         peer.machine.move("refused")
         peer.can_write, peer.is_turning = CanWrite.NO, False
-        return True
+        yield Count("targets_not_reached", reason)
+        yield PeerReady(peer.key)
 
     def repeat(self, peer: Peer, now: float) -> Iterator[Step]:
         """Repeat a question that has not been answered for a while, and check whether the peer is alive: a busy peer
         may answer later, one whose process has ended never will. A handshake that takes too long is given up."""
-        if now >= peer.deadline and self.not_reached(peer):
-            yield Count("targets_not_reached", Reason.DEADLINE)
+        if now >= peer.deadline and peer.machine.allows("refused"):
+            yield from self.not_reached(peer, Reason.DEADLINE)
         elif now >= peer.deadline:
             what = f"no handshake with {peer.key} within {self._timing.handshake_s:g} s"
             hint = "is that engine running, and do both engines have the same --token-file?"
@@ -165,23 +176,16 @@ class Handshakes:
 
     def _ask(self, peer: Peer) -> Iterator[Send]:
         """The question of the present state; none while we connect."""
-        ours = self._ours
-        questions: dict[StrEnum, Message] = {
-            PeerState.GREETED: Hello(
-                WIRE_VERSION, ours.product_version, ours.party, peer.key.engine_id, peer.key.epoch
-            ),
-            PeerState.WELCOMED: OfferRequest(ours.party),
-        }
-        offer = TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe, self._staging_for(peer))
-        questions[PeerState.OFFERING] = offer
-        if peer.direction is Direction.WRITE:
-            questions[PeerState.CONNECTING] = offer
-        if question := questions.get(peer.machine.state):
-            yield Send(peer.key, question)
-
-    def _staging_for(self, peer: Peer) -> bytes:
-        """A source whose transport copies with its own processors can gather into our slots just as well."""
-        return self._ours.staging_descriptor if peer.costs.gathers_far else b""
+        ours, state = self._ours, peer.machine.state
+        if state is PeerState.GREETED:
+            hello = m.Hello(m.WIRE_VERSION, ours.product_version, ours.party, peer.key.engine_id, peer.key.epoch)
+            yield Send(peer.key, hello)
+        elif state is PeerState.WELCOMED:
+            yield Send(peer.key, m.OfferRequest(ours.party))
+        elif state is PeerState.OFFERING or (state is PeerState.CONNECTING and peer.direction is Direction.WRITE):
+            # A source whose transport copies with its own processors can gather into our slots just as well.
+            staging = ours.staging_descriptor if peer.costs.gathers_far else b""
+            yield Send(peer.key, m.TargetOffer(ours.party, ours.layouts, ours.transports, ours.probe, staging))
 
 
 def _is_replaced(older: PeerKey, newer: PeerKey) -> bool:
@@ -190,7 +194,7 @@ def _is_replaced(older: PeerKey, newer: PeerKey) -> bool:
     return restarted or (older.address == newer.address and older != newer)
 
 
-def _identity_error(key: PeerKey, party: Party) -> TransferError | None:
+def _identity_error(key: PeerKey, party: m.Party) -> TransferError | None:
     """Why an answer is not from whom we addressed; None when it is."""
     if (party.engine_id, party.epoch) == (key.engine_id, key.epoch):
         return None

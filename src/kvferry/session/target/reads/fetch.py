@@ -5,6 +5,7 @@ A read is one part of a fetch, whoever moves its bytes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -235,6 +236,11 @@ class Fetch:
             },
             verified=verified,
         )
+
+
+def is_needed(peer: PeerKey, fetches: Mapping[str, Fetch]) -> bool:
+    """Whether a read needs this source to be alive."""
+    return any(fetch.reads[peer].state in WAITING for fetch in fetches.values() if peer in fetch.reads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from kvferry.session.target.peers.handshakes import Handshakes
 from kvferry.session.target.peers.identity import TargetIdentity
 from kvferry.session.target.peers.peer import CanWrite, Peer
 from kvferry.session.target.read_strategy import TransferMode, beside
-from kvferry.session.target.reads.fetch import ASKING, UNGRANTED, WAITING, Fetch, FetchBroken, Read, ReadState, Step
+from kvferry.session.target.reads.fetch import ASKING, UNGRANTED, Fetch, FetchBroken, Read, ReadState, Step, is_needed
 from kvferry.session.target.reads.staged_reads import StagedReads
 from kvferry.session.target.reads.verification import Verifier, difference_error, digest_error, unreadable_error
 from kvferry.session.timeouts import Timing
@@ -45,10 +45,6 @@ class Reads:
         self.staged = StagedReads(ours.party, fetches, self._landed)
         self._verifier = Verifier(ours.party, ours.layouts[ours.party.rank], ours.digest)
         self.bindings = Bindings(ours.layouts, ours.party.rank)
-
-    def wait_for(self, peer: PeerKey) -> bool:
-        """Whether a read needs this source to be alive."""
-        return any(fetch.reads[peer].state in WAITING for fetch in self._fetches.values() if peer in fetch.reads)
 
     def claim_when_ready(self, fetch: Fetch, now: float) -> Iterator[Step]:
         """Once all sources of a fetch have been met, claim from those that have something for us."""
@@ -77,7 +73,7 @@ class Reads:
 
     def _claim(self, fetch: Fetch, binding: Binding, modes: dict[PeerKey, TransferMode], now: float) -> Iterator[Step]:
         for key in binding.programs:
-            if not self.wait_for(key):
+            if not is_needed(key, self._fetches):
                 # It had no reason to send anything until now: its silence counts from here.
                 self._peers[key].last_heard = now
         fetch.start_reads(modes, self._verifier.subjects(fetch.wanted, binding), now)

@@ -1,0 +1,102 @@
+"""Liveness of sources, and the leases that they keep for us.
+
+A source counts as lost when it has been silent for `Timing.silence_s` while a read needs it, and at once when nobody
+listens at its address any more. One from which nothing has been fetched for `idle_peer_s` is forgotten. Heartbeats keep
+leases alive that we use or are going to use, also those of requests that wait in our engine's queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvferry.errors import TransferError
+from kvferry.session.commands import CheckLiveness, Send
+from kvferry.session.events import HoldRequest
+from kvferry.session.keys import PeerKey, peers_of
+from kvferry.session.target.peers.handshakes import Handshakes, PeerLost, Step
+from kvferry.session.target.peers.peer import Peer
+from kvferry.session.target.reads.fetch import LEASED, Fetch, is_needed
+from kvferry.session.timeouts import Timing
+from kvferry.wire.messages import Party, Reason, Reference, Renew
+
+# Each is answered: after two of them without an answer it is checked whether the source's process has ended.
+QUIET_HEARTBEATS = 2
+
+
+class Liveness:
+    """Of the sources that one rank has met. `queued` has the leases of waiting requests by reference, since two sources
+    may give the same id to a lease, and until when each is renewed: a lost request must not keep blocks for ever."""
+
+    def __init__(self, ours: Party, peers: Handshakes, fetches: Mapping[str, Fetch], timing: Timing) -> None:
+        self._ours = ours
+        self._peers = peers
+        self._fetches = fetches
+        self._timing = timing
+        self._last_sent = 0.0
+        self.queued: dict[Reference, tuple[HoldRequest, float]] = {}
+
+    def hold(self, wanted: HoldRequest, now: float) -> None:
+        """Keep the lease of a queued request alive for at most `hold_s`. A repeated request changes nothing."""
+        self.queued.setdefault(wanted.reference, (wanted, now + self._timing.hold_s))
+
+    def fetched(self, reference: Reference) -> None:
+        """From now on its fetch renews a lease, or nobody does. Unknown references are ignored."""
+        self.queued.pop(reference, None)
+
+    def watch(self, now: float) -> Iterator[Step]:
+        """Repeat what is not answered, and give up peers that stay silent."""
+        for peer in self._peers:
+            yield from self._watch(peer, now) if peer.ready else self._peers.repeat(peer, now)
+
+    def _watch(self, peer: Peer, now: float) -> Iterator[Step]:
+        silent_s = now - peer.last_heard if is_needed(peer.key, self._fetches) else 0.0
+        if silent_s > QUIET_HEARTBEATS * self._timing.heartbeat_s and now - peer.last_sent >= self._timing.resend_s:
+            peer.last_sent = now
+            yield CheckLiveness(peer.key)
+        is_used = any(peer.key in fetch.peers for fetch in self._fetches.values())
+        if silent_s > self._timing.silence_s:
+            yield _lost(peer.key, f"{peer.key} has not answered for {self._timing.silence_s:g} s")
+        elif now >= peer.last_heard + self._timing.idle_peer_s and not is_used:
+            # It may be gone for good; if not, the next fetch begins a new handshake.
+            yield _lost(peer.key, f"{peer.key} was idle")
+
+    def gone(self, key: PeerKey) -> Iterator[Step]:
+        """Nobody listens at the address of a peer. One that is not needed may still be met again."""
+        if key in self._peers and (not self._peers[key].ready or is_needed(key, self._fetches)):
+            yield _lost(key, f"nothing listens at {key.address} any more", "has that engine exited?")
+
+    def renew(self, now: float) -> Iterator[Send]:
+        """One message per peer at each heartbeat, with all its leases."""
+        self.queued = {reference: (held, until) for reference, (held, until) in self.queued.items() if until > now}
+        if now - self._last_sent < self._timing.heartbeat_s:
+            return
+        self._last_sent = now
+        by_peer: dict[PeerKey, list[str]] = {}
+        for key, lease_id in (*self._used(), *self._held(), *self._unclaimed()):
+            by_peer.setdefault(key, []).append(lease_id)
+        for key, lease_ids in by_peer.items():
+            yield Send(key, Renew(self._ours, tuple(lease_ids)))
+
+    def _used(self) -> Iterator[tuple[PeerKey, str]]:
+        for fetch in self._fetches.values():
+            for key, read in fetch.reads.items():
+                if read.state in LEASED:
+                    yield key, fetch.wanted.reference.lease_id
+
+    def _held(self) -> Iterator[tuple[PeerKey, str]]:
+        for reference, (held, _) in self.queued.items():
+            for key in peers_of(reference, held.addresses):
+                if key in self._peers and self._peers[key].ready:
+                    yield key, reference.lease_id
+
+    def _unclaimed(self) -> Iterator[tuple[PeerKey, str]]:
+        """Leases that will be claimed once a transport to the source is found, which on a busy machine can take longer
+        than a lease lasts."""
+        for fetch in self._fetches.values():
+            for key in fetch.peers:
+                if not fetch.reads and not fetch.failed and key in self._peers and self._peers[key].offer is not None:
+                    yield key, fetch.wanted.reference.lease_id
+
+
+def _lost(key: PeerKey, what: str, hint: str = "") -> PeerLost:
+    return PeerLost(key, TransferError(Reason.PEER_LOST, what, hint=hint))
