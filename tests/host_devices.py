@@ -13,12 +13,12 @@ from dataclasses import replace
 import numpy as np
 from faulty_transport import ForwardingTransport
 
-from kvferry.agent.memory.arena import SharedArena
 from kvferry.plan.programs.copies import Column, Copies, Direction
 from kvferry.staging.host_mover import HostMover
 from kvferry.transport.base import Memory, Ticket
 from kvferry.transport.memory_kind import HOST
 from kvferry.transport.registered_memory import Regions, View, view_of
+from kvferry.transport.shm.shared_memory import allocate_shared
 
 # No processor of ours has so wide an address space for programs: every access is an error.
 FAR_ADDRESS = 0x00F0 << 48
@@ -48,7 +48,7 @@ class DeviceMemory:
 
     def __init__(self, num_bytes: int, device: str) -> None:
         """Raises TransportError when there is not enough memory."""
-        self._lent = SharedArena(num_bytes, f"kvferry-{device}")
+        self._lent = allocate_shared(num_bytes, f"kvferry-{device}")
         self.memory = Memory(self._lent.memory.address + FAR_ADDRESS, num_bytes, -1, device)
         self.contents: View = np.frombuffer(self._lent.buffer, np.uint8)
 

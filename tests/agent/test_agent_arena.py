@@ -154,7 +154,7 @@ def test_bytes_stay_on_the_device_until_they_are_on_the_wire(make_rank, transpor
 def kept(monkeypatch):
     """What stays for the life of the process."""
     memories = []
-    monkeypatch.setattr("kvferry.agent.memory.arena._kept", memories)
+    monkeypatch.setattr("kvferry.transport.shm.shared_memory._kept", memories)
     yield memories
     memories.clear()
 

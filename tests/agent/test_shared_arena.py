@@ -10,7 +10,6 @@ from agent_support import NUM_TOKENS, SOURCE, TARGET, TARGET_TABLES, Gate, lease
 
 from kvferry import Agent, AgentConfig, Cache
 from kvferry.agent.config import SLOT_BYTES
-from kvferry.agent.memory.arena import SharedArena
 from kvferry.errors import ConfigurationError
 from kvferry.plan.description.describe import describe
 from kvferry.plan.description.model import attention
@@ -22,7 +21,7 @@ from kvferry.transport.base import Memory
 from kvferry.transport.cma.transport import CrossMemoryTransport
 from kvferry.transport.registry import open_transports
 from kvferry.transport.selection.probe import allocation_bytes
-from kvferry.transport.shm.shared_memory import SharedMemory
+from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared
 
 NUM_BYTES = 1 << 16
 MODEL = attention(num_layers=2, num_heads=4, head_dim=8, dtype="float32", item_bytes=4)
@@ -34,7 +33,7 @@ STAGING, PROBE = 4 * SLOT_BYTES, allocation_bytes()
 def kept(monkeypatch):
     """What stays for the life of the process."""
     memories = []
-    monkeypatch.setattr("kvferry.agent.memory.arena._kept", memories)
+    monkeypatch.setattr("kvferry.transport.shm.shared_memory._kept", memories)
     yield memories
     memories.clear()
 
@@ -51,7 +50,7 @@ def is_mapped(name):
 
 
 def test_memory_that_nobody_writes_to_is_unmapped(kept):
-    lent = SharedArena(NUM_BYTES, "lent-and-free")
+    lent = allocate_shared(NUM_BYTES, "lent-and-free")
     assert is_mapped("lent-and-free")
     lent.close(may_be_written=False)
     assert not is_mapped("lent-and-free")
@@ -59,7 +58,7 @@ def test_memory_that_nobody_writes_to_is_unmapped(kept):
 
 
 def test_a_late_write_lands_where_nothing_else_can_be(kept):
-    lent, owner, peer = SharedArena(NUM_BYTES, "lent-and-kept"), CrossMemoryTransport(), CrossMemoryTransport()
+    lent, owner, peer = allocate_shared(NUM_BYTES, "lent-and-kept"), CrossMemoryTransport(), CrossMemoryTransport()
     lent.buffer[:] = b"\xaa" * NUM_BYTES
     late = np.arange(1, 101, dtype=np.uint8)
     owner.register(lent.memory)
@@ -82,7 +81,7 @@ def test_a_late_write_lands_where_nothing_else_can_be(kept):
 
 
 def test_the_first_word_counts(kept):
-    free, in_use = SharedArena(NUM_BYTES, "lent-free-first"), SharedArena(NUM_BYTES, "lent-kept-first")
+    free, in_use = allocate_shared(NUM_BYTES, "lent-free-first"), allocate_shared(NUM_BYTES, "lent-kept-first")
     for may_be_written in (False, True):
         free.close(may_be_written)
         in_use.close(not may_be_written)
@@ -92,12 +91,12 @@ def test_the_first_word_counts(kept):
 
 
 def test_nobody_can_attach_memory_that_is_kept(kept):
-    lent = SharedArena(NUM_BYTES, "lent-not-attached")
+    lent = allocate_shared(NUM_BYTES, "lent-not-attached")
     lent.close(may_be_written=True)
     assert lent.memory.shared_fd == -1
 
 
-def test_where_the_kernel_cannot_take_pages_back_the_memory_stays_as_it_is():
+def test_where_the_kernel_cannot_take_pages_back_the_memory_stays_as_it_is(kept):
     class Sandboxed(mmap.mmap):
         def madvise(self, option, *extent):
             raise OSError("no such advice")
@@ -106,7 +105,7 @@ def test_where_the_kernel_cannot_take_pages_back_the_memory_stays_as_it_is():
     os.truncate(fd, NUM_BYTES)
     shared = SharedMemory(Memory(0, NUM_BYTES, fd), Sandboxed(fd, NUM_BYTES))
     shared.buffer[0] = 7
-    shared.abandon()
+    shared.close(may_be_written=True)
     shared.close()
     assert shared.buffer[0] == 7
 

@@ -34,6 +34,7 @@ class Scripted:
 
     def __init__(self, name, refuses=()):
         self.name = name
+        self.copies_once = name in ("memory", "shm", "cma")
         self.progress_interval_s = float("inf")
         self.refuses = refuses
         self.reported = ""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.agent.memory.arena import Arena, SharedArena
+from kvferry.agent.memory.arena import Arena
 from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Copies
 from kvferry.plan.programs.row_patterns import plain
@@ -23,6 +23,7 @@ from kvferry.staging.device.pinned import CudaRuntime, Pinned
 from kvferry.staging.mover import Moved
 from kvferry.transport.base import Memory
 from kvferry.transport.registered_memory import Regions
+from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -72,7 +73,7 @@ class Rig:
 
     def packed(self) -> torch.Tensor:
         """What the arena has, row by row."""
-        if isinstance(self.arena, SharedArena):
+        if isinstance(self.arena, SharedMemory):
             flat = torch.frombuffer(bytearray(self.arena.buffer), dtype=torch.uint8)
         else:
             (flat,) = self.arena._tensors
@@ -99,7 +100,7 @@ def rig(request, where, side_streams) -> Iterator[Rig]:
     if request.param == "host" and where.type == "xpu":
         pytest.skip("nothing pins host memory for xpu yet")
     is_host = request.param == "host"
-    arena = SharedArena(size_bytes, "kvferry-test") if is_host else DeviceArena(size_bytes, where, where.type)
+    arena = allocate_shared(size_bytes, "kvferry-test") if is_host else DeviceArena(size_bytes, where, where.type)
     made = Rig(where, side_streams, arena)
     yield made
     if where.type != "cpu":
@@ -191,7 +192,7 @@ def test_copies_do_not_wait_for_what_the_engine_has_queued(rig):
 @pytest.mark.device
 def test_addresses_can_be_pinned_again_and_again(cuda):
     for _ in range(3):
-        lent = SharedArena(1 << 20, "kvferry-test")
+        lent = allocate_shared(1 << 20, "kvferry-test")
         bits = torch.frombuffer(lent.buffer, dtype=torch.uint8)
         assert not bits.is_pinned()
         pins = Pinned(CudaRuntime(cuda), [lent.memory])
@@ -204,7 +205,7 @@ def test_addresses_can_be_pinned_again_and_again(cuda):
 
 @pytest.mark.device
 def test_a_driver_refuses_what_is_pinned_already(cuda):
-    lent = SharedArena(1 << 20, "kvferry-test")
+    lent = allocate_shared(1 << 20, "kvferry-test")
     pins = Pinned(CudaRuntime(cuda), [lent.memory])
     with pytest.raises(ConfigurationError, match="cudaHostRegister returned"):
         Pinned(CudaRuntime(cuda), [lent.memory])

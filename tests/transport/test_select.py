@@ -6,9 +6,10 @@ import pytest
 
 from kvferry.errors import ConfigurationError, TransportError
 from kvferry.plan.programs.copies import Direction
-from kvferry.transport.selection.candidates import TRANSPORTS, Choice, candidates, choose, is_worth_testing
+from kvferry.transport.selection.candidates import Choice, candidates, choose, is_worth_testing
 from kvferry.transport.selection.measurement import Measurement, Rates
 
+TRANSPORTS = ("memory", "shm", "cma", "nixl", "tcp")
 ALL = dict.fromkeys(TRANSPORTS, "")
 
 
@@ -29,7 +30,7 @@ def test_a_request_is_kept() -> None:
         ("rdma", ALL, ALL, ["unknown transport 'rdma'", "memory, shm, cma, nixl, tcp", "both sides have"]),
         ("nixl", ALL, {**ALL, "nixl": "not installed"}, ["nixl: not installed (here)", "memory, shm, cma, tcp"]),
         ("shm", {"tcp": ""}, ALL, ["shm: not known (at the peer)", "both sides have tcp"]),
-        ("auto", {}, {}, ["no transport works", "tcp: not known (here), not known (at the peer)"]),
+        ("auto", {}, {"tcp": "broken"}, ["no transport works", "tcp: broken (here), not known (at the peer)"]),
     ],
 )
 def test_what_cannot_work_is_explained(
@@ -66,9 +67,11 @@ def test_nothing_that_passed_is_an_error() -> None:
 
 
 def test_what_takes_more_steps_is_not_tested_where_one_copy_does():
-    passed, failed = Measurement("cma", 7.0, 4.0, 1e-4, ""), Measurement("shm", 0.0, 0.0, 0.0, "not attached")
-    assert [name for name in TRANSPORTS if is_worth_testing(name, [failed, passed])] == ["memory", "shm", "cma"]
-    assert all(is_worth_testing(name, [failed, Measurement("nixl", 9.0, 9.0, 1e-4, "")]) for name in TRANSPORTS)
+    passed = Measurement("cma", 7.0, 4.0, 1e-4, "", copies_once=True)
+    failed = Measurement("shm", 0.0, 0.0, 0.0, "not attached", copies_once=True)
+    assert [copies_once for copies_once in (True, False) if is_worth_testing(copies_once, [failed, passed])] == [True]
+    others = [failed, Measurement("nixl", 9.0, 9.0, 1e-4, "")]
+    assert all(is_worth_testing(copies_once, others) for copies_once in (True, False))
     choice = choose([failed, passed], ["nixl", "tcp"])
     assert choice.name == "cma"
     assert choice.reason.endswith("in rows of 4 KiB; nixl, tcp not tested: the same host needs only one copy")

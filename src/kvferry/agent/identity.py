@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from kvferry.agent.config import AgentConfig
-from kvferry.agent.memory.arena import SharedArena
 from kvferry.errors import ConfigurationError
 from kvferry.plan.programs.copies import Direction
 from kvferry.session.source.handshake import SourceIdentity
@@ -16,16 +15,17 @@ from kvferry.session.target.peers.identity import TargetIdentity
 from kvferry.session.target.read_strategy import through_staging_only
 from kvferry.transport.process_identity import host_here
 from kvferry.transport.selection.probe import NUM_MARKS, PROBE_BYTES, allocation_bytes, fill_probe
+from kvferry.transport.shm.shared_memory import SharedMemory, allocate_shared
 from kvferry.wire.codec import MAX_REQUEST_BYTES, encode
 from kvferry.wire.messages import Probe, TargetOffer
 
 
-def allocate_probe() -> SharedArena:
+def allocate_probe() -> SharedMemory:
     """Memory with which peers test and measure transports. Raises TransportError when there is not enough."""
-    return SharedArena(allocation_bytes(), "kvferry-probe")
+    return allocate_shared(allocation_bytes(), "kvferry-probe")
 
 
-def describe_probe(arena: SharedArena) -> Probe:
+def describe_probe(arena: SharedMemory) -> Probe:
     """Fill the probe with its pattern, and describe it for peers."""
     seed = secrets.randbits(32)
     fill_probe(np.frombuffer(arena.buffer, np.uint8)[:PROBE_BYTES], seed)

@@ -57,6 +57,11 @@ class Transport(Protocol):
         ...
 
     @property
+    def copies_once(self) -> bool:
+        """Whether bytes are copied once, from source to target, and the peer takes no part in it."""
+        ...
+
+    @property
     def progress_interval_s(self) -> float:
         """How often `poll` must run while no ticket is open; `inf` when it need not."""
         ...

@@ -30,6 +30,10 @@ class MemoryFabric:
 class MemoryTransport:
     """Copies between the registered memory of two engines of one process, in `poll`, 16 MiB at a time."""
 
+    name = "memory"
+    copies_once = True
+    progress_interval_s = float("inf")
+
     def __init__(self, fabric: MemoryFabric) -> None:
         self._fabric = fabric
         self._token = uuid4().bytes
@@ -38,14 +42,6 @@ class MemoryTransport:
         self._queue = CopyQueue()
         with fabric.lock:
             fabric.members[self._token] = self
-
-    @property
-    def name(self) -> str:
-        return "memory"
-
-    @property
-    def progress_interval_s(self) -> float:
-        return float("inf")
 
     def register(self, memory: Memory) -> None:
         """Raises TransportError when the memory overlaps registered memory."""

@@ -13,7 +13,7 @@ from kvferry.testing.transports.peer import PeerProcess
 from kvferry.transport.machine.facts import Place
 from kvferry.transport.machine.finding import Finding, Severity
 from kvferry.transport.registry import OPENERS
-from kvferry.transport.selection.candidates import TRANSPORTS, choose, is_worth_testing
+from kvferry.transport.selection.candidates import choose, is_worth_testing
 from kvferry.transport.selection.diagnosis import diagnose
 from kvferry.transport.selection.local_context import local_context
 from kvferry.transport.selection.measurement import Measurement
@@ -78,8 +78,10 @@ def _of_one(found: Measurement) -> Iterator[Finding]:
 def verdict(measurements: Iterable[Measurement]) -> str:
     """What `--transport auto` would take: it stops trying where nothing better can come."""
     tried: list[Measurement] = []
-    for name in TRANSPORTS:
-        tried += [found for found in measurements if found.name == name and is_worth_testing(name, tried)]
+    # Those that copy once first, as an agent tries them.
+    for found in sorted(measurements, key=lambda each: not each.copies_once):
+        if is_worth_testing(found.copies_once, tried):
+            tried.append(found)
     try:
         return choose(tried).name
     except TransportError:

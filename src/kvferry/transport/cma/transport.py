@@ -79,6 +79,10 @@ class CrossMemoryTransport:
     Raises TransportError where the kernel has no such call.
     """
 
+    name = "cma"
+    copies_once = True
+    progress_interval_s = float("inf")
+
     def __init__(self) -> None:
         self._origin = origin_here()
         self._started = _start_time(os.getpid())
@@ -86,14 +90,6 @@ class CrossMemoryTransport:
         self._registry = Registry()
         self._peers: dict[str, _Peer] = {}
         self._queue = CopyQueue()
-
-    @property
-    def name(self) -> str:
-        return "cma"
-
-    @property
-    def progress_interval_s(self) -> float:
-        return float("inf")
 
     def register(self, memory: Memory) -> None:
         """Raises TransportError when the memory overlaps registered memory."""

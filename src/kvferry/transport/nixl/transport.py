@@ -83,6 +83,11 @@ class NixlTransport:
     All methods must be called by one thread. Raises TransportError when NIXL or its UCX backend cannot be loaded.
     """
 
+    name = "nixl"
+    copies_once = False
+    # A peer's READ over cross-memory attach ends only after this process has made progress.
+    progress_interval_s = 0.002
+
     def __init__(self) -> None:
         api, self._errors = load_nixl()
         self._name = f"kvferry-{uuid4().hex}"
@@ -107,15 +112,6 @@ class NixlTransport:
         self._endpoints: dict[str, frozenset[int]] = {}
         self._jobs: list[Job] = []
         self._is_closed = False
-
-    @property
-    def name(self) -> str:
-        return "nixl"
-
-    @property
-    def progress_interval_s(self) -> float:
-        # A peer's READ over cross-memory attach ends only after this process has made progress.
-        return 0.002
 
     def register(self, memory: Memory) -> None:
         """Raises TransportError when the memory overlaps registered memory or NIXL refuses it."""

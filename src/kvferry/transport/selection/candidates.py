@@ -1,7 +1,4 @@
-"""Which transports to try with a peer, and which one to use: pure functions of names and measurements.
-
-`kvferry.transport.registry` opens them.
-"""
+"""Which transports to try with a peer, and which one to use: pure functions of names and measurements."""
 
 from __future__ import annotations
 
@@ -13,10 +10,6 @@ from kvferry.plan.programs.copies import Direction
 from kvferry.transport.selection.measurement import UNMEASURED, Measurement
 
 AUTO = "auto"
-# In the order in which they are tried: the usually fastest first.
-TRANSPORTS = ("memory", "shm", "cma", "nixl", "tcp")
-ONE_COPY = ("memory", "shm", "cma")
-"""Transports that copy once, from source to target; the peer takes no part in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +21,18 @@ class Choice:
 
 
 def candidates(requested: str, offered: Mapping[str, str], available: Mapping[str, str]) -> tuple[str, ...]:
-    """The transports to try, best first.
+    """The transports to try, in the order of `available`.
 
     `requested` is `auto` or a name. `offered` (the peer) and `available` (this process) map names to the empty string
     or to the reason why that side does not have the transport; a missing name is one that the side does not know.
     Raises ConfigurationError when nothing is left, saying which side lacks what and why.
     """
-    wanted = TRANSPORTS if requested == AUTO else (requested,)
-    if requested != AUTO and requested not in TRANSPORTS:
+    wanted = tuple(available) if requested == AUTO else (requested,)
+    if requested != AUTO and requested not in available:
         raise ConfigurationError(
             f"unknown transport {requested!r}",
             found=requested,
-            expected=f"{AUTO} or one of {', '.join(TRANSPORTS)}",
+            expected=f"{AUTO} or one of {', '.join(available)}",
             hint=_available(offered, available),
         )
     usable = tuple(name for name in wanted if not _obstacle(name, offered, available))
@@ -55,13 +48,13 @@ def candidates(requested: str, offered: Mapping[str, str], available: Mapping[st
     return usable
 
 
-def is_worth_testing(name: str, measurements: Sequence[Measurement]) -> bool:
-    """Whether a transport can be better than those that were tested before it.
+def is_worth_testing(copies_once: bool, measurements: Sequence[Measurement]) -> bool:
+    """Whether a transport can be better than those that were tested before it; `copies_once` is as in `Transport`.
 
     Where a transport with one copy works, the others copy more often, and their test takes long: the peer must answer,
     and it may be busy computing.
     """
-    return name in ONE_COPY or not any(each.name in ONE_COPY and not each.error for each in measurements)
+    return copies_once or not any(each.copies_once and not each.error for each in measurements)
 
 
 def choose(
@@ -91,7 +84,7 @@ def _obstacle(name: str, offered: Mapping[str, str], available: Mapping[str, str
 
 
 def _available(offered: Mapping[str, str], available: Mapping[str, str]) -> str:
-    usable = [name for name in TRANSPORTS if not _obstacle(name, offered, available)]
+    usable = [name for name in available if not _obstacle(name, offered, available)]
     return f"both sides have {', '.join(usable)}; use one of them or {AUTO}" if usable else "start with tcp enabled"
 
 

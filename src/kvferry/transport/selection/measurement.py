@@ -42,7 +42,7 @@ class Measurement:
     """One transport: reading (the first four figures, as in `Rates`), writing, and what carried the bytes.
 
     With an `error` the transport cannot be used at all. `carriers` are names of the transport's own library, such as
-    `cma/memory` or `tcp/eth0`.
+    `cma/memory` or `tcp/eth0`; `copies_once` is as in `Transport`.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Measurement:
     error: str
     writing: Rates = UNMEASURED
     carriers: tuple[str, ...] = ()
+    copies_once: bool = False
 
     def rates(self, direction: Direction) -> Rates:
         """Those of one direction."""

@@ -236,7 +236,8 @@ class SelfTest:
         elif self._probe.is_writable and not error:
             written = self._rates(*WRITES)
         figures = (read.gigabytes_per_s, read.row_gigabytes_per_s, read.latency_s, read.error)
-        return Measurement(self._transport.name, *figures, written, self._transport.carriers(self._peer))
+        transport = self._transport
+        return Measurement(transport.name, *figures, written, transport.carriers(self._peer), transport.copies_once)
 
     def _rates(self, small: StepKind, whole: StepKind, rows: StepKind) -> Rates:
         size_bytes, small_s = self._probe.size_bytes, self._best_s[small]

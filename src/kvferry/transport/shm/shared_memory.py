@@ -16,8 +16,7 @@ from kvferry.transport.base import Memory
 class SharedMemory:
     """Shared memory: `memory` is what transports register, `buffer` its bytes, writable.
 
-    `close` is safe to call twice and while arrays still show the buffer: the pages go when the last array goes. It can
-    follow `abandon`, and changes nothing then.
+    `close` is safe to call twice and while arrays still show the buffer: the pages go when the last array goes.
     """
 
     __slots__ = ("_mapping", "buffer", "memory")
@@ -27,35 +26,31 @@ class SharedMemory:
         self.buffer = memoryview(mapping)
         self._mapping = mapping
 
-    def close(self) -> None:
-        """Peers cannot attach any more; those that have stay attached."""
-        if not self._detach():
-            return
-        try:
-            self.buffer.release()
-            self._mapping.close()
-        except BufferError:
-            # Views are still in use. Python unmaps the pages when the last one is gone.
-            return
+    def close(self, may_be_written: bool = False) -> None:
+        """Peers cannot attach any more; those that have stay attached. The first call decides.
 
-    def abandon(self) -> None:
-        """As `close`, but the addresses stay reserved while this object lives. The contents are lost."""
-        if not self._detach():
-            return
-        try:
-            # Only the addresses must stay reserved: a late write allocates single pages again.
-            self._mapping.madvise(mmap.MADV_REMOVE)
-        except OSError:
-            # A kernel that cannot do it, as in some sandboxes: the memory stays taken.
-            return
-
-    def _detach(self) -> bool:
-        """Whether the file was open until now."""
+        With `may_be_written` a peer may still write to the memory. Then its addresses stay reserved for the life of the
+        process, as their next owner would get the late bytes. The contents are lost and the pages are given back.
+        """
         if self.memory.shared_fd < 0:
-            return False
+            return
         os.close(self.memory.shared_fd)
         self.memory = Memory(self.memory.address, self.memory.size_bytes, -1)
-        return True
+        try:
+            if may_be_written:
+                _kept.append(self)
+                self._mapping.madvise(mmap.MADV_REMOVE)
+            else:
+                self.buffer.release()
+                self._mapping.close()
+        except (BufferError, OSError):
+            # Views are still in use, and Python unmaps the pages when the last one is gone. Or, as in some sandboxes,
+            # the kernel cannot take pages back: then the memory stays taken.
+            return
+
+
+# No message can say when peers have stopped writing to these, because the agent that they knew has ended.
+_kept: list[SharedMemory] = []
 
 
 def allocate_shared(num_bytes: int, name: str) -> SharedMemory:

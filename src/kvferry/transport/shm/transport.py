@@ -76,6 +76,10 @@ class SharedMemoryTransport:
     Raises TransportError when this host does not say which kernel and pid namespace it runs.
     """
 
+    name = "shm"
+    copies_once = True
+    progress_interval_s = float("inf")
+
     def __init__(self) -> None:
         self._origin = origin_here()
         self._registry = Registry()
@@ -83,14 +87,6 @@ class SharedMemoryTransport:
         self._queue = CopyQueue()
         self._check_at = 0.0
         self._unmapping: list[threading.Thread] = []
-
-    @property
-    def name(self) -> str:
-        return "shm"
-
-    @property
-    def progress_interval_s(self) -> float:
-        return float("inf")
 
     def register(self, memory: Memory) -> None:
         """Raises TransportError when `shared_fd` is not a sealed memfd or the memory overlaps registered memory."""

@@ -43,6 +43,10 @@ class TcpTransport:
     Raises TransportError when it cannot listen on `host`.
     """
 
+    name = "tcp"
+    copies_once = False
+    progress_interval_s = float("inf")
+
     def __init__(self, host: str = "127.0.0.1", *, stall_timeout_s: float = 5.0, advertised_host: str = "") -> None:
         self._stall_timeout_s = stall_timeout_s
         self._key = secrets.token_bytes(KEY_BYTES)
@@ -54,14 +58,6 @@ class TcpTransport:
         self._peers: dict[str, tuple[PeerClient, Regions]] = {}
         self._stopped: list[PeerClient] = []
         self._open: dict[Ticket, PeerClient] = {}
-
-    @property
-    def name(self) -> str:
-        return "tcp"
-
-    @property
-    def progress_interval_s(self) -> float:
-        return float("inf")
 
     @property
     def num_rejected(self) -> int:
